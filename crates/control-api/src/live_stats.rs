@@ -155,6 +155,9 @@ mod tests {
         stats.workers = vec![worker(1, true)];
         assert!(Row::of_stats("a", &stats).parked);
         stats.workers.clear();
-        assert!(!Row::of_stats("a", &stats).parked, "there is nobody who could");
+        assert!(
+            !Row::of_stats("a", &stats).parked,
+            "a controller without I/O threads is not parked"
+        );
     }
 }

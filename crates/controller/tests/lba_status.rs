@@ -541,7 +541,7 @@ fn model(disk: Arc<dyn Disk>, steps: &[Step]) {
             };
         }
         for (block, (holds, allocated)) in holds.iter().zip(&allocated).enumerate() {
-            assert!(!holds || *allocated, "block {block} is said to be a hole, after {step:?}");
+            assert!(!holds || *allocated, "block {block} is reported as a hole, after {step:?}");
         }
         // Reads all blocks for comparison.
         let mut all = vec![0; (BLOCKS * 512) as usize];

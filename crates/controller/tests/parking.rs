@@ -161,7 +161,7 @@ fn idle_controllers_are_left_alone() {
     for (who, before) in idle.iter().zip(before) {
         let now = pool.looks(*who);
         if *who == idle[15] {
-            assert!(now[0] >= before[0] + 200, "mapped doorbells have to be looked at");
+            assert!(now[0] >= before[0] + 200, "mapped doorbells have to be polled");
         } else {
             assert_eq!(now, before, "controller {who}");
         }

@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(status.signal(), Some(6), "{status:?}");
         let mut said = String::new();
         reader.read_to_string(&mut said).unwrap();
-        let (before, why) = said.split_once("shadowbell: ").expect("it says why");
+        let (before, why) = said.split_once("shadowbell: ").expect("a message with the cause");
         assert!(before.contains("all is well"), "{said}");
         assert!(why.starts_with("thread sb-reactor has panicked at crates/"), "{said}");
         assert!(why.contains("there is no such queue; "), "{said}");

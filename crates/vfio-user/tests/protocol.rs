@@ -366,7 +366,7 @@ fn unknown_commands_are_refused_and_their_payload_skipped() {
     raw.send(&stream);
     for command in unknown {
         let reply = raw.reply();
-        // For DEVICE_FEATURE, the error says that the device has no features, because it has no
+        // For DEVICE_FEATURE, the error means that the device has no features, because it has no
         // migration.
         let errno = if command == feature { Errno::NOTTY } else { Errno::OPNOTSUPP };
         assert_eq!((reply.header.command, reply.errno()), (command, errno));

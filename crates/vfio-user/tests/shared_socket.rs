@@ -611,7 +611,7 @@ fn messages_received_by_the_poller_are_handed_over() {
     let (mut raw, socket) = share(&path, &shared);
     let mut other_raw = Raw::attach(&other);
     let go = hold_reactor(&mut other_raw, &other_shared);
-    // The freeze is requested before the reactor sees the following message.
+    // The freeze is requested before the reactor reads the following message.
     server.handle.freeze();
     let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: 0x1000 };
     let bytes = raw.message(command::DMA_MAP, 0, &[map.as_bytes()]);

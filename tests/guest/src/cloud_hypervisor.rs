@@ -160,12 +160,12 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
             "cat >/tmp/events.sh <<'END'\n\
              done=0\n\
              is_served() {{ shadowbell ctl -s /tmp/ch.sock status >/dev/null 2>&1; }}\n\
-             # A client that is about to be accepted is nobody's yet.\n\
+             # The client may not have been accepted yet.\n\
              until shadowbell ctl -s /tmp/ch.sock status | grep -q '1 with a client'; do\n\
                  sleep 0.1\n\
              done\n\
              while [ ! -e /tmp/stop ]; do\n\
-                 # Who dies before it serves is started again a few times only.\n\
+                 # A process that dies before it serves is started again only a few times.\n\
                  until is_served || [ -e /tmp/stop ]; do sleep 0.1; done\n\
                  {event} >>/tmp/events.log 2>&1 && done=$((done + 1))\n\
                  echo $done >/tmp/events.now; mv /tmp/events.now /tmp/events\n\

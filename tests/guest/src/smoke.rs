@@ -90,7 +90,7 @@ fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shado
             .and_then(|format| number(format, "ds"))?;
         ensure!(nsze << shift == SIZE, "{nsze} blocks of {} bytes", 1 << shift);
         let sectors = guest.sh(&format!("cat /sys/block/{dev}/size"), MINUTE)?;
-        ensure!(sectors.trim() == (SIZE / 512).to_string(), "the kernel says {sectors}");
+        ensure!(sectors.trim() == (SIZE / 512).to_string(), "the kernel reports {sectors} sectors");
         Ok(())
     });
     report.check("namespaces, their descriptors, and the lists of NVMe 2.0", |_| {

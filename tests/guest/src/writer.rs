@@ -52,7 +52,7 @@ impl Writer {
         while self.promises()?.writes < before + 50 {
             if Instant::now() > deadline {
                 let said = guest.sh("cat /tmp/writer.out", MINUTE)?;
-                bail!("no write was acknowledged within a minute; the writer said: {said}");
+                bail!("no write was acknowledged within a minute; output of the writer: {said}");
             }
             wait::pause();
         }

@@ -222,7 +222,7 @@ impl HonestGuest {
                     u64::from_le_bytes(bytes.try_into().unwrap_or_default())
                 };
                 tally.add_message(format!(
-                    "controller {}: block {block} is not of turn {generation}; it says controller \
+                    "controller {}: block {block} is not of turn {generation}, but of controller \
                      {}, block {}, turn {}",
                     self.number,
                     word(0),

@@ -93,7 +93,7 @@ fn steal(stat: &str) -> Option<(u64, u64)> {
 }
 
 /// Checks that a program exists. If its Debian package is missing and can be installed, installs
-/// it. The error says what to do.
+/// it. The error contains the remedy.
 pub(crate) fn need(
     program: &str,
     package: &str,

@@ -26,8 +26,8 @@ use shadowbell_soak as soak;
 /// Chores of the Shadowbell workspace: tests, benchmarks, packages.
 ///
 /// As root on Debian 12 and later, missing packages are installed (mmdebstrap), and QEMU, the
-/// guest's programs and kernels are downloaded once to target/guest. Otherwise one line says what
-/// to install.
+/// guest's programs and kernels are downloaded once to target/guest. Otherwise one line lists
+/// what to install.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
 struct Arguments {

@@ -24,8 +24,8 @@ fn a_successor_keeps_changed_namespaces() {
     let mut queue = host.create(1, 16, false);
     replace(&mut host, &BTreeMap::new());
     let identified: IdentifyController = identify(&mut host, cns::CONTROLLER, 0);
-    assert_eq!(identified.nn, 5, "an NSID that was valid is");
-    assert!(identified.vwc.vwcp(), "the host was told so");
+    assert_eq!(identified.nn, 5, "an NSID that was valid stays valid");
+    assert!(identified.vwc.vwcp(), "the host has read this value");
     assert_eq!(active(&mut host), [3]);
     assert!(write_and_read(&mut host, &mut queue, 3, 7, 4).is_success());
     assert_eq!(write_and_read(&mut host, &mut queue, 1, 0, 4), INACTIVE);

@@ -59,8 +59,7 @@ pub(crate) struct RetryTable {
 /// Result of [`RetryTable::tick_timeouts`].
 #[derive(Debug, Default)]
 pub(crate) struct TimedOut {
-    /// Command identifiers, as the controller knows them, of the commands that became late with
-    /// this tick.
+    /// Identifiers of the commands that became late with this tick, as of their last submission.
     pub(crate) late: Vec<u16>,
     /// True if a command has been outstanding since before the last tick. Then CSTS must be read.
     pub(crate) is_long_running: bool,

@@ -298,8 +298,8 @@ impl QueuePair {
 
     #[cold]
     fn handle_state_change(&mut self) -> Result<(), QueueError> {
-        // The queues may be created again, so the last wakeup no longer tells whether the event has
-        // a stale signal.
+        // The queues may be created again, so after the last wakeup the event may or may not have a
+        // stale signal.
         self.interrupt.forget_wakeup();
         self.queue.handle_state_change(&self.controller)
     }

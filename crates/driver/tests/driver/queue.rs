@@ -197,7 +197,7 @@ fn invalid_requests_are_refused() {
     assert!(matches!(refused.reason, QueueError::BufferTooShort { needed: 4096, len: 0, .. }));
     let refused = queue.submit(command.at(4), pool.take()).unwrap_err();
     assert!(matches!(refused.reason, QueueError::BufferTooShort { offset: 4, .. }));
-    let buffer = refused.buffer.expect("the buffer comes back");
+    let buffer = refused.buffer.expect("the buffer is returned");
     let refused = queue.submit(read(&controller, 0, 1).at(2), Some(buffer)).unwrap_err();
     assert!(matches!(refused.reason, QueueError::Misaligned { offset: 2 }));
     let refused = queue

@@ -158,7 +158,10 @@ fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
         if let Some(ended) = queue.pop() {
             break ended;
         }
-        assert!(fake.state().deleted.is_empty(), "the driver knows at once what was deleted");
+        assert!(
+            fake.state().deleted.is_empty(),
+            "the queue is deleted, but its command has not ended"
+        );
         wait::pause();
         assert!(began.elapsed() < LIMIT);
     };

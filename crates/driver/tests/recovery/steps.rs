@@ -432,7 +432,7 @@ fn a_removal_fails_all_queues_and_keeps_the_buffers() {
         assert_eq!(ended.len(), count);
         for done in ended {
             assert_eq!(done.status, Status::ABORTED_BY_HOST);
-            assert!(done.buffer.is_none(), "who says so may be lying, and write there");
+            assert!(done.buffer.is_none(), "the controller may still write to the buffer");
         }
     }
     assert_eq!(faults.of(Fault::Removal), 1);

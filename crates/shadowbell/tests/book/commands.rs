@@ -135,7 +135,8 @@ fn run(page: &Page) -> Result<(), String> {
     let read = |name: &str| std::fs::read_to_string(directory.join(name)).unwrap_or_default();
     let (page, out, log) = (page.path.display(), read("out"), read("server.log"));
     let fine = status.is_some_and(|status| status.success());
-    fine.then_some(()).ok_or_else(|| format!("{page}: {status:?}\n{out}\nthe server said:\n{log}"))
+    fine.then_some(())
+        .ok_or_else(|| format!("{page}: {status:?}\n{out}\nlog of the server:\n{log}"))
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Invalid input is refused with a message, and the exit status tells user errors from system
-//! errors.
+//! Invalid input is refused with a message, and user errors and system errors have different exit
+//! statuses.
 
 use crate::harness::{Server, finish, image, program, until};
 use crate::supervisor::has_ended;

@@ -246,7 +246,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     assert_eq!(disks(), ["1 mem:4MiB false null", "5 a.img false null"]);
     assert!(client() && ctl_json(&server, &["limit"])[0]["limits"] == serde_json::json!({}));
 
-    // Server-wide settings do not change, and the response says so.
+    // Server-wide settings do not change, and the response contains a note.
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
     std::fs::write(server.directory().join("vms.toml"), format!("workers = 2\n{text}")).unwrap();
     let (_, said, _) = apply(&[]);

@@ -77,7 +77,7 @@ fn survives_removal_and_return(behind: &Path, options: &str) {
         }
     }
 
-    // The storage is back; the server has to be told to reopen it.
+    // The storage is available again; the server reopens it only on request.
     drop(mount);
     let Some(mount) = Mount::over("gone::fuse_daemon", behind) else { return };
     let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take()).status;

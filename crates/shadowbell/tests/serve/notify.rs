@@ -147,7 +147,7 @@ fn a_hung_server_process_is_replaced() {
     server.says(&format!("error: process {before} hangs"));
     until("its end", || has_ended(before));
     let status = "STATUS=the server process has died; another one is about to recover";
-    until("the manager knows", || manager.next_except_watchdog() == status);
+    until("the status of the recovery", || manager.next_except_watchdog() == status);
     assert!(manager.next_except_watchdog().starts_with("STATUS=serves 1 controller"));
     assert!(children(server.pid()).iter().all(|pid| *pid != before));
     let done = run(&mut queue, namespace.read(0, 8).unwrap(), pool.take());

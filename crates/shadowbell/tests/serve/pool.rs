@@ -354,7 +354,7 @@ fn a_full_file_system_under_a_pool_fails_writes_only() {
     };
     reads_back(&mut guest);
     // The pool's own records need no additional space: namespaces are created and deleted as
-    // before, and the next process knows them.
+    // before, and the next process serves them.
     let admin = guest.0.admin();
     assert_eq!(admin.create_namespace(2048, 0).unwrap(), 2);
     admin.attach_namespace(2, &[1], true).unwrap();

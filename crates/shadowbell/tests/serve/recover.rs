@@ -211,8 +211,9 @@ fn an_unrecoverable_disk_is_reported() {
     server.says("have lost their controllers");
 }
 
-/// A supervisor is stopped for so long that the server process gives up on it. It is never told
-/// that its checkpoint is outdated; the next server process detects that, and starts afresh.
+/// A supervisor is stopped for so long that the server process continues without it. The supervisor
+/// is not notified that its checkpoint is outdated. The next server process detects that, and
+/// starts without the checkpoint.
 #[test]
 fn an_outdated_checkpoint_is_not_recovered() {
     let server = server(1, &[]);

@@ -233,7 +233,7 @@ fn a_command_in_flight_during_an_upgrade_completes() {
     let mut client = Client::attach(&socket(&server, 0));
     let pool = client.controller.buffers(8, 4096).unwrap();
     for _ in 0..5 {
-        // Clients are served again before the supervisor knows that the upgrade is over.
+        // Clients are served again before the supervisor is notified of the upgrade's end.
         let target = server.pid().to_string();
         let asker = std::thread::spawn(move || upgrade(&target, None));
         let read = client.controller.namespace(1).unwrap().read(0, 8).unwrap();

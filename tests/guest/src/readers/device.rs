@@ -89,7 +89,7 @@ pub(crate) fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Res
 }
 
 pub(crate) fn without_the_driver(report: &mut Report, guest: &mut Guest) {
-    report.check("without ublk's module the error says what to do", |_| {
+    report.check("without ublk's module the error contains the remedy", |_| {
         refused(guest, "mem:16MiB --ublk", &["modprobe ublk_drv"])
     });
 }

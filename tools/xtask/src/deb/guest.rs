@@ -223,7 +223,7 @@ fn check_removal(machine: &Machine) -> Result<()> {
 
 fn main_pid(machine: &Machine) -> Result<u32> {
     let pid = machine.run("systemctl show --property MainPID --value shadowbell")?;
-    pid.trim().parse().context("systemd knows no main process")
+    pid.trim().parse().context("systemd reports no main process")
 }
 
 fn worker_pid(machine: &Machine) -> Result<u32> {

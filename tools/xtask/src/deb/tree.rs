@@ -72,7 +72,7 @@ impl Tree {
         }
         let size = output(Command::new("du").args(["-sk", "--apparent-size"]).arg(&self.root))?;
         let size = size.split_whitespace().next().and_then(|kib| kib.parse().ok());
-        let control = control::control(&installed, version, size.context("du says no size")?)?;
+        let control = control::control(&installed, version, size.context("`du` prints no size")?)?;
         self.write("DEBIAN/control", control.as_bytes(), 0o644)
     }
 

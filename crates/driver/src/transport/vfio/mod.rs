@@ -102,7 +102,7 @@ impl Vfio {
 
         let flags = sys::device_flags(device.as_fd()).map_err(failed("asking about the device"))?;
         if flags & vfio::VFIO_DEVICE_FLAGS_PCI == 0 {
-            return Err(unsupported("VFIO says that it is no PCI device".into()));
+            return Err(unsupported("according to VFIO, it is not a PCI device".into()));
         }
         let bar = Bar::open(device.as_fd()).map_err(|error| unsupported(error.to_string()))?;
         let (config, _) = Window::find(device.as_fd(), vfio::VFIO_PCI_CONFIG_REGION_INDEX)
