@@ -49,7 +49,7 @@ impl Layers {
     ///
     /// # Errors
     /// A sentence about a layer that the disk does not support.
-    pub fn put_around(&self, disk: Arc<dyn Disk>, goes_on: bool) -> Result<Arc<dyn Disk>, String> {
+    pub fn wrap_disk(&self, disk: Arc<dyn Disk>, goes_on: bool) -> Result<Arc<dyn Disk>, String> {
         let disk = match self.metadata {
             None => disk,
             Some(format) => Arc::new(MetadataDisk::new(disk, format)?),
@@ -79,7 +79,7 @@ mod tests {
         assert_eq!(rest, "a.img?direct=on");
         assert_eq!(layers.metadata.map(|format| (format.size, format.protection)), Some((8, 1)));
         let disk = shadowbell_disk_file::open("mem:1MiB").unwrap();
-        let disk = layers.put_around(disk, false).unwrap();
+        let disk = layers.wrap_disk(disk, false).unwrap();
         assert_eq!(
             (disk.info().metadata, LimitedDisk::of(&*disk).unwrap().limiters().len()),
             (layers.metadata, 1)
@@ -95,16 +95,16 @@ mod tests {
             Layers::split("mem:4MiB?zoned=1MiB&max-open=2&block-size=4096&iops=7").unwrap();
         assert_eq!(rest, "mem:4MiB?block-size=4096");
         let disk = shadowbell_disk_file::open(&rest).unwrap();
-        let disk = layers.put_around(disk, false).unwrap();
+        let disk = layers.wrap_disk(disk, false).unwrap();
         assert_eq!((disk.info().zoned, disk.info().blocks), (layers.zoned, 3 << 8));
         for spec in ["a?zoned=1000", "a?max-open=1", "a?zoned=1MiB&zone-capacity=2MiB"] {
             Layers::split(spec).unwrap_err();
         }
         let (_, layers) = Layers::split("a?metadata=8&zoned=64KiB").unwrap();
-        let both = layers.put_around(shadowbell_disk_file::open("mem:4MiB").unwrap(), false);
+        let both = layers.wrap_disk(shadowbell_disk_file::open("mem:4MiB").unwrap(), false);
         assert!(both.unwrap_err().contains("cannot have metadata"));
         let (_, layers) = Layers::split("a?metadata=8&pi=1").unwrap();
         let small = shadowbell_disk_file::open("mem:512").unwrap();
-        layers.put_around(small, false).unwrap_err();
+        layers.wrap_disk(small, false).unwrap_err();
     }
 }

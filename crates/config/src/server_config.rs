@@ -256,7 +256,7 @@ impl ServerConfig {
 /// Returns an error text if two controllers use the same writable file or device. Without this
 /// check, the lock of the file would fail with a message about another program.
 #[must_use]
-pub fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<String> {
+pub fn duplicate_disk(controllers: &[SocketConfig]) -> Option<String> {
     let mut seen: HashMap<PathBuf, (&str, String, bool, Option<&str>)> = HashMap::new();
     for served in controllers {
         for disk in &served.controller.disks {

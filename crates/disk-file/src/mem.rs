@@ -302,7 +302,7 @@ impl Queue for MemQueue {
 
     #[inline]
     fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
-        if op != Op::Read && self.is_large && shadowbell_memory::goes_past_caches(len) {
+        if op != Op::Read && self.is_large && shadowbell_memory::bypasses_caches(len) {
             return;
         }
         // An offset beyond the address space is also beyond the disk. There, prefetching has no

@@ -5,7 +5,7 @@ mod common;
 
 use common::{Host, Undo, as_root, directory, image, open, run_one, wait};
 use shadowbell_disk::{DiskError, Op, Queue, Request, Submitted};
-use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait;
 use std::fs::{File, OpenOptions};
 use std::path::Path;
@@ -16,7 +16,7 @@ const ALL: [&str; 4] = ["?direct=off", "?direct=off&aio=threads", "", "?aio=thre
 
 #[test]
 fn fuse_daemon() {
-    be_the_daemon();
+    run_daemon_if_requested();
 }
 
 /// Runs one request. Its buffer is the host's memory from 0 on.

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Host, directory, image, open, run_one};
 use shadowbell_disk::{Disk, Op, Request, Submitted};
-use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait::LIMIT;
 use std::sync::{Arc, mpsc};
 
@@ -12,7 +12,7 @@ const MIB: u64 = 1 << 20;
 
 #[test]
 fn fuse_daemon() {
-    be_the_daemon();
+    run_daemon_if_requested();
 }
 
 #[test]

@@ -7,7 +7,7 @@ use common::{check, directory, file_options, flush, memory, open, read, segments
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_disk_qcow2::{Qcow2Disk, create};
 use shadowbell_testing::disks::Random;
-use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -22,7 +22,7 @@ const DEPTH: u32 = 32;
 
 #[test]
 fn fuse_daemon() {
-    be_the_daemon();
+    run_daemon_if_requested();
 }
 
 /// Possible contents of each block. The content of a block is a number, which is zero at first.

@@ -5,14 +5,14 @@ mod common;
 use common::{directory, flush, memory, open, read, segments, wait, write};
 use shadowbell_disk::{Disk, DiskError, Op, Request, Submitted};
 use shadowbell_disk_qcow2::create;
-use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 
 const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 64 << 10;
 
 #[test]
 fn fuse_daemon() {
-    be_the_daemon();
+    run_daemon_if_requested();
 }
 
 #[test]

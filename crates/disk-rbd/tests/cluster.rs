@@ -6,7 +6,8 @@ use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_disk_rbd::{OpenError, RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
 use shadowbell_testing::disks::{
-    Random, batch, begin, content, ended, flush, memory, none_ends, read, segments, wait, write,
+    Random, assert_none_completes, batch, begin, content, ended, flush, memory, read, segments,
+    wait, write,
 };
 use shadowbell_testing::wait::{self, LIMIT};
 use std::path::Path;
@@ -382,7 +383,7 @@ fn durable_writes_wait_for_a_hung_cluster() {
         let case = format!("{op:?}, lasting: {lasting}, {settings:?}, kept: {is_kept}");
         match answered {
             true => assert_eq!(ended(&mut *queue, 1), [(7, Ok(()))], "{case}"),
-            false => none_ends(&mut *queue),
+            false => assert_none_completes(&mut *queue),
         }
         drop(stopped);
         while queue.pending() > 0 {
@@ -417,19 +418,19 @@ fn requests_to_a_hung_cluster_can_be_cancelled() {
     submit(&mut *queue, 1, Op::Read, 4096, 4096);
     submit(&mut *queue, 2, Op::Write { fua: true }, 64 << 10, 4096);
     // The write is in Ceph's cache, and the flush that follows it is in flight.
-    none_ends(&mut *queue);
+    assert_none_completes(&mut *queue);
     // More requests than the buffers of the queue and Ceph's cache have room for.
     for n in 0..MANY {
         let at = (16 << 20) + u64::from(n) * long;
         submit(&mut *queue, 10 + n, Op::Write { fua: true }, at, long);
     }
-    none_ends(&mut *queue);
+    assert_none_completes(&mut *queue);
     for tag in [0, 2, LAST] {
         queue.cancel(tag);
     }
     wait(&*queue);
     let mut cancelled = ended(&mut *queue, 2);
-    none_ends(&mut *queue);
+    assert_none_completes(&mut *queue);
     cancelled.sort_unstable_by_key(|(tag, _)| *tag);
     assert_eq!(cancelled, [0, LAST].map(|tag| (tag, Err(DiskError::Cancelled))));
     // More requests than Ceph's client allows in flight by default (`objecter_inflight_ops`).

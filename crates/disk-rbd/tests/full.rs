@@ -5,7 +5,7 @@
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request};
 use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_testing::disks::{
-    begin, ended, flush, memory, none_ends, read, run_one, segments, wait, write,
+    assert_none_completes, begin, ended, flush, memory, read, run_one, segments, wait, write,
 };
 use shadowbell_testing::wait;
 use std::process::Command;
@@ -152,13 +152,13 @@ fn waits_with_a_cache(conf: &str) {
             submit(&mut **queue, n, Op::Write { fua: true }, at, 4 * MIB);
         }
         submit(&mut **queue, 40, Op::Flush, 0, 0);
-        none_ends(&mut **queue);
+        assert_none_completes(&mut **queue);
         // All buffers of the first queue are in use, so another queue reads.
         let mut reads = disk.queue().unwrap();
         assert_eq!(read(&mut *reads, 200 * MIB, 4096), Ok(vec![0; 4096]));
         queue.cancel(39);
         assert_eq!(ended(&mut **queue, 1), [(39, Err(DiskError::Cancelled))]);
-        none_ends(&mut **queue);
+        assert_none_completes(&mut **queue);
     }
     drop(full);
     for queue in &mut queues {

@@ -27,7 +27,7 @@ const LONG: usize = 8 << 10;
 /// [`Segments::copy_to_large`]: crate::Segments::copy_to_large
 #[inline]
 #[must_use]
-pub fn goes_past_caches(len: usize) -> bool {
+pub fn bypasses_caches(len: usize) -> bool {
     len >= LONG && has_streams()
 }
 

@@ -397,7 +397,7 @@ impl View {
 
     /// Adds the recorded pages to the log while the view still exists. No access that was resolved
     /// through the view may be in flight.
-    pub fn hand_in_log(&self) {
+    pub fn flush_log(&self) {
         self.0.add_to_log();
     }
 

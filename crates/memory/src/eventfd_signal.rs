@@ -55,7 +55,7 @@ impl Signals {
     /// True if signals to this peer are expensive at the moment, so that the `signals` thread sends
     /// them.
     #[must_use]
-    pub fn are_dear(&self) -> bool {
+    pub fn are_expensive(&self) -> bool {
         self.0.is_expensive(Instant::now())
     }
 }
@@ -229,10 +229,10 @@ mod tests {
         assert_eq!(of_dear.drain(), 1);
         // First a signal that takes long without processor time, then one that uses processor time.
         dear.0.count(Instant::now(), || std::thread::sleep(EXPENSIVE * 2));
-        assert!(!dear.are_dear());
+        assert!(!dear.are_expensive());
         let began = processor_time();
         dear.0.count(Instant::now(), || while processor_time() - began < EXPENSIVE * 2 {});
-        assert!(dear.are_dear() && !cheap.are_dear());
+        assert!(dear.are_expensive() && !cheap.are_expensive());
         for _ in 0..100 {
             to_dear.signal();
             assert!(of_dear.wait(Some(LIMIT)).unwrap());
@@ -258,7 +258,7 @@ mod tests {
         let event = EventFd::of_peer(Arc::new(theirs), &signals).unwrap();
         let epolls = [(); EPOLLS].map(|()| epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
         let mut copies = Vec::new();
-        while !signals.are_dear() {
+        while !signals.are_expensive() {
             assert!(copies.len() < COPIES, "40,000 are not noticed");
             let copy = ours.try_clone().unwrap();
             for epoll in &epolls {

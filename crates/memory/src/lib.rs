@@ -61,7 +61,7 @@ mod yield_backoff;
 
 pub use abort::{AbortOnPanic, contain_panic, is_panic_contained};
 pub use adaptive_poll::AdaptivePoll;
-pub use copy::goes_past_caches;
+pub use copy::bypasses_caches;
 pub use dirty::DirtyLog;
 pub use dma::{DmaSpace, DmaTable, View, ViewWatch};
 pub use epoll::epoll_wait;

@@ -14,9 +14,10 @@
 //! * *Touches of a peer's memory.* A touch allocates at most two page tables, and only by a page
 //!   fault. Therefore a thread that works for a peer with enough memory
 //!   ([`DmaTable::is_sparse`](crate::DmaTable::is_sparse)) counts the touched places and calls
-//!   [`ask`] after [`SPEND`] of them. If the process had page faults since the last check, the
-//!   thread waits for another check and for the removal of excess page tables. So between two
-//!   checks it allocates at most two page tables for each of the [`SPEND`] places.
+//!   [`ask`] after [`TOUCHES_PER_CHECK`] of them. If the process had page faults since the last
+//!   check, the thread waits for another check and for the removal of excess page tables. So
+//!   between two checks it allocates at most two page tables for each of the
+//!   [`TOUCHES_PER_CHECK`] places.
 //! * *Time*, for touches that are not counted, by admin commands and queues. There are few of those
 //!   per controller. Checks take place 100 to 200 times per second while a thread that touches such
 //!   memory is [`Awake`].
@@ -44,7 +45,7 @@ const TABLE: u64 = 4096;
 pub(crate) const MATTERS: u64 = ALLOWED / TABLE * SPAN;
 
 /// Number of places of a peer's memory that a thread may touch before it has to call [`ask`].
-pub const SPEND: u64 = 2048;
+pub const TOUCHES_PER_CHECK: u64 = 2048;
 /// Number of page faults of the process since the last check below which no further check is
 /// needed.
 const FEW_FAULTS: u64 = 1024;
@@ -86,7 +87,7 @@ impl Look {
 /// True if the page tables of a peer's ranges of these lengths could exceed the limit. Then threads
 /// that touch the memory have to count their touches.
 #[must_use]
-pub fn could_be_too_many(ranges: impl IntoIterator<Item = u64>) -> bool {
+pub fn may_exceed_limit(ranges: impl IntoIterator<Item = u64>) -> bool {
     ranges.into_iter().map(reach).fold(0, u64::saturating_add) > MATTERS
 }
 
@@ -95,7 +96,7 @@ pub(crate) fn reach(len: u64) -> u64 {
     len.saturating_add(2 * SPAN)
 }
 
-/// Requests a check after the caller has touched [`SPEND`] places of a peer's memory.
+/// Requests a check after the caller has touched [`TOUCHES_PER_CHECK`] places of a peer's memory.
 ///
 /// All earlier accesses of the caller must have ended. Returns the check for which the caller has
 /// to wait before it touches more, or `None` if no check is necessary. Costs a system call, and a
@@ -338,7 +339,7 @@ mod tests {
         let (mut most, mut waits) = (0, 0);
         for (n, (mapping, place)) in (0..16).flat_map(places).enumerate() {
             assert_eq!(mappings[mapping].bytes().read::<u8>(place), Some(0));
-            if (n as u64 + 1).is_multiple_of(SPEND) {
+            if (n as u64 + 1).is_multiple_of(TOUCHES_PER_CHECK) {
                 most = most.max(in_use().saturating_sub(before));
                 let until = std::time::Instant::now() + LIMIT;
                 if let Some(look) = ask() {
@@ -351,7 +352,7 @@ mod tests {
             }
         }
         // Without the limit, the page tables would have 512 MiB. Those of other tests are included.
-        assert!(most <= ALLOWED + 2 * SPEND * TABLE + (4 << 20), "{most}");
+        assert!(most <= ALLOWED + 2 * TOUCHES_PER_CHECK * TABLE + (4 << 20), "{most}");
         assert!(waits > 8, "{waits}");
         // Memory that was touched before has page tables. So it causes no page fault, and the
         // thread does not wait.
@@ -359,7 +360,7 @@ mod tests {
         while look.is_some_and(|look| !look.is_over()) {
             std::thread::yield_now();
         }
-        for _ in 0..SPEND {
+        for _ in 0..TOUCHES_PER_CHECK {
             assert_eq!(mappings[15].bytes().read::<u8>((16 << 30) - 1), Some(0));
         }
         assert_eq!(ask(), None);

@@ -107,7 +107,7 @@ impl Args {
 
 /// True if informational messages are logged, that is, without `--quiet`.
 #[must_use]
-pub fn is_talkative() -> bool {
+pub fn is_informational() -> bool {
     tracing::enabled!(Level::INFO)
 }
 

@@ -176,7 +176,7 @@ impl EndSignals {
     /// # Errors
     /// Errors of the system.
     pub fn wait(&mut self) -> io::Result<()> {
-        while self.wait_beside(None, None)? != Wake::End {}
+        while self.wait_or_readable(None, None)? != Wake::End {}
         Ok(())
     }
 
@@ -185,7 +185,7 @@ impl EndSignals {
     ///
     /// # Errors
     /// Errors of the system.
-    pub fn wait_beside(
+    pub fn wait_or_readable(
         &mut self,
         beside: Option<BorrowedFd<'_>>,
         until: Option<Instant>,

@@ -332,7 +332,7 @@ fn wait<'a>(
         }
     };
     loop {
-        match signals.wait_beside(link.map(AsFd::as_fd), liveness.next())? {
+        match signals.wait_or_readable(link.map(AsFd::as_fd), liveness.next())? {
             Wake::End => return Ok(End::Asked),
             Wake::Time => liveness.look(server),
             // A signal to the process group reaches the supervisor too, which sends `READ`.

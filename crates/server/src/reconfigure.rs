@@ -16,7 +16,7 @@ use anyhow::{Context, anyhow};
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_config::controller_config::nsids;
 use shadowbell_config::disk_spec::DiskSpecError;
-use shadowbell_config::server_config::{SocketConfig, disk_asked_for_twice};
+use shadowbell_config::server_config::{SocketConfig, duplicate_disk};
 use shadowbell_controller::{Controller, Pool};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::ControllerDevice;
@@ -179,7 +179,7 @@ impl Changes {
         self.resolve(&mut asked.controller.disks)?;
         let index = self.next.fetch_add(1, Ordering::Relaxed);
         let events = self.events.of(index);
-        if let Some(why) = disk_asked_for_twice(std::slice::from_ref(&asked)) {
+        if let Some(why) = duplicate_disk(std::slice::from_ref(&asked)) {
             return Err(exit::bad_input(anyhow!(why)));
         }
         let config = open_one(&asked, self.lasting, |id| {

@@ -8,7 +8,7 @@ use super::reconfigure::Changes;
 use super::registry::{Registry, ServedController};
 use super::tracer::Tracer;
 use anyhow::{Context, anyhow};
-use shadowbell_config::server_config::{ServerConfig, disk_asked_for_twice};
+use shadowbell_config::server_config::{ServerConfig, duplicate_disk};
 use shadowbell_controller::{Config, Controller, Pool};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::ControllerDevice;
@@ -251,7 +251,7 @@ impl Server {
 
 /// Opens the disks of all controllers. Creates no sockets.
 fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
-    if let Some(why) = disk_asked_for_twice(&server.controllers) {
+    if let Some(why) = duplicate_disk(&server.controllers) {
         return Err(bad_input(anyhow!(why)));
     }
     server.controllers.iter().map(|served| open_one(served, lasting, |_| None)).collect()

@@ -62,12 +62,12 @@ pub fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
 ///
 /// # Errors
 /// [`DiskSpecError`].
-pub fn put_around(
+pub fn wrap_disk(
     spec: &str,
     (layers, goes_on): (&Layers, bool),
     disk: Arc<dyn Disk>,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    layers.put_around(disk, goes_on).map_err(|why| wrong(spec, why))
+    layers.wrap_disk(disk, goes_on).map_err(|why| wrong(spec, why))
 }
 
 /// From now on, refuses to open disks that the sandbox does not permit ([`outside`]).
@@ -93,7 +93,7 @@ fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErro
     if let Some(remark) = write_protection(&spec, disk.info().read_only)? {
         tracing::warn!("{remark}");
     }
-    put_around(&spec, (&layers, false), disk)
+    wrap_disk(&spec, (&layers, false), disk)
 }
 
 /// Handles a disk that was opened read-only. Returns a warning if the specification did not request

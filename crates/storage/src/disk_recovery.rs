@@ -38,7 +38,7 @@ pub fn recover(
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = disk_spec::split(spec)?;
     let disk = recover_unlimited(&spec, state, fds, wait)?;
-    disk_open::put_around(&spec, (&layers, true), disk)
+    disk_open::wrap_disk(&spec, (&layers, true), disk)
 }
 
 fn recover_unlimited(

@@ -96,7 +96,7 @@ pub fn ended(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskEr
 }
 
 /// Asserts that no request completes within a short time.
-pub fn none_ends(queue: &mut dyn Queue) {
+pub fn assert_none_completes(queue: &mut dyn Queue) {
     crate::wait::moment();
     queue.reap(&mut |tag, result, _| panic!("request {tag} has ended: {result:?}"));
 }

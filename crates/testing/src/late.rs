@@ -128,7 +128,7 @@ impl Filesystem for Late {
 
 /// Runs the daemon and ends the process, if this process was started as the daemon. Otherwise
 /// returns.
-pub fn be_the_daemon() {
+pub fn run_daemon_if_requested() {
     let Some(path) = std::env::var_os(MOUNT_AT) else { return };
     let path = PathBuf::from(path);
     let bytes = Arc::new(Mutex::new(vec![0; SIZE]));
@@ -146,7 +146,7 @@ pub struct LateDevice {
 
 impl LateDevice {
     /// Creates the device. Returns `None` if the machine lacks FUSE, loop devices or the privilege.
-    /// `test` is the full name of a test of the same program that calls [`be_the_daemon`].
+    /// `test` is the full name of a test of the same program that calls [`run_daemon_if_requested`].
     ///
     /// # Panics
     ///

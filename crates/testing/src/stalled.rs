@@ -187,7 +187,7 @@ impl Filesystem for Stalled {
 
 /// Runs the daemon and ends the process, if this process was started as the daemon. Otherwise
 /// returns.
-pub fn be_the_daemon() {
+pub fn run_daemon_if_requested() {
     let Some(path) = std::env::var_os(MOUNT_AT) else { return };
     let mut config = Config::default();
     config.mount_options = vec![MountOption::FSName("stalled".into())];
@@ -217,7 +217,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 impl Mount {
     /// Mounts the file system. Returns `None` without `/dev/fuse` or without root. `test` is the
-    /// full name of a test of the same program that calls [`be_the_daemon`].
+    /// full name of a test of the same program that calls [`run_daemon_if_requested`].
     ///
     /// # Panics
     ///

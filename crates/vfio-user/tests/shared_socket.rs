@@ -264,7 +264,7 @@ fn the_reactor_handles_other_messages_and_all_after_them() {
 
 #[test]
 fn fuse_daemon() {
-    shadowbell_testing::stalled::be_the_daemon();
+    shadowbell_testing::stalled::run_daemon_if_requested();
 }
 
 /// The poller receives a descriptor behind a doorbell write, and the client disconnects before the

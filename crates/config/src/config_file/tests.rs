@@ -246,10 +246,10 @@ fn unset_settings_contradict_nothing() {
     ];
     let all = of(&said.join("\n"));
     for line in said {
-        assert!(of(line).say_otherwise(&of("")), "{line}");
-        assert!(!of(line).say_otherwise(&all), "{line}");
+        assert!(of(line).contradicts(&of("")), "{line}");
+        assert!(!of(line).contradicts(&all), "{line}");
     }
-    assert!(!of("").say_otherwise(&all));
+    assert!(!of("").contradicts(&all));
 }
 
 #[test]
@@ -288,7 +288,7 @@ fn controllers_of_a_subsystem_get_cntlids_in_order() {
     };
     assert_eq!(all(&again), all(&config));
     // Both controllers of the subsystem share the disk; that is no conflict.
-    let twice = crate::server_config::disk_asked_for_twice(&config.controllers);
+    let twice = crate::server_config::duplicate_disk(&config.controllers);
     assert_eq!(twice, None);
 
     let refused = |from: &str, to: &str| {

@@ -46,7 +46,7 @@ impl Settings {
 
     /// Returns true if a file with these settings contradicts the current settings `now`. A setting
     /// that the file leaves out contradicts nothing, because the command line may have set it.
-    pub fn say_otherwise(&self, now: &Self) -> bool {
+    pub fn contradicts(&self, now: &Self) -> bool {
         fn differs<T: PartialEq>(said: Option<&T>, now: Option<&T>) -> bool {
             said.is_some() && said != now
         }

@@ -165,7 +165,7 @@ impl Engine {
     /// Updates the memory touch counting after a change of the host's memory map.
     fn measure_memory(&mut self) {
         let bytes = self.view.table().sparse_bytes();
-        self.may_touch = if bytes != 0 { page_tables::SPEND } else { u64::MAX };
+        self.may_touch = if bytes != 0 { page_tables::TOUCHES_PER_CHECK } else { u64::MAX };
         self.spans.resize(bytes);
     }
 

@@ -696,7 +696,7 @@ impl ControllerQueues {
         self.set.engine.forget_namespaces();
         // Nothing is in flight, so the log of dirty pages is complete. A live migration may read it
         // at once.
-        self.set.engine.view().hand_in_log();
+        self.set.engine.view().flush_log();
         // At the destination (a thread or another process), all commands are served normally.
         self.recovery = None;
         self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);

@@ -6,7 +6,7 @@
 //! After a certain number, the page tables are checked, and no queue takes more requests until the
 //! check has ended.
 
-use ::shadowbell_memory::page_tables::{self, Look, SPEND};
+use ::shadowbell_memory::page_tables::{self, Look, TOUCHES_PER_CHECK};
 use parking_lot::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -43,7 +43,7 @@ impl PageTableQuota {
 
     /// Adapts the limit to a change of the guest's memory, whose regions have these lengths.
     pub(super) fn memory_changed(&self, regions: impl Iterator<Item = u64>) {
-        let counted = page_tables::could_be_too_many(regions);
+        let counted = page_tables::may_exceed_limit(regions);
         let pieces = if counted { IN_FLIGHT / self.queues } else { usize::MAX };
         self.in_flight.store(pieces, Relaxed);
     }
@@ -61,11 +61,11 @@ impl PageTableQuota {
         }
         // A piece may cross the border of two page tables.
         let places = 2 * pieces as u64;
-        if self.places.fetch_add(places, Relaxed) + places < SPEND {
+        if self.places.fetch_add(places, Relaxed) + places < TOUCHES_PER_CHECK {
             return;
         }
         let mut look = self.look.lock();
-        if self.places.swap(0, Relaxed) >= SPEND && look.is_none() {
+        if self.places.swap(0, Relaxed) >= TOUCHES_PER_CHECK && look.is_none() {
             *look = page_tables::ask();
             self.waits.store(look.is_some(), SeqCst);
         }

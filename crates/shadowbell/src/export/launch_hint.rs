@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Prints the commands on standard output. Prints nothing with `--quiet`.
 pub(super) fn show(disk: &ExportedDisk) {
-    if !logging::is_talkative() {
+    if !logging::is_informational() {
         return;
     }
     let nbd = disk.nbd().map(|address| match disk.has_tls() {

@@ -6,13 +6,13 @@ use crate::harness::{Server, program, until};
 use crate::supervisor::{has_ended, signal, worker};
 use crate::upgrade::Client;
 use rustix::process::Signal;
-use shadowbell_testing::late::{LateDevice, be_the_daemon};
+use shadowbell_testing::late::{LateDevice, run_daemon_if_requested};
 use shadowbell_testing::wait::moment;
 use std::io::Write;
 
 #[test]
 fn late_daemon() {
-    be_the_daemon();
+    run_daemon_if_requested();
 }
 
 /// A server whose process is killed with a write in flight, which reaches the device late.

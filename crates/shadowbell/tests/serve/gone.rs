@@ -9,7 +9,7 @@ use crate::upgrade::Client;
 use shadowbell_disk_qcow2::create;
 use shadowbell_driver::{AttachOptions, Recovery};
 use shadowbell_spec::Status;
-use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -17,7 +17,7 @@ const BYTES: u64 = 16 << 20;
 
 #[test]
 fn fuse_daemon() {
-    be_the_daemon();
+    run_daemon_if_requested();
 }
 
 /// Serves an image of a file system whose daemon is killed. The guest gets media errors, its

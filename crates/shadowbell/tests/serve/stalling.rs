@@ -4,7 +4,7 @@
 use crate::harness::{Server, attach, program, run};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
-use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::client::{ClientError, Options, Share};
 use shadowbell_vfio_user::device::irq;
@@ -13,7 +13,7 @@ use std::os::fd::AsFd;
 
 #[test]
 fn fuse_daemon() {
-    be_the_daemon();
+    run_daemon_if_requested();
 }
 
 #[test]

@@ -9,7 +9,7 @@ use shadowbell_driver::{
 };
 use shadowbell_spec::Status;
 use shadowbell_testing::outside::{self, Storage};
-use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait::{LIMIT, moment};
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const BYTES: u64 = 16 << 20;
 
 #[test]
 fn fuse_daemon() {
-    be_the_daemon();
+    run_daemon_if_requested();
 }
 
 /// Storage that can be stalled and resumed.
