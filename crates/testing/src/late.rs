@@ -146,7 +146,7 @@ pub struct LateDevice {
 
 impl LateDevice {
     /// Creates the device. Returns `None` if the machine lacks FUSE, loop devices or the privilege.
-    /// `test` is the full name of a test of the same program that calls [`run_daemon_if_requested`].
+    /// `test` is the full name of a test of this program that calls [`run_daemon_if_requested`].
     ///
     /// # Panics
     ///
