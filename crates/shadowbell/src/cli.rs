@@ -8,8 +8,13 @@ use shadowbell_nvme_tools::{
 };
 use shadowbell_process::error_text::plain;
 use shadowbell_process::{exit, logging};
+use std::ffi::OsString;
 use std::io::{self, IsTerminal};
-use std::process::ExitCode;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+
+/// File name of the program for `serve`, in the directory of this program.
+const SERVE: &str = "shadowbell-serve";
 
 /// NVMe for virtual machines and user-space programs, with doorbells that almost never ring.
 #[derive(Debug, Parser)]
@@ -119,16 +124,32 @@ impl Verb {
     }
 }
 
-/// Runs the program: parses the command line, runs the verb and reports errors.
+/// Command line of the program `shadowbell-serve`.
+#[derive(Debug, Parser)]
+#[command(name = "shadowbell", version, after_help = exit::HELP, max_term_width = 100)]
+#[command(propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
+struct ServeCli {
+    #[command(flatten)]
+    logging: logging::Args,
+    #[command(subcommand)]
+    verb: ServeVerb,
+}
+
+/// The one verb of the program `shadowbell-serve`.
+#[derive(Debug, Subcommand)]
+enum ServeVerb {
+    Serve(Box<shadowbell_server::Args>),
+}
+
+/// Runs the program `shadowbell`: parses the command line, runs the verb and reports errors.
 #[must_use]
 pub fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
-    if shadowbell_supervisor::is_asked_for(&arguments) {
-        // Before any other initialization, to keep the memory use of the supervisor low.
-        return shadowbell_supervisor::run(arguments);
+    if shadowbell_supervisor::is_serve(&arguments) {
+        exec_serve(&arguments);
     }
-    if arguments.len() == 2 && arguments[1] == shadowbell_supervisor::CHECK {
-        return shadowbell_supervisor::check();
+    if let Some(status) = supervise(&arguments) {
+        return status;
     }
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
@@ -139,7 +160,52 @@ pub fn main() -> ExitCode {
     if !matches!(cli.verb, Verb::Serve(_)) {
         logging::begin();
     }
-    let status = cli.verb.run().unwrap_or_else(|error| exit::report(&error));
+    finish(cli.verb.run())
+}
+
+/// Runs the program `shadowbell-serve`: `shadowbell serve` without the code of the other verbs,
+/// such as plots, the terminal interface and the load generator, which a process that faces guests
+/// does not need.
+#[must_use]
+pub fn serve_main() -> ExitCode {
+    let arguments: Vec<_> = std::env::args_os().collect();
+    if let Some(status) = supervise(&arguments) {
+        return status;
+    }
+    let cli = match ServeCli::try_parse_from(arguments) {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    logging::start(&cli.logging, true);
+    let ServeVerb::Serve(args) = cli.verb;
+    finish(shadowbell_server::run(*args))
+}
+
+/// Executes the program `shadowbell-serve` in the directory of this program, with the same command
+/// line. Returns if there is none: this program then serves itself.
+fn exec_serve(arguments: &[OsString]) {
+    let Ok(program) = std::env::current_exe().map(|path| path.with_file_name(SERVE)) else {
+        return;
+    };
+    let (name, arguments) = arguments.split_first().unzip();
+    let Some((name, arguments)) = name.zip(arguments) else { return };
+    // The error is not reported, because serving continues in this process.
+    let _ = Command::new(program).arg0(name).args(arguments).exec();
+}
+
+/// Runs the supervisor if the command line starts one, before any other initialization, to keep
+/// the supervisor's memory use low.
+fn supervise(arguments: &[OsString]) -> Option<ExitCode> {
+    if shadowbell_supervisor::is_asked_for(arguments) {
+        return Some(shadowbell_supervisor::run(arguments.to_vec()));
+    }
+    let is_check = arguments.len() == 2 && arguments[1] == shadowbell_supervisor::CHECK;
+    is_check.then(shadowbell_supervisor::check)
+}
+
+/// Reports the error of a verb, if any, and writes the rest of the log.
+fn finish(outcome: anyhow::Result<ExitCode>) -> ExitCode {
+    let status = outcome.unwrap_or_else(|error| exit::report(&error));
     logging::finish();
     status
 }
@@ -162,5 +228,6 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         <Cli as clap::CommandFactory>::command().debug_assert();
+        <ServeCli as clap::CommandFactory>::command().debug_assert();
     }
 }

@@ -3,6 +3,9 @@
 //!
 //! # Architecture
 //!
+//! The program has two files. `shadowbell serve` executes `shadowbell-serve` if that is in its
+//! directory, so that the process that faces guests contains no code of the other verbs.
+//!
 //! `cli` is the command line. Each verb has a module with `Args` (its options) and `run`, here or
 //! in another crate: `serve` in `shadowbell-server`, the verbs that use a controller in
 //! `shadowbell-nvme-tools`.
@@ -30,7 +33,7 @@ mod manual;
 mod top;
 mod upgrade;
 
-pub use cli::main;
+pub use cli::{main, serve_main};
 
 /// Items for the tests and fuzz targets of this workspace only.
 #[doc(hidden)]

@@ -8,19 +8,24 @@ use std::os::fd::RawFd;
 pub(super) const AS_SUPERVISOR: &str = "--as-keeper";
 /// Option that requests a supervisor explicitly. A supervisor is the default.
 const SUPERVISOR: &str = "--keeper";
+
+/// Returns true if the verb of this command line is `serve`.
+#[must_use]
+pub fn is_serve(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
+    words.next().is_some_and(|word| is_verb(word))
+}
+
 /// Returns true if this command line starts a supervisor: it is `serve` without `--no-keeper`,
 /// `--check` or help. The command line of a server process is not (`--as-worker`).
 pub fn is_asked_for(arguments: &[OsString]) -> bool {
-    let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
-    if !words.next().is_some_and(|word| is_verb(word)) {
-        return false;
-    }
-    let mut options = words.take_while(|word| *word != "--");
+    let mut options = arguments.iter().take_while(|word| *word != "--");
     let without = ["--no-keeper", protocol::AS_WORKER, "--check", "--help", "-h"];
-    !options.any(|word| {
-        without.iter().any(|option| word == option)
-            || word.as_encoded_bytes().starts_with(b"--check=")
-    })
+    is_serve(arguments)
+        && !options.any(|word| {
+            without.iter().any(|option| word == option)
+                || word.as_encoded_bytes().starts_with(b"--check=")
+        })
 }
 
 /// Returns true if the command line names a configuration file.

@@ -81,7 +81,7 @@ use upgrade_progress::{Step, tell_outcome};
 use watchdog::Watchdog;
 use worker::Worker;
 
-pub use command_line::is_asked_for;
+pub use command_line::{is_asked_for, is_serve};
 pub use self_exec::{CHECK, check};
 
 /// Supervises a server process until it ends or a signal ends the service.

@@ -26,7 +26,7 @@ pub fn cargo() -> Command {
 /// Builds the program in the release profile. Returns its path.
 pub fn build_shadowbell() -> Result<PathBuf> {
     eprintln!("building shadowbell ...");
-    build(&["--release", "--package", "shadowbell", "--bin", "shadowbell"])
+    build(&["--release", "--package", "shadowbell", "--bins"])
 }
 
 /// Builds the program with the flags of `cargo test`, so that cargo builds nothing twice: in the
@@ -35,7 +35,7 @@ pub fn build_for_tests() -> Result<PathBuf> {
     eprintln!("building shadowbell for tests ...");
     // With an example, cargo enables the features of dev-dependencies, as for tests. Otherwise
     // half of the crates would be built a second time.
-    build(&["--workspace", "--bin", "shadowbell", "--example", "step"])
+    build(&["--workspace", "--bin", "shadowbell*", "--example", "step"])
 }
 
 /// Restarts the process in the release profile, unless it already runs in it, because an

@@ -22,6 +22,7 @@ mod idle;
 mod io;
 mod killers;
 mod kinds;
+mod lean;
 mod local;
 mod log;
 mod metadata;

@@ -187,7 +187,7 @@ fn check_upgrade(machine: &Machine) -> Result<()> {
     let now = worker_pid(machine)?;
     // Both the supervisor and the server process are killed.
     for pid in [main, now] {
-        expect_output(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell\n")?;
+        expect_output(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell-serve\n")?;
     }
     expect_output(machine, "dpkg-query --show --showformat '${Version}' shadowbell", "+newer")?;
     expect_output(machine, "systemctl is-active shadowbell", "active")
@@ -209,7 +209,7 @@ fn check_instance(machine: &Machine) -> Result<()> {
 
 fn check_removal(machine: &Machine) -> Result<()> {
     machine.run("dpkg --remove shadowbell")?;
-    let processes = "cat /proc/[0-9]*/comm 2>/dev/null | grep --count '^shadowbell$' || true";
+    let processes = "cat /proc/[0-9]*/comm 2>/dev/null | grep --count '^shadowbell' || true";
     expect_output(machine, processes, "0\n")?;
     expect_output(machine, "systemctl list-units --plain --no-legend 'shadowbell*' | wc -l", "0")?;
     machine.run("test -e /etc/shadowbell/shadowbell.toml && test ! -e /usr/bin/shadowbell")?;

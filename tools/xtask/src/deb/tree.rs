@@ -55,8 +55,9 @@ struct Tree {
 impl Tree {
     fn fill(&self, program: &Path, version: &str) -> Result<()> {
         let packaging = root().join("packaging");
-        let installed = self.copy(program, "usr/bin/shadowbell", 0o755)?;
-        output(Command::new("strip").arg("--strip-unneeded").arg(&installed))?;
+        let serve = program.with_file_name("shadowbell-serve");
+        self.copy_program(&serve, "usr/bin/shadowbell-serve")?;
+        let installed = self.copy_program(program, "usr/bin/shadowbell")?;
         for (from, to) in FILES.into_iter().chain(CONFIGURATION) {
             self.copy(&packaging.join(from), to, 0o644)?;
         }
@@ -74,6 +75,13 @@ impl Tree {
         let size = size.split_whitespace().next().and_then(|kib| kib.parse().ok());
         let control = control::control(&installed, version, size.context("`du` prints no size")?)?;
         self.write("DEBIAN/control", control.as_bytes(), 0o644)
+    }
+
+    /// Copies a program without its symbols.
+    fn copy_program(&self, from: &Path, to: &str) -> Result<PathBuf> {
+        let installed = self.copy(from, to, 0o755)?;
+        output(Command::new("strip").arg("--strip-unneeded").arg(&installed))?;
+        Ok(installed)
     }
 
     /// Manual pages and completions, which the program generates.
