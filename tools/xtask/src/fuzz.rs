@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
 use shadowbell_bench::table::Table;
-use shadowbell_bench::workspace::root;
+use shadowbell_bench::workspace::{cargo, root};
 
 use shadowbell_harness::Report;
 
@@ -251,9 +251,9 @@ fn search(target: &str, seconds: u32, done: &mut Done) -> Result<()> {
 
 /// Builds the program that runs the bodies without libFuzzer, in the release profile.
 fn build_programs() -> Result<PathBuf> {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut command = cargo();
     command.args(["build", "--release", "-p", "shadowbell-fuzz-bodies", "--example", "programs"]);
-    command.arg("--message-format=json-render-diagnostics").current_dir(root());
+    command.arg("--message-format=json-render-diagnostics");
     let output = command.stderr(Stdio::inherit()).output().context("cargo build")?;
     ensure!(output.status.success(), "the bodies do not build");
     let mut paths = output.stdout.split(|byte| *byte == b'\n').filter_map(|line| {
