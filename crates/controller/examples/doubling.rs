@@ -110,7 +110,7 @@ impl Field {
 
     /// Submits `count` reads that do not end.
     fn hold(&mut self, count: u16) {
-        self.held.order(|orders| orders.hold = true);
+        self.held.instruct(|instructions| instructions.hold = true);
         let Self { host, queue, turns, .. } = self;
         let page = host.alloc(4096);
         (0..count)
@@ -121,7 +121,7 @@ impl Field {
     }
 
     fn release(&mut self) {
-        self.held.order(|orders| orders.hold = false);
+        self.held.instruct(|instructions| instructions.hold = false);
     }
 }
 
@@ -145,7 +145,7 @@ fn delete(field: &mut Field, count: u16) {
     measured(|| {
         host.submit(&mut admin, &Sqe::delete_io_sq(1, 100));
         turns.turn();
-        field.held.order(|orders| orders.hold = false);
+        field.held.instruct(|instructions| instructions.hold = false);
         while host.reap(&mut admin).is_none() {
             turns.turn();
         }
@@ -156,7 +156,7 @@ fn delete(field: &mut Field, count: u16) {
 /// Aborts one of `count` commands, which the controller has to find among all of them.
 fn abort(field: &mut Field, count: u16) {
     field.hold(count);
-    field.held.order(|orders| orders.hold = true);
+    field.held.instruct(|instructions| instructions.hold = true);
     let Field { host, turns, .. } = field;
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     measured(|| {
@@ -250,7 +250,7 @@ fn preempt(field: &mut Field, count: u16) {
     measured(|| {
         acquire(other, queue, 2, [2, 1]);
         turns_until(turns, || (held.cancelled() == usize::from(count)).then_some(()));
-        held.order(|orders| orders.hold = false);
+        held.instruct(|instructions| instructions.hold = false);
         assert_eq!(turns_until(turns, || other.reap(queue)).1, Status::SUCCESS);
     });
 }
