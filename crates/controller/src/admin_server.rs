@@ -74,7 +74,9 @@ impl AdminServer {
             }
             if let Some(pages) = shadow {
                 self.shadow = pages;
-                queue.change_shadow(current, pages);
+                if queue.change_shadow(current, pages).is_err() {
+                    control.lock().bad_admin_doorbell();
+                }
             }
             if let Some(acq) = acq {
                 queue.place_cq(current, acq);

@@ -4,8 +4,9 @@ mod common;
 
 use common::{Host, LIMIT, Queue};
 use shadowbell_controller::{Carrier, Config, Controller, Polling};
-use shadowbell_spec::admin::GetLogPage;
+use shadowbell_spec::admin::{DoorbellBufferConfig, GetLogPage};
 use shadowbell_spec::log::{ErrorLogEntry, lid};
+use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::regs::{self, Cc};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_testing::wait;
@@ -375,6 +376,84 @@ fn configured_twice_the_second_pages_count() {
     });
     assert!(status.is_success());
     stream(&mut host, &mut queue, 4, 1000);
+}
+
+/// Pages of a further Doorbell Buffer Config.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pages {
+    /// The pages in use.
+    Same,
+    /// Other pages, with the current values.
+    Current,
+    /// Other pages, with zeroes.
+    Zeroed,
+}
+
+/// Submits Doorbell Buffer Config just after commands to all queues, `depths` of them to each, and
+/// waits until all commands have completed. `spare` are pages that are not in use.
+fn configure_again(
+    host: &mut Host,
+    queues: &mut [Queue],
+    depths: &[u16],
+    pages: Pages,
+    spare: &mut (u64, u64),
+) {
+    let submit = |host: &mut Host, queue: &mut Queue, cids: std::ops::Range<u16>| {
+        let old = queue.tail;
+        cids.for_each(|cid| host.put(queue, &Sqe::new(NvmOpcode::Flush as u8, cid, 1)));
+        if queue.tail != old {
+            host.ring(queue, old);
+        }
+    };
+    // In the pages in use, the host also rings while the command is in flight.
+    let before = |depth: u16| if pages == Pages::Same { depth / 2 } else { depth };
+    for (queue, depth) in queues.iter_mut().zip(depths) {
+        submit(host, queue, 0..before(*depth));
+    }
+    let mut used = host.shadow.unwrap();
+    if pages != Pages::Same {
+        std::mem::swap(&mut used, spare);
+        host.poke(used.0, &[0; 4096]);
+        host.poke(used.1, &[0; 4096]);
+    }
+    if pages == Pages::Current {
+        for queue in &*queues {
+            let entry = used.0 + u64::from(queue.qid) * 8;
+            host.poke32(entry, queue.tail);
+            host.poke32(entry + 4, queue.head);
+        }
+    }
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    let config = DoorbellBufferConfig { shadow: used.0, event_idx: used.1 };
+    host.submit(&mut admin, &Sqe::dbbuf_config(config, 0));
+    for (queue, depth) in queues.iter_mut().zip(depths) {
+        submit(host, queue, before(*depth)..*depth);
+    }
+    assert!(host.wait(&mut admin).1.is_success());
+    host.admin = admin;
+    host.shadow = Some(used);
+    for (queue, depth) in queues.iter_mut().zip(depths) {
+        (0..*depth).for_each(|_| assert!(host.wait(queue).1.is_success()));
+    }
+}
+
+#[test]
+fn configured_ten_thousand_times_under_load_no_doorbell_is_lost() {
+    for polling in [SLEEPY, Polling::Always] {
+        let mut host = Host::new(&["null:1GiB"], polling);
+        assert!(host.configure_shadow(|_, _| 0).is_success());
+        let mut queues: Vec<_> = (1..=4).map(|qid| host.create(qid, 256, false)).collect();
+        let mut spare = (host.alloc(4096), host.alloc(4096));
+        for round in 0..5_000 {
+            // After entries of zero, which the specification forbids, the host may return to zero
+            // unnoticed in several updates. So the next round has only one.
+            let pages = [Pages::Same, Pages::Zeroed, Pages::Current][usize::from(round % 3)];
+            // Most batches are short, and some have the full depth.
+            let deep = if round % 16 == 0 { 128 } else { 8 };
+            let depths = [1, 2, 3, 4].map(|qid: u16| 1 + (round * 7 + qid * 37) % deep);
+            configure_again(&mut host, &mut queues, &depths, pages, &mut spare);
+        }
+    }
 }
 
 #[test]

@@ -38,8 +38,8 @@ pub enum Truth {
     /// snapshot.
     Register,
     /// The last value seen. The queue used a shadow entry; a second Doorbell Buffer Config replaced
-    /// the entry, and the new entry still has the value of its snapshot. The register is out of
-    /// date, so neither of the two is used.
+    /// it by an entry with another value, which the host has not changed since then. The register
+    /// is out of date, too.
     Last,
     /// The shadow entry, for the rest of the queue's lifetime.
     Shadow,
@@ -56,6 +56,10 @@ pub struct DoorbellState {
     /// Value of the shadow entry when the entry was enabled; `None` if it never was.
     pub snapshot: Option<u32>,
 }
+
+/// Value of a register that the host has not written since a second Doorbell Buffer Config. It is
+/// outside of every ring.
+const UNWRITTEN: u32 = u32::MAX;
 
 /// Shadow entry and EventIdx, while the host's pages with them are mapped.
 #[derive(Debug)]
@@ -95,12 +99,28 @@ impl<R: Cell, S: Cell> Doorbell<R, S, ControllerCounters> {
 }
 
 impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
-    fn enable(&mut self, value: S, event_idx: S) {
-        self.state.snapshot = None;
-        if self.state.truth == Truth::Shadow {
-            self.state.truth = Truth::Last;
+    /// Replaces the shadow entry. A value in the old entry that no look has seen yet is taken over,
+    /// if it is at most `limit` entries ahead of the last one.
+    fn enable(&mut self, value: S, event_idx: S, limit: u32) -> Result<(), InvalidDoorbell> {
+        // The new entry is read before the old one. A host that stores an update in both entries
+        // stores it in the old one first. So if the new entry has the update, the read of the old
+        // entry sees it, too. If both are the same entry, an update in between is a difference from
+        // the snapshot.
+        let snapshot = value.load_acquire();
+        let pending = if self.shadow.is_some() { self.take(limit) } else { Ok(false) };
+        self.state.snapshot = Some(snapshot);
+        if self.state.truth != Truth::Register {
+            // An entry with the last value is up to date. If the new entry has changed since it was
+            // read, the host already uses it.
+            let is_current = snapshot == u32::from(self.state.last);
+            let is_used = value.load_acquire() != snapshot;
+            self.state.truth = if is_current || is_used { Truth::Shadow } else { Truth::Last };
+        }
+        if self.state.truth == Truth::Last {
+            self.register.store_release(UNWRITTEN);
         }
         self.reattach(value, event_idx);
+        pending.map(drop)
     }
 
     fn reattach(&mut self, value: S, event_idx: S) {
@@ -128,7 +148,10 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         // the register. So if the register has the value, the read of the entry sees it, too.
         let register = self.register.load_acquire();
         let value = shadow.value.load_acquire();
-        if self.state.snapshot != Some(value) {
+        // With the source `Last`, the register is not out of date if the host has written it since.
+        // A late posted write of an earlier value does not count: it differs from the entry.
+        let is_rung = self.state.truth == Truth::Last && register == value;
+        if self.state.snapshot != Some(value) || is_rung {
             self.state.truth = Truth::Shadow;
             value
         } else if self.state.truth == Truth::Register {
@@ -290,18 +313,6 @@ macro_rules! doorbell {
                 $name { doorbell }
             }
 
-            /// Enables the shadow entry `value` and the EventIdx entry `event_idx`, when Doorbell
-            /// Buffer Config is executed, or when a queue is created while shadow doorbells are
-            /// enabled. Call this before the command completes.
-            ///
-            /// Takes the entry's value as the snapshot, and arms EventIdx. The entry becomes the
-            /// source of the value when it first differs from the snapshot. `value` is never
-            /// written.
-            #[inline]
-            pub fn enable(&mut self, value: S, event_idx: S) {
-                self.doorbell.enable(value, event_idx);
-            }
-
             /// Drops the cells of the shadow entry and of EventIdx: first step of a Controller
             /// Level Reset, or after the host has unmapped their page. The state of the entry is
             /// kept. If the entry is the source of the value, the value does not change until
@@ -379,6 +390,25 @@ doorbell! {
 }
 
 impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
+    /// Enables the shadow entry `value` and the EventIdx entry `event_idx`, when Doorbell Buffer
+    /// Config is executed, or when a queue is created while shadow doorbells are enabled. Call this
+    /// before the command completes.
+    ///
+    /// Takes the entry's value as the snapshot, and arms EventIdx. The entry becomes the source of
+    /// the value when it first differs from the snapshot. `value` is never written.
+    ///
+    /// If the doorbell has a shadow entry already, the value of that entry is read a last time, so
+    /// an update just before a second Doorbell Buffer Config is not lost. The two entries may be
+    /// the same one.
+    ///
+    /// # Errors
+    ///
+    /// The value of the old entry is invalid. The new entry is enabled all the same.
+    #[inline]
+    pub fn enable(&mut self, value: S, event_idx: S) -> Result<(), InvalidDoorbell> {
+        self.doorbell.enable(value, event_idx, RingSize::MAX)
+    }
+
     /// Reads the tail. Entries before it may be fetched, because the host's writes to them are
     /// visible.
     ///
@@ -425,6 +455,25 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
 }
 
 impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
+    /// Enables the shadow entry `value` and the EventIdx entry `event_idx`, when Doorbell Buffer
+    /// Config is executed, or when a queue is created while shadow doorbells are enabled. Call this
+    /// before the command completes. `tail` is the next entry to be posted.
+    ///
+    /// Takes the entry's value as the snapshot, and arms EventIdx. The entry becomes the source of
+    /// the value when it first differs from the snapshot. `value` is never written.
+    ///
+    /// If the doorbell has a shadow entry already, the value of that entry is read a last time, so
+    /// an update just before a second Doorbell Buffer Config is not lost. The two entries may be
+    /// the same one.
+    ///
+    /// # Errors
+    ///
+    /// The value of the old entry is invalid. The new entry is enabled all the same.
+    #[inline]
+    pub fn enable(&mut self, value: S, event_idx: S, tail: u16) -> Result<(), InvalidDoorbell> {
+        self.doorbell.enable(value, event_idx, self.doorbell.posted(tail))
+    }
+
     /// Reads the head. Entries before it are free again. `tail` is the next entry to be posted.
     ///
     /// # Errors

@@ -67,6 +67,9 @@ struct HostShadow<C> {
     value: C,
     event_idx: C,
     trusted: bool,
+    /// Entry of an earlier Doorbell Buffer Config, which the controller reads until it has executed
+    /// the new one.
+    old: Option<C>,
 }
 
 impl<C: Cell, F: Fence> HostDoorbell<C, F> {
@@ -104,13 +107,15 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     ///
     /// From now on every update is stored in the shadow entry *and* written to the register. So
     /// while it executes the command, the controller can switch from the register to the entry at
-    /// any time without missing an update, even with commands in flight.
+    /// any time without missing an update, even with commands in flight. An entry of an earlier
+    /// Doorbell Buffer Config gets the updates as well, until [`trust`](Self::trust).
     pub fn mirror(&mut self, value: C, event_idx: C) {
         if event_idx.load_relaxed() as u16 <= self.last {
             event_idx.store_release(u32::from(self.current));
         }
         value.store_release(u32::from(self.current));
-        self.shadow = Some(HostShadow { value, event_idx, trusted: false });
+        let old = self.shadow.take().map(|shadow| shadow.value);
+        self.shadow = Some(HostShadow { value, event_idx, trusted: false, old });
     }
 
     /// Relies on the shadow entry and EventIdx from now on, after Doorbell Buffer Config has
@@ -120,6 +125,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     pub fn trust(&mut self) {
         if let Some(shadow) = &mut self.shadow {
             shadow.trusted = true;
+            shadow.old = None;
         }
     }
 
@@ -153,6 +159,10 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
                 self.notification_needed(predicate) | earlier
             }
             Some(shadow) => {
+                // The controller reads the new entry before the old one.
+                if let Some(old) = &shadow.old {
+                    old.store_release(u32::from(new));
+                }
                 shadow.value.store_release(u32::from(new));
                 self.current = new;
                 true

@@ -48,7 +48,7 @@
 //! host.mirror(&shadow, &event_idx);
 //! // The controller executes the command.
 //! let mut tail = SqTail::new(RingSize::new(1024).unwrap(), &register);
-//! tail.enable(&shadow, &event_idx);
+//! tail.enable(&shadow, &event_idx).unwrap();
 //! host.trust();
 //!
 //! // The controller finds no work, and goes to sleep.
@@ -92,6 +92,12 @@
 //! initial value unnoticed: it would have to submit a whole turn of the ring, for which the
 //! controller must fetch entries and so read the doorbell. For the same reason, a look reads the
 //! register first and the entry second.
+//!
+//! **A second Doorbell Buffer Config takes over the pending value.** The host may have updated the
+//! old entry just before the command, or may update it while the command is in flight. So the
+//! controller takes the snapshot of the new entry, reads the old entry a last time, and only then
+//! replaces it. A host that stores an update in both entries stores it in the old one first. The
+//! register is out of date at that time, because the host writes it only on request.
 //!
 //! **Never write the shadow entry.** A controller could copy every trapped value to the entry, to
 //! have a single source. But doorbell writes can be posted writes. When such a write arrives, the
@@ -149,7 +155,7 @@
 //!   old value from the entry and so detects no change), the controller sees the update together
 //!   with the next one. This state cannot occur if the host sets the entries first, as
 //!   [`HostDoorbell::mirror`] does, or enables the buffers before it creates queues, as Linux and
-//!   SPDK do.
+//!   SPDK do. The same holds for a second Doorbell Buffer Config with such entries.
 //! - A submission queue's tail that overtakes its head, or that is set to zero while the queue
 //!   exists, cannot be distinguished from a full queue of commands. A completion queue's head past
 //!   the posted entries is detected and refused.

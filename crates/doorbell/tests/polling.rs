@@ -39,7 +39,7 @@ fn busy(entries: u32, predicate: Predicate, depth: u32, batch: u32, total: u64) 
     host.mirror(&shadow, &event_idx);
     host.trust();
     let mut tail = SqTail::new(size, &register);
-    tail.enable(&shadow, &event_idx);
+    tail.enable(&shadow, &event_idx).unwrap();
 
     let mut random = Random(u64::from(entries) << 8 | u64::from(depth));
     let (mut submitted, mut completed, mut seen) = (0u64, 0u64, 0u64);
@@ -146,7 +146,7 @@ fn acknowledging_completions_rings_never() {
             host.mirror(&shadow, &event_idx);
             host.trust();
             let mut head = CqHead::new(size, &register);
-            head.enable(&shadow, &event_idx);
+            head.enable(&shadow, &event_idx, 0).unwrap();
             let mut random = Random(u64::from(entries));
             let (mut posted, mut acknowledged) = (0u64, 0u64);
             let at = |count: u64| (count % u64::from(entries)) as u16;

@@ -111,7 +111,7 @@ fn the_documentation_example_works() {
     host.mirror(&shadow, &event_idx);
     // The controller executes the command.
     let mut tail = SqTail::new(RingSize::new(1024).unwrap(), &register);
-    tail.enable(&shadow, &event_idx);
+    tail.enable(&shadow, &event_idx).unwrap();
     host.trust();
 
     // The controller is idle, and goes to sleep.
@@ -147,7 +147,8 @@ proptest! {
     ) {
         let size = RingSize::new(entries).unwrap();
         let predicate = if inclusive { Predicate::SpdkInclusive } else { Predicate::Linux };
-        let (register, shadow, event_idx, state) = (leak(0), leak(0), leak(0), leak(0));
+        let (register, state) = (leak(0), leak(0));
+        let pages = [(leak(0), leak(0)), (leak(0), leak(0))];
         let mut sleeper: Sleeper<_, Intrusive> = Sleeper::new(state);
         let host = std::rc::Rc::new(RefCell::new(Host {
             size,
@@ -163,8 +164,9 @@ proptest! {
         let mut tail = SqTail::new(size, register);
         // The host mirrors its values from the start. The command may be executed at any time, or
         // never.
-        host.borrow_mut().doorbell.mirror(shadow, event_idx);
-        let mut enabled = false;
+        let mut page = 0;
+        host.borrow_mut().doorbell.mirror(pages[page].0, pages[page].1);
+        let (mut enabled, mut trusted) = (false, false);
         let mut fetched = 0u64;
         for step in steps {
             let before = tail.last();
@@ -175,14 +177,19 @@ proptest! {
                     host.completed += u64::from(count).min(fetched - host.completed);
                 }
                 Step::Enable => {
-                    if !enabled {
-                        tail.enable(shadow, event_idx);
+                    if trusted {
+                        // Another Doorbell Buffer Config is submitted.
+                        (enabled, trusted, page) = (false, false, 1 - page);
+                        host.borrow_mut().doorbell.mirror(pages[page].0, pages[page].1);
+                    } else if !enabled {
+                        tail.enable(pages[page].0, pages[page].1).unwrap();
                         enabled = true;
                     }
                 }
                 Step::Completed => {
                     if enabled {
                         host.borrow_mut().doorbell.trust();
+                        trusted = true;
                     }
                 }
                 Step::Late => {
@@ -246,7 +253,7 @@ proptest! {
         let size = RingSize::new(entries).unwrap();
         let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
         let mut tail = SqTail::new(size, &register);
-        tail.enable(&shadow, &event_idx);
+        tail.enable(&shadow, &event_idx).unwrap();
         for (cell, value) in writes {
             [&register, &shadow, &event_idx][usize::from(cell)].store(value, Ordering::Relaxed);
             let expected = if tail.state().truth == shadowbell_doorbell::Truth::Shadow

@@ -168,10 +168,16 @@ impl AdminQueue {
         self.acq_missing && self.sq.tail.look().is_ok_and(|tail| tail != self.sq.head)
     }
 
-    pub(crate) fn change_shadow(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+    /// Applies Doorbell Buffer Config. Fails if a doorbell value in the old pages is invalid.
+    pub(crate) fn change_shadow(
+        &mut self,
+        table: &DmaTable,
+        pages: Option<(u64, u64)>,
+    ) -> Result<(), InvalidDoorbell> {
         let cells = |offset| ShadowCells::resolve(table, pages?, offset);
-        self.sq.shadow(cells(sq_entry_offset(0, DSTRD)));
-        self.cq.shadow(cells(cq_entry_offset(0, DSTRD)));
+        let tail = self.sq.shadow(cells(sq_entry_offset(0, DSTRD)));
+        let head = self.cq.shadow(cells(cq_entry_offset(0, DSTRD)));
+        tail.and(head)
     }
 
     /// Resolves the queues and their doorbells in another DMA map.

@@ -154,11 +154,16 @@ impl Cq {
         Ok(())
     }
 
-    pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) {
-        match cells {
-            Some(cells) => self.head.enable(cells.value, cells.event_idx),
-            None => self.head.disable(),
-        }
+    /// Replaces the shadow doorbell. Fails if the head in the old one is invalid.
+    pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) -> Result<(), InvalidDoorbell> {
+        let Some(cells) = cells else {
+            self.head.disable();
+            return Ok(());
+        };
+        let before = self.head.last();
+        let outcome = self.head.enable(cells.value, cells.event_idx, self.tail);
+        self.moved_from(before);
+        outcome
     }
 
     /// Resolves the queue and its doorbell in another DMA map, like

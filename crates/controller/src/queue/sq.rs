@@ -5,7 +5,7 @@ use crate::journal::{JournalPart, Position};
 use crate::saved::SavedSq;
 use crate::shared::{ControllerShared, DSTRD};
 use crate::stats::{CountedBy, SqCounters};
-use shadowbell_doorbell::{DoorbellState, SqTail, Truth};
+use shadowbell_doorbell::{DoorbellState, InvalidDoorbell, SqTail, Truth};
 use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
 use shadowbell_spec::dbbuf::sq_entry_offset;
 use shadowbell_spec::regs::DoorbellKind;
@@ -160,11 +160,13 @@ impl Sq {
         Ok(())
     }
 
-    pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) {
-        match cells {
-            Some(cells) => self.tail.enable(cells.value, cells.event_idx),
-            None => self.tail.disable(),
-        }
+    /// Replaces the shadow doorbell. Fails if the tail in the old one is invalid.
+    pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) -> Result<(), InvalidDoorbell> {
+        let Some(cells) = cells else {
+            self.tail.disable();
+            return Ok(());
+        };
+        self.tail.enable(cells.value, cells.event_idx)
     }
 
     /// Resolves the queue and its doorbell in another DMA map. `pages` are the buffers of Doorbell

@@ -14,6 +14,7 @@ use crate::namespace::Namespaces;
 use crate::notice::{Latch, Notice};
 use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
 use crate::shared::{ControllerShared, DSTRD};
+use crate::trace::COMPLETION_QUEUE;
 use shadowbell_doorbell::{Arming, Fenced, Sleeper};
 use shadowbell_memory::page_tables::{self, Look};
 use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
@@ -581,7 +582,8 @@ impl ControllerQueues {
         // The control plane refuses unmapped memory. If it was unmapped since then, the queue
         // waits.
         let _ = cq.resolve(&self.table());
-        cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
+        // A new doorbell has no earlier value that could be invalid.
+        let _ = cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
         insert(&mut self.set.cqs, cq);
         self.write_down();
     }
@@ -590,7 +592,7 @@ impl ControllerQueues {
         let cq = self.set.find_cq(cqid).ok_or(Status::CQ_INVALID.with_dnr())?;
         let mut sq = Sq::new(layout, &self.set.shared, cq);
         let _ = sq.resolve(&self.table());
-        sq.shadow(self.shadow_cells(sq_entry_offset(layout.qid, DSTRD)));
+        let _ = sq.shadow(self.shadow_cells(sq_entry_offset(layout.qid, DSTRD)));
         insert(&mut self.set.sqs, sq);
         self.write_down();
         Ok(())
@@ -629,15 +631,27 @@ impl ControllerQueues {
 
     /// Applies Doorbell Buffer Config: every queue gets its shadow entry, also while commands are
     /// in flight. `None` removes the buffer, and a queue whose doorbells were in it stops.
-    pub(crate) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
+    pub(crate) fn change_shadow(
+        &mut self,
+        pages: Option<(u64, u64)>,
+        trace: &mut Option<Observer>,
+    ) {
         self.shadow = pages;
         let table = self.table();
         let cells = |offset| ShadowCells::resolve(&table, pages?, offset);
+        let mut invalid = Vec::new();
         for sq in self.set.sqs.iter_mut().flatten() {
-            sq.shadow(cells(sq_entry_offset(sq.layout.qid, DSTRD)));
+            let qid = sq.layout.qid;
+            let outcome = sq.shadow(cells(sq_entry_offset(qid, DSTRD)));
+            invalid.extend(outcome.err().map(|error| (qid, error)));
         }
         for cq in self.set.cqs.iter_mut().flatten() {
-            cq.shadow(cells(cq_entry_offset(cq.layout.qid, DSTRD)));
+            let qid = cq.layout.qid;
+            let outcome = cq.shadow(cells(cq_entry_offset(qid, DSTRD)));
+            invalid.extend(outcome.err().map(|error| (qid | COMPLETION_QUEUE, error)));
+        }
+        for (qid, error) in invalid {
+            self.set.invalid(qid, error, trace);
         }
         self.write_down();
     }

@@ -442,7 +442,7 @@ impl QueueSet {
 
     /// Reports an invalid doorbell value. [`COMPLETION_QUEUE`] in `qid` marks a head doorbell.
     #[cold]
-    fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<Observer>) {
+    pub(super) fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<Observer>) {
         record(trace, Kind::Invalid, &self.shared, qid, error.value, 0);
         self.control.notify(Notice::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }

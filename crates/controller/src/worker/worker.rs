@@ -270,8 +270,8 @@ impl Worker {
                 drop(latch);
             }
             Message::Shadow { controller, pages, latch } => {
-                if let Some(queues) = self.queues(controller) {
-                    queues.change_shadow(pages);
+                if let Some(queues) = self.poll_group.activate(controller) {
+                    queues.change_shadow(pages, &mut self.trace);
                 }
                 drop(latch);
             }

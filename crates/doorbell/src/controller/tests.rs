@@ -60,7 +60,7 @@ fn the_register_stays_the_truth_until_the_entry_departs() {
     cells.shadow(3);
     let mut tail = SqTail::new(size(8), &cells.register);
     assert_eq!(tail.look(), Ok(5));
-    tail.enable(&cells.shadow, &cells.event_idx);
+    tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     assert_eq!(cells.event_idx(), 5);
     assert_eq!(tail.look(), Ok(5), "the snapshot does not count as a value");
     cells.ring(6);
@@ -82,7 +82,7 @@ fn the_shadow_entry_is_never_written() {
     let cells = Cells::default();
     cells.shadow(0xdead_beef);
     let mut tail = SqTail::new(size(8), &cells.register);
-    tail.enable(&cells.shadow, &cells.event_idx);
+    tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
     for value in 1..8 {
         cells.ring(value);
@@ -194,7 +194,7 @@ fn arming_sets_event_idx_and_disarming_takes_it_back() {
 fn an_entry_that_has_not_departed_is_not_disarmed() {
     let cells = Cells::default();
     let mut tail = SqTail::new(size(8), &cells.register);
-    tail.enable(&cells.shadow, &cells.event_idx);
+    tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     cells.ring(3);
     assert_eq!(tail.look(), Ok(3));
     tail.disarm(&Sleeper::<_>::new(AtomicU32::new(0)));
@@ -238,7 +238,7 @@ fn without_its_page_a_queue_stands_still_and_goes_on_when_it_is_back() {
 fn a_register_queue_does_not_depend_on_the_page() {
     let cells = Cells::default();
     let mut tail = SqTail::new(size(8), &cells.register);
-    tail.enable(&cells.shadow, &cells.event_idx);
+    tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     cells.ring(2);
     assert_eq!(tail.look(), Ok(2));
     tail.disable();
@@ -250,12 +250,67 @@ fn a_register_queue_does_not_depend_on_the_page() {
 fn new_buffers_for_a_queue_that_has_departed() {
     let (old, new) = (Cells::default(), Cells::default());
     let mut tail = departed(&old, 8, 5);
-    tail.enable(&new.shadow, &new.event_idx);
+    tail.enable(&new.shadow, &new.event_idx).unwrap();
     assert_eq!(tail.state(), DoorbellState { last: 5, truth: Truth::Last, snapshot: Some(0) });
     assert_eq!(tail.look(), Ok(5), "neither the old register nor the new, untouched entry");
     assert_eq!(new.event_idx(), 5);
     new.shadow(6);
     assert_eq!(tail.look(), Ok(6));
+    assert_eq!(tail.state().truth, Truth::Shadow);
+}
+
+#[test]
+fn a_second_configuration_takes_over_the_pending_value() {
+    // The same entry, with a value that no look has found.
+    let cells = Cells::default();
+    let mut tail = departed(&cells, 8, 5);
+    cells.shadow(6);
+    tail.enable(&cells.shadow, &cells.event_idx).unwrap();
+    assert_eq!(tail.look(), Ok(6));
+    cells.shadow(7);
+    assert_eq!(tail.look(), Ok(7));
+    // Another entry, with zero.
+    let new = Cells::default();
+    cells.shadow(0);
+    tail.enable(&new.shadow, &new.event_idx).unwrap();
+    assert_eq!((tail.look(), new.event_idx()), (Ok(0), 0));
+    new.shadow(3);
+    assert_eq!(tail.look(), Ok(3));
+    // An invalid value is reported, and the position stays.
+    new.shadow(8);
+    let refused = Err(InvalidDoorbell { value: 8 });
+    assert_eq!(tail.enable(&cells.shadow, &cells.event_idx), refused);
+    assert_eq!(tail.look(), Ok(3));
+}
+
+#[test]
+fn a_second_configuration_takes_over_a_head_up_to_the_tail() {
+    let (old, new) = (Cells::default(), Cells::default());
+    let mut head = CqHead::new(size(8), &old.register);
+    head.enable(&old.shadow, &old.event_idx, 0).unwrap();
+    old.shadow(1);
+    assert_eq!(head.look(4), Ok(1));
+    old.shadow(4);
+    head.enable(&new.shadow, &new.event_idx, 4).unwrap();
+    assert_eq!(head.look(4), Ok(4));
+    new.shadow(5);
+    assert_eq!(head.look(6), Ok(5));
+    new.shadow(7);
+    let refused = Err(InvalidDoorbell { value: 7 });
+    assert_eq!(head.enable(&old.shadow, &old.event_idx, 6), refused);
+}
+
+/// The new entry is zero, and the first update stores zero. The register shows it; a late write of
+/// another value to the register does not count.
+#[test]
+fn an_update_to_the_value_of_the_new_entry_counts_when_it_is_rung() {
+    let (old, new) = (Cells::default(), Cells::default());
+    let mut tail = departed(&old, 8, 5);
+    tail.enable(&new.shadow, &new.event_idx).unwrap();
+    old.ring(4);
+    assert_eq!(tail.look(), Ok(5));
+    old.ring(0);
+    assert_eq!(tail.look(), Ok(0));
     assert_eq!(tail.state().truth, Truth::Shadow);
 }
 
@@ -296,7 +351,7 @@ fn a_peek_sees_what_a_look_would_find_and_finds_nothing() {
     assert_eq!(tail.look(), Ok(5));
     // While the source of the value is undecided, a peek returns the last value.
     cells.shadow(3);
-    tail.enable(&cells.shadow, &cells.event_idx);
+    tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     cells.ring(6);
     assert_eq!(tail.peek(), 5);
 

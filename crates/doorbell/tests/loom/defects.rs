@@ -2,8 +2,9 @@
 //! If one of them passed, the models of this directory would prove nothing.
 
 use loom::thread;
-use shadowbell_doorbell::{Cell, FullFence, Predicate, Sleeper, SqTail};
+use shadowbell_doorbell::{Cell, DoorbellState, FullFence, Predicate, Sleeper, SqTail, Truth};
 
+use crate::enabling::{Pages, Updates, configured_again, enable};
 use crate::full::{Ask, full};
 use crate::park::{Without, parked};
 use crate::relocate::relocated;
@@ -170,4 +171,52 @@ fn the_trap_wakes_only_for_parked_queues() {
 #[should_panic(expected = "deadlock")]
 fn the_owner_of_a_doorbell_is_looked_up_once() {
     explore(None, || relocated(false));
+}
+
+/// Replaces the shadow entry without a look at the old one.
+fn enable_blindly(tail: SqTail<Word>, cells: &DoorbellCells) -> SqTail<Word> {
+    let state = DoorbellState { truth: Truth::Last, snapshot: None, ..tail.state() };
+    let mut tail = SqTail::resume(tail.size(), cells.register.clone(), state).unwrap();
+    tail.reattach(cells.shadow.clone(), cells.event_idx.clone());
+    tail
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_second_configuration_drops_the_pending_value_of_the_same_entry() {
+    explore(Some(2), || {
+        let host = Updates::Before(0);
+        configured_again((8, Predicate::Linux), Pages::Same, host, &enable_blindly);
+    });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_second_configuration_drops_the_pending_value_of_the_old_entry() {
+    explore(Some(2), || {
+        let host = Updates::Before(0);
+        configured_again((8, Predicate::Linux), Pages::Other, host, &enable_blindly);
+    });
+}
+
+/// The old value is taken before the snapshot, so an update in between looks unchanged.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_second_configuration_takes_the_pending_value_before_the_snapshot() {
+    explore(Some(2), || {
+        let host = (8, Predicate::Linux);
+        configured_again(host, Pages::Same, Updates::InPlace, &|mut tail, cells| {
+            tail.look().unwrap();
+            enable_blindly(tail, cells)
+        });
+    });
+}
+
+/// The host stores an update in the new entry first, which the controller reads first as well.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_host_updates_the_new_entry_before_the_old_one() {
+    explore(Some(2), || {
+        configured_again((8, Predicate::Linux), Pages::Other, Updates::BothNewFirst, &enable);
+    });
 }

@@ -9,8 +9,8 @@ use shadowbell_doorbell::{
 use std::sync::Arc;
 
 use crate::rig::{
-    DoorbellCells, Entries, Event, PREDICATES, Wake, Word, by_register, explore, is_set, ring,
-    sleep_pair, word,
+    DoorbellCells, Entries, Event, PREDICATES, Wake, Word, by_register, explore, in_use, is_set,
+    ring, sleep_pair, word,
 };
 
 /// The Doorbell Buffer Config command, as two flags: submitted by the host, and completed by the
@@ -32,6 +32,15 @@ impl Config {
     }
 }
 
+/// Executes the command for one doorbell.
+type Enable = dyn Fn(SqTail<Word>, &DoorbellCells) -> SqTail<Word>;
+
+/// The shipped way to execute the command.
+pub(crate) fn enable(mut tail: SqTail<Word>, cells: &DoorbellCells) -> SqTail<Word> {
+    tail.enable(cells.shadow.clone(), cells.event_idx.clone()).unwrap();
+    tail
+}
+
 /// Controller that fetches `count` entries from `from` on, and executes the command when it
 /// arrives. Calls `progress` with the fetch position, and with true when the command is complete.
 struct Controller {
@@ -45,13 +54,26 @@ struct Controller {
 
 impl Controller {
     fn run(self, sleeper: &mut Sleeper<Word>, wake: &Wake, progress: impl Fn(u32, bool)) {
+        let register = self.cells.register.clone();
+        let tail = SqTail::resume(self.size, register, by_register(self.from)).unwrap();
+        self.run_with(tail, &enable, sleeper, wake, progress);
+    }
+
+    /// Variant of [`run`](Self::run) with the queue's tail before the command, and with the
+    /// function that executes the command.
+    fn run_with(
+        self,
+        mut tail: SqTail<Word>,
+        enable: &Enable,
+        sleeper: &mut Sleeper<Word>,
+        wake: &Wake,
+        progress: impl Fn(u32, bool),
+    ) {
         let Self { cells, size, from, count, config, entries } = self;
-        let register = cells.register.clone();
-        let mut tail = SqTail::resume(size, register, by_register(from)).unwrap();
         let (mut at, mut left, mut enabled) = (from, count, false);
         loop {
             if !enabled && is_set(&config.submitted) {
-                tail.enable(cells.shadow.clone(), cells.event_idx.clone());
+                tail = enable(tail, &cells);
                 enabled = true;
                 config.completed.store(1, Ordering::Release);
             }
@@ -298,5 +320,147 @@ fn a_host_that_never_shadows_the_queue() {
             controller.run(&mut sleeper, &wake, |_, _| ());
             host.join().unwrap();
         });
+    }
+}
+
+/// Pages of a second Doorbell Buffer Config.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pages {
+    /// The pages of the first one.
+    Same,
+    /// Other pages.
+    Other,
+}
+
+/// Host during a second Doorbell Buffer Config.
+#[derive(Clone, Copy)]
+pub(crate) enum Updates {
+    /// Updates the old entry first and the new one second, until the command is complete, like this
+    /// crate's host.
+    Both,
+    /// Updates the new entry first.
+    BothNewFirst,
+    /// Updates the entry as if there were no command. Both pages are the same.
+    InPlace,
+    /// Updates the old entry just before the command, and the next time when it is complete. The
+    /// new entry has the given value.
+    Before(u16),
+}
+
+/// A second Doorbell Buffer Config for a queue in use. `entries` is the size of the ring, of which
+/// the host submits two entries from the position before its end on.
+pub(crate) fn configured_again(
+    (entries, predicate): (u32, Predicate),
+    pages: Pages,
+    updates: Updates,
+    enable: &Enable,
+) {
+    let size = ring(entries);
+    let from = size.back(0, 2);
+    let old = DoorbellCells::at(size.back(from, 1));
+    let (mut doorbell, tail) = in_use::<FullFence>(&old, size, from);
+    // The host has not written the register for a while.
+    old.register.store(0, Ordering::Relaxed);
+    let cells = match pages {
+        Pages::Same => old.clone(),
+        Pages::Other => DoorbellCells { register: old.register.clone(), ..DoorbellCells::at(0) },
+    };
+    let (config, memory) = (Config::new(), Entries::new(size));
+    let is_complete = Arc::new(Event::default());
+    let (mut sleeper, wake) = sleep_pair();
+    let host = {
+        let (cells, entries, old) = (cells.clone(), memory.clone(), old.clone());
+        let (config, wake, is_complete) = (config.clone(), wake.clone(), is_complete.clone());
+        thread::spawn(move || {
+            let tails = [size.forward(from, 1), size.forward(from, 2)];
+            match updates {
+                Updates::Both => {
+                    doorbell.mirror(cells.shadow.clone(), cells.event_idx.clone());
+                    config.submit(&wake);
+                    for tail in tails {
+                        entries.write(size.back(tail, 1));
+                        wake.update(&mut doorbell, predicate, &cells.register, tail);
+                        if is_set(&config.completed) {
+                            doorbell.trust();
+                        }
+                    }
+                }
+                Updates::BothNewFirst => {
+                    cells.shadow.store_release(from.into());
+                    config.submit(&wake);
+                    for tail in tails {
+                        entries.write(size.back(tail, 1));
+                        cells.shadow.store_release(tail.into());
+                        old.shadow.store_release(tail.into());
+                        wake.trap(&cells.register, tail);
+                    }
+                }
+                Updates::InPlace => {
+                    config.submit(&wake);
+                    for tail in tails {
+                        entries.write(size.back(tail, 1));
+                        wake.update(&mut doorbell, predicate, &cells.register, tail);
+                    }
+                }
+                Updates::Before(initial) => {
+                    if pages == Pages::Other {
+                        cells.shadow.store_release(initial.into());
+                    }
+                    entries.write(from);
+                    wake.update(&mut doorbell, predicate, &cells.register, tails[0]);
+                    config.submit(&wake);
+                    is_complete.wait();
+                    let mut host = OtherHost {
+                        cells,
+                        wake,
+                        predicate,
+                        old: Old::Private,
+                        current: tails[0],
+                        trusted: true,
+                    };
+                    entries.write(size.forward(from, 1));
+                    host.update(tails[1]);
+                }
+            }
+        })
+    };
+    let has_told = std::cell::Cell::new(false);
+    let controller = Controller { cells, size, from, count: 2, config, entries: memory };
+    controller.run_with(tail, enable, &mut sleeper, &wake, |fetched, enabled| {
+        // The host goes on only when the controller has fetched what came before the command.
+        if enabled && fetched >= 1 && !has_told.replace(true) {
+            is_complete.signal();
+        }
+    });
+    host.join().unwrap();
+}
+
+#[test]
+fn a_second_configuration_under_load_takes_over_the_pending_value() {
+    for predicate in PREDICATES {
+        for pages in [Pages::Same, Pages::Other] {
+            explore(Some(2), move || {
+                configured_again((8, predicate), pages, Updates::Both, &enable);
+            });
+        }
+        explore(Some(2), move || {
+            configured_again((8, predicate), Pages::Same, Updates::InPlace, &enable);
+        });
+    }
+}
+
+/// The new entry is zero, has the position that the host rang just before the command, or the one
+/// before that. The ring ends at zero, so the first update after the command may store the value
+/// that the entry has already; then the register shows the update.
+#[test]
+fn a_second_configuration_keeps_what_was_rung_just_before() {
+    for predicate in PREDICATES {
+        for pages in [Pages::Same, Pages::Other] {
+            for initial in [0, 6, 7] {
+                explore(Some(2), move || {
+                    configured_again((8, predicate), pages, Updates::Before(initial), &enable);
+                });
+            }
+        }
     }
 }

@@ -116,14 +116,14 @@ impl DoorbellCells {
     /// The controller's end of a submission queue, with the shadow entry as source.
     pub(crate) fn tail(&self, size: RingSize, at: u16) -> SqTail<Word> {
         let mut tail = SqTail::resume(size, self.register.clone(), by_register(at)).unwrap();
-        tail.enable(self.shadow.clone(), self.event_idx.clone());
+        tail.enable(self.shadow.clone(), self.event_idx.clone()).unwrap();
         tail
     }
 
     /// The controller's end of a completion queue, with the shadow entry as source.
     pub(crate) fn head(&self, size: RingSize, at: u16) -> CqHead<Word> {
         let mut head = CqHead::resume(size, self.register.clone(), by_register(at)).unwrap();
-        head.enable(self.shadow.clone(), self.event_idx.clone());
+        head.enable(self.shadow.clone(), self.event_idx.clone(), at).unwrap();
         head
     }
 }
