@@ -189,7 +189,7 @@ fn check_reset(server: &Server, storage: &dyn Stalls) {
     moment();
     std::thread::scope(|scope| {
         let reset = scope.spawn(|| guest.controller.reset());
-        moment();
+        until("the reset's begin", || !guest.controller.registers().unwrap().cc.en());
         storage.go_on();
         reset.join().unwrap().unwrap();
     });
