@@ -59,8 +59,8 @@ fn a_disk_whose_queue_panics_ends_the_process() {
         .spawn()
         .unwrap();
     let output = child.wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.signal(), Some(6), "{:?}: {said}", output.status);
-    assert!(said.contains("a mistake"), "{said}");
-    assert!(said.contains("thread sb-worker0 has panicked"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.signal(), Some(6), "{:?}: {printed}", output.status);
+    assert!(printed.contains("a mistake"), "{printed}");
+    assert!(printed.contains("thread sb-worker0 has panicked"), "{printed}");
 }

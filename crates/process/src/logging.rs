@@ -326,12 +326,12 @@ mod tests {
         let (mut reader, writer) = io::pipe().unwrap();
         let status = panics(writer);
         assert_eq!(status.signal(), Some(6), "{status:?}");
-        let mut said = String::new();
-        reader.read_to_string(&mut said).unwrap();
-        let (before, why) = said.split_once("shadowbell: ").expect("a message with the cause");
-        assert!(before.contains("all is well"), "{said}");
-        assert!(why.starts_with("thread sb-reactor has panicked at crates/"), "{said}");
-        assert!(why.contains("there is no such queue; "), "{said}");
+        let mut printed = String::new();
+        reader.read_to_string(&mut printed).unwrap();
+        let (before, why) = printed.split_once("shadowbell: ").expect("a message with the cause");
+        assert!(before.contains("all is well"), "{printed}");
+        assert!(why.starts_with("thread sb-reactor has panicked at crates/"), "{printed}");
+        assert!(why.contains("there is no such queue; "), "{printed}");
 
         // The process ends even if nothing reads its log.
         let (_reader, writer) = full_pipe();

@@ -413,21 +413,21 @@ fn a_server_that_only_sends_commands_times_out() {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let talk = std::thread::spawn(move || {
         let command = Header { id: 7, command: command::DMA_READ, size: 16, flags: 0, error: 0 };
-        let mut said = 0;
+        let mut sent = 0;
         while theirs.write_all(command.as_bytes()).is_ok() {
-            said += 1;
+            sent += 1;
             // The number of commands within the limit stays far below the number that counts as a
             // flood.
             std::thread::sleep(Duration::from_millis(20));
         }
-        said
+        sent
     });
     // The limit is short, because the test waits for its expiry.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
-    let said = talk.join().unwrap();
-    assert!(said < 500, "{said} commands, which is nearly a flood");
+    let sent = talk.join().unwrap();
+    assert!(sent < 500, "{sent} commands, which is nearly a flood");
 }
 
 #[test]

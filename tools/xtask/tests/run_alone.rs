@@ -33,8 +33,8 @@ fn a_process_that_stays_fails_the_program_and_is_killed() {
                   setsid sh -c ': > $0; while :; do sleep 3600; done' $0.$$ > /dev/null 2>&1 & \
                   read line < $0.$$; rm $0.$$; exit 0";
     let left = run_alone("0", &format!("cd {} && {script}", env!("CARGO_TARGET_TMPDIR")));
-    let said = String::from_utf8_lossy(&left.stdout);
-    assert_eq!(left.status.code(), Some(1), "{said}");
-    assert!(said.contains(" sh -c : > $0; while "), "{said}");
-    assert!(said.contains("test sh: no process is left behind ... FAILED"), "{said}");
+    let printed = String::from_utf8_lossy(&left.stdout);
+    assert_eq!(left.status.code(), Some(1), "{printed}");
+    assert!(printed.contains(" sh -c : > $0; while "), "{printed}");
+    assert!(printed.contains("test sh: no process is left behind ... FAILED"), "{printed}");
 }

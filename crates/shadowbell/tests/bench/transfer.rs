@@ -217,9 +217,9 @@ fn a_file_system_is_overwritten_only_with_force() {
             format!("write {holder} -i {other}"),
             format!("copy {other} {holder}"),
         ] {
-            let said = stderr_of_failure(&mut line(&verb), 2);
+            let printed = stderr_of_failure(&mut line(&verb), 2);
             let words = format!("{holder} holds swap, which would be overwritten");
-            assert!(said.contains(&words) && said.contains("--force"), "{verb}: {said}");
+            assert!(printed.contains(&words) && printed.contains("--force"), "{verb}: {printed}");
         }
         // Reading commands need no `--force`.
         line(&format!("bench {holder} --number-ios 10")).assert().success();

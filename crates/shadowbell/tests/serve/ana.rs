@@ -21,9 +21,9 @@ fn ctl(server: &Server, words: &[&str]) -> (Option<i32>, String, String) {
 #[track_caller]
 fn set(server: &Server, n: usize, group: &str, state: &str) {
     let socket = format!("vm{n}.sock");
-    let (status, said, errors) = ctl(server, &["ana", &socket, group, state]);
+    let (status, printed, errors) = ctl(server, &["ana", &socket, group, state]);
     assert_eq!(status, Some(0), "{errors}");
-    assert_eq!(said, format!("group {group} is {state}\n"));
+    assert_eq!(printed, format!("group {group} is {state}\n"));
 }
 
 fn log(client: &mut Client) -> AnaLog {
@@ -57,33 +57,36 @@ fn an_inaccessible_ana_state_survives_crashes_and_upgrades() {
             until("the old one's end", || children(server.pid()).len() == 1);
         }
     }
-    let (_, said, _) = ctl(&server, &["ana"]);
+    let (_, printed, _) = ctl(&server, &["ana"]);
     let line = |n: usize, state| {
         let socket = socket(&server, n).canonicalize().unwrap().display().to_string();
-        said.lines().any(|line| {
+        printed.lines().any(|line| {
             line.starts_with(&socket) && line.contains(state) && line.trim_end().ends_with("1, 2")
         })
     };
-    assert!(line(0, " inaccessible ") && line(1, " optimized "), "{said}");
+    assert!(line(0, " inaccessible ") && line(1, " optimized "), "{printed}");
     // The state is in the saved configuration, and another file changes it while a guest is
     // attached.
     let (status, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(status == Some(0) && saved.contains("ana = [\"inaccessible\"]"), "{saved}");
     let wanted = saved.replace("[\"inaccessible\"]", "\"non-optimized\"");
     std::fs::write(server.directory().join("wanted.toml"), wanted).unwrap();
-    let (status, said, errors) = ctl(&server, &["apply", "wanted.toml"]);
+    let (status, printed, errors) = ctl(&server, &["apply", "wanted.toml"]);
     assert_eq!(status, Some(0), "{errors}");
-    assert!(said.contains("ana: inaccessible -> non-optimized"), "{said}");
-    assert!(said.contains("1 changed, 1 unchanged"), "{said}");
+    assert!(printed.contains("ana: inaccessible -> non-optimized"), "{printed}");
+    assert!(printed.contains("1 changed, 1 unchanged"), "{printed}");
     one.write(1, 0, 50);
     assert_eq!(other.read(1, 0), 50);
     assert_eq!(log(&mut one).changes, 2);
     drop(one);
     let mut command = program();
     command.arg("ana-log").arg(socket(&server, 0));
-    let (status, said, errors) = finish(command);
+    let (status, printed, errors) = finish(command);
     assert_eq!(status, Some(0), "{errors}");
-    assert!(said.contains("(non-optimized)") && said.contains("(namespaces 1, 2)"), "{said}");
+    assert!(
+        printed.contains("(non-optimized)") && printed.contains("(namespaces 1, 2)"),
+        "{printed}"
+    );
     lost_nothing(&server);
     assert!(server.stop().success(), "{}", server.stderr());
 }

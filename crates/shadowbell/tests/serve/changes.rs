@@ -124,10 +124,10 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
 
     // The disk of vm1 moves to vm2, and vm3 is new.
     write(server.directory(), &[("vm0", "0.img"), ("vm2", "1.img"), ("vm3", "2.img")]);
-    let (code, said, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
+    let (code, printed, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
     assert_eq!(code, Some(0));
     assert_eq!(
-        said,
+        printed,
         "+ vm2\n+ vm3\n- vm1\n2 added, 1 removed, 0 replaced, 0 changed, 1 unchanged; not applied\n"
     );
     assert_eq!(ids(), ["vm0", "vm1"]);
@@ -146,14 +146,14 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     assert!(code == Some(2) && errors.contains("vms.toml:"), "{code:?} {errors}");
     // A controller with a client is not removed without `--force`.
     write(server.directory(), &[("vm0", "mem:1MiB"), ("vm3", "2.img"), ("vm2", "1.img")]);
-    let (code, said, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
+    let (code, printed, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
     let image = server.directory().canonicalize().unwrap().join("0.img");
     let expected = format!(
         "~ vm0 (has a client)\n    namespace 1: {} -> mem:1MiB\n\
          0 added, 0 removed, 1 replaced, 0 changed, 2 unchanged; not applied\n",
         image.display()
     );
-    assert_eq!((code, said), (Some(0), expected));
+    assert_eq!((code, printed), (Some(0), expected));
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(4) && errors.contains("would lose vm0"), "{code:?} {errors}");
     assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
@@ -200,7 +200,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     // Adds a namespace, makes one read-only, and puts one into a limit group.
     let more = "\"mem:4MiB?limit-group=db\", \"a.img?read-only=on\", \"b.img\"";
     write(server.directory(), "iops = \"5000\"", more, "");
-    let (code, said, errors) = apply(&["--dry-run"]);
+    let (code, printed, errors) = apply(&["--dry-run"]);
     let at = server.directory().canonicalize().unwrap().display().to_string();
     let expected = format!(
         "* vm0\n    namespace 1: mem:4MiB -> mem:4MiB?limit-group=db\n    \
@@ -209,7 +209,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
          * limit group db: none -> iops=5000\n\
          0 added, 0 removed, 0 replaced, 1 changed, 0 unchanged; not applied\n"
     );
-    assert_eq!((code, &said[..], &errors[..]), (Some(0), &expected[..], ""));
+    assert_eq!((code, &printed[..], &errors[..]), (Some(0), &expected[..], ""));
     assert_eq!(disks(), ["1 mem:4MiB false null", "2 a.img false null"]);
     let plan = ctl_json(&server, &["apply", "vms.toml"]);
     assert_eq!(
@@ -241,16 +241,16 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     let (code, _, errors) = apply(&[]);
     let words = "connected clients would lose namespace 2 of vm0, namespace 3 of vm0";
     assert!(code == Some(4) && errors.contains(words), "{code:?} {errors}");
-    let (code, said, errors) = apply(&["--force"]);
-    assert!(code == Some(0) && said.contains("namespace 5: none ->"), "{said}{errors}");
+    let (code, printed, errors) = apply(&["--force"]);
+    assert!(code == Some(0) && printed.contains("namespace 5: none ->"), "{printed}{errors}");
     assert_eq!(disks(), ["1 mem:4MiB false null", "5 a.img false null"]);
     assert!(client() && ctl_json(&server, &["limit"])[0]["limits"] == serde_json::json!({}));
 
     // Server-wide settings do not change, and the response contains a note.
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
     std::fs::write(server.directory().join("vms.toml"), format!("workers = 2\n{text}")).unwrap();
-    let (_, said, _) = apply(&[]);
-    assert!(said.starts_with("server-wide settings differ"), "{said}");
+    let (_, printed, _) = apply(&[]);
+    assert!(printed.starts_with("server-wide settings differ"), "{printed}");
     drop(guest);
     assert!(server.stop().success());
 }
@@ -268,9 +268,9 @@ fn check_validates_a_file_without_opening_disks() {
     let controller = |disk: &str| {
         format!("[[controller]]\nid = \"a\"\nsocket = \"a.sock\"\ndisks = [\"{disk}\"]\n")
     };
-    let (code, said, errors) = check(&controller("no.img"));
+    let (code, printed, errors) = check(&controller("no.img"));
     assert_eq!((code, &errors[..]), (Some(0), ""));
-    assert!(said.ends_with("vms.toml: 1 controller\n"), "{said}");
+    assert!(printed.ends_with("vms.toml: 1 controller\n"), "{printed}");
     for (text, words) in [
         (controller("x.img?frobnicate=on"), "frobnicate"),
         (controller("vfio-user:"), "lacks a socket"),

@@ -99,10 +99,10 @@ fn log_lines_caused_by_a_client_are_rate_limited() {
     send_invalid_maps(&client, 40_000);
     drop(client);
     assert!(server.stop().success());
-    let said = server.stderr();
-    assert!(said.ends_with("ended\n"), "{said}");
+    let printed = server.stderr();
+    assert!(printed.ends_with("ended\n"), "{printed}");
     // Sixteen messages at once, and then one in ten seconds, with the number of suppressed ones.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
-    let lines = said.lines().filter(|line| line.contains(REFUSED)).count();
+    let lines = printed.lines().filter(|line| line.contains(REFUSED)).count();
     assert!((16..=most).contains(&lines), "{lines} lines, of {most}");
 }

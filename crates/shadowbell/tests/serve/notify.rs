@@ -62,9 +62,9 @@ impl Manager {
     #[track_caller]
     fn next_except_watchdog(&self) -> String {
         loop {
-            let said = self.next_message();
-            if !said.starts_with("WATCHDOG=1") {
-                return said;
+            let printed = self.next_message();
+            if !printed.starts_with("WATCHDOG=1") {
+                return printed;
             }
         }
     }
@@ -96,7 +96,8 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
             "WATCHDOG=1\nSTATUS=serves 1 controller, 0 with a client"
         );
         let controller = server.attach();
-        let seen = |said: &str| said == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 with a client";
+        let seen =
+            |printed: &str| printed == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 with a client";
         until("its client is seen", || seen(&manager.next_message()));
         assert!(seen(&manager.next_message()));
         // Third watchdog message, each after half of the watchdog time: a busy machine is late, and
@@ -189,10 +190,10 @@ fn sighup_reloads_the_configuration() {
         let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
         let first = attach(&server.directory().join("vm0.sock"), &options);
         write_config(server.directory(), 3);
-        let said = "the configuration was reloaded; controllers: 2 added, 0 removed, 0 replaced, \
+        let printed = "the configuration was reloaded; controllers: 2 added, 0 removed, 0 replaced, \
                     0 changed, 1 unchanged";
-        assert_eq!(reload(), format!("READY=1\nSTATUS={said}"));
-        server.says(said);
+        assert_eq!(reload(), format!("READY=1\nSTATUS={printed}"));
+        server.says(printed);
         drop(attach(&server.directory().join("vm2.sock"), &options));
 
         // An invalid file is refused as a whole.

@@ -39,8 +39,8 @@ fn each_step_of_a_guest_is_logged() {
     controller.detach().unwrap();
     server.says("has left");
     assert!(server.stop().success());
-    let said = server.stderr();
-    let mut rest = said.as_str();
+    let printed = server.stderr();
+    let mut rest = printed.as_str();
     for words in [
         "a client is attached",
         "the guest has enabled the controller",
@@ -49,14 +49,16 @@ fn each_step_of_a_guest_is_logged() {
         "the client has left, after 10 I/O commands with",
         "ended",
     ] {
-        let at = rest.find(words).unwrap_or_else(|| panic!("no {words:?} in its place:\n{said}"));
+        let at =
+            rest.find(words).unwrap_or_else(|| panic!("no {words:?} in its place:\n{printed}"));
         rest = &rest[at + words.len()..];
     }
-    for line in said.lines().filter(|line| line.contains("the guest") || line.contains("client")) {
+    for line in printed.lines().filter(|line| line.contains("the guest") || line.contains("client"))
+    {
         // For example 2026-11-23T16:18:13.123456Z.
-        let (time, said) = line.split_once(' ').unwrap();
+        let (time, printed) = line.split_once(' ').unwrap();
         assert!(time.len() == 27 && time.ends_with('Z') && time.contains('T'), "{line}");
-        assert!(said.starts_with(&format!("{name}: ")), "{line}");
+        assert!(printed.starts_with(&format!("{name}: ")), "{line}");
     }
 }
 
@@ -65,13 +67,16 @@ fn the_arguments_to_paste_are_on_standard_output() {
     let server = Server::start(&["mem:4MiB"], &[]);
     until("the arguments", || server.stdout().contains("--user-device"));
     let socket = server.socket().canonicalize().unwrap().display().to_string();
-    let said = server.stdout();
+    let printed = server.stdout();
     let device = format!(
         "-device '{{\"driver\":\"vfio-user-pci\",\"socket\":{{\"path\":\"{socket}\",\"type\":\"unix\"}}}}'"
     );
-    assert!(said.contains(&device), "{said}");
-    assert!(said.contains("-object memory-backend-memfd,id=mem,size=SIZE,share=on"), "{said}");
-    assert!(said.contains(&format!("--user-device socket={socket}\n")), "{said}");
+    assert!(printed.contains(&device), "{printed}");
+    assert!(
+        printed.contains("-object memory-backend-memfd,id=mem,size=SIZE,share=on"),
+        "{printed}"
+    );
+    assert!(printed.contains(&format!("--user-device socket={socket}\n")), "{printed}");
 
     let mut quiet = Server::start(&["mem:4MiB"], &["-q"]);
     drop(quiet.attach());

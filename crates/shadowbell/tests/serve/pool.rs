@@ -23,9 +23,9 @@ fn start(directory: TempDir, disks: &[&str]) -> Server {
 /// Runs a command of the program, which must succeed; returns its output.
 #[track_caller]
 fn verb(server: &Server, verb: &str, options: &[&str]) -> String {
-    let (status, said, errors) = finish(command(server, verb, options));
+    let (status, printed, errors) = finish(command(server, verb, options));
     assert_eq!(status, Some(0), "{verb} {options:?}: {errors}\n{}", server.stderr());
-    said
+    printed
 }
 
 fn command(server: &Server, verb: &str, options: &[&str]) -> Command {
@@ -199,8 +199,8 @@ fn a_sanitize_operation_continues_after_a_crash() {
     until("the namespace", || guest.read(1, 0) == Ok(0));
     assert!((0..16384).step_by(1024).all(|lba| guest.read(1, lba) == Ok(0)));
     drop(guest);
-    let said: Value = serde_json::from_str(&verb(&server, "sanitize-log", &["--json"])).unwrap();
-    assert_eq!(said["sprog"], 65535);
+    let printed: Value = serde_json::from_str(&verb(&server, "sanitize-log", &["--json"])).unwrap();
+    assert_eq!(printed["sprog"], 65535);
     verb(&server, "sanitize", &["-a", "2", "--force"]);
     until("the end", || verb(&server, "sanitize-log", &[]).contains("successful"));
     let events = verb(&server, "persistent-event-log", &["--json"]);
@@ -267,10 +267,13 @@ fn a_sanitize_operation_continues_across_upgrades() {
     until("the namespace", || guest.read(1, 0) == Ok(0));
     assert!((0..32768).step_by(512).all(|lba| guest.read(1, lba) == Ok(0)));
     drop(guest);
-    let said: Value =
+    let printed: Value =
         serde_json::from_str(&verb(&server, "persistent-event-log", &["--json"])).unwrap();
-    let said = said.to_string();
-    assert!(said.contains("\"cdw11\"") && said.contains("\"sanitize_prog\":65535"), "{said}");
+    let printed = printed.to_string();
+    assert!(
+        printed.contains("\"cdw11\"") && printed.contains("\"sanitize_prog\":65535"),
+        "{printed}"
+    );
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
@@ -302,9 +305,9 @@ fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
     assert!(saved.contains("pool?capacity=16") && saved.contains("disks = []"), "{saved}");
     // The original file still equals the served configuration, whatever namespaces the guest has
     // created since.
-    let (status, said, errors) = ctl(&["apply", "vm.toml", "--dry-run"]);
+    let (status, printed, errors) = ctl(&["apply", "vm.toml", "--dry-run"]);
     assert_eq!(status, Some(0), "{errors}");
-    assert!(said.contains("0 changed, 1 unchanged"), "{said}");
+    assert!(printed.contains("0 changed, 1 unchanged"), "{printed}");
     kill(&server, Signal::KILL);
     assert_eq!(guest.read(1, 3), Ok(9));
     drop(guest);

@@ -269,9 +269,9 @@ fn tracing_is_turned_on_and_off_at_run_time() {
         lines.filter(|line| line["cq"] == 1).count()
     };
     let save = || {
-        let (status, said, errors) = ctl(&server, &["trace", "save", name]);
+        let (status, printed, errors) = ctl(&server, &["trace", "save", name]);
         assert_eq!(status, Some(0), "{errors}");
-        assert!(said.contains(&format!("show it with `shadowbell trace {name}`")), "{said}");
+        assert!(printed.contains(&format!("show it with `shadowbell trace {name}`")), "{printed}");
         completed(&file)
     };
     assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));
@@ -289,8 +289,8 @@ fn tracing_is_turned_on_and_off_at_run_time() {
     assert_eq!(save(), 20);
     work(&server);
     assert_eq!(save(), 40);
-    let (_, said, _) = ctl(&server, &["trace"]);
-    assert!(said.starts_with("on: the last 2048 records per I/O thread"), "{said}");
+    let (_, printed, _) = ctl(&server, &["trace"]);
+    assert!(printed.starts_with("on: the last 2048 records per I/O thread"), "{printed}");
     // Turning it off keeps the records.
     for _ in 0..2 {
         assert_eq!(ctl_json(&server, &["trace", "off"])["on"], false);

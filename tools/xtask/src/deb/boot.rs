@@ -70,8 +70,8 @@ impl Machine {
         let until = Instant::now() + BOOT;
         while !machine.is_up() {
             if machine.nspawn.try_wait()?.is_some() || Instant::now() > until {
-                let said = fs::read(&log).unwrap_or_default();
-                bail!("systemd does not boot here:\n{}", host::last_lines(&said, 12));
+                let printed = fs::read(&log).unwrap_or_default();
+                bail!("systemd does not boot here:\n{}", host::last_lines(&printed, 12));
             }
             wait::pause();
         }
@@ -83,9 +83,9 @@ impl Machine {
         let Some(leader) = first_process(self.nspawn.id()) else { return false };
         self.leader = leader;
         let mut command = self.command("systemctl is-system-running");
-        let said = command.stderr(Stdio::null()).output().map(|output| output.stdout);
-        let said = said.unwrap_or_default();
-        [&b"running\n"[..], b"degraded\n"].contains(&&said[..])
+        let printed = command.stderr(Stdio::null()).output().map(|output| output.stdout);
+        let printed = printed.unwrap_or_default();
+        [&b"running\n"[..], b"degraded\n"].contains(&&printed[..])
     }
 
     fn command(&self, script: &str) -> Command {

@@ -50,8 +50,8 @@ fn libraries(program: &Path) -> Result<String> {
     fs::write(directory.path().join("debian/control"), source)?;
     let mut command = Command::new("dpkg-shlibdeps");
     command.current_dir(directory.path()).arg("-O").arg("-e").arg(program);
-    let said = output(&mut command)?;
-    let found = said.lines().find_map(|line| line.strip_prefix("shlibs:Depends="));
+    let printed = output(&mut command)?;
+    let found = printed.lines().find_map(|line| line.strip_prefix("shlibs:Depends="));
     found.map(str::to_owned).context("dpkg-shlibdeps names no libraries")
 }
 

@@ -187,7 +187,11 @@ fn check_upgrade(machine: &Machine) -> Result<()> {
     let now = worker_pid(machine)?;
     // Both the supervisor and the server process are killed.
     for pid in [main, now] {
-        expect_output(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell-serve\n")?;
+        expect_output(
+            machine,
+            &format!("readlink /proc/{pid}/exe"),
+            "/usr/bin/shadowbell-serve\n",
+        )?;
     }
     expect_output(machine, "dpkg-query --show --showformat '${Version}' shadowbell", "+newer")?;
     expect_output(machine, "systemctl is-active shadowbell", "active")

@@ -89,8 +89,8 @@ fn check(report: &mut Report, program: &Path, package: &Path, version: &str) {
 fn lintian(package: &Path) -> Result<()> {
     need("lintian", "lintian")?;
     let arguments = ["--fail-on", "error", "--tag-display-limit", "0", "--allow-root"];
-    let said = output(Command::new("lintian").args(arguments).arg(package))?;
-    print!("{said}");
+    let printed = output(Command::new("lintian").args(arguments).arg(package))?;
+    print!("{printed}");
     Ok(())
 }
 
@@ -100,12 +100,13 @@ const EXPOSURE: f64 = 2.0;
 fn exposure() -> Result<()> {
     need("systemd-analyze", "systemd")?;
     for unit in ["shadowbell.service", "shadowbell@.service"] {
-        let said = output(
+        let printed = output(
             Command::new("systemd-analyze")
                 .args(["security", "--offline=yes", "--no-pager"])
                 .arg(root().join("packaging").join(unit)),
         )?;
-        let found = overall(&said).with_context(|| format!("no overall exposure in:\n{said}"))?;
+        let found =
+            overall(&printed).with_context(|| format!("no overall exposure in:\n{printed}"))?;
         println!("         {unit}: {found}");
         if found > EXPOSURE {
             bail!("{unit}: {found} is more than {EXPOSURE}");

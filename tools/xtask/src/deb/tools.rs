@@ -23,8 +23,8 @@ pub(super) fn output(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).output().with_context(|| name.clone())?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     if !output.status.success() {
-        let (said, errors) = (text(&output.stdout), text(&output.stderr));
-        bail!("{name} ({}):\n{said}{errors}", output.status);
+        let (printed, errors) = (text(&output.stdout), text(&output.stderr));
+        bail!("{name} ({}):\n{printed}{errors}", output.status);
     }
     Ok(text(&output.stdout))
 }

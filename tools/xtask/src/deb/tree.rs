@@ -43,8 +43,8 @@ pub(super) fn build(program: &Path, version: &str, out: &Path) -> Result<PathBuf
     tree.fill(program, version)?;
     let mut command = Command::new("dpkg-deb");
     command.args(["--root-owner-group", "-Zxz", "-z3", "--build"]).arg(&tree.root).arg(out);
-    let said = output(&mut command)?;
-    let name = said.rsplit('\'').nth(1).context("dpkg-deb names no file")?;
+    let printed = output(&mut command)?;
+    let name = printed.rsplit('\'').nth(1).context("dpkg-deb names no file")?;
     Ok(PathBuf::from(name))
 }
 
