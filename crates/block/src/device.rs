@@ -5,6 +5,7 @@ use crate::geometry::Geometry;
 use crate::options::BlockOptions;
 use crate::queue::BlockQueue;
 use crate::shared::DeviceShared;
+use crate::traffic::{Traffic, TrafficCounters};
 use shadowbell_disk::Disk;
 use std::fmt;
 use std::io;
@@ -36,6 +37,7 @@ impl BlockDevice {
             locks: Arc::default(),
             write_zeroes: AtomicBool::new(geometry.write_zeroes),
             queries: Arc::default(),
+            traffic: TrafficCounters::default(),
         })))
     }
 
@@ -61,6 +63,12 @@ impl BlockDevice {
     #[must_use]
     pub fn queues(&self) -> usize {
         self.0.options.queues.max(1)
+    }
+
+    /// Requests of all queues to the disk.
+    #[must_use]
+    pub fn traffic(&self) -> Traffic {
+        self.0.traffic.sum()
     }
 
     /// Opens a queue for the calling thread.

@@ -6,6 +6,7 @@
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
+use crate::traffic::QueueTraffic;
 use shadowbell_disk::{
     DiskError, DiskInfo, Metadata, MetadataFormat, Op, Queue, Request, Submitted,
 };
@@ -117,10 +118,16 @@ pub(crate) struct Engine {
     pending: Cell<usize>,
     /// True if the queue must be checked for completions even if no request is in flight.
     must_look: Cell<bool>,
+    traffic: Arc<QueueTraffic>,
 }
 
 impl Engine {
-    pub(crate) fn new(queue: Box<dyn Queue>, info: &DiskInfo, timeout: Duration) -> Self {
+    pub(crate) fn new(
+        queue: Box<dyn Queue>,
+        info: &DiskInfo,
+        timeout: Duration,
+        traffic: Arc<QueueTraffic>,
+    ) -> Self {
         let protected = info.metadata.filter(|format| format.protection != 0);
         let core = Core {
             protection: protected.map(|format| (info.block_size.into(), format)),
@@ -137,7 +144,8 @@ impl Engine {
             started: Instant::now(),
             timeout: u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX),
         };
-        Self { core: RefCell::new(Some(core)), pending: Cell::new(0), must_look: Cell::new(false) }
+        let (pending, must_look) = (Cell::new(0), Cell::new(false));
+        Self { core: RefCell::new(Some(core)), pending, must_look, traffic }
     }
 
     /// Calls `with` with the disk's queue.
@@ -177,6 +185,7 @@ impl Engine {
             core.free.push(tag);
             return ended(Err(DiskError::BadBuffer), data, guard);
         };
+        self.traffic.count(request);
         match submit(&mut *core.queue, core.protection.as_ref(), tag, request, segments) {
             Submitted::Done(outcome) => {
                 core.free.push(tag);

@@ -78,6 +78,7 @@ mod queue;
 mod range;
 mod shared;
 mod stream;
+mod traffic;
 mod waiting;
 
 pub use buffers::{Buffer, BufferPool};
@@ -88,6 +89,7 @@ pub use geometry::Geometry;
 pub use operations::Zeroes;
 pub use options::BlockOptions;
 pub use queue::BlockQueue;
+pub use traffic::Traffic;
 pub use waiting::block_on;
 
 #[cfg(doctest)]

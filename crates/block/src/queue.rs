@@ -57,7 +57,7 @@ impl BlockQueue {
             count => count,
         };
         Ok(Self(Rc::new(QueueShared {
-            engine: Engine::new(queue, &device.disk.info(), options.timeout),
+            engine: Engine::new(queue, &device.disk.info(), options.timeout, device.traffic.open()),
             small: pool(small, whole(SMALL))?,
             large: pool(options.chunks, whole(options.chunk_bytes))?,
             longest,

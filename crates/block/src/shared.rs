@@ -4,6 +4,7 @@ use crate::extents::ExtentQueries;
 use crate::geometry::Geometry;
 use crate::locks::RangeLocks;
 use crate::options::BlockOptions;
+use crate::traffic::TrafficCounters;
 use shadowbell_disk::Disk;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,6 +18,7 @@ pub(crate) struct DeviceShared {
     /// True if the disk can zero ranges by itself and has not refused to do so.
     pub(crate) write_zeroes: AtomicBool,
     pub(crate) queries: Arc<ExtentQueries>,
+    pub(crate) traffic: TrafficCounters,
 }
 
 impl DeviceShared {

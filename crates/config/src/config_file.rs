@@ -484,7 +484,7 @@ impl Check<'_> {
         let disks: HashSet<_> = named.chain(of_controllers).collect();
         let mut ids = HashSet::new();
         for table in &tables {
-            let ExportConfig { id, disk, nbd, .. } = table.get_ref();
+            let ExportConfig { id, disk, .. } = table.get_ref();
             if let Err(why) = check_id(id) {
                 self.refuse(table, why);
             }
@@ -498,8 +498,7 @@ impl Check<'_> {
                 );
                 self.refuse(table, why);
             }
-            if !["unix:", "tcp:"].iter().any(|kind| nbd.starts_with(kind)) {
-                let why = format!("`nbd` is `unix:PATH` or `tcp:ADDRESS`, not `{nbd}`");
+            if let Err(why) = table.get_ref().protocol() {
                 self.refuse(table, why);
             }
         }

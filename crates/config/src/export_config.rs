@@ -1,10 +1,11 @@
-//! Export configuration: a disk that is exported by NBD.
+//! Export configuration: a disk that is exported by NBD, or to a VM by vhost-user-blk.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_process::process_env;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-/// Export of a disk.
+/// Export of a disk: exactly one of `nbd` and `vhost_user_blk`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ExportConfig {
@@ -12,9 +13,13 @@ pub struct ExportConfig {
     pub id: String,
     /// Id of the disk.
     pub disk: String,
-    /// Listen address: `unix:PATH` or `tcp:ADDRESS`.
-    pub nbd: String,
-    /// Name of the export for NBD clients.
+    /// NBD: listen address, `unix:PATH` or `tcp:ADDRESS`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nbd: Option<String>,
+    /// vhost-user-blk: path of the socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vhost_user_blk: Option<PathBuf>,
+    /// Name of the export for NBD clients, or serial number of the virtio disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
     /// Directory with certificates. If it is set, clients without TLS are refused.
@@ -23,6 +28,9 @@ pub struct ExportConfig {
     /// True to accept clients without a certificate.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tls_any_client: bool,
+    /// Number of virtio queues. The default is one per processor, up to four.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u16>,
     /// True to refuse writes.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
@@ -31,16 +39,56 @@ pub struct ExportConfig {
     pub share: bool,
 }
 
+/// Protocol of an export, with its address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol<'a> {
+    /// NBD at `unix:PATH` or `tcp:ADDRESS`.
+    Nbd(&'a str),
+    /// vhost-user-blk at a UNIX socket.
+    VhostUserBlk(&'a Path),
+}
+
 impl ExportConfig {
+    /// Protocol of the export.
+    ///
+    /// # Errors
+    /// A sentence about keys that are missing, invalid or contradict each other.
+    pub fn protocol(&self) -> Result<Protocol<'_>, String> {
+        let protocol = match (&self.nbd, &self.vhost_user_blk) {
+            (Some(nbd), None) => Protocol::Nbd(nbd),
+            (None, Some(path)) => Protocol::VhostUserBlk(path),
+            _ => return Err("an export has either `nbd` or `vhost-user-blk`".to_owned()),
+        };
+        let why = match protocol {
+            Protocol::Nbd(_) if self.queues.is_some() => "`queues` is for `vhost-user-blk` only",
+            Protocol::Nbd(nbd) if !["unix:", "tcp:"].iter().any(|kind| nbd.starts_with(kind)) => {
+                return Err(format!("`nbd` is `unix:PATH` or `tcp:ADDRESS`, not `{nbd}`"));
+            }
+            Protocol::VhostUserBlk(_) if self.tls_certificates.is_some() || self.tls_any_client => {
+                "TLS is for `nbd` only: leave out `tls-certificates` and `tls-any-client`"
+            }
+            Protocol::VhostUserBlk(path) if path.as_os_str().is_empty() => {
+                "the path of `vhost-user-blk` is empty"
+            }
+            _ if self.queues.is_some_and(|queues| !(1..=64).contains(&queues)) => {
+                "`queues` is 1 to 64"
+            }
+            _ => return Ok(protocol),
+        };
+        Err(why.to_owned())
+    }
+
     /// Returns the export with absolute paths, so that it does not depend on the working directory.
     #[must_use]
     pub fn from_root(&self) -> Self {
-        let nbd = match self.nbd.strip_prefix("unix:") {
-            Some(path) => format!("unix:{}", process_env::absolute(Path::new(path)).display()),
-            None => self.nbd.clone(),
-        };
-        let tls_certificates = self.tls_certificates.as_deref().map(process_env::absolute);
-        Self { nbd, tls_certificates, ..self.clone() }
+        let absolute = |path: &Path| process_env::absolute(path);
+        let nbd = self.nbd.as_ref().map(|nbd| match nbd.strip_prefix("unix:") {
+            Some(path) => format!("unix:{}", absolute(Path::new(path)).display()),
+            None => nbd.clone(),
+        });
+        let vhost_user_blk = self.vhost_user_blk.as_deref().map(absolute);
+        let tls_certificates = self.tls_certificates.as_deref().map(absolute);
+        Self { nbd, vhost_user_blk, tls_certificates, ..self.clone() }
     }
 
     /// True if both are the same export.
@@ -52,6 +100,48 @@ impl ExportConfig {
     /// Path of the UNIX socket, if there is one.
     #[must_use]
     pub fn socket(&self) -> Option<&Path> {
-        self.nbd.strip_prefix("unix:").map(Path::new)
+        match self.protocol().ok()? {
+            Protocol::Nbd(address) => address.strip_prefix("unix:").map(Path::new),
+            Protocol::VhostUserBlk(path) => Some(path),
+        }
+    }
+
+    /// TCP address, if there is one.
+    #[must_use]
+    pub fn tcp(&self) -> Option<SocketAddr> {
+        self.nbd.as_ref()?.strip_prefix("tcp:")?.parse().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_export_has_one_protocol_and_its_keys() {
+        let nbd = |nbd: &str| ExportConfig { nbd: Some(nbd.into()), ..ExportConfig::default() };
+        let vhost = |path: &str| ExportConfig {
+            vhost_user_blk: Some(path.into()),
+            ..ExportConfig::default()
+        };
+        assert_eq!(nbd("tcp::1").protocol(), Ok(Protocol::Nbd("tcp::1")));
+        assert_eq!(nbd("unix:/a").socket(), Some(Path::new("/a")));
+        assert_eq!(nbd("tcp:127.0.0.1:9").tcp(), "127.0.0.1:9".parse().ok());
+        let served = ExportConfig { queues: Some(64), ..vhost("/b") };
+        assert_eq!(served.protocol(), Ok(Protocol::VhostUserBlk(Path::new("/b"))));
+        assert_eq!((served.socket(), served.tcp()), (Some(Path::new("/b")), None));
+        for (wrong, why) in [
+            (ExportConfig::default(), "either `nbd` or `vhost-user-blk`"),
+            (ExportConfig { nbd: Some("unix:/a".into()), ..vhost("/b") }, "either `nbd` or"),
+            (nbd("/a"), "`unix:PATH` or `tcp:ADDRESS`"),
+            (vhost(""), "is empty"),
+            (ExportConfig { queues: Some(1), ..nbd("unix:/a") }, "`queues` is for"),
+            (ExportConfig { queues: Some(65), ..vhost("/b") }, "1 to 64"),
+            (ExportConfig { tls_any_client: true, ..vhost("/b") }, "TLS is for `nbd`"),
+        ] {
+            let said = wrong.protocol().unwrap_err();
+            assert!(said.contains(why), "{said}");
+        }
+        assert!(vhost("b").is_same(&vhost("b")) && !vhost("/b").is_same(&nbd("unix:/b")));
     }
 }

@@ -211,8 +211,7 @@ impl ServerConfig {
 
     /// TCP addresses on which the server listens, for metrics and for exports.
     pub fn tcp(&self) -> impl Iterator<Item = SocketAddr> {
-        let exports = self.exports.iter().filter_map(|export| export.nbd.strip_prefix("tcp:"));
-        self.metrics.into_iter().chain(exports.filter_map(|address| address.parse().ok()))
+        self.metrics.into_iter().chain(self.exports.iter().filter_map(ExportConfig::tcp))
     }
 
     /// Named disks to which no controller refers.

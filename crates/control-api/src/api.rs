@@ -319,17 +319,21 @@ pub struct DiskUser {
     pub nsid: u32,
 }
 
-/// Export of a disk by NBD.
+/// Export of a disk, by NBD or vhost-user-blk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Export {
     /// Identifier in requests.
     pub id: String,
     /// `id` of the disk.
     pub disk: String,
-    /// Listen address.
+    /// Listen address for NBD.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "unix:/run/data.sock")]
-    pub nbd: String,
-    /// Name of the export for NBD clients.
+    pub nbd: Option<String>,
+    /// Path of the socket for vhost-user-blk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vhost_user_blk: Option<String>,
+    /// Name of the export for NBD clients, or serial number of the virtio disk.
     pub name: String,
     /// True if clients without TLS are refused.
     pub tls: bool,
@@ -337,20 +341,35 @@ pub struct Export {
     pub read_only: bool,
     /// True if another writer is permitted.
     pub share: bool,
+    /// Requests to the disk since the export began in this process.
+    pub requests: u64,
+    /// Bytes read by these requests.
+    pub bytes_read: u64,
+    /// Bytes written by these requests.
+    pub bytes_written: u64,
+    /// Open queues of the disk: one for each NBD client or virtio queue.
+    pub queues: usize,
     /// Number of requests that failed because of the disk.
     pub failures: u64,
 }
 
-/// Export to add.
+/// Export to add: `nbd` or `vhost_user_blk`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExportSpec {
     /// `id` of the disk.
     pub disk: String,
-    /// Listen address: `unix:PATH` with an absolute path, or `tcp:ADDRESS`.
+    /// Listen address for NBD: `unix:PATH` with an absolute path, or `tcp:ADDRESS`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "unix:/run/data.sock")]
-    pub nbd: String,
-    /// Name of the export for NBD clients.
+    pub nbd: Option<String>,
+    /// Absolute path of the socket for vhost-user-blk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vhost_user_blk: Option<String>,
+    /// Number of virtio queues. The default is one per processor, up to four.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u16>,
+    /// Name of the export for NBD clients, or serial number of the virtio disk.
     #[serde(default)]
     pub name: String,
     /// Absolute path of a directory with certificates. If it is set, clients without TLS are

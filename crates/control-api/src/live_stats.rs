@@ -5,13 +5,18 @@ use shadowbell_controller::latency_stats::{Distribution, NamespaceLatency};
 use shadowbell_controller::{Controller, Stats};
 use utoipa::ToSchema;
 
-/// Statistics of all controllers at one time.
+use crate::api::Export;
+
+/// Statistics of all controllers and exports at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Snapshot {
     /// Time in nanoseconds since the server began.
     pub at_ns: u64,
     /// Controllers in the order of the configuration.
     pub controllers: Vec<Row>,
+    /// Exports by id.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub exports: Vec<Export>,
 }
 
 /// Statistics of a controller's I/O queues since the server began, across resets and guests.

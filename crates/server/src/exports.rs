@@ -1,20 +1,28 @@
-//! Exports of the server's disks to programs other than NVMe hosts: NBD.
+//! Exports of the server's disks to programs other than NVMe hosts: NBD and vhost-user-blk.
 //!
 //! An export refers to a disk by id, and uses the same open disk as a controller. Its listening
 //! socket has the mode and group of the controllers' sockets. The next server process after a crash
-//! or an upgrade listens again, and clients connect again.
+//! or an upgrade listens again, and clients connect again. A VMM then passes the virtio requests
+//! that were in flight, which are executed after the fence.
 
 use super::builder::bind_socket;
 use super::disks::ListedDisk;
 use super::path_broker;
 use super::reconfigure::Changes;
-use super::running_exports::{RunningExport, tls_of};
+use super::running_exports::{ExportDevice, RunningExport, tls_of};
 use anyhow::{Context, anyhow};
 use shadowbell_block::{BlockDevice, BlockOptions};
-use shadowbell_config::export_config::ExportConfig;
+use shadowbell_config::export_config::{ExportConfig, Protocol};
 use shadowbell_export::nbd::{Address, Listener, Options, Server};
+use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
+use std::time::Duration;
 use tracing::{info, warn};
+
+/// Largest default number of virtio queues.
+const MOST_QUEUES: usize = 4;
+/// Longest time for which the thread of a virtio queue polls before it sleeps.
+const POLL: Duration = Duration::from_micros(50);
 
 impl Changes {
     /// Starts the wanted exports. If `is_required`, the first error is returned; otherwise errors
@@ -48,6 +56,7 @@ impl Changes {
     /// # Errors
     /// As for [`add_export`](Self::add_export).
     pub(super) fn put_export(&self, wanted: ExportConfig) -> anyhow::Result<bool> {
+        wanted.protocol().map_err(|why| exit::bad_input(anyhow!(why)))?;
         let there = self.exports().wanted().into_iter().find(|export| export.id == wanted.id);
         let is_running = self.exports().running.lock().contains_key(&wanted.id);
         if let Some(there) = there.filter(|_| is_running) {
@@ -92,7 +101,7 @@ impl Changes {
         self.record_exports(all);
         let export = self.exports().running.lock().remove(id);
         if let Some(export) = export {
-            let failures = export.server.stop();
+            let failures = export.device.stop();
             info!("export {id}: removed; failed requests: {failures}");
         }
         Ok(())
@@ -103,8 +112,8 @@ impl Changes {
     pub(super) fn renew_exports(&self, disk: &str) {
         for id in self.exports().of(disk) {
             let Some(export) = self.exports().running.lock().remove(&id) else { continue };
-            let RunningExport { config, server } = export;
-            let _ = server.stop();
+            let RunningExport { config, device, .. } = export;
+            let _ = device.stop();
             if let Err(error) = self.serve_export(config) {
                 warn!("export {id} is not served any more: {}", exit::line(&error));
             }
@@ -160,37 +169,32 @@ impl Changes {
     }
 
     fn serve_export(&self, mut config: ExportConfig) -> anyhow::Result<()> {
+        let protocol = config.protocol().map_err(|why| exit::bad_input(anyhow!(why)))?;
         let disk = self.disk(&config.disk)?;
-        config.disk.clone_from(&disk.id);
         self.check_writers(&config, &disk)?;
-        let address: Address = config
-            .nbd
-            .parse()
-            .map_err(|why: String| exit::bad_input(anyhow!("`{}`: {why}", config.nbd)))?;
-        let mut options = Options::default();
-        options.name.clone_from(&config.name);
-        options.description.clone_from(&disk.id);
-        options.tls = tls_of(&config)?;
-        let mut block = BlockOptions::default();
-        block.read_only = config.read_only;
-        let block = BlockDevice::new(disk.open.disk, &block).map_err(exit::bad_input)?;
-        let (listener, address) = match address {
-            Address::Unix(path) => {
-                let listener = bind_socket(&path).map_err(super::sandbox::explain)?;
-                (Listener::Unix(listener), Address::Unix(path))
+        let mut options = BlockOptions::default();
+        options.read_only = config.read_only;
+        if let Protocol::VhostUserBlk(_) = protocol {
+            let processors = std::thread::available_parallelism().map_or(1, usize::from);
+            options.queues = config.queues.map_or(processors.min(MOST_QUEUES), usize::from);
+            options.poll = POLL;
+        }
+        let block = BlockDevice::new(disk.open.disk, &options).map_err(exit::bad_input)?;
+        let device = match protocol {
+            Protocol::Nbd(address) => {
+                ExportDevice::Nbd(start_nbd(block.clone(), address, &config, &disk.id)?)
             }
-            Address::Tcp(address) => {
-                let (listener, address) = path_broker::listen_tcp(address)
-                    .with_context(|| format!("cannot listen on {address}"))
-                    .map_err(exit::bad_input)?;
-                (Listener::Tcp(listener), Address::Tcp(address))
+            Protocol::VhostUserBlk(path) => {
+                let listener = bind_socket(path).map_err(super::sandbox::explain)?;
+                let serial = if config.name.is_empty() { &disk.id } else { &config.name };
+                let device = VhostUserBlk::start_on(block.clone(), listener, serial);
+                ExportDevice::VhostUserBlk(device.map_err(exit::bad_input)?)
             }
         };
-        let server = Server::start_on(block, listener, address, &options);
-        let server = server.map_err(exit::bad_input)?;
-        info!("export {}: disk {} at {}", config.id, disk.id, server.address());
+        info!("export {}: disk {} at {}", config.id, disk.id, device.address());
+        config.disk = disk.id;
         let id = config.id.clone();
-        self.exports().running.lock().insert(id, RunningExport { config, server });
+        self.exports().running.lock().insert(id, RunningExport { config, block, device });
         Ok(())
     }
 
@@ -201,4 +205,32 @@ impl Changes {
         }
         self.set_changed();
     }
+}
+
+/// Starts an NBD server for a disk.
+fn start_nbd(
+    block: BlockDevice,
+    address: &str,
+    config: &ExportConfig,
+    disk: &str,
+) -> anyhow::Result<Server> {
+    let address: Address =
+        address.parse().map_err(|why: String| exit::bad_input(anyhow!("`{address}`: {why}")))?;
+    let mut options = Options::default();
+    options.name.clone_from(&config.name);
+    disk.clone_into(&mut options.description);
+    options.tls = tls_of(config)?;
+    let (listener, address) = match address {
+        Address::Unix(path) => {
+            let listener = bind_socket(&path).map_err(super::sandbox::explain)?;
+            (Listener::Unix(listener), Address::Unix(path))
+        }
+        Address::Tcp(address) => {
+            let (listener, address) = path_broker::listen_tcp(address)
+                .with_context(|| format!("cannot listen on {address}"))
+                .map_err(exit::bad_input)?;
+            (Listener::Tcp(listener), Address::Tcp(address))
+        }
+    };
+    Server::start_on(block, listener, address, &options).map_err(exit::bad_input)
 }

@@ -1,8 +1,10 @@
 //! Exports that are served, and those to serve.
 
 use parking_lot::Mutex;
+use shadowbell_block::BlockDevice;
 use shadowbell_config::export_config::ExportConfig;
 use shadowbell_export::nbd::Server;
+use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
 use shadowbell_tls::ServerTls;
 use std::collections::BTreeMap;
@@ -12,7 +14,41 @@ use tracing::warn;
 /// An export that is served.
 pub(super) struct RunningExport {
     pub(super) config: ExportConfig,
-    pub(super) server: Server,
+    pub(super) block: BlockDevice,
+    pub(super) device: ExportDevice,
+}
+
+/// Threads and sockets of an export.
+pub(super) enum ExportDevice {
+    Nbd(Server),
+    VhostUserBlk(VhostUserBlk),
+}
+
+impl ExportDevice {
+    /// Address for clients, as in the configuration.
+    pub(super) fn address(&self) -> String {
+        match self {
+            Self::Nbd(server) => server.address().to_string(),
+            Self::VhostUserBlk(device) => device.path().display().to_string(),
+        }
+    }
+
+    /// Number of requests that failed because of the disk.
+    pub(super) fn failures(&self) -> u64 {
+        match self {
+            Self::Nbd(server) => server.failures(),
+            Self::VhostUserBlk(device) => device.failures(),
+        }
+    }
+
+    /// Completes the requests in flight and disconnects the clients. Returns the number of requests
+    /// that failed because of the disk.
+    pub(super) fn stop(self) -> u64 {
+        match self {
+            Self::Nbd(server) => server.stop(),
+            Self::VhostUserBlk(device) => device.stop(),
+        }
+    }
 }
 
 /// Exports of the server.
@@ -85,7 +121,7 @@ impl Exports {
     pub(super) fn stop(&self) {
         let running = std::mem::take(&mut *self.running.lock());
         for (id, export) in running {
-            let failures = export.server.stop();
+            let failures = export.device.stop();
             if failures > 0 {
                 warn!("export {id}: {failures} requests failed");
             }

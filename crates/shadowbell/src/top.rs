@@ -1,4 +1,4 @@
-//! `shadowbell top`: live statistics of the controllers of running servers.
+//! `shadowbell top`: live statistics of the controllers and exports of running servers.
 
 mod rates;
 mod screen;
@@ -23,14 +23,15 @@ use std::time::{Duration, Instant};
 /// Path of the statistics on a control socket.
 const SNAPSHOT: &str = "/v1/snapshot";
 
-/// Show live statistics of the controllers of running servers
+/// Show live statistics of the controllers and exports of running servers
 ///
 /// Each controller has a line: its state (busy; idle; parked: so quiet that the I/O threads no
 /// longer poll it; off: no I/O queues), its I/O threads (workers) and I/O queues, commands and
 /// bytes per second, doorbell writes per command, the share of new doorbell values that needed no
 /// doorbell write, interrupts per command, and failed commands. While latency is measured
 /// (`shadowbell ctl measure on`, `serve --measure`), each namespace has a line, and the median and
-/// 99th percentile of the latency are shown. On a terminal, the display is updated in place: `q`
+/// 99th percentile of the latency are shown. Each export has a line with its requests to the disk;
+/// its queues are the open queues of the disk, one for each NBD client or virtio queue. On a terminal, the display is updated in place: `q`
 /// quits, the arrow keys scroll, `d` shows the doorbells. Otherwise, lines are appended.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
@@ -106,9 +107,13 @@ fn print(args: &Args, mut source: Source) -> anyhow::Result<ExitCode> {
         let rates = all_between(&before, &now);
         let mut out = io::stdout().lock();
         if args.output.is_json() {
-            let rates: Vec<_> = rates.iter().map(Rates::to_json).collect();
+            let (exports, controllers): (Vec<_>, Vec<_>) =
+                rates.iter().partition(|rates| rates.exported.is_some());
+            let rows = |all: Vec<&Rates>| all.into_iter().map(Rates::to_json).collect::<Vec<_>>();
             let at_ns = now.values().map(|now| now.at_ns).max();
-            writeln!(out, "{}", json!({ "at_ns": at_ns, "controllers": rates }))?;
+            let (controllers, exports) = (rows(controllers), rows(exports));
+            let all = json!({ "at_ns": at_ns, "controllers": controllers, "exports": exports });
+            writeln!(out, "{all}")?;
         } else {
             let mut table = Table::new(HEADINGS);
             rates.iter().flat_map(Rates::lines).for_each(|line| table.line(line));
@@ -125,7 +130,7 @@ fn print(args: &Args, mut source: Source) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Rates of all controllers between two snapshots of each server.
+/// Rates of all controllers and exports between two snapshots of each server.
 fn all_between(before: &Snapshots, now: &Snapshots) -> Vec<Rates> {
     now.iter().flat_map(|(name, now)| between(before.get(name), now)).collect()
 }

@@ -116,7 +116,20 @@ impl VhostUserBlk {
         if path.is_dir() {
             return Err(StartError::Directory(path.to_owned()));
         }
-        let listener = shadowbell_vfio_user::Listener::bind(path)?;
+        Self::start_on(disk, shadowbell_vfio_user::Listener::bind(path)?, id)
+    }
+
+    /// Serves `disk` on a socket that listens already, for a process that may not create one.
+    ///
+    /// # Errors
+    ///
+    /// [`StartError`] if the thread cannot be started.
+    pub fn start_on(
+        disk: BlockDevice,
+        listener: shadowbell_vfio_user::Listener,
+        id: &str,
+    ) -> Result<Self, StartError> {
+        let path = listener.path().to_owned();
         let shared = Arc::new(ServerShared {
             ending: Arc::default(),
             event: EventFd::new()?,
@@ -128,13 +141,19 @@ impl VhostUserBlk {
         let thread = std::thread::Builder::new()
             .name("vhost-user-blk".into())
             .spawn(move || accept(&listener, &offered, &ours))?;
-        Ok(Self { shared, thread: Some(thread), path: path.to_owned() })
+        Ok(Self { shared, thread: Some(thread), path })
     }
 
     /// Path of the socket.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Number of requests that failed because of the disk.
+    #[must_use]
+    pub fn failures(&self) -> u64 {
+        self.shared.failures.count()
     }
 
     /// Disconnects the frontend, and completes the requests in flight. Returns the number of

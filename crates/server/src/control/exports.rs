@@ -2,23 +2,34 @@
 
 use super::lookup::problem;
 use super::state::ServerState;
-use crate::running_exports::RunningExport;
+use crate::running_exports::{ExportDevice, RunningExport};
 use shadowbell_config::config_file;
 use shadowbell_config::export_config::ExportConfig;
 use shadowbell_control_api::api::{Code, Export, ExportSpec, Problem};
 use std::path::PathBuf;
 
 fn describe(export: &RunningExport) -> Export {
-    let RunningExport { config, server } = export;
+    let RunningExport { config, device, block } = export;
+    let traffic = block.traffic();
+    let address = Some(device.address());
+    let (nbd, vhost_user_blk) = match device {
+        ExportDevice::Nbd(_) => (address, None),
+        ExportDevice::VhostUserBlk(_) => (None, address),
+    };
     Export {
         id: config.id.clone(),
         disk: config.disk.clone(),
-        nbd: server.address().to_string(),
+        nbd,
+        vhost_user_blk,
         name: config.name.clone(),
         tls: config.tls_certificates.is_some(),
         read_only: config.read_only,
         share: config.share,
-        failures: server.failures(),
+        requests: traffic.requests,
+        bytes_read: traffic.bytes_read,
+        bytes_written: traffic.bytes_written,
+        queues: traffic.queues,
+        failures: device.failures(),
     }
 }
 
@@ -65,16 +76,17 @@ pub(super) fn add_export(
     wanted: ExportSpec,
 ) -> Result<(bool, Export), Problem> {
     config_file::check_id(id).map_err(|why| Problem::new(Code::BadRequest, why))?;
-    let ExportSpec { disk, nbd, name, tls_certificates, tls_any_client, read_only, share } = wanted;
     let wanted = ExportConfig {
         id: id.to_owned(),
-        disk,
-        nbd,
-        name,
-        tls_certificates: tls_certificates.map(PathBuf::from),
-        tls_any_client,
-        read_only,
-        share,
+        disk: wanted.disk,
+        nbd: wanted.nbd,
+        vhost_user_blk: wanted.vhost_user_blk.map(PathBuf::from),
+        name: wanted.name,
+        tls_certificates: wanted.tls_certificates.map(PathBuf::from),
+        tls_any_client: wanted.tls_any_client,
+        queues: wanted.queues,
+        read_only: wanted.read_only,
+        share: wanted.share,
     };
     let is_new = state.changes.add_export(wanted).map_err(problem)?;
     Ok((is_new, export(state, id)?))

@@ -12,7 +12,7 @@
 
 use super::state::{ServerState, namespaces_of};
 use crate::registry::ServedController;
-use shadowbell_control_api::api::Namespace;
+use shadowbell_control_api::api::{Export, Namespace};
 use shadowbell_controller::Stats;
 use shadowbell_controller::latency_stats::{BUCKETS, Distribution, NamespaceLatency, bucket_end};
 use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
@@ -205,6 +205,8 @@ pub(super) fn text(state: &ServerState) -> String {
     completion_queues(&mut text, &counted);
     doorbells(&mut text, &counted);
     namespaces(&mut text, &counted);
+    disks(&mut text, state);
+    exports(&mut text, state);
     measured(&mut text, &counted);
     workers(&mut text, &counted);
     text.0.push_str("# EOF\n");
@@ -392,7 +394,8 @@ fn namespaces(text: &mut Text, all: &[Counted]) {
         let labels = labels(&[
             ("controller", &ns.controller[..]),
             ("nsid", &ns.nsid.to_string()),
-            ("disk", &ns.disk),
+            ("disk", &ns.disk_id),
+            ("source", &ns.disk),
             ("uuid", &ns.uuid),
         ]);
         info.sample(&labels, 1);
@@ -410,20 +413,75 @@ fn namespaces(text: &mut Text, all: &[Counted]) {
     for (labels, ns) in &all {
         read_only.sample(labels, ns.read_only.into());
     }
+}
+
+fn disks(text: &mut Text, state: &ServerState) {
+    let all = super::disks::disks(state);
+    let all: Vec<_> = all.iter().map(|disk| (labels(&[("disk", &disk.id)]), disk)).collect();
+    let mut info = text.family(Kind::Info, "shadowbell_disk", "A disk.");
+    for (_, disk) in &all {
+        info.sample(&labels(&[("disk", &disk.id), ("source", &disk.source)]), 1);
+    }
+    let mut bytes =
+        text.family(Kind::Gauge, "shadowbell_disk_size_bytes", "Disk capacity in bytes.");
+    for (labels, disk) in &all {
+        bytes.sample(labels, disk.bytes);
+    }
     let mut events = text.family(
         Kind::Counter,
         "shadowbell_disk_events",
         "Internal events of a disk. The event names depend on the disk type.",
     );
-    for (_, ns) in &all {
-        for (event, count) in &ns.counters {
-            let labels = labels(&[
-                ("controller", &ns.controller[..]),
-                ("nsid", &ns.nsid.to_string()),
-                ("event", event),
-            ]);
-            events.sample(&labels, *count);
+    for (_, disk) in &all {
+        for (event, count) in &disk.counters {
+            events.sample(&labels(&[("disk", &disk.id), ("event", event)]), *count);
         }
+    }
+}
+
+fn exports(text: &mut Text, state: &ServerState) {
+    let all = super::exports::exports(state);
+    let all: Vec<_> =
+        all.iter().map(|export| (labels(&[("export", &export.id)]), export)).collect();
+    let mut info = text.family(Kind::Info, "shadowbell_export", "An export of a disk.");
+    for (_, export) in &all {
+        let address = export.nbd.as_ref().or(export.vhost_user_blk.as_ref());
+        let labels = labels(&[
+            ("export", &export.id[..]),
+            ("disk", &export.disk),
+            ("protocol", if export.nbd.is_some() { "nbd" } else { "vhost-user-blk" }),
+            ("address", address.map_or("", |address| address)),
+        ]);
+        info.sample(&labels, 1);
+    }
+    let mut queues = text.family(
+        Kind::Gauge,
+        "shadowbell_export_queues",
+        "Open queues of the disk: one for each NBD client or virtio queue.",
+    );
+    for (labels, export) in &all {
+        queues.sample(labels, export.queues as u64);
+    }
+    let mut counter = |name, help, of: fn(&Export) -> u64| {
+        let mut family = text.family(Kind::Counter, name, help);
+        for (labels, export) in &all {
+            family.sample(labels, of(export));
+        }
+    };
+    counter("shadowbell_export_requests", "Requests of an export to its disk.", |export| {
+        export.requests
+    });
+    counter("shadowbell_export_errors", "Requests that failed because of the disk.", |export| {
+        export.failures
+    });
+    let mut bytes = text.family(
+        Kind::Counter,
+        "shadowbell_export_bytes",
+        "Bytes transferred between an export and its disk.",
+    );
+    for (labels, export) in &all {
+        bytes.sample_of(labels, ",kind=\"read\"}", export.bytes_read);
+        bytes.sample_of(labels, ",kind=\"write\"}", export.bytes_written);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Server-wide requests: status, configuration, statistics, log level, upgrade and shutdown.
 
+use super::exports;
 use super::lookup::problem;
 use super::metrics;
 use super::state::ServerState;
@@ -103,12 +104,12 @@ pub(super) fn stats(state: &ServerState) -> stats_report::Report {
 
 /// Snapshot of the values that `shadowbell top` shows
 #[utoipa::path(get, path = "/v1/snapshot", operation_id = "snapshot", tag = "server",
-    responses((status = 200, description = "A row for each controller", body = Snapshot)))]
+    responses((status = 200, description = "A row for each controller and export", body = Snapshot)))]
 pub(super) fn snapshot(state: &ServerState) -> Snapshot {
     let at_ns = u64::try_from(state.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
     let rows = state.controllers.all();
     let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller));
-    Snapshot { at_ns, controllers: rows.collect() }
+    Snapshot { at_ns, controllers: rows.collect(), exports: exports::exports(state) }
 }
 
 /// Metrics for Prometheus: OpenMetrics 1.0

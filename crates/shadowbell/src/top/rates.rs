@@ -1,6 +1,7 @@
-//! Rates of controllers and namespaces between two snapshots.
+//! Rates of controllers, namespaces and exports between two snapshots.
 
 use serde_json::json;
+use shadowbell_control_api::api::Export;
 use shadowbell_control_api::live_stats::{NamespaceRow, Row, Snapshot};
 use shadowbell_controller::latency_stats::Distribution;
 use shadowbell_process::units::{bandwidth, count, nanoseconds, per_io};
@@ -22,7 +23,7 @@ pub(super) const HEADINGS: [&str; 13] = [
     "p99",
 ];
 
-/// Rates of a server's controllers between two snapshots.
+/// Rates of a server's controllers and exports between two snapshots.
 pub(super) fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
     // The counters of a new controller cover an unknown time, so its rates are zero at first.
     let start = |now: &Row| {
@@ -31,13 +32,20 @@ pub(super) fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
     };
     let since = before.map_or(now.at_ns, |before| before.at_ns);
     let seconds = now.at_ns.saturating_sub(since) as f64 / 1e9;
-    now.controllers.iter().map(|now| Rates::between(&start(now), now, seconds)).collect()
+    let controllers = now.controllers.iter().map(|now| Rates::between(&start(now), now, seconds));
+    let exports = now.exports.iter().map(|now| {
+        let mut all = before.iter().flat_map(|before| &before.exports);
+        Rates::of_export(all.find(|before| before.id == now.id).unwrap_or(now), now, seconds)
+    });
+    controllers.chain(exports).collect()
 }
 
-/// Rates of a controller over an interval.
+/// Rates of a controller or an export over an interval.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Rates {
     pub(super) socket: String,
+    /// Id of the disk, for an export.
+    pub(super) exported: Option<String>,
     pub(super) state: &'static str,
     pub(super) workers: Vec<usize>,
     pub(super) queues: usize,
@@ -92,6 +100,7 @@ impl Rates {
         let namespaces = namespaces.collect();
         Self {
             socket: now.socket.clone(),
+            exported: None,
             state: match now {
                 _ if commands != 0 => "busy",
                 Row { queues: 0, .. } => "off",
@@ -113,11 +122,35 @@ impl Rates {
         }
     }
 
+    /// Rates of an export. Its queues are those of its disk.
+    fn of_export(before: &Export, now: &Export, seconds: f64) -> Self {
+        let row = |export: &Export| Row {
+            socket: export.id.clone(),
+            queues: export.queues,
+            commands: export.requests,
+            bytes_read: export.bytes_read,
+            bytes_written: export.bytes_written,
+            errors: export.failures,
+            ..Row::default()
+        };
+        let exported = Some(now.disk.clone());
+        let rates = Self::between(&row(before), &row(now), seconds);
+        Self { exported, rings: None, interrupts: None, ..rates }
+    }
+
+    /// Title of the line.
+    pub(super) fn title(&self) -> String {
+        match self.exported {
+            Some(_) => format!("export {}", self.socket),
+            None => self.socket.clone(),
+        }
+    }
+
     /// Line of the controller, then a line for each namespace.
     pub(super) fn lines(&self) -> Vec<[String; 13]> {
         let workers: Vec<_> = self.workers.iter().map(ToString::to_string).collect();
         let line = [
-            self.socket.clone(),
+            self.title(),
             self.state.into(),
             or_none((!workers.is_empty()).then(|| workers.join(","))),
             self.queues.to_string(),
@@ -153,6 +186,18 @@ impl Rates {
     }
 
     pub(super) fn to_json(&self) -> serde_json::Value {
+        if let Some(disk) = &self.exported {
+            return json!({
+                "id": self.socket,
+                "disk": disk,
+                "state": self.state,
+                "queues": self.queues,
+                "iops": self.iops,
+                "read_bytes_per_second": self.read,
+                "written_bytes_per_second": self.written,
+                "errors": self.errors,
+            });
+        }
         let namespaces: Vec<_> = self.namespaces.iter().map(NamespaceRates::to_json).collect();
         json!({
             "socket": self.socket,
@@ -282,5 +327,36 @@ mod tests {
         assert_eq!((lines.len(), lines[1][0].as_str()), (3, "  1 disk.img"));
         assert_eq!(lines[1][11], "1.28 us");
         assert_eq!(rates.to_json()["namespaces"][0]["p99_ns"], 1280);
+    }
+
+    #[test]
+    fn an_export_has_a_line_after_the_controllers() {
+        let export = |requests| Export {
+            id: "vm".into(),
+            disk: "data".into(),
+            nbd: Some("unix:/a".into()),
+            vhost_user_blk: None,
+            name: String::new(),
+            tls: false,
+            read_only: false,
+            share: false,
+            requests,
+            bytes_read: 512 * requests,
+            bytes_written: 0,
+            queues: 2,
+            failures: 0,
+        };
+        let look = |at_ns, requests| Snapshot {
+            at_ns,
+            controllers: vec![Row::default()],
+            exports: vec![export(requests)],
+        };
+        let rates = between(Some(&look(0, 100)), &look(2_000_000_000, 300));
+        let rates = rates.last().unwrap();
+        assert_eq!((rates.state, rates.iops, rates.read), ("busy", 100.0, 51200.0));
+        assert_eq!(rates.lines()[0][..2], ["export vm", "busy"]);
+        assert_eq!((rates.to_json()["id"].as_str(), rates.rings), (Some("vm"), None));
+        // Without a snapshot before, the rates are zero.
+        assert_eq!(between(None, &look(5, 300)).last().unwrap().state, "idle");
     }
 }

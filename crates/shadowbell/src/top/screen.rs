@@ -120,7 +120,7 @@ impl Screen {
         for rates in &self.rates {
             let bold = Style::new().add_modifier(Modifier::BOLD);
             let cells = if self.shows_doorbells { doorbells(rates) } else { work(rates) };
-            rows.push(row(end_of(&rates.socket, first), cells, &columns).style(bold));
+            rows.push(row(end_of(&rates.title(), first), cells, &columns).style(bold));
             for namespace in &rates.namespaces {
                 let cells = if self.shows_doorbells {
                     Default::default()

@@ -1,7 +1,10 @@
-//! Exports of a server's disks by NBD, beside controllers, and after crashes and upgrades.
+//! Exports of a server's disks by NBD and vhost-user-blk, beside controllers, and after crashes and
+//! upgrades.
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, program, until};
+use crate::machine::{BLOCK, BLOCKS, Machine};
+use crate::metrics::scrape;
 use crate::recover::kill;
 use crate::supervisor::worker;
 use crate::upgrade::Client;
@@ -124,4 +127,117 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
     drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
     assert!(!socket.exists());
+}
+
+/// Starts a server with a sandbox, with this configuration and an image of the machine's size.
+fn start(file: &str, sockets: &[&str]) -> Server {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("vm.toml"), file).unwrap();
+    let image = std::fs::File::create(directory.path().join("disk.img")).unwrap();
+    image.set_len(BLOCK * BLOCKS).unwrap();
+    let mut command = program();
+    command.args(["serve", "--keeper", "--sandbox", "on", "--config", "vm.toml"]);
+    Server::spawn(command, directory, sockets)
+}
+
+/// Runs the machine until it has completed `requests` more.
+fn run(machine: &mut Machine, requests: u64) {
+    let end = machine.answered + requests;
+    until("the requests of the machine", || {
+        machine.check_completions().unwrap();
+        machine.submit_requests();
+        machine.wait();
+        machine.answered >= end
+    });
+}
+
+#[test]
+fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
+    let file = "name = \"vm\"\nsocket-mode = \"0600\"\n\
+                [[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\
+                [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n\
+                [[export]]\nid = \"vm\"\ndisk = \"data\"\nvhost-user-blk = \"vm.sock\"\nqueues = 1\n";
+    let server = start(file, &["vm0.sock"]);
+    let socket = server.directory().join("vm.sock");
+    let listed = ctl_json(&server, &["export", "ls"]);
+    assert_eq!(listed[0]["requests"], 0);
+    assert_eq!(listed[0]["vhost_user_blk"], socket.to_str().unwrap());
+    let mode = std::fs::metadata(&socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let mut machine = Machine::new();
+    machine.connect(&socket).unwrap();
+    for is_crash in [true, false, true] {
+        run(&mut machine, 100);
+        // Requests are in flight when the process ends.
+        machine.submit_requests();
+        let before = worker(&server);
+        if is_crash {
+            kill(&server, Signal::KILL);
+        } else {
+            assert_eq!(ctl(&server, &["upgrade"]).0, Some(0), "{}", server.stderr());
+        }
+        until("another process", || worker(&server) != before);
+        // The VMM reconnects until the next process listens.
+        until("the device", || machine.connect(&socket).is_ok());
+    }
+    run(&mut machine, 100);
+    let listed = ctl_json(&server, &["export", "ls"]);
+    assert!(listed[0]["requests"].as_u64().unwrap() >= 100, "{listed}");
+    assert_eq!(listed[0]["queues"], 1);
+    let metrics = scrape(&server);
+    assert_eq!(metrics.get("shadowbell_disk_size_bytes", &[("disk", "data")]), 262_144.0);
+    let labels = [("disk", "data"), ("protocol", "vhost-user-blk")];
+    assert_eq!(metrics.get("shadowbell_export_info", &labels), 1.0);
+    assert!(metrics.get("shadowbell_export_requests_total", &[("export", "vm")]) >= 100.0);
+    let written = metrics.get("shadowbell_export_bytes_total", &[("kind", "write")]);
+    assert!(written >= 4096.0, "{written}");
+    until("the last requests", || {
+        machine.wait();
+        machine.check_completions().unwrap();
+        machine.is_idle()
+    });
+    machine.pause();
+    assert_eq!(ctl(&server, &["export", "remove", "vm"]).0, Some(0));
+    assert!(!socket.exists());
+    let image = std::fs::read(server.directory().join("disk.img")).unwrap();
+    assert!(image == machine.image(), "the image holds something else");
+    // An export at run time, with a serial number.
+    let add = ["export", "add", "vm", "data", "--vhost-user-blk", "vm.sock", "--name", "S1"];
+    assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
+    assert!(socket.exists());
+    let (code, _, errors) = ctl(&server, &[&add[..4], &["--nbd", "unix:b", "--queues=2"]].concat());
+    assert!(code == Some(2) && errors.contains("`vhost-user-blk`"), "{errors}");
+    let (_, saved, _) = ctl(&server, &["save-config", "-"]);
+    assert!(saved.contains("vhost-user-blk = "), "{saved}");
+}
+
+#[test]
+fn two_writers_of_a_disk_need_share_on_both() {
+    let file = "[[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\
+                [[controller]]\nid = \"a\"\nsocket = \"vm0.sock\"\n\
+                disks = [{ disk = \"data\", share = true }]\n\
+                [[export]]\nid = \"shared\"\ndisk = \"data\"\nnbd = \"unix:a.sock\"\nshare = true\n\
+                [[export]]\nid = \"one\"\ndisk = \"data\"\nnbd = \"unix:b.sock\"\nread-only = true\n\
+                [[export]]\nid = \"two\"\ndisk = \"data\"\nvhost-user-blk = \"c.sock\"\n\
+                read-only = true\n";
+    let server = start(file, &["vm0.sock"]);
+    let path = |name: &str| server.directory().join(name);
+    let mut guest = Client::attach(&path("vm0.sock"));
+    let (mut writer, mut reader) = (Nbd::connect(&path("a.sock")), Nbd::connect(&path("b.sock")));
+    guest.write(1, 0, 5);
+    assert_eq!((writer.read(), reader.read()), (5, 5));
+    assert_eq!((writer.write(6), reader.write(7)), (0, 1), "only the read-only one has EPERM");
+    assert_eq!(guest.read(1, 0), 6);
+    let mut machine = Machine::new();
+    machine.connect(&path("c.sock")).unwrap();
+    // A third writer without `share` is refused, with it served.
+    let add = ["export", "add", "three", "data", "--vhost-user-blk", "d.sock"];
+    let (code, _, errors) = ctl(&server, &add);
+    assert!(code == Some(4) && errors.contains("written by namespace 1"), "{errors}");
+    assert_eq!(ctl(&server, &[&add[..], &["--share"]].concat()).0, Some(0));
+    drop(guest);
+    ctl(&server, &["export", "remove", "three"]);
+    assert_eq!(ctl(&server, &["controller", "remove", "a"]).0, Some(0), "{}", server.stderr());
+    let (code, _, errors) = ctl(&server, &add);
+    assert!(code == Some(4) && errors.contains("written by the export shared"), "{errors}");
 }

@@ -25,6 +25,8 @@ mod kinds;
 mod lean;
 mod local;
 mod log;
+#[path = "../export/machine.rs"]
+mod machine;
 mod metadata;
 mod metrics;
 mod migrate;

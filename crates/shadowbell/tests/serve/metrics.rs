@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 /// Parsed OpenMetrics 1.0 text: samples by name and labels as written.
-struct Metrics {
+pub(crate) struct Metrics {
     samples: BTreeMap<String, f64>,
     kinds: BTreeMap<String, String>,
 }
@@ -76,7 +76,7 @@ impl Metrics {
     }
 
     #[track_caller]
-    fn get(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+    pub(crate) fn get(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         let labels: Vec<_> =
             labels.iter().map(|(name, value)| format!("{name}=\"{value}\"")).collect();
         let found: Vec<_> = self
@@ -131,7 +131,7 @@ fn get(mut stream: impl Read + Write, path: &str) -> (String, String) {
     (head.to_owned(), body.to_owned())
 }
 
-fn scrape(server: &Server) -> Metrics {
+pub(crate) fn scrape(server: &Server) -> Metrics {
     let socket = server.directory().join("run/vm/control.sock");
     let (head, body) = get(UnixStream::connect(socket).unwrap(), "/metrics");
     assert!(head.starts_with("HTTP/1.1 200") && head.contains("openmetrics-text"), "{head}");
