@@ -3,6 +3,7 @@
 use crate::limits::GROUP;
 use crate::server_config::NamedDisk;
 use serde::{Deserialize, Serialize};
+use shadowbell_disk::{MetadataFormat, ZoneFormat};
 use shadowbell_disk_layers::Limits;
 use std::collections::BTreeMap;
 
@@ -13,9 +14,12 @@ pub(super) struct NamedDiskTable {
     pub(super) id: String,
     /// Path or URI, with or without options.
     pub(super) source: String,
-    /// Options of the disk's kind and of its layers (metadata, zones).
+    /// Options of the disk's kind.
     #[serde(default)]
     options: BTreeMap<String, OptionValue>,
+    /// Options of the layers around the disk: metadata or zones.
+    #[serde(default)]
+    layers: BTreeMap<String, OptionValue>,
     /// Rate limits; `group` is the limit group.
     #[serde(default)]
     limits: BTreeMap<String, OptionValue>,
@@ -41,13 +45,23 @@ impl OptionValue {
 }
 
 impl NamedDiskTable {
-    /// Specification of the disk: source, options and limits.
+    /// Specification of the disk: source, options, layers and limits.
     ///
     /// # Errors
-    /// A sentence about an unknown limit, or an option with `&`.
+    /// A sentence about an unknown limit or layer, or an option with `&`.
     pub(super) fn spec(&self) -> Result<String, String> {
         let mut options = Vec::new();
         for (name, value) in &self.options {
+            options.push(format!("{name}={}", value.text()));
+        }
+        let of_layers = [&MetadataFormat::OPTIONS[..], &ZoneFormat::OPTIONS[..]].concat();
+        for (name, value) in &self.layers {
+            if !of_layers.contains(&&name[..]) {
+                return Err(format!(
+                    "no layer of a disk has the option `{name}`; the options of `layers` are {}",
+                    of_layers.join(", ")
+                ));
+            }
             options.push(format!("{name}={}", value.text()));
         }
         for (name, value) in &self.limits {
@@ -95,7 +109,7 @@ mod tests {
     fn controllers_refer_to_named_disks() {
         let config = parse(
             "[[limit-group]]\nname = \"db\"\n[[disk]]\nid = \"data\"\nsource = \"/d.img\"\n\
-             options = { direct = true }\nlimits = { iops = 500, group = \"db\" }\n\
+             options = { direct = true }\nlayers = { metadata = 8, pi = 1 }\nlimits = { iops = 500, group = \"db\" }\n\
              [[disk]]\nid = \"spare\"\nsource = \"mem:1MiB?block-size=4096\"\n\
              [[controller]]\nsocket = \"/vm0.sock\"\n\
              disks = [\"/a.img\", { disk = \"data\", nsid = 5, share = true }]\n",
@@ -105,7 +119,7 @@ mod tests {
         let disks = &config.controllers[0].controller.disks;
         assert_eq!((&disks[0].id, &disks[0].disk[..]), (&None, "/a.img"));
         assert_eq!((disks[1].id.as_deref(), disks[1].share), (Some("data"), true));
-        assert_eq!(disks[1].disk, "/d.img?direct=on&limit-group=db&iops=500");
+        assert_eq!(disks[1].disk, "/d.img?direct=on&metadata=8&pi=1&limit-group=db&iops=500");
         let unattached: Vec<_> = config.unattached().map(|disk| &disk.id[..]).collect();
         assert_eq!(unattached, ["spare"]);
     }
@@ -117,6 +131,7 @@ mod tests {
         let tail = "[[controller]]\nsocket = \"/s\"\ndisks = [\"d\"]\n";
         for (more, line, words) in [
             ("limits = { speed = 1 }\n", 1, "no limit `speed`; its limits are iops"),
+            ("layers = { direct = true }\n", 1, "are metadata, "),
             ("options = { x = \"a&b\" }\n", 1, "has a `&`"),
             ("limits = { group = \"no\" }\n", 1, "no `[[limit-group]]` `no`"),
             ("[[disk]]\nid = \"d\"\nsource = \"/e\"\n", 4, "the id `d` is that of another disk"),
