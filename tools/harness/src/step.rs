@@ -1,6 +1,6 @@
 //! Step of a chore: another program, run to its end.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, pipe};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -13,7 +13,8 @@ use crate::processes;
 use crate::report::Report;
 
 /// Time without output after which a step counts as hung. The duration of the whole step has no
-/// limit, because compilation takes several times as long on a busy machine.
+/// limit, because compilation takes several times as long on a busy machine. Cargo prints each
+/// crate that it compiles, unless it is quiet.
 const SILENCE: Duration = Duration::from_secs(15 * 60);
 /// Time for which the output may stay open after the step has ended.
 const AFTERWARDS: Duration = Duration::from_secs(60);
@@ -82,53 +83,72 @@ pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
 
 /// Parses the summary of a report: the number of passed checks, and the names of failed ones.
 fn summary(lines: &[String]) -> Option<(u64, Vec<String>)> {
-    let counts = lines.iter().rev().find(|line| line.ends_with(" failed"))?;
-    let (passed, _) = counts.split_once(" passed, ")?;
+    let counts = |line: &String| {
+        let (passed, failed) = line.strip_suffix(" failed")?.split_once(" passed, ")?;
+        failed.parse::<u64>().ok()?;
+        passed.parse().ok()
+    };
+    let passed = lines.iter().rev().find_map(counts)?;
     let failed = lines.iter().filter_map(|line| line.strip_prefix("failed: "));
-    Some((passed.parse().ok()?, failed.map(str::to_owned).collect()))
+    Some((passed, failed.map(str::to_owned).collect()))
 }
 
 /// Runs a command to its end. Fails if the command fails, if it prints nothing for the time
 /// `silence`, or if its output stays open for the time `afterwards` after its end. In the last two
-/// cases the processes are listed and killed. `each` receives the lines of standard output;
-/// standard error is inherited.
+/// cases the processes are listed and killed. `each` receives the lines of standard output and
+/// standard error.
 fn run(
     command: &mut Command,
     silence: Duration,
     afterwards: Duration,
     mut each: impl FnMut(&str),
 ) -> Result<()> {
-    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+    let (output, end) = pipe().context("a pipe")?;
+    let inode = rustix::fs::fstat(&output).context("the output")?.st_ino;
+    command.stdin(Stdio::null()).stdout(end.try_clone().context("a pipe")?).stderr(end);
+    let child = command.spawn();
+    // The command must not keep the pipe open.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child.with_context(|| command.get_program().display().to_string())?;
-    let output = child.stdout.take().context("no output")?;
-    let pipe = rustix::fs::fstat(&output).context("the output")?.st_ino;
     let (sender, lines) = channel();
-    let output = BufReader::new(output);
-    thread::spawn(move || output.lines().try_for_each(|line| sender.send(line).map_err(drop)));
+    let mut output = BufReader::new(output);
+    thread::spawn(move || {
+        let mut line = Vec::new();
+        // A guest's console and a failed test may print bytes that are not UTF-8.
+        while output.read_until(b'\n', &mut line).is_ok_and(|len| len > 0) {
+            let text = String::from_utf8_lossy(&line);
+            let text = text.trim_end_matches('\n').trim_end_matches('\r').to_owned();
+            line.clear();
+            if sender.send(text).is_err() {
+                break;
+            }
+        }
+    });
     let (mut heard, mut ended) = (Instant::now(), None);
     let status = loop {
         match lines.recv_timeout(Duration::from_millis(100)) {
             Ok(line) => {
-                each(&line.context("reading the output")?);
+                each(&line);
                 heard = Instant::now();
             }
             Err(RecvTimeoutError::Disconnected) => break child.wait()?,
-            Err(RecvTimeoutError::Timeout) => match child.try_wait()? {
-                Some(status) if ended.get_or_insert_with(Instant::now).elapsed() > afterwards => {
-                    let left = processes::holders(pipe);
-                    processes::kill(&left);
-                    bail!("{status}, and processes left behind:\n{}", processes::list(&left));
-                }
-                None if heard.elapsed() > silence => {
-                    let hung = processes::descendants(child.id());
-                    processes::kill(&hung);
-                    child.kill()?;
-                    child.wait()?;
-                    let seconds = silence.as_secs();
-                    bail!("no output for {seconds} s; processes:\n{}", processes::list(&hung));
-                }
-                _ => {}
-            },
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        match child.try_wait()? {
+            Some(status) if ended.get_or_insert_with(Instant::now).elapsed() > afterwards => {
+                let left = processes::holders(inode);
+                processes::kill(&left);
+                bail!("{status}, and processes left behind:\n{}", processes::list(&left));
+            }
+            None if heard.elapsed() > silence => {
+                let hung = processes::descendants(child.id());
+                processes::kill(&hung);
+                child.kill()?;
+                child.wait()?;
+                let seconds = silence.as_secs();
+                bail!("no output for {seconds} s; processes:\n{}", processes::list(&hung));
+            }
+            _ => {}
         }
     };
     if status.success() { Ok(()) } else { bail!("{status}") }
@@ -181,6 +201,23 @@ mod tests {
     }
 
     #[test]
+    fn a_process_left_behind_cannot_keep_the_step_alive_by_its_output() {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "while echo; do :; done & exit 0"]);
+        let error = run(&mut shell, NEVER, Duration::ZERO, |_| {}).unwrap_err().to_string();
+        assert!(error.contains("processes left behind"), "{error}");
+    }
+
+    #[test]
+    fn all_output_is_read_whatever_bytes_it_contains() {
+        let mut lines = Vec::new();
+        let mut shell = Command::new("sh");
+        shell.args(["-c", r"printf 'one\n\377\ntwo\r\n'; echo three >&2; printf four"]);
+        run(&mut shell, NEVER, NEVER, |line| lines.push(line.to_owned())).unwrap();
+        assert_eq!(lines, ["one", "\u{fffd}", "two", "three", "four"]);
+    }
+
+    #[test]
     fn a_silent_step_fails_and_its_processes_are_listed() {
         let mut shell = Command::new("sh");
         shell.args(["-c", "sleep 3600; true"]);
@@ -205,10 +242,11 @@ mod tests {
                 job("dead", "echo '== part'; exit 3"),
                 job("killed", "echo '2 passed, 0 failed'; kill -9 $$"),
                 job("silent", "exit 0"),
+                job("noisy", "echo '1 passed, 0 failed'; echo 'a device has failed' >&2"),
             ],
         );
         let (passed, failures) = report.results();
-        assert_eq!(passed, 9);
+        assert_eq!(passed, 10);
         let mut failures = failures.to_vec();
         failures.sort();
         assert_eq!(

@@ -29,20 +29,13 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     step(
         report,
         "cargo clippy -D warnings",
-        cargo()
-            .args(["clippy", "--workspace", "--all-targets", "--quiet"])
-            .args(["--", "-D", "warnings"]),
+        cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
     );
     report.begin("docs");
     step(
         report,
         "cargo doc, no warning",
-        cargo().env("RUSTDOCFLAGS", "-D warnings").args([
-            "doc",
-            "--workspace",
-            "--no-deps",
-            "--quiet",
-        ]),
+        cargo().env("RUSTDOCFLAGS", "-D warnings").args(["doc", "--workspace", "--no-deps"]),
     );
     book_step(report);
     // This step only packages. `cargo xtask crates` also builds each package, which takes minutes.
@@ -85,7 +78,7 @@ fn book_step(report: &mut Report) {
         report,
         "the book is built",
         cargo()
-            .args(["run", "--quiet", "--locked", "--manifest-path", "tools/book/Cargo.toml"])
+            .args(["run", "--locked", "--manifest-path", "tools/book/Cargo.toml"])
             // The tool has its own target directory, so that cargo does not build it again after a
             // change of this workspace.
             .arg("--target-dir")

@@ -23,7 +23,7 @@ pub(crate) fn check(report: &mut Report, verify: bool) {
     };
     let mut command = cargo();
     // Uncommitted changes are allowed, because nothing is uploaded.
-    command.args(["package", "--workspace", "--quiet", "--allow-dirty"]);
+    command.args(["package", "--workspace", "--allow-dirty"]);
     command.args(unpublished.iter().flat_map(|name| ["--exclude", name]));
     command.args((!verify).then_some("--no-verify"));
     step(report, "cargo package", &mut command);
