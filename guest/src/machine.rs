@@ -20,12 +20,6 @@ use crate::rundir::RunDir;
 /// Path of `target/guest` inside QEMU's root.
 const KEPT: &str = "/run/shadowbell/kept";
 
-/// Time limit of QEMU's start.
-const START: Duration = LIMIT;
-/// Time limit of the boot up to the first process. The boot takes a few seconds on an idle machine,
-/// and more on a busy one.
-const BOOT: Duration = Duration::from_secs(120);
-
 /// A running Linux guest under QEMU. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct Guest {
@@ -79,10 +73,10 @@ impl Guest {
         let console = run.file("console.log");
         let mut check = || check(&mut process, &errors);
         // QEMU opens the connections of its character devices in the order of its command line.
-        let mut agent = Agent::new(agent::accept(&agent_socket, START, &mut check)?)?;
-        let qmp = Qmp::new(agent::accept(&qmp_socket, START, &mut check)?)?;
+        let mut agent = Agent::new(agent::accept(&agent_socket, LIMIT, &mut check)?)?;
+        let qmp = Qmp::new(agent::accept(&qmp_socket, LIMIT, &mut check)?)?;
         agent
-            .wait_hello(BOOT, &mut check)
+            .wait_hello(LIMIT, &mut check)
             .with_context(|| format!("the guest did not come up: {}", tail(&console)))?;
         Ok(Self { process, agent, qmp, console, trace: run.file("qemu-trace.log"), errors })
     }
@@ -114,7 +108,7 @@ impl Guest {
     pub fn wait_reboot(&mut self) -> Result<()> {
         let (process, errors) = (&mut self.process, &self.errors);
         self.agent
-            .wait_hello(BOOT, &mut || check(process, errors))
+            .wait_hello(LIMIT, &mut || check(process, errors))
             .with_context(|| format!("the guest did not come back: {}", tail(&self.console)))
     }
 

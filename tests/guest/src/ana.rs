@@ -13,8 +13,8 @@ use shadowbell_guest::Guest;
 
 use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
-use super::setup::MINUTE;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const INACCESSIBLE: u16 = 0x302;
 
@@ -68,7 +68,7 @@ impl Control<'_> {
     /// Waits until a controller has executed 20 more commands. There is no rate to check, because
     /// the guest may be slow.
     fn wait_for_commands(&self, which: usize) -> Result<()> {
-        let (before, until) = (self.counts()?[which], Instant::now() + MINUTE);
+        let (before, until) = (self.counts()?[which], Instant::now() + LIMIT);
         while self.counts()?[which] < before + 20 {
             ensure!(Instant::now() < until, "controller {which} executes no commands");
             wait::pause();
@@ -80,19 +80,19 @@ impl Control<'_> {
 /// Waits until the guest reports the ANA state `state` for a path.
 fn wait_for_ana_state(guest: &mut Guest, controller: &str, state: &str) -> Result<()> {
     let script = format!(
-        "for try in $(seq 100); do \
+        "for try in $(seq 600); do \
             now=$(cat $(find /sys/class/nvme/{controller}/ -name ana_state | head -n 1)); \
             [ \"$now\" = {state} ] && exit 0; sleep 0.1; \
          done; echo it is \"$now\"; exit 1"
     );
-    guest.sh(&script, MINUTE).map(drop)
+    guest.sh(&script, LIMIT).map(drop)
 }
 
 /// Sets the round-robin policy. With it the kernel uses both paths if their ANA states are equal.
 fn set_round_robin(guest: &mut Guest) -> Result<()> {
     let script = "for policy in /sys/class/nvme-subsystem/nvme-subsys*/iopolicy; do \
                     echo round-robin >$policy; done";
-    guest.sh(script, MINUTE).map(drop)
+    guest.sh(script, LIMIT).map(drop)
 }
 
 /// Checks of ANA. `names` are the two controllers, and `disk` is the disk that they share. The load
@@ -129,13 +129,13 @@ pub(crate) fn check(
         refused(guest, &read, &[INACCESSIBLE])?;
         // The kernel logs the passthrough command, which was refused as expected. The log is
         // cleared, because later checks would count that line as an error.
-        guest.sh("dmesg -c >/dev/null", MINUTE)?;
+        guest.sh("dmesg -c >/dev/null", LIMIT)?;
         control.set(0, "optimized")?;
         wait_for_ana_state(guest, &names[0], "optimized")
     });
     report.check("a non-optimized path is not used beside an optimized one", |_| {
         set_round_robin(guest)?;
-        guest.sh(load, MINUTE)?;
+        guest.sh(load, LIMIT)?;
         // Both paths are optimized, so both must execute commands.
         control.wait_for_commands(0)?;
         control.wait_for_commands(1)?;
@@ -193,7 +193,7 @@ pub(crate) fn check(
         }
         let log = guest.dmesg()?;
         ensure!(log.contains("no usable path"), "{log}");
-        guest.sh("dmesg -c >/dev/null", MINUTE).map(drop)
+        guest.sh("dmesg -c >/dev/null", LIMIT).map(drop)
     });
     report.check("the load has no error", |_| ended(guest));
 }
@@ -203,9 +203,9 @@ pub(crate) fn ended(guest: &mut Guest) -> Result<()> {
     let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
                 sleep 0.1; done; tail -n 20 /tmp/fio.out; code=$(cat /tmp/fio.done || echo 99); \
                 rm -f /tmp/enough /tmp/fio.done; exit $code";
-    let output = guest.run(wait, 2 * MINUTE)?;
+    let output = guest.run(wait, LIMIT)?;
     if output.code != 0 {
-        let more = guest.run(PRINT_LOAD_STATE, MINUTE)?;
+        let more = guest.run(PRINT_LOAD_STATE, LIMIT)?;
         bail!("fio: {}{}", output.text, more.text);
     }
     Ok(())

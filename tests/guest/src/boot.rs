@@ -4,8 +4,9 @@ use anyhow::{Result, bail};
 use shadowbell_guest::{Firmware, Kernel, RunDir, esp};
 
 use super::dmesg;
-use super::setup::{MINIMAL, MINUTE, Setup, finish, names};
+use super::setup::{MINIMAL, Setup, finish, names};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 256 << 20;
 
@@ -25,7 +26,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         })
         .ok_or_else(|| anyhow::anyhow!("the disk image was not made"))?;
     report.check("the running kernel is that of the disk", |_| {
-        let line = guest.sh("cat /proc/cmdline; ls -d /sys/firmware/efi; uname -r", MINUTE)?;
+        let line = guest.sh("cat /proc/cmdline; ls -d /sys/firmware/efi; uname -r", LIMIT)?;
         let release = setup.roots.release(kernel)?;
         if !line.contains(&word) || line.lines().last().map(str::trim) != Some(&release) {
             bail!("another kernel than {release}: {line}");
@@ -36,7 +37,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let dev = names(&mut guest, 0)?.1;
         let text = guest.sh(
             &format!("cat /sys/block/{dev}/size; dd if=/dev/{dev}p1 bs=512 count=1 | strings"),
-            MINUTE,
+            LIMIT,
         )?;
         if !text.starts_with(&format!("{}\n", SIZE / 512)) || !text.contains("FAT") {
             bail!("another disk: {text}");

@@ -15,9 +15,10 @@ use anyhow::{Context, Result, bail, ensure};
 use shadowbell_guest::initramfs::{self, Extra};
 use shadowbell_guest::{Config, Guest, Kernel, RunDir};
 
-use super::setup::{MINUTE, Setup};
+use super::setup::Setup;
 use super::vfio::load;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// File name of the outer guest's archive, in the run's directory of files.
 const ARCHIVE: &str = "initramfs-cloud-hypervisor.cpio";
@@ -118,20 +119,20 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     config.memory_mib = 4096;
     let mut guest = Guest::boot(&setup.roots, run, &config, ARCHIVE)?;
     load(&mut guest, MODULES)?;
-    guest.sh("mkdir -p /run /tmp; [ -e /dev/kvm ]", MINUTE).context("the guest has no KVM")?;
+    guest.sh("mkdir -p /run /tmp; [ -e /dev/kvm ]", LIMIT).context("the guest has no KVM")?;
     for (what, event) in EVENTS {
         let check = format!("Cloud Hypervisor's guest works while the server is {what}");
         report.check(&check, |_| {
             let outcome = work(&mut guest, event);
             // The logs are kept, because they explain a failure.
             for log in ["serve", "vmm", "inner", "events"] {
-                let text = guest.sh(&format!("cat /tmp/{log}.log"), MINUTE).unwrap_or_default();
+                let text = guest.sh(&format!("cat /tmp/{log}.log"), LIMIT).unwrap_or_default();
                 fs::write(run.file(&format!("{what}-{log}.log")), text)?;
             }
             outcome
         });
     }
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     Ok(())
 }
 
@@ -143,9 +144,9 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
          setsid shadowbell serve -v --socket /tmp/ch.sock /tmp/disk.img \
              >/tmp/serve.log 2>&1 & \
          echo $! >/tmp/supervisor; \
-         for try in $(seq 300); do [ -S /tmp/ch.sock ] && exit 0; sleep 0.1; done; \
+         for try in $(seq 600); do [ -S /tmp/ch.sock ] && exit 0; sleep 0.1; done; \
          cat /tmp/serve.log; exit 1",
-        2 * MINUTE,
+        LIMIT,
     )?;
     guest.sh(
         "setsid cloud-hypervisor --kernel /inner/vmlinux --initramfs /inner/initramfs \
@@ -153,7 +154,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
              --memory size=512M,shared=on --user-device socket=/tmp/ch.sock \
              --serial file=/tmp/inner.log --console off >/tmp/vmm.log 2>&1 & \
          echo $! >/tmp/vmm",
-        MINUTE,
+        LIMIT,
     )?;
     guest.sh(
         &format!(
@@ -174,14 +175,14 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
              END\n\
              setsid sh /tmp/events.sh >/dev/null 2>&1 &"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     let began = Instant::now();
     let mut said = String::new();
     loop {
         // Each poll takes CPU time of the guest, so the pause is long.
         std::thread::sleep(Duration::from_secs(1));
-        let now = guest.sh("grep -a @INNER /tmp/inner.log || true", MINUTE)?;
+        let now = guest.sh("grep -a @INNER /tmp/inner.log || true", LIMIT)?;
         if now.len() > said.len() {
             let new = now.get(said.len()..).unwrap_or_default();
             print!("{}", new.replace("@INNER", &format!("   {:4.0?}", began.elapsed())));
@@ -192,9 +193,9 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
         }
         // A time limit that is long enough for any machine.
         ensure!(began.elapsed() < INNER_GUEST_TIMEOUT, "the inner guest did not come to its end");
-        guest.sh("[ -e /proc/$(cat /tmp/vmm) ]", MINUTE).context("Cloud Hypervisor has ended")?;
+        guest.sh("[ -e /proc/$(cat /tmp/vmm) ]", LIMIT).context("Cloud Hypervisor has ended")?;
     }
-    let events = guest.sh("touch /tmp/stop; sleep 2; cat /tmp/events", MINUTE)?;
+    let events = guest.sh("touch /tmp/stop; sleep 2; cat /tmp/events", LIMIT)?;
     let events: u32 = events.trim().parse().context("a number of events")?;
     println!("   {events} times");
     for step in STEPS {
@@ -204,13 +205,13 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
     // The VMM ends with its guest; the server ends by SIGTERM.
     guest.sh(
         "for pid in $(cat /tmp/vmm); do \
-            for try in $(seq 300); do [ -e /proc/$pid ] || break; sleep 0.1; done; \
+            for try in $(seq 600); do [ -e /proc/$pid ] || break; sleep 0.1; done; \
             [ ! -e /proc/$pid ] || { echo it is still there; exit 1; }; \
          done; \
          kill $(cat /tmp/supervisor); \
-         for try in $(seq 300); do [ -e /proc/$(cat /tmp/supervisor) ] || exit 0; sleep 0.1; done; \
+         for try in $(seq 600); do [ -e /proc/$(cat /tmp/supervisor) ] || exit 0; sleep 0.1; done; \
          exit 1",
-        2 * MINUTE,
+        LIMIT,
     )?;
     Ok(())
 }

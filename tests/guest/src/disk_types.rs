@@ -13,15 +13,15 @@ use shadowbell_guest::{Guest, Kernel, RunDir};
 use super::dmesg;
 use super::exporter::Exporter;
 use super::replacement::{kill_worker, upgrade_worker};
-use super::setup::{MINUTE, Setup, finish, names};
+use super::setup::{Setup, finish, names};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 1 << 30;
 /// Disk type and namespace of each disk of the server.
 const KINDS: [(&str, u32); 4] = [("qcow2", 1), ("nbd", 2), ("vfio-user", 3), ("rbd", 4)];
 /// Number of kills, and of upgrades.
 const EVENTS: u32 = 5;
-const LONG: Duration = Duration::from_secs(180);
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let Some(program) = setup.shadowbell.clone() else {
@@ -60,7 +60,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     }
     let all: Vec<_> = kinds.iter().map(|(_, nsid)| device(*nsid)).collect();
     report.check("fio writes and verifies, all at once", |_| {
-        guest.sh(&format!("{} --size=12m", fio(&all)), LONG)
+        guest.sh(&format!("{} --size=12m", fio(&all)), LIMIT)
     });
     for (what, is_kill) in [("killed", true), ("upgraded", false)] {
         report.check(&format!("the process is {what} {EVENTS} times under fio"), |_| {
@@ -68,7 +68,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                 "{} --size=12m --time_based --runtime=15 >/tmp/fio.log 2>&1; echo $? >/tmp/fio.code",
                 fio(&all)
             );
-            guest.sh(&format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"), MINUTE)?;
+            guest.sh(&format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"), LIMIT)?;
             for _ in 0..EVENTS {
                 // The load time of each server process.
                 std::thread::sleep(Duration::from_millis(1500));
@@ -77,9 +77,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             let code = guest.sh(
                 "[ -e /tmp/fio.code ] && echo early; for i in $(seq 900); do \
                  [ -e /tmp/fio.code ] && break; sleep 0.1; done; cat /tmp/fio.code",
-                LONG,
+                LIMIT,
             )?;
-            ensure!(code.trim() == "0", "fio: {code} {}", guest.sh("cat /tmp/fio.log", MINUTE)?);
+            ensure!(code.trim() == "0", "fio: {code} {}", guest.sh("cat /tmp/fio.log", LIMIT)?);
             Ok(())
         });
     }
@@ -118,7 +118,7 @@ pub(super) fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
              diff -r /usr/bin /mnt/bin && rm -r /mnt/bin && sync && fstrim /mnt && umount /mnt && \
              e2fsck -fn {dev}"
         ),
-        LONG,
+        LIMIT,
     )
     .map(drop)
 }
@@ -131,7 +131,7 @@ pub(super) fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
              blkdiscard -f {dev} && dd if={dev} bs=1M count=64 iflag=direct | \
              cmp -n 67108864 - /dev/zero"
             ),
-            MINUTE,
+            LIMIT,
         )
         .map(drop)
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use shadowbell_guest::Guest;
+use shadowbell_testing::wait::LIMIT;
 
 /// fio's results for reads.
 #[derive(Debug, Clone, PartialEq)]
@@ -44,7 +45,7 @@ pub(crate) fn random_reads(
 /// `time`. Results of several jobs are added.
 pub(crate) fn run(guest: &mut Guest, rw: &str, words: &str, time: Duration) -> Result<Measured> {
     let command = format!("fio --rw={rw} --thread --group_reporting --output-format=json {words}");
-    let text = guest.sh(&command, time + Duration::from_secs(120))?;
+    let text = guest.sh(&command, time + LIMIT)?;
     parse(&text).with_context(|| format!("fio's output: {text:.400}"))
 }
 

@@ -1,13 +1,12 @@
 //! File system, discards, and fio with checksums.
 
-use std::time::Duration;
-
 use anyhow::{Result, bail, ensure};
 use shadowbell_guest::{Kernel, RunDir, Small};
 
 use super::dmesg;
-use super::setup::{ControllerKind, MINUTE, Setup, finish, names};
+use super::setup::{ControllerKind, Setup, finish, names};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 1 << 30;
 
@@ -19,24 +18,23 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let mut disk = setup.disk(run, &image)?;
     let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
     let (_, dev) = names(&mut guest, 0)?;
-    let long = Duration::from_secs(180);
 
     report.check("mkfs.ext4, and a tree copied onto it", |_| {
-        guest.sh(&format!("mkfs.ext4 -q -F /dev/{dev} && mount /dev/{dev} /mnt"), MINUTE)?;
-        guest.sh(&format!("cd / && {SUMS} >/tmp/before && cp -a usr /mnt/ && sync"), long)
+        guest.sh(&format!("mkfs.ext4 -q -F /dev/{dev} && mount /dev/{dev} /mnt"), LIMIT)?;
+        guest.sh(&format!("cd / && {SUMS} >/tmp/before && cp -a usr /mnt/ && sync"), LIMIT)
     });
     report.check("unmounted, clean, mounted again: the same checksums", |_| {
-        guest.sh("umount /mnt && echo 3 >/proc/sys/vm/drop_caches", MINUTE)?;
-        guest.sh(&format!("e2fsck -fn /dev/{dev}"), MINUTE)?;
-        guest.sh(&format!("mount /dev/{dev} /mnt && cd /mnt && {SUMS} >/tmp/after"), long)?;
-        guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after", MINUTE)
+        guest.sh("umount /mnt && echo 3 >/proc/sys/vm/drop_caches", LIMIT)?;
+        guest.sh(&format!("e2fsck -fn /dev/{dev}"), LIMIT)?;
+        guest.sh(&format!("mount /dev/{dev} /mnt && cd /mnt && {SUMS} >/tmp/after"), LIMIT)?;
+        guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after", LIMIT)
     });
     report.check("files removed and trimmed, the file system stays clean", |_| {
-        guest.sh("rm -r /mnt/usr/lib && sync && fstrim /mnt && umount /mnt", MINUTE)?;
-        guest.sh(&format!("e2fsck -fn /dev/{dev}"), MINUTE)
+        guest.sh("rm -r /mnt/usr/lib && sync && fstrim /mnt && umount /mnt", LIMIT)?;
+        guest.sh(&format!("e2fsck -fn /dev/{dev}"), LIMIT)
     });
     report.check("blkdiscard of the whole disk, which gives the space back", |_| {
-        guest.sh(&format!("blkdiscard -f /dev/{dev}"), MINUTE)?;
+        guest.sh(&format!("blkdiscard -f /dev/{dev}"), LIMIT)?;
         // The file's allocated size, from blocks of 512 bytes in stat(2).
         let left = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&image)?) * 512;
         if left > SIZE / 100 {
@@ -47,7 +45,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.check("discarded blocks read as zeroes", |_| {
         guest.sh(
             &format!("dd if=/dev/{dev} bs=1M count=64 iflag=direct | cmp -n 67108864 - /dev/zero"),
-            MINUTE,
+            LIMIT,
         )
     });
     report.check("blkdiscard --zeroout writes zeroes", |_| {
@@ -59,7 +57,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                  dd if=/dev/{dev} bs=1M count=1 iflag=direct | cmp -n 1048576 - /dev/zero; \
                  [ $? = 1 ]"
             ),
-            MINUTE,
+            LIMIT,
         )
     });
     report.check("fio --verify=crc32c, 4 jobs, 512 bytes to 256 KiB", |_| {
@@ -70,7 +68,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                  --size=48m --offset_increment=48m --iodepth=16 --direct=1 --ioengine=libaio \
                  --group_reporting --output-format=terse"
             ),
-            long,
+            LIMIT,
         )
     });
     report.check("fio writes, trims and verifies in between", |_| {
@@ -82,7 +80,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                  --offset=600m --verify=crc32c --verify_fatal=1 --verify_backlog=64 --iodepth=32 \
                  --fsync=32 --direct=1 --ioengine=libaio --output-format=terse"
             ),
-            long,
+            LIMIT,
         )
     });
     report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
@@ -107,7 +105,7 @@ fn full_disk(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<()> {
     let mut disk = setup.serve(run, "small", &disks, &[], Some(small))?;
     let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
     let (_, dev) = names(&mut guest, 0)?;
-    guest.sh("yes shadowbell | head -c 1048576 >/tmp/data", MINUTE)?;
+    guest.sh("yes shadowbell | head -c 1048576 >/tmp/data", LIMIT)?;
     let fill = |mib: u32| {
         format!(
             "for at in $(seq 0 {}); do \
@@ -116,14 +114,14 @@ fn full_disk(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<()> {
             mib - 1
         )
     };
-    let output = guest.run(&fill(256), MINUTE)?;
+    let output = guest.run(&fill(256), LIMIT)?;
     let said_so = output.text.contains("No space left on device");
     ensure!(output.code == 1 && said_so, "the guest got: {}", output.text);
     disk.check()?;
     let reads = format!("dd if=/dev/{dev} of=/tmp/back bs=1M count=1 iflag=direct");
-    guest.sh(&format!("{reads} && cmp /tmp/data /tmp/back"), MINUTE)?;
-    guest.sh(&format!("blkdiscard -f -l 32M /dev/{dev}"), MINUTE)?;
-    guest.sh(&fill(16), MINUTE)?;
-    guest.power_off(MINUTE)?;
+    guest.sh(&format!("{reads} && cmp /tmp/data /tmp/back"), LIMIT)?;
+    guest.sh(&format!("blkdiscard -f -l 32M /dev/{dev}"), LIMIT)?;
+    guest.sh(&fill(16), LIMIT)?;
+    guest.power_off(LIMIT)?;
     disk.stop()
 }

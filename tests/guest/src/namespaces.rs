@@ -22,7 +22,7 @@ use shadowbell_spec::opcode::AdminOpcode;
 
 use super::dmesg;
 use super::nvme_cli;
-use super::setup::{MINUTE, Setup, finish, names};
+use super::setup::{Setup, finish, names};
 use shadowbell_harness::Report;
 
 const MAIN: u64 = 256 << 20;
@@ -30,11 +30,6 @@ const SMALL: u64 = 32 << 20;
 const LARGE: u64 = 48 << 20;
 /// Number of times that a namespace is added, resized and removed.
 const ROUNDS: usize = 5;
-/// Time limit from a request to the event, on a busy machine. The measured times are printed. Only
-/// a defect exceeds the limit.
-const SERVER_LIMIT: Duration = MINUTE;
-/// Time limit of the guest's reaction, for a guest whose instructions QEMU interprets.
-const GUEST_LIMIT: Duration = LIMIT;
 
 /// A request to the control socket, and the guest's reaction.
 struct Change {
@@ -79,7 +74,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.check(
         "a namespace is added, resized and removed, five times, while fio verifies",
         |_| {
-            guest.sh(&beside(&main), MINUTE)?;
+            guest.sh(&beside(&main), LIMIT)?;
             let mut watch = Watch::start(&mut guest, run, &added)?;
             for round in 0..ROUNDS {
                 let other = run.image(&format!("other{round}.img"), SMALL)?;
@@ -101,7 +96,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.check("fio has no error", |_| {
         let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
                     sleep 0.1; done; tail -n 20 /tmp/fio.out; exit $(cat /tmp/fio.done || echo 99)";
-        guest.sh(wait, 2 * MINUTE).map(drop)
+        guest.sh(wait, LIMIT).map(drop)
     });
     report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     disk.check()?;
@@ -130,7 +125,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         for (change, event_times) in changes.iter().zip(&event_times) {
             let what = change.what;
-            ensure!(event_times.event < SERVER_LIMIT, "{what}: the event came after {:?}", event_times.event);
+            ensure!(event_times.event < LIMIT, "{what}: the event came after {:?}", event_times.event);
             ensure!(event_times.log_pages >= 1, "{what}: Linux has not read the log page");
             ensure!(event_times.identifies >= 1, "{what}: Linux has not identified anything");
         }
@@ -158,7 +153,7 @@ fn count(guest: &mut Guest) -> Result<usize> {
 }
 
 fn bytes(guest: &mut Guest, disk: &str) -> Result<u64> {
-    let text = guest.sh(&format!("blockdev --getsize64 /dev/{disk}"), MINUTE)?;
+    let text = guest.sh(&format!("blockdev --getsize64 /dev/{disk}"), LIMIT)?;
     text.trim().parse().context("a size")
 }
 
@@ -197,7 +192,7 @@ impl Api {
 fn request(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Result<String> {
     let body = body.map(Value::to_string).unwrap_or_default();
     let mut stream = UnixStream::connect(socket).context("the control socket")?;
-    stream.set_read_timeout(Some(MINUTE))?;
+    stream.set_read_timeout(Some(LIMIT))?;
     write!(
         stream,
         "{method} {path} HTTP/1.1\r\nHost: guest\r\nConnection: close\r\nContent-Length: {}\r\n\
@@ -231,7 +226,7 @@ impl Watch {
                     [ \"$now\" = \"$before\" ] || {{ before=$now; echo \"sees $now\"; }}; \
                  done >/dev/ttyS2 2>/dev/null) &"
             ),
-            MINUTE,
+            LIMIT,
         )?;
         let mut watch = Self { log: run.file("ack.log"), lines_read: 0 };
         watch.wait(0)?;
@@ -257,7 +252,7 @@ impl Watch {
     }
 
     fn wait(&mut self, sectors: u64) -> Result<()> {
-        let (words, deadline) = (format!("sees {sectors}"), Instant::now() + GUEST_LIMIT);
+        let (words, deadline) = (format!("sees {sectors}"), Instant::now() + LIMIT);
         loop {
             let log =
                 String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned();
@@ -278,7 +273,7 @@ impl Watch {
     }
 
     fn stop(self, guest: &mut Guest) -> Result<()> {
-        guest.sh("touch /tmp/unwatch", MINUTE).map(drop)
+        guest.sh("touch /tmp/unwatch", LIMIT).map(drop)
     }
 }
 

@@ -3,12 +3,11 @@
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use shadowbell_guest::Guest;
-
-use super::setup::MINUTE;
+use shadowbell_testing::wait::LIMIT;
 
 /// Runs `nvme ARGUMENTS`. Returns its output.
 pub(crate) fn nvme(guest: &mut Guest, arguments: &str) -> Result<String> {
-    guest.sh(&format!("nvme {arguments}"), MINUTE)
+    guest.sh(&format!("nvme {arguments}"), LIMIT)
 }
 
 /// Runs `nvme ARGUMENTS -o json`. Returns the parsed output.
@@ -36,7 +35,7 @@ pub(crate) fn text(json: &Value, name: &str) -> Result<String> {
 /// Checks that the controller refuses a command with one of these statuses (status code type and
 /// status code).
 pub(crate) fn refused(guest: &mut Guest, arguments: &str, statuses: &[u16]) -> Result<()> {
-    let output = guest.run(&format!("nvme {arguments}"), MINUTE)?;
+    let output = guest.run(&format!("nvme {arguments}"), LIMIT)?;
     if output.code == 0 {
         bail!("nvme {arguments} was executed: {}", output.text);
     }

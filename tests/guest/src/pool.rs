@@ -10,8 +10,9 @@ use shadowbell_guest::{Guest, Kernel, RunDir};
 use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
 use super::protection;
-use super::setup::{MINUTE, Setup, finish};
+use super::setup::{Setup, finish};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const INSUFFICIENT_CAPACITY: u16 = 0x115;
 const ALREADY_ATTACHED: u16 = 0x118;
@@ -63,7 +64,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                 dd if=/tmp/data of=/dev/$disk bs=1M oflag=direct 2>/dev/null && \
                 dd if=/dev/$disk bs=1M count=4 iflag=direct 2>/dev/null | cmp - /tmp/data || exit 1; \
              done",
-            MINUTE,
+            LIMIT,
         )?;
         Ok(())
     });
@@ -73,7 +74,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         nvme(guest_ref, "attach-ns /dev/nvme0 -n 2 -c 1")?;
         there(guest_ref, "nvme0n2", Some(4096))?;
         let same = "dd if=/dev/nvme0n2 bs=1M count=4 iflag=direct 2>/dev/null | cmp - /tmp/data";
-        guest_ref.sh(same, MINUTE).map(drop)
+        guest_ref.sh(same, LIMIT).map(drop)
     });
     report.check("a format changes the block size and zeroes the namespace", |_| {
         nvme(guest_ref, "format /dev/nvme0 -n 1 --lbaf=1 --ses=1 --force")?;
@@ -84,7 +85,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         // Block Erase and Overwrite. Only Overwrite has a number of passes.
         for how in ["--sanact=0x02", "--sanact=0x03 --owpass=2"] {
             guest_ref
-                .sh("dd if=/tmp/data of=/dev/nvme0n1 bs=1M oflag=direct 2>/dev/null", MINUTE)?;
+                .sh("dd if=/tmp/data of=/dev/nvme0n1 bs=1M oflag=direct 2>/dev/null", LIMIT)?;
             nvme(guest_ref, &format!("sanitize /dev/nvme0 {how}"))?;
             sanitized(guest_ref)?;
             for name in ["nvme0n1", "nvme0n2"] {
@@ -124,14 +125,14 @@ fn there(guest: &mut Guest, name: &str, block_size: Option<u32>) -> Result<()> {
         None => format!("[ ! -b /dev/{name} ]"),
     };
     let script = format!(
-        "for try in $(seq 100); do {wanted} && exit 0; sleep 0.1; done; nvme list; ls /dev; exit 1"
+        "for try in $(seq 600); do {wanted} && exit 0; sleep 0.1; done; nvme list; ls /dev; exit 1"
     );
-    guest.sh(&script, MINUTE).map(drop)
+    guest.sh(&script, LIMIT).map(drop)
 }
 
 fn zeroes(guest: &mut Guest, name: &str) -> Result<()> {
     let script = format!("cmp -n 4194304 /dev/zero /dev/{name}");
-    guest.sh(&format!("echo 3 >/proc/sys/vm/drop_caches; {script}"), MINUTE).map(drop)
+    guest.sh(&format!("echo 3 >/proc/sys/vm/drop_caches; {script}"), LIMIT).map(drop)
 }
 
 /// Waits for the end of a sanitize operation.

@@ -7,9 +7,10 @@ use shadowbell_guest::{Device, Guest, Kernel, RunDir};
 
 use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
-use super::setup::{MINUTE, Setup, names};
+use super::setup::{Setup, names};
 use super::shared::Served;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const DISK: u64 = 64 << 20;
 const CONFLICT: u16 = 0x083;
@@ -105,8 +106,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         Ok(())
     });
     report.check("the guests power off", |_| {
-        one.guest.power_off(MINUTE)?;
-        other.guest.power_off(MINUTE)
+        one.guest.power_off(LIMIT)?;
+        other.guest.power_off(LIMIT)
     });
     drop(served);
     Ok(())
@@ -130,7 +131,7 @@ impl ReservationHost {
         let (controller, disk) = names(&mut guest, 0)?;
         let mut rival = Self { guest, controller, disk, key: 0x10 * id };
         let identifier = format!("for n in $(seq 16); do printf '\\00{id}'; done >/tmp/host");
-        rival.guest.sh(&identifier, MINUTE)?;
+        rival.guest.sh(&identifier, LIMIT)?;
         rival.command("set-feature", "-f 0x81 --value=1 -l 16 -d /tmp/host")?;
         Ok(rival)
     }
@@ -183,7 +184,7 @@ impl ReservationHost {
              dd if=/tmp/data of=/dev/{} bs=4k oflag=direct 2>/dev/null",
             self.disk
         );
-        self.guest.sh(&script, MINUTE).map(drop)
+        self.guest.sh(&script, LIMIT).map(drop)
     }
 
     /// Checks that each byte of these 256 KiB is `byte`.
@@ -193,12 +194,12 @@ impl ReservationHost {
              dd if=/dev/{} bs=4k count=64 iflag=direct 2>/dev/null | cmp - /tmp/wanted",
             self.disk
         );
-        self.guest.sh(&script, MINUTE).map(drop)
+        self.guest.sh(&script, LIMIT).map(drop)
     }
 
     /// Checks that the controller refuses a write, and that a write to the block device fails.
     fn is_excluded(&mut self) -> Result<()> {
-        self.guest.sh("head -c 4096 /dev/zero | tr '\\0' '!' >/tmp/block", MINUTE)?;
+        self.guest.sh("head -c 4096 /dev/zero | tr '\\0' '!' >/tmp/block", LIMIT)?;
         let write = format!(
             "io-passthru /dev/{} --opcode=1 --namespace-id=1 --data-len=4096 --cdw12=7 --write \
              --input-file=/tmp/block >/dev/null",
@@ -206,7 +207,7 @@ impl ReservationHost {
         );
         refused(&mut self.guest, &write, &[CONFLICT])?;
         let script = format!("dd if=/tmp/block of=/dev/{} bs=4k oflag=direct", self.disk);
-        let output = self.guest.run(&script, MINUTE)?;
+        let output = self.guest.run(&script, LIMIT)?;
         ensure!(output.code != 0, "the disk has taken a write: {}", output.text);
         Ok(())
     }
@@ -217,17 +218,17 @@ impl ReservationHost {
             "rm -f /tmp/lost; (while dd if=/tmp/data of=/dev/{} bs=4k oflag=direct 2>/tmp/why; do \
                 echo >>/tmp/rounds; \
              done; touch /tmp/lost) & \
-             for try in $(seq 100); do [ -e /tmp/rounds ] && exit 0; sleep 0.1; done; exit 1",
+             for try in $(seq 600); do [ -e /tmp/rounds ] && exit 0; sleep 0.1; done; exit 1",
             self.disk
         );
-        self.guest.sh(&script, MINUTE).map(drop)
+        self.guest.sh(&script, LIMIT).map(drop)
     }
 
     /// Waits until a write of the background loop has failed.
     fn has_lost(&mut self) -> Result<()> {
         let script =
-            "for try in $(seq 100); do [ -e /tmp/lost ] && exit 0; sleep 0.1; done; exit 1";
-        self.guest.sh(script, MINUTE).context("writes did not fail").map(drop)
+            "for try in $(seq 600); do [ -e /tmp/lost ] && exit 0; sleep 0.1; done; exit 1";
+        self.guest.sh(script, LIMIT).context("writes did not fail").map(drop)
     }
 
     /// Checks that the reservation log page reports the preempted registration.
@@ -236,7 +237,7 @@ impl ReservationHost {
             "nvme get-log /dev/{} -i 0x80 -l 64 -b | od -An -tu1 -j8 -N1 | tr -d ' '",
             self.controller
         );
-        let kind = self.guest.sh(&script, MINUTE)?;
+        let kind = self.guest.sh(&script, LIMIT)?;
         ensure!(kind.trim() == "1", "the notice is of type {kind}");
         Ok(())
     }

@@ -8,9 +8,10 @@ use serde_json::json;
 use shadowbell_guest::{Guest, Kernel, RunDir, config};
 
 use super::dmesg;
-use super::setup::{MINUTE, Setup, finish, names};
+use super::setup::{Setup, finish, names};
 use super::writer::{SLOTS, Writer, patrol};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 256 << 20;
 
@@ -24,15 +25,15 @@ fn start_reads(guest: &mut Guest, dev: &str) -> Result<()> {
                  --iodepth=16 --direct=1 --ioengine=libaio --time_based --runtime=600 \
                  >/tmp/reads.out 2>&1 &"
             ),
-            MINUTE,
+            LIMIT,
         )
         .map(drop)
 }
 
 fn stop_reads(guest: &mut Guest) -> Result<()> {
-    let stop = "killall fio; for try in $(seq 300); do pidof fio >/dev/null || exit 0; sleep 0.1; \
+    let stop = "killall fio; for try in $(seq 600); do pidof fio >/dev/null || exit 0; sleep 0.1; \
                 done; echo fio does not end; exit 1";
-    guest.sh(stop, MINUTE).map(drop)
+    guest.sh(stop, LIMIT).map(drop)
 }
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
@@ -54,7 +55,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                 &format!(
                     "for i in 1 2 3 4 5 6 7 8; do echo 1 >{trigger} || exit 1; sleep 0.4; done"
                 ),
-                MINUTE,
+                LIMIT,
             )?;
             writer.join(&mut guest)?;
             stop_reads(&mut guest)?;
@@ -68,12 +69,12 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         start_reads(&mut guest, &dev)?;
         writer.start(&mut guest, &dev, 2)?;
         writer.join(&mut guest)?;
-        guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/unbind"), MINUTE)?;
+        guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/unbind"), LIMIT)?;
         // All reads have ended, with or without success, and their memory is free.
         stop_reads(&mut guest)?;
         patrol(&mut guest)?;
         writer.verify()?;
-        guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/bind"), MINUTE)?;
+        guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/bind"), LIMIT)?;
         dev = names(&mut guest, 0)?.1;
         writer.start(&mut guest, &dev, 2)?;
         writer.join(&mut guest)?;
@@ -114,7 +115,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.check("the new guest reads the image's data", |_| {
         let in_guest = guest.sh(
             &format!("dd if=/dev/{dev} bs=4k count={SLOTS} iflag=direct 2>/dev/null | md5sum"),
-            MINUTE,
+            LIMIT,
         )?;
         let in_image = std::process::Command::new("sh")
             .args(["-c", &format!("head -c {} \"$1\" | md5sum", SLOTS * 4096), "sh"])
@@ -142,7 +143,7 @@ fn back_again(guest: &mut Guest, dev: &mut String) -> Result<()> {
     *dev = names(guest, 0)?.1;
     // The check reads from the disk, because the block device may exist before it works.
     guest
-        .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), MINUTE)
+        .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), LIMIT)
         .map(drop)?;
     // The load time of each boot.
     std::thread::sleep(Duration::from_millis(100));

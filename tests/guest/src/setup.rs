@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
@@ -13,6 +12,7 @@ use shadowbell_guest::{
 };
 
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// Type of the controller under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -22,9 +22,6 @@ pub enum ControllerKind {
     /// QEMU's own `-device nvme`, for comparison.
     QemuNvme,
 }
-
-/// Time limit of a command that is not part of a measurement.
-pub(crate) const MINUTE: Duration = Duration::from_secs(60);
 
 /// File names of the guests' archives under `target/guest`.
 const FULL: &str = "initramfs-full.cpio";
@@ -168,14 +165,14 @@ pub(crate) fn names(guest: &mut Guest, index: usize) -> Result<(String, String)>
     // With multipath, sysfs has the hidden path device (nvme0c0n1) below the controller. Its name
     // without the controller part (c0) is the name of the disk.
     let script = format!(
-        "for try in $(seq 100); do \
+        "for try in $(seq 600); do \
             for path in /sys/bus/pci/devices/{address}/nvme/nvme*/nvme*n1; do \
                 disk=$(basename $path | sed 's/c[0-9]*n/n/'); \
                 [ -b /dev/$disk ] && echo $(basename $(dirname $path)) $disk && exit 0; \
             done; sleep 0.1; \
         done; echo no NVMe disk at {address}; dmesg | grep -i nvme; exit 1"
     );
-    let text = guest.sh(&script, MINUTE)?;
+    let text = guest.sh(&script, LIMIT)?;
     let (controller, disk) = text.trim().split_once(' ').context("no names")?;
     Ok((controller.to_owned(), disk.to_owned()))
 }
@@ -186,20 +183,20 @@ pub(crate) fn character_device(guest: &mut Guest, index: usize) -> Result<String
     let address = config::pci_address(index);
     let text = guest.sh(
         &format!(
-            "for try in $(seq 100); do \
+            "for try in $(seq 600); do \
                 for path in /sys/bus/pci/devices/{address}/nvme/nvme*; do \
                     device=/dev/ng$(basename $path | sed s/nvme//)n1; \
                     [ -c $device ] && echo $device && exit 0; \
                 done; sleep 0.1; \
             done; ls /dev; dmesg | grep -i nvme; exit 1"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     Ok(text.trim().to_owned())
 }
 
 /// Powers the guest off and stops the server. Both must succeed.
 pub(crate) fn finish(report: &mut Report, guest: Guest, disk: Disk) {
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     report.check("the server ends without an error", |_| disk.stop());
 }

@@ -16,8 +16,9 @@ use shadowbell_guest::{Device, Guest, Kernel, RunDir};
 use super::ana::{self, Control};
 use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
-use super::setup::{MINUTE, Setup, names};
+use super::setup::{Setup, names};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const DISK: u64 = 256 << 20;
 const CONFLICT: u16 = 0x083;
@@ -82,7 +83,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let (other, same) = names(&mut guest, 1)?;
     report.check("one disk with two paths, of controllers 1 and 2", |_| {
         ensure!(disk == same, "two disks: {disk} and {same}");
-        let cntlids = guest.sh("cat /sys/class/nvme/nvme*/cntlid | sort | xargs", MINUTE)?;
+        let cntlids = guest.sh("cat /sys/class/nvme/nvme*/cntlid | sort | xargs", LIMIT)?;
         ensure!(cntlids.trim() == "1 2", "controllers {cntlids}");
         let id = json(&mut guest, &format!("id-ctrl /dev/{one}"))?;
         ensure!(number(&id, "cmic")? & 0b11 == 0b11, "CMIC");
@@ -97,12 +98,12 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         Control { program: &program, socket: run.socket("control"), controllers: &sockets };
     ana::check(&mut guest, report, &control, (&names_of_both, &disk), &load(&disk));
     report.check("a path is removed and added again, five times, while fio verifies", |_| {
-        guest.sh(&load(&disk), MINUTE)?;
+        guest.sh(&load(&disk), LIMIT)?;
         let address = pci_address(0);
         for _ in 0..5 {
             let away = format!("sleep 1; echo 1 > /sys/bus/pci/devices/{address}/remove");
-            guest.sh(&away, MINUTE)?;
-            guest.sh("sleep 1; echo 1 > /sys/bus/pci/rescan", MINUTE)?;
+            guest.sh(&away, LIMIT)?;
+            guest.sh("sleep 1; echo 1 > /sys/bus/pci/rescan", LIMIT)?;
             names(&mut guest, 0)?;
         }
         ana::ended(&mut guest)
@@ -113,7 +114,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         "a reservation of one controller excludes the other, until the other preempts it",
         |_| reserve(&mut guest, &one, &other),
     );
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     drop(served);
     Ok(())
 }
@@ -139,13 +140,13 @@ fn transfer(controller: &str, writes: bool) -> String {
 }
 
 fn reserve(guest: &mut Guest, one: &str, other: &str) -> Result<()> {
-    guest.sh("head -c 512 /dev/zero >/tmp/block", MINUTE)?;
+    guest.sh("head -c 512 /dev/zero >/tmp/block", LIMIT)?;
     let unknown = format!("resv-register /dev/{one} -n 1 --nrkey=10 --rrega=0");
     // 027h is Host Identifier Not Initialized.
     refused(guest, &unknown, &[0x027])?;
     for (controller, id) in [(one, "1"), (other, "2")] {
         let identifier = format!("for n in $(seq 16); do printf '\\00{id}'; done >/tmp/host");
-        guest.sh(&identifier, MINUTE)?;
+        guest.sh(&identifier, LIMIT)?;
         nvme(
             guest,
             &format!("set-feature /dev/{controller} -f 0x81 --value=1 -l 16 -d /tmp/host"),

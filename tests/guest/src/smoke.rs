@@ -4,9 +4,10 @@ use anyhow::{Context, Result, bail, ensure};
 use shadowbell_guest::{Firmware, Guest, Kernel, RunDir};
 
 use super::nvme_cli::{json, number, nvme, refused, text};
-use super::setup::{ControllerKind, MINUTE, Setup, finish, names};
+use super::setup::{ControllerKind, Setup, finish, names};
 use super::{dmesg, idle};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 1 << 30;
 const CPUS: u32 = 2;
@@ -22,7 +23,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report
         .check("attaching causes no warning in the kernel's log", |_| dmesg::clean(&mut guest, 1));
     report.check("a queue pair and an interrupt vector per processor", |_| {
-        let queues = guest.sh(&format!("grep -c ' {ctrl}q' /proc/interrupts"), MINUTE)?;
+        let queues = guest.sh(&format!("grep -c ' {ctrl}q' /proc/interrupts"), LIMIT)?;
         ensure!(queues.trim() == (CPUS + 1).to_string(), "{queues} vectors for {CPUS} processors");
         Ok(())
     });
@@ -89,7 +90,7 @@ fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shado
             .context("the format in use is not listed")
             .and_then(|format| number(format, "ds"))?;
         ensure!(nsze << shift == SIZE, "{nsze} blocks of {} bytes", 1 << shift);
-        let sectors = guest.sh(&format!("cat /sys/block/{dev}/size"), MINUTE)?;
+        let sectors = guest.sh(&format!("cat /sys/block/{dev}/size"), LIMIT)?;
         ensure!(sectors.trim() == (SIZE / 512).to_string(), "the kernel reports {sectors} sectors");
         Ok(())
     });
@@ -122,7 +123,7 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbel
                  dd if=/dev/{dev} of=/dev/null bs=64k count={0} iflag=direct",
                 mib * 16
             ),
-            MINUTE,
+            LIMIT,
         )?;
         let after = json(guest, &format!("smart-log /dev/{ctrl}"))?;
         ensure!(number(&after, "critical_warning")? == 0, "critical_warning");
@@ -164,7 +165,7 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbel
         // The log page has four bytes for each opcode: admin commands in the first KiB, I/O
         // commands in the second.
         let hex =
-            guest.sh(&format!("nvme get-log /dev/{ctrl} -i 5 -l 2048 -b | xxd -p -c 4"), MINUTE)?;
+            guest.sh(&format!("nvme get-log /dev/{ctrl} -i 5 -l 2048 -b | xxd -p -c 4"), LIMIT)?;
         let effects: Vec<_> = hex.lines().collect();
         for (what, entry) in [("Identify", 0x06), ("Read", 256 + 0x02), ("Write", 256 + 0x01)] {
             let supported = effects.get(entry).is_some_and(|e| e.get(1..2) == Some("1"));
@@ -240,7 +241,7 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
                  nvme read $at --data-size=4096 --data=back; cmp -n 4096 back /dev/zero; \
                  nvme dsm /dev/{dev} --ad --blocks=8 --slbs=1000"
                 ),
-                MINUTE,
+                LIMIT,
             )
         },
     );
@@ -259,11 +260,11 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
                  nvme read /dev/{dev} -s 3000 -c 7 -z 4096 -d back; \
                  tail -c 1536 data > expected; head -c 2560 data >> expected; cmp expected back"
             ),
-            MINUTE,
+            LIMIT,
         )
     });
     report.check("a failed comparison has its status", |_| {
-        guest.sh("dd if=/dev/urandom of=/tmp/data bs=4096 count=1", MINUTE)?;
+        guest.sh("dd if=/dev/urandom of=/tmp/data bs=4096 count=1", LIMIT)?;
         let at = format!("/dev/{dev} -s 1000 -c 7 -z 4096 -d /tmp/data");
         refused(guest, &format!("compare {at}"), &[0x285])
     });
@@ -272,14 +273,14 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
 /// Diagnostics for support engineers, and Write Uncorrectable.
 fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
     report.check("a self-test and its log by nvme-cli", |_| {
-        guest.sh(&format!("nvme device-self-test /dev/{ctrl} -n 1 -s 1"), MINUTE)?;
+        guest.sh(&format!("nvme device-self-test /dev/{ctrl} -n 1 -s 1"), LIMIT)?;
         guest.sh(
             &format!(
-                "for n in $(seq 300); do nvme self-test-log /dev/{ctrl} -o json > /tmp/log; \
+                "for n in $(seq 600); do nvme self-test-log /dev/{ctrl} -o json > /tmp/log; \
                  grep -q 'Self-Test Operation\"[ :]*\"*0' /tmp/log && break; sleep 0.1; done; \
                  cat /tmp/log; nvme self-test-log /dev/{ctrl} | grep -i 'result *: 0'"
             ),
-            MINUTE,
+            LIMIT,
         )
     });
     report.check("telemetry and the log of events by nvme-cli", |_| {
@@ -291,11 +292,11 @@ fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
                  nvme persistent-event-log /dev/{ctrl} -a 2 -l 512 > released; \
                  cat events | head -n 40; grep -qi 'power' events"
             ),
-            MINUTE,
+            LIMIT,
         )
     });
     report.check("a block marked by Write Uncorrectable is unreadable until it is written", |_| {
-        guest.sh(&format!("nvme write-uncor /dev/{dev} -s 4000 -c 0"), MINUTE)?;
+        guest.sh(&format!("nvme write-uncor /dev/{dev} -s 4000 -c 0"), LIMIT)?;
         refused(guest, &format!("read /dev/{dev} -s 4000 -c 0 -z 512"), &[0x281])?;
         guest.sh(
             &format!(
@@ -304,7 +305,7 @@ fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
                  nvme write /dev/{dev} -s 4000 -c 0 -z 512 -d data; \
                  nvme read /dev/{dev} -s 4000 -c 0 -z 512 -d back; cmp data back"
             ),
-            MINUTE,
+            LIMIT,
         )
     });
 }
@@ -357,7 +358,7 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
         Ok(())
     });
     report.check("the disk is still readable", |_| {
-        guest.sh(&format!("dd if=/dev/{dev} of=/dev/null bs=1M count=4 iflag=direct"), MINUTE)
+        guest.sh(&format!("dd if=/dev/{dev} of=/dev/null bs=1M count=4 iflag=direct"), LIMIT)
     });
 }
 

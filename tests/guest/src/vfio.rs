@@ -7,8 +7,9 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use shadowbell_guest::initramfs::{self, Extra};
 use shadowbell_guest::{Config, Device, Firmware, Guest, Kernel, Output, RunDir, tool};
+use shadowbell_testing::wait::LIMIT;
 
-use super::setup::{MINUTE, Setup};
+use super::setup::Setup;
 
 /// File name of the guest's archive, in the run's directory of files.
 const ARCHIVE: &str = "initramfs-vfio.cpio";
@@ -78,7 +79,7 @@ pub(crate) fn load(guest: &mut Guest, modules: &[&str]) -> Result<()> {
                     insmod /tmp/$name.ko || exit 1; \
                 done; done"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     Ok(())
 }
@@ -86,16 +87,16 @@ pub(crate) fn load(guest: &mut Guest, modules: &[&str]) -> Result<()> {
 /// Allows VFIO devices without interrupt remapping.
 pub(crate) fn allow_unsafe_interrupts(guest: &mut Guest) -> Result<()> {
     let file = "/sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts";
-    guest.sh(&format!("echo 1 >{file}"), MINUTE).map(drop)
+    guest.sh(&format!("echo 1 >{file}"), LIMIT).map(drop)
 }
 
 pub(crate) fn shadowbell(guest: &mut Guest, arguments: &str) -> Result<Output> {
-    guest.run(&format!("shadowbell {arguments}"), 3 * MINUTE)
+    guest.run(&format!("shadowbell {arguments}"), LIMIT)
 }
 
 /// Last line of JSON that the program prints.
 pub(crate) fn json_of(guest: &mut Guest, arguments: &str) -> Result<Value> {
-    let text = guest.sh(&format!("shadowbell {arguments} --json"), 3 * MINUTE)?;
+    let text = guest.sh(&format!("shadowbell {arguments} --json"), LIMIT)?;
     let line = text.lines().rev().find(|line| line.starts_with('{')).context("no JSON")?;
     serde_json::from_str(line).with_context(|| format!("the output: {text:.600}"))
 }

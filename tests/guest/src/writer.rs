@@ -3,13 +3,12 @@
 use shadowbell_testing::wait;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use shadowbell_guest::ack::Promises;
 use shadowbell_guest::{Guest, RunDir, tool};
-
-use super::setup::MINUTE;
+use shadowbell_testing::wait::LIMIT;
 
 /// Number of slots of 4 KiB that are overwritten, from the start of the disk.
 pub(crate) const SLOTS: u64 = 2048;
@@ -46,13 +45,13 @@ impl Writer {
                   echo $? >/tmp/writer.done) &",
                 tool::NAME
             ),
-            MINUTE,
+            LIMIT,
         )?;
-        let deadline = Instant::now() + MINUTE;
+        let deadline = Instant::now() + LIMIT;
         while self.promises()?.writes < before + 50 {
             if Instant::now() > deadline {
-                let said = guest.sh("cat /tmp/writer.out", MINUTE)?;
-                bail!("no write was acknowledged within a minute; output of the writer: {said}");
+                let said = guest.sh("cat /tmp/writer.out", LIMIT)?;
+                bail!("no write was acknowledged; output of the writer: {said}");
             }
             wait::pause();
         }
@@ -63,7 +62,7 @@ impl Writer {
     pub(crate) fn join(&mut self, guest: &mut Guest) -> Result<()> {
         let wait = "for try in $(seq 1200); do [ -e /tmp/writer.done ] && break; sleep 0.1; done; \
                     cat /tmp/writer.out; exit $(cat /tmp/writer.done || echo 99)";
-        guest.sh(wait, Duration::from_secs(150)).context("the writer failed").map(drop)
+        guest.sh(wait, LIMIT).context("the writer failed").map(drop)
     }
 
     /// Compares the image with all writes that were acknowledged in all sessions. Returns the
@@ -99,7 +98,7 @@ impl Writer {
 /// command that a reset has ended, which is an error.
 pub(crate) fn patrol(guest: &mut Guest) -> Result<()> {
     guest
-        .sh(&format!("{} patrol mib=384 seconds=3", tool::NAME), MINUTE)
+        .sh(&format!("{} patrol mib=384 seconds=3", tool::NAME), LIMIT)
         .context("a stale write into the guest's memory")
         .map(drop)
 }

@@ -9,9 +9,10 @@ use std::fs::File;
 use super::dmesg;
 use super::nvme_cli::{nvme, refused};
 use super::replacement::kill_worker;
-use super::setup::{MINUTE, Setup, finish};
+use super::setup::{Setup, finish};
 use super::vfio::load;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// File name of the guest's archive, and the modules that it needs in addition to the kernel.
 const ARCHIVE: &str = "initramfs-zoned.cpio";
@@ -63,7 +64,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                 ("max_active_zones", "32".to_owned()),
             ] {
                 let path = format!("cat /sys/block/{name}/queue/{attribute}");
-                let found = guest_ref.sh(&path, MINUTE)?;
+                let found = guest_ref.sh(&path, LIMIT)?;
                 ensure!(found.trim() == expected, "{name}: {attribute} is {found}");
             }
         }
@@ -83,7 +84,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             "blkzone reset /dev/nvme0n2 && dd if=/dev/urandom of=/tmp/data bs=1M count=2 \
              2>/dev/null && dd if=/tmp/data of=/dev/nvme0n2 bs=64k oflag=direct 2>/dev/null && \
              blkzone report /dev/nvme0n2 >/tmp/before",
-            MINUTE,
+            LIMIT,
         )?;
         kill_worker(disk.server.as_ref().context("there is a server")?.id())?;
         guest_ref
@@ -91,7 +92,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                 "dd if=/dev/nvme0n2 bs=1M count=2 iflag=direct 2>/dev/null | cmp - /tmp/data && \
              blkzone report /dev/nvme0n2 | cmp - /tmp/before && \
              dd if=/tmp/data of=/dev/nvme0n2 bs=64k count=16 seek=32 oflag=direct 2>/dev/null",
-                MINUTE,
+                LIMIT,
             )
             .map(drop)
     });
@@ -132,7 +133,7 @@ fn commands(guest: &mut Guest, name: &str) -> Result<()> {
     state(guest, name, 0, "EXP_OPENED")?;
     nvme(guest, &zns("close-zone", 0, ""))?;
     state(guest, name, 0, "CLOSED")?;
-    guest.sh("dd if=/dev/urandom of=/tmp/block bs=4096 count=1 2>/dev/null", MINUTE)?;
+    guest.sh("dd if=/dev/urandom of=/tmp/block bs=4096 count=1 2>/dev/null", LIMIT)?;
     for nth in 0..2 {
         let append = "--data-size=4096 --data=/tmp/block";
         let append = format!("zns zone-append /dev/{name} --zslba={SIZE} {append}");
@@ -150,7 +151,7 @@ fn commands(guest: &mut Guest, name: &str) -> Result<()> {
         )
     };
     nvme(guest, &io("read", SIZE + 8, "/tmp/back"))?;
-    guest.sh("cmp /tmp/block /tmp/back", MINUTE)?;
+    guest.sh("cmp /tmp/block /tmp/back", LIMIT)?;
     refused(guest, &io("write", SIZE + 8, "/tmp/block"), &[INVALID_WRITE])?;
     refused(guest, &io("read", SIZE - 4, "/tmp/back"), &[BOUNDARY])?;
     nvme(guest, &zns("finish-zone", 1, ""))?;
@@ -159,7 +160,7 @@ fn commands(guest: &mut Guest, name: &str) -> Result<()> {
     refused(guest, &zns("offline-zone", 1, ""), &[INVALID_TRANSITION])?;
     nvme(guest, &zns("reset-zone", 1, ""))?;
     state(guest, name, 1, "EMPTY")?;
-    guest.sh("head -c 64 /tmp/block >/tmp/extension", MINUTE)?;
+    guest.sh("head -c 64 /tmp/block >/tmp/extension", LIMIT)?;
     nvme(guest, &zns("set-zone-desc", 2, "--data=/tmp/extension"))?;
     let extended =
         nvme(guest, &format!("zns report-zones /dev/{name} --start-lba={} -d 1 -e", 2 * SIZE))?;
@@ -174,16 +175,16 @@ fn commands(guest: &mut Guest, name: &str) -> Result<()> {
 fn blkzone(guest: &mut Guest, name: &str) -> Result<()> {
     guest.sh(
         &format!("dd if=/dev/zero of=/dev/{name} bs=1M count=1 oflag=direct 2>/dev/null"),
-        MINUTE,
+        LIMIT,
     )?;
-    let report = |guest: &mut Guest| guest.sh(&format!("blkzone report -c 1 /dev/{name}"), MINUTE);
+    let report = |guest: &mut Guest| guest.sh(&format!("blkzone report -c 1 /dev/{name}"), LIMIT);
     let written = report(guest)?;
     ensure!(written.contains("wptr 0x000800") && written.contains("(oi)"), "{written}");
     ensure!(written.contains(&format!("cap 0x{CAPACITY:06x}")), "{written}");
-    guest.sh(&format!("blkzone finish -c 1 /dev/{name}"), MINUTE)?;
+    guest.sh(&format!("blkzone finish -c 1 /dev/{name}"), LIMIT)?;
     let full = report(guest)?;
     ensure!(full.contains("(fu)"), "{full}");
-    guest.sh(&format!("blkzone reset /dev/{name}"), MINUTE)?;
+    guest.sh(&format!("blkzone reset /dev/{name}"), LIMIT)?;
     let empty = report(guest)?;
     ensure!(empty.contains("(em)"), "{empty}");
     Ok(())
@@ -198,9 +199,9 @@ fn fio(guest: &mut Guest, name: &str) -> Result<()> {
             "fio --name=zones --filename=/dev/{name} --zonemode=zbd --direct=1 --ioengine=libaio \
              --iodepth=8 --verify=crc32c --do_verify=1 --verify_fatal=1 {job}"
         );
-        guest.sh(&script, MINUTE)?;
+        guest.sh(&script, LIMIT)?;
     }
-    guest.sh(&format!("blkzone reset /dev/{name}"), MINUTE).map(drop)
+    guest.sh(&format!("blkzone reset /dev/{name}"), LIMIT).map(drop)
 }
 
 /// zonefs: each zone is a file, whose length is that of the written data.
@@ -222,9 +223,9 @@ fn zonefs(guest: &mut Guest, name: &str) -> Result<()> {
              mount -t zonefs /dev/{name} /tmp/zones && \
              cmp -n 327680 /tmp/zones/seq/7 /tmp/data; code=$?; umount /tmp/zones; exit $code"
         ),
-        MINUTE,
+        LIMIT,
     )?;
-    guest.sh(&format!("blkzone reset /dev/{name}"), MINUTE).map(drop)
+    guest.sh(&format!("blkzone reset /dev/{name}"), LIMIT).map(drop)
 }
 
 /// The zonefs superblock, which is in the first zone.

@@ -55,8 +55,7 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     let (mut server, mut victim) = begin(binary, attack)?;
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
     let served_by = Serving::of(server.worker())?;
-    // Warm-up without measurement: it fills caches, and the I/O thread learns its poll time.
-    // The length of a load that is not judged.
+    // Warm-up, whose figures are discarded: it fills caches, and the I/O thread learns its poll time.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
     outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
 

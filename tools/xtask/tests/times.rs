@@ -11,8 +11,10 @@ const TEST_CODE: [&str; 3] = ["crates/testing/src", "guest/src", "tools/xtask/sr
 const ALL_CODE: [&str; 5] = ["crates", "fuzz/bodies", "guest", "tests", "tools"];
 /// Minimum limit in seconds, which even a busy machine does not exceed.
 const LONG: u64 = 60;
+/// Minimum number of turns of a shell loop that waits, with a pause of 0.1 s in each.
+const TURNS: u64 = 600;
 /// Words that mark a duration on the same line as a limit.
-const OF_LIMITS: [&str; 13] = [
+const OF_LIMITS: [&str; 14] = [
     "Instant::now()",
     "timeout",
     "wait(",
@@ -26,6 +28,7 @@ const OF_LIMITS: [&str; 13] = [
     "admin:",
     "ready:",
     "elapsed()",
+    "patience",
 ];
 
 fn files(directory: &Path, all: &mut Vec<PathBuf>) {
@@ -61,12 +64,26 @@ fn is_short(line: &str) -> bool {
         })
     };
     short("Duration::from_secs(", 1)
+        || short("Duration::from_secs_f64(", 1)
+        || short("Duration::new(", 1)
         || short("tv_sec: ", 1)
         || short("Duration::from_millis(", 1000)
         || short("Duration::from_micros(", 1_000_000)
 }
 
+/// True if the line contains a shell loop with fewer turns than a wait must have. Loops of a few
+/// turns do not wait.
+fn is_short_loop(line: &str) -> bool {
+    line.match_indices(" in $(seq ").any(|(at, word)| {
+        let digits = line[at + word.len()..].chars().take_while(char::is_ascii_digit);
+        digits.collect::<String>().parse().is_ok_and(|turns: u64| (20..TURNS).contains(&turns))
+    })
+}
+
 fn depends_on_a_time(line: &str) -> bool {
+    if is_short_loop(line) {
+        return true;
+    }
     let is_limit = OF_LIMITS.iter().any(|word| line.contains(word)) && is_short(line);
     let is_limit = is_limit && !line.contains("Polling::Adaptive(");
     let compares = [" < ", " > ", " >= "].iter().any(|sign| line.contains(sign));
@@ -118,6 +135,9 @@ fn dependence_on_a_time_is_detected() {
         "socket.set_read_timeout(Some(Duration::from_millis(59_999))).unwrap();",
         "const SOON: Duration = Duration::from_secs(20);",
         "assert!(began.elapsed() < SOON);",
+        "host.patience = Duration::from_secs(10);",
+        "let until = Instant::now() + Duration::new(5, 0);",
+        "\"for try in $(seq 100); do [ -e /tmp/done ] && exit 0; sleep 0.1; done\"", // An example.
     ] {
         assert!(depends_on_a_time(line), "{line}");
     }
@@ -128,6 +148,8 @@ fn dependence_on_a_time_is_detected() {
         "let until = Instant::now() + Duration::from_secs(60);",
         "assert!(began.elapsed() < LIMIT);",
         "let now = now + Duration::from_micros(5);",
+        "\"for try in $(seq 600); do [ -e /tmp/done ] && exit 0; sleep 0.1; done\"",
+        "\"for n in $(seq 16); do printf 1; done\"",
     ] {
         assert!(!depends_on_a_time(line), "{line}");
     }

@@ -13,10 +13,11 @@ use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Serve, Server};
 
 use super::readers::Export;
 use super::recover::{number, verify};
-use super::setup::{MINUTE, Setup, character_device};
+use super::setup::{Setup, character_device};
 use super::vfio::{boot, json_of, load, pack, shadowbell};
 use super::{disk_types, dmesg};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 128 << 20;
 const SOCKET: &str = "/tmp/vm0.sock";
@@ -165,7 +166,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
             (controller, "a character device"),
         ] {
             let refused =
-                guest.run(&format!("shadowbell serve {device} --socket /tmp/x"), MINUTE)?;
+                guest.run(&format!("shadowbell serve {device} --socket /tmp/x"), LIMIT)?;
             ensure!(refused.code == 2 && refused.text.contains(why), "{device}: {}", refused.text);
         }
         Ok(())
@@ -175,7 +176,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         disk_types::file_system(&mut guest, &block)?;
         disk_types::discard(&mut guest, &block)?;
         let fio = disk_types::fio(&[block]).replace("--offset=512m", "--offset=64m");
-        guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE).map(drop)
+        guest.sh(&format!("{fio} --size=12m"), LIMIT).map(drop)
     });
     if has_ublk {
         report.check("ublk's module is there", |_| load(&mut guest, &[UBLK]));
@@ -190,9 +191,9 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
     report.check("a namespace whose block device is mounted is refused", |_| {
         let device = Which::Ours.device(&mut guest)?;
         let block = device.replace("/ng", "/nvme");
-        guest.sh(&format!("mkfs.ext4 -q -F {block} && mount {block} /mnt"), MINUTE)?;
-        let refused = guest.run(&format!("shadowbell serve {device} --socket /tmp/x"), MINUTE);
-        guest.sh("umount /mnt", MINUTE)?;
+        guest.sh(&format!("mkfs.ext4 -q -F {block} && mount {block} /mnt"), LIMIT)?;
+        let refused = guest.run(&format!("shadowbell serve {device} --socket /tmp/x"), LIMIT);
+        guest.sh("umount /mnt", LIMIT)?;
         let refused = refused?;
         ensure!(refused.code != 0 && refused.text.contains("mounted"), "{}", refused.text);
         Ok(())
@@ -202,7 +203,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         Ok(())
     });
     report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     for server in servers {
         report.check("the server ends without an error", |_| server.stop());
     }
@@ -214,12 +215,12 @@ fn start(guest: &mut Guest, disk: &str) -> Result<()> {
         &format!(
             "shadowbell serve '{disk}' --socket {SOCKET} >/tmp/served 2>&1 & \
              echo $! >/tmp/served.pid; \
-             for i in $(seq 300); do \
+             for i in $(seq 600); do \
                 [ -S {SOCKET} ] && exit 0; \
-                [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.05; \
+                [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.1; \
              done; cat /tmp/served; exit 1"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     Ok(())
 }
@@ -228,11 +229,11 @@ fn start(guest: &mut Guest, disk: &str) -> Result<()> {
 fn stop(guest: &mut Guest) -> Result<String> {
     guest.sh(
         "kill -TERM $(cat /tmp/served.pid); \
-         for i in $(seq 200); do \
-            [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.05; \
+         for i in $(seq 600); do \
+            [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.1; \
          done; cat /tmp/served; \
          if [ -d /proc/$(cat /tmp/served.pid) ] || grep -q panicked /tmp/served; then exit 1; fi",
-        MINUTE,
+        LIMIT,
     )
 }
 
@@ -252,7 +253,7 @@ fn same_bytes(guest: &mut Guest, which: Which) -> Result<()> {
              shadowbell read vfio-user:{SOCKET} --offset 20m --length 5m -o /tmp/back && \
              cmp /tmp/data /tmp/back"
         ),
-        MINUTE,
+        LIMIT,
     );
     let log = stop(guest)?;
     written.with_context(|| log)?;
@@ -267,7 +268,7 @@ fn by_ublk(guest: &mut Guest, which: Which) -> Result<()> {
     disk_types::file_system(guest, &block)?;
     disk_types::discard(guest, &block)?;
     let fio = disk_types::fio(&[block]).replace("--offset=512m", "--offset=64m");
-    guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE)?;
+    guest.sh(&format!("{fio} --size=12m"), LIMIT)?;
     export.stop(guest)
 }
 
@@ -280,7 +281,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
             "rm -f /tmp/code; (shadowbell verify vfio-user:{SOCKET} {LOAD} --runtime 25 --force \
              --timeout 40 >/tmp/verified 2>&1; echo $? >/tmp/code) </dev/null >/dev/null 2>&1 &"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     let worker = "supervisor=$(cat /tmp/served.pid); children() { \
                       for process in /proc/[0-9]*; do \
@@ -289,24 +290,24 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
                       done; }; \
                   worker() { children | tail -n 1; }";
     for _ in 0..EVENTS {
-        // The load time of each server process.
+        // Each server process runs under load for this time.
         std::thread::sleep(Duration::from_secs(4));
         let event = if is_kill {
-            "before=$(worker); kill -KILL $before && for i in $(seq 300); do \
+            "before=$(worker); kill -KILL $before && for i in $(seq 600); do \
                  now=$(worker); [ -n \"$now\" ] && [ $now != $before ] && exit 0; sleep 0.1; \
              done; cat /tmp/served; exit 1"
                 .to_owned()
         } else {
             "shadowbell upgrade $supervisor || { cat /tmp/served; exit 1; }".to_owned()
         };
-        guest.sh(&format!("{worker}; [ -e /tmp/code ] && exit 9; {event}"), 2 * MINUTE)?;
+        guest.sh(&format!("{worker}; [ -e /tmp/code ] && exit 9; {event}"), LIMIT)?;
     }
     let code = guest.sh(
         "for i in $(seq 900); do [ -e /tmp/code ] && break; sleep 0.1; done; cat /tmp/code",
-        3 * MINUTE,
+        LIMIT,
     )?;
     let log = stop(guest)?;
-    let verified = guest.sh("cat /tmp/verified", MINUTE)?;
+    let verified = guest.sh("cat /tmp/verified", LIMIT)?;
     ensure!(code.trim() == "0", "it ended with {code}: {verified}\n{log}");
     Ok(())
 }

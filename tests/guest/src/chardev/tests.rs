@@ -11,9 +11,10 @@ use shadowbell_guest::{Device, Drive, Firmware, Guest, Kernel, RunDir, Serve, Se
 
 use crate::dmesg;
 use crate::exporter::Exporter;
-use crate::setup::{MINUTE, Setup, character_device};
+use crate::setup::{Setup, character_device};
 use crate::vfio::{boot, pack_with};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// Test programs: the disk model, cancels, and tests with a server.
 const SOURCES: [&str; 3] = [
@@ -92,7 +93,7 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     }
     check("hung storage", 2, UNANSWERED, STALLED);
     report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     let stalled: Vec<_> = devices.into_iter().skip(STALLED).take(1).collect();
     let name = "hung storage: the guest's kernel aborts commands and resets the device";
     report.check(name, |_| {
@@ -104,7 +105,7 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             println!("         {times} times: {word}");
             ensure!(times > 0, "the kernel has waited: {log}");
         }
-        guest.power_off(MINUTE)
+        guest.power_off(LIMIT)
     });
     for server in servers {
         report.check("the server ends without an error", |_| server.stop());
@@ -148,13 +149,13 @@ fn run_test(
               {program} --exact {test} --nocapture >/tmp/test 2>&1; echo $? >/tmp/code.now; \
               mv /tmp/code.now /tmp/code) </dev/null >/dev/null 2>&1 &"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     let ended = wait_for_end(guest, exporter);
     // The storage is resumed in any case, because a process that waits for hung storage cannot be
     // killed.
     exporter.go_on()?;
-    let said = guest.sh("cat /tmp/test", MINUTE)?;
+    let said = guest.sh("cat /tmp/test", LIMIT)?;
     let code = ended.with_context(|| said.clone())?;
     ensure!(code == "0" && said.contains("1 passed"), "it ended with {code}: {said}");
     ensure!(!said.contains("skipped"), "{said}");
@@ -165,14 +166,14 @@ fn run_test(
 fn wait_for_end(guest: &mut Guest, exporter: &Exporter) -> Result<String> {
     let until = Instant::now() + TEST_TIMEOUT;
     loop {
-        let said = guest.sh("[ -e /tmp/code ] && cat /tmp/code; ls /tmp/asks", MINUTE)?;
+        let said = guest.sh("[ -e /tmp/code ] && cat /tmp/code; ls /tmp/asks", LIMIT)?;
         for word in said.split_whitespace() {
             match word {
                 "stall" => exporter.stall()?,
                 "go-on" => exporter.go_on()?,
                 code => return Ok(code.to_owned()),
             }
-            guest.sh(&format!("rm /tmp/asks/{word}"), MINUTE)?;
+            guest.sh(&format!("rm /tmp/asks/{word}"), LIMIT)?;
         }
         ensure!(Instant::now() < until, "it does not end");
         wait::pause();

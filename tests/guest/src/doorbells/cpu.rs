@@ -18,10 +18,11 @@ use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server};
 use super::usage::{Usage, pin_to_last_cpu};
 use crate::comparison::Comparison;
 use crate::fio::{BLOCK, Measured, random_reads};
-use crate::setup::{MINUTE, Setup, names};
+use crate::setup::{Setup, names};
 use shadowbell_bench::figures::count;
 use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 // The length of a measurement.
 const TIME: Duration = Duration::from_millis(2000);
@@ -147,7 +148,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     for (index, contestant) in contestants.iter_mut().enumerate() {
         contestant.dev = names(&mut guest, index)?.1;
         let scheduler = format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev);
-        guest.sh(&scheduler, MINUTE)?;
+        guest.sh(&scheduler, LIMIT)?;
     }
     for place in [Place::Anywhere, Place::OneProcessor] {
         let of = "processor time of random reads of 4 KiB from a file, in turn";
@@ -162,7 +163,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             report.table(table(&rows, kernel, place)?);
         }
     }
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
         report.check("the server ends without an error", |_| server.stop());
     }

@@ -21,10 +21,11 @@ use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server};
 
 use crate::dmesg;
 use crate::fio::{BLOCK, Measured, random_reads};
-use crate::setup::{ControllerKind, MINUTE, Setup, names};
+use crate::setup::{ControllerKind, Setup, names};
 use shadowbell_bench::figures::count as short;
 use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
 // The length of a measurement.
@@ -110,7 +111,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let mut guest = setup.boot(run, kernel, devices, |config| config.cpus = 1)?;
     for (index, contestant) in contestants.iter_mut().enumerate() {
         contestant.dev = names(&mut guest, index)?.1;
-        guest.sh(&format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev), MINUTE)?;
+        guest.sh(&format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev), LIMIT)?;
     }
     let rows = report
         .check("random reads of 4 KiB at every depth, on every disk in turn", |_| {
@@ -121,7 +122,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     compare(report, &rows);
     let count = contestants.len();
     report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, count));
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
         report.check("the server ends without an error", |_| server.stop());
     }

@@ -16,8 +16,9 @@ use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, config};
 
 use self::target::target;
 use super::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, pack, shadowbell};
-use crate::setup::{MINUTE, Setup, names};
+use crate::setup::{Setup, names};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 256 << 20;
 
@@ -72,7 +73,7 @@ fn driving(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> 
     }
     report.check("VFIO's modules load, and the guest has an IOMMU", |_| {
         load(&mut guest, MODULES)?;
-        guest.sh("ls -d /sys/kernel/iommu_groups/0 && [ -c /dev/vfio/vfio ]", MINUTE)
+        guest.sh("ls -d /sys/kernel/iommu_groups/0 && [ -c /dev/vfio/vfio ]", LIMIT)
     });
     refusals::while_bound_to_the_kernel(report, &mut guest);
     report
@@ -93,7 +94,7 @@ fn driving(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> 
         give_back(&mut guest)
     });
     report.check("the IOMMU reports no unexpected fault", |_| faults(&mut guest));
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     for server in servers {
         report.check("the server ends without an error", |_| server.stop());
     }
@@ -128,7 +129,7 @@ fn bind_all(guest: &mut Guest) -> Result<()> {
         );
         ensure!(output.contains(&format!("use it as nvme://{address}")), "{output}");
         let link = format!("readlink /sys/bus/pci/devices/{address}/driver");
-        ensure!(guest.sh(&link, MINUTE)?.trim().ends_with("/vfio-pci"), "{address} is elsewhere");
+        ensure!(guest.sh(&link, LIMIT)?.trim().ends_with("/vfio-pci"), "{address} is elsewhere");
     }
     let again = shadowbell(guest, &format!("bind {}", addresses.join(" ")))?.success()?;
     ensure!(again.matches("already").count() == addresses.len(), "{again}");
@@ -179,14 +180,14 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
         guest.sh(
             "for i in 1 2 3; do dd if=/dev/urandom bs=1M count=1; done >/tmp/data 2>/dev/null; \
              head -c 777 /dev/urandom >>/tmp/data",
-            MINUTE,
+            LIMIT,
         )?;
         shadowbell(guest, &format!("write {target} --force --offset 1000001 -i /tmp/data"))?
             .success()?;
         let length = 3 * (1 << 20) + 777;
         let read = format!("read {target} --offset 1000001 --length {length} -o /tmp/back");
         shadowbell(guest, &read)?.success()?;
-        guest.sh(&format!("cmp /tmp/data /tmp/back && cp /tmp/data /tmp/data{index}"), MINUTE)
+        guest.sh(&format!("cmp /tmp/data /tmp/back && cp /tmp/data /tmp/data{index}"), LIMIT)
     });
 }
 
@@ -199,11 +200,11 @@ fn huge_pages(guest: &mut Guest) -> Result<()> {
             "free() {{ sed -n 's/HugePages_Free: *//p' /proc/meminfo; }}; \
              echo 8 >/proc/sys/vm/nr_hugepages; [ $(free) = 8 ] || exit 1; \
              shadowbell bench {target} --bs 64k --iodepth 64 --runtime 2 >/tmp/huge 2>&1 & \
-             for i in $(seq 50); do [ $(free) -le 6 ] && used=1 && break; sleep 0.1; done; \
+             for i in $(seq 600); do [ $(free) -le 6 ] && used=1 && break; sleep 0.1; done; \
              wait $! || exit 1; [ \"$used\" = 1 ] && [ $(free) = 8 ]; code=$?; \
              echo 0 >/proc/sys/vm/nr_hugepages; cat /tmp/huge; exit $code"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     Ok(())
 }
@@ -219,7 +220,7 @@ fn give_back(guest: &mut Guest) -> Result<()> {
                 "dd if=/dev/{disk} iflag=skip_bytes,count_bytes,fullblock bs=64k skip=1000001 \
                  count=$(stat -c %s /tmp/data{index}) of=/tmp/seen && cmp /tmp/seen /tmp/data{index}"
             ),
-            MINUTE,
+            LIMIT,
         )?;
     }
     let other = shadowbell(guest, &format!("list {}", target(0)))?;

@@ -4,9 +4,10 @@ use anyhow::{Result, ensure};
 use shadowbell_guest::{Guest, config};
 
 use super::target::{TOGETHER, target};
-use crate::setup::{MINUTE, names};
+use crate::setup::names;
 use crate::vfio::shadowbell;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// Checks a refusal: exit status 2, and one line that contains all of `words`.
 fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
@@ -22,8 +23,8 @@ fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
 
 /// Checks that a user other than root is refused, after root has made the change `change`.
 fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]) -> Result<()> {
-    guest.sh(change, MINUTE)?;
-    let output = guest.run(&format!("su other -c '{then}'"), MINUTE)?;
+    guest.sh(change, LIMIT)?;
+    let output = guest.run(&format!("su other -c '{then}'"), LIMIT)?;
     ensure!(output.code != 0, "it is not refused: {}", output.text);
     for word in words {
         ensure!(output.text.contains(word), "`{then}` does not say `{word}`: {}", output.text);
@@ -52,37 +53,37 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
     );
     report.check("bind refuses a controller with a mounted file system", |_| {
         let disk = names(guest, 0)?.1;
-        guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
+        guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), LIMIT)?;
         let words = [format!("{disk} is mounted at /mnt")];
         refused(guest, &format!("bind {address}"), &[&words[0]])?;
-        guest.sh("touch /mnt/still-there && umount /mnt", MINUTE)?;
+        guest.sh("touch /mnt/still-there && umount /mnt", LIMIT)?;
         // The program cannot see this mount, which is in another mount namespace.
         guest.sh(
             &format!(
                 "unshare -m sh -c 'mount /dev/{disk} /mnt && touch /tmp/hidden && exec sleep 1000' & \
-                 echo $! >/tmp/hidden.pid; for i in $(seq 100); do \
+                 echo $! >/tmp/hidden.pid; for i in $(seq 600); do \
                  [ -e /tmp/hidden ] && exit 0; sleep 0.1; done; exit 1"
             ),
-            MINUTE,
+            LIMIT,
         )?;
         let hidden = refused(guest, &format!("bind {address}"), &[&disk, "opened exclusively"]);
         // The kernel completes the unmount asynchronously. Until then blkdiscard, which opens the
         // disk exclusively, may fail.
         guest.sh(
             &format!(
-                "kill $(cat /tmp/hidden.pid); for i in $(seq 100); do \
+                "kill $(cat /tmp/hidden.pid); for i in $(seq 600); do \
                  blkdiscard -l 4096 /dev/{disk} && exit 0; sleep 0.1; done; exit 1"
             ),
-            MINUTE,
+            LIMIT,
         )?;
         hidden
     });
     report.check("bind refuses a controller with active swap", |_| {
         let disk = names(guest, 1)?.1;
-        guest.sh(&format!("mkswap /dev/{disk} && swapon /dev/{disk}"), MINUTE)?;
+        guest.sh(&format!("mkswap /dev/{disk} && swapon /dev/{disk}"), LIMIT)?;
         let words = format!("{disk} is active swap space");
         let swapped = refused(guest, &format!("bind {}", config::pci_address(1)), &[&words]);
-        guest.sh(&format!("swapoff /dev/{disk}"), MINUTE)?;
+        guest.sh(&format!("swapoff /dev/{disk}"), LIMIT)?;
         swapped
     });
 }
@@ -112,20 +113,20 @@ pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
         guest.sh(
             &format!(
                 "shadowbell bench {target} --runtime 60 >/tmp/using 2>&1 & echo $! >/tmp/using.pid; \
-                 for i in $(seq 100); do grep -q NVMe /tmp/using && exit 0; sleep 0.1; done; \
+                 for i in $(seq 600); do grep -q NVMe /tmp/using && exit 0; sleep 0.1; done; \
                  cat /tmp/using; exit 1"
             ),
-            MINUTE,
+            LIMIT,
         )?;
         let opened = refused(guest, &format!("list {target}"), &["is in use"]);
         let given = refused(guest, &format!("unbind {address}"), &["in use by a program"]);
-        guest.sh("kill -INT $(cat /tmp/using.pid); wait; sleep 1; cat /tmp/using", MINUTE)?;
+        guest.sh("kill -INT $(cat /tmp/using.pid); wait; sleep 1; cat /tmp/using", LIMIT)?;
         opened.and(given)
     });
     report.check(
         "a user without the right, or with too little memory to lock, is refused with the reason",
         |_| {
-            guest.sh("echo 'other:x:1000:1000::/:/bin/sh' >>/etc/passwd", MINUTE)?;
+            guest.sh("echo 'other:x:1000:1000::/:/bin/sh' >>/etc/passwd", LIMIT)?;
             let list = format!("shadowbell list {}", target(0));
             let group = format!(
                 "/dev/vfio/$(basename $(readlink /sys/bus/pci/devices/{}/iommu_group))",
@@ -135,8 +136,8 @@ pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
             let limited = format!("ulimit -l 64; {list}");
             refused_to_others(guest, &format!("chown other {group}"), &limited, &["ulimit -l"])?;
             // A user other than root may drive the controller if its memlock limit is sufficient.
-            guest.sh(&format!("ulimit -l 1000000; su other -c '{list}'"), MINUTE)?;
-            guest.sh(&format!("chown root {group}"), MINUTE)
+            guest.sh(&format!("ulimit -l 1000000; su other -c '{list}'"), LIMIT)?;
+            guest.sh(&format!("chown root {group}"), LIMIT)
         },
     );
 }

@@ -12,12 +12,12 @@ use serde_json::{Value, json};
 use shadowbell_guest::trace::Stretch;
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server, config};
 
-use super::target::SLACK;
-use crate::setup::{MINUTE, Setup, names};
+use crate::setup::{Setup, names};
 use crate::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, shadowbell};
 use shadowbell_bench::figures::count as short;
 use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const DISK_BYTES: u64 = 1 << 40;
 /// Queue depth, bytes of each read, number of reads, and number of reads with the trace on.
@@ -168,7 +168,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         [("qemu", None), ("shadowbell", disk.server)].into_iter().enumerate()
     {
         let disk = names(&mut guest, index)?.1;
-        guest.sh(&format!("echo none >/sys/block/{disk}/queue/scheduler"), MINUTE)?;
+        guest.sh(&format!("echo none >/sys/block/{disk}/queue/scheduler"), LIMIT)?;
         controllers.push(Controller {
             name,
             address: config::pci_address(index),
@@ -184,7 +184,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         .context("no figures")?;
     report.table(table(&rows, kernel));
     judge(report, &rows);
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     for server in controllers.into_iter().filter_map(|controller| controller.server) {
         report.check("the server ends without an error", |_| server.stop());
     }
@@ -254,7 +254,7 @@ fn can_be_driven_by_qemu(guest: &mut Guest, controller: &Controller) -> Result<b
     let command =
         format!("timeout 10 qemu-img bench -f raw -c 1 -s 4096 nvme://{}/1", controller.address);
     for _ in 0..2 {
-        if guest.run(&command, MINUTE)?.code == 0 {
+        if guest.run(&command, LIMIT)?.code == 0 {
             return Ok(true);
         }
     }
@@ -299,12 +299,12 @@ fn time(
     if path == DataPath::Nbd {
         command = format!(
             "rm -f /tmp/nbd.sock; shadowbell -q export nvme://{} --nbd unix:/tmp/nbd.sock & \
-             for i in $(seq 100); do [ -S /tmp/nbd.sock ] && break; sleep 0.1; done; \
+             for i in $(seq 600); do [ -S /tmp/nbd.sock ] && break; sleep 0.1; done; \
              {command}; code=$?; kill $!; wait $! || exit 1; exit $code",
             controller.address
         );
     }
-    let text = guest.sh(&command, SLACK)?;
+    let text = guest.sh(&command, LIMIT)?;
     seconds(&text).with_context(|| format!("qemu-img bench: {text:.400}"))
 }
 

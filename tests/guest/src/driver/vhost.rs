@@ -16,12 +16,12 @@ use shadowbell_guest::process::{Process, describe};
 use shadowbell_guest::{Guest, Kernel, RunDir, config};
 
 use super::table::{PATTERNS, seconds};
-use super::target::SLACK;
-use crate::setup::{MINUTE, Setup};
+use crate::setup::Setup;
 use crate::vfio::{boot, load};
 use shadowbell_bench::figures::count;
 use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// Kernel module of the guest's virtio driver.
 pub(crate) const MODULE: &str = "virtio_blk";
@@ -39,13 +39,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     })?;
     report.check("a virtio disk on the driver stores written data", |_| {
         load(&mut guest, &[MODULE])?;
-        let size = guest.sh("cat /sys/block/vda/size", MINUTE)?;
+        let size = guest.sh("cat /sys/block/vda/size", LIMIT)?;
         ensure!(size.trim() == (SIZE / 512).to_string(), "{size} sectors");
         guest.sh(
             "fio --name=verify --filename=/dev/vda --rw=randrw --bsrange=512-128k --blockalign=512 \
              --size=16m --iodepth=16 --fsync=32 --direct=1 --ioengine=libaio --verify=crc32c \
              --verify_fatal=1 --do_verify=1 --output-format=terse",
-            SLACK,
+            LIMIT,
         )
     });
     let rows = report.check("sequential reads through vhost-user-blk", |_| {
@@ -74,7 +74,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         table.push(cells, row);
     }
     report.table(table);
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     report.check("the export and the server end without an error", |_| {
         stop(export)?;
         disk.stop()
@@ -125,6 +125,6 @@ fn stop(mut export: Process) -> Result<()> {
 fn time(guest: &mut Guest, depth: u32, bs: u32, ios: u64) -> Result<f64> {
     let command =
         format!("qemu-img bench -f raw -c {ios} -d {depth} -s {bs} -t none -i native -n /dev/vda");
-    let text = guest.sh(&command, SLACK)?;
+    let text = guest.sh(&command, LIMIT)?;
     seconds(&text).with_context(|| format!("qemu-img bench: {text:.400}"))
 }

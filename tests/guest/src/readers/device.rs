@@ -6,9 +6,9 @@ use shadowbell_guest::Guest;
 
 use super::controller::{Controller, SIZE};
 use crate::dmesg;
-use crate::setup::MINUTE;
 use crate::vfio::shadowbell;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// A disk that is exported as a ublk device in the guest.
 pub(crate) struct Export {
@@ -26,12 +26,12 @@ impl Export {
             &format!(
                 "shadowbell export {target} --ublk --ublk-id {number} {options} \
                     >/tmp/export{number} 2>&1 & echo $! >/tmp/pid{number}; \
-                 for i in $(seq 300); do \
+                 for i in $(seq 600); do \
                     grep -q 'exporting' /tmp/export{number} && exit 0; \
-                    [ -d /proc/$(cat /tmp/pid{number}) ] || break; sleep 0.05; \
+                    [ -d /proc/$(cat /tmp/pid{number}) ] || break; sleep 0.1; \
                  done; cat /tmp/export{number}; exit 1"
             ),
-            MINUTE,
+            LIMIT,
         )?;
         Ok(Self { disk: format!("ublkb{number}"), number })
     }
@@ -44,13 +44,13 @@ impl Export {
                  /proc/$(cat /tmp/pid{})/task/*/status",
                 self.number
             ),
-            MINUTE,
+            LIMIT,
         )?;
         text.split_whitespace().map(|n| n.parse::<u64>().context("a count of sleeps")).sum()
     }
 
     pub(crate) fn signal(&self, guest: &mut Guest, signal: &str) -> Result<()> {
-        guest.sh(&format!("kill -{signal} $(cat /tmp/pid{})", self.number), MINUTE).map(drop)
+        guest.sh(&format!("kill -{signal} $(cat /tmp/pid{})", self.number), LIMIT).map(drop)
     }
 
     /// Waits for the end of the server. Returns its output.
@@ -58,10 +58,10 @@ impl Export {
         let number = self.number;
         guest.sh(
             &format!(
-                "for i in $(seq 200); do [ -d /proc/$(cat /tmp/pid{number}) ] || break; \
-                    sleep 0.05; done; cat /tmp/export{number}; ! [ -d /proc/$(cat /tmp/pid{number}) ]"
+                "for i in $(seq 600); do [ -d /proc/$(cat /tmp/pid{number}) ] || break; \
+                    sleep 0.1; done; cat /tmp/export{number}; ! [ -d /proc/$(cat /tmp/pid{number}) ]"
             ),
-            MINUTE,
+            LIMIT,
         )
     }
 
@@ -71,7 +71,7 @@ impl Export {
         self.signal(guest, "TERM")?;
         let said = self.ended(guest)?;
         ensure!(said.contains("ended") && !said.contains("WARN"), "{said}");
-        guest.sh(&format!("! [ -e /dev/{} ]", self.disk), MINUTE).context("the device is there")?;
+        guest.sh(&format!("! [ -e /dev/{} ]", self.disk), LIMIT).context("the device is there")?;
         Ok(())
     }
 }
@@ -146,25 +146,25 @@ pub(crate) fn kernel_logged_no_warning(guest: &mut Guest) -> Result<()> {
 fn clean_up(guest: &mut Guest) -> Result<()> {
     let script = "umount /mnt; for signal in TERM KILL; do \
             kill -$signal $(cat /tmp/pid0); \
-            for i in $(seq 100); do [ -d /proc/$(cat /tmp/pid0) ] || exit 0; sleep 0.05; done; \
+            for i in $(seq 600); do [ -d /proc/$(cat /tmp/pid0) ] || exit 0; sleep 0.1; done; \
         done";
-    guest.run(script, MINUTE).map(drop)
+    guest.run(script, LIMIT).map(drop)
 }
 
 fn unprivileged(guest: &mut Guest) -> Result<()> {
-    guest.sh("id other || echo other:x:1000:1000::/:/bin/sh >>/etc/passwd", MINUTE)?;
+    guest.sh("id other || echo other:x:1000:1000::/:/bin/sh >>/etc/passwd", LIMIT)?;
     for change in ["chmod 600", "chmod 666"] {
-        guest.sh(&format!("{change} /dev/ublk-control"), MINUTE)?;
-        let output = guest.run("su other -c 'shadowbell export mem:16MiB --ublk'", MINUTE)?;
+        guest.sh(&format!("{change} /dev/ublk-control"), LIMIT)?;
+        let output = guest.run("su other -c 'shadowbell export mem:16MiB --ublk'", LIMIT)?;
         let (code, text) = (output.code, output.text);
         ensure!(code == 2 && text.contains("needs root"), "{change}: {code}: {text}");
     }
-    guest.sh("chmod 600 /dev/ublk-control", MINUTE).map(drop)
+    guest.sh("chmod 600 /dev/ublk-control", LIMIT).map(drop)
 }
 
 /// Attribute of a block device in sysfs.
 fn attribute(guest: &mut Guest, disk: &str, name: &str) -> Result<String> {
-    Ok(guest.sh(&format!("cat /sys/block/{disk}/{name}"), MINUTE)?.trim().to_owned())
+    Ok(guest.sh(&format!("cat /sys/block/{disk}/{name}"), LIMIT)?.trim().to_owned())
 }
 
 fn attributes(
@@ -198,7 +198,7 @@ fn attributes(
         for name in ["queue/discard_max_bytes", "queue/write_zeroes_max_bytes"] {
             ensure!(attribute(guest, &export.disk, name)? != "0", "{name}");
         }
-        let queues = guest.sh(&format!("ls /sys/block/{}/mq | wc -l", export.disk), MINUTE)?;
+        let queues = guest.sh(&format!("ls /sys/block/{}/mq | wc -l", export.disk), LIMIT)?;
         ensure!(queues.trim() == "2", "{queues} queues");
         export.stop(guest)?;
     }
@@ -207,7 +207,7 @@ fn attributes(
     let export = Export::start(guest, &format!("'{target}'"), "--read-only")?;
     expect(guest, &export.disk, &[("queue/logical_block_size", "4096"), ("ro", "1")])?;
     let write = format!("dd if=/dev/zero of=/dev/{} bs=4096 count=1 conv=fsync", export.disk);
-    ensure!(guest.run(&write, MINUTE)?.code != 0, "a disk that is read-only was written");
+    ensure!(guest.run(&write, LIMIT)?.code != 0, "a disk that is read-only was written");
     export.stop(guest)
 }
 
@@ -221,14 +221,14 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
              --blockalign=512 --do_verify=1 --numjobs=2 --size=24m --offset_increment=24m \
              --iodepth=16 --fsync=32 {fio}"
         ),
-        3 * MINUTE,
+        LIMIT,
     )?;
     guest.sh(
         &format!(
             "fio --name=trim --filename=/dev/{disk} --rw=randtrimwrite --bs=16k --size=16m \
              --offset=64m --iodepth=8 --direct=1 --ioengine=libaio --output-format=terse"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     // The steps are a Write Zeroes between blocks that are not zero, and a write through the page
     // cache, which the end of the export flushes.
@@ -240,7 +240,7 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
              head -c 3000000 /dev/urandom >/tmp/data && \
              dd if=/tmp/data of=/dev/{disk} bs=1M seek=200"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     export.stop(guest)?;
     // The driver reads data that were written through the kernel.
@@ -248,7 +248,7 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
         "shadowbell read {} --offset 200M --length 3000000 -o /tmp/back && cmp /tmp/data /tmp/back",
         controller.target()
     );
-    guest.sh(&read, MINUTE).map(drop)
+    guest.sh(&read, LIMIT).map(drop)
 }
 
 /// Checksum of every file, sorted by path, for a comparison.
@@ -258,36 +258,33 @@ fn file_system(guest: &mut Guest, controller: &Controller) -> Result<()> {
     let target = controller.target();
     let export = Export::start(guest, &target, "")?;
     let disk = export.disk.clone();
-    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
-    guest.sh(
-        &format!("cd / && {SUMS} >/tmp/before && cp -a usr /mnt/ && umount /mnt"),
-        3 * MINUTE,
-    )?;
+    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), LIMIT)?;
+    guest.sh(&format!("cd / && {SUMS} >/tmp/before && cp -a usr /mnt/ && umount /mnt"), LIMIT)?;
     export.stop(guest)?;
     // The file system is mounted again, through a new server.
     let export = Export::start(guest, &target, "")?;
-    guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
-    guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after", MINUTE)?;
-    guest.sh("rm -r /mnt/usr/lib && fstrim /mnt && umount /mnt", MINUTE)?;
-    guest.sh(&format!("e2fsck -fn /dev/{disk}"), MINUTE)?;
+    guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), LIMIT)?;
+    guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after", LIMIT)?;
+    guest.sh("rm -r /mnt/usr/lib && fstrim /mnt && umount /mnt", LIMIT)?;
+    guest.sh(&format!("e2fsck -fn /dev/{disk}"), LIMIT)?;
     export.stop(guest)
 }
 
 fn in_use(guest: &mut Guest, controller: &Controller) -> Result<()> {
     let export = Export::start(guest, &controller.target(), "")?;
     let disk = &export.disk;
-    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
+    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), LIMIT)?;
     export.signal(guest, "TERM")?;
     let said = guest.sh(
-        "for i in $(seq 100); do grep -q 'is in use' /tmp/export0 && break; sleep 0.05; done; \
+        "for i in $(seq 600); do grep -q 'is in use' /tmp/export0 && break; sleep 0.1; done; \
          cat /tmp/export0; [ -d /proc/$(cat /tmp/pid0) ] && echo more >/mnt/file && sync",
-        MINUTE,
+        LIMIT,
     )?;
     ensure!(said.contains("is in use, waiting for its users"), "{said}");
-    guest.sh("umount /mnt", MINUTE)?;
+    guest.sh("umount /mnt", LIMIT)?;
     let said = export.ended(guest)?;
     ensure!(said.contains("ended"), "{said}");
-    guest.sh(&format!("! [ -e /dev/{disk} ]"), MINUTE).context("the device is still there")?;
+    guest.sh(&format!("! [ -e /dev/{disk} ]"), LIMIT).context("the device is still there")?;
     Ok(())
 }
 
@@ -303,10 +300,10 @@ pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()>
               --direct=1 --ioengine=libaio --rate=3m --output-format=terse; echo ended $?) \
               >/tmp/fio 2>&1 &"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     for _ in 0..3 {
-        guest.sh("sleep 0.7; ! grep ended /tmp/fio", MINUTE).context("fio was too fast")?;
+        guest.sh("sleep 0.7; ! grep ended /tmp/fio", LIMIT).context("fio was too fast")?;
         export.signal(guest, "KILL")?;
         // The controller stays in use until the kernel has released the memory of the killed
         // process.
@@ -319,12 +316,12 @@ pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()>
             },
         )?;
         export = Export::start(guest, target, "--recover")?;
-        let said = guest.sh("cat /tmp/export0", MINUTE)?;
+        let said = guest.sh("cat /tmp/export0", LIMIT)?;
         ensure!(said.contains(": recovered") && said.contains(words), "{said}");
     }
     let said = guest.sh(
         "for i in $(seq 600); do grep -q ended /tmp/fio && break; sleep 0.1; done; cat /tmp/fio",
-        2 * MINUTE,
+        LIMIT,
     )?;
     ensure!(said.contains("ended 0"), "{said}");
     export.stop(guest)

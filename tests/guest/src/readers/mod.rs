@@ -16,8 +16,9 @@ use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, config};
 use self::controller::{Controller, SIZE};
 pub(super) use self::device::{Export, kernel_logged_no_warning, killed, refused};
 use super::vfio::{self, allow_unsafe_interrupts, boot, load, pack, shadowbell};
-use crate::setup::{MINUTE, Setup, names};
+use crate::setup::{Setup, names};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// The kernel's ublk driver.
 const UBLK: &str = "ublk_drv";
@@ -45,11 +46,11 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     // the number of messages low.
     guest.sh(
         "echo 64 >/proc/sys/vm/nr_hugepages && grep -q 'HugePages_Free: *64' /proc/meminfo",
-        MINUTE,
+        LIMIT,
     )?;
     let mut find = |index, name| {
         let (address, disk) = (config::pci_address(index), names(&mut guest, index)?.1);
-        guest.sh(&format!("echo none >/sys/block/{disk}/queue/scheduler"), MINUTE)?;
+        guest.sh(&format!("echo none >/sys/block/{disk}/queue/scheduler"), LIMIT)?;
         anyhow::Ok(Controller { name, address, disk })
     };
     let controllers = [find(0, "qemu")?, find(1, "shadowbell")?];
@@ -69,7 +70,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
                      --ioengine=psync --output-format=terse",
                     controller.disk
                 ),
-                2 * MINUTE,
+                LIMIT,
             )?;
         }
         Ok(())
@@ -112,7 +113,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         table::judge(report, &rows, measured.len());
     }
     device::checks(report, &mut guest, shadowbell_controller, qemu);
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     report.check("the server ends without an error", |_| shadowbell_disk.stop());
     Ok(())
 }

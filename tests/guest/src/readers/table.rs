@@ -12,11 +12,11 @@ use super::controller::{Controller, SIZE};
 use super::device::Export;
 use crate::comparison::{Comparison, MISSED, OPEN, REACHED};
 use crate::fio::{self, Measured};
-use crate::setup::MINUTE;
 use crate::vfio::json_of;
 use shadowbell_bench::figures::count;
 use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// Sizes of random reads in bytes.
 const SMALL: [u32; 2] = [512, 4096];
@@ -264,7 +264,7 @@ pub(crate) fn through_ublk(
     let export = Export::start(guest, &controller.target(), "")?;
     let rows = through(guest, controller, rounds, &export);
     // The file system is unmounted also after a failure, so that the controller is free.
-    guest.sh("! grep -q ' /mnt ' /proc/mounts || umount /mnt", MINUTE)?;
+    guest.sh("! grep -q ' /mnt ' /proc/mounts || umount /mnt", LIMIT)?;
     let stopped = export.stop(guest);
     rows.and_then(|rows| stopped.map(|()| rows))
 }
@@ -278,8 +278,7 @@ fn through(
     let disk = &export.disk;
     let one = std::slice::from_ref(controller);
     let mut rows = Vec::new();
-    // The sequential readers, and one size of random reads. The table has the other size for
-    // readers through the driver.
+    // Random reads of 4 KiB are only measured through the driver.
     for what in raw("shadowbell", "ublk").filter(|what| what.bs != 4096) {
         let turns = turns(&[what], rounds);
         let asleep = export.sleeps(guest)?;
@@ -297,11 +296,11 @@ fn through(
         }
         rows.extend(row);
     }
-    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
+    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), LIMIT)?;
     for file in FILES.into_iter().enumerate().map(|(index, _)| index) {
         let mib = FILE_BYTES >> 20;
         let write = format!("dd if=/dev/zero of=/mnt/{file} bs=1M count={mib} conv=fsync");
-        guest.sh(&write, MINUTE)?;
+        guest.sh(&write, LIMIT)?;
     }
     for readers in FILES {
         let file_system = Some("ext4");
@@ -309,7 +308,7 @@ fn through(
         let what = Condition { device, through, file_system, rw, bs, readers };
         rows.extend(in_turn(one, rounds, &[what], |_, _| {
             let mount = "umount /mnt && echo 3 >/proc/sys/vm/drop_caches";
-            guest.sh(&format!("{mount} && mount /dev/{disk} /mnt"), MINUTE)?;
+            guest.sh(&format!("{mount} && mount /dev/{disk} /mnt"), LIMIT)?;
             let mut words = format!("--bs={bs} --direct=0 --ioengine=psync --size={FILE_BYTES}");
             for file in 0..readers {
                 words += &format!(" --name=file{file} --filename=/mnt/{file}");

@@ -18,8 +18,9 @@ pub(super) use self::verify::{number, verify};
 
 use self::controllers::Which;
 use super::vfio::{IOMMU, MODULES, allow_unsafe_interrupts, boot, load, pack, shadowbell};
-use crate::setup::{MINUTE, Setup};
+use crate::setup::Setup;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// Size of each disk in bytes.
 const SIZE: u64 = 128 << 20;
@@ -59,7 +60,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             allow_unsafe_interrupts(&mut guest)?;
             // QEMU sends a vfio-user server one message for each page that the IOMMU maps. Huge
             // pages keep the number of messages low.
-            guest.sh("echo 32 >/proc/sys/vm/nr_hugepages", MINUTE)?;
+            guest.sh("echo 32 >/proc/sys/vm/nr_hugepages", LIMIT)?;
             let addresses = Which::ALL.map(Which::address);
             shadowbell(&mut guest, &format!("bind {}", addresses.join(" ")))?.success()
         })
@@ -72,7 +73,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         ensure!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
         Ok(())
     });
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     for server in servers {
         report.check("the server ends without an error", |_| server.stop());
     }

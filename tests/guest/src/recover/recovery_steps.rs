@@ -6,9 +6,9 @@ use shadowbell_guest::{Guest, Kernel, RunDir};
 
 use super::controllers::Which;
 use super::verify::{number, verify};
-use crate::setup::MINUTE;
 use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// Names in the server's log of all faults of I/O commands. Each of these faults must have been
 /// injected.
@@ -76,7 +76,7 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest, kernel: Kernel) {
         "a removed controller ends all commands immediately, with an error message",
         |_| {
             let command = format!("shadowbell verify --force {} {LOAD}", Which::Removed.target());
-            let output = guest.run(&command, MINUTE)?;
+            let output = guest.run(&command, LIMIT)?;
             ensure!(output.code == 1, "it ended with {}: {}", output.code, output.text);
             ensure!(output.text.contains("all ones"), "{}", output.text);
             ensure!(!output.text.contains("panicked"), "{}", output.text);

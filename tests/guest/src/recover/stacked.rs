@@ -8,8 +8,8 @@ use shadowbell_guest::Guest;
 
 use super::controllers::Which;
 use super::verify::{number, verify};
-use crate::setup::MINUTE;
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SOCKET: &str = "/tmp/vm0.sock";
 const STATISTICS: &str = "/tmp/serve.json";
@@ -65,10 +65,10 @@ fn stacked_after_a_crash(guest: &mut Guest, disk: &str) -> Result<Value> {
             &format!(
                 "shadowbell verify --force vfio-user:{SOCKET} {load} >/tmp/client 2>&1 & \
                  client=$!; \
-                 for i in $(seq 100); do grep -q 'queue pair' /tmp/client && break; sleep 0.1; done; \
+                 for i in $(seq 600); do grep -q 'queue pair' /tmp/client && break; sleep 0.1; done; \
                  sleep 0.4; kill -KILL $client || {{ cat /tmp/client; exit 1; }}"
             ),
-            MINUTE,
+            LIMIT,
         )?;
     }
     served(guest)
@@ -92,12 +92,12 @@ fn start(guest: &mut Guest, disk: &str) -> Result<()> {
         &format!(
             "shadowbell serve '{disk}' --socket {SOCKET} \
                 >/tmp/served 2>&1 & echo $! >/tmp/served.pid; \
-             for i in $(seq 300); do \
+             for i in $(seq 600); do \
                 [ -S {SOCKET} ] && exit 0; \
-                [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.05; \
+                [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.1; \
              done; cat /tmp/served; exit 1"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     Ok(())
 }
@@ -108,14 +108,14 @@ fn stop(guest: &mut Guest) -> Result<Value> {
         &format!(
             "shadowbell ctl -s {SOCKET} stats --json >{STATISTICS} || exit 1; \
              kill -TERM $(cat /tmp/served.pid); \
-             for i in $(seq 200); do \
-                [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.05; \
+             for i in $(seq 600); do \
+                [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.1; \
              done; \
              if [ -d /proc/$(cat /tmp/served.pid) ] || ! grep -q ended /tmp/served || \
                 grep -qE 'ERROR|WARN|panicked' /tmp/served; then cat /tmp/served; exit 1; fi; \
              cat {STATISTICS}"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     serde_json::from_str(&text).with_context(|| format!("the statistics: {text:.400}"))
 }
@@ -129,12 +129,12 @@ fn below(guest: &mut Guest) -> Result<()> {
              head -c 777 /dev/urandom >>/tmp/data && \
              shadowbell write vfio-user:{SOCKET} --force --offset 1000001 -i /tmp/data"
         ),
-        MINUTE,
+        LIMIT,
     );
     stop(guest)?;
     written?;
     let length = 3 * (1 << 20) + 777;
     let read = format!("shadowbell read {target} --offset 1000001 --length {length} -o /tmp/back");
-    guest.sh(&format!("{read} && cmp /tmp/data /tmp/back"), MINUTE)?;
+    guest.sh(&format!("{read} && cmp /tmp/data /tmp/back"), LIMIT)?;
     Ok(())
 }

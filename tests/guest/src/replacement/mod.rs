@@ -19,9 +19,10 @@ use self::count::Count;
 pub(super) use self::kill::kill_worker;
 pub(super) use self::upgrade::upgrade_worker;
 use super::dmesg;
-use super::setup::{Disk, MINUTE, Setup, finish, names};
+use super::setup::{Disk, Setup, finish, names};
 use super::writer::{Writer, patrol};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 1 << 30;
 /// Pause between two events.
@@ -127,7 +128,7 @@ pub(crate) fn run(
     });
     report.check("while fio writes and verifies, 32 at once", |_| {
         let events = subject.start();
-        guest.sh(&fio(&dev, "--size=48m"), Duration::from_secs(180))?;
+        guest.sh(&fio(&dev, "--size=48m"), LIMIT)?;
         events.stop(&mut all)
     });
     report.check("while the controller is reset, eight times under load", |_| {
@@ -139,7 +140,7 @@ pub(crate) fn run(
                     echo 1 >/sys/class/nvme/{controller}/reset_controller || exit 1; sleep 0.4; \
                  done"
             ),
-            MINUTE,
+            LIMIT,
         )?;
         writer.join(&mut guest)?;
         events.stop(&mut all)?;
@@ -154,7 +155,7 @@ pub(crate) fn run(
                  cp -a /usr/bin /mnt/ && sync && echo 3 >/proc/sys/vm/drop_caches && \
                  diff -r /usr/bin /mnt/bin && umount /mnt"
             ),
-            Duration::from_secs(180),
+            LIMIT,
         )?;
         events.stop(&mut all)
     });
@@ -165,7 +166,7 @@ pub(crate) fn run(
         let more = report.check(&format!("{left} more, while fio writes and verifies"), |_| {
             let events = subject.start();
             let some = "--size=48m --time_based --runtime=20";
-            guest.sh(&fio(&dev, some), Duration::from_secs(180))?;
+            guest.sh(&fio(&dev, some), LIMIT)?;
             events.stop(&mut all)
         });
         if more.is_none() || all == before {

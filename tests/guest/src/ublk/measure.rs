@@ -6,9 +6,9 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use shadowbell_bench::table::Table;
 use shadowbell_guest::{Guest, Kernel};
+use shadowbell_testing::wait::LIMIT;
 
 use super::super::readers::Export;
-use super::super::setup::MINUTE;
 
 /// Duration of a measurement.
 const TIME: Duration = Duration::from_millis(1500);
@@ -76,7 +76,7 @@ fn once(guest: &mut Guest, disk: &str, (rw, bytes, depth): (&str, u32, u32)) -> 
              {ticks}; cat /tmp/fio.json",
             TIME.as_millis()
         ),
-        MINUTE + TIME,
+        LIMIT + TIME,
     )?;
     parse(&text, rw).with_context(|| format!("{text:.300}"))
 }

@@ -11,9 +11,10 @@ use anyhow::{Context, Result, ensure};
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir};
 
 use super::readers::{Export, kernel_logged_no_warning, killed, refused};
-use super::setup::{MINUTE, Setup, names};
+use super::setup::{Setup, names};
 use super::vfio::{boot, load, pack};
 use shadowbell_harness::Report;
+use shadowbell_testing::wait::LIMIT;
 
 /// The kernel's ublk driver.
 const UBLK: &str = "ublk_drv";
@@ -51,7 +52,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             "mkfs.ext4 -q -F /dev/{other} && mkdir -p /img && mount /dev/{other} /img && \
              truncate -s {IMAGE_BYTES} {IMAGE}"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
         report
@@ -78,7 +79,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.check("the kernel logs no warning", |_| kernel_logged_no_warning(&mut guest));
     // The kernel logs the errors of this check, so the kernel's log is checked before.
     report.check("a truncated image gives errors, never zeroes", |_| shrunk(&mut guest));
-    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(LIMIT));
     Ok(())
 }
 
@@ -86,13 +87,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 fn clean_up(guest: &mut Guest) -> Result<()> {
     let script = "umount /mnt; for signal in TERM KILL; do \
             kill -$signal $(cat /tmp/pid0); \
-            for i in $(seq 100); do [ -d /proc/$(cat /tmp/pid0) ] || exit 0; sleep 0.05; done; \
+            for i in $(seq 600); do [ -d /proc/$(cat /tmp/pid0) ] || exit 0; sleep 0.1; done; \
         done";
-    guest.run(script, MINUTE).map(drop)
+    guest.run(script, LIMIT).map(drop)
 }
 
 fn export_log(guest: &mut Guest) -> Result<String> {
-    guest.sh("cat /tmp/export0", MINUTE)
+    guest.sh("cat /tmp/export0", LIMIT)
 }
 
 /// Ends an export with zero copy. Returns the number of requests with zero copy, and of those with
@@ -130,7 +131,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
              --blockalign=512 --do_verify=1 --numjobs=2 --size=16m --offset_increment=16m \
              --iodepth=16 --fsync=32 {fio}"
         ),
-        3 * MINUTE,
+        LIMIT,
     )?;
     // The steps are writes with FUA, Write Zeroes between blocks that are not zero, a discard, and
     // a write through the page cache.
@@ -139,7 +140,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
             "fio --name=durable --filename=/dev/{disk} --rw=randwrite --bs=16k --sync=dsync \
              --offset=96m --size=2m --do_verify=1 {fio}"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     guest.sh(
         &format!(
@@ -151,7 +152,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
              blkdiscard -f -o 43M -l 1M /dev/{disk} && \
              dd if=/tmp/data of=/dev/{disk} bs=1M seek=64"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     if is_straight {
         let (zero_copy, copied) = stop(guest, export)?;
@@ -167,7 +168,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
              yes shadowbell | head -c 65536 >/tmp/yes && \
              dd if={raw} bs=64k skip=640 count=1 iflag=direct | cmp - /tmp/yes"
         ),
-        MINUTE,
+        LIMIT,
     )?;
     Ok(())
 }
@@ -178,29 +179,29 @@ const SUMS: &str = "find usr/sbin -xdev -type f | sort | xargs sha256sum";
 fn file_system(guest: &mut Guest) -> Result<()> {
     let export = Export::start(guest, IMAGE, "")?;
     let disk = export.disk.clone();
-    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
+    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), LIMIT)?;
     guest.sh(
         &format!("cd / && {SUMS} >/tmp/before && mkdir /mnt/usr && cp -a usr/sbin /mnt/usr/ && umount /mnt"),
-        3 * MINUTE,
+        LIMIT,
     )?;
     let (zero_copy, copied) = stop(guest, export)?;
     ensure!(zero_copy > 100 && copied == 0, "{zero_copy} requests straight, {copied} copied");
     // The export is started again with the other data path.
     let export = Export::start(guest, IMAGE, "--ublk-copy")?;
-    guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
-    guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after && umount /mnt", MINUTE)?;
+    guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), LIMIT)?;
+    guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after && umount /mnt", LIMIT)?;
     export.stop(guest)?;
     let export = Export::start(guest, IMAGE, "")?;
-    guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
-    guest.sh("cmp /tmp/before /tmp/after", MINUTE)?;
-    guest.sh("rm -r /mnt/usr/sbin && fstrim /mnt && umount /mnt", MINUTE)?;
-    guest.sh(&format!("e2fsck -fn /dev/{disk}"), MINUTE)?;
+    guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), LIMIT)?;
+    guest.sh("cmp /tmp/before /tmp/after", LIMIT)?;
+    guest.sh("rm -r /mnt/usr/sbin && fstrim /mnt && umount /mnt", LIMIT)?;
+    guest.sh(&format!("e2fsck -fn /dev/{disk}"), LIMIT)?;
     stop(guest, export).map(drop)
 }
 
 fn shrunk(guest: &mut Guest) -> Result<()> {
     let image = "/img/shrinks.img";
-    guest.sh(&format!("truncate -s 16M {image}"), MINUTE)?;
+    guest.sh(&format!("truncate -s 16M {image}"), LIMIT)?;
     let export = Export::start(guest, image, "")?;
     let disk = export.disk.clone();
     ensure!(export_log(guest)?.contains(ZERO_COPY), "the data are copied");
@@ -210,36 +211,36 @@ fn shrunk(guest: &mut Guest) -> Result<()> {
             "yes shadowbell | {}",
             dd(&format!("of=/dev/{disk} iflag=fullblock count=256 oflag=direct"))
         ),
-        MINUTE,
+        LIMIT,
     )?;
-    guest.sh(&format!("truncate -s {} {image}", (8 << 20) + 32768), MINUTE)?;
+    guest.sh(&format!("truncate -s {} {image}", (8 << 20) + 32768), LIMIT)?;
     let read = |at: u32| dd(&format!("if=/dev/{disk} of=/tmp/read iflag=direct count=1 skip={at}"));
     guest.sh(
         &format!("{} && head -c 65536 /dev/zero | cmp -s - /tmp/read && exit 1 || true", read(127)),
-        MINUTE,
+        LIMIT,
     )?;
     // Reads across the end of the file and behind it fail, also after the file has its old size
     // again.
     for at in [128, 200] {
-        ensure!(guest.run(&read(at), MINUTE)?.code != 0, "block {at} is read from beyond the end");
+        ensure!(guest.run(&read(at), LIMIT)?.code != 0, "block {at} is read from beyond the end");
     }
-    guest.sh(&format!("truncate -s 16M {image}"), MINUTE)?;
-    ensure!(guest.run(&read(200), MINUTE)?.code != 0, "lost data are read as zeroes");
-    guest.sh(&read(127), MINUTE)?;
+    guest.sh(&format!("truncate -s 16M {image}"), LIMIT)?;
+    ensure!(guest.run(&read(200), LIMIT)?.code != 0, "lost data are read as zeroes");
+    guest.sh(&read(127), LIMIT)?;
     export.signal(guest, "TERM")?;
     let export_log = export.ended(guest)?;
     ensure!(
         export_log.contains("requests failed") || export_log.contains("may not be durable"),
         "{export_log}"
     );
-    guest.sh(&format!("rm {image}"), MINUTE).map(drop)
+    guest.sh(&format!("rm {image}"), LIMIT).map(drop)
 }
 
 fn limited(guest: &mut Guest, raw: &str) -> Result<()> {
     let export = Export::start(guest, &format!("'{raw}?iops=2000'"), "")?;
     ensure!(!export_log(guest)?.contains(ZERO_COPY), "requests bypass the limit");
     let disk = &export.disk;
-    guest.sh(&format!("dd if=/dev/{disk} of=/dev/null bs=1M count=4 iflag=direct"), MINUTE)?;
+    guest.sh(&format!("dd if=/dev/{disk} of=/dev/null bs=1M count=4 iflag=direct"), LIMIT)?;
     export.stop(guest)
 }
 
@@ -254,7 +255,7 @@ fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
         let export = Export::start(guest, raw, &format!("{made} --recover"))?;
         guest.sh(
             &format!("dd if=/tmp/data of=/dev/{} bs=1M seek=100 conv=fsync", export.disk),
-            MINUTE,
+            LIMIT,
         )?;
         export.signal(guest, "KILL")?;
         export.ended(guest)?;
@@ -267,7 +268,7 @@ fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
             &format!(
                 "dd if=/dev/{disk} bs=1M skip=100 count=3 iflag=direct | cmp -n 3000000 - /tmp/data"
             ),
-            MINUTE,
+            LIMIT,
         )?;
         guest.sh(
             &format!(
@@ -275,7 +276,7 @@ fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
                  --blockalign=512 --do_verify=1 --size=8m --iodepth=16 --direct=1 \
                  --ioengine=libaio --verify=crc32c --verify_fatal=1 --output-format=terse"
             ),
-            2 * MINUTE,
+            LIMIT,
         )?;
         export.stop(guest)?;
     }
