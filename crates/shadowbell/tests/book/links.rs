@@ -42,7 +42,7 @@ fn links_of_the_repository_resolve() {
     let crates = std::fs::read_dir(root().join("crates")).unwrap();
     let crates = crates.map(|entry| Path::new("crates").join(entry.unwrap().file_name()));
     let readmes = crates.map(|path| path.join("README.md")).filter(|p| root().join(p).exists());
-    let top = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"];
+    let top = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"];
     let all = top.into_iter().map(Into::into).chain(readmes);
     let found: Vec<_> = all.flat_map(|path| broken(&Page::open(path), false)).collect();
     assert!(found.is_empty(), "{}", found.join("\n"));
