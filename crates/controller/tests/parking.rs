@@ -455,13 +455,12 @@ fn no_command_is_lost_with_many_hosts() {
                 std::thread::spawn(move || run_host(&pool, n, seed << 32 | n))
             })
             .collect();
-        let done: u64 = hosts.into_iter().map(|host| host.join().unwrap()).sum();
-        assert!(done > HOSTS * 20, "{polling:?}: {done} commands");
+        hosts.into_iter().for_each(|host| host.join().unwrap());
     }
 }
 
-/// Runs one host. Returns the number of completed commands.
-fn run_host(pool: &Pool, n: u64, seed: u64) -> u64 {
+/// Runs one host.
+fn run_host(pool: &Pool, n: u64, seed: u64) {
     let mut random = Random(seed);
     let kind =
         [DoorbellKind::Trap, DoorbellKind::Shadow, DoorbellKind::Event, DoorbellKind::Mapped]
@@ -473,9 +472,9 @@ fn run_host(pool: &Pool, n: u64, seed: u64) -> u64 {
     let (mut host, mut queue) = attach(controller, kind);
     let buffer = host.alloc(4096);
     let (mut done, mut next) = (0, 2);
-    // Duration of the load.
+    // Duration of the load, on a machine that completes some commands in it.
     let end = Instant::now() + Duration::from_millis(1500);
-    while Instant::now() < end {
+    while Instant::now() < end || done < 20 {
         match random.below(40) {
             // The sleep is long enough for the controller to be parked.
             0..10 => std::thread::sleep(Duration::from_micros(random.below(20_000))),
@@ -512,7 +511,6 @@ fn run_host(pool: &Pool, n: u64, seed: u64) -> u64 {
             }
         }
     }
-    done
 }
 
 /// Pseudo-random numbers (xorshift64*).

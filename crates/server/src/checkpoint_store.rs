@@ -147,13 +147,13 @@ pub(super) fn is_old(items: &mut Checkpoint) -> io::Result<bool> {
 mod tests {
     use super::*;
     use rustix::net::sockopt::{Timeout, set_socket_timeout};
+    use shadowbell_testing::wait::LIMIT;
 
-    /// A store, and the supervisor's end of its socket.
-    fn store() -> (CheckpointStore, OwnedFd) {
+    /// A store, and the supervisor's end of its socket. A send fails if the supervisor does not
+    /// receive within `timeout`.
+    fn store(timeout: Duration) -> (CheckpointStore, OwnedFd) {
         let (supervisor, worker) = protocol::pair().unwrap();
-        // A send times out if the supervisor does not receive.
-        let timeout = Some(Duration::from_millis(20));
-        set_socket_timeout(&worker, Timeout::Send, timeout).unwrap();
+        set_socket_timeout(&worker, Timeout::Send, Some(timeout)).unwrap();
         (CheckpointStore::new(worker).unwrap(), supervisor)
     }
 
@@ -168,7 +168,7 @@ mod tests {
     #[test]
     fn threads_do_not_mix_what_they_put_there() {
         shadowbell_process::descriptor_limit::raise();
-        let (store, supervisor) = store();
+        let (store, supervisor) = store(LIMIT);
         let (read, _write) = io::pipe().unwrap();
         let putters: Vec<_> = (0..4_u8)
             .map(|n| {
@@ -196,7 +196,8 @@ mod tests {
 
     #[test]
     fn what_a_supervisor_did_not_take_is_of_no_use_and_nobody_waits_for_it() {
-        let (store, supervisor) = store();
+        // Short limit: its expiry is tested.
+        let (store, supervisor) = store(Duration::from_millis(20));
         let (fence, _write) = io::pipe().unwrap();
         store.begin(("fence", fence.as_fd())).unwrap();
         store.put(COMPLETE, b"", &[]).unwrap();

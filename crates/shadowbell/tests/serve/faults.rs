@@ -1,8 +1,7 @@
-//! Server with injected faults, and a driver that recovers. Only with the feature: `cargo test
-//! -p shadowbell --features faults`.
+//! Server with injected faults, and a driver that recovers.
 
 use crate::harness::{Server, run};
-use shadowbell_driver::{AttachOptions, Timeouts};
+use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
 use shadowbell_spec::Status;
 use shadowbell_testing::wait::deadline;
 use std::time::{Duration, Instant};
@@ -13,7 +12,10 @@ fn a_driver_recovers_from_injected_faults() {
     let server = Server::start(&["mem:4MiB"], &["--faults", faults]);
     // Timeout after which hung commands are aborted; slow ones may be, too.
     let timeouts = Timeouts { io: Duration::from_millis(20), ..Timeouts::default() };
-    let mut controller = server.attach_with(&AttachOptions { timeouts, ..Default::default() });
+    // On a busy machine a command may time out several times.
+    let recovery = Recovery { repeats: 100, ..Recovery::default() };
+    let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
+    let mut controller = server.attach_with(&options);
     let namespace = controller.namespace(1).unwrap().clone();
     let mut queue = controller.take_queue_pair().unwrap();
     let pool = controller.buffers(8, 4096).unwrap();

@@ -159,6 +159,9 @@ fn a_second_signal_ends_the_server_at_once() {
     // A stopped process cannot end.
     signal(worker, Signal::STOP);
     server.signal(Signal::TERM);
+    // Two signals that are pending at the same time count as one.
+    let pending = || crate::idle::status_of(server.pid(), "shadowbell", "ShdPnd");
+    until("the delivery of the signal", || pending().chars().all(|digit| digit == '0'));
     moment();
     assert!(server.is_alive());
     server.signal(Signal::TERM);
