@@ -5,6 +5,7 @@ mod common;
 use common::directory;
 use shadowbell_disk::{Disk, Extent};
 use shadowbell_disk_file::{MemDisk, NullDisk};
+use shadowbell_testing::programs::skipped;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
@@ -36,7 +37,7 @@ fn sparse(path: &Path) -> Option<File> {
     file.sync_all().unwrap();
     let keeps_holes = file.metadata().unwrap().blocks() * 512 < 8 * MIB;
     if !keeps_holes {
-        eprintln!("skipped: the file system keeps no holes");
+        skipped("the file system keeps no holes");
     }
     keeps_holes.then_some(file)
 }

@@ -6,6 +6,7 @@ use common::{Host, Undo, as_root, directory, image, open, run_one};
 use shadowbell_disk::{DiskError, ImageFormat, Op, OpenError, Request, ResizeError, Submitted};
 use shadowbell_disk_file::{Direct, FileDisk, FileOptions};
 use shadowbell_memory::{Mapping, Protection, Segments};
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait;
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -439,7 +440,7 @@ fn flushes_and_fua_writes_reach_the_device() {
         stat.split_whitespace().nth(15).map(|n| n.parse::<u64>().unwrap())
     };
     if flushes().is_none() {
-        eprintln!("skipped: this kernel does not count flushes");
+        skipped("this kernel does not count flushes");
         return;
     }
     let host = Host::new(4096);

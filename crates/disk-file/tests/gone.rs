@@ -5,6 +5,7 @@ mod common;
 
 use common::{Host, Undo, as_root, directory, image, open, run_one, wait};
 use shadowbell_disk::{DiskError, Op, Queue, Request, Submitted};
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait;
 use std::fs::{File, OpenOptions};
@@ -243,7 +244,7 @@ fn a_file_system_is_shut_down() {
         let mut ended = submit_many(&mut *queue, &host);
         let Ok(status) = Command::new("xfs_io").args(["-x", "-c", "shutdown", name]).status()
         else {
-            println!("skipped: `xfs_io` is not here; it is in Debian's xfsprogs");
+            skipped("`xfs_io` is not here; it is in Debian's xfsprogs");
             return;
         };
         assert!(status.success());

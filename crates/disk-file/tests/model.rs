@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use shadowbell_disk::{Disk, DiskError, Op, Request};
 use shadowbell_testing::outside;
+use shadowbell_testing::programs::skipped;
 use std::sync::Arc;
 
 /// Size of the disk. It is larger than two bounce buffers.
@@ -280,7 +281,7 @@ fn on_files(count: u32, options: &str) {
     ))
     .is_err_and(|e| matches!(e, shadowbell_disk::OpenError::NotDirect { .. }))
     {
-        eprintln!("skipped: no direct I/O on the file system of the build directory");
+        skipped("no direct I/O on the file system of the build directory");
         return;
     }
     cases(count, |fresh| {
@@ -336,7 +337,7 @@ fn file_buffered_by_threads() {
 #[test]
 fn file_on_tmpfs() {
     let Ok(directory) = tempfile::tempdir_in("/dev/shm") else {
-        eprintln!("skipped: no /dev/shm");
+        skipped("no /dev/shm");
         return;
     };
     let path = image(directory.path(), SIZE as u64);

@@ -8,6 +8,7 @@ use shadowbell_disk::{Disk, Op, OpenError, Request, Submitted};
 use shadowbell_disk_file::{fence, open_lasting, recover};
 use shadowbell_state::{Descriptors, FdRef, Parcel};
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait::{self, LIMIT};
 use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
@@ -149,7 +150,7 @@ impl Drop for Slow {
 #[test]
 fn recovery_waits_for_a_write_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {
-        return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
+        return skipped("it needs root, nbdkit, nbdfuse and a loop device");
     };
     let spec = format!("{}?direct=on&aio=io_uring", slow.device.display());
     let mut left = die("write", &spec);
@@ -174,7 +175,7 @@ fn recovery_waits_for_a_write_of_the_dead_process() {
 #[test]
 fn the_fence_waits_for_a_read_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {
-        return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
+        return skipped("it needs root, nbdkit, nbdfuse and a loop device");
     };
     let spec = format!("{}?direct=on&aio=io_uring&read-only=on", slow.device.display());
     let left = die("read", &spec);

@@ -9,6 +9,7 @@ use shadowbell_testing::disks::{
     Random, batch, content, flush, memory, read, run, run_one, segments, write,
 };
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait;
 use std::io::Read;
 use std::net::TcpListener;
@@ -57,9 +58,9 @@ fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<ProcessGrou
     let mut child = match ProcessGroup::spawn(&mut command) {
         Ok(child) => child,
         Err(error) => {
-            eprintln!(
-                "skipped: `{program}` is not here ({error}); Debian has it in nbdkit, qemu-utils"
-            );
+            skipped(format_args!(
+                "`{program}` is not here ({error}); Debian has it in nbdkit, qemu-utils"
+            ));
             return None;
         }
     };
@@ -186,7 +187,7 @@ fn qemu_nbd_killed_and_restarted() {
     let name = image.to_str().unwrap();
     let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", name, "2M"]).status();
     if !made.is_ok_and(|status| status.success()) {
-        eprintln!("skipped: `qemu-img` is not here; it is in Debian's qemu-utils");
+        skipped("`qemu-img` is not here; it is in Debian's qemu-utils");
         return;
     }
     // With this cache mode, writes stay in the memory of the server, and metadata for any length of
@@ -243,7 +244,7 @@ fn tcp() {
         (is_there && is_alive(&mut server)).then(|| server.as_ref().map(|(port, _)| *port))
     });
     let Some(port) = port else {
-        eprintln!("skipped: `nbdkit` is not here");
+        skipped("`nbdkit` is not here");
         return;
     };
     let spec = NbdSpec::parse(&format!("nbd://localhost:{port}/")).unwrap();

@@ -202,7 +202,7 @@ mod tests {
             if direct {
                 let flags = rustix::fs::fcntl_getfl(&file).unwrap() | rustix::fs::OFlags::DIRECT;
                 if rustix::fs::fcntl_setfl(&file, flags).is_err() {
-                    println!("skipped: no direct I/O here");
+                    shadowbell_testing::programs::skipped("no direct I/O here");
                     continue;
                 }
             }

@@ -11,6 +11,7 @@ use shadowbell_disk::{self as disk, Disk, DiskError, Op, Request, Submitted};
 use shadowbell_disk_qcow2::{OpenError, create};
 use shadowbell_memory::Segments;
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait;
 use std::io::{BufRead, BufReader, Write as _};
 use std::os::unix::fs::FileExt;
@@ -268,7 +269,7 @@ fn full_storage_gives_no_space_and_recovers() {
         .args(["-t", "tmpfs", "-o", "size=3M", "tmpfs", name(&point)])
         .status();
     if !mounted.is_ok_and(|status| status.success()) {
-        eprintln!("skipped: this user may not mount a small file system");
+        skipped("this user may not mount a small file system");
         return;
     }
     struct Unmount(PathBuf);

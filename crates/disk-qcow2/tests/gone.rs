@@ -7,6 +7,7 @@ use common::{check, directory, file_options, flush, memory, open, read, segments
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_disk_qcow2::{Qcow2Disk, create};
 use shadowbell_testing::disks::Random;
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait;
 use std::os::unix::fs::FileExt;
@@ -258,7 +259,7 @@ fn does(program: &str, arguments: &[&str]) -> Option<String> {
             Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
         }
         other => {
-            eprintln!("skipped: `{program} {}`: {other:?}", arguments.join(" "));
+            skipped(format_args!("`{program} {}`: {other:?}", arguments.join(" ")));
             None
         }
     }

@@ -9,6 +9,7 @@ use shadowbell_testing::disks::{
     Random, assert_none_completes, batch, begin, content, ended, flush, memory, read, segments,
     wait, write,
 };
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait::{self, LIMIT};
 use std::path::Path;
 use std::process::Command;
@@ -21,9 +22,7 @@ const ENDS: &str = "SHADOWBELL_TEST_RBD_ENDS";
 fn conf() -> Option<String> {
     let conf = std::env::var("SHADOWBELL_CEPH_CONF").ok();
     if conf.is_none() {
-        eprintln!(
-            "skipped: `SHADOWBELL_CEPH_CONF` names no cluster; `cargo xtask ceph` starts one"
-        );
+        skipped("`SHADOWBELL_CEPH_CONF` names no cluster; `cargo xtask ceph` starts one");
     }
     conf
 }

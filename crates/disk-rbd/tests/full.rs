@@ -7,6 +7,7 @@ use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_testing::disks::{
     assert_none_completes, begin, ended, flush, memory, read, run_one, segments, wait, write,
 };
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait;
 use std::process::Command;
 
@@ -56,11 +57,11 @@ fn spec(conf: &str, image: &str) -> RbdSpec {
 #[test]
 fn a_full_cluster_gives_no_space_or_waits() {
     let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
-        eprintln!("skipped: `SHADOWBELL_CEPH_CONF` names no cluster");
+        skipped("`SHADOWBELL_CEPH_CONF` names no cluster");
         return;
     };
     if std::env::var_os("SHADOWBELL_CEPH_FILL").is_none() {
-        eprintln!("skipped: `SHADOWBELL_CEPH_FILL` does not allow to fill the cluster");
+        skipped("`SHADOWBELL_CEPH_FILL` does not allow to fill the cluster");
         return;
     }
     ceph(&conf, "rbd", &["create", "fill", "--size", "256M"]);

@@ -156,7 +156,7 @@ impl LateDevice {
         let has = |path: &str| Path::new(path).exists();
         let is_root = rustix::process::geteuid().is_root();
         if !is_root || !has("/dev/fuse") || !has("/dev/loop-control") {
-            eprintln!("skipped: needs root, /dev/fuse and a loop device");
+            crate::programs::skipped("needs root, /dev/fuse and a loop device");
             return None;
         }
         let directory = tempfile::tempdir().unwrap();
@@ -178,7 +178,7 @@ impl LateDevice {
         let name = late.device.file_name()?.to_string_lossy().into_owned();
         let direct = std::fs::read_to_string(format!("/sys/block/{name}/loop/dio")).ok()?;
         if direct.trim() != "1" {
-            eprintln!("skipped: needs a loop device that bypasses the page cache");
+            crate::programs::skipped("needs a loop device that bypasses the page cache");
             return None;
         }
         Some(late)

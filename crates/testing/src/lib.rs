@@ -9,6 +9,7 @@
 //! | `late` | `late` | a block device that delays one write |
 //! | `outside` | | disks provided from outside of the tests |
 //! | `process_group` | | child processes that end with the test |
+//! | `programs` | | programs of other projects that tests start, and skipped tests |
 //! | `stalled` | `stalled` | a FUSE file system that hangs |
 //! | `test_disk` | `test-disk` | disk in memory with holds and failures that a test controls |
 //! | `wait` | | waits for events, with one limit for all tests |
@@ -24,6 +25,7 @@ pub mod guest;
 pub mod late;
 pub mod outside;
 pub mod process_group;
+pub mod programs;
 #[cfg(feature = "stalled")]
 pub mod stalled;
 #[cfg(feature = "test-disk")]

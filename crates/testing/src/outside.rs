@@ -18,7 +18,9 @@ pub fn namespaces() -> Vec<String> {
     let named = std::env::var(NAMESPACES).unwrap_or_default();
     let disks: Vec<_> = named.split_whitespace().map(ToOwned::to_owned).collect();
     if disks.is_empty() {
-        eprintln!("skipped: {NAMESPACES} names no disk; `cargo xtask guest chardev` does");
+        crate::programs::skipped(format_args!(
+            "{NAMESPACES} names no disk; `cargo xtask guest chardev` does"
+        ));
     }
     disks
 }

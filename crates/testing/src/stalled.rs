@@ -261,7 +261,7 @@ impl Mount {
 
     fn start(test: &str, what: &[(&str, &Path)]) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() || !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: needs /dev/fuse and root");
+            crate::programs::skipped("needs /dev/fuse and root");
             return None;
         }
         let alone = ALONE.lock();

@@ -12,6 +12,7 @@ pub struct Report {
     part: String,
     passed: u64,
     failures: Vec<String>,
+    skipped: Vec<String>,
     rows: Vec<Value>,
 }
 
@@ -53,6 +54,11 @@ impl Report {
         self.failures.extend(failed.iter().map(|name| format!("{}: {name}", self.part)));
     }
 
+    /// Adds tests that were skipped, each with its reason.
+    pub fn skip(&mut self, skipped: Vec<String>) {
+        self.skipped.extend(skipped);
+    }
+
     /// Adds the counts of another report. The names of its failures already contain their sections.
     pub fn include(&mut self, passed: u64, failures: &[String]) {
         self.passed += passed;
@@ -70,9 +76,12 @@ impl Report {
         self.failures.len()
     }
 
-    /// Prints the names of the failed checks, and the counts as the last line.
+    /// Prints the skipped tests, the names of the failed checks, and the counts as the last line.
     pub fn summary(&self) {
         println!();
+        for skipped in &self.skipped {
+            println!("skipped: {skipped}");
+        }
         for failure in &self.failures {
             println!("failed: {failure}");
         }

@@ -30,6 +30,7 @@ pub fn step(report: &mut Report, name: &str, command: &mut Command) {
         })
     });
     report.add(counts.passed, &counts.failed);
+    report.skip(counts.skipped);
 }
 
 /// Part of a chore that is a separate program, so that several parts can run concurrently.
@@ -159,12 +160,14 @@ fn run(
 struct Counts {
     passed: u64,
     failed: Vec<String>,
+    skipped: Vec<String>,
 }
 
 impl Counts {
-    /// Parses lines `test NAME ... FAILED`, and the last line `test result: ...; N passed; ...` of
-    /// each test program.
+    /// Parses lines `test NAME ... FAILED` and `skipped: NAME: REASON`, and the last line `test
+    /// result: ...; N passed; ...` of each test program.
     fn read(&mut self, line: &str) {
+        self.skipped.extend(line.strip_prefix("skipped: ").map(str::to_owned));
         if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
             self.failed.push(name.to_owned());
         }
@@ -267,6 +270,7 @@ mod tests {
             "running 3 tests",
             "test a::b ... ok",
             "test a::c ... FAILED",
+            "skipped: a::b: it needs root",
             "test src/lib.rs - x (line 3) ... FAILED",
             "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out",
             "test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out",
@@ -274,6 +278,7 @@ mod tests {
             counts.read(line);
         }
         let failed = vec!["a::c".to_owned(), "src/lib.rs - x (line 3)".to_owned()];
-        assert_eq!(counts, Counts { passed: 13, failed });
+        let skipped = vec!["a::b: it needs root".to_owned()];
+        assert_eq!(counts, Counts { passed: 13, failed, skipped });
     }
 }

@@ -6,13 +6,14 @@ use std::process::{Command, Stdio};
 use anyhow::Result;
 use clap::ValueEnum;
 use shadowbell_bench::workspace::{build_for_tests, cargo, root};
-use shadowbell_guest::Kernel;
+use shadowbell_guest::{Kernel, host};
 
 use shadowbell_guest_suites::{ControllerKind, Setup, Suite};
 use shadowbell_harness::Report;
 use shadowbell_harness::{Job, side_by_side, step};
 use shadowbell_hostile as hostile;
 use shadowbell_soak as soak;
+use shadowbell_testing::programs::PROGRAMS;
 
 use crate::{crates, deb, structure};
 
@@ -41,6 +42,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     // This step only packages. `cargo xtask crates` also builds each package, which takes minutes.
     crates::check(report, false);
     report.begin("tests");
+    programs(report);
     step(report, "the tests are built", cargo().args(["test", "--workspace", "--no-run"]));
     step(
         report,
@@ -63,6 +65,21 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     }
     report.summary();
     Ok(())
+}
+
+/// Installs programs that tests start. Without root, and on other systems than Debian, prints what
+/// is missing; the tests that need it are skipped.
+fn programs(report: &mut Report) {
+    let missing = PROGRAMS.iter().filter(|(program, _)| !host::in_path(program));
+    let packages: Vec<_> = missing.flat_map(|(_, packages)| packages.split(' ')).collect();
+    if packages.is_empty() {
+        return;
+    }
+    if rustix::process::geteuid().is_root() && host::in_path("apt-get") {
+        report.check("programs that tests start are installed", |_| host::install(&packages));
+    } else {
+        println!("   some tests are skipped without these packages: {}", packages.join(" "));
+    }
 }
 
 /// `cargo xtask book`.

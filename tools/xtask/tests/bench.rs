@@ -6,6 +6,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 use shadowbell_bench::workspace::build_for_tests;
+use shadowbell_testing::programs::skipped;
 
 fn bench(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_xtask")).arg("bench").args(arguments).output().unwrap()
@@ -25,7 +26,7 @@ fn number(row: &Value, name: &str) -> f64 {
 #[test]
 fn every_suite_works_and_counts() {
     let Some(cpus) = processors() else {
-        eprintln!("skipped: needs two processors");
+        skipped("needs two processors");
         return;
     };
     let (program, cpus) = (build_for_tests().unwrap(), cpus.join(","));

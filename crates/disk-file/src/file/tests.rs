@@ -682,7 +682,9 @@ fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
     file.set_len(MIB).unwrap();
     let flags = rustix::fs::fcntl_getfl(file.as_fd()).unwrap();
     if rustix::fs::fcntl_setfl(file.as_fd(), flags | rustix::fs::OFlags::DIRECT).is_err() {
-        eprintln!("skipped: no direct I/O on the file system of temporary files");
+        shadowbell_testing::programs::skipped(
+            "no direct I/O on the file system of temporary files",
+        );
         return;
     }
     // The disk wrongly assumes that any address is aligned.

@@ -4,6 +4,7 @@
 
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{DmaSpace, Mapping, Segments, SharedBytes, View};
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -122,7 +123,7 @@ pub(crate) fn open(path: &Path, options: &str) -> Arc<dyn Disk> {
 /// root or the command is missing.
 pub(crate) fn as_root(command: &str, arguments: &[&str]) -> Option<String> {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: `{command}` needs root");
+        skipped(format_args!("`{command}` needs root"));
         return None;
     }
     match Command::new(command).args(arguments).output() {
@@ -130,7 +131,7 @@ pub(crate) fn as_root(command: &str, arguments: &[&str]) -> Option<String> {
             Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
         }
         other => {
-            eprintln!("skipped: `{command} {}` failed: {other:?}", arguments.join(" "));
+            skipped(format_args!("`{command} {}` failed: {other:?}", arguments.join(" ")));
             None
         }
     }

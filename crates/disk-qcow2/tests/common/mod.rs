@@ -5,6 +5,7 @@ use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_disk_file::{FileOptions, FileSpec};
 use shadowbell_disk_qcow2::{OpenError, Qcow2Disk};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait;
 use std::path::Path;
 use std::process::Command;
@@ -34,9 +35,9 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> Option<std::process::Output> {
                 wait::pause();
             }
             Err(error) => {
-                eprintln!(
-                    "skipped: `qemu-img` is not here ({error}); it is in Debian's qemu-utils"
-                );
+                skipped(format_args!(
+                    "`qemu-img` is not here ({error}); it is in Debian's qemu-utils"
+                ));
                 return None;
             }
         }

@@ -13,6 +13,7 @@ use shadowbell_driver::{
     TransportError, VfioUser,
 };
 use shadowbell_memory::{EventFd, Mapping, Protection};
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait::{self, LIMIT};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
@@ -376,7 +377,7 @@ impl HugePages {
     fn new(pages: u32) -> Option<Self> {
         let none = std::fs::read_to_string(HUGE_PAGES).is_ok_and(|pages| pages.trim() == "0");
         if !none || std::fs::write(HUGE_PAGES, pages.to_string()).is_err() {
-            eprintln!("skipped: it takes root, and a machine that has no huge pages set aside");
+            skipped("it takes root, and a machine that has no huge pages set aside");
             return None;
         }
         Some(Self)
@@ -406,7 +407,7 @@ fn punched_huge_pages_disconnect_the_server() {
     let memory = std::mem::take(&mut server.board.lock().unwrap().memory);
     let huge = memory.iter().find(|fd| fstat(fd).unwrap().st_blksize == 2 << 20);
     let Some(huge) = huge else {
-        eprintln!("skipped: the system had no memory left for huge pages");
+        skipped("the system had no memory left for huge pages");
         return;
     };
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;

@@ -419,7 +419,7 @@ mod tests {
         // /dev/null stands for a driver that does not know the command.
         let file = File::options().read(true).write(true).open("/dev/null").unwrap();
         let Ok(mut control) = Control::new(file) else {
-            return eprintln!("skipped: there is no io_uring here");
+            return shadowbell_testing::programs::skipped("there is no io_uring here");
         };
         assert!(!control.features().is_ok_and(feature::is_zero_copy));
     }

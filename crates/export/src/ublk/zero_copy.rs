@@ -146,7 +146,7 @@ mod tests {
         (options.direct, options.aio) = (Direct::Auto, Aio::Auto);
         let file = RawFile::of(&FileDisk::open(image.path(), &options).unwrap());
         if file.is_none() {
-            eprintln!("skipped: there is no direct I/O here");
+            shadowbell_testing::programs::skipped("there is no direct I/O here");
         }
         // The timeout does not expire; the tests pass times to the state.
         Some((image, ZeroCopy::new(file?, geometry, Duration::from_secs(1), 4)))

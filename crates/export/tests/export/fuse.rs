@@ -5,6 +5,7 @@ use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_disk::{DiskError, Op};
 use shadowbell_export::fuse::{MountError, Mounted, Options};
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::test_disk::TestDisk;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -18,7 +19,7 @@ fn is_possible() -> bool {
     let possible = rustix::process::geteuid().is_root()
         && OpenOptions::new().read(true).write(true).open("/dev/fuse").is_ok();
     if !possible {
-        eprintln!("skipped: this takes root and /dev/fuse");
+        skipped("this takes root and /dev/fuse");
     }
     possible
 }
@@ -313,7 +314,7 @@ fn requests_that_the_disk_holds_when_the_kernel_gives_the_mount_up_come_to_their
     let device = rustix::fs::minor(file.metadata().unwrap().dev());
     let abort = format!("/sys/fs/fuse/connections/{device}/abort");
     if !Path::new(&abort).exists() {
-        eprintln!("skipped: there is no {abort}");
+        skipped(format_args!("there is no {abort}"));
         drop(file);
         return rig.end();
     }
@@ -430,7 +431,7 @@ fn a_file_system_on_a_loop_device_survives() {
     for program in ["losetup", "mkfs.ext4", "fsck.ext4"] {
         let there = ["/sbin", "/usr/sbin", "/bin", "/usr/bin"];
         if !there.iter().any(|directory| Path::new(directory).join(program).exists()) {
-            eprintln!("skipped: there is no {program} here");
+            skipped(format_args!("there is no {program} here"));
             return;
         }
     }
@@ -442,7 +443,7 @@ fn a_file_system_on_a_loop_device_survives() {
     let device = match run("losetup", &["--find", "--show", disk]) {
         Ok(device) => device,
         Err(error) => {
-            eprintln!("skipped: no loop device is to be had: {error}");
+            skipped(format_args!("no loop device is to be had: {error}"));
             drop(undo);
             return rig.end();
         }

@@ -1,12 +1,13 @@
 //! NBD block status: holes are reported, and data is never reported as a hole.
 
 use crate::nbd::Rig;
-use crate::tools::{can_run, noise, run, uri};
+use crate::tools::{noise, run, uri};
 use shadowbell_block::BlockOptions;
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_export::nbd::wire::{command, flag};
 use shadowbell_export::nbd::{Address, Options, Server};
 use shadowbell_memory::Segments;
+use shadowbell_testing::programs::{can_run, skipped};
 use shadowbell_testing::test_disk::TestDisk;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -208,7 +209,7 @@ impl Served {
 fn keeps_holes(path: &Path) -> bool {
     let blocks = std::fs::metadata(path).unwrap().blocks();
     if blocks * 512 > 8 << 20 {
-        eprintln!("skipped: the file system of {} keeps no holes", path.display());
+        skipped(format_args!("the file system of {} keeps no holes", path.display()));
     }
     blocks * 512 <= 8 << 20
 }

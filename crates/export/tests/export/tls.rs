@@ -2,11 +2,12 @@
 
 use crate::client::Client;
 use crate::nbd::Rig;
-use crate::tools::{can_run, noise, run};
+use crate::tools::{noise, run};
 use shadowbell_block::BlockOptions;
 use shadowbell_export::nbd::Options;
 use shadowbell_export::nbd::wire::{answer, option, put_option};
 use shadowbell_testing::certificates::{Authority, End, Wish};
+use shadowbell_testing::programs::can_run;
 use shadowbell_tls::ServerTls;
 use std::io::{Read, Write};
 use std::path::Path;

@@ -1,36 +1,10 @@
-//! Third-party NBD clients. Missing programs are installed if the test runs as root.
+//! Third-party NBD clients.
 
 use crate::nbd::Rig;
 use shadowbell_block::BlockOptions;
+use shadowbell_testing::programs::{can_run, skipped};
 use std::path::Path;
 use std::process::Command;
-use std::sync::Once;
-
-const PACKAGES: [&str; 3] = ["qemu-utils", "libnbd-bin", "fio"];
-
-fn is_there(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|directory| directory.join(program).is_file())
-}
-
-/// Returns true if `program` can be run. If a program is missing and the test runs as root,
-/// installs all of them.
-pub(crate) fn can_run(program: &str) -> bool {
-    static INSTALLED: Once = Once::new();
-    if !is_there(program) && rustix::process::geteuid().is_root() && is_there("apt-get") {
-        INSTALLED.call_once(|| {
-            let mut install = Command::new("apt-get");
-            install.args(["install", "-y", "-qq", "--no-install-recommends"]).args(PACKAGES);
-            let _ = Command::new("apt-get").args(["update", "-qq"]).output();
-            let _ = install.env("DEBIAN_FRONTEND", "noninteractive").output();
-        });
-    }
-    let there = is_there(program);
-    if !there {
-        eprintln!("skipped: there is no {program} here");
-    }
-    there
-}
 
 pub(crate) fn uri(socket: &Path) -> String {
     format!("nbd+unix:///?socket={}", socket.display())
@@ -155,7 +129,7 @@ fn fio_finds_what_it_wrote() {
         return;
     }
     if !run("fio", &["--enghelp"]).contains("nbd") {
-        eprintln!("skipped: this fio has no nbd engine");
+        skipped("this fio has no nbd engine");
         return;
     }
     let rig = rig(32);

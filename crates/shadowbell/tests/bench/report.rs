@@ -2,30 +2,18 @@
 
 use crate::harness::{line, output, stderr_of_failure};
 use serde_json::Value;
+use shadowbell_testing::programs::skipped;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Once;
 
 /// Program names of headless browsers.
 const BROWSERS: [&str; 3] = ["chromium-headless-shell", "chromium", "google-chrome"];
 
-/// Path of a headless browser, if there is one. As root on Debian, the browser is installed.
+/// Path of a headless browser, if there is one.
 fn browser() -> Option<PathBuf> {
-    static INSTALLED: Once = Once::new();
-    if find(&BROWSERS).is_none() && rustix::process::geteuid().is_root() {
-        INSTALLED.call_once(|| {
-            let apt = |arguments: &[&str]| {
-                let mut command = Command::new("apt-get");
-                let _ = command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive").output();
-            };
-            apt(&["update", "-qq"]);
-            let packages = ["chromium-headless-shell", "fonts-dejavu-core"];
-            apt(&[&["install", "-y", "-qq", "--no-install-recommends"][..], &packages].concat());
-        });
-    }
     let found = find(&BROWSERS);
     if found.is_none() {
-        eprintln!("skipped: there is no browser; Debian has one in chromium-headless-shell");
+        skipped("no browser; Debian has one in chromium-headless-shell");
     }
     found
 }

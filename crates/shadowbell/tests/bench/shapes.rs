@@ -2,8 +2,8 @@
 
 use crate::harness::{Server, json, line, stderr_of_failure};
 use serde_json::Value;
+use shadowbell_testing::programs::can_run;
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::process::Command;
 
 /// Keys that nvme-cli 2.3 to 2.16 all print with `-o json`. Numbers unless marked otherwise.
@@ -126,23 +126,6 @@ fn leaves(value: &Value, path: &str, found: &mut BTreeMap<String, &'static str>)
     }
 }
 
-/// Returns true if fio can be run. As root, installs a missing fio.
-fn has_fio() -> bool {
-    let is_there = || {
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        std::env::split_paths(&path).any(|directory| directory.join("fio").is_file())
-    };
-    if !is_there() && rustix::process::geteuid().is_root() && Path::new("/usr/bin/apt-get").exists()
-    {
-        let _ = Command::new("apt-get").args(["update", "-qq"]).output();
-        let _ = Command::new("apt-get")
-            .args(["install", "-y", "-qq", "--no-install-recommends", "fio"])
-            .env("DEBIAN_FRONTEND", "noninteractive")
-            .output();
-    }
-    is_there()
-}
-
 #[test]
 fn bench_json_has_the_shape_of_fios() {
     let ours = json(&mut line(
@@ -163,8 +146,7 @@ fn bench_json_has_the_shape_of_fios() {
     let keys = |row: &Value| row.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
     assert_eq!(keys(&rows["rows"][0]), keys(&ours["shadowbell"]), "the row is included");
 
-    if !has_fio() {
-        eprintln!("skipped: there is no fio here");
+    if !can_run("fio") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

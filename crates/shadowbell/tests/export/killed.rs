@@ -4,8 +4,7 @@ use crate::Export;
 use rustix::process::Signal;
 use shadowbell_testing::wait;
 use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::time::Instant;
 use tempfile::TempDir;
 
@@ -92,18 +91,4 @@ impl Service {
         assert_eq!(status.code(), Some(0), "{}", export.stderr());
         std::mem::replace(&mut export.directory, tempfile::tempdir().unwrap())
     }
-}
-
-/// Returns true if qemu-io can be run. As root, installs a missing qemu-io.
-pub(crate) fn has_qemu_io() -> bool {
-    let is_there = || Command::new("qemu-io").arg("--version").output().is_ok();
-    let apt = Path::new("/usr/bin/apt-get");
-    if !is_there() && rustix::process::geteuid().is_root() && apt.exists() {
-        let _ = Command::new(apt).args(["update", "-qq"]).output();
-        let _ = Command::new(apt)
-            .args(["install", "-y", "-qq", "--no-install-recommends", "qemu-utils"])
-            .env("DEBIAN_FRONTEND", "noninteractive")
-            .output();
-    }
-    is_there()
 }

@@ -8,6 +8,7 @@ mod vhost_killed;
 
 use rustix::process::Signal;
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait::{LIMIT, until, until_some};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -255,7 +256,7 @@ fn a_dead_exports_socket_is_replaced() {
 fn a_file_is_mounted_and_unmounted() {
     let fuse = OpenOptions::new().read(true).write(true).open("/dev/fuse");
     if !rustix::process::geteuid().is_root() || fuse.is_err() {
-        eprintln!("skipped: this takes root and /dev/fuse");
+        skipped("this takes root and /dev/fuse");
         return;
     }
     let export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk"]);

@@ -1,9 +1,10 @@
 //! NBD clients that reconnect, and an export that is killed.
 
 use crate::Export;
-use crate::killed::{Service, has_qemu_io};
+use crate::killed::Service;
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::can_run;
 use shadowbell_testing::wait::until;
 use std::fs::File;
 use std::io::Write;
@@ -119,8 +120,7 @@ fn qemus_nbd_client_survives_kills_of_the_export() {
     const ROUNDS: u64 = 10;
     const AT_ONCE: u64 = 8;
     const LEN: u64 = 64 << 10;
-    if !has_qemu_io() {
-        eprintln!("skipped: there is no qemu-io here");
+    if !can_run("qemu-io") {
         return;
     }
     let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);

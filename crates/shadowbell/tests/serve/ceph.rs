@@ -8,14 +8,13 @@ use crate::recover::lost_nothing;
 use crate::supervisor::worker;
 use crate::upgrade::{Load, upgrade};
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::skipped;
 use std::process::Command;
 
 /// Creates an image, and returns its URI.
 fn image(name: &str, features: &str) -> Option<String> {
     let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
-        eprintln!(
-            "skipped: `SHADOWBELL_CEPH_CONF` names no cluster; `cargo xtask ceph` starts one"
-        );
+        skipped("`SHADOWBELL_CEPH_CONF` names no cluster; `cargo xtask ceph` starts one");
         return None;
     };
     let rbd = |arguments: &[&str]| Command::new("rbd").args(["-c", &conf]).args(arguments).output();

@@ -7,6 +7,7 @@ use crate::upgrade::{Client, Load};
 use rustix::process::Signal;
 use shadowbell_disk_qcow2::create;
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait::moment;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -62,7 +63,7 @@ fn qemu_img(arguments: &[&str]) -> Option<i32> {
     match Command::new("qemu-img").args(arguments).output() {
         Ok(output) => output.status.code(),
         Err(error) => {
-            eprintln!("skipped: `qemu-img` is not here ({error}); it is in Debian's qemu-utils");
+            skipped(format_args!("`qemu-img` is not here ({error}); it is in Debian's qemu-utils"));
             None
         }
     }

@@ -9,6 +9,7 @@ use crate::upgrade::Client;
 use shadowbell_disk_qcow2::create;
 use shadowbell_driver::{AttachOptions, Recovery};
 use shadowbell_spec::Status;
+use shadowbell_testing::programs::skipped;
 use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -127,7 +128,7 @@ impl Group {
         let name = format!("shadowbell-test-{}", std::process::id());
         let group = Self(Path::new("/sys/fs/cgroup/memory").join(name));
         if std::fs::create_dir(&group.0).is_err() || !group.limit(bytes) {
-            eprintln!("skipped: it takes a control group of memory, and root");
+            skipped("it takes a control group of memory, and root");
             return None;
         }
         Some(group)

@@ -6,6 +6,7 @@ use rustix::process::Signal;
 use shadowbell_driver::{AttachOptions, QueuePair};
 use shadowbell_spec::Status;
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::skipped;
 use std::process::{Command, Stdio};
 
 /// Message of the next process to its supervisor before it continues, as strace prints it.
@@ -86,7 +87,7 @@ fn calls(queues: u16) -> Option<usize> {
 #[test]
 fn recovery_of_a_queue_takes_few_system_calls() {
     let (Some(one), Some(many)) = (calls(1), calls(64)) else {
-        return println!("skipped: it takes strace");
+        return skipped("it takes strace");
     };
     println!("{one} system calls with one queue, {many} with 64");
     assert!(many.saturating_sub(one) <= 63 * MOST_CALLS, "{one} with one queue, {many} with 64");

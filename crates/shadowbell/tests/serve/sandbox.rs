@@ -8,6 +8,7 @@ use crate::upgrade::{Client, upgrade};
 use rustix::process::Signal;
 use serde_json::json;
 use shadowbell_spec::Status;
+use shadowbell_testing::programs::skipped;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 #[cfg(all(feature = "faults", target_arch = "x86_64"))]
 use std::process::Stdio;
@@ -387,7 +388,7 @@ fn options_that_exclude_the_sandbox_are_refused() {
 #[test]
 fn a_server_process_runs_as_another_user() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root can become another user");
+        skipped("only root can become another user");
         return;
     }
     let (user, group) = (65534, 65534);

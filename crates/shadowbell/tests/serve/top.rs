@@ -4,6 +4,7 @@ use crate::harness::{Server, finish, program, run, until};
 use serde_json::Value;
 use shadowbell_spec::Status;
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::programs::skipped;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdout, Stdio};
@@ -142,7 +143,7 @@ fn top_on_a_terminal_redraws_until_q_is_pressed() {
     command.args(["--quiet", "--return", "--command", &line, "/dev/null"]).env("TERM", "xterm");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     let Ok(mut child) = ProcessGroup::spawn(&mut command) else {
-        println!("skipped: there is no `script`, which is in Debian's bsdutils");
+        skipped("there is no `script`, which is in Debian's bsdutils");
         return;
     };
     let mut output = child.stdout.take().unwrap();
