@@ -20,6 +20,9 @@ const EXTENTS: usize = 64 << 10;
 const MAX_EXTENTS: u32 = 4 + (8 << 20);
 /// Maximum payload of an error chunk: its text has at most 4096 bytes.
 const MAX_ERROR: u32 = 4096 + 64;
+/// Maximum number of error chunks of one reply. A server may report an error for each part of a
+/// request; without a limit, it could send chunks that never end the reply.
+const MAX_ERRORS: u16 = 256;
 
 /// Violation of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -34,6 +37,8 @@ pub(crate) enum Violation {
     Chunk { kind: u16, len: u32 },
     #[error("it sends a reply type that was not negotiated")]
     Form,
+    #[error("it sends more than {MAX_ERRORS} errors in one reply")]
+    Errors,
     #[error("it sends data that were not requested, or twice")]
     Range,
     #[error("its reply to a read or block status request is incomplete")]
@@ -265,7 +270,8 @@ fn payload(
         }
         chunk::OFFSET_HOLE => {
             let len = head.get(8..).and_then(|rest| Reader(rest).u32()).ok_or(wrong)?;
-            let at = place(len).ok_or(Violation::Range)?;
+            // A hole without a byte would not bring the reply nearer to its end.
+            let at = place(len).filter(|_| len != 0).ok_or(Violation::Range)?;
             let hole = part.data.get_mut(at..at + len as usize).ok_or(Violation::Range)?;
             hole.fill(0);
             Ok(State::Text { slot, left: 0, is_last })
@@ -279,6 +285,10 @@ fn payload(
         _ => {
             let error = reader.u32().filter(|error| *error != 0).ok_or(wrong)?;
             part.error.get_or_insert(error);
+            part.errors += 1;
+            if part.errors > MAX_ERRORS {
+                return Err(Violation::Errors);
+            }
             Ok(State::Text { slot, left: chunk.len.saturating_sub(6) as usize, is_last })
         }
     }
@@ -436,6 +446,41 @@ mod tests {
         let head = Head::error(cookie, NbdError::Io, "a bad sector");
         let ended = feed(&mut Receiver::new(true, Some(1)), &mut table, head.bytes(), 5).unwrap();
         assert_eq!(ended[0].1, 5);
+    }
+
+    #[test]
+    fn chunks_without_end_are_a_violation() {
+        let error = |cookie: u64| {
+            let mut chunk = 0x668e_33ef_u32.to_be_bytes().to_vec();
+            chunk.extend([0; 2]);
+            chunk.extend((chunk::ERROR_BIT | 1).to_be_bytes());
+            chunk.extend(cookie.to_be_bytes());
+            chunk.extend(6_u32.to_be_bytes());
+            chunk.extend(5_u32.to_be_bytes());
+            chunk.extend([0; 2]);
+            chunk
+        };
+        let hole = |cookie: u64| {
+            let mut chunk = 0x668e_33ef_u32.to_be_bytes().to_vec();
+            chunk.extend([0; 2]);
+            chunk.extend(chunk::OFFSET_HOLE.to_be_bytes());
+            chunk.extend(cookie.to_be_bytes());
+            chunk.extend(12_u32.to_be_bytes());
+            chunk.extend(1000_u64.to_be_bytes());
+            chunk.extend(0_u32.to_be_bytes());
+            chunk
+        };
+        for command in [command::READ, command::WRITE] {
+            let (mut table, cookie) = parts(command, 512);
+            let mut receiver = Receiver::new(true, Some(1));
+            let errors = error(cookie).repeat(MAX_ERRORS.into());
+            assert_eq!(feed(&mut receiver, &mut table, &errors, 999).unwrap().len(), 0);
+            let outcome = feed(&mut receiver, &mut table, &error(cookie), 999);
+            assert_eq!(outcome.map(|ended| ended.len()), Err(Violation::Errors));
+        }
+        let (mut table, cookie) = parts(command::READ, 512);
+        let outcome = feed(&mut Receiver::new(true, Some(1)), &mut table, &hole(cookie), 999);
+        assert_eq!(outcome.map(|ended| ended.len()), Err(Violation::Range));
     }
 
     #[test]

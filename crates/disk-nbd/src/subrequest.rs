@@ -33,6 +33,8 @@ pub(crate) struct Subrequest {
     pub(crate) covered: Coverage,
     /// First error of a chunked reply.
     pub(crate) error: Option<u32>,
+    /// Number of error chunks of the reply.
+    pub(crate) errors: u16,
     /// Number of connections that ended by a protocol violation while this subrequest was in
     /// flight.
     pub(crate) breaks: u32,
@@ -55,6 +57,7 @@ impl Subrequest {
             is_sent: false,
             covered: Coverage::default(),
             error: None,
+            errors: 0,
             breaks: 0,
             flushes: 0,
             number: 0,
@@ -74,6 +77,7 @@ impl Subrequest {
     pub(crate) fn begin_again(&mut self) {
         self.is_sent = false;
         self.error = None;
+        self.errors = 0;
         self.covered.clear();
         if self.is_question() {
             self.data.clear();
