@@ -46,6 +46,8 @@ struct File {
     socket_mode: Option<Spanned<String>>,
     socket_group: Option<Spanned<String>>,
     metrics: Option<SocketAddr>,
+    #[serde(default)]
+    metrics_hosts: Vec<String>,
     workers: Option<Spanned<u16>>,
     pin: Option<Spanned<Vec<usize>>>,
     poll: Option<Spanned<Poll>>,
@@ -362,6 +364,7 @@ impl Check<'_> {
             control: SocketPath { name, path: file.control_socket },
             default_name: String::new(),
             metrics: file.metrics,
+            metrics_hosts: file.metrics_hosts,
             groups,
             socket_access: SocketAccess { mode, group },
             polls_for_mapped: false,

@@ -44,6 +44,8 @@ pub struct ServerConfig {
     pub default_name: String,
     /// TCP address of the metrics.
     pub metrics: Option<SocketAddr>,
+    /// Host names by which clients may address the metrics, besides IP addresses and localhost.
+    pub metrics_hosts: Vec<String>,
     /// Limit groups.
     pub groups: Vec<Group>,
     /// Mode and group of the controllers' sockets.

@@ -86,6 +86,10 @@ pub struct Args {
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
 
+    /// Host name by which clients may address the metrics, besides IP addresses and localhost
+    #[arg(long, value_name = "NAME")]
+    metrics_host: Vec<String>,
+
     /// Serve in the started process itself, without a supervisor: no `shadowbell upgrade`, and a
     /// crash ends the disks of all guests
     #[arg(long = "no-keeper", conflicts_with = "supervisor")]
@@ -175,6 +179,7 @@ A configuration file:
   socket-mode = \"0660\"                      # of the controllers' sockets
   socket-group = \"kvm\"
   metrics = \"127.0.0.1:9477\"
+  metrics-hosts = [\"node1.example\"]          # names in URLs, besides IP addresses and localhost
   workers = 2                                # number of I/O threads
   pin = [2, 3]                               # CPUs to pin them to
   poll = \"adaptive\"                          # or \"always\", \"never\"
@@ -312,6 +317,7 @@ impl Args {
                 control: SocketPath::default(),
                 default_name: String::new(),
                 metrics: None,
+                metrics_hosts: Vec::new(),
                 groups: Vec::new(),
                 socket_access: SocketAccess::default(),
                 polls_for_mapped: false,
@@ -322,6 +328,7 @@ impl Args {
         config.measure |= self.measure;
         config.default_name = default_name;
         config.metrics = self.metrics.or(config.metrics);
+        config.metrics_hosts.extend(self.metrics_host);
         let SocketAccess { mode, group } = config.socket_access;
         config.socket_access =
             SocketAccess { mode: self.socket_mode.or(mode), group: self.socket_group.or(group) };

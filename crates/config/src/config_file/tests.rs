@@ -150,6 +150,7 @@ fn a_written_file_parses_to_the_same_configuration() {
         name = "vms"
         trace = "/var/tmp/trace"
         metrics = "127.0.0.1:9477"
+        metrics-hosts = ["node1.example"]
         socket-mode = "0660"
         socket-group = "root"
         pin = [0]
@@ -189,6 +190,7 @@ fn a_written_file_parses_to_the_same_configuration() {
         |config: &ServerConfig| (config.pool.workers, config.pool.polling, config.pool.pin.clone());
     assert_eq!((again.controllers.len(), pool(&again)), (2, pool(&config)));
     assert_eq!((&again.trace, again.metrics), (&config.trace, config.metrics));
+    assert_eq!(again.metrics_hosts, ["node1.example"]);
     assert_eq!(again.socket_access.mode, Some(0o660));
     assert_eq!(again.socket_access, config.socket_access);
     assert_eq!(again.control.name.as_deref(), Some("vms"));

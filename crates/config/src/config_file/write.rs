@@ -28,6 +28,7 @@ pub struct Settings {
     measure: bool,
     control_socket: Option<PathBuf>,
     metrics: Option<SocketAddr>,
+    metrics_hosts: Vec<String>,
     access: SocketAccess,
 }
 
@@ -40,6 +41,7 @@ impl Settings {
             measure: config.measure,
             control_socket: config.control.path.clone(),
             metrics: config.metrics,
+            metrics_hosts: config.metrics_hosts.clone(),
             access: config.socket_access.clone(),
         }
     }
@@ -58,8 +60,14 @@ impl Settings {
             || (self.measure && !now.measure)
             || differs(self.control_socket.as_ref(), now.control_socket.as_ref())
             || differs(self.metrics.as_ref(), now.metrics.as_ref())
+            || (!self.metrics_hosts.is_empty() && self.metrics_hosts != now.metrics_hosts)
             || differs(self.access.mode.as_ref(), now.access.mode.as_ref())
             || differs(self.access.group.as_ref(), now.access.group.as_ref())
+    }
+
+    /// Host names by which clients may address the metrics, besides IP addresses and localhost.
+    pub fn metrics_hosts(&self) -> &[String] {
+        &self.metrics_hosts
     }
 
     /// Copy with latency measurement on or off.
@@ -76,6 +84,8 @@ struct File {
     socket_mode: Option<String>,
     socket_group: Option<String>,
     metrics: Option<SocketAddr>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    metrics_hosts: Vec<String>,
     trace: Option<PathBuf>,
     trace_records: Option<u32>,
     measure: Option<bool>,
@@ -149,7 +159,7 @@ pub fn write(
     exports: &[ExportConfig],
 ) -> String {
     let Settings { pool, trace, control_socket, .. } = settings;
-    let Settings { measure, metrics, access, .. } = settings;
+    let Settings { measure, metrics, metrics_hosts, access, .. } = settings;
     let (poll, poll_max_us) = match pool.polling {
         Polling::Always => (Some("always"), None),
         Polling::Never => (Some("never"), None),
@@ -162,6 +172,7 @@ pub fn write(
         socket_mode: access.mode.map(|mode| format!("{mode:04o}")),
         socket_group: access.group.clone(),
         metrics: *metrics,
+        metrics_hosts: metrics_hosts.clone(),
         trace: trace.as_ref().map(|(path, _)| absolute(path)),
         trace_records: trace.as_ref().map(|(_, records)| *records),
         measure: measure.then_some(true),

@@ -1,5 +1,9 @@
 //! HTTP connections and their limits.
 //!
+//! Over TCP there is no access control. A web browser must not read the metrics on behalf of a web
+//! page, so the request must address this machine: see [`names_us`]. A client that keeps an idle
+//! connection open makes room for a new one.
+//!
 //! hyper implements the protocol; this module sets the limits. A client of the control socket
 //! runs as our user or as root, but may still be slow or faulty. All clients together have
 //! [`CLIENTS`] connections. A client has [`HEAD`] to send the head of a request, the same time
@@ -8,11 +12,14 @@
 
 use super::handlers::{Answer, Body, Request as HandlerRequest};
 use super::routes::{self, Via};
+use super::seats::{Seat, Seats};
 use super::socket_io::ClientSocket;
 use super::state::ServerState;
 use http_body_util::{BodyExt, Limited};
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::header::{ALLOW, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::http::request::Parts;
+use hyper::http::uri::Authority;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -21,12 +28,16 @@ use rustix::io::Errno;
 use shadowbell_control_api::api::{Code, Problem};
 use shadowbell_supervisor::protocol::is_ours;
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
@@ -87,10 +98,8 @@ enum Listening {
 impl Listening {
     async fn accept(&self) -> io::Result<ClientSocket> {
         match self {
-            Self::Unix(socket) => {
-                socket.accept().await.map(|(stream, _)| ClientSocket::Unix(stream))
-            }
-            Self::Tcp(socket) => socket.accept().await.map(|(stream, _)| ClientSocket::Tcp(stream)),
+            Self::Unix(socket) => socket.accept().await.map(|(stream, _)| stream.into()),
+            Self::Tcp(socket) => socket.accept().await.map(|(stream, _)| stream.into()),
         }
     }
 }
@@ -101,18 +110,25 @@ async fn accept(
     state: Arc<ServerState>,
     graceful: Arc<GracefulShutdown>,
 ) {
-    let slots = Arc::new(Semaphore::new(CLIENTS));
+    let seats = Arc::new(Seats::new(CLIENTS));
     loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
         match socket.accept().await {
             Ok(stream) if via == Via::Socket && !is_ours(&stream) => {
                 warn!("refused a client of another user at the control socket");
             }
             Ok(stream) => {
-                let client = connection(stream, via, &state, &graceful);
+                let seat = seats.take(&stream).await;
+                let client = connection(stream, via, Arc::clone(&seat), &state, &graceful);
+                let seats = Arc::clone(&seats);
                 tokio::spawn(async move {
-                    client.await;
-                    drop(slot);
+                    let (mut client, mut evicted) = (pin!(client), pin!(seat.evicted()));
+                    poll_fn(|context| match client.as_mut().poll(context) {
+                        // Clients of the control socket run as our user or as root.
+                        Poll::Pending if via == Via::Tcp => evicted.as_mut().poll(context),
+                        outcome => outcome,
+                    })
+                    .await;
+                    seats.release(&seat);
                 });
             }
             Err(error) => not_accepted(&error).await,
@@ -133,11 +149,19 @@ async fn not_accepted(error: &io::Error) {
 fn connection(
     stream: ClientSocket,
     via: Via,
+    seat: Arc<Seat>,
     state: &Arc<ServerState>,
     graceful: &GracefulShutdown,
 ) -> impl Future<Output = ()> + Send + use<> {
     let state = Arc::clone(state);
-    let service = service_fn(move |request| respond(request, via, Arc::clone(&state)));
+    let service = service_fn(move |request| {
+        let (busy, state) = (seat.busy(), Arc::clone(&state));
+        async move {
+            let response = respond(request, via, state).await;
+            drop(busy);
+            response
+        }
+    });
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD)
@@ -160,6 +184,11 @@ async fn respond(
 ) -> Result<Response<Body>, Infallible> {
     let (head, body) = request.into_parts();
     let outcome = match routes::route(via, &head.method, &head.uri) {
+        _ if via == Via::Tcp && !names_us(&head, state.settings.metrics_hosts()) => {
+            let why = "the Host of the request is no IP address, not localhost and no name of \
+                       `--metrics-host`";
+            Err(Problem::new(Code::BadRequest, why).into())
+        }
         Err(refused) => Err(refused),
         Ok((handler, parameters)) => match read(body).await {
             Err(problem) => Err(problem.into()),
@@ -184,6 +213,27 @@ async fn respond(
             response
         }
     })
+}
+
+/// True if the request addresses this machine by an IP address, as localhost, or by one of `names`.
+///
+/// A browser sends the name of the web page's own server, even after the page's owner has changed
+/// the name's address to one of this machine (DNS rebinding).
+fn names_us(head: &Parts, names: &[String]) -> bool {
+    let mut hosts = head.headers.get_all(HOST).iter();
+    let host = match (hosts.next(), hosts.next()) {
+        (Some(host), None) => host.to_str().ok().and_then(|host| host.parse::<Authority>().ok()),
+        _ => None,
+    };
+    let is_us = |authority: &Authority| {
+        let host = authority.host();
+        let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        let same = |name: &String| name.eq_ignore_ascii_case(host);
+        address.unwrap_or(host).parse::<IpAddr>().is_ok()
+            || host.eq_ignore_ascii_case("localhost")
+            || names.iter().any(same)
+    };
+    host.as_ref().is_some_and(is_us) && head.uri.authority().is_none_or(is_us)
 }
 
 fn response(answer: Answer) -> Response<Body> {

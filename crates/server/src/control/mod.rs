@@ -11,6 +11,7 @@
 //! | `handlers` | request handlers and the OpenAPI document |
 //! | `trace` | handlers for the doorbell trace |
 //! | `metrics` | counters for Prometheus |
+//! | `seats` | limit of connections, and eviction of idle ones |
 //! | `socket_io` | socket I/O with few system calls |
 //!
 //! One thread (`sb-api`) serves the sockets. Requests that may block run on threads that exist
@@ -35,6 +36,7 @@ mod metrics;
 mod namespaces;
 mod parameters;
 mod routes;
+mod seats;
 mod server;
 mod socket_io;
 mod state;

@@ -5,23 +5,47 @@ use rustix::net::Shutdown;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 
 /// A client connection.
-pub(super) enum ClientSocket {
+pub(super) struct ClientSocket {
+    stream: Stream,
+    is_sending: Arc<AtomicBool>,
+}
+
+enum Stream {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
 
+impl From<UnixStream> for ClientSocket {
+    fn from(stream: UnixStream) -> Self {
+        Self { stream: Stream::Unix(stream), is_sending: Arc::default() }
+    }
+}
+
+impl From<TcpStream> for ClientSocket {
+    fn from(stream: TcpStream) -> Self {
+        Self { stream: Stream::Tcp(stream), is_sending: Arc::default() }
+    }
+}
+
 impl ClientSocket {
+    /// Flag that is true while bytes wait until the client reads.
+    pub(super) fn is_sending(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.is_sending)
+    }
+
     fn poll_ready(&self, context: &mut Context<'_>, interest: Interest) -> Poll<io::Result<()>> {
-        match self {
-            Self::Unix(socket) if interest.is_readable() => socket.poll_read_ready(context),
-            Self::Unix(socket) => socket.poll_write_ready(context),
-            Self::Tcp(socket) if interest.is_readable() => socket.poll_read_ready(context),
-            Self::Tcp(socket) => socket.poll_write_ready(context),
+        match &self.stream {
+            Stream::Unix(socket) if interest.is_readable() => socket.poll_read_ready(context),
+            Stream::Unix(socket) => socket.poll_write_ready(context),
+            Stream::Tcp(socket) if interest.is_readable() => socket.poll_read_ready(context),
+            Stream::Tcp(socket) => socket.poll_write_ready(context),
         }
     }
 
@@ -35,9 +59,9 @@ impl ClientSocket {
         loop {
             ready!(self.poll_ready(context, interest))?;
             let call = || Ok(rustix::io::retry_on_intr(|| call(self.as_fd()))?);
-            let outcome = match self {
-                Self::Unix(socket) => socket.try_io(interest, call),
-                Self::Tcp(socket) => socket.try_io(interest, call),
+            let outcome = match &self.stream {
+                Stream::Unix(socket) => socket.try_io(interest, call),
+                Stream::Tcp(socket) => socket.try_io(interest, call),
             };
             match outcome {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -49,9 +73,9 @@ impl ClientSocket {
 
 impl AsFd for ClientSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(socket) => socket.as_fd(),
-            Self::Tcp(socket) => socket.as_fd(),
+        match &self.stream {
+            Stream::Unix(socket) => socket.as_fd(),
+            Stream::Tcp(socket) => socket.as_fd(),
         }
     }
 }
@@ -76,7 +100,10 @@ impl AsyncWrite for ClientSocket {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.poll_call(context, Interest::WRITABLE, |socket| rustix::io::write(socket, bytes))
+        let write = |socket: BorrowedFd<'_>| rustix::io::write(socket, bytes);
+        let outcome = self.poll_call(context, Interest::WRITABLE, write);
+        self.is_sending.store(outcome.is_pending(), Ordering::SeqCst);
+        outcome
     }
 
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -122,8 +122,13 @@ fn labels(text: &str) {
 }
 
 /// Sends a GET request for this path: head and body of the response.
-fn get(mut stream: impl Read + Write, path: &str) -> (String, String) {
-    let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+fn get(stream: impl Read + Write, path: &str) -> (String, String) {
+    get_of(stream, path, "host: localhost\r\n")
+}
+
+/// Sends a request with these headers.
+fn get_of(mut stream: impl Read + Write, path: &str, headers: &str) -> (String, String) {
+    let request = format!("GET {path} HTTP/1.1\r\n{headers}connection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
@@ -306,6 +311,45 @@ fn the_tcp_endpoint_serves_only_metrics() {
     command.env("SHADOWBELL_RUN_DIR", server.directory());
     let (status, _, complaint) = crate::harness::finish(command);
     assert!(status == Some(2) && complaint.contains("--metrics"), "{status:?}: {complaint}");
+}
+
+/// A web page can give its own name the address of this machine (DNS rebinding).
+#[test]
+fn the_tcp_endpoint_responds_only_to_requests_that_address_this_machine() {
+    let arguments = ["--metrics", "127.0.0.1:0", "--metrics-host", "node1.example"];
+    let mut server = Server::start(&["mem:4MiB"], &arguments);
+    let log = server.stderr();
+    let address = log.split("http://").nth(1).and_then(|rest| rest.split('/').next()).expect(&log);
+    let status = |headers: &str| {
+        let (head, _) = get_of(TcpStream::connect(address).unwrap(), "/metrics", headers);
+        head.split(' ').nth(1).map(str::to_owned).expect(&head)
+    };
+    let of = |host: &str| status(&format!("host: {host}\r\n"));
+    for host in ["127.0.0.1:9", "10.0.0.1", "[::1]:80", "localhost", "LocalHost:1", "node1.example"]
+    {
+        assert_eq!(of(host), "200", "{host}");
+    }
+    for host in ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "node1", ""]
+    {
+        assert_eq!(of(host), "400", "{host}");
+    }
+    assert_eq!(status(""), "400", "no host");
+    assert_eq!(status("host: localhost\r\nhost: evil.example\r\n"), "400", "two hosts");
+    // The control socket has access control, so any host will do.
+    let control = server.directory().join("run/vm/control.sock");
+    let (head, _) = get_of(UnixStream::connect(control).unwrap(), "/metrics", "host: x\r\n");
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+
+    // Silent connections make room for a client that sends a request.
+    let mut silent: Vec<_> = (0..16).map(|_| TcpStream::connect(address).unwrap()).collect();
+    assert_eq!(of("localhost"), "200");
+    let newest = silent.pop().unwrap();
+    newest.set_nonblocking(true).unwrap();
+    let error = (&newest).read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "the newest one is still open");
+    assert_eq!(silent[0].read(&mut [0]).unwrap(), 0, "the oldest one was closed");
+    assert_eq!(ctl(&server, &["shutdown"]).0, Some(0));
+    assert!(server.wait().success());
 }
 
 #[test]

@@ -209,7 +209,7 @@ fn while_scraping<T>(socket: &Path, what: impl FnOnce() -> Result<T>) -> Result<
 fn scrape(socket: &Path) -> Result<String> {
     let mut stream = UnixStream::connect(socket).context("the control socket")?;
     stream.set_read_timeout(Some(LIMIT))?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
     let mut answer = Vec::with_capacity(4 << 20);
     stream.read_to_end(&mut answer).context("/metrics")?;
     let answer = String::from_utf8(answer).context("/metrics")?;
