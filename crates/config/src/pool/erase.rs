@@ -8,12 +8,44 @@ use shadowbell_disk_file::ImageFile;
 use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
+use std::time::{Duration, Instant};
 
 /// Largest block size of a file system, in bytes. It is the size of the hole that is punched at the
 /// beginning of a wiped file.
 const BLOCK: u64 = 1 << 16;
 /// Number of bytes that one write of an overwrite covers.
 const CHUNK: usize = 1 << 20;
+/// Maximum number of bytes of an overwrite that are in the page cache only. Without this limit, the
+/// kernel throttles the writes of other guests to the same file system.
+const MAX_DIRTY: u64 = 8 << 20;
+
+/// Rate limit of an overwrite.
+struct Pace {
+    /// Bytes per second.
+    rate: u64,
+    began: Instant,
+    written: u64,
+}
+
+impl Pace {
+    fn new(rate: u64) -> Self {
+        Self { rate, began: Instant::now(), written: 0 }
+    }
+
+    /// Time to wait, `elapsed` after the start.
+    fn wait(&self, elapsed: Duration) -> Duration {
+        let nanoseconds = u128::from(self.written) * 1_000_000_000 / u128::from(self.rate.max(1));
+        let due = Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX));
+        due.saturating_sub(elapsed)
+    }
+
+    /// Counts `bytes`. Returns true if the cached ones have to be written to the storage.
+    fn count(&mut self, bytes: u64) -> bool {
+        let before = self.written;
+        self.written += bytes;
+        before / MAX_DIRTY != self.written / MAX_DIRTY
+    }
+}
 
 /// Opens the file of a namespace whose disk is closed.
 fn open(pool: &HostPool, nsid: u32) -> io::Result<ImageFile> {
@@ -62,8 +94,8 @@ pub fn is_vacant(pool: &HostPool, nsid: u32) -> bool {
     std::fs::metadata(pool.file(nsid)).is_ok_and(|about| about.len() == VACANT)
 }
 
-/// Overwrites the allocated parts of a namespace's file with the pattern of this pass. Calls
-/// `goes_on` repeatedly with the current offset; the overwrite stops if it returns false.
+/// Overwrites the allocated parts of a namespace's file with the pattern of this pass, at the rate
+/// of the pool. Calls `goes_on` repeatedly with the current offset; the overwrite stops if it returns false.
 ///
 /// # Errors
 /// Errors of the file system; [`io::ErrorKind::Interrupted`] if `goes_on` returned false.
@@ -79,6 +111,7 @@ pub fn overwrite(
     let pattern = if is_inverted { !command.ovrpat } else { command.ovrpat };
     let chunk: Vec<u8> = pattern.to_le_bytes().into_iter().cycle().take(CHUNK).collect();
     let end = file.metadata()?.len();
+    let mut pace = Pace::new(pool.overwrite_rate());
     let mut at = 0;
     while let Some((from, to)) = data(file, at, end)? {
         at = from;
@@ -87,6 +120,10 @@ pub fn overwrite(
             let len = (to - at).min(CHUNK as u64) as usize;
             file.write_all(chunk.get(..len).unwrap_or_default())?;
             at += len as u64;
+            if pace.count(len as u64) {
+                rustix::fs::fdatasync(image.file())?;
+            }
+            std::thread::sleep(pace.wait(pace.began.elapsed()));
             if !goes_on(at) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
@@ -112,5 +149,30 @@ fn data(file: &File, at: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
         // Without SEEK_DATA support, the whole file may be data.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(Some((at, end))),
         Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_overwrite_waits_until_its_rate_permits_more() {
+        let mut pace = Pace::new(100 << 20);
+        assert_eq!(pace.wait(Duration::ZERO), Duration::ZERO);
+        pace.written = 50 << 20;
+        assert_eq!(pace.wait(Duration::ZERO), Duration::from_millis(500));
+        assert_eq!(pace.wait(Duration::from_millis(400)), Duration::from_millis(100));
+        // Slow storage: there is no burst later, but no wait either.
+        assert_eq!(pace.wait(Duration::from_secs(9)), Duration::ZERO);
+        pace.written = u64::MAX;
+        assert!(pace.wait(Duration::ZERO) > Duration::from_secs(86_400));
+    }
+
+    #[test]
+    fn an_overwrite_leaves_few_bytes_in_the_page_cache() {
+        let mut pace = Pace::new(100 << 20);
+        let synced: Vec<_> = (1..=17_u64).filter(|_| pace.count(CHUNK as u64)).collect();
+        assert_eq!(synced, [8, 16], "MiB after which the file is synced");
     }
 }

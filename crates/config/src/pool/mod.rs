@@ -157,6 +157,11 @@ impl HostPool {
         self.spec.capacity
     }
 
+    /// Rate of Sanitize Overwrite, in bytes per second.
+    pub fn overwrite_rate(&self) -> u64 {
+        self.spec.overwrite_rate
+    }
+
     /// Directory of the pool.
     pub fn directory(&self) -> &Path {
         &self.spec.directory
