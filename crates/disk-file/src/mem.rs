@@ -61,7 +61,7 @@ impl MemDisk {
     /// As [`new`](Self::new).
     pub fn lasting(blocks: u64, block_size: u32) -> Result<Self, OpenError> {
         let info = Self::info_of(blocks, block_size);
-        let mapping = Mapping::shared("shadowbell-disk", info.bytes());
+        let mapping = Mapping::growable("shadowbell-disk", info.bytes());
         let mapping =
             mapping.map_err(|source| OpenError::Memory { bytes: info.bytes(), source })?;
         Ok(Self::of(mapping, info, Arc::new(Regions::new())))

@@ -2,7 +2,7 @@
 
 use crate::eventfd_signal::PeerDescriptor;
 use crate::sigbus;
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -191,12 +191,24 @@ impl Mapping {
     }
 
     /// Creates a memfd of `len` bytes (rounded up to whole pages) and maps it, readable and
-    /// writable. The memory can be passed to another process by its descriptor.
+    /// writable. The memory can be passed to another process by its descriptor. A holder of the
+    /// descriptor can neither shrink nor grow the memory, nor add seals.
     ///
     /// # Errors
     /// [`MapError`] for an invalid length, or if a system call fails.
     pub fn shared(name: &str, len: u64) -> Result<Arc<Self>, MapError> {
-        Self::memfd(name, round_to_page(len)?, MemfdFlags::empty(), MapFlags::NORESERVE, None)
+        let flags = MapFlags::NORESERVE;
+        Self::memfd(name, round_to_page(len)?, MemfdFlags::empty(), FIXED, flags, None)
+    }
+
+    /// Creates memory like [`shared`](Self::shared) whose file can be grown by each holder of its
+    /// descriptor. Never pass it to a peer, which could fill the system's memory through it.
+    ///
+    /// # Errors
+    /// As [`shared`](Self::shared).
+    pub fn growable(name: &str, len: u64) -> Result<Arc<Self>, MapError> {
+        let flags = MapFlags::NORESERVE;
+        Self::memfd(name, round_to_page(len)?, MemfdFlags::empty(), SealFlags::SHRINK, flags, None)
     }
 
     /// Creates a memfd of `len` bytes (rounded up) in pages of [`HUGE_PAGE`] bytes and maps it.
@@ -217,13 +229,14 @@ impl Mapping {
             why: "the length is 0 or does not fit the address space",
         })?;
         let kind = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
-        Self::memfd(name, len, kind, MapFlags::empty(), Some(HUGE_PAGE as usize))
+        Self::memfd(name, len, kind, FIXED, MapFlags::empty(), Some(HUGE_PAGE as usize))
     }
 
     fn memfd(
         name: &str,
         len: u64,
         kind: MemfdFlags,
+        seals: SealFlags,
         flags: MapFlags,
         guarded: Option<usize>,
     ) -> Result<Arc<Self>, MapError> {
@@ -232,9 +245,8 @@ impl Mapping {
         let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind)
             .map_err(failed)?;
         ftruncate(&fd, len).map_err(failed)?;
-        // The seal prevents a holder of the descriptor from truncating the memory that is mapped
-        // here.
-        rustix::fs::fcntl_add_seals(&fd, rustix::fs::SealFlags::SHRINK).map_err(failed)?;
+        // No holder of the descriptor can truncate the memory that is mapped here.
+        fcntl_add_seals(&fd, seals).map_err(failed)?;
         // SAFETY: as in `from_fd`.
         let ptr = unsafe {
             mmap(
@@ -518,6 +530,9 @@ fn round_to_page(len: u64) -> Result<u64, MapError> {
     })
 }
 
+/// Seals of memory that is passed to peers. The size is fixed, and no holder can add seals, for example against writes.
+const FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
 fn shape(offset: u64, len: u64) -> Result<usize, MapError> {
     let bad = |why| MapError::Shape { len, offset, why };
     if len == 0 {
@@ -548,6 +563,23 @@ mod tests {
         let mut seen = [0; 5];
         ours.bytes().read_into(4104, &mut seen).unwrap();
         assert_eq!(&seen, b"hello");
+    }
+
+    #[test]
+    fn a_peer_cannot_change_the_size_or_the_seals() {
+        use rustix::io::Errno;
+        let mapping = Mapping::shared("test", 8192).unwrap();
+        let fd = mapping.fd().unwrap();
+        for len in [0, 4096, 12288, 2 << 30] {
+            assert_eq!(ftruncate(fd, len), Err(Errno::PERM), "{len}");
+        }
+        let past_the_end = rustix::io::pwrite(fd, b"x", 8192);
+        assert_eq!(past_the_end, Err(Errno::PERM));
+        assert_eq!(fcntl_add_seals(fd, SealFlags::FUTURE_WRITE), Err(Errno::PERM));
+        // A disk's own memory can grow.
+        let growable = Mapping::growable("test", 8192).unwrap();
+        let fd = growable.fd().unwrap();
+        assert_eq!((ftruncate(fd, 4096), ftruncate(fd, 12288)), (Err(Errno::PERM), Ok(())));
     }
 
     #[test]
