@@ -9,31 +9,96 @@
 use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Page size of a log, as a power of two.
 const PAGE_SHIFT: u32 = 12;
 /// Words per chunk, and pages per chunk.
 const WORDS: usize = 8;
 const CHUNK: u64 = WORDS as u64 * 64;
-/// Largest number of chunks of a log: the pages of 1 TiB. If more pages were written, all pages
-/// count as written.
-const MAX_CHUNKS: usize = 1 << 19;
+/// Largest number of chunks of all logs of the process: the pages of 2 TiB, in about 260 MiB. A log
+/// gets at most half of what the others leave. If more of its pages were written, all pages count
+/// as written.
+const MAX_CHUNKS: usize = 1 << 20;
+
+/// Memory that logs share.
+#[derive(Debug)]
+struct Quota {
+    most: usize,
+    used: AtomicUsize,
+}
+
+static PROCESS: Quota = Quota::new(MAX_CHUNKS);
+
+impl Quota {
+    const fn new(most: usize) -> Self {
+        Self { most, used: AtomicUsize::new(0) }
+    }
+}
+
+/// Chunks that one log has taken from the quota. The drop returns them.
+#[derive(Debug)]
+struct Charge {
+    quota: &'static Quota,
+    count: usize,
+}
+
+impl Charge {
+    /// Takes one more chunk, if the log's share permits it.
+    fn take(&mut self) -> bool {
+        let others = self.quota.used.load(Ordering::Relaxed).saturating_sub(self.count);
+        let is_permitted = self.count < self.quota.most.saturating_sub(others) / 2;
+        if is_permitted {
+            self.count += 1;
+            self.quota.used.fetch_add(1, Ordering::Relaxed);
+        }
+        is_permitted
+    }
+
+    fn give_back(&mut self, count: usize) {
+        self.count -= count;
+        self.quota.used.fetch_sub(count, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.give_back(self.count);
+    }
+}
 
 /// Set of page numbers.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Pages {
     chunks: BTreeMap<u64, [u64; WORDS]>,
-    /// True if the set exceeded `MAX_CHUNKS` chunks. From then on it contains all pages.
+    charge: Charge,
+    /// True if the set exceeded its share of the quota. From then on it contains all pages.
     all: bool,
 }
 
+impl Default for Pages {
+    fn default() -> Self {
+        Self::with(&PROCESS)
+    }
+}
+
 impl Pages {
+    const fn with(quota: &'static Quota) -> Self {
+        Self { chunks: BTreeMap::new(), charge: Charge { quota, count: 0 }, all: false }
+    }
+
     fn chunk(&mut self, number: u64) -> Option<&mut [u64; WORDS]> {
-        if self.chunks.len() >= MAX_CHUNKS && !self.chunks.contains_key(&number) {
+        if !self.all && !self.chunks.contains_key(&number) && !self.charge.take() {
             self.all = true;
-            self.chunks.clear();
+            self.clear();
         }
         (!self.all).then(|| self.chunks.entry(number).or_default())
+    }
+
+    /// Removes all chunks.
+    fn clear(&mut self) -> BTreeMap<u64, [u64; WORDS]> {
+        self.charge.give_back(self.charge.count);
+        std::mem::take(&mut self.chunks)
     }
 
     /// Adds the pages of `[iova, iova + len)`.
@@ -58,7 +123,7 @@ impl Pages {
             return;
         }
         self.all |= other.all;
-        for (number, words) in std::mem::take(&mut other.chunks) {
+        for (number, words) in other.clear() {
             let Some(chunk) = self.chunk(number) else { return };
             chunk.iter_mut().zip(words).for_each(|(word, more)| *word |= more);
         }
@@ -86,6 +151,7 @@ impl Pages {
             }
             if words.iter().all(|word| *word == 0) {
                 self.chunks.remove(&number);
+                self.charge.give_back(1);
             }
         }
         !self.all
@@ -194,9 +260,33 @@ mod tests {
     }
 
     #[test]
+    fn a_log_gets_at_most_half_of_what_the_others_leave() {
+        static QUOTA: Quota = Quota::new(64);
+        let fill =
+            |pages: &mut Pages| (0..).take_while(|chunk| pages.chunk(*chunk).is_some()).count();
+        let mut one = Pages::with(&QUOTA);
+        (0..30).for_each(|chunk| one.add(chunk << 21, 1));
+        let mut two = Pages::with(&QUOTA);
+        assert_eq!((fill(&mut two), two.all, two.chunks.len()), (17, true, 0));
+        // Its chunks are free again.
+        assert_eq!((QUOTA.used.load(Ordering::Relaxed), one.all), (30, false));
+        one.take(0, u64::MAX >> PAGE_SHIFT, |_| ());
+        assert_eq!(QUOTA.used.load(Ordering::Relaxed), 0);
+        assert_eq!(fill(&mut one), 32);
+        // The chunks of a view move to the log with it.
+        let (mut log, mut view) = (Pages::with(&QUOTA), Pages::with(&QUOTA));
+        log.add(0, 1);
+        (0..9).for_each(|chunk| view.add(chunk << 21, 1));
+        log.merge(&mut view);
+        assert_eq!((log.chunks.len(), QUOTA.used.load(Ordering::Relaxed)), (9, 9));
+        drop((log, view));
+        assert_eq!(QUOTA.used.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
     fn an_overflowing_log_reports_all_pages_as_dirty() {
         let log = DirtyLog::default();
-        for chunk in 0..=MAX_CHUNKS as u64 {
+        for chunk in 0..=MAX_CHUNKS as u64 / 2 {
             log.add(chunk << 21, 1);
         }
         assert!(log.0.lock().chunks.is_empty());
