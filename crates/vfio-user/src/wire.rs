@@ -29,6 +29,17 @@ pub(crate) fn split<T: FromBytes + KnownLayout + Immutable>(
     T::read_from_prefix(payload).map_err(|_| Errno::INVAL)
 }
 
+/// Splits a payload that begins with its `argsz`, the size that the client has reserved.
+///
+/// # Errors
+/// The payload is too short, or the reserved size is less than the fixed part.
+pub(crate) fn split_sized<T: FromBytes + KnownLayout + Immutable>(
+    payload: &[u8],
+) -> Result<(T, &[u8]), Errno> {
+    let (argsz, _) = split::<u32>(payload)?;
+    if argsz < wire_size::<T>() { Err(Errno::INVAL) } else { split(payload) }
+}
+
 /// Commands.
 pub mod command {
     /// Negotiates version and capabilities; the first message of a connection.

@@ -89,6 +89,28 @@ fn the_device_describes_itself() {
     assert_eq!(reply.errno(), Errno::INVAL);
 }
 
+#[test]
+fn a_request_that_reserves_too_little_room_is_refused() {
+    let (_server, path, _shared) = Server::with_device(Limits::default());
+    let mut raw = Raw::attach(&path);
+    for argsz in [0, 15] {
+        let info = wire::DeviceInfo { argsz, flags: 0, num_regions: 0, num_irqs: 0 };
+        let irq = wire::IrqInfo { argsz, flags: 0, index: 2, count: 0 };
+        let flags = wire::set_irqs_flags::ACTION_TRIGGER | wire::set_irqs_flags::DATA_NONE;
+        let set = wire::SetIrqs { argsz, flags, index: 2, start: 0, count: 0 };
+        let requests = [
+            (command::DEVICE_GET_INFO, info.as_bytes()),
+            (command::DEVICE_GET_IRQ_INFO, irq.as_bytes()),
+            (command::DEVICE_SET_IRQS, set.as_bytes()),
+        ];
+        for (command, request) in requests {
+            assert_eq!(raw.request(command, &[request]).errno(), Errno::INVAL, "{command} {argsz}");
+        }
+        assert_eq!(region_info(&mut raw, 0, argsz, 32).errno(), Errno::INVAL);
+    }
+    assert_eq!(raw.request(command::DEVICE_GET_INFO, &[]).errno(), Errno::INVAL);
+}
+
 fn region_info(raw: &mut Raw, index: u32, argsz: u32, len: usize) -> Reply {
     let ask = wire::RegionInfo { argsz, flags: 0, index, cap_offset: 0, size: 0, offset: 0 };
     let padding = vec![0; len - 32];

@@ -4,7 +4,7 @@ use super::saved::Agreed;
 use crate::Errno;
 use crate::descriptor::Descriptor;
 use crate::device::{DmaMap, DmaUnmap, IrqAction, IrqData, SetIrqs};
-use crate::wire::{self, split};
+use crate::wire::{self, split, split_sized};
 
 /// Maximum number of interrupts of an index of a PCI function.
 pub(super) const MAX_VECTORS: usize = 2048;
@@ -55,7 +55,7 @@ pub(super) fn set_irqs(
     fds: Vec<Descriptor>,
 ) -> Result<SetIrqs, Errno> {
     use wire::set_irqs_flags as flags;
-    let (set, rest) = split::<wire::SetIrqs>(payload)?;
+    let (set, rest) = split_sized::<wire::SetIrqs>(payload)?;
     if set.index >= agreed.info.irqs || set.start.checked_add(set.count).is_none() {
         return Err(Errno::INVAL);
     }

@@ -9,7 +9,7 @@ use crate::Errno;
 use crate::capabilities::{Capabilities, MigrationCapability};
 use crate::codec::MESSAGE_OVERHEAD;
 use crate::device::{Device, IoFds, Peer, RegionInfo};
-use crate::wire::{self, Header, split, wire_size};
+use crate::wire::{self, Header, split, split_sized, wire_size};
 use tracing::debug;
 use zerocopy::IntoBytes;
 
@@ -73,11 +73,8 @@ impl Link {
         payload: &[u8],
         device: &mut dyn Device,
     ) -> Result<(), Errno> {
-        let (asked, _) = split::<wire::RegionInfo>(payload)?;
+        let (asked, _) = split_sized::<wire::RegionInfo>(payload)?;
         let fixed = wire_size::<wire::RegionInfo>();
-        if asked.argsz < fixed {
-            return Err(Errno::INVAL);
-        }
         let RegionInfo { size, readable, writable, mapping } = if asked.index < agreed.info.regions
         {
             device.region_info(asked.index)?

@@ -17,7 +17,7 @@ use crate::codec::{Message, SendQueue};
 use crate::descriptor::Descriptor;
 use crate::device::{Device, Later};
 use crate::migration::{LoggingReport, MigrationState};
-use crate::wire::{self, Header, command, split, wire_size};
+use crate::wire::{self, Header, command, split, split_sized, wire_size};
 
 /// Request that waits for a [`Done`].
 pub(super) struct Waiting {
@@ -293,6 +293,7 @@ impl Link {
                 Ok(())
             }
             command::DEVICE_GET_INFO => {
+                split_sized::<wire::DeviceInfo>(payload)?;
                 let info = wire::DeviceInfo {
                     argsz: wire_size::<wire::DeviceInfo>(),
                     flags: wire::device_flags::PCI
@@ -306,7 +307,7 @@ impl Link {
             command::DEVICE_GET_REGION_INFO => self.region_info(agreed, header, payload, device),
             command::DEVICE_GET_REGION_IO_FDS => self.io_fds(agreed, header, payload, device),
             command::DEVICE_GET_IRQ_INFO => {
-                let (asked, _) = split::<wire::IrqInfo>(payload)?;
+                let (asked, _) = split_sized::<wire::IrqInfo>(payload)?;
                 if asked.index >= agreed.info.irqs {
                     return Err(Errno::INVAL);
                 }
