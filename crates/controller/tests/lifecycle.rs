@@ -5,6 +5,7 @@ mod common;
 use common::{Host, LIMIT, Queue, slow_host};
 use shadowbell_controller::{Carrier, Controller, Event, Polling};
 use shadowbell_disk::DiskError;
+use shadowbell_spec::admin::SetFeatures;
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_testing::wait::{self};
@@ -252,6 +253,22 @@ fn unmapping_waits_for_commands_in_flight() {
     assert_eq!(other.read::<u8>(0), Some(0xee), "the read ended before the unmap");
     assert_eq!(host.wait(&mut queue).0, 1);
     assert!(host.controller.unmap_dma(iova, 4096, || ()).is_err());
+}
+
+#[test]
+fn an_interrupt_vector_is_configured_for_a_completion_queue() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    let set = |host: &mut Host, vector: u32| {
+        let fields = SetFeatures { fid: 0x09, cdw11: 1 << 16 | vector, ..SetFeatures::default() };
+        host.admin(Sqe::set_features(0, fields, 0)).0.code()
+    };
+    let _queue = host.create(3, 16, true);
+    // The admin queue has vector 0.
+    assert_eq!([0, 3].map(|vector| set(&mut host, vector)), [Status::SUCCESS; 2]);
+    assert_eq!([1, 2, 4].map(|vector| set(&mut host, vector)), [Status::INVALID_FIELD; 3]);
+    host.must(Sqe::delete_io_sq(3, 0));
+    host.must(Sqe::delete_io_cq(3, 0));
+    assert_eq!(set(&mut host, 3), Status::INVALID_FIELD);
 }
 
 #[test]

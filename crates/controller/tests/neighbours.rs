@@ -25,12 +25,17 @@ fn held_host(blocks: u64) -> (Host, Held) {
     (Host::with(Config { namespaces, ..Config::default() }, Polling::Never), held)
 }
 
-/// Builds a deallocation of blocks 0 to 255, with one range per block. `page` is for the list of
-/// ranges.
+/// Builds a deallocation of the even blocks from 0 to 510, with one range per block. `page` is for
+/// the list of ranges.
 fn dsm(host: &Host, page: u64, cid: u16) -> Sqe {
+    dsm_of(host, page, cid, |n| n * 2)
+}
+
+/// Builds a deallocation of 256 ranges of one block each.
+fn dsm_of(host: &Host, page: u64, cid: u16, slba: impl Fn(u64) -> u64) -> Sqe {
     for n in 0..256u64 {
         host.poke(page + n * 16 + 4, &1u32.to_le_bytes());
-        host.poke(page + n * 16 + 8, &n.to_le_bytes());
+        host.poke(page + n * 16 + 8, &slba(n).to_le_bytes());
     }
     let fields = DatasetManagement { nr0: 255, ad: true, ..DatasetManagement::default() };
     Sqe::dsm(1, fields, cid).with_prps(page, 0)
@@ -83,6 +88,29 @@ fn all_ranges_of_all_commands_are_executed() {
     done.sort_unstable();
     assert!(done.into_iter().eq(0..100));
     assert_eq!(held.seen().len(), 100 * 256);
+    let left = (0..513).map(|block| if block < 512 && block % 2 == 0 { 0 } else { block });
+    assert!(held.marks(0, 513).into_iter().eq(left));
+}
+
+/// A file frees no block of its file system for 512 bytes.
+#[test]
+fn adjacent_ranges_are_deallocated_together() {
+    let (mut host, held) = held_host(1024);
+    held.mark();
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    let (forward, backward) = (|n| n, |n| 255 - n);
+    for slba in [forward, backward] as [fn(u64) -> u64; 2] {
+        let before = held.seen().len();
+        let sqe = dsm_of(&host, page, 0, slba);
+        assert!(host.run(&mut queue, sqe).0.is_success());
+        assert_eq!(held.seen().len() - before, 1);
+    }
+    // Each range is there twice, and there are two runs.
+    let before = held.seen().len();
+    let sqe = dsm_of(&host, page, 0, |n| 300 + n / 4 * 2 + n / 128 * 100 + n % 2);
+    assert!(host.run(&mut queue, sqe).0.is_success());
+    assert_eq!(held.seen().len() - before, 2);
     assert_eq!(held.marks(0, 256), vec![0; 256]);
     assert_eq!(held.marks(256, 1), [256]);
 }

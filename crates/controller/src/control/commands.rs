@@ -24,7 +24,7 @@ use crate::worker::mailbox::Message;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
 use shadowbell_spec::event::AsyncEvent;
-use shadowbell_spec::feature::fid;
+use shadowbell_spec::feature::{InterruptVectorConfiguration, fid};
 use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList, atype};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::sqe::{Fuse, NSID_ALL, Psdt};
@@ -246,6 +246,13 @@ impl AdminCommands {
             return executed;
         }
         let data = data.transpose()?;
+        if command.fid == fid::INTERRUPT_VECTOR_CONFIGURATION {
+            // Base 2.3, Interrupt Vector Configuration.
+            let vector = InterruptVectorConfiguration::from_bits(command.cdw11).iv();
+            if vector != 0 && !env.queues.has_vector(vector) {
+                return Err(Status::INVALID_FIELD.with_dnr());
+            }
+        }
         let limits = limits(env, sqe.nsid);
         let before = self.features.timestamp();
         let set = self.features.set(&command, sqe.nsid, data.as_deref(), &limits)?;

@@ -144,6 +144,11 @@ impl IoQueues {
         }
     }
 
+    /// True if a completion queue has this interrupt vector.
+    pub(super) fn has_vector(&self, vector: u16) -> bool {
+        self.cqs.values().any(|cq| cq.exists() && cq.vector == Some(vector))
+    }
+
     /// I/O threads that have had queues of this controller since the last reset.
     pub(super) fn workers(&self) -> impl Iterator<Item = usize> {
         self.workers.iter().copied()

@@ -183,10 +183,18 @@ impl Engine {
             }
             if blocks != 0 {
                 let shift = namespace.block_shift;
-                let (offset, len) = (slba << shift, blocks << shift);
-                parts.push((index, Request { op: Op::Discard, offset, len }));
+                parts.push((slba << shift, (slba + blocks) << shift));
             }
         }
+        // A file frees only whole blocks of its file system, so adjacent ranges are one request.
+        parts.sort_unstable();
+        parts.dedup_by(|&mut (from, to), last| {
+            let joins = from <= last.1;
+            if joins {
+                last.1 = to.max(last.1);
+            }
+            joins
+        });
         // The other attributes (integral dataset for reads and writes) are hints, which are
         // ignored.
         if !dsm.ad {
@@ -194,7 +202,8 @@ impl Engine {
         } else if namespace.is_read_only() {
             return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
         }
-        Ok(Requests::Several(parts))
+        let discard = |(offset, end)| Request { op: Op::Discard, offset, len: end - offset };
+        Ok(Requests::Several(parts.into_iter().map(|part| (index, discard(part))).collect()))
     }
 
     /// Starts a Copy command. Its requests are submitted between passes over the queues.
