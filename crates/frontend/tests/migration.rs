@@ -10,7 +10,7 @@ use shadowbell_spec::{Sqe, regs};
 use shadowbell_testing::guest::{Guest, MEMORY};
 use shadowbell_testing::wait;
 use shadowbell_vfio_user::client::{ClientError, Options, Share};
-use shadowbell_vfio_user::device::region;
+use shadowbell_vfio_user::device::{Device, Done, region};
 use shadowbell_vfio_user::migration::MigrationState;
 use shadowbell_vfio_user::server::Ended;
 use shadowbell_vfio_user::{Client, Errno, Listener, Reactor};
@@ -355,4 +355,27 @@ fn walk(value: &serde_json::Value, at: String, places: &mut Vec<String>) {
         _ => {}
     }
     places.push(at);
+}
+
+/// The reactor serves other clients meanwhile.
+#[test]
+fn a_state_is_parsed_on_another_thread() {
+    let namespaces = vec![NamespaceConfig { uuid: uuid_from("moved"), disk: disk() }];
+    let config = Config { namespaces, ..Config::default() };
+    let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
+    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+    let mut device = ControllerDevice::new(controller, Arc::new(|_| ())).unwrap();
+    let migration = device.migration().unwrap();
+    for len in [0, 100, 1 << 20] {
+        let (sender, parsed) = std::sync::mpsc::channel();
+        let done = Done::new(move |outcome| {
+            sender.send((outcome, std::thread::current().id())).unwrap();
+        });
+        migration.load_state(vec![0x5a; len], done);
+        let (outcome, thread) = parsed.recv_timeout(wait::LIMIT).unwrap();
+        assert_eq!(outcome, Ok(()));
+        assert_ne!(thread, std::thread::current().id());
+        assert_eq!(migration.use_state(), Err(Errno::INVAL), "{len} bytes are no state");
+        assert_eq!(migration.use_state(), Err(Errno::INVAL), "it is used once");
+    }
 }

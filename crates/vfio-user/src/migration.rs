@@ -176,11 +176,19 @@ pub trait Migration {
     /// to the client stays.
     fn forget_state(&mut self, done: Done);
 
-    /// RESUMING to STOP: loads `stream`, which comes from an untrusted client.
+    /// RESUMING to STOP: parses `stream`, which comes from an untrusted client, and completes
+    /// `done`. A long stream takes time, so another thread parses it. The server then calls
+    /// [`use_state`](Self::use_state).
+    ///
+    /// If the stream is not a valid state for the device, `done` completes with an error. The device
+    /// is then unusable until a reset.
+    fn load_state(&mut self, stream: Vec<u8>, done: Done);
+
+    /// Uses the state that was parsed last.
     ///
     /// # Errors
-    /// The stream is not a valid state for the device. The device is then unusable until a reset.
-    fn load_state(&mut self, stream: &[u8]) -> Result<(), Errno>;
+    /// The state does not fit the device. The device is then unusable until a reset.
+    fn use_state(&mut self) -> Result<(), Errno>;
 
     /// Starts to log the pages that the device writes: at least those in `ranges`, or all if
     /// `ranges` is empty. The server then calls [`settle_log`](Self::settle_log). All writes after

@@ -1,6 +1,8 @@
 //! Run state of a device during migration.
 
+use super::migrated_state::Parsed;
 use shadowbell_controller::Announcement;
+use std::sync::mpsc::Receiver;
 
 /// Run state of a device.
 #[derive(Debug, Default)]
@@ -10,6 +12,8 @@ pub(super) enum Halt {
     Running,
     /// Stopped. If it runs again, it continues with its own state.
     Stopped,
+    /// Stopped, while another thread parses the state that was migrated to it.
+    Parsing(Receiver<Result<Parsed, String>>),
     /// Stopped. If it runs again, it continues with the state that was migrated to it.
     Loaded(Announcement),
 }

@@ -6,24 +6,13 @@
 
 use super::ControllerDevice;
 use super::halt::Halt;
-use serde::{Deserialize, Serialize};
-use shadowbell_controller::{Announcement, MigrationState};
+use super::migrated_state::{CONTROLLER, FUNCTION, MigratedFunction, Parsed};
+use shadowbell_controller::Announcement;
 use shadowbell_state::{Bytes, Parcel};
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::device::Done;
 use shadowbell_vfio_user::migration::{LoggingRange, LoggingReport, Migration};
-
-/// Section names in the stream.
-const FUNCTION: &str = "function";
-const CONTROLLER: &str = "controller";
-
-/// Serialized PCI function.
-#[derive(Serialize, Deserialize)]
-struct MigratedFunction {
-    config: Bytes,
-    msix_table: Bytes,
-    msix_pending: Bytes,
-}
+use std::sync::mpsc::sync_channel;
 
 impl ControllerDevice {
     fn stream(&self) -> Result<Vec<u8>, String> {
@@ -41,15 +30,10 @@ impl ControllerDevice {
         parcel.encode(0).map_err(|e| text(&e))
     }
 
-    fn read_stream(&mut self, stream: &[u8]) -> Result<Announcement, String> {
+    /// Continues with a state that was parsed.
+    fn use_parsed(&mut self, parsed: Parsed) -> Result<Announcement, String> {
+        let Parsed { function, controller } = parsed;
         let text = |error: &dyn std::fmt::Display| error.to_string();
-        let missing = |name: &str| format!("section {name} is missing");
-        let mut parcel = Parcel::decode(stream, Vec::new()).map_err(|e| text(&e))?;
-        let function = parcel.take::<MigratedFunction>(FUNCTION).map_err(|e| text(&e))?;
-        let function = function.ok_or_else(|| missing(FUNCTION))?;
-        let controller = parcel.take::<MigrationState>(CONTROLLER).map_err(|e| text(&e))?;
-        let controller = controller.ok_or_else(|| missing(CONTROLLER))?;
-        parcel.finish().map_err(|e| text(&e))?;
         let config = function.config.0.as_slice().try_into();
         let config = config.map_err(|_| "it has another configuration space".to_owned())?;
         if !self.msix.restore(&function.msix_table.0, &function.msix_pending.0) {
@@ -76,7 +60,7 @@ impl Migration for ControllerDevice {
         self.memory.settle();
         match std::mem::take(&mut self.halt) {
             Halt::Loaded(announcement) => self.controller.run_migrated(announcement),
-            Halt::Stopped | Halt::Running => self.controller.resume(),
+            Halt::Stopped | Halt::Parsing(_) | Halt::Running => self.controller.resume(),
         }
         Ok(())
     }
@@ -93,9 +77,28 @@ impl Migration for ControllerDevice {
         self.controller.reset(move || done.ok());
     }
 
-    fn load_state(&mut self, stream: &[u8]) -> Result<(), Errno> {
+    fn load_state(&mut self, stream: Vec<u8>, done: Done) {
+        let (sender, parsed) = sync_channel(1);
+        self.halt = Halt::Parsing(parsed);
+        let parse = move || {
+            // The receiver waits in `use_state`, unless the device was reset meanwhile.
+            let _ = sender.send(Parsed::of(&stream));
+            done.ok();
+        };
+        // If no thread can be started, the drop of `done` fails the request.
+        let thread = std::thread::Builder::new().name("sb-migration".into()).spawn(parse);
+        if let Err(error) = thread {
+            self.log.warn(format_args!("no thread parses a migration state: {error}"));
+        }
+    }
+
+    fn use_state(&mut self) -> Result<(), Errno> {
         self.memory.settle();
-        match self.read_stream(stream) {
+        let Halt::Parsing(parsed) = std::mem::replace(&mut self.halt, Halt::Stopped) else {
+            return Err(Errno::INVAL);
+        };
+        let parsed = parsed.try_recv().unwrap_or_else(|_| Err("it was not parsed".into()));
+        match parsed.and_then(|parsed| self.use_parsed(parsed)) {
             Ok(announcement) => {
                 self.halt = Halt::Loaded(announcement);
                 Ok(())

@@ -44,6 +44,7 @@ mod doorbell_source;
 mod files;
 mod halt;
 mod memory;
+mod migrated_state;
 mod migration;
 mod pci;
 mod written_ranges;

@@ -19,6 +19,8 @@ pub(super) struct Migrating {
     stream: Vec<u8>,
     /// Number of bytes that the client has read.
     read: usize,
+    /// True if the device has parsed a state, which it does not use yet.
+    is_parsed: bool,
 }
 
 /// Result of a DEVICE_FEATURE request.
@@ -154,6 +156,9 @@ impl Migrating {
         if to == Error || self.state == Error {
             return Err(Errno::INVAL);
         }
+        if std::mem::take(&mut self.is_parsed) {
+            device.use_state().inspect_err(|_| self.state = Error)?;
+        }
         while let Some(next) = self.state.next(to) {
             match (self.state, next) {
                 (Running, _) => {
@@ -165,9 +170,8 @@ impl Migrating {
                     return Ok(Progress::Waits);
                 }
                 (Resuming, _) => {
-                    let stream = self.take_stream();
-                    self.state = Error;
-                    device.load_state(&stream)?;
+                    device.load_state(self.take_stream(), done());
+                    return Ok(Progress::Waits);
                 }
                 (_, StopCopy) => {
                     let stream = device.save_state()?;
@@ -187,13 +191,15 @@ impl Migrating {
 
     /// Finishes an asynchronous step towards `to`, after its success.
     pub(super) fn stepped(&mut self, to: MigrationState) {
+        self.is_parsed = self.state == MigrationState::Resuming;
         self.state = self.state.next(to).unwrap_or(self.state);
     }
 
-    /// Handles a failed step towards `to`. If the device could not discard its state, it is
-    /// unusable.
+    /// Handles a failed step towards `to`. If the device could not discard its state, or not parse
+    /// the new one, it is unusable.
     pub(super) fn failed(&mut self, to: MigrationState) {
-        if self.state.next(to) == Some(MigrationState::Resuming) {
+        let states = [Some(self.state), self.state.next(to)];
+        if states.contains(&Some(MigrationState::Resuming)) {
             self.state = MigrationState::Error;
         }
     }

@@ -4,14 +4,17 @@ use std::os::fd::AsFd;
 use std::thread::sleep;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result, bail};
 use shadowbell_spec::regs;
+use shadowbell_vfio_user::migration::{
+    DeviceFeature, DeviceState, MigData, MigrationState, feature, feature_flags,
+};
 use shadowbell_vfio_user::wire::{self, command, header_flags};
 use zerocopy::IntoBytes;
 
 use crate::attack::{Attack, Field};
 use crate::peer::connection::{Connection, dma_map, message, posted_write, read_request};
-use crate::peer::guest::{BASE, CONFIG, PAGE, memfd};
+use crate::peer::guest::{BASE, CONFIG, Guest, PAGE, memfd};
 use crate::peer::queue::BAR0;
 use crate::server::LogReader;
 
@@ -36,6 +39,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("silent", "2000 connections that send nothing", MEM, silent),
     Attack::new("device-reset", "DEVICE_RESET without end", MEM, device_reset),
     Attack::new("nested-json", "VERSION with 1 MB of nested JSON", MEM, nested_json),
+    Attack::new("migration-states", "migration states of 1 MB without end", MEM, migration_states),
 ];
 
 /// Sends `messages` repeatedly until the end of the attack.
@@ -208,5 +212,47 @@ fn nested_json(field: &mut Field) -> Result<()> {
         let _ = link.send(&bytes, &[]);
         field.done += 1;
     }
+    Ok(())
+}
+
+/// Changes the migration state. Returns true if the server accepts the change.
+fn set_migration_state(guest: &mut Guest, state: MigrationState) -> Result<bool> {
+    let ask = DeviceFeature { argsz: 16, flags: feature_flags::SET | feature::MIG_DEVICE_STATE };
+    let state = DeviceState { state: state as u32, data_fd: u32::MAX };
+    let payload = [ask.as_bytes(), state.as_bytes()];
+    let (header, _) = guest.link.try_ask(command::DEVICE_FEATURE, &payload, &[])?;
+    Ok(header.error == 0)
+}
+
+/// Sends a state that takes long to parse and is refused at its end.
+fn migration_states(field: &mut Field) -> Result<()> {
+    let mut guest = field.guest_with(1, 64)?;
+    if !set_migration_state(&mut guest, MigrationState::StopCopy)? {
+        bail!("the controller cannot be stopped");
+    }
+    let ask = MigData { argsz: 8 + 4096, size: 4096 };
+    let own = guest.link.ask(command::MIG_DATA_READ, &[ask.as_bytes()], &[])?;
+    // The own stream's magic, version and number of descriptors.
+    let head = own.get(8..24).context("the beginning of the state")?;
+    let lists = vec!["[]"; 300_000].join(",");
+    let body = format!(r#"[{{"name":"x","mandatory":false,"body":[{lists}]}}]"#);
+    let stream = [head, &(body.len() as u64).to_le_bytes(), body.as_bytes()].concat();
+    while !field.is_over() {
+        if !set_migration_state(&mut guest, MigrationState::Resuming)? {
+            bail!("the controller takes no state");
+        }
+        for piece in stream.chunks(1 << 18) {
+            let size = piece.len() as u32;
+            let ask = MigData { argsz: 8 + size, size };
+            guest.link.ask(command::MIG_DATA_WRITE, &[ask.as_bytes(), piece], &[])?;
+        }
+        if set_migration_state(&mut guest, MigrationState::Stop)? {
+            bail!("the state is accepted");
+        }
+        field.refused += 1;
+        field.done += 1;
+        guest.link.ask(command::DEVICE_RESET, &[], &[])?;
+    }
+    field.guests.push(guest);
     Ok(())
 }
