@@ -292,7 +292,7 @@ impl Controller {
                 // `want_head`. Either that thread sees the head in its recheck, or this thread sees
                 // that it has to wake it.
                 fence(Ordering::SeqCst);
-                shared.is_head_wanted(doorbell.qid)
+                (shared.is_head_wanted(doorbell.qid) || shared.is_head_invalid(doorbell.qid, value))
                     && pool.write_doorbell(worker, shared, &register, value)
             }
         };

@@ -9,6 +9,7 @@ use crate::stats::{
 };
 use crate::uncorrectable::Uncorrectable;
 use parking_lot::Mutex;
+use shadowbell_doorbell::RingSize;
 use shadowbell_memory::{Mapping, Protection, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
 use std::collections::BTreeMap;
@@ -66,6 +67,10 @@ pub(crate) struct ControllerShared {
     /// True if a sleeping I/O thread waits for a new head of the completion queue; by queue
     /// identifier.
     head_wanted: Vec<AtomicBool>,
+    /// Valid heads of each completion queue while its I/O thread sleeps, by queue identifier: the
+    /// last head, the tail, the last position of the ring, and [`EXPECTED`]; 0 if the head is not
+    /// in the register.
+    expected_heads: Vec<AtomicU64>,
     /// True if the volatile write cache is disabled (feature 06h). Every write is then forced to
     /// the medium.
     write_through: AtomicBool,
@@ -88,6 +93,9 @@ pub(crate) struct ControllerShared {
     /// Journal for crash recovery, if enabled.
     journal: OnceLock<Journal>,
 }
+
+/// Bit of an entry in [`ControllerShared::expected_heads`] that has heads.
+const EXPECTED: u64 = 1 << 63;
 
 /// Maps the doorbell page. Its offset in the file equals its offset in BAR0, because a client that
 /// maps the page uses the region offset as file offset.
@@ -122,6 +130,7 @@ impl ControllerShared {
             owners: (0..MAX_QUEUES * 2).map(|_| AtomicU8::new(0)).collect(),
             park_states: (0..workers).map(|_| Arc::default()).collect(),
             head_wanted: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
+            expected_heads: (0..MAX_QUEUES).map(|_| AtomicU64::new(0)).collect(),
             write_through: AtomicBool::new(false),
             copy_formats: Arc::default(),
             exclusive: AtomicBool::new(false),
@@ -231,6 +240,29 @@ impl ControllerShared {
     /// the register is stored and a full fence.
     pub(crate) fn is_head_wanted(&self, qid: u16) -> bool {
         self.head_wanted.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
+    }
+
+    /// Stores the valid heads of completion queue `qid` before a sleep of its I/O thread, as the last
+    /// head and the tail. The thread calls it before its full fence.
+    pub(crate) fn expect_head(&self, qid: u16, heads: Option<(u16, u16)>, size: RingSize) {
+        let Some(word) = self.expected_heads.get(usize::from(qid)) else { return };
+        let end = u64::from(size.entries() - 1);
+        let heads = heads.map(|(last, tail)| u64::from(last) | u64::from(tail) << 16);
+        word.store(heads.map_or(0, |heads| heads | end << 32 | EXPECTED), Ordering::Release);
+    }
+
+    /// True if a trapped head write of `qid` is invalid, so that it has to wake the sleeping I/O
+    /// thread, which reports it. The answer has no meaning while the thread is awake. It must be
+    /// called after the register is stored and a full fence.
+    pub(crate) fn is_head_invalid(&self, qid: u16, value: u32) -> bool {
+        let word = self.expected_heads.get(usize::from(qid));
+        let word = word.map_or(0, |word| word.load(Ordering::Acquire));
+        let (last, tail, end) = (word as u16, (word >> 16) as u16, (word >> 32) as u16);
+        let Some(size) = RingSize::from_zero_based(end) else { return false };
+        let is_valid = size
+            .position(value)
+            .is_some_and(|head| size.distance(last, head) <= size.distance(last, tail));
+        word & EXPECTED != 0 && !is_valid
     }
 
     /// Returns true only for the first call. So the message that the in-flight limit is reached is

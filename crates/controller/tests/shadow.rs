@@ -290,23 +290,68 @@ fn values_outside_the_ring_are_refused_with_the_event() {
     }
 }
 
-/// The head is checked even if there is room for completions, so that no queue waits for it.
+/// Completes with the event of an invalid doorbell value.
+fn expect_invalid_doorbell(host: &mut Host, admin: &mut Queue, what: &str) {
+    let (cid, status, dw0) = host.wait(admin);
+    assert_eq!((cid, status), (99, Status::SUCCESS), "{what}");
+    assert_eq!(dw0 & 0xffff, 0x0100, "error, invalid doorbell write value: {what}");
+}
+
+/// The heads are checked even if there is room for completions, so that no queue waits for them.
 #[test]
-fn an_invalid_mapped_head_is_reported_before_use() {
-    let carrier = Carrier { mapped_doorbells: true, listener: None };
-    let config = common::config(&["null:1GiB"]);
-    let controller = Controller::new(config, common::pool(SLEEPY), carrier).unwrap();
-    let mut host = Host::attach(controller);
-    host.enable();
-    let mut queue = host.create(1, 16, false);
-    stream(&mut host, &mut queue, 8, 20);
-    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
-    host.submit(&mut admin, &Sqe::async_event_request(99));
-    host.doorbell(false, shadowbell_spec::regs::cq_doorbell_offset(1, 0), 0, 17);
-    let (cid, status, dw0) = host.wait(&mut admin);
-    assert_eq!((cid, status), (99, Status::SUCCESS));
-    assert_eq!(dw0 & 0xffff, 0x0100, "error, invalid doorbell write value");
-    host.admin = admin;
+fn invalid_heads_are_reported_however_they_arrive() {
+    let head = shadowbell_spec::regs::cq_doorbell_offset(1, 0);
+    for polling in [SLEEPY, Polling::Always] {
+        for mapped_doorbells in [false, true] {
+            for used in [0, 20] {
+                let carrier = Carrier { mapped_doorbells, listener: None };
+                let config = common::config(&["null:1GiB"]);
+                let controller = Controller::new(config, common::pool(polling), carrier).unwrap();
+                let mut host = Host::attach(controller);
+                host.enable();
+                let mut queue = host.create(1, 16, false);
+                stream(&mut host, &mut queue, 8, used);
+                let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+                // An entry that was not posted, and values outside of the ring. Then a valid value.
+                for value in [queue.head + 1, 16, u32::MAX] {
+                    let what = format!("{polling:?}, mapped {mapped_doorbells}: {value}");
+                    host.submit(&mut admin, &Sqe::async_event_request(99));
+                    host.doorbell(false, head, 0, value);
+                    expect_invalid_doorbell(&mut host, &mut admin, &what);
+                    host.doorbell(false, head, 0, queue.head);
+                    // The event is masked until its log page is read.
+                    std::mem::swap(&mut host.admin, &mut admin);
+                    newest_error(&mut host);
+                    std::mem::swap(&mut host.admin, &mut admin);
+                }
+                stream(&mut host, &mut queue, 8, 100);
+            }
+        }
+    }
+}
+
+/// A value in a shadow page is judged when it is read. A trapped value is only a wakeup then.
+#[test]
+fn invalid_shadow_heads_are_reported() {
+    let head = shadowbell_spec::regs::cq_doorbell_offset(1, 0);
+    for polling in [SLEEPY, Polling::Always] {
+        let mut host = Host::new(&["null:1GiB"], polling);
+        assert!(host.configure_shadow(|_, _| 0).is_success());
+        let mut queue = host.create(1, 16, false);
+        stream(&mut host, &mut queue, 8, 20);
+        let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+        host.submit(&mut admin, &Sqe::async_event_request(99));
+        host.controller.write_doorbell(head, 16);
+        let (shadow, _) = host.shadow.unwrap();
+        host.poke32(shadow + 12, queue.head + 1);
+        // The read of the tail wakes a sleeping thread.
+        host.controller.write_doorbell(shadowbell_spec::regs::sq_doorbell_offset(1, 0), queue.tail);
+        expect_invalid_doorbell(&mut host, &mut admin, &format!("{polling:?}"));
+        host.poke32(shadow + 12, queue.head);
+        host.admin = admin;
+        assert_eq!(newest_error(&mut host).error_count, 1, "the trapped value does not count");
+        stream(&mut host, &mut queue, 8, 100);
+    }
 }
 
 #[test]

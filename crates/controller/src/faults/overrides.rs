@@ -292,7 +292,8 @@ impl QueueOverride for FaultyQueues {
         if cq.ring.is_none() {
             return 0;
         }
-        if cq.look().is_err() || cq.free() == 0 {
+        cq.look();
+        if cq.take_invalid().is_some() || cq.free() == 0 {
             // While faults are injected, an invalid head only blocks the queue and is not reported.
             sq.blocked = true;
             return 0;

@@ -198,7 +198,10 @@ impl AdminQueue {
             return Ok(None);
         }
         if self.cq.free() == 0 {
-            self.cq.look()?;
+            self.cq.look();
+            if let Some(error) = self.cq.take_invalid() {
+                return Err(error);
+            }
         }
         self.sq.blocked = self.cq.free() == 0;
         if self.sq.blocked {
@@ -261,10 +264,13 @@ impl AdminQueue {
         let mut fenced = arming.fence();
         let tail = sq.tail.recheck(&mut fenced);
         let head = if wait_for_room { cq.head.recheck(&mut fenced, cq.tail) } else { Ok(0) };
+        if !wait_for_room {
+            cq.look();
+        }
         let idle = fenced.try_sleep().is_some();
         tail?;
         head?;
-        Ok(idle)
+        cq.take_invalid().map_or(Ok(idle), Err)
     }
 
     /// Ends the queues. The counters of their doorbell writes are cleared, so that later queues

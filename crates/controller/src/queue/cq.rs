@@ -71,6 +71,8 @@ pub(crate) struct Cq {
     recorded_in: Option<Records>,
     /// Number of completions posted since the head was last read.
     unlooked: u32,
+    /// Invalid head that has not been reported yet.
+    invalid: Option<InvalidDoorbell>,
     /// Position up to which completions are recorded in the trace or were posted before its start.
     pub(crate) traced: u16,
     interrupt: InterruptPolicy,
@@ -106,6 +108,7 @@ impl Cq {
             recorded: VecDeque::new(),
             recorded_in: None,
             unlooked: 0,
+            invalid: None,
             traced: 0,
             interrupt: InterruptPolicy::new(irq, limit),
             counters,
@@ -332,14 +335,28 @@ impl Cq {
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
-    /// Reads the host's head.
+    /// Reads the host's head. An invalid one is reported later, by
+    /// [`take_invalid`](Self::take_invalid).
     #[inline]
-    pub(crate) fn look(&mut self) -> Result<(), InvalidDoorbell> {
+    pub(crate) fn look(&mut self) {
         let before = self.head.last();
         self.unlooked = 0;
-        let outcome = self.head.look(self.tail).map(|_| ());
+        if let Err(error) = self.head.look(self.tail) {
+            self.invalid = Some(error);
+        }
         self.moved_from(before);
-        outcome
+    }
+
+    /// Invalid head that was found since the last call.
+    #[inline]
+    pub(crate) fn take_invalid(&mut self) -> Option<InvalidDoorbell> {
+        self.invalid.take()
+    }
+
+    /// Last head and tail, if the host writes its head to the trapped register.
+    pub(crate) fn trapped_head(&self) -> Option<(u16, u16)> {
+        let is_register = self.head.state().truth == Truth::Register;
+        is_register.then(|| (self.head.last(), self.tail))
     }
 
     /// Records that the head may have moved from `before`. Called after every read of the head.
@@ -381,7 +398,7 @@ impl Cq {
         // room.
         let mut count = self.staged.len() as u32;
         if count > space(self) {
-            let _ = self.look();
+            self.look();
             count = count.min(space(self));
         }
         let Some(ring) = &self.ring else { return false };
@@ -408,7 +425,7 @@ impl Cq {
         if self.unlooked >= self.layout.size.entries() / 4 {
             // Read regularly, so that EventIdx stays ahead of the head even if no queue waits for
             // room.
-            let _ = self.look();
+            self.look();
         }
         count != 0
     }
@@ -430,10 +447,8 @@ impl Cq {
             }
             None => {}
         }
-        // The result is ignored: an invalid head is reported when commands are fetched, and does
-        // not move here.
         if self.interrupt.is_unconsumed() {
-            let _ = self.look();
+            self.look();
         }
         match self.interrupt.decide() {
             Decision::Raise => self.raise(),
@@ -462,7 +477,7 @@ impl Cq {
         if !self.interrupt.is_suppressed_or_moderated() {
             return;
         }
-        let _ = self.look();
+        self.look();
         let unread = self.unread();
         if self.interrupt.decide_held(unread, now) == Decision::Raise {
             self.raise();

@@ -511,6 +511,11 @@ impl ControllerQueues {
         self.set.recheck(fenced, trace)
     }
 
+    /// Reads the heads of all completion queues, and reports invalid ones.
+    pub(crate) fn check_heads(&mut self, trace: &mut Option<Observer>) {
+        self.set.check_heads(trace);
+    }
+
     /// Disarms the doorbells after a sleep.
     pub(crate) fn disarm(&mut self, sleeper: &Sleeper<SleepCell>) {
         self.set.disarm(sleeper);

@@ -118,6 +118,9 @@ fn is_back(entry: &PollEntry) {
     entry.queues.set_left_out(false);
 }
 
+/// Number of idle passes of a thread that never sleeps between two checks of heads.
+const CHECK_HEADS: u32 = 1 << 12;
+
 /// Controllers of an I/O thread.
 pub(super) struct PollGroup {
     #[allow(clippy::vec_box, reason = "they move from here to there")]
@@ -128,6 +131,8 @@ pub(super) struct PollGroup {
     dormant: VecDeque<Box<PollEntry>>,
     /// True if the thread never sleeps.
     always: bool,
+    /// Idle passes since the last check of heads, while the thread never sleeps.
+    idle_passes: u32,
     /// Number of parked controllers with doorbell eventfds.
     parked_with_eventfd: usize,
     /// Work since the last check of descriptors, in the unit of [`CHECK_AFTER`].
@@ -150,6 +155,7 @@ impl PollGroup {
             parked: HashMap::new(),
             dormant: VecDeque::new(),
             always,
+            idle_passes: 0,
             parked_with_eventfd: 0,
             unchecked: 0,
             unvisited: 0,
@@ -291,6 +297,12 @@ impl PollGroup {
         if shadowbell_memory::sigbus::faults() != self.faults {
             self.check_memory();
         }
+        if self.always && work == 0 {
+            self.idle_passes += 1;
+            if self.idle_passes == CHECK_HEADS {
+                self.check_heads(trace);
+            }
+        }
         if self.active.len() <= 1 && self.parked_with_eventfd == 0 && self.dormant.is_empty() {
             return 0;
         }
@@ -325,6 +337,14 @@ impl PollGroup {
     /// Records a check of descriptors. `all` is true if no signalled descriptor is left.
     pub(super) fn checked(&mut self, all: bool) {
         self.unchecked = if all { 0 } else { CHECK_AFTER };
+    }
+
+    /// Reads the heads of completion queues, which no command makes this thread read.
+    #[cold]
+    fn check_heads(&mut self, trace: &mut Option<Observer>) {
+        self.idle_passes = 0;
+        let entries = self.active.iter_mut().chain(&mut self.dormant);
+        entries.for_each(|entry| entry.queues.check_heads(trace));
     }
 
     #[cold]

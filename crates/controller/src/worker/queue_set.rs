@@ -159,7 +159,8 @@ impl QueueSet {
         }
         let mut room = cq.free().min(BURST);
         if room == 0 || room < BURST && room < sq.layout.size.distance(sq.head, tail) {
-            if let Err(error) = cq.look() {
+            cq.look();
+            if let Some(error) = cq.take_invalid() {
                 let qid = cq.layout.qid | COMPLETION_QUEUE;
                 self.invalid(qid, error, trace);
                 return 0;
@@ -302,8 +303,7 @@ impl QueueSet {
         let Some(sq) = sqs.get_mut(*index).and_then(Option::as_mut) else { return true };
         let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return true };
         if cq.free() == 0 {
-            // The result is ignored: an invalid head is reported when commands are fetched.
-            let _ = cq.look();
+            cq.look();
         }
         (sq.blocked, sq.waits_for_two) =
             (cq.free() <= u32::from(second.is_some()), second.is_some());
@@ -447,6 +447,16 @@ impl QueueSet {
         self.control.notify(Notice::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }
 
+    /// Reads the heads of all completion queues, and reports invalid ones.
+    #[cold]
+    pub(crate) fn check_heads(&mut self, trace: &mut Option<Observer>) {
+        let mut invalid = Vec::new();
+        look_at_heads(&mut self.cqs, &self.shared, &mut invalid);
+        for (qid, error) in invalid {
+            self.invalid(qid, error, trace);
+        }
+    }
+
     /// Arms the doorbells before a sleep (first phase).
     pub(crate) fn arm(&mut self, arming: &mut Arming<'_, SleepCell>, trace: &mut Option<Observer>) {
         let Self { sqs, cqs, shared, .. } = self;
@@ -462,6 +472,9 @@ impl QueueSet {
                 shared.want_head(cq.layout.qid, true);
                 cq.head.arm(arming);
             }
+        }
+        for cq in cqs.iter().flatten() {
+            shared.expect_head(cq.layout.qid, cq.trapped_head(), cq.layout.size);
         }
     }
 
@@ -479,14 +492,7 @@ impl QueueSet {
         fenced.note(engine.can_advance());
         // Commands that wait for a quota do not keep the thread awake.
         let is_full = engine.is_full();
-        // A write of an invalid head to a mapped doorbell does not trap, and a fetch reads the head
-        // only if the queue is nearly full. So the head is checked here. A valid one is evaluated
-        // below.
-        for cq in cqs.iter_mut().flatten().filter(|_| shared.mapped) {
-            if let Err(error) = cq.look() {
-                invalid.push((cq.layout.qid | COMPLETION_QUEUE, error));
-            }
-        }
+        look_at_heads(cqs, shared, &mut invalid);
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
             if !sq.blocked {
                 let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
@@ -550,6 +556,23 @@ impl QueueSet {
         let fetched = self.sqs.iter().flatten().map(|sq| sq.counters.commands.get());
         let posted = self.cqs.iter().flatten().map(Cq::posted);
         fetched.chain(posted).fold(0, u64::wrapping_add)
+    }
+}
+
+/// Reads the heads of completion queues for which no submission queue waits. A fetch reads a head
+/// only if the queue is nearly full, so an invalid one is found here. An armed head must only be
+/// read by its recheck.
+fn look_at_heads(
+    cqs: &mut [Option<Cq>],
+    shared: &ControllerShared,
+    invalid: &mut Vec<(u16, InvalidDoorbell)>,
+) {
+    for cq in cqs.iter_mut().flatten() {
+        let qid = cq.layout.qid;
+        if !shared.is_head_wanted(qid) {
+            cq.look();
+        }
+        invalid.extend(cq.take_invalid().map(|error| (qid | COMPLETION_QUEUE, error)));
     }
 }
 
