@@ -45,14 +45,14 @@ pub(super) struct Shared {
     pub(super) device: OwnedFd,
     pub(super) file: DiskFile,
     pub(super) failures: Arc<FailureCount>,
-    pub(super) crew: Crew,
+    pub(super) crew: Arc<Crew>,
 }
 
-/// Helper threads of a mount.
-#[derive(Default)]
+/// Threads of a session: the first one, and its helpers.
 pub(super) struct Crew {
+    first: EventFd,
     helpers: Vec<Helper>,
-    /// True after the file system was unmounted.
+    /// True after the file system was unmounted, or when the session is to end.
     over: AtomicBool,
 }
 
@@ -62,6 +62,11 @@ struct Helper {
 }
 
 impl Crew {
+    /// Creates a crew without helpers. `first` wakes the first thread.
+    pub(super) fn new(first: EventFd) -> Self {
+        Self { first, helpers: Vec::new(), over: AtomicBool::new(false) }
+    }
+
     pub(super) fn add(&mut self, waker: EventFd) -> usize {
         self.helpers.push(Helper { is_called: AtomicBool::new(false), waker });
         self.helpers.len() - 1
@@ -88,6 +93,7 @@ impl Crew {
     /// Ends all threads.
     pub(super) fn end(&self) {
         self.over.store(true, Ordering::Release);
+        self.first.signal();
         self.helpers.iter().for_each(|one| one.waker.signal());
     }
 }
@@ -199,9 +205,11 @@ impl<F: Future<Output = Completed>> Device<F> {
         })
     }
 
-    /// Serves requests until the file system is unmounted.
+    /// Serves requests until the file system is unmounted, or the session is to end.
     pub(super) fn run(mut self, make: &impl Fn(BlockQueue, Job) -> F) -> io::Result<()> {
         loop {
+            let is_over = self.shared.crew.over.load(Ordering::Acquire);
+            self.readable &= !is_over;
             let any = match self.take(make) {
                 Ok(any) => any,
                 // The file system was unmounted. Requests in flight complete, although no program
@@ -213,7 +221,7 @@ impl<F: Future<Output = Completed>> Device<F> {
                 }
                 Err(errno) => return Err(errno.into()),
             };
-            let is_over = self.shared.crew.over.load(Ordering::Acquire);
+            let is_over = is_over || self.shared.crew.over.load(Ordering::Acquire);
             if is_over && self.io.tasks().reserved() == 0 {
                 return Ok(());
             }
@@ -227,7 +235,7 @@ impl<F: Future<Output = Completed>> Device<F> {
             self.readable |= again && self.listens() && !is_over;
             if !again && self.io.prepare_sleep() {
                 let readable = &mut self.readable;
-                self.io.wait(None, |_| *readable = true);
+                self.io.wait(None, |_| *readable = !is_over);
                 self.readable |= self.helper.is_some() && self.listens();
             }
         }
@@ -392,7 +400,7 @@ mod tests {
 
     #[test]
     fn who_helps_is_called_once_and_again_when_there_was_nothing_left() {
-        let mut crew = Crew::default();
+        let mut crew = Crew::new(EventFd::new().unwrap());
         let events = [EventFd::new().unwrap(), EventFd::new().unwrap()];
         let helpers = events.each_ref().map(|event| crew.add(event.try_clone().unwrap()));
         let woken = || {

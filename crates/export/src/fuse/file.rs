@@ -62,14 +62,18 @@ pub(super) struct DiskFile {
 }
 
 impl DiskFile {
-    pub(super) fn new(geometry: Geometry) -> Self {
+    /// `owner` are the user and the group of the file, by default those of the process.
+    pub(super) fn new(geometry: Geometry, owner: Option<(u32, u32)>) -> Self {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let (uid, gid) = owner.unwrap_or_else(|| {
+            (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw())
+        });
         let attributes = Attributes {
             size: geometry.bytes,
             time: (since.as_secs(), since.subsec_nanos()),
             mode: REGULAR | if geometry.read_only { 0o400 } else { 0o600 },
-            uid: rustix::process::getuid().as_raw(),
-            gid: rustix::process::getgid().as_raw(),
+            uid,
+            gid,
             block_size: geometry.block_size.max(4096),
         };
         Self { geometry, attributes }
@@ -87,6 +91,7 @@ impl DiskFile {
             opcode::WRITE => Extent::decode(fields)
                 .filter(|extent| extent.len as usize <= data)
                 .map(|extent| self.write(unique, extent)),
+            opcode::INIT => Some(Step::Answer(Answer::init(unique, fields))),
             opcode::GETATTR => Some(self.about(unique)),
             opcode::SETATTR => self.set_attributes(unique, fields),
             opcode::OPEN => self.open(unique, fields),
@@ -219,14 +224,15 @@ mod tests {
     const SIZE: u64 = 1 << 20;
 
     fn file() -> DiskFile {
-        DiskFile::new(Geometry {
+        let geometry = Geometry {
             bytes: SIZE,
             block_size: 512,
             read_only: false,
             volatile_cache: true,
             write_zeroes: true,
             discard: true,
-        })
+        };
+        DiskFile::new(geometry, None)
     }
 
     fn ask(opcode: u32, fields: &[u8], data: usize) -> Step {

@@ -18,39 +18,39 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | [`Mounted`] | the mount; the library `fuser` mounts and negotiates the session |
-//! | `device` | requests after the negotiation: the threads that execute them |
+//! | [`Mounted`] | a mount and its session |
+//! | [`Mount`] | the mount, by `mount(2)` or fusermount3 |
+//! | [`Session`] | the threads that serve a mount of this process or of another one |
+//! | `device` | requests: the threads that execute them |
 //! | `file` | translation of a request to a disk operation |
 //! | `wire`, `sys` | layout of requests and answers; system calls that read and write them |
 
 mod device;
 mod file;
+mod mount;
 #[allow(unsafe_code, reason = "memory that a device may change is not borrowed")]
 mod sys;
 mod wire;
 
+pub use mount::Mount;
+
 use crate::failures::FailureCount;
+use crate::vectors::Part;
 use device::{Crew, Device, Shared, carry_out};
 use file::DiskFile;
-use fuser::{Config, Filesystem, InitFlags, KernelConfig, MountOption, Session, SessionACL};
-use rustix::io::Errno;
-use rustix::mount::{UnmountFlags, unmount};
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
-use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use wire::MAX_REQUEST;
+use wire::Answer;
 
 /// Largest default number of threads of a mount. At most half of the processors are used, because a
 /// program with a high load needs the others.
 const MOST_THREADS: usize = 4;
-/// Largest number of asynchronous requests that the kernel has in flight.
-const BACKGROUND: u16 = 256;
 
 /// Reason for which a disk could not be mounted.
 #[derive(Debug, thiserror::Error)]
@@ -95,17 +95,91 @@ pub struct Options {
     /// first has too many requests. The default is half the number of processors, but at most four.
     /// There are never more threads than the disk has queues.
     pub threads: Option<usize>,
+    /// User and group of the file. The default is that of the process.
+    pub owner: Option<(u32, u32)>,
+}
+
+/// Threads that serve the requests of a mounted file from a disk. The end of the value ends them,
+/// and the mount stays.
+pub struct Session {
+    crew: Arc<Crew>,
+    failures: Arc<FailureCount>,
+    server: Option<JoinHandle<()>>,
+    /// True after the file system was unmounted.
+    over: Arc<AtomicBool>,
+}
+
+impl Session {
+    /// Serves `disk` to the kernel, which sends requests to `device`, the descriptor of a
+    /// [`Mount`]. `on_end` is called when the file system is unmounted for any reason.
+    ///
+    /// # Errors
+    /// A thread or descriptor cannot be created, or the disk has no queue.
+    pub fn start(
+        disk: &BlockDevice,
+        device: OwnedFd,
+        options: &Options,
+        on_end: impl FnOnce() + Send + 'static,
+    ) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&device, true)?;
+        let Threads { shared, first, helpers } = threads(disk, device, options)?;
+        let over = Arc::<AtomicBool>::default();
+        let (crew, failures) = (Arc::clone(&shared.crew), Arc::clone(&shared.failures));
+        let its = Arc::clone(&over);
+        let server = move || serve(shared, first, helpers, &its, on_end);
+        let server = std::thread::Builder::new().name("fuse".into()).spawn(server)?;
+        Ok(Self { crew, failures, server: Some(server), over })
+    }
+
+    /// Makes the kernel send the requests again that another session on the same device has taken
+    /// and not answered, because its process has died. Returns false if the kernel cannot do that
+    /// (before Linux 6.9): then the programs that wait for these requests wait until the file
+    /// system is unmounted. To be called before the first session of this process.
+    #[must_use]
+    pub fn resend(device: BorrowedFd<'_>) -> bool {
+        sys::write(device, Answer::resend().bytes(), Part::NONE).is_ok()
+    }
+
+    /// Number of requests that failed because of the disk.
+    #[must_use]
+    pub fn failures(&self) -> u64 {
+        self.failures.count()
+    }
+
+    /// True after the file system was unmounted.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Completes the requests in flight, and ends; the mount stays. Returns the number of requests
+    /// that failed because of the disk.
+    #[must_use]
+    pub fn stop(self) -> u64 {
+        let failures = Arc::clone(&self.failures);
+        drop(self);
+        failures.count()
+    }
+
+    /// Waits until the file system is unmounted.
+    fn wait(&mut self) {
+        if let Some(server) = self.server.take() {
+            let _ = server.join();
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.crew.end();
+        self.wait();
+    }
 }
 
 /// Disk that is mounted over a file. Dropping the value unmounts it.
 pub struct Mounted {
-    path: PathBuf,
-    /// True if the file was created for the mount.
-    created: bool,
-    server: Option<JoinHandle<()>>,
-    /// True after the file system was unmounted.
-    over: Arc<AtomicBool>,
-    failures: Arc<FailureCount>,
+    mount: Mount,
+    session: Session,
 }
 
 impl Mounted {
@@ -132,147 +206,80 @@ impl Mounted {
         options: &Options,
         on_end: impl FnOnce() + Send + 'static,
     ) -> Result<Self, MountError> {
-        let (path, created) = prepare(path)?;
-        let mut config = Config::default();
-        config.mount_options = vec![
-            MountOption::FSName("shadowbell".into()),
-            MountOption::Subtype("shadowbell".into()),
-            MountOption::DefaultPermissions,
-        ];
-        if disk.geometry().read_only {
-            config.mount_options.push(MountOption::RO);
-        }
-        config.acl = SessionACL::Owner;
-        let session = Session::new(Agreement, &path, &config).map_err(|source| {
-            forget(&path, created);
-            MountError::Mount { path: path.clone(), source }
-        })?;
-        let failures = Arc::<FailureCount>::default();
-        let mut mounted = Self { path, created, server: None, over: Arc::default(), failures };
-        let threads = threads(&disk, &session, Arc::clone(&mounted.failures), options);
-        let threads = match threads {
-            Ok(threads) => threads,
+        let (mount, device) = Mount::new(path, disk.geometry().read_only)?;
+        match Session::start(&disk, device, options, on_end) {
+            Ok(session) => Ok(Self { mount, session }),
             Err(error) => {
-                // The drop of the session unmounts the file system. No request has been served yet.
-                drop(session);
-                mounted.over.store(true, Ordering::Release);
-                return Err(MountError::System(error));
+                mount.unmount();
+                mount.remove_file();
+                Err(MountError::System(error))
             }
-        };
-        let over = Arc::clone(&mounted.over);
-        let server = move || serve(session, threads, &over, on_end);
-        let server = std::thread::Builder::new().name("fuse".into()).spawn(server);
-        mounted.server = Some(server.map_err(MountError::System)?);
-        Ok(mounted)
+        }
     }
 
     /// Path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.path
+        self.mount.path()
     }
 
     /// Number of requests that failed because of the disk.
     #[must_use]
     pub fn failures(&self) -> u64 {
-        self.failures.count()
+        self.session.failures()
     }
 
     /// Unmounts the file system, and waits until no program uses the file any more. A user of the
     /// open file, such as a loop device with a file system on it, may still have data to write.
     /// Returns the number of requests that failed because of the disk.
     #[must_use]
-    pub fn stop(self) -> u64 {
-        let failures = Arc::clone(&self.failures);
-        drop(self);
-        failures.count()
+    pub fn stop(mut self) -> u64 {
+        self.end();
+        self.failures()
+    }
+
+    fn end(&mut self) {
+        if !self.session.is_over() {
+            self.mount.unmount();
+        }
+        self.session.wait();
+        self.mount.remove_file();
     }
 }
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        if !self.over.load(Ordering::Acquire) {
-            match unmount(&self.path, UnmountFlags::empty()) {
-                Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
-                Err(Errno::BUSY) => {
-                    tracing::warn!(
-                        "{} is in use, waiting for its users; a program that opens it now \
-                         finds an empty file",
-                        self.path.display()
-                    );
-                    let _ = unmount(&self.path, UnmountFlags::DETACH);
-                }
-                Err(errno) => {
-                    // Without the privilege to unmount, the process needs the program fusermount3.
-                    let helper = std::process::Command::new("fusermount3")
-                        .args(["-u", "-z", "--"])
-                        .arg(&self.path)
-                        .output();
-                    if !helper.is_ok_and(|helper| helper.status.success()) {
-                        tracing::warn!("cannot unmount {}: {errno}", self.path.display());
-                    }
-                }
-            }
-        }
-        if let Some(server) = self.server.take() {
-            let _ = server.join();
-        }
-        forget(&self.path, self.created);
-    }
-}
-
-/// Negotiation of the session. All later requests are handled by [`device`].
-struct Agreement;
-
-impl Filesystem for Agreement {
-    fn init(&mut self, _: &fuser::Request, config: &mut KernelConfig) -> io::Result<()> {
-        // A capability that the kernel does not have is ignored.
-        for wanted in [
-            InitFlags::FUSE_ASYNC_DIO,
-            InitFlags::FUSE_BIG_WRITES,
-            InitFlags::FUSE_MAX_PAGES,
-            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
-        ] {
-            let _ = config.add_capabilities(wanted);
-        }
-        let _ = config.set_max_write(MAX_REQUEST);
-        let _ = config.set_max_background(BACKGROUND);
-        Ok(())
+        self.end();
     }
 }
 
 /// Main function of a thread.
 type Run = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
-/// Threads of a mount: the first thread and its helpers.
+/// Threads of a session: the first thread and its helpers.
 struct Threads {
     shared: Arc<Shared>,
     first: Run,
     helpers: Vec<Run>,
 }
 
-fn threads(
-    disk: &BlockDevice,
-    session: &Session<Agreement>,
-    failures: Arc<FailureCount>,
-    options: &Options,
-) -> io::Result<Threads> {
-    let device = rustix::io::fcntl_dupfd_cloexec(session.as_fd(), 0)?;
-    rustix::io::ioctl_fionbio(&device, true)?;
+fn threads(disk: &BlockDevice, device: OwnedFd, options: &Options) -> io::Result<Threads> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let count = options.threads.unwrap_or((processors / 2).min(MOST_THREADS));
     let count = count.clamp(1, disk.queues());
-    let mut crew = Crew::default();
-    let mut parts = Vec::new();
-    for number in 0..count {
+    let first = EventFd::new()?;
+    let mut crew = Crew::new(first.try_clone()?);
+    let mut parts = vec![(None, first)];
+    for _ in 1..count {
         let event = EventFd::new()?;
-        let helper = if number == 0 { None } else { Some(crew.add(event.try_clone()?)) };
-        parts.push((helper, event));
+        parts.push((Some(crew.add(event.try_clone()?)), event));
     }
     // Opens a queue once, so that a disk without a free queue is detected before the kernel sends a
     // request.
     drop(disk.queue()?);
-    let shared = Arc::new(Shared { device, file: DiskFile::new(*disk.geometry()), failures, crew });
+    let (file, failures) = (DiskFile::new(*disk.geometry(), options.owner), Arc::default());
+    let crew = Arc::new(crew);
+    let shared = Arc::new(Shared { device, file, failures, crew });
     let mut runs = Vec::new();
     for (helper, event) in parts {
         let (shared, disk) = (Arc::clone(&shared), disk.clone());
@@ -284,8 +291,13 @@ fn threads(
     Ok(Threads { shared, first, helpers: runs })
 }
 
-fn serve(session: Session<Agreement>, threads: Threads, over: &AtomicBool, on_end: impl FnOnce()) {
-    let Threads { shared, first, helpers } = threads;
+fn serve(
+    shared: Arc<Shared>,
+    first: Run,
+    helpers: Vec<Run>,
+    over: &AtomicBool,
+    on_end: impl FnOnce(),
+) {
     let mut running = Vec::new();
     for helper in helpers {
         let thread = std::thread::Builder::new().name("fuse-helper".into());
@@ -304,40 +316,7 @@ fn serve(session: Session<Agreement>, threads: Threads, over: &AtomicBool, on_en
         Err(error) => tracing::warn!("the mount has ended: {error}"),
     }
     // When the device is dropped, the kernel fails the requests that were not answered.
-    drop((shared, session));
+    drop(shared);
     over.store(true, Ordering::Release);
     on_end();
-}
-
-/// Returns the absolute path of the file to mount over, and true if this call created the file.
-fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
-    let failed = |source| MountError::File { path: path.to_owned(), source };
-    let created = match std::fs::metadata(path) {
-        Ok(about) if about.is_file() => false,
-        Ok(_) => return Err(MountError::NotAFile(path.to_owned())),
-        Err(error) if error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()) => {
-            return Err(MountError::Dead(path.to_owned()));
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            OpenOptions::new().write(true).create_new(true).open(path).map_err(failed)?;
-            true
-        }
-        Err(error) => return Err(failed(error)),
-    };
-    // The mount needs read access to the file.
-    let usable = File::open(path).and_then(|_| path.canonicalize());
-    match usable {
-        Ok(path) => Ok((path, created)),
-        Err(error) => {
-            forget(path, created);
-            Err(failed(error))
-        }
-    }
-}
-
-/// Removes the file if it was created for the mount and is still empty.
-fn forget(path: &Path, created: bool) {
-    if created && std::fs::metadata(path).is_ok_and(|about| about.is_file() && about.len() == 0) {
-        let _ = std::fs::remove_file(path);
-    }
 }

@@ -4,6 +4,10 @@ use crate::vectors::{Part, Room};
 use rustix::io::Errno;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+/// Offset for a device without a position. With it, `preadv2` is `readv`, which the sandbox of a
+/// server would have to allow in addition.
+const NO_OFFSET: i64 = -1;
+
 /// Reads a request: its header into `head`, and the rest into `rest`.
 pub(super) fn read(
     device: BorrowedFd<'_>,
@@ -14,7 +18,7 @@ pub(super) fn read(
     // SAFETY: each vector belongs to a room that is borrowed until the call returns. The room is
     // either memory that is borrowed for writing, or shared memory that is writable, whose mapping
     // is borrowed, and into which no Rust reference points.
-    let count = unsafe { libc::readv(device.as_raw_fd(), vectors.as_ptr(), 2) };
+    let count = unsafe { libc::preadv2(device.as_raw_fd(), vectors.as_ptr(), 2, NO_OFFSET, 0) };
     usize::try_from(count).map_err(|_| last_error())
 }
 
@@ -24,7 +28,7 @@ pub(super) fn write(device: BorrowedFd<'_>, head: &[u8], data: Part<'_>) -> Resu
     // SAFETY: each vector belongs to a part, and its bytes or its mapping are borrowed until the
     // call returns. The kernel only reads the bytes. If shared memory was lost, the call returns an
     // error.
-    let count = unsafe { libc::writev(device.as_raw_fd(), vectors.as_ptr(), 2) };
+    let count = unsafe { libc::pwritev2(device.as_raw_fd(), vectors.as_ptr(), 2, NO_OFFSET, 0) };
     usize::try_from(count).map(drop).map_err(|_| last_error())
 }
 

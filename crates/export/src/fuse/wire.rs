@@ -15,6 +15,7 @@ pub(super) mod opcode {
     pub(crate) const RELEASE: u32 = 18;
     pub(crate) const FSYNC: u32 = 20;
     pub(crate) const FLUSH: u32 = 25;
+    pub(crate) const INIT: u32 = 26;
     pub(crate) const DESTROY: u32 = 38;
     pub(crate) const BATCH_FORGET: u32 = 42;
     pub(crate) const FALLOCATE: u32 = 43;
@@ -29,6 +30,30 @@ pub(super) mod open {
     /// Several writes to the file may be in flight.
     pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 }
+
+/// Protocol version: 7.40 has all that is used.
+const VERSION: (u32, u32) = (7, 40);
+
+/// Flags of the negotiation. Those from bit 32 on are in a second field, if both ends have
+/// `INIT_EXT`.
+mod init {
+    pub(super) const ASYNC_READ: u64 = 1 << 0;
+    pub(super) const BIG_WRITES: u64 = 1 << 5;
+    pub(super) const ASYNC_DIO: u64 = 1 << 15;
+    pub(super) const MAX_PAGES: u64 = 1 << 22;
+    pub(super) const INIT_EXT: u64 = 1 << 30;
+    pub(super) const DIRECT_IO_ALLOW_MMAP: u64 = 1 << 36;
+    pub(super) const HAS_RESEND: u64 = 1 << 39;
+    pub(super) const WANTED: u64 =
+        ASYNC_READ | BIG_WRITES | ASYNC_DIO | MAX_PAGES | DIRECT_IO_ALLOW_MMAP | HAS_RESEND;
+}
+
+/// Largest number of asynchronous requests that the kernel has in flight, and the number at which
+/// the file counts as congested.
+const BACKGROUND: (u16, u16) = (256, 192);
+
+/// Code of the notification that makes the kernel send unanswered requests again.
+const NOTIFY_RESEND: i32 = 7;
 
 /// Attributes that a `SETATTR` changes.
 pub(super) mod change {
@@ -152,6 +177,36 @@ impl Answer {
         Self::new(unique, -errno.raw_os_error())
     }
 
+    /// Creates a notification, which has no request: the kernel sends unanswered requests again.
+    pub(super) fn resend() -> Self {
+        Self::new(0, NOTIFY_RESEND)
+    }
+
+    /// Creates the answer to the negotiation, whose request has these fields.
+    pub(super) fn init(unique: u64, mut fields: Fields<'_>) -> Self {
+        let mut next = || fields.u32().unwrap_or_default();
+        let (major, minor, read_ahead, mut offered) = (next(), next(), next(), u64::from(next()));
+        // Kernels before Linux 3.15 have shorter answers.
+        if major < VERSION.0 || (major == VERSION.0 && minor < 23) {
+            return Self::error(unique, Errno::PROTO);
+        }
+        if offered & init::INIT_EXT != 0 {
+            offered |= u64::from(next()) << 32;
+        }
+        let accepted = offered & (init::WANTED | init::INIT_EXT);
+        let (background, congestion) = BACKGROUND;
+        let nanoseconds = 1;
+        let pages = MAX_REQUEST as usize / rustix::param::page_size();
+        let mut answer = Self::done(unique);
+        answer.u32(VERSION.0).u32(VERSION.1.min(minor)).u32(read_ahead).u32(accepted as u32);
+        answer.put(&background.to_ne_bytes()).put(&congestion.to_ne_bytes());
+        answer.u32(MAX_REQUEST).u32(nanoseconds);
+        answer.put(&(pages as u16).to_ne_bytes()).put(&0_u16.to_ne_bytes());
+        answer.u32((accepted >> 32) as u32);
+        (0..7).for_each(|_| _ = answer.u32(0));
+        answer
+    }
+
     /// Creates an answer that reports a write of `len` bytes.
     pub(super) fn written(unique: u64, len: u32) -> Self {
         let mut answer = Self::done(unique);
@@ -263,6 +318,28 @@ mod tests {
         assert_eq!(Answer::offset(1, 5).bytes().len(), 16 + 8);
         assert_eq!(Answer::opened(1, 5).bytes().len(), 16 + 16);
         assert_eq!(Answer::file_system(1, 5, 512).bytes().len(), 16 + 80);
+    }
+
+    #[test]
+    fn the_negotiation_accepts_what_both_have() {
+        let init = |words: [u32; 5]| {
+            let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
+            Answer::init(3, Fields(&bytes))
+        };
+        let answer = init([7, 45, 131_072, u32::MAX, u32::MAX]);
+        let bytes = answer.bytes();
+        assert_eq!((bytes.len(), u32_at(bytes, 0), u32_at(bytes, 4)), (16 + 64, 16 + 64, 0));
+        assert_eq!((u32_at(bytes, 16), u32_at(bytes, 20), u32_at(bytes, 24)), (7, 40, 131_072));
+        assert_eq!(u64::from(u32_at(bytes, 28)), init::INIT_EXT | init::WANTED & 0xffff_ffff);
+        assert_eq!(u64::from(u32_at(bytes, 48)), init::WANTED >> 32);
+        assert_eq!(u32_at(bytes, 36), MAX_REQUEST);
+        // An older kernel has neither the second field nor the newer flags.
+        let answer = init([7, 31, 0, 1 << 5, u32::MAX]);
+        let bytes = answer.bytes();
+        assert_eq!((u32_at(bytes, 20), u32_at(bytes, 28), u32_at(bytes, 48)), (31, 1 << 5, 0));
+        let refused = init([7, 22, 0, 0, 0]);
+        assert_eq!((refused.bytes().len(), refused), (16, Answer::error(3, Errno::PROTO)));
+        assert_eq!(Answer::resend().bytes().len(), 16);
     }
 
     #[test]

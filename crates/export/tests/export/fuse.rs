@@ -1,13 +1,15 @@
 //! FUSE export, mounted by the kernel. The tests are skipped without root or /dev/fuse.
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_disk::{DiskError, Op};
-use shadowbell_export::fuse::{MountError, Mounted, Options};
+use shadowbell_export::fuse::{Mount, MountError, Mounted, Options, Session};
 use shadowbell_testing::programs::skipped;
 use shadowbell_testing::test_disk::TestDisk;
 use std::fs::{File, OpenOptions};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -390,6 +392,57 @@ fn what_can_not_be_mounted_over_is_refused_and_left_alone() {
     assert_eq!(mounted.stop(), 0);
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
     rig.end();
+}
+
+#[test]
+fn a_mount_continues_with_the_session_of_another_process() {
+    if !is_possible() {
+        return;
+    }
+    let backing = TestDisk::new(8 << 11, 512);
+    let disk = BlockDevice::new(Arc::new(backing), &BlockOptions::default()).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let (mount, device) = Mount::new(&directory.path().join("disk"), false).unwrap();
+    let session = || {
+        let device = device.try_clone().unwrap();
+        Session::start(&disk, device, &Options::default(), || ()).unwrap()
+    };
+    let first = session();
+    let file = OpenOptions::new().read(true).write(true).open(mount.path()).unwrap();
+    file.write_all_at(b"before", 700).unwrap();
+    if !Session::resend(device.as_fd()) {
+        skipped("the kernel does not send requests again (Linux 6.9 does)");
+        drop(file);
+        mount.unmount();
+        return mount.remove_file();
+    }
+    // The end of a session leaves the mount.
+    drop(first);
+    let second = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let mut bytes = [0; 6];
+            file.read_exact_at(&mut bytes, 700).map(|()| bytes)
+        });
+        // The dead process has taken the request.
+        let mut fds = [PollFd::new(&device, PollFlags::IN)];
+        poll(&mut fds, None).unwrap();
+        rustix::io::read(&device, &mut vec![0; 2 << 20]).unwrap();
+        assert!(Session::resend(device.as_fd()));
+        let second = session();
+        assert_eq!(&reader.join().unwrap().unwrap(), b"before");
+        file.write_all_at(b"after", 700).unwrap();
+        let mut bytes = [0; 6];
+        file.read_exact_at(&mut bytes, 700).unwrap();
+        assert_eq!(&bytes, b"aftere");
+        assert!(!second.is_over());
+        second
+    });
+    // The close of the file is a request as well.
+    drop(file);
+    mount.unmount();
+    assert_eq!(second.stop(), 0);
+    mount.remove_file();
+    assert!(!mount.path().exists());
 }
 
 /// Reverts what a test has changed, in the reverse order, even if the test fails.

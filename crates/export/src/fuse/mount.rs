@@ -1,0 +1,181 @@
+//! Mount of a FUSE file, with the privileges of the calling process.
+//!
+//! Without the privilege to mount, the program `fusermount3` mounts and passes the descriptor of
+//! `/dev/fuse` over a socket.
+
+use super::MountError;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags, unmount};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Program that mounts for users without privileges.
+const HELPER: &str = "fusermount3";
+
+/// File system of one file that is mounted over an existing file. A
+/// [`Session`](super::Session) serves it, in this process or in another one. The end of the value
+/// does not unmount it.
+#[derive(Debug)]
+pub struct Mount {
+    path: PathBuf,
+    /// True if the file was created for the mount.
+    created: bool,
+}
+
+impl Mount {
+    /// Mounts over the file `path`, which is created if it does not exist. Also returns the
+    /// descriptor of `/dev/fuse` from which the requests are read. When all of its duplicates are
+    /// closed, the file fails all requests.
+    ///
+    /// # Errors
+    /// [`MountError`]. A created file is removed before the return.
+    pub fn new(path: &Path, read_only: bool) -> Result<(Self, OwnedFd), MountError> {
+        let (path, created) = prepare(path)?;
+        let mounted = match mount(&path, read_only) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                mount_by_helper(&path, read_only)
+            }
+            mounted => mounted,
+        };
+        match mounted {
+            Ok(device) => Ok((Self { path, created }, device)),
+            Err(source) => {
+                forget(&path, created);
+                Err(MountError::Mount { path, source })
+            }
+        }
+    }
+
+    /// Existing mount over the file `path`, for its removal.
+    #[must_use]
+    pub fn at(path: &Path) -> Self {
+        Self { path: path.to_owned(), created: false }
+    }
+
+    /// Path of the file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Unmounts the file system. Programs that have the file open can still use it.
+    pub fn unmount(&self) {
+        let path = &self.path;
+        match unmount(path, UnmountFlags::empty()) {
+            Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
+            Err(Errno::BUSY) => {
+                tracing::warn!(
+                    "{} is in use, waiting for its users; a program that opens it now finds an \
+                     empty file",
+                    path.display()
+                );
+                let _ = unmount(path, UnmountFlags::DETACH);
+            }
+            Err(errno) => {
+                let helper = Command::new(HELPER).args(["-u", "-z", "--"]).arg(path).output();
+                if !helper.is_ok_and(|helper| helper.status.success()) {
+                    tracing::warn!("cannot unmount {}: {errno}", path.display());
+                }
+            }
+        }
+    }
+
+    /// Removes the file if it was created for the mount and is still empty.
+    pub fn remove_file(&self) {
+        forget(&self.path, self.created);
+    }
+}
+
+/// Mounts by `mount(2)`.
+fn mount(path: &Path, read_only: bool) -> io::Result<OwnedFd> {
+    let device = rustix::fs::open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    let options = format!(
+        "fd={},rootmode=100600,user_id={},group_id={},default_permissions",
+        device.as_raw_fd(),
+        rustix::process::getuid().as_raw(),
+        rustix::process::getgid().as_raw(),
+    );
+    let options = CString::new(options)?;
+    let mut flags = MountFlags::NODEV | MountFlags::NOSUID;
+    flags.set(MountFlags::RDONLY, read_only);
+    rustix::mount::mount("shadowbell", path, "fuse.shadowbell", flags, options.as_c_str())?;
+    Ok(device)
+}
+
+/// Mounts by `fusermount3`, whose standard input is the socket for the descriptor.
+fn mount_by_helper(path: &Path, read_only: bool) -> io::Result<OwnedFd> {
+    let (ours, its) = UnixStream::pair()?;
+    let mode = if read_only { "ro" } else { "rw" };
+    let options = format!("{mode},nosuid,nodev,fsname=shadowbell,subtype=shadowbell");
+    let helper = Command::new(HELPER)
+        .args(["-o", &format!("{options},default_permissions"), "--"])
+        .arg(path)
+        .env("_FUSE_COMMFD", "0")
+        .stdin(OwnedFd::from(its))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let device = receive(&ours);
+    let output = helper.wait_with_output()?;
+    device?.ok_or_else(|| {
+        let said = String::from_utf8_lossy(&output.stderr);
+        io::Error::other(format!("{HELPER}: {}", said.trim()))
+    })
+}
+
+/// Receives a descriptor. `None` if the other end was closed without sending one.
+fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut room = [IoSliceMut::new(&mut byte)];
+    rustix::io::retry_on_intr(|| {
+        recvmsg(socket, &mut room, &mut control, RecvFlags::CMSG_CLOEXEC)
+    })?;
+    let received = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    Ok(received)
+}
+
+/// Returns the absolute path of the file to mount over, and true if this call created the file.
+fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
+    let failed = |source| MountError::File { path: path.to_owned(), source };
+    let created = match std::fs::metadata(path) {
+        Ok(about) if about.is_file() => false,
+        Ok(_) => return Err(MountError::NotAFile(path.to_owned())),
+        Err(error) if error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()) => {
+            return Err(MountError::Dead(path.to_owned()));
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            OpenOptions::new().write(true).create_new(true).open(path).map_err(failed)?;
+            true
+        }
+        Err(error) => return Err(failed(error)),
+    };
+    // The mount needs read access to the file.
+    let usable = File::open(path).and_then(|_| path.canonicalize());
+    match usable {
+        Ok(path) => Ok((path, created)),
+        Err(error) => {
+            forget(path, created);
+            Err(failed(error))
+        }
+    }
+}
+
+/// Removes the file if it was created for the mount and is still empty.
+fn forget(path: &Path, created: bool) {
+    if created && std::fs::metadata(path).is_ok_and(|about| about.is_file() && about.len() == 0) {
+        let _ = std::fs::remove_file(path);
+    }
+}
