@@ -227,6 +227,12 @@ impl Controller {
         let Context { shared, pool, .. } = &self.0.context;
         shared.stats(|worker| pool.sleep_stats(worker))
     }
+
+    /// Number of completed I/O commands.
+    #[must_use]
+    pub fn io_commands(&self) -> u64 {
+        self.0.context.shared.io().commands()
+    }
 }
 
 impl fmt::Debug for Controller {

@@ -116,6 +116,14 @@ pub struct IoStats {
     pub media_errors: u64,
 }
 
+impl IoStats {
+    /// Number of completed commands.
+    #[must_use]
+    pub fn commands(&self) -> u64 {
+        [self.reads, self.writes, self.copies, self.others].iter().sum()
+    }
+}
+
 /// Counters of a submission queue.
 #[derive(Debug)]
 pub(crate) struct SqCounters {

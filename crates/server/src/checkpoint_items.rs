@@ -7,6 +7,16 @@ use shadowbell_config::server_config::{ServerConfig, SocketConfig};
 /// Item of the management endpoints, while the server quiesces for an upgrade.
 pub(super) const ENDPOINTS: &str = "endpoints";
 
+/// Item of the controllers that have quiesced for an upgrade.
+pub(super) const QUIESCED: &str = "quiesced";
+
+/// Controllers that have quiesced, by the indices of their items, the busiest first. None of their
+/// commands is in flight, however the process ends.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Quiesced {
+    pub(super) controllers: Vec<usize>,
+}
+
 pub(super) fn controller(index: usize) -> String {
     format!("controller/{index}")
 }

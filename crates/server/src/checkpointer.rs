@@ -13,7 +13,7 @@
 //! controller, which has the namespaces that its guest may have seen, decides which of the two is
 //! used.
 
-use super::checkpoint_items::{self, ENDPOINTS, Served};
+use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Served};
 use super::checkpoint_store::CheckpointStore;
 use super::open_disk::UnattachedDisks;
 use super::registry::ServedController;
@@ -384,10 +384,20 @@ impl LiveCheckpoint {
         Ok(self.store.put_state(ENDPOINTS, saved, fds)?)
     }
 
-    /// Deletes the management endpoints' item: the endpoints may change from now on.
-    pub(super) fn delete_endpoints(&self) {
-        // The store logs its errors.
-        let _ = self.store.delete(ENDPOINTS);
+    /// Adds an item without descriptors to the checkpoint.
+    ///
+    /// # Errors
+    /// The item cannot be sent.
+    pub(super) fn put(&self, key: &str, state: &impl Serialize) -> anyhow::Result<()> {
+        Ok(self.store.put_state(key, state, &Descriptors::default())?)
+    }
+
+    /// Deletes the items of a quiesced process: what they describe may change from now on.
+    pub(super) fn delete_quiesced(&self) {
+        for key in [ENDPOINTS, QUIESCED] {
+            // The store logs its errors.
+            let _ = self.store.delete(key);
+        }
     }
 
     fn is_possible(&self) -> bool {

@@ -82,7 +82,7 @@ mod worker_link;
 
 pub use args::Args;
 
-use anyhow::{Context, anyhow};
+use anyhow::Context;
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
 use endpoints::{Endpoints, Powers, RunningEndpoints};
@@ -366,7 +366,7 @@ fn wait<'a>(
     }
 }
 
-/// Quiesces for an upgrade. Returns if that has failed, and the server serves again.
+/// Quiesces for an upgrade. Returns if the checkpoint is incomplete, and the server serves again.
 fn quiesce(
     server: &Server,
     answering: &mut Option<RunningEndpoints>,
@@ -375,11 +375,8 @@ fn quiesce(
     link: &WorkerLink,
 ) -> anyhow::Result<()> {
     let Some(resting) = answering.take().map(RunningEndpoints::rest) else { return Ok(()) };
-    let outcome = match server.changes().pause() {
-        Some(_paused) => quiesce::quiesce(server, &resting, link),
-        None => Err(anyhow!("a controller is being added or removed; try again")),
-    };
-    let Err(why) = outcome;
+    let paused = server.changes().pause();
+    let Err(why) = quiesce::quiesce(server, &resting, link, paused.is_none());
     link.say(to_supervisor::RESUMES, &exit::line(&why));
     *answering = Some(resting.start(server, config, powers)?);
     Ok(())

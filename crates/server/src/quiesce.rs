@@ -1,32 +1,40 @@
 //! Quiesce for good, the old process's part of an upgrade: no command is in flight at a disk, and
 //! no message of a client is half handled. The checkpoint at the supervisor then has everything
 //! that the next process needs, which recovers as after a crash.
+//!
+//! No client can refuse an upgrade: the quiesce has a time limit. Clients that have not quiesced
+//! by then are recovered as after a kill of this process, whose I/O is fenced. The item
+//! [`QUIESCED`] in the checkpoint names the controllers that have quiesced.
 
+use super::checkpoint_items::{QUIESCED, Quiesced};
 use super::endpoints::Endpoints;
 use super::registry::ServedController;
 use super::server::Server;
 use super::worker_link::WorkerLink;
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, anyhow};
 use shadowbell_process::exit;
 use shadowbell_state::{AbortPoint, Descriptors, abort_point};
 use shadowbell_supervisor::protocol::{to_supervisor, to_worker};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{debug, info};
 
 /// Time limit for the quiesce. QEMU holds its big lock while it waits for a reply.
 const LIMIT: Duration = Duration::from_millis(200);
 
-/// Quiesces for good and waits for the supervisor's kill. Returns only on failure.
+/// Quiesces for good and waits for the supervisor's kill. Returns only if the checkpoint is
+/// incomplete. `is_changing`: a change of controllers or namespaces is in progress.
 ///
 /// # Errors
-/// The reason for the failure. The server has resumed.
+/// The reason why the checkpoint is incomplete. The server has not quiesced.
 pub(super) fn quiesce(
     server: &Server,
     resting: &Endpoints,
     link: &WorkerLink,
+    is_changing: bool,
 ) -> anyhow::Result<Infallible> {
     let kept = server.changes().kept().filter(|kept| kept.holds_all());
     let kept = match kept {
@@ -36,18 +44,25 @@ pub(super) fn quiesce(
     let mut fds = Descriptors::default();
     kept.put_endpoints(&resting.save(&mut fds)?, &fds)?;
     let began = Instant::now();
-    if let Err(why) = quiesce_all(server, began + LIMIT) {
-        kept.delete_endpoints();
-        return Err(why);
+    let mut unfinished = Vec::new();
+    if is_changing {
+        unfinished.push("a controller or a namespace was being changed".to_owned());
     }
+    let quiesced = quiesce_all(server, began + LIMIT, &mut unfinished);
+    // The recoveries begin with the busiest controllers.
+    let mut order = quiesced.clone();
+    order.sort_by_key(|served| std::cmp::Reverse(served.controller.io_commands()));
+    let controllers = order.iter().map(|served| served.index).collect();
+    kept.put(QUIESCED, &Quiesced { controllers })?;
     abort_point(AbortPoint::Quiesced);
-    // Requests of an export's clients may still be in flight: then the next process waits for the
-    // fence.
-    let has_exports = !server.changes().exports().is_empty();
-    if !has_exports {
+    if unfinished.is_empty() {
         server.release_locks();
+    } else {
+        // Controllers of a subsystem share disks with controllers that may not have quiesced.
+        let alone = quiesced.iter().filter(|served| served.asked().controller.subsystem.is_none());
+        alone.flat_map(|served| served.disks()).for_each(|disk| disk.release_lock());
     }
-    link.say(to_supervisor::QUIESCED, if has_exports { "exports" } else { "" });
+    link.say(to_supervisor::QUIESCED, &unfinished.join("\n"));
     debug!("quiesced after {} us", began.elapsed().as_micros());
     info!("quiesced; another process recovers");
     // If the service ends or the supervisor dies instead, the checkpoint stays valid.
@@ -55,48 +70,80 @@ pub(super) fn quiesce(
     std::process::exit(i32::from(exit::FAILED));
 }
 
-/// Quiesces the sockets and all controllers.
-///
-/// # Errors
-/// A client's request or a controller does not quiesce in time. The server has resumed.
-fn quiesce_all(server: &Server, until: Instant) -> anyhow::Result<()> {
-    let reactor = server.rest(until)?;
-    match quiesce_controllers(&server.controllers(), until) {
-        Ok(()) => {
-            // A drop would disconnect the clients.
-            std::mem::forget(reactor);
-            Ok(())
-        }
-        Err(why) => {
-            server.go_on(reactor);
-            Err(why)
-        }
+/// Quiesces exports, sockets and controllers. Returns the controllers that have quiesced, and adds
+/// a sentence to `unfinished` for everything that has not by `until`.
+fn quiesce_all(
+    server: &Server,
+    until: Instant,
+    unfinished: &mut Vec<String>,
+) -> Vec<Arc<ServedController>> {
+    server.disable_limits();
+    let exports = stop_exports(server);
+    match server.rest_sockets(until) {
+        // A drop would disconnect the clients.
+        Ok(reactor) => std::mem::forget(reactor),
+        Err(why) => unfinished.push(format!("{why:#}")),
     }
+    let (waits, mut quiesced) = quiesce_controllers(&server.controllers(), until);
+    for served in &waits {
+        unfinished.push(format!(
+            "{} did not quiesce within {} ms; it is recovered as after a crash",
+            served.name,
+            LIMIT.as_millis()
+        ));
+    }
+    let ended = exports.recv_timeout(until.saturating_duration_since(Instant::now()));
+    if ended == Err(RecvTimeoutError::Timeout) {
+        unfinished.push("requests of an export's clients did not end in time".to_owned());
+    }
+    // Requests of a client or of an export may still reach any disk and controller.
+    if unfinished.len() > waits.len() {
+        quiesced.clear();
+    }
+    quiesced
 }
 
-fn quiesce_controllers(all_served: &[Arc<ServedController>], until: Instant) -> anyhow::Result<()> {
+/// Ends the exports, whose clients connect to the next process. The channel is closed at the end.
+fn stop_exports(server: &Server) -> std::sync::mpsc::Receiver<Infallible> {
+    let (sender, ended) = channel();
+    if !server.changes().exports().is_empty() {
+        let changes = Arc::clone(server.changes());
+        let stop = move || {
+            changes.exports().stop();
+            drop(sender);
+        };
+        // Without a thread the channel is closed by the drop of the closure, and the exports are
+        // in use until the end of the process, as are their locks.
+        if let Err(error) = thread::Builder::new().name("sb-exports-end".into()).spawn(stop) {
+            info!("the exports end with this process: {error}");
+        }
+    }
+    ended
+}
+
+/// Quiesces controllers. Returns those that have not quiesced by `until`, and those that have.
+fn quiesce_controllers(
+    all_served: &[Arc<ServedController>],
+    until: Instant,
+) -> (Vec<Arc<ServedController>>, Vec<Arc<ServedController>>) {
     let (rests, all) = channel();
-    for (index, served) in all_served.iter().enumerate() {
+    for (nth, served) in all_served.iter().enumerate() {
         let rests = rests.clone();
-        served.controller.freeze(move || rests.send(index).unwrap_or_default());
+        served.controller.freeze(move || rests.send(nth).unwrap_or_default());
     }
     drop(rests);
     let mut waits: Vec<_> = (0..all_served.len()).collect();
-    while !waits.is_empty() {
-        match all.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok(index) => waits.retain(|other| *other != index),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                let name = waits.first().and_then(|index| all_served.get(*index));
-                bail!(
-                    "{} has commands in flight at its disks that did not end within {} ms; try \
-                     again when the disks are faster",
-                    name.map_or("a controller", |served| &served.name),
-                    LIMIT.as_millis()
-                );
-            }
-        }
+    while !waits.is_empty()
+        && let Ok(nth) = all.recv_timeout(until.saturating_duration_since(Instant::now()))
+    {
+        waits.retain(|other| *other != nth);
     }
-    Ok(())
+    let is_waiting = |nth: &usize| waits.contains(nth);
+    let of = |which: &dyn Fn(&usize) -> bool| {
+        let all = all_served.iter().enumerate().filter(|(nth, _)| which(nth));
+        all.map(|(_, served)| Arc::clone(served)).collect()
+    };
+    (of(&is_waiting), of(&|nth| !is_waiting(nth)))
 }
 
 /// Explains why the checkpoint does not suffice for an upgrade.

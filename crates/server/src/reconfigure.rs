@@ -31,6 +31,8 @@ use tracing::{info, warn};
 
 /// Time limit for the disconnect of a client, and for the close of disks.
 const GONE: Duration = Duration::from_secs(5);
+/// Time limit for the end of a running change before an upgrade. It is part of the guests' wait.
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// Adds and removes controllers.
 pub(super) struct Changes {
@@ -82,7 +84,7 @@ impl Changes {
 
     /// Blocks changes until the result is dropped. `None` if a running change takes too long.
     pub(super) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
-        self.turn.try_lock_for(Duration::from_secs(1))
+        self.turn.try_lock_for(PAUSE)
     }
 
     /// Adds a controller. Returns false if it is served already.

@@ -118,7 +118,7 @@ pub(super) fn recover(
     phases.ended("queues");
     // All controllers are quiesced, and the supervisor has their checkpoint.
     checkpointer.complete();
-    checkpointer.kept().delete_endpoints();
+    checkpointer.kept().delete_quiesced();
     abort_point(AbortPoint::Kept);
     link.say(to_supervisor::TAKEN, "");
     abort_point(AbortPoint::Taken);

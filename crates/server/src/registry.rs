@@ -52,11 +52,11 @@ impl ServedController {
         self.controller.namespaces().into_iter().map(|(_, namespace)| namespace.disk)
     }
 
-    /// Enables the rate limits of its disks, or disables them so that waiting requests proceed.
-    pub(super) fn wait_for_limits(&self, is_so: bool) {
+    /// Disables the rate limits of its disks, so that waiting requests proceed.
+    pub(super) fn disable_limits(&self) {
         for disk in self.disks() {
             let limiters = LimitedDisk::of(&*disk).map_or(&[][..], LimitedDisk::limiters);
-            limiters.iter().for_each(|limiter| limiter.open(!is_so));
+            limiters.iter().for_each(|limiter| limiter.open(true));
         }
     }
 

@@ -130,46 +130,18 @@ impl Server {
         Ok(())
     }
 
-    /// Pauses the reactor and disables rate limits.
+    /// Pauses the reactor.
     ///
     /// # Errors
     /// A request of a client takes too long. The reactor then continues.
-    pub(super) fn rest(&self, until: Instant) -> anyhow::Result<Reactor> {
-        self.wait_for_limits(false);
-        let reactor = self.rest_sockets(until);
-        if reactor.is_err() {
-            self.wait_for_limits(true);
-        }
-        reactor
-    }
-
-    /// Pauses the reactor only.
-    ///
-    /// # Errors
-    /// As for [`rest`](Self::rest).
     pub(super) fn rest_sockets(&self, until: Instant) -> anyhow::Result<Reactor> {
         let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
-        reactor.context("a request of a client took too long; try again")
+        reactor.context("a request of a client took too long")
     }
 
-    /// Resumes the reactor.
-    pub(super) fn sockets_go_on(&self, reactor: Reactor) {
-        if let Some(thread) = &self.reactor {
-            thread.go_on(reactor);
-        }
-    }
-
-    /// Enables or disables the rate limits of all disks. They are disabled to quiesce without
-    /// delay.
-    fn wait_for_limits(&self, is_so: bool) {
-        self.controllers().iter().for_each(|served| served.wait_for_limits(is_so));
-    }
-
-    /// Resumes rate limits and controllers, then the reactor.
-    pub(super) fn go_on(&self, reactor: Reactor) {
-        self.wait_for_limits(true);
-        self.controllers().iter().for_each(|served| served.controller.resume());
-        self.sockets_go_on(reactor);
+    /// Disables the rate limits of all disks, so that the server quiesces without delay.
+    pub(super) fn disable_limits(&self) {
+        self.controllers().iter().for_each(|served| served.disable_limits());
     }
 
     /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one

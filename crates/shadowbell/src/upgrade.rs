@@ -11,8 +11,9 @@ use std::process::ExitCode;
 ///
 /// The server must run under a supervisor (without `--no-keeper`). The supervisor starts and
 /// prepares a new process. Then the old process quiesces, passes its clients, disks and state on,
-/// and ends. No socket is closed; guests see a pause of some milliseconds. If a step fails, the old
-/// process continues, and the error is shown. Finally the supervisor replaces its own program, too,
+/// and ends. No socket is closed; guests see a pause of some milliseconds. If the new process cannot
+/// be prepared, the old one continues, and the error is shown. A client that cannot be recovered is
+/// disconnected, and a warning names it; `--check` shows such clients before. Finally the supervisor replaces its own program, too,
 /// with the same process ID.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
@@ -24,6 +25,11 @@ pub(crate) struct Args {
     /// New program [default: the one that is now at the path of the running program]
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
+
+    /// Prepare a new process, report the clients that it could not recover, and end it; the server
+    /// is not changed
+    #[arg(long)]
+    check: bool,
 }
 
 const AFTER_HELP: &str = "\
@@ -32,7 +38,8 @@ result is in the server's log. See also `shadowbell serve --help` and docs/upgra
 
 Exit status:
   0  the new process serves
-  1  the upgrade failed; the old process continues unless the message says otherwise
+  1  the upgrade failed; the old process continues unless the message says otherwise. With
+     --check: it would fail, or disconnect a client
   2  no such server or program";
 
 /// Runs the verb.
@@ -42,8 +49,13 @@ Exit status:
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let program = args.binary.as_deref();
     let program = program.map(|path| client::program("--binary", path)).transpose()?;
-    let outcome = supervisor(&args.server)?.upgrade(program.as_deref());
-    let server = args.server.display();
+    let (supervisor, server) = (supervisor(&args.server)?, args.server.display());
+    if args.check {
+        let outcome = supervisor.check_upgrade(program.as_deref());
+        println!("{}", outcome.with_context(|| format!("an upgrade of {server}"))?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let outcome = supervisor.upgrade(program.as_deref());
     println!("{}", outcome.with_context(|| format!("cannot upgrade {server}"))?);
     Ok(ExitCode::SUCCESS)
 }

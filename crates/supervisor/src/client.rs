@@ -88,6 +88,18 @@ impl SupervisorClient {
         self.outcome()
     }
 
+    /// Checks an upgrade without carrying it out: a next process is prepared, checks the
+    /// checkpoint of the running one, and ends.
+    ///
+    /// # Errors
+    /// The clients that an upgrade would disconnect, one a line; or the reason why an upgrade
+    /// would fail.
+    pub fn check_upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
+        let program = program.map_or(OsStr::new(""), Path::as_os_str);
+        protocol::send(&self.0, question::CHECK, program, None).context(GONE)?;
+        self.outcome()
+    }
+
     /// Receives the result of a requested upgrade, as [`upgrade`](Self::upgrade) returns it.
     pub fn outcome(&self) -> anyhow::Result<String> {
         let packet = protocol::receive(&self.0, false).context(GONE)?.context(GONE)?;

@@ -242,7 +242,7 @@ impl Supervisor {
         match signal {
             SIGCHLD => {}
             SIGUSR1 => self.tell_worker(to_worker::REPORT),
-            SIGUSR2 => self.begin_upgrade(None, None),
+            SIGUSR2 => self.begin_upgrade(None, None, false),
             _ if self.ends.contains(&signal) => self.end(),
             SIGHUP => self.read_again(),
             _ => {}
@@ -275,7 +275,7 @@ impl Supervisor {
             }
             // The upgrade completes or fails shortly; `END` is sent to the process that then
             // serves.
-            Some(Step::Quiescing) => return,
+            Some(Step::Quiescing | Step::Ending) => return,
         }
         match &self.worker {
             Some(worker) => worker.say(to_worker::END, "", None),
@@ -293,7 +293,7 @@ impl Supervisor {
                 to_supervisor::SERVING => self.serves(&packet.text()),
                 to_supervisor::READ => self.has_read(&packet.text()),
                 to_supervisor::ALIVE => self.is_alive(&packet.text()),
-                to_supervisor::QUIESCED => self.has_quiesced(packet.text().is_empty()),
+                to_supervisor::QUIESCED => self.has_quiesced(&packet.text()),
                 to_supervisor::TAKEN => {
                     self.replacement_has_taken();
                     self.left = None;
@@ -308,7 +308,8 @@ impl Supervisor {
                 }
                 // Upgrade to the current program only: a server process must not choose a
                 // program.
-                to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd()),
+                to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false),
+                to_supervisor::WARNING => self.warns(&packet.text()),
                 to_supervisor::RESUMES => self.upgrade_failed(&packet.text()),
                 _ => {}
             }
@@ -320,7 +321,7 @@ impl Supervisor {
             let letter = packet.letter;
             match packet.letter {
                 to_supervisor::PREPARED => self.check_checkpoint(),
-                to_supervisor::CHECKED => self.quiesce(),
+                to_supervisor::CHECKED => self.has_checked(&packet.text()),
                 to_supervisor::FAILED => {
                     if let Some(upgrade) = &mut self.upgrade {
                         upgrade.new.why = Some(packet.text());
@@ -386,7 +387,7 @@ impl Supervisor {
                 is_outside
             }
             question::SERVES => self.sockets.contains(&packet.path()),
-            question::UPGRADE => {
+            letter @ (question::UPGRADE | question::CHECK) => {
                 let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
                 if program.is_some() && !self.is_outside(&client) {
                     return tell_outcome(
@@ -394,7 +395,7 @@ impl Supervisor {
                         Err("a server process must not choose the program of an upgrade"),
                     );
                 }
-                return self.begin_upgrade(program, Some(client));
+                return self.begin_upgrade(program, Some(client), letter == question::CHECK);
             }
             _ => return,
         };

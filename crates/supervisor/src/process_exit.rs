@@ -3,6 +3,7 @@
 use super::log::log_line;
 use super::restart_policy::Next;
 use super::state::Supervisor;
+use super::upgrade_progress::Step;
 use super::worker::{Worker, how, is_killed};
 use crate::protocol::START;
 use shadowbell_process::{exit, notify};
@@ -21,6 +22,11 @@ impl Supervisor {
         let Some((status, pid)) = old else { return };
         // The messages may have made the new process the current one.
         let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
+        if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::Ending) {
+            log_line(&format!("process {pid} was ended; another process recovers its clients"));
+            let left = worker.leaves(None);
+            return self.replace(left);
+        }
         if self.upgrade.is_some() {
             self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
         }

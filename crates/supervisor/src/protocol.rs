@@ -100,12 +100,16 @@ pub mod to_supervisor {
     pub const ALIVE: u8 = b'V';
     /// The process has started its threads and waits for a checkpoint.
     pub const PREPARED: u8 = b'P';
-    /// The process can recover from the checkpoint that it was to check.
+    /// The process can recover from the checkpoint that it was to check. Body: the clients that
+    /// cannot be recovered, a sentence each, one a line.
     pub const CHECKED: u8 = b'K';
-    /// The process has not quiesced, and resumes. Body: the reason.
+    /// The process has not quiesced, and resumes, because its checkpoint is incomplete. Body: the
+    /// reason.
     pub const RESUMES: u8 = b'G';
+    /// A client was not recovered, or waits for its disks. Body: a sentence.
+    pub const WARNING: u8 = b'W';
     /// The process has quiesced for good, and can be killed. Body: empty if it has released its
-    /// locks, otherwise what may still be in flight.
+    /// locks, otherwise the clients that did not quiesce, a sentence each, one a line.
     pub const QUIESCED: u8 = b'Z';
     /// The process cannot serve. Body: the reason.
     pub const FAILED: u8 = b'X';
@@ -173,6 +177,8 @@ pub mod question {
     pub const SERVES: u8 = b's';
     /// Upgrades to the program at this path; an empty body stands for the current program.
     pub const UPGRADE: u8 = b'u';
+    /// Checks an upgrade to the program at this path, as [`UPGRADE`], without carrying it out.
+    pub const CHECK: u8 = b'c';
     /// Permits the server process to open the image at this path, without symbolic links.
     pub const GRANT: u8 = b'g';
 }

@@ -280,6 +280,8 @@ impl Supervisor {
             until: clock.now() + LEAVE,
             asker: None,
             why,
+            warnings: Vec::new(),
+            is_check: false,
         });
         self.worker = serves;
         self.leaving = leaving.into_iter().map(|worker| (worker, clock.now() + LEAVE)).collect();

@@ -5,15 +5,18 @@
 //! of it and map the memory of all clients. Only then does the old process quiesce. It releases
 //! its locks, and is killed; the next process recovers from the checkpoint, as after a crash.
 //!
-//! Until the old process has quiesced, it continues after any failure. If the next process fails
-//! after that (it cannot open a disk, for example), a process of the program that this supervisor
-//! runs recovers from the same checkpoint, and the requester of the upgrade receives the reason.
+//! If a client does not quiesce in time, the old process is killed, and the next one recovers as
+//! after a crash, when it has seen the fence. So no client can refuse an upgrade.
+//!
+//! Until the old process is asked to quiesce, it continues after any failure. If the next process
+//! fails after that (it crashes, for example), a process of the program that this supervisor runs
+//! recovers from the same checkpoint, and the requester of the upgrade receives the reason.
 
 use super::log::log_line;
 use super::pending_exec::PendingExec;
 use super::state::{LEAVE, Supervisor};
-use super::upgrade_progress::{Replacement, Step, Upgrade, tell_outcome};
-use super::worker::{Worker, how};
+use super::upgrade_progress::{Replacement, Step, Upgrade, tell_check, tell_outcome};
+use super::worker::{Left, Worker, how};
 use crate::protocol::{self, RECOVER, to_supervisor, to_worker};
 use rustix::process::Signal;
 use std::os::fd::OwnedFd;
@@ -21,9 +24,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-/// Time limit for each step of an upgrade before the old process quiesces, and for the quiesce.
-/// The old process has a far shorter limit of its own for the quiesce.
+/// Time limit for each step of an upgrade before the old process quiesces.
 const STEP: Duration = Duration::from_secs(10);
+/// Time limit for the quiesce, after which the old process is killed. Guests wait meanwhile. The
+/// old process has a far shorter limit of its own for its clients.
+const QUIESCES: Duration = Duration::from_secs(2);
 /// Time limit for recovery by the next process. Includes its wait for disks; guests wait
 /// meanwhile.
 const RECOVERS: Duration = Duration::from_secs(30);
@@ -31,8 +36,13 @@ const RECOVERS: Duration = Duration::from_secs(30);
 const OURSELVES: &str = "/proc/self/exe";
 
 impl Supervisor {
-    /// Starts the next server process of an upgrade.
-    pub(super) fn begin_upgrade(&mut self, program: Option<PathBuf>, asker: Option<OwnedFd>) {
+    /// Starts the next server process of an upgrade, or of its check only.
+    pub(super) fn begin_upgrade(
+        &mut self,
+        program: Option<PathBuf>,
+        asker: Option<OwnedFd>,
+        is_check: bool,
+    ) {
         let refusal = match &self.worker {
             _ if self.ended != 0 => Some("the server is to end"),
             _ if self.upgrade.is_some() => Some("another upgrade is running"),
@@ -47,7 +57,16 @@ impl Supervisor {
             Ok(new) => {
                 let began = Instant::now();
                 let (step, until) = (Step::Starting, began + STEP);
-                self.upgrade = Some(Upgrade { new, step, began, until, asker, why: None });
+                self.upgrade = Some(Upgrade {
+                    new,
+                    step,
+                    began,
+                    until,
+                    asker,
+                    why: None,
+                    warnings: Vec::new(),
+                    is_check,
+                });
                 self.write_snapshot();
             }
             Err(error) => {
@@ -63,6 +82,12 @@ impl Supervisor {
         let (Some(upgrade), Some(worker)) = (&mut self.upgrade, &self.worker) else { return };
         let Some(checked) = worker.copy_of_checkpoint() else {
             // The running process has the reason.
+            if upgrade.is_check {
+                return self.upgrade_failed(
+                    "the supervisor has no complete checkpoint of the running process, so an \
+                     upgrade would be refused; its log has the reason",
+                );
+            }
             return self.quiesce();
         };
         upgrade.step = Step::Checking;
@@ -71,32 +96,72 @@ impl Supervisor {
         upgrade.new.send_checkpoint(&checked);
     }
 
-    /// Lets the running process quiesce: the next one can recover from its checkpoint.
-    pub(super) fn quiesce(&mut self) {
+    /// Handles the result of the check: `lost` names the clients that cannot be recovered, one a
+    /// line.
+    pub(super) fn has_checked(&mut self, lost: &str) {
         let Some(upgrade) = &mut self.upgrade else { return };
-        if upgrade.step == Step::Quiescing {
+        upgrade.warn(lost);
+        if !upgrade.is_check {
+            return self.quiesce();
+        }
+        if let Some(mut upgrade) = self.upgrade.take() {
+            upgrade.new.kill();
+            tell_check(upgrade.asker.take(), &upgrade.warnings);
+        }
+        if self.ended != 0 {
+            self.tell_worker(to_worker::END);
+        }
+    }
+
+    /// Lets the running process quiesce: the next one can recover from its checkpoint.
+    fn quiesce(&mut self) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        if matches!(upgrade.step, Step::Quiescing | Step::Ending) {
             return;
         }
         upgrade.step = Step::Quiescing;
-        upgrade.until = Instant::now() + STEP;
+        upgrade.until = Instant::now() + QUIESCES;
         self.tell_worker(to_worker::QUIESCE);
     }
 
-    /// Ends the quiesced server process, and lets the next one recover from its checkpoint.
-    /// `is_clean`: no request of it is in flight at a disk, and it has released its locks.
-    pub(super) fn has_quiesced(&mut self, is_clean: bool) {
+    /// Ends the server process that has quiesced. `unfinished` is empty if all of it has: no
+    /// request is in flight at a disk, and the locks are released. Otherwise it names the clients
+    /// that did not quiesce, one a line.
+    pub(super) fn has_quiesced(&mut self, unfinished: &str) {
+        if !unfinished.is_empty() {
+            return self.end_old(unfinished);
+        }
         let Some(mut old) = self.worker.take() else { return };
-        let left = old.leaves(None);
-        let left = left.map(|left| if is_clean { left.after_quiesce() } else { left });
-        self.sockets.clear();
-        self.died = Some(Instant::now());
+        let left = old.leaves(None).map(Left::after_quiesce);
         let pid = old.pid();
         log_line(&format!("process {pid} has quiesced; another process recovers its clients"));
         // The next process does not wait for the end: the locks are released.
         old.process.signal(Signal::KILL);
         self.leaving.push((old, Instant::now() + LEAVE));
+        self.replace(left);
+    }
+
+    /// Kills the old process, which did not quiesce as a whole, for the reasons `why`, one a line.
+    /// `look_for_ends` sees its end, and all changes that it has sent by then.
+    fn end_old(&mut self, why: &str) {
+        if let Some(upgrade) = &mut self.upgrade {
+            why.lines().for_each(|line| log_line(&format!("warning: upgrade: {line}")));
+            upgrade.warn(why);
+            upgrade.step = Step::Ending;
+            // The end of a killed process has no limit.
+            upgrade.until = Instant::now() + STEP;
+        }
+        if let Some(worker) = &self.worker {
+            worker.process.signal(Signal::KILL);
+        }
+    }
+
+    /// Lets the next process recover the clients of the old one, which has ended or is ending.
+    pub(super) fn replace(&mut self, left: Option<Left>) {
+        self.sockets.clear();
+        self.died = Some(Instant::now());
         self.left = left;
-        let Some(Upgrade { mut new, began, asker, why, .. }) = self.upgrade.take() else {
+        let Some(Upgrade { mut new, began, asker, why, warnings, .. }) = self.upgrade.take() else {
             return self.start_instead(Path::new(OURSELVES));
         };
         let replacement = Replacement {
@@ -104,6 +169,7 @@ impl Supervisor {
             asker,
             began,
             until: Instant::now() + RECOVERS,
+            warnings,
         };
         if let Some(why) = why {
             return self.go_back(replacement, &why);
@@ -150,7 +216,7 @@ impl Supervisor {
             })
         });
         // A process that quiesces decides: it resumes, or the previous program recovers.
-        if upgrade.step != Step::Quiescing {
+        if !matches!(upgrade.step, Step::Quiescing | Step::Ending) {
             let why = why.clone();
             self.upgrade_failed(&why);
         }
@@ -170,14 +236,12 @@ impl Supervisor {
                 "the new process did not check the checkpoint within {limit} s"
             )),
             Step::Quiescing => {
-                // `look_for_ends` sees the exit, and another process recovers.
-                self.upgrade_failed(&format!(
-                    "the running process did not quiesce within {limit} s, and was ended"
+                let limit = QUIESCES.as_secs();
+                self.end_old(&format!(
+                    "the running process did not quiesce within {limit} s, and was killed"
                 ));
-                if let Some(worker) = &self.worker {
-                    worker.process.signal(Signal::KILL);
-                }
             }
+            Step::Ending => upgrade.until = now + STEP,
         }
     }
 
@@ -198,6 +262,13 @@ impl Supervisor {
         }
     }
 
+    /// Records warnings of the next process, one a line, for the requester of the upgrade.
+    pub(super) fn warns(&mut self, lines: &str) {
+        if let Some(replacement) = &mut self.replacement {
+            replacement.warn(lines);
+        }
+    }
+
     /// Makes the new program the one for later restarts: the new process has recovered, so only a
     /// program that reads its checkpoint can continue.
     pub(super) fn replacement_has_taken(&mut self) {
@@ -214,12 +285,15 @@ impl Supervisor {
         }
         let Some(replacement) = self.replacement.take() else { return };
         let Some(worker) = &self.worker else { return };
-        let text = format!(
+        let mut text = format!(
             "process {} serves ({}), {} ms after it was started",
             worker.pid(),
             self.program.display(),
             replacement.began.elapsed().as_millis()
         );
+        for warning in &replacement.warnings {
+            text += &format!("\nwarning: {warning}");
+        }
         let pending_exec = PendingExec::new(self.program.clone(), replacement.asker, text);
         if let Some(before) = self.pending_exec.replace(pending_exec) {
             before.ends(None);

@@ -15,8 +15,11 @@ pub(super) enum Step {
     Starting,
     /// The next process checks the old process's checkpoint.
     Checking,
-    /// The old process quiesces, or resumes.
+    /// The old process quiesces.
     Quiescing,
+    /// The old process did not quiesce as a whole and was killed. The next one recovers as after
+    /// a crash once its end is seen.
+    Ending,
 }
 
 /// An upgrade whose old process has not quiesced yet.
@@ -29,6 +32,10 @@ pub(super) struct Upgrade {
     pub(super) asker: Option<OwnedFd>,
     /// Reason for the end of the new process.
     pub(super) why: Option<String>,
+    /// Clients that the upgrade disturbs, a sentence each.
+    pub(super) warnings: Vec<String>,
+    /// Only the check is requested: the old process continues.
+    pub(super) is_check: bool,
 }
 
 /// Pending recovery by the next process after the old one has quiesced.
@@ -41,6 +48,41 @@ pub(super) struct Replacement {
     pub(super) began: Instant,
     /// Time limit for the recovery.
     pub(super) until: Instant,
+    /// Clients that the upgrade disturbs, a sentence each.
+    pub(super) warnings: Vec<String>,
+}
+
+impl Upgrade {
+    /// Adds warnings, one a line.
+    pub(super) fn warn(&mut self, lines: &str) {
+        add_warnings(&mut self.warnings, lines);
+    }
+}
+
+impl Replacement {
+    /// Adds warnings, one a line.
+    pub(super) fn warn(&mut self, lines: &str) {
+        add_warnings(&mut self.warnings, lines);
+    }
+}
+
+fn add_warnings(warnings: &mut Vec<String>, lines: &str) {
+    for line in lines.lines() {
+        if !warnings.iter().any(|known| known == line) {
+            warnings.push(line.to_owned());
+        }
+    }
+}
+
+/// Answers a requested check: success if all clients can be recovered, otherwise the warnings.
+pub(super) fn tell_check(asker: Option<OwnedFd>, warnings: &[String]) {
+    let (letter, text) = match warnings {
+        [] => (answer::YES, "the next process can recover all clients".to_owned()),
+        warnings => (answer::NO, warnings.join("\n")),
+    };
+    if let Some(asker) = asker {
+        let _ = protocol::send(asker, letter, text, None);
+    }
 }
 
 /// Sends an upgrade's result to its requester. A failure is logged as well.

@@ -53,6 +53,7 @@ pub fn run_optimised() -> Result<()> {
     if !cfg!(debug_assertions) {
         return Ok(());
     }
+    eprintln!("building this chore in the release profile, which may take some minutes ...");
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(["run", "--quiet", "--release", "--package", "xtask", "--manifest-path"]);
     command.arg(root().join("Cargo.toml")).arg("--").args(std::env::args_os().skip(1));

@@ -1,6 +1,6 @@
 //! The control socket, and `shadowbell ctl`.
 
-use crate::harness::{Server, attach, finish, finish_upgrade, image, program, run, until};
+use crate::harness::{Server, attach, finish, image, program, run, until};
 use crate::supervisor::{signal, worker};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -16,12 +16,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Runs `shadowbell ctl`: exit status, output, errors.
 pub(crate) fn ctl(server: &Server, arguments: &[&str]) -> (Option<i32>, String, String) {
-    finish_upgrade(|| {
-        let mut command = program();
-        command.arg("ctl").args(arguments).current_dir(server.directory());
-        command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
-        command
-    })
+    let mut command = program();
+    command.arg("ctl").args(arguments).current_dir(server.directory());
+    command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+    finish(command)
 }
 
 /// Runs `shadowbell ctl --json`, which must succeed; returns its JSON.

@@ -4,7 +4,7 @@
 use crate::disk_kinds::Export;
 use crate::harness::{Server, program, until};
 use crate::supervisor::{has_ended, signal, worker};
-use crate::upgrade::Client;
+use crate::upgrade::{Client, upgrade};
 use rustix::process::Signal;
 use shadowbell_testing::late::{LateDevice, run_daemon_if_requested};
 use shadowbell_testing::wait::moment;
@@ -34,6 +34,14 @@ impl Late {
     /// Like `start`, for a server of `arguments` over this device. The killed process, whose id is
     /// returned, may not have ended yet.
     fn start_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> (Self, u32) {
+        let late = Self::begin_on(device, arguments, variables);
+        let pid = worker(&late.server);
+        signal(pid, Signal::KILL);
+        (late, pid)
+    }
+
+    /// A server of `arguments` over this device, with a write in flight that the device holds.
+    fn begin_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut command = program();
         command.args(["serve", "--keeper"]).args(arguments).args(["--socket", "vm.sock"]);
@@ -47,9 +55,7 @@ impl Late {
             client
         });
         device.until_held();
-        let pid = worker(&server);
-        signal(pid, Signal::KILL);
-        (Self { device, server, writing }, pid)
+        Self { device, server, writing }
     }
 
     /// Lets the write reach the device, and checks that no newer write is overwritten.
@@ -73,6 +79,27 @@ fn a_late_write_of_a_dead_process_does_not_overwrite_a_newer_one() {
     late.server.says("waiting for I/O of the dead process");
     assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
+}
+
+/// A write that does not end refuses no upgrade: the old process is killed, and the next one
+/// waits for the fence.
+#[test]
+fn a_late_write_does_not_refuse_an_upgrade() {
+    let Some(device) = LateDevice::new("fence::late_daemon") else { return };
+    let disk = raw(&device);
+    let late = Late::begin_on(device, &[&disk], &[]);
+    let before = worker(&late.server);
+    let target = late.server.pid().to_string();
+    let asker = std::thread::spawn(move || upgrade(&target, None));
+    late.server.says("vm.sock did not quiesce within 200 ms");
+    until("its end", || has_ended(before));
+    late.server.says("waiting for I/O of the dead process");
+    assert!(!late.writing.is_finished(), "the write is executed again too early");
+    let (server, _device) = late.release();
+    let (status, output, errors) = asker.join().unwrap();
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(output.contains("warning: vm.sock did not quiesce within 200 ms"), "{output}");
+    assert_ne!(worker(&server), before);
 }
 
 /// A thread in a system call keeps its process alive until the call returns.

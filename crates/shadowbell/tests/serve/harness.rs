@@ -238,16 +238,3 @@ pub(crate) fn finish(mut command: Command) -> (Option<i32>, String, String) {
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
-
-/// Runs an upgrade command, again while the machine is too busy for the time limits of an
-/// upgrade: exit status, output, errors.
-pub(crate) fn finish_upgrade(command: impl Fn() -> Command) -> (Option<i32>, String, String) {
-    let deadline = wait::deadline();
-    loop {
-        let (status, output, errors) = finish(command());
-        let is_slow = errors.contains("that did not end within 200 ms");
-        if !is_slow || Instant::now() > deadline {
-            return (status, output, errors);
-        }
-    }
-}

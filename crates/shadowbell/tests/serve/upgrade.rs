@@ -1,6 +1,6 @@
 //! Upgrades: restart in another process, and failed upgrades that change nothing.
 
-use crate::harness::{Server, complete, finish, finish_upgrade, image, program, run, until};
+use crate::harness::{Server, complete, finish, image, program, run, until};
 use crate::supervisor::{children, has_ended, signal, worker};
 use rustix::process::Signal;
 use shadowbell_driver::{AdminData, AttachOptions, BufferPool, Controller, QueuePair};
@@ -16,14 +16,12 @@ use std::time::Duration;
 
 /// Runs `shadowbell upgrade`: exit status, output, errors.
 pub(crate) fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, String, String) {
-    finish_upgrade(|| {
-        let mut command = program();
-        command.args(["upgrade", target]);
-        if let Some(binary) = binary {
-            command.arg("--binary").arg(binary);
-        }
-        command
-    })
+    let mut command = program();
+    command.args(["upgrade", target]);
+    if let Some(binary) = binary {
+        command.arg("--binary").arg(binary);
+    }
+    finish(command)
 }
 
 /// A server of several controllers under a supervisor, each with a file and a memory disk.
