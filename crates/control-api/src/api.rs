@@ -28,6 +28,9 @@ pub struct Status {
     pub controllers: usize,
     /// Number of controllers with a client.
     pub clients: usize,
+    /// Number of controllers that wait for their disks after a restart of the server process.
+    #[serde(default)]
+    pub waiting: usize,
     /// Log filter.
     pub log_filter: String,
     /// Reason why the last upgrade requested over this interface failed, if it did.
@@ -50,6 +53,9 @@ pub struct Controller {
     pub client: bool,
     /// State of the controller registers.
     pub state: ControllerState,
+    /// Reason why a controller in the state `waiting` waits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
     /// Maximum number of I/O queue pairs.
     pub max_queues: u16,
     /// Namespaces of the controller.
@@ -90,6 +96,9 @@ pub enum ControllerState {
     ShutDown,
     /// Fatal error (CSTS.CFS is 1), until the guest resets the controller.
     Failed,
+    /// Not served yet after a restart of the server process: it waits for its disks, and its
+    /// guest with it.
+    Waiting,
 }
 
 /// Namespace of a controller.

@@ -31,7 +31,7 @@ pub struct SavedController {
 }
 
 /// Cause of death of a process, for the recovery of its controllers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Death {
     /// Another process or the OOM killer killed it, so the commands in flight are not the cause.
     #[default]
@@ -43,6 +43,12 @@ pub enum Death {
 }
 
 impl SavedController {
+    /// Number of completed I/O commands.
+    #[must_use]
+    pub fn io_commands(&self) -> u64 {
+        self.counters.io.commands()
+    }
+
     /// Namespaces in ascending order of NSID.
     pub fn namespaces(&self) -> impl Iterator<Item = SeenNamespace> {
         self.shape.namespaces.iter().map(|ns| SeenNamespace {

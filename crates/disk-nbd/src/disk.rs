@@ -52,12 +52,18 @@ impl NbdDisk {
 
     /// Recovers the disk of a dead process, which opened it by the same specification and stored
     /// `state` as its [checkpoint](Disk::keep). Returns after the time `settle`, when no request of
-    /// the dead process can reach the export any more. Calls `wait` repeatedly until then, and
-    /// while the server is unavailable.
+    /// the dead process can reach the export any more; at once if that process `has_quiesced`.
+    /// Calls `wait` repeatedly until then, and while the server is unavailable.
     ///
     /// # Errors
-    /// [`OpenError`] if the export has been replaced, or `wait` gives up.
-    pub fn recover(spec: &NbdSpec, state: &Value, wait: Wait<'_>) -> Result<Self, OpenError> {
+    /// [`OpenError`] if the export has been replaced, if the disk is writable and has no `settle`,
+    /// or if `wait` gives up.
+    pub fn recover(
+        spec: &NbdSpec,
+        state: &Value,
+        has_quiesced: bool,
+        wait: Wait<'_>,
+    ) -> Result<Self, OpenError> {
         let kept = state.get(KEY).map(KeptExport::deserialize);
         let kept = match kept {
             Some(Ok(kept)) => kept,
@@ -69,7 +75,9 @@ impl NbdDisk {
                 ));
             }
         };
-        settle(spec, &kept, wait)?;
+        if !has_quiesced {
+            settle(spec, &kept, wait)?;
+        }
         let is_lost = Cell::new(kept.has_lost);
         let mut disk = reach(spec, wait, || {
             Self::connect(spec, |stream, export, stop| {
@@ -162,6 +170,13 @@ impl NbdDisk {
         self.connections().shared.export.lock().clone()
     }
 
+    /// Reason why the disk cannot be recovered after a crash, if it cannot.
+    #[must_use]
+    pub fn unfenced(&self) -> Option<&'static str> {
+        let is_settled = self.connections().connector.spec.settle.is_some();
+        (!self.info.read_only && !is_settled).then_some(UNSETTLED)
+    }
+
     /// Describes the export for the operator: `NBD with 4 connections, flushes, FUA, write zeroes`.
     #[must_use]
     pub fn describe(&self) -> String {
@@ -226,9 +241,6 @@ impl Disk for NbdDisk {
     }
 
     fn keep(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
-        if !self.info.read_only && self.connections().connector.spec.settle.is_none() {
-            return Err(CheckpointError::Unfenced { disk: self.name(), why: UNSETTLED });
-        }
         let kept = KeptExport::new(&self.info, self.has_lost());
         Ok(serde_json::json!({ KEY: kept }))
     }

@@ -8,9 +8,10 @@
 //! they have received. A server that retried hung writes for seconds was seen to overwrite a newer
 //! write: github.com/ydb-platform/nbs, issue 7070.) So the operator has to configure the maximum
 //! delay of this server and its storage: `settle=SECONDS`. For that time after a crash, nothing is
-//! sent to the server. Without the option, the disk cannot be recovered.
+//! sent to the server. Without the option, the disk cannot be recovered after a crash.
 //!
 //! A read-only disk needs no delay: replies to the dead process went to that process's own memory.
+//! Nor does a disk of a process that had quiesced for an upgrade: all its requests were answered.
 //!
 //! # Durability
 //!
@@ -28,7 +29,7 @@ use std::time::{Duration, Instant};
 
 /// Key of an NBD disk in a checkpoint.
 pub(crate) const KEY: &str = "nbd";
-/// Reason why a disk without `settle` has no checkpoint.
+/// Reason why a disk without `settle` cannot be recovered after a crash.
 pub(crate) const UNSETTLED: &str = "an NBD server may still execute writes of the dead process; \
                                     add `settle=SECONDS`, or serve it read-only (`read-only=on`)";
 /// Delay between two attempts to connect.

@@ -19,7 +19,7 @@ fn kept(disk: &NbdDisk) -> serde_json::Value {
 fn recover(fake: &Fake, options: &str, state: &serde_json::Value) -> Result<NbdDisk, OpenError> {
     let spec = format!("nbd+unix:///x?socket={}&{options}", fake.socket().display());
     let deadline = wait::deadline();
-    NbdDisk::recover(&NbdSpec::parse(&spec)?, state, &|| {
+    NbdDisk::recover(&NbdSpec::parse(&spec)?, state, false, &|| {
         wait::pause();
         Instant::now() < deadline
     })
@@ -28,8 +28,14 @@ fn recover(fake: &Fake, options: &str, state: &serde_json::Value) -> Result<NbdD
 #[test]
 fn a_disk_with_settle_is_recovered() {
     let fake = Fake::new(1 << 20, ALL);
-    let error = fake.open("").keep(&mut Descriptors::default()).unwrap_err().to_string();
+    let disk = fake.open("");
+    assert!(disk.unfenced().unwrap().contains("add `settle=SECONDS`"));
+    let error = recover(&fake, "replay=off", &kept(&disk)).unwrap_err().to_string();
     assert!(error.contains("add `settle=SECONDS`"), "{error}");
+    // A process that has quiesced leaves no request at the server.
+    let spec = NbdSpec::parse(&format!("nbd+unix:///x?socket={}", fake.socket().display()));
+    NbdDisk::recover(&spec.unwrap(), &kept(&disk), true, &|| true).unwrap();
+    drop(disk);
     let disk = fake.open("settle=200ms");
     let mut queue = disk.queue().unwrap();
     write(&mut *queue, 0, &[7; 4096]).unwrap();
@@ -90,7 +96,7 @@ fn a_read_only_disk_recovers_after_its_server_restarts() {
     std::thread::scope(|scope| {
         let next = scope.spawn(|| {
             let spec = format!("nbd+unix:///x?socket={}", fake.socket().display());
-            NbdDisk::recover(&NbdSpec::parse(&spec).unwrap(), &state, &|| {
+            NbdDisk::recover(&NbdSpec::parse(&spec).unwrap(), &state, false, &|| {
                 wait::pause();
                 !fake.socket().with_extension("given-up").exists()
             })

@@ -8,7 +8,7 @@ use crate::pool::Pool;
 use crate::queue::QcowQueue;
 use serde::Deserialize;
 use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Queue, Tell, Wait};
-use shadowbell_disk_file::FileOptions;
+use shadowbell_disk_file::{FileOptions, ImageFile};
 use shadowbell_state::Descriptors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -164,6 +164,10 @@ impl Disk for Qcow2Disk {
 
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
         self.pool.image().on_loss(changed);
+    }
+
+    fn release_lock(&self) {
+        self.pool.image().files().for_each(ImageFile::release_lock);
     }
 
     fn is_full(&self) -> bool {

@@ -90,6 +90,11 @@ impl Image {
     }
 
     /// The image's own file and its backing files.
+    pub(crate) fn file(&self) -> &ImageFile {
+        &self.file
+    }
+
+    /// The image and its backing files.
     pub(crate) fn files(&self) -> impl Iterator<Item = &ImageFile> {
         [&self.file].into_iter().chain(&self.below)
     }

@@ -37,6 +37,9 @@ pub(crate) struct KeptImage {
     pub(crate) blocks: u64,
     pub(crate) read_only: bool,
     pub(crate) lost: i32,
+    /// True if the exclusive lock of the image is its fence. Otherwise the pipe of the rings is.
+    #[serde(default)]
+    locked: bool,
 }
 
 pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage> {
@@ -51,6 +54,7 @@ pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage
         blocks: info.blocks,
         read_only: info.read_only,
         lost: image.lost(),
+        locked: image.file().is_locked_exclusively(),
     })
 }
 

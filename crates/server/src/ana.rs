@@ -59,7 +59,6 @@ impl Changes {
             kept.ask_otherwise(served.index, &asked);
         }
         served.set_asked(asked);
-        self.set_changed();
         let (ends, end) = channel();
         served.controller.set_ana_state(group, state.into(), move || {
             let _ = ends.send(());

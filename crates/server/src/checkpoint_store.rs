@@ -49,15 +49,15 @@ impl CheckpointStore {
     }
 
     /// Sends the first two items, which have descriptors and no body: [`OLD`], by which
-    /// [`is_old`] recognizes an outdated checkpoint, and `fence`, a key and its descriptor.
+    /// [`is_old`] recognizes an outdated checkpoint, and `fence`, a key and its descriptors.
     ///
     /// # Errors
     /// As [`put`](Self::put).
-    pub(super) fn begin(&self, fence: (&str, BorrowedFd<'_>)) -> io::Result<()> {
-        let (key, fence) = fence;
+    pub(super) fn begin(&self, fence: (&str, &[BorrowedFd<'_>])) -> io::Result<()> {
+        let (key, fds) = fence;
         self.change(&[
             Change::Put { key: OLD, body: &[], fds: &[self.0.old.as_fd()] },
-            Change::Put { key, body: &[], fds: &[fence] },
+            Change::Put { key, body: &[], fds },
         ])
     }
 
@@ -199,12 +199,12 @@ mod tests {
         // Short limit: its expiry is tested.
         let (store, supervisor) = store(Duration::from_millis(20));
         let (fence, _write) = io::pipe().unwrap();
-        store.begin(("fence", fence.as_fd())).unwrap();
+        store.begin(("fence", &[fence.as_fd()])).unwrap();
         store.put(COMPLETE, b"", &[]).unwrap();
         let mut items = Checkpoint::default();
         hear(&supervisor, &mut items);
         assert!(items.contains("fence") && !is_old(&mut items).unwrap());
-        store.begin(("fence", fence.as_fd())).unwrap();
+        store.begin(("fence", &[fence.as_fd()])).unwrap();
         let mut puts = 0;
         while store.put("a", &[1; 10_000], &[]).is_ok() {
             puts += 1;

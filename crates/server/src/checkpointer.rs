@@ -9,13 +9,16 @@
 //!
 //! Changes at run time are ordered so that the checkpoint is valid at every moment: a new item is
 //! sent before the list names it, and the list no longer names an item before it is deleted.
+//! A process that recovers uses new keys. Its list names the items of the dead process for each
+//! controller that is not recovered yet, and has the fence of the dead process too.
 //! While a namespace changes, the list names both the old and the new disk. The state of the
 //! controller, which has the namespaces that its guest may have seen, decides which of the two is
 //! used.
 
 use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Served};
 use super::checkpoint_store::CheckpointStore;
-use super::open_disk::UnattachedDisks;
+use super::fence_wait::FenceWait;
+use super::open_disk::{UnattachedDisks, id_of};
 use super::registry::ServedController;
 use super::worker_link::WorkerLink;
 use parking_lot::Mutex;
@@ -24,7 +27,7 @@ use shadowbell_config::controller_config::{DiskConfig, nsids};
 use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::limits::{self, Group};
 use shadowbell_config::server_config::SocketConfig;
-use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
+use shadowbell_controller::{Death, NamespaceConfig, Recorder, SavedController, SeenNamespace};
 use shadowbell_disk::Disk;
 use shadowbell_state::{Descriptors, LastingChange, VERSION};
 use shadowbell_supervisor::checkpoint::{COMPLETE, Change};
@@ -60,6 +63,9 @@ pub(super) struct Complete {
 pub(super) struct UnattachedEntry {
     pub(super) key: String,
     pub(super) spec: String,
+    /// Death of the process whose item this is, until the disk is recovered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) died: Option<Death>,
 }
 
 /// A controller in the checkpoint.
@@ -74,6 +80,9 @@ pub(super) struct ControllerEntry {
     /// Namespaces that are being changed, so that the guest may have seen the old or the new
     /// state.
     pub(super) changing: Vec<u32>,
+    /// Death of the process whose items these are, until the controller is recovered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) died: Option<Death>,
 }
 
 /// A disk in the checkpoint, and the properties of its namespace.
@@ -105,6 +114,18 @@ impl ControllerEntry {
         asked
     }
 
+    /// Disks with the ids of the server's disks.
+    pub(super) fn disk_ids(&self) -> impl Iterator<Item = String> + use<'_> {
+        let id = self.asked.id();
+        self.disks.iter().map(move |disk| id_of(&id, disk.nsid, &disk.config()))
+    }
+
+    /// Disks of its namespaces, the new one of a namespace that is being changed.
+    pub(super) fn newest_disks(&self) -> Vec<&DiskEntry> {
+        let mut seen = BTreeSet::new();
+        self.disks.iter().filter(|disk| seen.insert(disk.nsid)).collect()
+    }
+
     /// Disk of a namespace that the guest has seen with these properties.
     pub(super) fn disk_of(&self, seen: &SeenNamespace) -> Option<&DiskEntry> {
         self.disks.iter().find(|kept| {
@@ -132,6 +153,14 @@ impl DiskEntry {
     }
 }
 
+/// Entries of a dead process that are not recovered yet.
+#[derive(Default)]
+pub(super) struct Pending {
+    /// By their new indices.
+    pub(super) controllers: BTreeMap<usize, ControllerEntry>,
+    pub(super) unattached: BTreeMap<String, UnattachedEntry>,
+}
+
 /// Checkpoint before and while it is completed. Created before any disk is opened.
 pub(super) struct Checkpointer {
     kept: Arc<LiveCheckpoint>,
@@ -141,6 +170,7 @@ pub(super) struct Checkpointer {
 /// Checkpoint, shared by everything that changes it.
 pub(super) struct LiveCheckpoint {
     store: CheckpointStore,
+    fence: OwnedFd,
     state: Mutex<State>,
 }
 
@@ -153,6 +183,8 @@ struct State {
     /// The served controllers differ from the configuration.
     is_changed: bool,
     controllers: BTreeMap<usize, ControllerEntry>,
+    /// Controllers of the dead process that are not recovered yet, by their new indices.
+    pending: BTreeMap<usize, ControllerEntry>,
     /// Keys of the `file/N.M` items, by controller.
     files: BTreeMap<usize, BTreeSet<String>>,
     /// Controllers whose `port` item is not sent yet.
@@ -170,8 +202,10 @@ impl Checkpointer {
     /// # Errors
     /// The descriptor limit is reached.
     pub(super) fn new(link: &WorkerLink) -> io::Result<Self> {
-        let kept = LiveCheckpoint { store: link.store()?, state: Mutex::default() };
-        Ok(Self { kept: Arc::new(kept), fence: shadowbell_disk_file::fence()? })
+        let fence = shadowbell_disk_file::fence()?;
+        let (store, state) = (link.store()?, Mutex::default());
+        let kept = LiveCheckpoint { store, fence: fence.try_clone()?, state };
+        Ok(Self { kept: Arc::new(kept), fence })
     }
 
     /// Sends the items of all controllers; [`complete`](Checkpointer::complete) makes them valid.
@@ -190,6 +224,29 @@ impl Checkpointer {
         drop(state);
         if let Err(why) = outcome {
             self.kept.give_up(&why);
+        }
+    }
+
+    /// Begins the checkpoint of a process that recovers: with the `pending` entries of the dead
+    /// process, whose items have keys up to number `disks`, and with its fence.
+    pub(super) fn begin_recovery(
+        &self,
+        fence: &FenceWait,
+        pending: Pending,
+        disks: u64,
+        is_changed: bool,
+    ) {
+        let ends = [&self.fence].into_iter().chain(fence.ends());
+        let ends: Vec<_> = ends.map(AsFd::as_fd).collect();
+        let begun = self.kept.store.begin((FENCE, &ends[..]));
+        let mut state = self.kept.state.lock();
+        let Pending { controllers, unattached } = pending;
+        (state.pending, state.unattached) = (controllers, unattached);
+        (state.is_possible, state.is_changed) = (begun.is_ok(), is_changed);
+        state.disks = disks;
+        drop(state);
+        if let Err(error) = begun {
+            self.kept.give_up(&error.into());
         }
     }
 
@@ -223,7 +280,7 @@ impl Checkpointer {
         for disk in controllers.iter().flat_map(|served| served.disks()) {
             disk.keep(&mut Descriptors::default())?;
         }
-        self.kept.store.begin((FENCE, self.fence.as_fd()))?;
+        self.kept.store.begin((FENCE, &[self.fence.as_fd()]))?;
         controllers.iter().zip(ports).try_for_each(|(served, port)| {
             let kept = self.kept.keep_controller(served)?;
             self.kept.state.lock().controllers.insert(served.index, kept);
@@ -250,6 +307,58 @@ impl LiveCheckpoint {
                 self.give_up(&why);
                 false
             }
+        }
+    }
+
+    /// Sends the items of a recovered controller, except its socket. Returns its entry; `None` if
+    /// there is no checkpoint any more.
+    pub(super) fn keep_recovered(
+        self: &Arc<Self>,
+        served: &ServedController,
+    ) -> Option<ControllerEntry> {
+        if !self.is_possible() {
+            return None;
+        }
+        self.keep_controller(served).inspect_err(|why| self.give_up(why)).ok()
+    }
+
+    /// Deletes the disks' items of a controller that was not recovered after all.
+    pub(super) fn forget(&self, entry: Option<&ControllerEntry>) {
+        let disks = entry.into_iter().flat_map(|entry| &entry.disks);
+        let keys = disks.map(|disk| disk.key.clone());
+        self.delete_old(&keys.collect::<Vec<_>>());
+    }
+
+    /// Replaces a pending controller by the recovered one, before the list is sent.
+    pub(super) fn recovered(&self, index: usize, entry: Option<ControllerEntry>) {
+        let mut state = self.state.lock();
+        state.pending.remove(&index);
+        if let Some(entry) = entry {
+            state.controllers.insert(index, entry);
+        }
+    }
+
+    /// Replaces a pending controller by the recovered one with the first record of its socket.
+    pub(super) fn expect(&self, index: usize, entry: Option<ControllerEntry>) {
+        if let Some(entry) = entry {
+            self.state.lock().coming.insert(index, entry);
+        }
+    }
+
+    /// Deletes items of the dead process, which the list no longer names.
+    pub(super) fn delete_old(&self, keys: &[String]) {
+        if self.is_possible() {
+            let changes: Vec<_> = keys.iter().map(|key| Change::Delete { key }).collect();
+            // The store logs its errors.
+            let _ = self.store.change(&changes);
+        }
+    }
+
+    /// Ends the recovery: the fence of the dead process is no longer needed.
+    pub(super) fn end_recovery(&self) {
+        if self.is_possible() {
+            // The store logs its errors.
+            let _ = self.store.put(FENCE, &[], &[self.fence.as_fd()]);
         }
     }
 
@@ -424,7 +533,8 @@ impl LiveCheckpoint {
         if !state.is_possible || !state.is_complete {
             return;
         }
-        let controllers: Vec<_> = state.controllers.values().cloned().collect();
+        let all: BTreeMap<_, _> = state.pending.iter().chain(&state.controllers).collect();
+        let controllers: Vec<_> = all.into_values().cloned().collect();
         let complete = Complete {
             version: VERSION,
             served: checkpoint_items::served_of(controllers.iter().map(|kept| &kept.asked)),
@@ -453,7 +563,8 @@ impl LiveCheckpoint {
         let recorder =
             Record { store: self.store.clone(), key: checkpoint_items::controller(index) };
         served.controller.record_with(Arc::new(recorder))?;
-        Ok(ControllerEntry { index, asked: (*asked).clone(), disks, changing: Vec::new() })
+        let (asked, changing) = ((*asked).clone(), Vec::new());
+        Ok(ControllerEntry { index, asked, disks, changing, died: None })
     }
 
     fn keep_disk(
@@ -499,10 +610,11 @@ impl LiveCheckpoint {
         if let Err(why) = put_disk(&self.store, &key, &**disk) {
             return self.give_up(&why);
         }
-        let entry = UnattachedEntry { key, spec: spec.to_owned() };
+        let entry = UnattachedEntry { key, spec: spec.to_owned(), died: None };
         let mut state = self.state.lock();
         let before = state.unattached.insert(id.to_owned(), entry);
-        state.is_changed |= state.is_complete;
+        let is_recovered = before.as_ref().is_some_and(|before| before.died.is_some());
+        state.is_changed |= state.is_complete && !is_recovered;
         drop(state);
         self.publish();
         if let Some(before) = before {
@@ -608,7 +720,7 @@ impl PortRecorder for PortRecord {
         let mut state = self.kept.state.lock();
         if let Some(coming) = state.coming.remove(&self.index) {
             state.controllers.insert(self.index, coming);
-            state.is_changed = true;
+            state.is_changed |= state.pending.remove(&self.index).is_none();
             drop(state);
             self.kept.publish();
         }

@@ -138,7 +138,6 @@ impl Changes {
             kept.watch_unattached(id, &open.disk);
         }
         self.unattached().lock().insert(id.to_owned(), open);
-        self.set_changed();
     }
 
     /// Removes a disk that has no user, after a flush.
@@ -176,7 +175,6 @@ impl Changes {
         if let Some(kept) = self.kept() {
             kept.drop_unattached(&id);
         }
-        self.set_changed();
         info!("disk {id}: removed");
         Ok(())
     }

@@ -42,6 +42,17 @@ impl Changes {
         Ok(())
     }
 
+    /// Starts the wanted exports that do not run, whose disks may have been recovered late.
+    pub(super) fn start_missing_exports(&self) {
+        for export in self.exports().wanted() {
+            let id = export.id.clone();
+            let is_there = self.exports().running.lock().contains_key(&id);
+            if !is_there && let Err(error) = self.serve_export(export) {
+                info!("export {id} is not served: {}", exit::line(&error));
+            }
+        }
+    }
+
     /// Adds an export. Returns false if it exists already.
     ///
     /// # Errors
@@ -203,7 +214,6 @@ impl Changes {
         if let Some(kept) = self.kept() {
             kept.set_exports(all);
         }
-        self.set_changed();
     }
 }
 

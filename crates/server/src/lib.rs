@@ -27,7 +27,8 @@
 //! | `quiesce` | quiesce for an upgrade |
 //! | `checkpoint_items` | keys of the checkpoint's items |
 //! | `checkpointer`, `checkpoint_store` | checkpoint at the supervisor, for recovery |
-//! | `recover` | recovery after the death of a server process |
+//! | `recover`, `late_recovery` | recovery after the death of a server process |
+//! | `recovery_job`, `fence_wait` | recovery of one controller, and its wait for the disks |
 //! | `path_broker` | sockets and output files, created by the supervisor |
 //! | `startup_timing` | start-up timing |
 //! | `liveness` | liveness checks for a service manager |
@@ -57,7 +58,9 @@ mod event_log;
 mod exports;
 #[cfg(feature = "faults")]
 mod faults;
+mod fence_wait;
 mod flush;
+mod late_recovery;
 mod launch_hint;
 mod liveness;
 mod namespace_requests;
@@ -69,6 +72,7 @@ mod quiesce;
 mod reactor_thread;
 mod reconfigure;
 mod recover;
+mod recovery_job;
 mod registry;
 mod reload;
 mod resize_watch;
@@ -89,6 +93,7 @@ use endpoints::{Endpoints, Powers, RunningEndpoints};
 use event_log::EventLog;
 use liveness::Liveness;
 use parent_watch::ParentWatch;
+use recover::Recovery;
 use reload::Reload;
 use resize_watch::ResizeWatch;
 use server::Server;
@@ -192,14 +197,14 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let contained = sandbox::enter(&asked, &config, link)?;
     logging::begin();
     phases.ended("sandbox");
-    let (mut server, endpoints) = match (supervisor, &checkpointer) {
+    let (mut server, endpoints, late) = match (supervisor, &checkpointer) {
         (Some((Role::Recover, link)), Some(checkpointer)) => {
             match recover::recover(&config, link, checkpointer, ended, &mut phases)? {
                 // The endpoints are created after the controllers serve, so that guests wait
                 // less.
-                Some((server, endpoints)) => {
+                Some(Recovery { server, endpoints, late }) => {
                     let listen = || Endpoints::listen_again(&config, supervisor_pid);
-                    (server, endpoints.unwrap_or_else(listen))
+                    (server, endpoints.unwrap_or_else(listen), late)
                 }
                 // The service is to end.
                 None => return Ok(ExitCode::from(exit::FAILED)),
@@ -219,7 +224,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
                     checkpointer.complete();
                 }
             });
-            (Server::start(&config, keep, ended)?, endpoints)
+            (Server::start(&config, keep, ended)?, endpoints, None)
         }
     };
     #[cfg(feature = "faults")]
@@ -258,6 +263,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             notify::tell(&notify::ready(&server.registry().summary()));
         }
     }
+    let late = late.map(|late| late.start(&server)).transpose()?;
     #[cfg(feature = "faults")]
     faults.attempt();
     let mut watchdog = Liveness::wanted(link);
@@ -274,6 +280,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     // Bounds the wait for an unresponsive disk. If the supervisor is dead, no process would kill
     // this one.
     let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
+    drop(late);
     // The endpoints and exports remove their socket files.
     drop(answering.map(RunningEndpoints::rest));
     server.changes().exports().stop();

@@ -36,26 +36,31 @@ const REST: Duration = Duration::from_millis(100);
 /// # Errors
 /// A thread cannot be started.
 pub(super) fn begin(server: &Server) -> io::Result<()> {
-    for served in server.controllers() {
-        let Some(pool) = served.asked().controller.pool.as_ref().and_then(pool::opened) else {
-            continue;
-        };
-        let Some(orders) = pool.take_orders() else { continue };
-        let changes = Arc::clone(server.changes());
-        let carrier = Carrier { pool, changes, id: served.id.clone() };
-        std::thread::Builder::new().name("sb-pool".into()).spawn(move || {
-            carrier.wait_for_lock();
-            carrier.resume();
-            while let Ok((order, done)) = orders.recv() {
-                let began = Instant::now();
-                let outcome = carrier.carry_out(&order);
-                debug!(?order, ?outcome, "a pool command");
-                done.end(outcome);
-                carrier.go_on_sanitizing();
-                std::thread::sleep(began.elapsed().min(REST));
-            }
-        })?;
-    }
+    server.controllers().iter().try_for_each(|served| begin_one(served, server.changes()))
+}
+
+/// Starts the thread of one controller's pool, if the controller has one.
+///
+/// # Errors
+/// The thread cannot be started.
+pub(super) fn begin_one(served: &ServedController, changes: &Arc<Changes>) -> io::Result<()> {
+    let Some(pool) = served.asked().controller.pool.as_ref().and_then(pool::opened) else {
+        return Ok(());
+    };
+    let Some(orders) = pool.take_orders() else { return Ok(()) };
+    let carrier = Carrier { pool, changes: Arc::clone(changes), id: served.id.clone() };
+    std::thread::Builder::new().name("sb-pool".into()).spawn(move || {
+        carrier.wait_for_lock();
+        carrier.resume();
+        while let Ok((order, done)) = orders.recv() {
+            let began = Instant::now();
+            let outcome = carrier.carry_out(&order);
+            debug!(?order, ?outcome, "a pool command");
+            done.end(outcome);
+            carrier.go_on_sanitizing();
+            std::thread::sleep(began.elapsed().min(REST));
+        }
+    })?;
     Ok(())
 }
 

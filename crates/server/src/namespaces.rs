@@ -303,7 +303,6 @@ impl Changes {
         }
         info!("{}: namespace {nsid} has the limits {limits} from now on", served.name);
         served.set_asked(asked);
-        self.set_changed();
     }
 
     /// Sets the limits of a group. Returns false if it has these limits already.
@@ -319,7 +318,6 @@ impl Changes {
         }
         group.set(wanted);
         info!("the limit group {name} has the limits {wanted} from now on");
-        self.set_changed();
         if let Some(kept) = self.kept() {
             kept.say_again();
         }
@@ -362,7 +360,6 @@ impl Changes {
         }
         if outcome.is_ok() {
             served.set_asked(asked);
-            self.set_changed();
         }
         if is_slow {
             return Err(anyhow!(

@@ -72,6 +72,16 @@ impl Changes {
         Self { pool, events, lasting, registry, handle, next, turn, unattached, exports, kept }
     }
 
+    /// Sets the index of the next controller.
+    pub(super) fn number_from(&self, next: usize) {
+        self.next.store(next, Ordering::Relaxed);
+    }
+
+    /// Handle of the reactor, if it runs.
+    pub(super) fn handle(&self) -> Option<Handle> {
+        self.handle.lock().clone()
+    }
+
     /// Sets the reactor that serves the sockets.
     pub(super) fn serve(&self, handle: Handle) {
         *self.handle.lock() = Some(handle);
@@ -93,6 +103,7 @@ impl Changes {
     /// The controller cannot be served, or its id belongs to a different controller.
     pub(super) fn add(&self, asked: SocketConfig) -> anyhow::Result<bool> {
         let _turn = self.turn.lock();
+        self.registry.check_waiting(Some(&asked.id()))?;
         if let Some(served) = self.registry.find(&asked.id()) {
             return match served.asked().is_same(&asked) {
                 true => Ok(false),
@@ -148,6 +159,7 @@ impl Changes {
     /// # Errors
     /// The controller does not exist.
     pub(super) fn find(&self, id: &str) -> anyhow::Result<Arc<ServedController>> {
+        self.registry.check_waiting(Some(id))?;
         self.registry.find_by_any(id).ok_or_else(|| {
             exit::not_there(anyhow!(
                 "there is no controller `{id}`; `shadowbell ctl controllers` lists them"
@@ -166,11 +178,6 @@ impl Changes {
     /// The disk cannot be opened.
     pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
         if self.lasting { disk_open::open_lasting(spec) } else { disk_open::open(spec) }
-    }
-
-    /// Records that the controllers differ from the configuration.
-    pub(super) fn set_changed(&self) {
-        self.registry.set_changed();
     }
 
     /// Opens everything that a controller needs, without serving it.

@@ -10,61 +10,55 @@
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see
 //! `shadowbell_disk_file::recover`. Only the disk limits the duration of this wait. For an upgrade,
 //! the old process has quiesced, so there is no such I/O.
+//!
+//! Each controller is recovered by itself, the busiest first, on threads that may wait
+//! ([`recovery_job`](super::recovery_job)). A controller whose disks are not ready within a moment
+//! does not delay the others: the checkpoint of this process then contains the dead process's items
+//! of that controller, and it is served later ([`late_recovery`](super::late_recovery)). A
+//! client whose state or memory is unusable is disconnected, and the others are recovered.
 
-use super::builder;
-use super::checkpoint_items::{self, ENDPOINTS};
+use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Quiesced};
 use super::checkpoint_store;
-use super::checkpointer::{Checkpointer, Complete, FENCE, UnattachedEntry};
+use super::checkpointer::{Checkpointer, Complete, ControllerEntry, FENCE, Pending};
 use super::endpoints::{Endpoints, SavedEndpoints};
 use super::event::EventQueue;
-use super::open_disk::OpenDisk;
+use super::fence_wait::FenceWait;
+use super::late_recovery::{LateRecovery, Openers};
 use super::parent_watch::ParentWatch;
-use super::registry::ServedController;
+use super::recovery_job::{
+    self, ControllerJob, DiskJob, Items, Job, JobContext, Recovered, RecoveredController, decode,
+};
 use super::server::Server;
 use super::startup_timing::Phases;
-use super::worker_link::{Told, WorkerLink};
+use super::worker_link::WorkerLink;
 use anyhow::{Context, bail};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use serde::de::DeserializeOwned;
-use shadowbell_config::controller_config::ConfigureError;
-use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::limits;
 use shadowbell_config::server_config::ServerConfig;
-use shadowbell_controller::{Controller, Death, Pool, SavedController};
-use shadowbell_frontend::vfio_user::ControllerDevice;
-use shadowbell_state::{AbortPoint, Descriptors, READABLE, WrongOrder, abort_point, is_wrong};
-use shadowbell_storage::disk_recovery;
-use shadowbell_supervisor::checkpoint::{COMPLETE, Checkpoint, Item};
+use shadowbell_controller::{Death, Pool, SavedController};
+use shadowbell_state::{AbortPoint, READABLE, abort_point};
+use shadowbell_supervisor::checkpoint::{COMPLETE, Checkpoint};
 use shadowbell_supervisor::protocol::to_supervisor;
 use shadowbell_vfio_user::Reactor;
-use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
-use std::cell::Cell;
-use std::collections::HashSet;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use shadowbell_vfio_user::server::Limits;
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
-/// Interval at which a locked disk is tried again.
-const LOOK: Duration = Duration::from_millis(1);
-/// Delay before a log line names the reason for a wait.
-const TELL: Duration = Duration::from_millis(100);
+/// Time without progress after which the recovered controllers are served without the others.
+const PROGRESS: Duration = Duration::from_millis(20);
+/// Time after which the process serves although no controller is recovered yet.
+const FIRST: Duration = Duration::from_millis(100);
+/// Maximum number of threads that open disks at first. More follow if these wait.
+const OPENERS: usize = 4;
 
-/// Rebuilt server, before it serves.
-struct Rebuilt {
-    server: Server,
-    reactor: Reactor,
-    ports: Vec<PortId>,
-    controllers: Vec<Recovered>,
-}
-
-/// State of a controller in the checkpoint.
-struct Recovered {
-    saved: SavedController,
-    fds: Descriptors,
-    /// Namespaces whose change the guest may not have been notified of.
-    changing: Vec<u32>,
+/// Recovered server.
+pub(super) struct Recovery {
+    pub(super) server: Server,
+    pub(super) endpoints: Option<Endpoints>,
+    /// Controllers and disks that wait.
+    pub(super) late: Option<LateRecovery>,
 }
 
 /// Recovers the controllers of the dead process. `None`: the service is to end.
@@ -77,7 +71,7 @@ pub(super) fn recover(
     checkpointer: &Checkpointer,
     ended: impl FnOnce() + Send + 'static,
     phases: &mut Phases,
-) -> anyhow::Result<Option<(Server, Option<Endpoints>)>> {
+) -> anyhow::Result<Option<Recovery>> {
     let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     phases.ended("threads");
     link.say(to_supervisor::PREPARED, "");
@@ -86,44 +80,89 @@ pub(super) fn recover(
         if let Some(death) = received.death {
             break (received.items, death);
         }
-        check(config, received.items)?;
+        let lost = check(config, received.items)?;
         abort_point(AbortPoint::Checked);
-        link.say(to_supervisor::CHECKED, "");
+        link.say(to_supervisor::CHECKED, &lost.join("\n"));
     };
     let began = Instant::now();
     phases.ended("checkpoint");
-    let watch = ParentWatch::start(link, std::time::Duration::ZERO)?;
-    let fence =
-        Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
+    let watch = ParentWatch::start(link, Duration::ZERO)?;
     let endpoints = endpoints(&mut items);
-    let rebuilt = rebuild(config, items, death, pool, &fence, phases);
-    if let Some(told) = fence.gone.get() {
-        debug!("gives up: {told:?}");
-        return Ok(None);
+    let complete = complete(&mut items)?;
+    if checkpoint_store::is_old(&mut items)? {
+        bail!("the checkpoint is outdated: the supervisor did not receive later changes");
     }
-    let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
+    matches_configuration(config, &complete)?;
+    let is_changed = complete.is_changed;
+    if is_changed {
+        limits::set_groups(&complete.groups);
+    }
+    let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
+    let fence = Arc::new(FenceWait::new(ends));
+    let kept = checkpointer.kept();
+    let plan = Plan::of(config, &complete, items, death);
+    checkpointer.begin_recovery(&fence, plan.pending(), plan.disks, is_changed);
+    let events = EventQueue::new();
+    let event_sender = events.sender(0);
+    let mut server = Server::resting(Vec::new(), events, pool.clone(), true);
+    server.changes().exports().set_wanted(complete.exports.clone());
+    kept.set_exports(complete.exports.clone());
+    server.changes().number_from(plan.next);
+    let waiting = plan.jobs.iter().flatten().filter_map(|job| match job {
+        Job::Controller(job) => Some((job.index, &job.entry.asked)),
+        Job::Disk(_) => None,
+    });
+    server.registry().begin_waiting(waiting);
+    let context = JobContext {
+        pool,
+        events: event_sender,
+        kept: Arc::clone(&kept),
+        fence,
+        registry: Arc::clone(server.registry()),
+    };
+    let threads = config.pool.workers.clamp(1, OPENERS);
+    let mut openers = Openers::start(plan.jobs, context, threads)?;
+    let ready = first_results(&mut openers);
+    phases.ended("disks and controllers");
     drop(watch);
     abort_point(AbortPoint::Rebuilt);
-    let is_changed = server.registry().is_changed();
-    checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
-    checkpointer.keep_others(server.changes().unattached(), server.changes().exports().wanted());
-    phases.ended("own checkpoint");
-    let (mut again, mut announced) = (0, Vec::new());
-    for (served, recovered) in server.controllers().iter().zip(controllers) {
-        let Recovered { saved, mut fds, changing } = recovered;
-        let recovered = served.controller.recover(&saved, &mut fds, death);
-        again += recovered.with_context(|| served.name.clone())?;
-        announced.push((saved, changing));
+    let mut reactor = Reactor::new(Limits::default())?;
+    let (mut replays, mut old, mut recovered) = (0, Vec::new(), Vec::new());
+    for one in ready {
+        let one = match one {
+            Recovered::Controller(one) => *one,
+            Recovered::Disk(id, open) => {
+                kept.keep_unattached(&id, &open.spec, &open.disk);
+                kept.watch_unattached(&id, &open.disk);
+                server.changes().unattached().lock().insert(id, open);
+                continue;
+            }
+        };
+        let RecoveredController { served, port, entry, saved, changing, lost, .. } = one;
+        kept.recovered(served.index, entry);
+        let port = reactor.serve_restored(port).with_context(|| served.name.clone())?;
+        reactor.record_with(port, kept.port_recorder(served.index));
+        served.set_port(port);
+        server.registry().recovered(Arc::clone(&served));
+        lost.iter().for_each(|why| link.say(to_supervisor::WARNING, why));
+        replays += one.replays;
+        old.push(one.old);
+        recovered.push((served, saved, changing));
     }
-    phases.ended("queues");
-    // All controllers are quiesced, and the supervisor has their checkpoint.
+    phases.ended("own checkpoint");
+    // All recovered controllers are quiesced, and the supervisor has their checkpoint, and the
+    // previous one of the others.
     checkpointer.complete();
-    checkpointer.kept().delete_quiesced();
+    kept.delete_quiesced();
     abort_point(AbortPoint::Kept);
+    for waiting in server.registry().waiting() {
+        let name = waiting.asked.socket.display();
+        link.say(to_supervisor::WARNING, &format!("{name} waits for its disks: {}", waiting.why));
+    }
     link.say(to_supervisor::TAKEN, "");
     abort_point(AbortPoint::Taken);
     phases.ended("supervisor notified");
-    for (served, (_, changing)) in server.controllers().iter().zip(&announced) {
+    for (served, _, changing) in &recovered {
         served.controller.resume();
         changing.iter().for_each(|nsid| served.controller.announce_namespace(*nsid));
     }
@@ -131,47 +170,186 @@ pub(super) fn recover(
     server.serve(reactor, ended)?;
     phases.ended("sockets served");
     let took = began.elapsed().as_micros();
-    for (served, (saved, _)) in server.controllers().iter().zip(&announced) {
-        served.controller.announce_recovery(saved);
+    for (served, saved, _) in &recovered {
+        saved.iter().for_each(|saved| served.controller.announce_recovery(saved));
     }
     phases.ended("interrupts");
+    old.iter().for_each(|old| kept.delete_old(old));
     if let Err(error) = server.trace(config, true) {
         warn!("the doorbell trace has ended: {error:#}");
     }
-    let of = if death == Death::Planned { "quiesced" } else { "dead" };
-    info!(
-        "recovered from the checkpoint of a {of} process: controllers: {}, commands in flight: \
-         {again}; that took {took} us",
-        server.controllers().len()
+    let (of, count, left) = (
+        if death == Death::Planned { "quiesced" } else { "dead" },
+        recovered.len(),
+        openers.left(),
     );
-    Ok(Some((server, endpoints)))
+    if count > 0 || left == 0 {
+        info!(
+            "recovered from the checkpoint of a {of} process: controllers: {count}, commands in \
+             flight: {replays}; that took {took} us"
+        );
+    }
+    if left == 0 {
+        kept.end_recovery();
+    }
+    let late = (left > 0).then_some(LateRecovery(openers));
+    Ok(Some(Recovery { server, endpoints, late }))
+}
+
+/// Waits for the controllers and disks that are ready in a moment. A message that ends the service
+/// is handled after that.
+fn first_results(openers: &mut Openers) -> Vec<Recovered> {
+    let (mut ready, mut until) = (Vec::new(), Instant::now() + FIRST);
+    while openers.left() > 0 && Instant::now() < until {
+        if let Some(one) = openers.next(until) {
+            ready.push(one);
+            until = Instant::now() + PROGRESS;
+        }
+    }
+    ready
+}
+
+/// Jobs of a recovery.
+struct Plan {
+    /// Groups of jobs, the busiest controllers first. The controllers of a subsystem share disks,
+    /// and are a group.
+    jobs: VecDeque<Vec<Job>>,
+    /// Index of the next controller.
+    next: usize,
+    /// Number of the last disk item.
+    disks: u64,
+}
+
+impl Plan {
+    fn of(config: &ServerConfig, complete: &Complete, mut items: Checkpoint, death: Death) -> Self {
+        let quiesced = take_quiesced(&mut items);
+        let of_process = |index: &usize| match quiesced.controllers.contains(index) {
+            true => Death::Planned,
+            false => death,
+        };
+        // Number after a point, in the key of a disk's item.
+        let number = |key: &String| key.rsplit_once('.')?.1.parse::<u64>().ok();
+        let disks = items.keys("disk/").iter().filter_map(number).max().unwrap_or_default();
+        // New indices differ from those of the dead process, and so do the keys of the items.
+        let next = complete.controllers.iter().map(|entry| entry.index + 1).max().unwrap_or(0);
+        let mut jobs = Vec::new();
+        let mut attached = HashSet::new();
+        for (position, entry) in complete.controllers.iter().enumerate() {
+            let asked = config.controllers.get(position).filter(|_| !complete.is_changed);
+            attached.extend(entry.disk_ids());
+            jobs.push(ControllerJob {
+                index: next + position,
+                items: recovery_job::take_items(&mut items, entry),
+                death: entry.died.unwrap_or_else(|| of_process(&entry.index)),
+                asked: asked.cloned(),
+                entry: entry.clone(),
+            });
+        }
+        let next = next + jobs.len();
+        sort(&mut jobs, &quiesced);
+        let mut groups: VecDeque<Vec<Job>> = VecDeque::new();
+        let mut of_subsystem: HashMap<String, usize> = HashMap::new();
+        for job in jobs {
+            let subsystem = job.entry.asked.controller.subsystem.as_ref();
+            let group = subsystem.map(|membership| {
+                *of_subsystem.entry(membership.name.clone()).or_insert(groups.len())
+            });
+            let job = Job::Controller(Box::new(job));
+            match group.and_then(|group| groups.get_mut(group)) {
+                Some(group) => group.push(job),
+                None => groups.push_back(vec![job]),
+            }
+        }
+        // A disk that was being attached or detached may be in the checkpoint twice.
+        let unattached = complete.unattached.iter().filter(|(id, _)| !attached.contains(*id));
+        for (id, entry) in unattached {
+            let items = items.all.remove_entry(&entry.key).into_iter().collect();
+            let death = entry.died.unwrap_or(death);
+            groups.push_back(vec![Job::Disk(DiskJob {
+                id: id.clone(),
+                entry: entry.clone(),
+                death,
+                items,
+            })]);
+        }
+        Self { jobs: groups, next, disks }
+    }
+
+    /// Entries of the dead process for the checkpoint of this one, until they are recovered.
+    fn pending(&self) -> Pending {
+        let mut pending = Pending::default();
+        for job in self.jobs.iter().flatten() {
+            match job {
+                Job::Controller(job) => {
+                    let entry = ControllerEntry { died: Some(job.death), ..job.entry.clone() };
+                    pending.controllers.insert(job.index, entry);
+                }
+                Job::Disk(job) => {
+                    let mut entry = job.entry.clone();
+                    entry.died = Some(job.death);
+                    pending.unattached.insert(job.id.clone(), entry);
+                }
+            }
+        }
+        pending
+    }
+}
+
+/// Sorts controllers by their number of commands: of a process that has quiesced, its own order;
+/// otherwise by the counters in the checkpoint.
+fn sort(jobs: &mut [ControllerJob], quiesced: &Quiesced) {
+    if !quiesced.controllers.is_empty() {
+        let place: HashMap<_, _> = (0..).zip(&quiesced.controllers).map(|(n, i)| (*i, n)).collect();
+        jobs.sort_by_key(|job| place.get(&job.entry.index).copied().unwrap_or(usize::MAX));
+        return;
+    }
+    jobs.sort_by_cached_key(|job| {
+        let key = checkpoint_items::controller(job.entry.index);
+        let saved = decode::<SavedController>(&job.items, &key);
+        Reverse(saved.map_or(0, |(saved, _)| saved.io_commands()))
+    });
+}
+
+/// Takes the list of the controllers that had quiesced, if there is one.
+fn take_quiesced(items: &mut Checkpoint) -> Quiesced {
+    let all: Items = items.all.remove_entry(QUIESCED).into_iter().collect();
+    decode(&all, QUIESCED).map(|(quiesced, _)| quiesced).unwrap_or_default()
 }
 
 /// Checks that this process could recover from the checkpoint of a process that still serves.
+/// Returns the clients that it could not recover, a sentence each.
 ///
 /// # Errors
 /// The checkpoint has another version, does not match the configuration, or cannot be decoded.
-fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<()> {
+fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<Vec<String>> {
     let complete = complete(&mut items)?;
     matches_configuration(config, &complete)?;
-    for kept in &complete.controllers {
-        let _: (SavedController, _) = take(&mut items, &checkpoint_items::controller(kept.index))?;
-        let _: (SavedPort, _) = take(&mut items, &checkpoint_items::port(kept.index))?;
+    let mut lost = Vec::new();
+    for entry in &complete.controllers {
+        let its = recovery_job::take_items(&mut items, entry);
+        if let Err(why) = recovery_job::check(entry, &its) {
+            let name = entry.asked.socket.display();
+            lost.push(format!("{name}: its client cannot be recovered: {why:#}"));
+        }
     }
-    Ok(())
+    Ok(lost)
 }
 
 /// Restores the management endpoints, which a process that has quiesced leaves.
 fn endpoints(items: &mut Checkpoint) -> Option<Endpoints> {
-    items.contains(ENDPOINTS).then_some(())?;
-    let restored = take::<SavedEndpoints>(items, ENDPOINTS)
+    let all: Items = items.all.remove_entry(ENDPOINTS).into_iter().collect();
+    if all.is_empty() {
+        return None;
+    }
+    let restored = decode::<SavedEndpoints>(&all, ENDPOINTS)
         .and_then(|(saved, mut fds)| Endpoints::restore(saved, &mut fds));
     restored.inspect_err(|why| warn!("the control socket is created anew: {why:#}")).ok()
 }
 
 /// Takes the list of what is served, which must be of a readable version.
 fn complete(items: &mut Checkpoint) -> anyhow::Result<Complete> {
-    let (complete, _): (Complete, _) = take(items, COMPLETE)?;
+    let all: Items = items.all.remove_entry(COMPLETE).into_iter().collect();
+    let (complete, _): (Complete, _) = decode(&all, COMPLETE)?;
     if !READABLE.contains(&complete.version) {
         bail!(shadowbell_state::StateError::Version(complete.version));
     }
@@ -184,176 +362,5 @@ fn matches_configuration(config: &ServerConfig, complete: &Complete) -> anyhow::
     match checkpoint_items::difference(&complete.served, &asked) {
         Some(why) if !complete.is_changed => bail!(why),
         _ => Ok(()),
-    }
-}
-
-/// Rebuilds the server from a checkpoint, after all I/O of the dead process has ended.
-fn rebuild(
-    config: &ServerConfig,
-    mut items: Checkpoint,
-    death: Death,
-    pool: Pool,
-    fence: &Fence<'_>,
-    phases: &mut Phases,
-) -> anyhow::Result<Rebuilt> {
-    let complete = complete(&mut items)?;
-    if checkpoint_store::is_old(&mut items)? {
-        bail!("the checkpoint is outdated: the supervisor did not receive later changes");
-    }
-    matches_configuration(config, &complete)?;
-    let is_changed = complete.is_changed;
-    let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
-    if death != Death::Planned {
-        ends.iter().try_for_each(|end| fence.wait_for(end))?;
-    }
-    phases.ended("fence");
-    if is_changed {
-        limits::set_groups(&complete.groups);
-    }
-    let events = EventQueue::new();
-    let mut reactor = Reactor::new(Limits::default())?;
-    let (mut served, mut controllers, mut ports) = (Vec::new(), Vec::new(), Vec::new());
-    for (index, kept) in complete.controllers.iter().enumerate() {
-        let items = &mut items;
-        let (saved, mut fds): (SavedController, _) =
-            take(items, &checkpoint_items::controller(kept.index))?;
-        let (port, mut port_fds): (SavedPort, _) =
-            take(items, &checkpoint_items::port(kept.index))?;
-        for key in items.keys(&checkpoint_items::client_files(kept.index)) {
-            let number = checkpoint_items::client_file_number(&key);
-            let file = items
-                .remove(&key)
-                .map(Item::read)
-                .transpose()?
-                .and_then(|(_, fds)| fds.into_iter().next());
-            if let Some((number, fd)) = number.zip(file) {
-                port_fds.put_lasting(number, fd);
-            }
-        }
-        let disks = saved.namespaces().map(|seen| kept.disk_of(&seen)).collect::<Option<Vec<_>>>();
-        let disks = disks.context("the state lacks the disk of a namespace")?;
-        let asked = match config.controllers.get(index) {
-            Some(asked) if !is_changed => asked.clone(),
-            _ => kept.as_asked(&disks),
-        };
-        let asked = &asked;
-        let location = asked.absolute_socket();
-        let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
-            let key = disks.get(nth).map_or("", |disk| disk.key());
-            let (state, mut fds) = take(items, key).map_err(DiskSpecError::Device)?;
-            disk_recovery::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
-        });
-        let opened = builder::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
-        let name = asked.socket.display().to_string();
-        let carrier = builder::carrier(asked, &events.sender(index));
-        let controller = Controller::successor(opened, pool.clone(), carrier, &saved, &mut fds)
-            .with_context(|| name.clone())?;
-        builder::place(asked, &controller)?;
-        let client = Arc::new(AtomicBool::new(port.has_client()));
-        let handler = builder::client_events(events.sender(index), &client);
-        let device = ControllerDevice::new(controller.clone(), handler)?;
-        let port = reactor.restore(port, &mut port_fds, Box::new(device));
-        let port = port.with_context(|| name.clone())?;
-        let one = ServedController::new(index, asked.clone(), controller, client);
-        one.set_port(port);
-        ports.push(port);
-        served.push(one);
-        controllers.push(Recovered { saved, fds, changing: kept.changing.clone() });
-    }
-    phases.ended("disks and controllers");
-    let server = Server::resting(served, events, pool, true);
-    recover_unattached(&mut items, &complete, &server, fence)?;
-    phases.ended("other disks");
-    if is_changed {
-        server.registry().set_changed();
-    }
-    Ok(Rebuilt { server, reactor, ports, controllers })
-}
-
-/// Recovers the disks that no controller has, and the list of exports. A disk that was being
-/// attached or detached may be in the checkpoint twice; the state of the controller decides.
-fn recover_unattached(
-    items: &mut Checkpoint,
-    complete: &Complete,
-    server: &Server,
-    fence: &Fence<'_>,
-) -> anyhow::Result<()> {
-    server.changes().exports().set_wanted(complete.exports.clone());
-    let attached: HashSet<_> = server.changes().disks().into_iter().map(|disk| disk.id).collect();
-    for (id, UnattachedEntry { key, spec }) in &complete.unattached {
-        if attached.contains(id) {
-            continue;
-        }
-        let (state, mut fds) = take(items, key)?;
-        let disk = disk_recovery::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec));
-        let disk = disk.map_err(DiskSpecError::into_error)?;
-        let open = OpenDisk { spec: spec.clone(), disk };
-        server.changes().unattached().lock().insert(id.clone(), open);
-    }
-    Ok(())
-}
-
-/// Decodes an item, and returns its state and descriptors.
-fn take<T: DeserializeOwned>(
-    items: &mut Checkpoint,
-    key: &str,
-) -> anyhow::Result<(T, Descriptors)> {
-    let item = items.remove(key).with_context(|| format!("the state has no section {key}"))?;
-    let (body, fds) = item.read()?;
-    let state = serde_json::from_slice(&body)
-        .with_context(|| format!("cannot decode section {key} of the state"))?;
-    Ok((state, Descriptors::from(fds)))
-}
-
-/// Wait for the end of the dead process's I/O, which a message of the supervisor may cut short.
-struct Fence<'a> {
-    link: &'a WorkerLink,
-    since: Instant,
-    is_told: Cell<bool>,
-    /// Reason to give up the wait, received from the supervisor.
-    gone: Cell<Option<Told>>,
-}
-
-impl Fence<'_> {
-    /// Waits until no process has the other end of `end` open.
-    fn wait_for(&self, end: &OwnedFd) -> anyhow::Result<()> {
-        while !is_wrong(WrongOrder::NoFence) && !self.poll(Some(end.as_fd()), TELL) {
-            if !self.goes_on("I/O of the dead process at its disks") {
-                bail!("the service is shutting down");
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits a moment. Returns false if the wait is to be given up.
-    fn wait_for_lock(&self, disk: &str) -> bool {
-        self.poll(None, LOOK);
-        let what = format!("I/O of the dead process at {disk}");
-        self.since.elapsed() < TELL || self.goes_on(&what)
-    }
-
-    /// Logs the reason for the wait once. Returns false if the wait is to be given up.
-    fn goes_on(&self, what: &str) -> bool {
-        if !self.is_told.replace(true) && self.gone.get().is_none() {
-            warn!("waiting for {what}");
-        }
-        self.gone.get().is_none()
-    }
-
-    /// Waits for at most `most`. Returns true if the other end of `end` is closed.
-    fn poll(&self, end: Option<BorrowedFd<'_>>, most: Duration) -> bool {
-        let fds = [self.link.as_fd()].into_iter().chain(end);
-        let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let timeout = Timespec::try_from(most).ok();
-        if poll(&mut fds, timeout.as_ref()).is_err() {
-            return false;
-        }
-        let is = |nth: usize| fds.get(nth).is_some_and(|fd| !fd.revents().is_empty());
-        if is(0)
-            && let Some(told) = self.link.told()
-        {
-            self.gone.set(Some(told));
-        }
-        is(1)
     }
 }

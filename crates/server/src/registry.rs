@@ -1,10 +1,12 @@
 //! Registry of the served controllers.
 
+use anyhow::anyhow;
 use parking_lot::RwLock;
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_controller::Controller;
 use shadowbell_disk::Disk;
 use shadowbell_disk_layers::LimitedDisk;
+use shadowbell_process::exit;
 use shadowbell_vfio_user::server::PortId;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -89,18 +91,27 @@ fn plural(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
 
-/// Served controllers, in the order of their addition.
+/// A controller of a dead process that waits for its disks.
+#[derive(Clone)]
+pub(super) struct WaitingController {
+    pub(super) index: usize,
+    pub(super) asked: SocketConfig,
+    /// Reason for the wait.
+    pub(super) why: String,
+}
+
+/// Served controllers, in the order of their indices.
 #[derive(Default)]
 pub(super) struct Registry {
     controllers: RwLock<Vec<Arc<ServedController>>>,
-    /// The controllers differ from the configuration.
-    changed: AtomicBool,
+    /// Controllers that are not recovered yet.
+    waiting: RwLock<Vec<WaitingController>>,
 }
 
 impl Registry {
     pub(super) fn new(controllers: Vec<ServedController>) -> Self {
         let controllers = RwLock::new(controllers.into_iter().map(Arc::new).collect());
-        Self { controllers, changed: AtomicBool::new(false) }
+        Self { controllers, ..Self::default() }
     }
 
     /// Current controllers.
@@ -112,8 +123,66 @@ impl Registry {
     pub(super) fn summary(&self) -> String {
         let all = self.controllers.read();
         let clients = all.iter().filter(|served| served.has_client()).count();
-        let count = all.len();
-        format!("serves {count} controller{}, {clients} with a client", plural(count))
+        let (count, waiting) = (all.len(), self.waiting.read().len());
+        let mut text =
+            format!("serves {count} controller{}, {clients} with a client", plural(count));
+        if waiting > 0 {
+            text += &format!("; {waiting} wait for their disks");
+        }
+        text
+    }
+
+    /// Begins with controllers that wait: each with its new index.
+    pub(super) fn begin_waiting<'a>(&self, all: impl Iterator<Item = (usize, &'a SocketConfig)>) {
+        let mut waiting: Vec<_> = all
+            .map(|(index, asked)| WaitingController {
+                index,
+                asked: asked.clone(),
+                why: "its disks are being opened".to_owned(),
+            })
+            .collect();
+        waiting.sort_by_key(|one| one.index);
+        *self.waiting.write() = waiting;
+    }
+
+    /// Sets the reason why a controller waits.
+    pub(super) fn waits_for(&self, index: usize, why: &str) {
+        let mut waiting = self.waiting.write();
+        if let Some(one) = waiting.iter_mut().find(|one| one.index == index) {
+            why.clone_into(&mut one.why);
+        }
+    }
+
+    /// Controllers that wait.
+    pub(super) fn waiting(&self) -> Vec<WaitingController> {
+        self.waiting.read().clone()
+    }
+
+    /// Returns an error if a controller waits that has this id or this socket, or any if `None`.
+    ///
+    /// # Errors
+    /// The controller waits.
+    pub(super) fn check_waiting(&self, id: Option<&str>) -> anyhow::Result<()> {
+        let waiting = self.waiting.read();
+        let is_it = |one: &&WaitingController| {
+            id.is_none_or(|id| one.asked.id() == id || one.asked.known_socket() == id)
+        };
+        match waiting.iter().find(is_it) {
+            None => Ok(()),
+            Some(one) => Err(exit::conflict(anyhow!(
+                "the controller {} waits for its disks ({}); try again when it is served",
+                one.asked.id(),
+                one.why
+            ))),
+        }
+    }
+
+    /// Adds a controller that was recovered.
+    pub(super) fn recovered(&self, served: Arc<ServedController>) {
+        self.waiting.write().retain(|one| one.index != served.index);
+        let mut all = self.controllers.write();
+        let at = all.partition_point(|other| other.index < served.index);
+        all.insert(at, served);
     }
 
     /// Finds a controller by its id.
@@ -138,21 +207,10 @@ impl Registry {
     pub(super) fn add(&self, served: ServedController) -> Arc<ServedController> {
         let served = Arc::new(served);
         self.controllers.write().push(Arc::clone(&served));
-        self.set_changed();
         served
     }
 
     pub(super) fn remove(&self, id: &str) {
         self.controllers.write().retain(|served| served.id != id);
-        self.set_changed();
-    }
-
-    pub(super) fn set_changed(&self) {
-        self.changed.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns true if the controllers differ from the configuration.
-    pub(super) fn is_changed(&self) -> bool {
-        self.changed.load(Ordering::Relaxed)
     }
 }

@@ -27,6 +27,7 @@ pub(super) fn apply(
     forced: bool,
 ) -> anyhow::Result<Plan> {
     let turn = changes.turn();
+    changes.registry().check_waiting(None)?;
     let (named, exports) = (config.disks, config.exports);
     let plan = Plan::of(changes.registry(), config.controllers, &config.groups);
     if dry_run {

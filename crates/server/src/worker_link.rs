@@ -36,15 +36,6 @@ pub(super) struct Received {
     pub(super) death: Option<Death>,
 }
 
-/// Reason to give up a start.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Told {
-    /// The service is to end.
-    End,
-    /// The supervisor has died.
-    Gone,
-}
-
 /// Connection to the supervisor. It is closed when the supervisor dies.
 #[derive(Clone)]
 pub(super) struct WorkerLink(Arc<OwnedFd>);
@@ -135,18 +126,6 @@ impl WorkerLink {
             let _ = protocol::send(&self.0, to_supervisor::SOCKET, known, None);
         }
         self.say(to_supervisor::SERVING, what);
-    }
-
-    /// Reads queued messages and returns a reason to give up, if there is one. Does not block.
-    pub(super) fn told(&self) -> Option<Told> {
-        loop {
-            match protocol::receive(&self.0, true) {
-                Ok(Some(packet)) if packet.letter == to_worker::END => return Some(Told::End),
-                Ok(Some(_)) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
-                Ok(None) | Err(_) => return Some(Told::Gone),
-            }
-        }
     }
 
     /// Receives the next message; `None` after the supervisor's death.

@@ -341,7 +341,11 @@ fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
     writeln!(out, "supervisor   {supervisor}")?;
     writeln!(out, "uptime       {} s", status.uptime_seconds as u64)?;
     writeln!(out, "I/O threads  {}", status.workers)?;
-    writeln!(out, "controllers  {}, {} with a client", status.controllers, status.clients)?;
+    write!(out, "controllers  {}, {} with a client", status.controllers, status.clients)?;
+    match status.waiting {
+        0 => writeln!(out)?,
+        waiting => writeln!(out, "; {waiting} more wait for their disks")?,
+    }
     writeln!(out, "log          {}", status.log_filter)?;
     if let Some(why) = &status.upgrade_error {
         writeln!(out, "last upgrade failed: {why}")?;
@@ -358,6 +362,7 @@ fn controllers(out: &mut dyn Write, all: &Vec<Controller>) -> io::Result<()> {
             ControllerState::Ready => "ready",
             ControllerState::ShutDown => "shut down",
             ControllerState::Failed => "failed",
+            ControllerState::Waiting => "waiting",
         };
         table.line([
             controller.id.clone(),

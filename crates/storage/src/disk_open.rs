@@ -128,6 +128,10 @@ fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskS
     if NbdSpec::is_one(spec) {
         let disk = NbdDisk::open(&NbdSpec::parse(spec)?)?;
         tracing::info!("{}: {}", disk.name(), disk.describe());
+        if let Some(why) = disk.unfenced().filter(|_| lifetime == Lifetime::Supervisor) {
+            let name = disk.name();
+            tracing::info!("{name}: it cannot be recovered after a server crash: {why}");
+        }
         return Ok(Arc::new(disk));
     }
     if RbdSpec::is_one(spec) {

@@ -26,7 +26,7 @@ const AGAIN: Duration = Duration::from_millis(20);
 
 /// Recovers the disk of a dead process from its checkpoint. `spec` is the specification by which
 /// the dead process opened the disk. Calls `wait` repeatedly while I/O of the dead process may be
-/// in flight.
+/// in flight. With `has_quiesced`, there is none: the process ended for an upgrade.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -34,10 +34,11 @@ pub fn recover(
     spec: &str,
     state: &Value,
     fds: &mut Descriptors,
+    has_quiesced: bool,
     wait: Wait<'_>,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = disk_spec::split(spec)?;
-    let disk = recover_unlimited(&spec, state, fds, wait)?;
+    let disk = recover_unlimited(&spec, state, fds, has_quiesced, wait)?;
     disk_open::wrap_disk(&spec, (&layers, true), disk)
 }
 
@@ -45,18 +46,21 @@ fn recover_unlimited(
     spec: &str,
     state: &Value,
     fds: &mut Descriptors,
+    has_quiesced: bool,
     wait: Wait<'_>,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     if NvmeDisk::is_kept_by(state) {
         let disk = attach_again(spec, wait)?;
         if !disk.is_that(state) {
-            let why = anyhow!("{spec}: another disk than before, or its size has changed");
-            return Err(DiskSpecError::Device(why));
+            let why = "another disk than before, or its size has changed".to_owned();
+            return Err(
+                shadowbell_disk::OpenError::NotThatDisk { disk: spec.to_owned(), why }.into()
+            );
         }
         return Ok(disk);
     }
     if NbdDisk::is_kept_by(state) {
-        return Ok(Arc::new(NbdDisk::recover(&NbdSpec::parse(spec)?, state, wait)?));
+        return Ok(Arc::new(NbdDisk::recover(&NbdSpec::parse(spec)?, state, has_quiesced, wait)?));
     }
     if RbdDisk::is_kept_by(state) {
         return Ok(Arc::new(RbdDisk::recover(&RbdSpec::parse(spec)?, state, wait)?));
@@ -67,6 +71,29 @@ fn recover_unlimited(
         return Ok(Arc::new(Qcow2Disk::recover(&path, &options, state, fds, wait)?));
     }
     Ok(shadowbell_disk_file::recover(spec, state, fds, wait)?)
+}
+
+/// True if the disk with this checkpoint can only be recovered after the end of all I/O of its
+/// process: the lock of its image does not show the end of its own I/O.
+#[must_use]
+pub fn needs_process_fence(state: &Value) -> bool {
+    let Value::Object(fields) = state else { return false };
+    // The state of a layer contains that of the disk below.
+    fields.get("locked") == Some(&Value::Bool(false)) || fields.values().any(needs_process_fence)
+}
+
+/// True if the disk of a dead process cannot be recovered, not even later: it is another disk, or
+/// it has no fence.
+#[must_use]
+pub fn is_final(error: &DiskSpecError) -> bool {
+    use shadowbell_disk::OpenError::NotThatDisk;
+    matches!(
+        error,
+        DiskSpecError::Disk(NotThatDisk { .. })
+            | DiskSpecError::Qcow2(shadowbell_disk_qcow2::OpenError::File(NotThatDisk { .. }))
+            | DiskSpecError::Nbd(shadowbell_disk_nbd::OpenError::NotThatDisk { .. })
+            | DiskSpecError::Rbd(shadowbell_disk_rbd::OpenError::NotThatDisk { .. })
+    )
 }
 
 /// Attaches the controller of the dead process as soon as the kernel or its server has released it.
@@ -107,4 +134,36 @@ fn attach_once(spec: &str, wait: Wait<'_>) -> anyhow::Result<NvmeDisk> {
         }
     }
     attempt.join().unwrap_or_else(|_| Err(anyhow!("{spec}: attaching has failed")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn only_a_disk_without_an_exclusive_lock_needs_the_fence_of_the_process() {
+        for (state, expected) in [
+            (json!({ "image": 0, "locked": true }), false),
+            (json!({ "image": 0, "locked": false }), true),
+            (json!({ "qcow2": { "files": [0], "locked": false } }), true),
+            (json!({ "qcow2": { "files": [0], "locked": true } }), false),
+            (json!({ "nbd": { "blocks": 1 } }), false),
+            (json!("null"), false),
+        ] {
+            assert_eq!(needs_process_fence(&state), expected, "{state}");
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_says_if_the_lock_of_the_image_is_its_fence() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.img");
+        std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        for (options, needs) in [("", false), ("?read-only=on", true)] {
+            let disk = disk_open::open_lasting(&format!("{}{options}", path.display())).unwrap();
+            let state = disk.keep(&mut Descriptors::default()).unwrap();
+            assert_eq!(needs_process_fence(&state), needs, "{options}: {state}");
+        }
+    }
 }

@@ -14,6 +14,7 @@ use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 /// Key of the item that marks a complete checkpoint, sent last. Without it, the other items are
@@ -82,6 +83,24 @@ impl Default for Body {
 }
 
 impl Item {
+    /// Returns the body and duplicates of the descriptors.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached, or the memfd cannot be read.
+    pub fn copy(&self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+        let body = match &self.body {
+            Body::Here(body) => body.clone(),
+            Body::There(memory) => {
+                let file = File::from(memory.try_clone()?);
+                let mut body = vec![0; usize::try_from(file.metadata()?.len()).unwrap_or(0)];
+                file.read_exact_at(&mut body, 0)?;
+                body
+            }
+        };
+        let fds = self.fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        Ok((body, fds))
+    }
+
     /// Returns the body and the descriptors.
     ///
     /// # Errors

@@ -144,6 +144,18 @@ impl ImageFile {
         Arc::clone(&self.file)
     }
 
+    /// True if the image is locked exclusively: the lock is then the fence of its requests.
+    #[must_use]
+    pub fn is_locked_exclusively(&self) -> bool {
+        sys::is_locked_exclusively(&self.file)
+    }
+
+    /// Releases the lock, although requests may follow. See
+    /// [`Disk::release_lock`](shadowbell_disk::Disk::release_lock).
+    pub fn release_lock(&self) {
+        sys::unlock_image(&self.file);
+    }
+
     /// True if the image refuses writes.
     #[must_use]
     pub fn is_read_only(&self) -> bool {

@@ -11,8 +11,10 @@
 //! identifies the image even after a rename.
 //!
 //! Readers share their locks, so a reader does not wait for a dead reader. Some file systems have
-//! no locks. For these cases, each ring also holds the write end of a pipe. When the last ring has
-//! ended, the next process sees a hang-up of the read end ([`fence`](crate::fence)).
+//! no locks. For these cases, the item has `locked: false`, and each ring also holds the write end
+//! of a pipe. When the last ring has ended, the next process sees a hang-up of the read end
+//! ([`fence`](crate::fence)). Images that are locked exclusively do not wait for the rings of
+//! other images.
 //!
 //! Calls that threads make need no fence: they end before their process does.
 
@@ -21,6 +23,7 @@ use super::open::take;
 use super::opener::{At, name_of};
 use super::options::FileOptions;
 use super::shared::FileShared;
+use crate::sys::is_locked_exclusively;
 use serde::{Deserialize, Serialize};
 use shadowbell_disk::{DiskInfo, OpenError, Wait};
 use shadowbell_state::{Descriptors, FdRef};
@@ -36,6 +39,9 @@ struct KeptFile {
     info: DiskInfo,
     end: u64,
     lost: i32,
+    /// True if the exclusive lock of the image is its fence.
+    #[serde(default)]
+    locked: bool,
 }
 
 pub(super) fn keep(shared: &FileShared, fds: &mut Descriptors) -> io::Result<serde_json::Value> {
@@ -44,6 +50,7 @@ pub(super) fn keep(shared: &FileShared, fds: &mut Descriptors) -> io::Result<ser
         info: shared.info.clone(),
         end: shared.end.load(Ordering::Relaxed),
         lost: shared.flusher.lost(),
+        locked: is_locked_exclusively(&shared.file),
     };
     Ok(serde_json::to_value(kept)?)
 }

@@ -22,6 +22,13 @@ pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
     }
 }
 
+/// True if this open file holds the exclusive lock, which the file system supports.
+pub(crate) fn is_locked_exclusively(file: &File) -> bool {
+    // The lock of the open file is set again, without an effect if it is held. It cannot be set
+    // by a read-only open file, or where the file system has no locks.
+    set(file, libc::F_WRLCK).is_ok()
+}
+
 /// Releases the lock before the file is closed. Closing does not release it at once, because a
 /// closed io_uring releases its files later.
 pub(crate) fn unlock_image(file: &File) {

@@ -16,7 +16,7 @@ mod waker;
 
 pub(crate) use call::NVME_STATUS;
 pub use fence::fence;
-pub(crate) use lock::{lock_image, unlock_image};
+pub(crate) use lock::{is_locked_exclusively, lock_image, unlock_image};
 pub(crate) use namespace_ring::takes_commands;
 pub(crate) use passthrough::{Identity, Namespace, flush, identify, read_start};
 pub(crate) use ring::{EngineKind, Key, Ring};

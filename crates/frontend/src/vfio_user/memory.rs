@@ -69,6 +69,59 @@ impl From<SavedRange> for WrittenRange {
     }
 }
 
+/// Serialized range with its file.
+struct SavedShare {
+    iova: u64,
+    len: u64,
+    file: Option<Arc<PeerFd>>,
+    offset: u64,
+    protection: Protection,
+}
+
+/// Decodes serialized memory, and calls `map` with each range. Its error is the reason why the
+/// range cannot be mapped.
+fn for_each_range(
+    saved: SavedMemory,
+    fds: &mut Descriptors,
+    closer: &Arc<Closer>,
+    mut map: impl FnMut(SavedShare) -> Result<(), String>,
+) -> Result<(), RestoreError> {
+    let SavedMemory { files, ranges, written, .. } = saved;
+    let (ranges, files) = match written {
+        Some(written) => written_ranges::read(&written, fds)?,
+        None => {
+            let files = (0..).zip(files).map(|(number, fd)| Ok((number, fds.take(fd)?)));
+            let files = files.collect::<Result<HashMap<_, _>, RestoreError>>()?;
+            (ranges.into_iter().map(WrittenRange::from).collect(), files)
+        }
+    };
+    let files = files
+        .into_iter()
+        .map(|(number, fd)| (number, Arc::new(PeerFd::of_predecessor(fd, closer))));
+    let files: HashMap<u64, _> = files.collect();
+    for WrittenRange { iova, len, file, offset, writable } in ranges {
+        let refused = |why: String| {
+            RestoreError::Client(format!("its memory at IOVA {iova:#x} cannot be mapped: {why}"))
+        };
+        let file = match file.map(|number| files.get(&number)) {
+            Some(None) => return Err(refused("its file is missing".to_owned())),
+            file => file.flatten().map(Arc::clone),
+        };
+        let protection = if writable { Protection::ReadWrite } else { Protection::Read };
+        map(SavedShare { iova, len, file, offset, protection }).map_err(refused)?;
+    }
+    Ok(())
+}
+
+/// Maps each range of serialized memory, and unmaps it again.
+pub(super) fn check(saved: SavedMemory, fds: &mut Descriptors) -> Result<(), RestoreError> {
+    let (closer, mut files) = (Arc::<Closer>::default(), Files::default());
+    for_each_range(saved, fds, &closer, |SavedShare { len, file, offset, protection, .. }| {
+        let Some(fd) = file else { return Ok(()) };
+        files.map(&fd, offset, len, protection).map(drop).map_err(|error| error.to_string())
+    })
+}
+
 /// Maximum number of ranges that the calling thread drops itself.
 const MAX_DIRECT_DROPS: usize = 256;
 
@@ -268,32 +321,15 @@ impl Memory {
         fds: &mut Descriptors,
         closer: &Arc<Closer>,
     ) -> Result<(), RestoreError> {
-        let SavedMemory { is_granted, files, ranges, written } = saved;
-        let (ranges, files) = match written {
-            Some(written) => written_ranges::read(&written, fds)?,
-            None => {
-                let files = (0..).zip(files).map(|(number, fd)| Ok((number, fds.take(fd)?)));
-                let files = files.collect::<Result<HashMap<_, _>, RestoreError>>()?;
-                (ranges.into_iter().map(WrittenRange::from).collect(), files)
-            }
-        };
-        let files = files
-            .into_iter()
-            .map(|(number, fd)| (number, Arc::new(PeerFd::of_predecessor(fd, closer))));
-        let files: HashMap<u64, _> = files.collect();
-        for WrittenRange { iova, len, file, offset, writable } in ranges {
-            let refused = |why: &dyn std::fmt::Display| {
-                RestoreError::Client(format!(
-                    "its memory at IOVA {iova:#x} cannot be mapped: {why}"
-                ))
-            };
-            let file = match file.map(|number| files.get(&number)) {
-                Some(None) => return Err(refused(&"its file is missing")),
-                file => file.flatten().map(Arc::clone),
-            };
-            let protection = if writable { Protection::ReadWrite } else { Protection::Read };
-            self.add(iova, len, file, offset, protection).map_err(|errno| refused(&errno))?;
-        }
+        let is_granted = saved.is_granted;
+        for_each_range(
+            saved,
+            fds,
+            closer,
+            |SavedShare { iova, len, file, offset, protection }| {
+                self.add(iova, len, file, offset, protection).map_err(|errno| errno.to_string())
+            },
+        )?;
         if is_granted {
             self.grant();
         }

@@ -465,6 +465,16 @@ impl Device for ControllerDevice {
     }
 }
 
+/// Checks that the memory of a client in the checkpoint of a device can be mapped. Nothing stays
+/// mapped.
+///
+/// # Errors
+/// [`RestoreError`]: the state cannot be decoded, or memory cannot be mapped.
+pub fn check_memory(saved: &serde_json::Value, fds: &mut Descriptors) -> Result<(), RestoreError> {
+    let saved = SavedDevice::deserialize(saved)?;
+    memory::check(saved.memory, fds)
+}
+
 fn other(what: &str) -> RestoreError {
     RestoreError::Client(format!("its controller has another {what} than this one"))
 }

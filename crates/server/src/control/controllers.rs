@@ -3,7 +3,7 @@
 use super::ana;
 use super::lookup::{find, problem, uuid};
 use super::state::{ServerState, namespaces_of};
-use crate::registry::ServedController;
+use crate::registry::{ServedController, WaitingController};
 use shadowbell_config::config_file::{self};
 use shadowbell_config::controller_config::{ControllerConfig, DiskConfig};
 use shadowbell_config::server_config::{Own, SocketConfig, WorkerChoice};
@@ -15,7 +15,9 @@ use std::path::PathBuf;
 #[utoipa::path(get, path = "/v1/controllers", operation_id = "controllers", tag = "controllers",
     responses((status = 200, description = "The controllers", body = Vec<Controller>)))]
 pub(super) fn controllers(state: &ServerState) -> Vec<Controller> {
-    state.controllers.all().iter().map(|served| describe(served)).collect()
+    let waiting = state.controllers.waiting();
+    let served = state.controllers.all();
+    waiting.iter().map(describe_waiting).chain(served.iter().map(|one| describe(one))).collect()
 }
 
 /// Describe a controller
@@ -27,7 +29,12 @@ pub(super) fn controllers(state: &ServerState) -> Vec<Controller> {
         (status = 404, description = "No such controller", body = Problem)
     ))]
 pub(super) fn controller(state: &ServerState, id: &str) -> Result<Controller, Problem> {
-    find(state, id).map(|served| describe(&served))
+    let waiting = state.controllers.waiting();
+    let is_it = |one: &&WaitingController| one.asked.id() == id || one.asked.known_socket() == id;
+    match waiting.iter().find(is_it) {
+        Some(waiting) => Ok(describe_waiting(waiting)),
+        None => find(state, id).map(|served| describe(&served)),
+    }
 }
 
 /// Add a controller
@@ -120,6 +127,22 @@ pub(super) fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, Str
     Ok(asked)
 }
 
+fn describe_waiting(waiting: &WaitingController) -> Controller {
+    let WaitingController { asked, why, .. } = waiting;
+    Controller {
+        id: asked.id(),
+        socket: asked.known_socket(),
+        serial: asked.controller.serial.clone().unwrap_or_default(),
+        model: asked.controller.model.clone().unwrap_or_default(),
+        client: true,
+        state: ControllerState::Waiting,
+        waits_for: Some(why.clone()),
+        max_queues: asked.controller.queues.unwrap_or_default(),
+        namespaces: Vec::new(),
+        ana: Vec::new(),
+    }
+}
+
 pub(super) fn describe(served: &ServedController) -> Controller {
     let config = served.controller.config();
     Controller {
@@ -129,6 +152,7 @@ pub(super) fn describe(served: &ServedController) -> Controller {
         model: config.model.clone(),
         client: served.has_client(),
         state: state(&served.controller),
+        waits_for: None,
         max_queues: config.io_queues,
         namespaces: namespaces_of(served).collect(),
         ana: ana::groups(served).collect(),

@@ -14,6 +14,7 @@ use shadowbell_control_api::api::{
 use shadowbell_control_api::live_stats::{Row, Snapshot};
 use shadowbell_process::{exit, logging};
 use shadowbell_supervisor::client::{SupervisorClient, program};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tracing::info;
@@ -32,6 +33,7 @@ pub(super) fn status(state: &ServerState) -> Status {
         workers: state.workers,
         controllers: served.len(),
         clients: served.iter().filter(|served| served.has_client()).count(),
+        waiting: state.controllers.waiting().len(),
         log_filter: logging::filter(),
         upgrade_error: state.upgrade_error.lock().clone(),
     }
@@ -79,7 +81,11 @@ pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem
 #[utoipa::path(get, path = "/v1/config", operation_id = "configuration", tag = "server",
     responses((status = 200, description = "The file", body = Configuration)))]
 pub(super) fn configuration(state: &ServerState) -> Configuration {
-    let controllers: Vec<_> = state.controllers.all().iter().map(|one| one.asked()).collect();
+    let waiting = state.controllers.waiting().into_iter();
+    let waiting = waiting.map(|one| (one.index, Arc::new(one.asked)));
+    let served = state.controllers.all().into_iter().map(|one| (one.index, one.asked()));
+    let controllers: BTreeMap<_, _> = waiting.chain(served).collect();
+    let controllers: Vec<_> = controllers.into_values().collect();
     let settings = state.settings.with_measure(state.tracer.measures());
     Configuration {
         toml: config_file::write(

@@ -225,7 +225,7 @@ fn recovery_refuses_a_disk_with_another_uuid() {
     let _second = below("mem:4MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad92");
     crate::supervisor::signal(worker(&server), Signal::KILL);
     server.says("another disk than before");
-    server.says("have lost their controllers");
+    server.says("its client cannot be recovered, and is disconnected");
     drop(client);
     until("another one's socket", || UnixStream::connect(server.socket()).is_ok());
     Client::attach(&server.socket()).write(1, 0, 1);

@@ -53,8 +53,12 @@ fn a_guest_migrates_between_servers_with_its_image() {
 fn a_suspended_device_does_not_resume_in_the_next_process() {
     suspended(|server| {
         // The upgrade continues without this client, because one client must not delay all.
-        let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+        let (status, output, errors) = upgrade(&server.pid().to_string(), None);
         assert_eq!(status, Some(0), "{errors}");
+        assert!(
+            output.contains("its client cannot be recovered: it is being migrated"),
+            "{output}"
+        );
     });
     suspended(|server| signal(worker(server), Signal::KILL));
 }

@@ -1,12 +1,17 @@
 //! Recovery after kills of the server process, without an error for its clients.
 
+use crate::control::ctl_json;
 use crate::disk_kinds::Export;
-use crate::harness::{Server, finish, program, until};
+use crate::harness::{Server, complete, finish, program, until};
 use crate::supervisor::{children, has_ended, signal, worker};
-use crate::upgrade::{Client, Load, server, socket, upgrade};
+use crate::upgrade::{Client, Load, server, socket, upgrade, upgrade_with};
+use rustix::fs::{
+    FlockOperation, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_lock, ftruncate, memfd_create,
+};
 use rustix::process::Signal;
 use shadowbell_testing::wait::LIMIT;
-use shadowbell_vfio_user::client::{Client as Peer, Options};
+use shadowbell_vfio_user::client::{Client as Peer, Options, Share};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -28,7 +33,7 @@ fn said(server: &Server, words: &str) -> usize {
 
 pub(crate) fn lost_nothing(server: &Server) {
     let log = server.stderr();
-    assert!(!log.contains("have lost"), "{log}");
+    assert!(!log.contains("have lost") && !log.contains("is disconnected"), "{log}");
 }
 
 #[test]
@@ -207,8 +212,159 @@ fn an_unrecoverable_disk_is_reported() {
     let below = Export::start("mem:4MiB");
     let server = Server::start(&[&below.uri("")], &["--keeper"]);
     server.says("cannot be recovered after a server crash: an NBD server may still execute");
-    signal(worker(&server), Signal::KILL);
-    server.says("have lost their controllers");
+    let client = Client::attach(&server.socket());
+    kill(&server, Signal::KILL);
+    server.says("its client cannot be recovered, and is disconnected");
+    drop(client);
+    // The next client is served.
+    Client::attach(&server.socket()).write(1, 0, 1);
+}
+
+/// Memory that a client shares, and then makes unmappable for every other process.
+fn sealed_client(server: &Server) -> Peer {
+    let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
+    let memory = memfd_create("sealed", flags).unwrap();
+    ftruncate(&memory, 1 << 20).unwrap();
+    let peer = Peer::connect(socket(server, 1), Options { timeout: Some(LIMIT) }).unwrap();
+    let fd = Some(memory.as_fd());
+    let share = Share { iova: 0, len: 1 << 20, readable: true, writable: true, fd, fd_offset: 0 };
+    peer.dma_map(&share).unwrap();
+    fcntl_add_seals(&memory, SealFlags::FUTURE_WRITE).unwrap();
+    peer
+}
+
+/// A client that cannot be recovered is disconnected alone, after an upgrade and after a crash.
+#[test]
+fn a_client_with_unmappable_memory_is_dropped_alone() {
+    let server = server(3, &[]);
+    let mut others = [0, 2].map(|n| Client::attach(&socket(&server, n)));
+    let target = server.pid().to_string();
+    for by_upgrade in [true, false] {
+        others.iter_mut().for_each(|other| other.write(1, 0, 7));
+        let peer = sealed_client(&server);
+        let before = worker(&server);
+        if by_upgrade {
+            let (status, output, errors) = upgrade_with(&target, &["--check"]);
+            assert_eq!(status, Some(1), "{output}{errors}");
+            assert!(errors.contains("vm1.sock: its client cannot be recovered"), "{errors}");
+            assert!(!errors.contains("vm0.sock") && !errors.contains("vm2.sock"), "{errors}");
+            assert_eq!((worker(&server), children(server.pid()).len()), (before, 1));
+            let (status, output, errors) = upgrade(&target, None);
+            assert_eq!(status, Some(0), "{errors}");
+            assert!(output.contains("warning: vm1.sock: its client"), "{output}");
+            until("the old one's end", || has_ended(before));
+        } else {
+            kill(&server, Signal::KILL);
+        }
+        server.says("vm1.sock: its client cannot be recovered, and is disconnected: ");
+        let mut byte = [0];
+        until("the end of the client", || peer.region_read(0, 0, &mut byte).is_err());
+        for other in &mut others {
+            assert_eq!(other.read(1, 0), 7);
+        }
+        drop(peer);
+        Client::attach(&socket(&server, 1)).write(1, 0, 1);
+    }
+    let (status, output, errors) = upgrade_with(&target, &["--check"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(output.contains("can recover all clients"), "{output}");
+}
+
+/// Another program, which gets the lock of an image when the server process releases it.
+struct Thief {
+    locked: std::sync::mpsc::Receiver<()>,
+    release: std::sync::mpsc::Sender<()>,
+}
+
+impl Thief {
+    fn of(image: std::path::PathBuf) -> Self {
+        let (lock, locked) = std::sync::mpsc::channel();
+        let (release, released) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let file = std::fs::OpenOptions::new().read(true).write(true).open(image).unwrap();
+            // The lock belongs to the process, and conflicts with that of the server.
+            fcntl_lock(&file, FlockOperation::LockExclusive).unwrap();
+            lock.send(()).unwrap();
+            let _ = released.recv();
+        });
+        Self { locked, release }
+    }
+}
+
+/// A controller whose image another program has locked waits alone, through further crashes and
+/// upgrades, and is served when the lock is released.
+#[test]
+fn a_controller_with_a_locked_image_waits_alone() {
+    let mut server = server(3, &[]);
+    let mut clients = [0, 1, 2].map(|n| Client::attach(&socket(&server, n)));
+    let target = server.pid().to_string();
+    for by_upgrade in [false, true] {
+        for client in &mut clients {
+            client.write(1, 0, 7);
+            client.write(2, 0, 8);
+        }
+        // Sharing memory is a message, which would wait for the controller as well.
+        let pool = clients[1].parts().1.buffers(1, 4096).unwrap();
+        let thief = Thief::of(server.directory().join("1.img"));
+        let words = "process: vm1.sock, commands in flight";
+        let recovered = said(&server, words);
+        let mut output = String::new();
+        // On a busy machine the next process may be faster than the thief.
+        until("the lock of the thief", || {
+            // The thief sleeps in the kernel until the lock is released, and no process dies so
+            // soon that it is a crash loop.
+            std::thread::sleep(Duration::from_millis(100));
+            if by_upgrade {
+                let (status, text, errors) = upgrade(&target, None);
+                assert_eq!(status, Some(0), "{errors}");
+                output = text;
+            } else {
+                kill(&server, Signal::KILL);
+            }
+            thief.locked.try_recv().is_ok()
+        });
+        if by_upgrade {
+            assert!(output.contains("warning: vm1.sock waits for its disks"), "{output}");
+        }
+        let [first, second, third] = &mut clients;
+        let read = second.parts().1.namespace(1).unwrap().read(0, 8).unwrap();
+        let (queue, _) = second.parts();
+        queue.submit(read, pool.take()).unwrap();
+        queue.ring().unwrap();
+        let mut others_continue = || {
+            for other in [&mut *first, &mut *third] {
+                assert_eq!((other.read(1, 0), other.read(2, 0)), (7, 8));
+            }
+        };
+        others_continue();
+        until("its state", || {
+            let all = ctl_json(&server, &["controllers"]);
+            let states = all.as_array().unwrap().iter();
+            states.filter(|one| one["state"] == "waiting").count() == 1
+        });
+        assert_eq!(ctl_json(&server, &["status"])["waiting"], 1);
+        // The process has served for a while, so this is no crash loop.
+        std::thread::sleep(Duration::from_millis(80));
+        kill(&server, Signal::KILL);
+        others_continue();
+        let (status, output, errors) = upgrade(&target, None);
+        assert_eq!(status, Some(0), "{errors}");
+        assert!(output.contains("warning: vm1.sock waits for its disks"), "{output}");
+        others_continue();
+        thief.release.send(()).unwrap();
+        assert_eq!(complete(queue).status, shadowbell_spec::Status::SUCCESS);
+        until("its recovery", || said(&server, words) > recovered);
+        let [_, second, _] = &mut clients;
+        assert_eq!((second.read(1, 0), second.read(2, 0)), (7, 8));
+        assert_eq!(ctl_json(&server, &["status"])["waiting"], 0);
+        kill(&server, Signal::KILL);
+        for client in &mut clients {
+            assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8));
+        }
+    }
+    lost_nothing(&server);
+    drop(clients);
+    assert!(server.stop().success(), "{}", server.stderr());
 }
 
 /// A supervisor is stopped for so long that the server process continues without it. The supervisor

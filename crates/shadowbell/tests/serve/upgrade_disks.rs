@@ -41,6 +41,15 @@ fn a_server_with_an_nbd_disk_is_upgraded_under_load() {
     replaced(&mut supervisor(&below.uri("&settle=50ms")));
 }
 
+/// All requests of a process that has quiesced were answered, so an upgrade needs no settle time.
+#[test]
+fn an_nbd_disk_without_settle_is_upgraded_under_load() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = image(directory.path(), "disk.img", 16 << 20);
+    let below = Export::start(file.to_str().unwrap());
+    replaced(&mut supervisor(&below.uri("")));
+}
+
 #[test]
 fn a_server_with_a_stacked_disk_is_upgraded_under_load() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,5 +1,6 @@
 //! Inbox of a reactor: requests of other threads, and the wakeup of the reactor.
 
+use std::any::Any;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,6 +33,14 @@ pub(super) enum Request {
         source: Source,
         device: Box<dyn Device>,
         recorder: Option<Box<dyn PortRecorder>>,
+    },
+    Restore {
+        port: PortId,
+        /// A `RestoredPort`.
+        restored: Box<dyn Any + Send>,
+        recorder: Box<dyn PortRecorder>,
+        /// Called when the checkpoint of the port is stored, before its sockets are used.
+        begin: Box<dyn FnOnce() + Send>,
     },
     Remove {
         port: PortId,

@@ -73,6 +73,6 @@ pub use limits::{Limits, MAX_MSG_FDS};
 pub use listener::{
     BindError, Listener, ListenerParts, SavedListener, remove_socket, remove_sockets_by,
 };
-pub use reactor::{Ended, Reactor};
+pub use reactor::{Ended, Reactor, RestoredPort};
 pub use recorder::PortRecorder;
 pub use saved::SavedPort;

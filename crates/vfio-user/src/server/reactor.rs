@@ -178,6 +178,60 @@ impl Port {
     }
 }
 
+/// Port of a previous server process with its new device, before a reactor serves it. If it is
+/// dropped before that, clients do not notice.
+pub struct RestoredPort {
+    port: Box<Port>,
+    session: Option<Session>,
+}
+
+impl RestoredPort {
+    /// Restores a port: its sockets, and its client in `device`, whose memory is mapped. This may
+    /// take long with much memory, so it may run on any thread.
+    ///
+    /// # Errors
+    ///
+    /// [`RestoreError`].
+    pub fn new(
+        saved: SavedPort,
+        fds: &mut Descriptors,
+        device: Box<dyn Device>,
+        limits: &Limits,
+    ) -> Result<Self, RestoreError> {
+        let SavedPort { listener, session, device: saved_device, leaving } = saved;
+        let mut port = Box::new(Port::new(device, limits));
+        // The value is null in a checkpoint of a client whose state could not be saved.
+        if !saved_device.is_null() {
+            port.device.restore(saved_device, fds, &port.closer)?;
+        }
+        port.leaving = leaving;
+        // A port without a listener accepts no further clients.
+        port.closing = listener.is_none();
+        port.listener = listener.map(|saved| Listener::restore(&saved, fds)).transpose()?;
+        let make = |socket| port.connection(socket);
+        let session =
+            session.map(|saved| Session::restore(saved, fds, make, limits)).transpose()?;
+        Ok(Self { port, session })
+    }
+}
+
+impl Handle {
+    /// Starts to serve a port of the previous server process, with checkpoints. `begin` is called
+    /// on the reactor's thread when `recorder` has stored the first one, before the sockets are
+    /// used.
+    pub fn restore(
+        &self,
+        restored: RestoredPort,
+        recorder: Box<dyn PortRecorder>,
+        begin: impl FnOnce() + Send + 'static,
+    ) -> PortId {
+        let port = self.0.new_port();
+        let (restored, begin) = (Box::new(restored), Box::new(begin));
+        self.0.push(Request::Restore { port, restored, recorder, begin });
+        port
+    }
+}
+
 /// Stores a checkpoint of a device and its client. If the state of the client cannot be saved, the
 /// checkpoint contains no client.
 fn record(
@@ -371,30 +425,32 @@ impl Reactor {
         fds: &mut Descriptors,
         device: Box<dyn Device>,
     ) -> Result<PortId, RestoreError> {
-        let SavedPort { listener, session, device: saved_device, leaving } = saved;
+        let restored = RestoredPort::new(saved, fds, device, &self.limits)?;
+        Ok(self.serve_restored(restored)?)
+    }
+
+    /// Serves a port that was restored on another thread, like [`restore`](Self::restore).
+    ///
+    /// # Errors
+    ///
+    /// The sockets cannot be added to the epoll instance.
+    pub fn serve_restored(&mut self, restored: RestoredPort) -> io::Result<PortId> {
         let id = self.inbox.new_port();
-        let mut port = Port::new(device, &self.limits);
-        // The value is null in a checkpoint of a client whose state could not be saved.
-        if !saved_device.is_null() {
-            port.device.restore(saved_device, fds, &port.closer)?;
-        }
-        port.leaving = leaving;
-        // A port without a listener accepts no further clients.
-        port.closing = listener.is_none();
-        if let Some(saved) = listener {
-            let listener = Listener::restore(&saved, fds)?;
-            self.watch_listener(id, &listener).map_err(io::Error::from)?;
-            port.listener = Some(listener);
-        }
-        if let Some(saved) = session {
-            let make = |socket| port.connection(socket);
-            let session = Session::restore(saved, fds, make, &self.limits)?;
-            let attachment = Attachment::new(id, &self.epoll, session);
-            port.state = State::Attached(Box::new(attachment.map_err(io::Error::from)?));
-        }
-        self.ports.insert(id, port);
+        self.insert_restored(id, restored)?;
         self.frozen = true;
         Ok(id)
+    }
+
+    fn insert_restored(&mut self, id: PortId, restored: RestoredPort) -> Result<(), Errno> {
+        let RestoredPort { mut port, session } = restored;
+        if let Some(listener) = &port.listener {
+            self.watch_listener(id, listener)?;
+        }
+        if let Some(session) = session {
+            port.state = State::Attached(Box::new(Attachment::new(id, &self.epoll, session)?));
+        }
+        self.ports.insert(id, *port);
+        Ok(())
     }
 
     /// Sets the recorder that stores checkpoints of a port, for crash recovery. It must be called
@@ -461,22 +517,25 @@ impl Reactor {
     /// on, this reactor owns the sockets.
     fn go_on(&mut self) {
         let all: Vec<_> = self.ports.keys().copied().collect();
-        for id in all {
-            let Some(port) = self.ports.get_mut(&id) else { continue };
-            port.set_lent(false);
-            if let State::Attached(attachment) = &mut port.state {
-                if let Some(session) = attachment.take_session() {
-                    session.wake();
-                }
-                self.queue(id);
-            } else if std::mem::take(&mut port.leaving) {
-                self.leave(id);
-            } else if matches!(port.state, State::Free) && port.closing {
-                self.forget(id);
-            } else {
-                port.has_backlog = true;
-                self.accept(id);
+        all.into_iter().for_each(|id| self.resume_port(id));
+    }
+
+    /// Begins to use the sockets of a port that was restored or frozen.
+    fn resume_port(&mut self, id: PortId) {
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        port.set_lent(false);
+        if let State::Attached(attachment) = &mut port.state {
+            if let Some(session) = attachment.take_session() {
+                session.wake();
             }
+            self.queue(id);
+        } else if std::mem::take(&mut port.leaving) {
+            self.leave(id);
+        } else if matches!(port.state, State::Free) && port.closing {
+            self.forget(id);
+        } else {
+            port.has_backlog = true;
+            self.accept(id);
         }
     }
 
@@ -559,6 +618,16 @@ impl Reactor {
                         warn!(port = port.0, "a device cannot be served: {error}");
                     } else if let Some(recorder) = recorder {
                         self.record_with(port, recorder);
+                    }
+                }
+                Request::Restore { port, restored, recorder, begin } => {
+                    let Ok(restored) = restored.downcast::<RestoredPort>() else { continue };
+                    if let Err(error) = self.insert_restored(port, *restored) {
+                        warn!(port = port.0, "a device cannot be served: {error}");
+                    } else {
+                        self.record_with(port, recorder);
+                        begin();
+                        self.resume_port(port);
                     }
                 }
                 Request::Remove { port, gone } => self.close(port, Some(gone)),

@@ -30,6 +30,18 @@ impl SavedPort {
         self.listener.as_ref().map(SavedListener::path)
     }
 
+    /// State of the device; null if there was a client whose state could not be saved.
+    #[must_use]
+    pub fn device(&self) -> &serde_json::Value {
+        &self.device
+    }
+
+    /// Removes the client, whose state cannot be restored. The device releases it.
+    #[must_use]
+    pub fn without_client(self) -> Self {
+        Self { session: None, device: serde_json::Value::Null, leaving: true, ..self }
+    }
+
     /// True if a client is attached.
     #[must_use]
     pub fn has_client(&self) -> bool {

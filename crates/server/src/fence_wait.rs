@@ -1,0 +1,102 @@
+//! Wait for the end of a dead process's I/O, by the threads that open its disks.
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_state::{WrongOrder, is_wrong};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Interval at which a locked disk is tried again; the second one applies after a while.
+const LOOK: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
+/// Duration of a wait after which it is polled less often.
+const LONG: Duration = Duration::from_secs(1);
+
+/// Fence of a dead process, and the end of all waits for it.
+pub(super) struct FenceWait {
+    /// Pipes that hang up when the process and all its io_urings have ended.
+    ends: Vec<OwnedFd>,
+    is_cancelled: AtomicBool,
+}
+
+impl FenceWait {
+    pub(super) fn new(ends: Vec<OwnedFd>) -> Self {
+        Self { ends, is_cancelled: AtomicBool::new(false) }
+    }
+
+    /// Descriptors of the fence, for the checkpoint of this process.
+    pub(super) fn ends(&self) -> &[OwnedFd] {
+        &self.ends
+    }
+
+    /// Ends all waits, because the service ends.
+    pub(super) fn cancel(&self) {
+        self.is_cancelled.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::Acquire)
+    }
+
+    /// Waits until the process and all its io_urings have ended. Calls `waits` repeatedly
+    /// meanwhile. Returns false if the wait is cancelled.
+    pub(super) fn wait_for_end(&self, mut waits: impl FnMut()) -> bool {
+        let timeout = Timespec::try_from(LOOK[1]).ok();
+        for end in &self.ends {
+            while !is_wrong(WrongOrder::NoFence) {
+                if self.is_cancelled() {
+                    return false;
+                }
+                let mut fds = [PollFd::from_borrowed_fd(end.as_fd(), PollFlags::IN)];
+                let seen = poll(&mut fds, timeout.as_ref());
+                if seen.is_ok() && fds.iter().any(|fd| !fd.revents().is_empty()) {
+                    break;
+                }
+                waits();
+            }
+        }
+        true
+    }
+
+    /// Waits a moment for a lock, in a wait that has begun at `since`. Returns false if the wait
+    /// is cancelled.
+    pub(super) fn wait_for_lock(&self, since: Instant) -> bool {
+        std::thread::sleep(LOOK[usize::from(since.elapsed() > LONG)]);
+        !self.is_cancelled()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_wait_ends_with_the_last_end_or_when_it_is_cancelled() {
+        let pipes = [io::pipe().unwrap(), io::pipe().unwrap()];
+        let ends = pipes.iter().map(|(read, _)| OwnedFd::from(read.try_clone().unwrap()));
+        let fence = Arc::new(FenceWait::new(ends.collect()));
+        let waits = |fence: &Arc<FenceWait>| {
+            let fence = Arc::clone(fence);
+            let (begins, begun) = std::sync::mpsc::channel();
+            let wait = move || fence.wait_for_end(|| begins.send(()).unwrap_or_default());
+            (std::thread::spawn(wait), begun)
+        };
+        let (wait, begun) = waits(&fence);
+        let [(_, first), (_, second)] = pipes;
+        drop(first);
+        begun.recv().unwrap();
+        assert!(!wait.is_finished());
+        drop(second);
+        assert!(wait.join().unwrap());
+        assert!(fence.wait_for_lock(Instant::now()));
+
+        let (read, _write) = io::pipe().unwrap();
+        let fence = Arc::new(FenceWait::new(vec![read.into()]));
+        let (wait, begun) = waits(&fence);
+        begun.recv().unwrap();
+        fence.cancel();
+        assert!(!wait.join().unwrap());
+        assert!(!fence.wait_for_lock(Instant::now()));
+    }
+}

@@ -1,0 +1,180 @@
+//! Threads that open the disks of a dead process, and the recovery of controllers whose disks are
+//! not ready when the first ones are served.
+
+use super::checkpointer::LiveCheckpoint;
+use super::namespace_requests;
+use super::reconfigure::Changes;
+use super::recovery_job::{Job, JobContext, Recovered, RecoveredController};
+use super::registry::Registry;
+use super::server::Server;
+use parking_lot::Mutex;
+use shadowbell_controller::Death;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+
+/// Time without a result after which another thread opens disks: the others wait.
+const GROW: Duration = Duration::from_millis(5);
+/// Time limit for the reactor's acceptance of a socket.
+const ACCEPTS: Duration = Duration::from_secs(5);
+
+/// Threads that run jobs, in the order of the queue.
+pub(super) struct Openers {
+    queue: Arc<Mutex<VecDeque<Vec<Job>>>>,
+    context: Arc<JobContext>,
+    sender: Sender<Recovered>,
+    results: Receiver<Recovered>,
+    /// Number of jobs without a result.
+    left: usize,
+}
+
+impl Openers {
+    /// Starts `threads` threads. The jobs of a group run one after the other.
+    pub(super) fn start(
+        groups: VecDeque<Vec<Job>>,
+        context: JobContext,
+        threads: usize,
+    ) -> anyhow::Result<Self> {
+        let left = groups.iter().map(Vec::len).sum();
+        let threads = threads.min(groups.len());
+        let (sender, results) = channel();
+        let queue = Arc::new(Mutex::new(groups));
+        let openers = Self { queue, context: Arc::new(context), sender, results, left };
+        (0..threads).try_for_each(|_| openers.add_thread())?;
+        Ok(openers)
+    }
+
+    /// Number of jobs without a result.
+    pub(super) fn left(&self) -> usize {
+        self.left
+    }
+
+    fn add_thread(&self) -> anyhow::Result<()> {
+        let (queue, context) = (Arc::clone(&self.queue), Arc::clone(&self.context));
+        let sender = self.sender.clone();
+        std::thread::Builder::new().name("sb-recover".into()).spawn(move || {
+            loop {
+                let Some(group) = queue.lock().pop_front() else { return };
+                for job in group {
+                    let Some(recovered) = job.run(&context) else { return };
+                    if sender.send(recovered).is_err() {
+                        return;
+                    }
+                }
+            }
+        })?;
+        Ok(())
+    }
+
+    /// Waits for the next result, at most until `until`.
+    pub(super) fn next(&mut self, until: Instant) -> Option<Recovered> {
+        let wait = until.saturating_duration_since(Instant::now()).min(GROW);
+        match self.results.recv_timeout(wait) {
+            Ok(recovered) => {
+                self.left -= 1;
+                Some(recovered)
+            }
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                if wait == GROW && !self.queue.lock().is_empty() {
+                    // All threads wait for disks. An error is not fatal: they go on later.
+                    let _ = self.add_thread().inspect_err(|why| warn!("{why:#}"));
+                }
+                None
+            }
+        }
+    }
+}
+
+/// Recovery of the controllers and disks that were not ready in time.
+pub(super) struct LateRecovery(pub(super) Openers);
+
+/// Ends the late recovery when it is dropped.
+pub(super) struct LateGuard {
+    context: Arc<JobContext>,
+}
+
+impl Drop for LateGuard {
+    fn drop(&mut self) {
+        self.context.fence.cancel();
+    }
+}
+
+impl LateRecovery {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub(super) fn start(self, server: &Server) -> anyhow::Result<LateGuard> {
+        let (registry, changes) = (Arc::clone(server.registry()), Arc::clone(server.changes()));
+        let context = Arc::clone(&self.0.context);
+        std::thread::Builder::new()
+            .name("sb-late-recover".into())
+            .spawn(move || run(self.0, &registry, &changes))?;
+        Ok(LateGuard { context })
+    }
+}
+
+fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
+    while openers.left() > 0 && !openers.context.fence.is_cancelled() {
+        let until = Instant::now() + Duration::from_secs(1);
+        let Some(recovered) = openers.next(until) else { continue };
+        // An upgrade that has begun holds this lock until the end of the process.
+        let _turn = changes.turn();
+        let kept = &openers.context.kept;
+        match recovered {
+            Recovered::Controller(ready) => serve(*ready, registry, changes, kept),
+            Recovered::Disk(id, open) => {
+                kept.keep_unattached(&id, &open.spec, &open.disk);
+                kept.watch_unattached(&id, &open.disk);
+                changes.unattached().lock().insert(id.clone(), open);
+                info!("recovered from the checkpoint of the previous process: disk {id}");
+                changes.start_missing_exports();
+            }
+        }
+    }
+    if openers.left() == 0 {
+        openers.context.kept.end_recovery();
+    }
+}
+
+/// Serves a controller that has waited for its disks.
+fn serve(
+    ready: RecoveredController,
+    registry: &Registry,
+    changes: &Arc<Changes>,
+    kept: &Arc<LiveCheckpoint>,
+) {
+    let RecoveredController { served, port, entry, saved, changing, death, replays, old, .. } =
+        ready;
+    let Some(handle) = changes.handle() else { return };
+    kept.expect(served.index, entry);
+    let (begun, begins) = channel();
+    let controller = served.controller.clone();
+    // The reactor stores the first checkpoint of the socket, with which the list names the new
+    // items. Until then the controller must not execute anything.
+    let port = handle.restore(port, kept.port_recorder(served.index), move || {
+        controller.resume();
+        changing.iter().for_each(|nsid| controller.announce_namespace(*nsid));
+        let _ = begun.send(());
+    });
+    served.set_port(port);
+    registry.recovered(Arc::clone(&served));
+    if begins.recv_timeout(ACCEPTS).is_err() {
+        warn!("{}: its socket is not served yet", served.name);
+    }
+    if let Some(saved) = &saved {
+        served.controller.announce_recovery(saved);
+    }
+    kept.delete_old(&old);
+    if let Err(error) = namespace_requests::begin_one(&served, changes) {
+        warn!("{}: requests of its pool are not served: {error}", served.name);
+    }
+    let of = if death == Death::Planned { "quiesced" } else { "dead" };
+    info!(
+        "recovered from the checkpoint of a {of} process: {}, commands in flight: {replays}",
+        served.name
+    );
+    changes.start_missing_exports();
+}

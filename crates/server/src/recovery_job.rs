@@ -1,0 +1,449 @@
+//! Recovery of one controller, or of one disk without a controller, on a thread that may wait.
+//!
+//! The job opens the disks, builds the controller and the socket, maps the client's memory, and
+//! sends the new items of the checkpoint. It accesses neither disks nor guests: until the list of
+//! the checkpoint names the new items, the old ones are valid.
+
+use super::builder;
+use super::checkpoint_items;
+use super::checkpointer::{ControllerEntry, DiskEntry, LiveCheckpoint, UnattachedEntry};
+use super::event::EventSender;
+use super::fence_wait::FenceWait;
+use super::open_disk::OpenDisk;
+use super::registry::{Registry, ServedController};
+use anyhow::{Context, anyhow};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use shadowbell_config::controller_config::ConfigureError;
+use shadowbell_config::disk_spec::DiskSpecError;
+use shadowbell_config::server_config::SocketConfig;
+use shadowbell_controller::{Config, Controller, Death, Pool, SavedController};
+use shadowbell_disk::Disk;
+use shadowbell_frontend::vfio_user::{ControllerDevice, check_memory};
+use shadowbell_process::exit;
+use shadowbell_state::Descriptors;
+use shadowbell_storage::{disk_open, disk_recovery};
+use shadowbell_supervisor::checkpoint::{Checkpoint, Item};
+use shadowbell_vfio_user::server::{Limits, RestoredPort, SavedPort};
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+use tracing::warn;
+
+/// Delay before a log line names the reason for a wait.
+const TELL: Duration = Duration::from_millis(100);
+/// Pause before a disk that could not be opened is tried again.
+const AGAIN: Duration = Duration::from_millis(500);
+
+/// Surroundings of all jobs.
+pub(super) struct JobContext {
+    pub(super) pool: Pool,
+    pub(super) events: EventSender,
+    pub(super) kept: Arc<LiveCheckpoint>,
+    pub(super) fence: Arc<FenceWait>,
+    pub(super) registry: Arc<Registry>,
+}
+
+/// Items of the dead process, by key.
+pub(super) type Items = BTreeMap<String, Arc<Item>>;
+
+/// Job of a thread that recovers.
+pub(super) enum Job {
+    Controller(Box<ControllerJob>),
+    Disk(DiskJob),
+}
+
+/// Controller of the dead process.
+pub(super) struct ControllerJob {
+    /// New index.
+    pub(super) index: usize,
+    /// Entry in the dead process's checkpoint.
+    pub(super) entry: ControllerEntry,
+    pub(super) death: Death,
+    /// Configuration, unless the checkpoint has it.
+    pub(super) asked: Option<SocketConfig>,
+    pub(super) items: Items,
+}
+
+/// Disk of the dead process that no controller has.
+pub(super) struct DiskJob {
+    pub(super) id: String,
+    pub(super) entry: UnattachedEntry,
+    pub(super) death: Death,
+    pub(super) items: Items,
+}
+
+/// Result of a job.
+pub(super) enum Recovered {
+    Controller(Box<RecoveredController>),
+    Disk(String, OpenDisk),
+}
+
+/// Recovered controller, which is not served yet. It is quiesced.
+pub(super) struct RecoveredController {
+    pub(super) served: Arc<ServedController>,
+    pub(super) port: RestoredPort,
+    /// Entry in this process's checkpoint; `None` if there is no checkpoint any more.
+    pub(super) entry: Option<ControllerEntry>,
+    /// State of the dead process's controller, if it was used.
+    pub(super) saved: Option<SavedController>,
+    /// Namespaces whose change the guest may not have been notified of.
+    pub(super) changing: Vec<u32>,
+    /// Death of the process that had it.
+    pub(super) death: Death,
+    /// Number of commands that are executed again.
+    pub(super) replays: usize,
+    /// Keys of the dead process's items.
+    pub(super) old: Vec<String>,
+    /// Reason why the client was dropped, if it was.
+    pub(super) lost: Option<String>,
+}
+
+/// Parts of the dead process's state that a new controller uses.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Uses {
+    /// The controller and its client.
+    Client,
+    /// The controller, which then releases its client.
+    Controller,
+    /// Only the listening socket.
+    Socket,
+}
+
+impl Job {
+    /// Runs the job. `None` if the service ends.
+    pub(super) fn run(self, context: &JobContext) -> Option<Recovered> {
+        match self {
+            Self::Controller(job) => {
+                job.run(context).map(|ready| Recovered::Controller(Box::new(ready)))
+            }
+            Self::Disk(job) => job.run(context),
+        }
+    }
+}
+
+impl ControllerJob {
+    /// Path of its socket as configured, for messages.
+    pub(super) fn name(&self) -> String {
+        self.entry.asked.socket.display().to_string()
+    }
+
+    fn run(self, context: &JobContext) -> Option<RecoveredController> {
+        let (name, lost) = (self.name(), RefCell::new(None));
+        let lose = |why: String| {
+            if lost.borrow().is_none() {
+                warn!("{name}: its client cannot be recovered, and is disconnected: {why}");
+                *lost.borrow_mut() = Some(format!("{name}: its client was disconnected: {why}"));
+            }
+        };
+        let mut uses = Uses::Client;
+        let disks = match self.disks() {
+            Ok(disks) => disks,
+            Err(why) => {
+                lose(exit::line(&why));
+                uses = Uses::Socket;
+                self.entry.newest_disks()
+            }
+        };
+        let asked = match &self.asked {
+            Some(asked) => asked.clone(),
+            None => self.entry.as_asked(&disks),
+        };
+        let wait = Waits::new(context, self.index, name.clone());
+        let is_final = Cell::new(false);
+        let config = wait.until_open(|| {
+            let opened = asked.controller.open_by(&location(&asked), |nth, spec| {
+                if uses == Uses::Socket || is_final.get() {
+                    return disk_open::open_lasting(spec);
+                }
+                let missing = || anyhow!("the state lacks the disk of a namespace");
+                let key = disks.get(nth).ok_or_else(missing).map_err(DiskSpecError::Device)?.key();
+                match wait.recover(spec, &self.items, key, self.death) {
+                    Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
+                        is_final.set(true);
+                        lose(exit::line(&error.into_error()));
+                        disk_open::open_lasting(spec)
+                    }
+                    outcome => outcome,
+                }
+            });
+            let opened = opened.map_err(ConfigureError::into_error);
+            builder::with_origin(&asked, opened)
+        })?;
+        if is_final.get() {
+            uses = Uses::Socket;
+        }
+        // Disks stay open if a controller cannot be built, so they are not recovered again.
+        let disks: Vec<_> = config.namespaces.iter().map(|ns| Arc::clone(&ns.disk)).collect();
+        let mut config = Some(config);
+        loop {
+            let configured = match config.take() {
+                Some(config) => Ok(config),
+                None => self.configure(&asked, disks.clone()),
+            };
+            let built =
+                configured.and_then(|config| self.build(context, &asked, config, uses, &lose));
+            match built {
+                Ok(mut ready) => {
+                    ready.lost = lost.take();
+                    return Some(ready);
+                }
+                Err(why) if uses == Uses::Client => {
+                    lose(exit::line(&why));
+                    uses = Uses::Controller;
+                }
+                Err(_) if uses == Uses::Controller => uses = Uses::Socket,
+                Err(why) => {
+                    wait.tell(&format!("waiting: {}", exit::line(&why)));
+                    if !wait.pause() {
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Disks of the namespaces that the guest has seen.
+    fn disks(&self) -> anyhow::Result<Vec<&DiskEntry>> {
+        let (saved, _): (SavedController, _) =
+            decode(&self.items, &checkpoint_items::controller(self.entry.index))?;
+        let disks = saved.namespaces().map(|seen| self.entry.disk_of(&seen));
+        disks.collect::<Option<_>>().context("the state lacks the disk of a namespace")
+    }
+
+    fn configure(&self, asked: &SocketConfig, disks: Vec<Arc<dyn Disk>>) -> anyhow::Result<Config> {
+        let config = asked.controller.configure(&location(asked), disks);
+        builder::with_origin(asked, config.map_err(ConfigureError::into_error))
+    }
+
+    /// Socket and client in the checkpoint.
+    fn port(&self) -> anyhow::Result<(SavedPort, Descriptors)> {
+        port(&self.items, self.entry.index)
+    }
+
+    fn build(
+        &self,
+        context: &JobContext,
+        asked: &SocketConfig,
+        config: Config,
+        uses: Uses,
+        lose: &dyn Fn(String),
+    ) -> anyhow::Result<RecoveredController> {
+        let events = context.events.of(self.index);
+        let carrier = builder::carrier(asked, &events);
+        let mut state = None;
+        let controller = if uses == Uses::Socket {
+            Controller::new(config, context.pool.clone(), carrier)?
+        } else {
+            let key = checkpoint_items::controller(self.entry.index);
+            let (saved, mut fds): (SavedController, _) = decode(&self.items, &key)?;
+            let pool = context.pool.clone();
+            let controller = Controller::successor(config, pool, carrier, &saved, &mut fds)?;
+            state = Some((saved, fds));
+            controller
+        };
+        builder::place(asked, &controller)?;
+        let (mut port, mut port_fds) = self.port()?;
+        if is_lost(&port) {
+            lose(NOT_SAVED.to_owned());
+        }
+        if uses != Uses::Client {
+            port = port.without_client();
+        }
+        let client = Arc::new(AtomicBool::new(port.has_client()));
+        let handler = builder::client_events(events, &client);
+        let device = Box::new(ControllerDevice::new(controller.clone(), handler)?);
+        let port = RestoredPort::new(port, &mut port_fds, device, &Limits::default())?;
+        let served = ServedController::new(self.index, asked.clone(), controller, client);
+        let entry = context.kept.keep_recovered(&served);
+        let replays = match &mut state {
+            None => 0,
+            Some((saved, fds)) => {
+                let recovered = served.controller.recover(saved, fds, self.death);
+                recovered.inspect_err(|_| context.kept.forget(entry.as_ref()))?
+            }
+        };
+        Ok(RecoveredController {
+            served: Arc::new(served),
+            port,
+            entry,
+            saved: state.map(|(saved, _)| saved),
+            changing: self.entry.changing.clone(),
+            death: self.death,
+            replays,
+            old: self.items.keys().cloned().collect(),
+            lost: None,
+        })
+    }
+}
+
+impl DiskJob {
+    fn run(self, context: &JobContext) -> Option<Recovered> {
+        let Self { id, entry: UnattachedEntry { key, spec, .. }, death, items } = self;
+        let wait = Waits::new(context, usize::MAX, format!("disk {id}"));
+        let disk = wait.until_open(|| {
+            let disk = match wait.recover(&spec, &items, &key, death) {
+                Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
+                    let why = exit::line(&error.into_error());
+                    warn!("disk {id} cannot be recovered, and is opened anew: {why}");
+                    disk_open::open_lasting(&spec)
+                }
+                outcome => outcome,
+            };
+            disk.map_err(DiskSpecError::into_error)
+        })?;
+        Some(Recovered::Disk(id, OpenDisk { spec, disk }))
+    }
+}
+
+/// Wait of a job for its disks, with its log line.
+struct Waits<'a> {
+    context: &'a JobContext,
+    index: usize,
+    name: String,
+    since: Instant,
+    told: RefCell<String>,
+}
+
+impl<'a> Waits<'a> {
+    fn new(context: &'a JobContext, index: usize, name: String) -> Self {
+        Self { context, index, name, since: Instant::now(), told: RefCell::default() }
+    }
+
+    fn is_over(&self) -> bool {
+        self.context.fence.is_cancelled()
+    }
+
+    /// Records the reason for the wait, and logs each reason once.
+    fn tell(&self, what: &str) {
+        let mut told = self.told.borrow_mut();
+        if *told != what {
+            what.clone_into(&mut told);
+            warn!("{}: {what}", self.name);
+            self.context.registry.waits_for(self.index, what);
+        }
+    }
+
+    /// Waits before the next attempt. Returns false if the service ends.
+    fn pause(&self) -> bool {
+        let until = Instant::now() + AGAIN;
+        while Instant::now() < until {
+            if !self.context.fence.wait_for_lock(self.since) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Calls `open` until it succeeds. `None` if the service ends.
+    fn until_open<T>(&self, open: impl Fn() -> anyhow::Result<T>) -> Option<T> {
+        loop {
+            match open() {
+                Ok(opened) => return Some(opened),
+                Err(_) if self.is_over() => return None,
+                Err(why) => self.tell(&format!("waiting: {}", exit::line(&why))),
+            }
+            if !self.pause() {
+                return None;
+            }
+        }
+    }
+
+    /// Recovers a disk after the end of the I/O that its fence covers.
+    fn recover(
+        &self,
+        spec: &str,
+        items: &Items,
+        key: &str,
+        death: Death,
+    ) -> Result<Arc<dyn Disk>, DiskSpecError> {
+        let (state, mut fds): (Value, _) = decode(items, key).map_err(DiskSpecError::Device)?;
+        let has_quiesced = death == Death::Planned;
+        let waits = |what: &str| {
+            if self.since.elapsed() >= TELL {
+                self.tell(what);
+            }
+        };
+        if !has_quiesced && disk_recovery::needs_process_fence(&state) {
+            let what = "waiting for I/O of the dead process at its disks";
+            if !self.context.fence.wait_for_end(|| waits(what)) {
+                return Err(DiskSpecError::Device(anyhow!("the service is shutting down")));
+            }
+        }
+        disk_recovery::recover(spec, &state, &mut fds, has_quiesced, &|| {
+            waits(&format!("waiting for I/O of the dead process at {spec}"));
+            self.context.fence.wait_for_lock(self.since)
+        })
+    }
+}
+
+/// Reason why a client without a state in the checkpoint is lost.
+const NOT_SAVED: &str = "it is being migrated, or its state could not be saved";
+
+/// True if the port has a client whose state is not in the checkpoint.
+fn is_lost(port: &SavedPort) -> bool {
+    port.device().is_null()
+}
+
+fn location(asked: &SocketConfig) -> String {
+    asked.absolute_socket().to_string_lossy().into_owned()
+}
+
+/// Decodes the item of a socket and its client, with the files of the client's memory.
+fn port(items: &Items, index: usize) -> anyhow::Result<(SavedPort, Descriptors)> {
+    let (port, mut fds): (SavedPort, _) = decode(items, &checkpoint_items::port(index))?;
+    let prefix = checkpoint_items::client_files(index);
+    for (key, item) in items.range(prefix.clone()..) {
+        if !key.starts_with(&prefix) {
+            break;
+        }
+        let file = item.copy()?.1.into_iter().next();
+        if let Some((number, file)) = checkpoint_items::client_file_number(key).zip(file) {
+            fds.put_lasting(number, file);
+        }
+    }
+    Ok((port, fds))
+}
+
+/// Decodes an item, and returns its state and duplicates of its descriptors.
+pub(super) fn decode<T: DeserializeOwned>(
+    items: &Items,
+    key: &str,
+) -> anyhow::Result<(T, Descriptors)> {
+    let item = items.get(key).with_context(|| format!("the state has no section {key}"))?;
+    let (body, fds) = item.copy()?;
+    let state = serde_json::from_slice(&body)
+        .with_context(|| format!("cannot decode section {key} of the state"))?;
+    Ok((state, Descriptors::from(fds)))
+}
+
+/// Moves the items of a controller out of a checkpoint.
+pub(super) fn take_items(items: &mut Checkpoint, entry: &ControllerEntry) -> Items {
+    let index = entry.index;
+    let own = [checkpoint_items::controller(index), checkpoint_items::port(index)];
+    let files = items.keys(&checkpoint_items::client_files(index));
+    let disks = entry.disks.iter().map(|disk| disk.key().to_owned());
+    let keys = own.into_iter().chain(files).chain(disks);
+    keys.filter_map(|key| items.all.remove_entry(&key)).collect()
+}
+
+/// Checks that a controller could be recovered: all of its state is decoded, and the client's
+/// memory is mapped and unmapped.
+///
+/// # Errors
+/// The reason why the client would be lost.
+pub(super) fn check(entry: &ControllerEntry, items: &Items) -> anyhow::Result<()> {
+    let (saved, _): (SavedController, _) =
+        decode(items, &checkpoint_items::controller(entry.index))?;
+    for seen in saved.namespaces() {
+        let disk = entry.disk_of(&seen).context("the state lacks the disk of a namespace")?;
+        let _: (Value, _) = decode(items, disk.key())?;
+    }
+    let (port, mut fds) = port(items, entry.index)?;
+    if is_lost(&port) {
+        return Err(anyhow!(NOT_SAVED));
+    }
+    Ok(check_memory(port.device(), &mut fds)?)
+}
