@@ -63,8 +63,8 @@ enum What {
     /// Restart the server for upgrade repeatedly, while clients with 32 commands in flight each
     /// verify their data.
     ///
-    /// Fails as `kill` does, or if an upgrade fails, except if the disks did not quiesce in time,
-    /// or if the other program does not support the state's version.
+    /// Fails as `kill` does, or if an upgrade fails, except if the other program does not support
+    /// the state's version.
     Upgrade(upgrade::Arguments),
 }
 
