@@ -24,7 +24,7 @@ enum State {
     /// The thread runs it. `rest`: a pause is requested.
     Serving { rest: bool },
     /// Paused, and not taken out yet.
-    Resting(Reactor),
+    Resting(Box<Reactor>),
     /// Taken out, or ended.
     Away,
 }
@@ -71,7 +71,7 @@ impl ReactorThread {
             }
         }
         match std::mem::replace(&mut *state, State::Away) {
-            State::Resting(reactor) => Some(reactor),
+            State::Resting(reactor) => Some(*reactor),
             State::Serving { .. } => {
                 // If the reactor pauses after this timeout, the thread resumes it.
                 *state = State::Serving { rest: false };
@@ -100,7 +100,7 @@ impl Shared {
             let mut state = self.state.lock();
             match outcome {
                 Ok(Ended::Frozen) if matches!(*state, State::Serving { rest: true }) => {
-                    *state = State::Resting(reactor);
+                    *state = State::Resting(Box::new(reactor));
                     self.changed.notify_all();
                     drop(state);
                     // The process ends in this state.
