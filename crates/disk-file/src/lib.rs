@@ -30,7 +30,7 @@ pub use null::NullDisk;
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use sys::End;
-pub use sys::{fence, unpin};
+pub use sys::{fence, prepare as prepare_rings, unpin};
 pub use uri::{FileSpec, open, open_lasting, recover};
 
 #[cfg(doctest)]

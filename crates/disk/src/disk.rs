@@ -290,4 +290,10 @@ pub trait Queue {
     fn wakes_by_edges(&self) -> bool {
         false
     }
+
+    /// True if other queues of the thread may have the same [wake descriptor](Self::wake_fd). It
+    /// stays open as long as one of them exists.
+    fn shares_wake_fd(&self) -> bool {
+        false
+    }
 }

@@ -47,15 +47,16 @@ pub fn report(name_of: NameOf) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Makes the system call `number` without arguments. For tests of filters.
+/// Makes the system call `number`. For tests of filters.
 #[cfg(feature = "attempts")]
 #[doc(hidden)]
-pub fn attempt(number: i32) -> io::Result<()> {
-    // SAFETY: without arguments, a call can affect only this process as a whole, which the test has
-    // started for this purpose.
-    match unsafe { libc::syscall(number.into(), 0, 0, 0, 0, 0, 0) } {
+pub fn attempt(number: i64, arguments: [usize; 4]) -> io::Result<i64> {
+    let [a, b, c, d] = arguments;
+    // SAFETY: addresses are those of the test's constants. A call that is not refused can affect
+    // only this process as a whole, which the test has started for this purpose.
+    match unsafe { libc::syscall(number, a, b, c, d, 0, 0) } {
         -1 => Err(io::Error::last_os_error()),
-        _ => Ok(()),
+        result => Ok(result),
     }
 }
 

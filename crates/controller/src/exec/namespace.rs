@@ -9,6 +9,7 @@ use crate::namespace::{INACTIVE, Namespace, Namespaces};
 use crate::reservations::Access;
 use crate::subsystem::Member;
 use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::io::Errno;
 use shadowbell_disk::{DiskError, Metadata, MetadataFormat, Op, Queue, Request, Submitted, Zones};
 use shadowbell_memory::{DmaTable, Ring, Segments};
 use shadowbell_spec::Sqe;
@@ -220,18 +221,19 @@ impl NamespaceQueue {
         }
         let Some(fd) = self.queue.wake_fd() else { return Ok(()) };
         let edges = if self.queue.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
-        Ok(epoll::add(epoll, fd, EventData::new_u64(DISK_TOKEN), EventFlags::IN | edges)?)
-    }
-
-    /// Removes the file descriptors that [`watch`](Self::watch) registered.
-    pub(crate) fn unwatch(&self, epoll: &OwnedFd) {
-        for fd in self.wake_fds() {
-            let _ = epoll::delete(epoll, fd);
+        match epoll::add(epoll, fd, EventData::new_u64(DISK_TOKEN), EventFlags::IN | edges) {
+            Err(Errno::EXIST) if self.queue.shares_wake_fd() => Ok(()),
+            outcome => Ok(outcome?),
         }
     }
 
-    pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.queue.wake_fd().into_iter().chain(self.queue.timer_fd())
+    /// Removes the file descriptors that [`watch`](Self::watch) registered, except one that other
+    /// queues share.
+    pub(crate) fn unwatch(&self, epoll: &OwnedFd) {
+        let own = self.queue.wake_fd().filter(|_| !self.queue.shares_wake_fd());
+        for fd in own.into_iter().chain(self.queue.timer_fd()) {
+            let _ = epoll::delete(epoll, fd);
+        }
     }
 }
 
@@ -381,6 +383,10 @@ impl Queue for WriteThrough {
 
     fn wakes_by_edges(&self) -> bool {
         self.0.wakes_by_edges()
+    }
+
+    fn shares_wake_fd(&self) -> bool {
+        self.0.shares_wake_fd()
     }
 }
 

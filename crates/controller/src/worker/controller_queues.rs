@@ -21,7 +21,7 @@ use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
 use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -112,9 +112,9 @@ impl ControllerQueues {
         self.set.engine.namespaces()
     }
 
-    /// File descriptors that the disks signal to wake the thread.
-    pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.set.engine.queues().flat_map(NamespaceQueue::wake_fds)
+    /// Removes the file descriptors that the disks signal to wake the thread.
+    pub(crate) fn unwatch_disks(&self, epoll: &OwnedFd) {
+        self.set.engine.queues().for_each(|queue| queue.unwatch(epoll));
     }
 
     /// Applies the entry for `nsid` of `namespaces` to all following commands: a changed namespace,

@@ -410,9 +410,7 @@ impl PollGroup {
         for index in (0..self.active.len()).rev() {
             if self.active[index].queues.is_over() {
                 let mut entry = self.active.swap_remove(index);
-                for fd in entry.queues.wake_fds() {
-                    let _ = epoll::delete(epoll, fd);
-                }
+                entry.queues.unwatch_disks(epoll);
                 // Closing this eventfd would not remove it from epoll, because the host has a
                 // duplicate.
                 for event in entry.queues.doorbell_eventfds() {

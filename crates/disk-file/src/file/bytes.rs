@@ -92,8 +92,8 @@ impl ImageBytes {
     /// # Errors
     /// The system's error if it lacks a resource that the queue needs.
     pub fn queue(&self, also: BorrowedFd<'_>) -> io::Result<BytesQueue> {
-        let queue = FileQueue::new(Arc::clone(&self.shared))?;
-        queue.watch(also)?;
+        let mut queue = FileQueue::new(Arc::clone(&self.shared))?;
+        queue.merge(also)?;
         Ok(BytesQueue(queue))
     }
 }

@@ -72,24 +72,38 @@ struct Work {
 
 /// Receiver of the results of syncs. Each queue has one.
 pub(super) struct Asker {
-    answers: Mutex<Vec<(Key, i32)>>,
+    /// Results that the queue has not taken yet. `None` after the queue was closed.
+    answers: Mutex<Option<Vec<(Key, i32)>>>,
     waker: Waker,
 }
 
 impl Asker {
     pub(super) fn new(waker: Waker) -> Arc<Self> {
-        Arc::new(Self { answers: Mutex::default(), waker })
+        Arc::new(Self { answers: Mutex::new(Some(Vec::new())), waker })
     }
 
     /// Moves all results to `into`. A result is 0 or a negative error number, as from system calls.
     pub(super) fn take(&self, into: &mut Vec<(Key, i32)>) {
-        into.append(&mut self.answers.lock());
+        if let Some(answers) = &mut *self.answers.lock() {
+            self.waker.taken(answers.len());
+            into.append(answers);
+        }
     }
 
-    /// Delivers a result.
+    /// Delivers a result, unless the queue was closed. The wake-up is under the lock, because a
+    /// closed queue must not wake its thread.
     pub(super) fn answer(&self, key: Key, result: i32) {
-        self.answers.lock().push((key, result));
-        self.waker.wake();
+        if let Some(answers) = &mut *self.answers.lock() {
+            answers.push((key, result));
+            self.waker.wake();
+        }
+    }
+
+    /// Drops all results, also those that are delivered later.
+    pub(super) fn close(&self) {
+        if let Some(answers) = self.answers.lock().take() {
+            self.waker.taken(answers.len());
+        }
     }
 }
 

@@ -72,9 +72,9 @@ impl FileQueue {
         })
     }
 
-    /// Makes the wake descriptor also readable while `fd` is readable. Only for io_uring.
-    pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        self.ring.watch(fd)
+    /// Makes the wake descriptor also readable while `fd` is readable.
+    pub(super) fn merge(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.ring.merge(fd)
     }
 
     /// Prepares the next call of a task. Returns false if the task has to wait for a resource.
@@ -290,6 +290,7 @@ impl Queue for FileQueue {
             let before = completions.len();
             self.asker.take(&mut completions);
             self.asked -= completions.len() - before;
+            self.ring.wake_others();
         }
         for (key, result) in completions.drain(..) {
             if let Some(result) = self.advance(key, result) {
@@ -327,5 +328,18 @@ impl Queue for FileQueue {
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.ring.fd())
+    }
+
+    fn shares_wake_fd(&self) -> bool {
+        self.ring.shares_fd()
+    }
+}
+
+impl Drop for FileQueue {
+    /// Ends wake-ups of the thread for this queue. Dropping the ring ends the requests.
+    fn drop(&mut self) {
+        self.asker.close();
+        self.ring.quieten();
+        self.ring.wake_others();
     }
 }

@@ -8,8 +8,6 @@ pub(super) enum Kind {
     Write {
         flags: i32,
     },
-    /// `fdatasync`.
-    Sync,
     /// `fallocate` with this mode.
     Allocate {
         mode: i32,
@@ -31,8 +29,14 @@ pub(super) struct Prepared<'a> {
     pub(super) nowait: bool,
 }
 
-/// Id in the completion of a call that has no slot: a cancellation or a wake-up.
-pub(super) const NO_SLOT: u64 = u64::MAX;
+/// Number of bits of a slot's number in the id of a call. They are the lowest bits.
+pub(super) const INDEX_BITS: u32 = 28;
+/// Number of bits above them that an engine may use. They are zero in the id of a call. The
+/// generation of the slot is above them.
+pub(super) const QUEUE_BITS: u32 = 16;
+
+/// Id of a wake-up, which has no slot.
+pub(super) const WAKE: u64 = (1 << INDEX_BITS) - 1;
 
 /// `fallocate` mode for punching a hole.
 pub(super) const HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;

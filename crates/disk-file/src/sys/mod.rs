@@ -27,4 +27,5 @@ pub use threads::End;
 pub(crate) use threads::ThreadsShared;
 pub use threads::unpin;
 pub(crate) use uring::available;
+pub use uring::prepare;
 pub(crate) use waker::Waker;

@@ -1,21 +1,39 @@
 //! io_uring for NVMe passthrough (Linux 5.19). Its entries have 128 bytes and contain a command;
 //! its completions have 32 bytes and contain the result of the command.
 
-use super::call::{Kind, Prepared, Stuck};
+use super::call::{Kind, Prepared, Stuck, WAKE};
 use super::passthrough::{Command, NVME_URING_CMD_IO, NVME_URING_CMD_IO_VEC, Namespace};
-use super::uring::{Shape, Uring, build};
+use super::uring::{Availability, OfThread, Shape, Uring, build, supports};
 use super::waker::Alarm;
 use io_uring::squeue::Entry128;
 use io_uring::{cqueue, opcode};
 use shadowbell_spec::nvm::DsmRange;
+use shadowbell_uring::Reserve;
 use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
+use std::thread::LocalKey;
 use zerocopy::IntoBytes;
 
 impl Shape for Entry128 {
     type Completion = cqueue::Entry32;
+
+    fn reserve() -> &'static Reserve<Self, Self::Completion> {
+        static RESERVE: Reserve<Entry128, cqueue::Entry32> = Reserve::new("NVMe commands", || {
+            const OPCODES: &[u8] =
+                &[opcode::Nop::CODE, opcode::AsyncCancel::CODE, opcode::UringCmd80::CODE];
+            build(OPCODES)
+        });
+        &RESERVE
+    }
+
+    fn of_thread() -> &'static LocalKey<OfThread<Self>> {
+        thread_local! {
+            static RING: OfThread<Entry128> = const { OfThread::none() };
+        }
+        &RING
+    }
 }
 
 /// Ring for commands to a namespace.
@@ -31,8 +49,8 @@ pub(super) struct NamespaceRing {
 
 impl NamespaceRing {
     /// Creates the ring. See [`Uring::new`].
-    pub(super) fn new(file: Arc<File>, completions: u32, namespace: Namespace) -> io::Result<Self> {
-        let uring = Uring::new(file, completions)?;
+    pub(super) fn new(file: Arc<File>, namespace: Namespace) -> io::Result<Self> {
+        let uring = Uring::new(file)?;
         Ok(Self { uring, namespace, ranges: Vec::new(), refused: Vec::new() })
     }
 
@@ -61,7 +79,7 @@ impl NamespaceRing {
         };
         // SAFETY: the caller guarantees that the pieces stay valid. A range stays valid until its
         // slot has another call, and outlives the ring.
-        unsafe { self.uring.push_entry(&entry.user_data(call.id)) }
+        unsafe { self.uring.push_entry(&entry.user_data(self.uring.user_data(call.id))) }
     }
 
     /// Stores the range of a Dataset Management call at the place of the call's slot, and returns
@@ -71,7 +89,7 @@ impl NamespaceRing {
         if call.kind != Kind::Deallocate {
             return NONE;
         }
-        let at = call.id as u32 as usize;
+        let at = (call.id & WAKE) as usize;
         if at >= self.ranges.len() {
             self.ranges.resize_with(at + 1, || None);
         }
@@ -101,14 +119,6 @@ impl NamespaceRing {
         self.uring.alarm()
     }
 
-    pub(super) fn quieten(&self) {
-        self.uring.quieten();
-    }
-
-    pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        self.uring.watch(fd)
-    }
-
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
         self.uring.wait().inspect_err(|_| {
             // The device may still read the ranges, so they are leaked instead of freed.
@@ -124,10 +134,6 @@ impl NamespaceRing {
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.uring.fd()
     }
-
-    pub(super) fn close(&mut self) {
-        self.uring.close();
-    }
 }
 
 /// Checks that this process may create such a ring, and that the kernel supports its operations.
@@ -135,13 +141,8 @@ impl NamespaceRing {
 /// # Errors
 /// The system's error; `ENOSYS` for a kernel without the operations.
 pub(crate) fn takes_commands() -> io::Result<()> {
-    let uring = build::<Entry128>(4, 8)?;
-    let mut probe = io_uring::Probe::new();
-    uring.submitter().register_probe(&mut probe)?;
-    if probe.is_supported(opcode::UringCmd80::CODE) && probe.is_supported(opcode::AsyncCancel::CODE)
-    {
-        Ok(())
-    } else {
-        Err(io::Error::from_raw_os_error(libc::ENOSYS))
-    }
+    static AVAILABLE: Availability = LazyLock::new(|| {
+        supports::<Entry128>(&[opcode::UringCmd80::CODE, opcode::AsyncCancel::CODE])
+    });
+    AVAILABLE.map_err(io::Error::from_raw_os_error)
 }

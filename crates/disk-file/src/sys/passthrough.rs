@@ -126,7 +126,6 @@ impl Namespace {
                 let fields = DatasetManagement { ad: true, ..Default::default() };
                 (Sqe::dsm(nsid, fields, 0), size_of::<DsmRange>() as u64)
             }
-            Kind::Sync => return None,
         };
         Some((Command::bare(&sqe), data))
     }

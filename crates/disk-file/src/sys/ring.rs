@@ -8,24 +8,27 @@
 
 mod in_place;
 
-use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use super::call::{INDEX_BITS, Kind, Prepared, QUEUE_BITS, Stuck, WAKE};
 use super::inline_writes::InlineWrites;
 use super::namespace_ring::NamespaceRing;
 use super::passthrough::Namespace;
 use super::slot::{Call, Slot};
 use super::threads::Threads;
 use super::uring::Uring;
-use super::waker::Waker;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use super::waker::{Alarm, Waker};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use shadowbell_memory::{Segments, SharedBytes};
 use std::fs::File;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
-/// Maximum number of calls in flight. Further calls wait in this process, in order. The kernel's
-/// completion queue has room for twice as many, so that cancellations never overflow it.
-const COMPLETIONS: u32 = 1024;
+/// Maximum number of calls in flight of a queue. Further calls wait in this process, in order. So a
+/// hung file does not delay the calls on other files of the thread.
+const IN_FLIGHT: usize = 1024;
+/// Number of generations of a slot, which fit in the id of a call.
+const GENERATIONS: u32 = 1 << (u64::BITS - INDEX_BITS - QUEUE_BITS);
 /// Identifies a slot during one use of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
@@ -45,8 +48,14 @@ impl Key {
         self.index
     }
 
-    fn user_data(self) -> u64 {
-        u64::from(self.generation) << 32 | u64::from(self.index)
+    /// Id of the slot's call.
+    fn id(self) -> u64 {
+        u64::from(self.generation) << (INDEX_BITS + QUEUE_BITS) | u64::from(self.index)
+    }
+
+    /// Slot of the call with this id.
+    fn of_id(id: u64) -> Self {
+        Self { index: (id & WAKE) as u32, generation: (id >> (INDEX_BITS + QUEUE_BITS)) as u32 }
     }
 }
 
@@ -72,6 +81,17 @@ enum Engine {
     /// io_uring that passes NVMe commands to a namespace.
     Namespace(NamespaceRing),
     Threads(Threads),
+}
+
+/// Replaces io_uring by threads if a sandboxed process has no ring left.
+fn or_threads(
+    engine: io::Result<Engine>,
+    threads: impl FnOnce() -> io::Result<Threads>,
+) -> io::Result<Engine> {
+    match engine {
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => threads().map(Engine::Threads),
+        engine => engine,
+    }
 }
 
 /// Evaluates an expression with the engine in use.
@@ -117,6 +137,8 @@ pub(crate) struct Ring<T> {
     blocking: Blocking,
     /// Parameters of the namespace, if the file is an NVMe generic character device.
     namespace: Option<Namespace>,
+    /// Wake descriptor of [`merge`](Self::merge).
+    merged: Option<OwnedFd>,
 }
 
 impl<T> Ring<T> {
@@ -128,20 +150,22 @@ impl<T> Ring<T> {
         waits: bool,
         direct: bool,
     ) -> io::Result<Self> {
-        let blocking = Blocking {
+        let mut blocking = Blocking {
             file: Arc::clone(&file),
             threads: None,
             reads: waits,
             writes: waits,
             direct,
-            off: engine == EngineKind::Threads,
+            off: false,
             inline: InlineWrites::default(),
             again: Vec::new(),
         };
         let engine = match engine {
-            EngineKind::Uring => Engine::Uring(Uring::new(file, 2 * COMPLETIONS)?),
-            EngineKind::Threads => Engine::Threads(Threads::new(file)?),
+            EngineKind::Uring => Uring::new(Arc::clone(&file)).map(Engine::Uring),
+            EngineKind::Threads => Threads::new(Arc::clone(&file)).map(Engine::Threads),
         };
+        let engine = or_threads(engine, || Threads::new(file))?;
+        blocking.off |= matches!(engine, Engine::Threads(_));
         Ok(Self::with(engine, blocking, None))
     }
 
@@ -165,15 +189,19 @@ impl<T> Ring<T> {
         };
         let engine = match engine {
             EngineKind::Uring => {
-                Engine::Namespace(NamespaceRing::new(file, 2 * COMPLETIONS, namespace)?)
+                NamespaceRing::new(Arc::clone(&file), namespace).map(Engine::Namespace)
             }
-            EngineKind::Threads => Engine::Threads(Threads::of(file, Some(namespace))?),
+            EngineKind::Threads => {
+                Threads::of(Arc::clone(&file), Some(namespace)).map(Engine::Threads)
+            }
         };
+        let engine = or_threads(engine, || Threads::of(file, Some(namespace)))?;
         Ok(Self::with(engine, blocking, Some(namespace)))
     }
 
     fn with(engine: Engine, blocking: Blocking, namespace: Option<Namespace>) -> Self {
-        Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking, namespace }
+        let (slots, free) = (Vec::new(), Vec::new());
+        Self { engine, slots, free, busy: 0, blocking, namespace, merged: None }
     }
 
     /// Lets a test decide when and how calls end. `None` for io_uring, which does not support that.
@@ -189,7 +217,7 @@ impl<T> Ring<T> {
         let waits = match kind {
             Kind::Read => self.blocking.reads,
             Kind::Write { .. } => self.blocking.writes,
-            Kind::Sync | Kind::Allocate { .. } | Kind::Deallocate => true,
+            Kind::Allocate { .. } | Kind::Deallocate => true,
         };
         waits && !self.blocking.off && self.has_threads()
     }
@@ -211,7 +239,7 @@ impl<T> Ring<T> {
         for index in again.drain(..) {
             let slot = &mut self.slots[index as usize];
             slot.nowait = false;
-            let id = Key { index, generation: slot.generation }.user_data();
+            let id = Key { index, generation: slot.generation }.id();
             let Slot { kind, offset, len, .. } = *slot;
             let call = Prepared { id, kind, iovecs: &slot.iovecs, offset, len, nowait: false };
             if let Some(threads) = &mut self.blocking.threads {
@@ -234,7 +262,8 @@ impl<T> Ring<T> {
     /// Puts a task and its data into a free slot.
     pub(crate) fn insert(&mut self, task: T, data: Segments) -> Key {
         let index = self.free.pop().unwrap_or_else(|| {
-            let index = u32::try_from(self.slots.len()).expect("fewer than 2^32 requests pend");
+            let index = u32::try_from(self.slots.len()).ok().filter(|n| u64::from(*n) < WAKE);
+            let index = index.expect("fewer than 2^28 requests pend");
             self.slots.push(Slot {
                 generation: 0,
                 busy: false,
@@ -242,7 +271,7 @@ impl<T> Ring<T> {
                 data: Segments::new(),
                 own: None,
                 iovecs: Vec::new(),
-                kind: Kind::Sync,
+                kind: Kind::Deallocate,
                 offset: 0,
                 len: 0,
                 nowait: false,
@@ -262,7 +291,7 @@ impl<T> Ring<T> {
             return None;
         }
         let task = slot.task.take()?;
-        slot.generation = slot.generation.wrapping_add(1);
+        slot.generation = (slot.generation + 1) % GENERATIONS;
         self.free.push(key.index);
         Some(Taken { task, data: slot.data.take(), own: slot.own.take() })
     }
@@ -310,7 +339,7 @@ impl<T> Ring<T> {
 
     /// True if one more call may be in flight.
     pub(crate) fn has_room(&self) -> bool {
-        self.busy < COMPLETIONS as usize
+        self.busy < IN_FLIGHT
     }
 
     /// Prepares a call for the slot, on `len` bytes of the file from `offset` on. The call uses the
@@ -346,7 +375,7 @@ impl<T> Ring<T> {
         let nowait = nowait && !for_threads && !self.blocking.off;
         let Some(slot) = self.slots.get_mut(key.index as usize) else { return false };
         (slot.kind, slot.offset, slot.len, slot.nowait) = (kind, offset, len, nowait);
-        let id = key.user_data();
+        let id = key.id();
         let call = Prepared { id, kind, iovecs: &slot.iovecs, offset, len, nowait };
         // SAFETY: the call points to memory that the slot holds: its iovecs, and the mappings
         // behind its data and its own buffer. The slot is marked busy. So the slot neither changes
@@ -365,9 +394,9 @@ impl<T> Ring<T> {
     /// Requests that the call of this slot ends early.
     pub(crate) fn cancel(&mut self, key: Key) {
         if let Some(threads) = &mut self.blocking.threads {
-            threads.cancel(key.user_data());
+            threads.cancel(key.id());
         }
-        with!(&mut self.engine, it => it.cancel(key.user_data()));
+        with!(&mut self.engine, it => it.cancel(key.id()));
     }
 
     /// Makes the descriptor of the ring readable although no call has ended.
@@ -405,9 +434,8 @@ impl<T> Ring<T> {
         let is_command = matches!(engine, Engine::Namespace(_));
         let Blocking { threads, reads, writes, again, .. } = blocking;
         let mut each = |data: u64, result: i32| {
-            let key = Key { index: data as u32, generation: (data >> 32) as u32 };
-            if data != NO_SLOT
-                && let Some(slot) = slots.get_mut(key.index as usize)
+            let key = Key::of_id(data);
+            if let Some(slot) = slots.get_mut(key.index as usize)
                 && slot.generation == key.generation
                 && slot.busy
             {
@@ -462,28 +490,52 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Makes the descriptor unreadable after calls of a [`Waker`]. (With threads,
-    /// [`collect`](Self::collect) does that.)
-    pub(crate) fn quieten(&self) {
+    /// Alarm of the thread's ring. `None` for threads.
+    fn alarm(&self) -> Option<&Alarm> {
         match &self.engine {
-            Engine::Uring(it) => it.quieten(),
-            Engine::Namespace(it) => it.quieten(),
-            Engine::Threads(_) => {}
+            Engine::Uring(it) => Some(it.alarm()),
+            Engine::Namespace(it) => Some(it.alarm()),
+            Engine::Threads(_) => None,
         }
     }
 
-    /// Makes the descriptor also readable while `fd` is readable. Only for io_uring.
-    pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        match &self.engine {
-            Engine::Uring(it) => it.watch(fd),
-            Engine::Namespace(it) => it.watch(fd),
-            Engine::Threads(_) => Err(io::ErrorKind::Unsupported.into()),
+    /// Makes the descriptor unreadable after calls of a [`Waker`]. (With threads,
+    /// [`collect`](Self::collect) does that.)
+    pub(crate) fn quieten(&self) {
+        if let Some(alarm) = self.alarm() {
+            alarm.quieten();
         }
+    }
+
+    /// Makes the descriptor readable again if [`quieten`](Self::quieten) has ended the wake-up of
+    /// another queue of the thread. Called after the answers of this queue were taken.
+    pub(crate) fn wake_others(&self) {
+        if let Some(alarm) = self.alarm() {
+            alarm.ring_if_due();
+        }
+    }
+
+    /// Makes the descriptor also readable while `fd` is readable.
+    pub(crate) fn merge(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let both = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        for fd in [self.fd(), fd] {
+            epoll::add(&both, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        }
+        self.merged = Some(both);
+        Ok(())
     }
 
     /// Descriptor that is readable while [`collect`](Self::collect) has work.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        with!(&self.engine, it => it.fd())
+        match &self.merged {
+            Some(both) => both.as_fd(),
+            None => with!(&self.engine, it => it.fd()),
+        }
+    }
+
+    /// True if other queues of the thread have the same [`fd`](Self::fd).
+    pub(crate) fn shares_fd(&self) -> bool {
+        self.merged.is_none() && self.alarm().is_some()
     }
 }
 
@@ -507,22 +559,25 @@ impl<T> Drop for Ring<T> {
                 break;
             }
             if self.blocking.threads.is_some() {
-                // The next completion may come from io_uring or from the threads.
+                // The next completion may come from io_uring or from the threads. The descriptor
+                // may also be readable for another queue, so the thread sleeps in addition.
                 let fd = self.fd();
                 let mut fds = [PollFd::new(&fd, PollFlags::IN)];
                 let pause = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
                 let _ = poll(&mut fds, Some(&pause));
                 self.submit();
+                self.collect(&mut ended);
+                if ended.is_empty() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
             } else if let Err(Stuck) = with!(&mut self.engine, it => it.wait()) {
                 // The kernel may still access the memory, so it is leaked instead of freed.
                 std::mem::forget(std::mem::take(&mut self.slots));
                 return;
             }
         }
-        match &mut self.engine {
-            Engine::Uring(uring) => uring.close(),
-            Engine::Namespace(uring) => uring.close(),
-            Engine::Threads(_) => {}
+        if let (Some(threads), Engine::Uring(uring)) = (&self.blocking.threads, &self.engine) {
+            uring.unwatch(threads.fd());
         }
     }
 }
@@ -532,6 +587,117 @@ mod tests {
     use super::super::slot::Memory;
     use super::*;
     use shadowbell_memory::Mapping;
+    use shadowbell_testing::wait;
+    use std::os::fd::AsRawFd;
+
+    fn memfd() -> Arc<File> {
+        let fd = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, 4096).unwrap();
+        Arc::new(fd.into())
+    }
+
+    fn ring(file: Arc<File>) -> Ring<()> {
+        Ring::new(file, EngineKind::Uring, false, false).unwrap()
+    }
+
+    fn read(ring: &mut Ring<()>) {
+        let bytes = Mapping::anonymous(4096).unwrap().bytes();
+        let key = ring.insert((), Segments::from_bytes(&bytes));
+        assert!(ring.prepare(key, Call::Read(Memory::Data), 0, 0, 512));
+    }
+
+    fn results(ring: &mut Ring<()>) -> Vec<i32> {
+        let mut ended = Vec::new();
+        ring.collect(&mut ended);
+        ended.into_iter().map(|(_, result)| result).collect()
+    }
+
+    /// Submits the prepared calls, and waits until the kernel's queue has `count` completions.
+    fn submit(ring: &mut Ring<()>, count: usize) {
+        ring.submit();
+        let Engine::Uring(uring) = &mut ring.engine else { panic!("it has no io_uring") };
+        wait::until("completions", || uring.completions() == count);
+    }
+
+    fn is_readable(ring: &Ring<()>) -> bool {
+        let fd = ring.fd();
+        poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec::default())).unwrap() != 0
+    }
+
+    /// The descriptor stays readable until each queue has collected its completions, whichever of
+    /// them takes them from the kernel.
+    #[test]
+    fn queues_of_a_thread_share_a_ring_and_get_their_own_completions() {
+        let (mut a, mut b, c) = (ring(memfd()), ring(memfd()), ring(memfd()));
+        assert!(a.fd().as_raw_fd() == b.fd().as_raw_fd() && a.shares_fd());
+        for round in 0..300 {
+            let (reads_of_a, reads_of_b) = (1 + round % 3, round % 5);
+            (0..reads_of_a).for_each(|_| read(&mut a));
+            (0..reads_of_b).for_each(|_| read(&mut b));
+            // One system call submits the calls of both.
+            submit(&mut a, reads_of_a + reads_of_b);
+            assert!(is_readable(&c));
+            assert_eq!(results(&mut a), vec![512; reads_of_a]);
+            assert_eq!(is_readable(&a), reads_of_b != 0);
+            if round % 2 == 0 {
+                // More completions follow those that were moved.
+                read(&mut a);
+                submit(&mut a, 1 + usize::from(reads_of_b != 0));
+                assert_eq!(results(&mut a), [512]);
+                assert_eq!(is_readable(&a), reads_of_b != 0);
+            }
+            assert_eq!(results(&mut b), vec![512; reads_of_b]);
+            assert!(!is_readable(&a));
+            for ring in [&mut a, &mut b] {
+                let keys: Vec<_> = (0..8).filter_map(|n| ring.key(n)).collect();
+                assert!(keys.into_iter().all(|key| ring.remove(key).is_some()));
+            }
+        }
+    }
+
+    #[test]
+    fn a_hung_file_occupies_its_own_calls_only() {
+        // Reads of an empty pipe never end.
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        let (mut hung, mut other) = (ring(Arc::new(File::from(reader))), ring(memfd()));
+        while hung.has_room() {
+            read(&mut hung);
+            hung.submit();
+        }
+        assert!(other.has_room());
+        for _ in 0..100 {
+            read(&mut other);
+            submit(&mut other, 1);
+            assert_eq!(results(&mut other), [512]);
+            other.remove(other.key(0).unwrap()).unwrap();
+        }
+        assert_eq!((results(&mut hung), hung.busy), (vec![], IN_FLIGHT));
+        read(&mut other);
+        submit(&mut other, 1);
+        // Waits for the end of its calls, and collects the other queue's.
+        drop(hung);
+        assert_eq!(results(&mut other), [512]);
+        // The number of the closed queue is used again, without its completions.
+        let mut next = ring(memfd());
+        read(&mut next);
+        submit(&mut next, 1);
+        assert_eq!(results(&mut next), [512]);
+        assert!(!is_readable(&next));
+    }
+
+    #[test]
+    fn an_answer_for_one_queue_is_not_lost_when_another_one_is_reaped() {
+        let (a, b) = (ring(memfd()), ring(memfd()));
+        let answer = b.waker();
+        answer.wake();
+        a.quieten();
+        a.wake_others();
+        rustix::event::poll(&mut [PollFd::new(&a.fd(), PollFlags::IN)], None).unwrap();
+        answer.taken(1);
+        b.quieten();
+        b.wake_others();
+        assert!(!is_readable(&a));
+    }
 
     #[test]
     fn a_kernel_that_has_little_in_hand_gets_more_at_once() {

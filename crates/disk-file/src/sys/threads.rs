@@ -273,12 +273,19 @@ impl ThreadsShared {
             Kind::Write { flags } if flags != 0 => match self.make(job, job.kind) {
                 refused if refused == -libc::EOPNOTSUPP => {
                     let moved = self.make(job, Kind::Write { flags: 0 });
-                    let synced = if moved > 0 { self.make(job, Kind::Sync) } else { 0 };
+                    let synced = if moved > 0 { self.sync() } else { 0 };
                     if synced < 0 { synced } else { moved }
                 }
                 result => result,
             },
             kind => self.make(job, kind),
+        }
+    }
+
+    fn sync(&self) -> i32 {
+        match rustix::fs::fdatasync(&self.file) {
+            Ok(()) => 0,
+            Err(errno) => -errno.raw_os_error(),
         }
     }
 
@@ -291,7 +298,6 @@ impl ThreadsShared {
             match kind {
                 Kind::Read => libc::preadv2(fd, job.iovecs, job.count, offset, 0),
                 Kind::Write { flags } => libc::pwritev2(fd, job.iovecs, job.count, offset, flags),
-                Kind::Sync => libc::fdatasync(fd) as isize,
                 Kind::Allocate { mode } => libc::fallocate(fd, mode, offset, len) as isize,
                 Kind::Deallocate => libc::fallocate(fd, HOLE, offset, len) as isize,
             }
@@ -381,8 +387,9 @@ mod tests {
         Arc::new(fd.into())
     }
 
-    fn sync(threads: &mut Threads, id: u64) {
-        let call = Prepared { id, kind: Kind::Sync, iovecs: &[], offset: 0, len: 0, nowait: false };
+    fn punch(threads: &mut Threads, id: u64) {
+        let (kind, len) = (Kind::Deallocate, 4096);
+        let call = Prepared { id, kind, iovecs: &[], offset: 0, len, nowait: false };
         // SAFETY: the call uses no memory.
         assert!(unsafe { threads.push(&call) });
     }
@@ -421,7 +428,7 @@ mod tests {
         const MANY: u64 = 200_000;
         let mut threads = Threads::new(file()).unwrap();
         threads.shared.work.lock().threads = MAX_THREADS;
-        (0..MANY).for_each(|id| sync(&mut threads, id));
+        (0..MANY).for_each(|id| punch(&mut threads, id));
         threads.enter();
         // The last call is cancelled first: the worst order for a search from the front.
         (1..MANY).rev().for_each(|id| threads.cancel(id));
@@ -438,7 +445,7 @@ mod tests {
         // The maximum number of threads exists, and all of them are busy.
         threads.shared.work.lock().threads = MAX_THREADS;
         for id in 0..3 {
-            sync(&mut threads, id);
+            punch(&mut threads, id);
         }
         threads.enter();
         assert_eq!(collect(&mut threads), []);
@@ -464,8 +471,8 @@ mod tests {
     fn without_any_thread_the_calls_are_made_all_the_same() {
         let mut threads = Threads::new(file()).unwrap();
         threads.most = 0;
-        sync(&mut threads, 3);
-        sync(&mut threads, 4);
+        punch(&mut threads, 3);
+        punch(&mut threads, 4);
         threads.enter();
         assert_eq!(collect(&mut threads), [(3, 0), (4, 0)]);
     }
@@ -475,7 +482,7 @@ mod tests {
         let file = file();
         let mut threads = Threads::new(Arc::clone(&file)).unwrap();
         for id in 0..200 {
-            sync(&mut threads, id);
+            punch(&mut threads, id);
             threads.enter();
             threads.wait().unwrap();
             collect(&mut threads);

@@ -1,120 +1,217 @@
-//! io_uring engine.
+//! io_uring engine. Each thread has one io_uring instance for its files, which its queues share.
+//!
+//! The user data of a request contain the number of its queue. A queue that collects completions
+//! moves those of other queues to their inboxes. As long as an inbox is not empty, the last
+//! completion stays in the kernel's queue, so the wake descriptor stays readable until each queue
+//! has collected its completions.
+//!
+//! The number of a queue's calls in flight is limited by its owner. If hung files fill the
+//! completion queue with later completions, the kernel stores the rest.
+//!
+//! The instances are restricted to the operations below, and a sandboxed process creates all of
+//! them before it closes its filter of system calls ([`prepare`]).
 
-use super::call::{HOLE, Kind, NO_SLOT, Prepared, Stuck};
+use super::call::{HOLE, INDEX_BITS, Kind, Prepared, QUEUE_BITS, Stuck, WAKE};
 use super::fence::kept_by_rings;
 use super::waker::Alarm;
 use io_uring::squeue::{self, Entry};
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, types};
 use rustix::event::epoll;
+use rustix::process::{Resource, getrlimit};
+use shadowbell_uring::{Allowed, Reserve, register};
+use std::cell::{RefCell, UnsafeCell};
 use std::fs::File;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::rc::{Rc, Weak};
+use std::sync::{Arc, LazyLock};
+use std::thread::LocalKey;
 use std::time::Duration;
 
 /// Number of entries in the submission queue. It limits the calls per system call.
 const SUBMISSIONS: u32 = 128;
+/// Number of entries in the completion queue. If more calls end at once, the kernel stores the
+/// rest.
+const COMPLETIONS: u32 = 4096;
 /// Maximum number of attempts to submit, one after the other.
 const TRIES: u32 = 8;
 /// Delay before the next attempt, if the kernel had no memory for a call.
 const PAUSE: Duration = Duration::from_millis(1);
+/// Maximum size of the table of registered files. Further files are passed by descriptor.
+const FILES: u64 = 1024;
 
-/// io_uring of one queue. `S` is the type of its submission queue entries; for calls on files, that
-/// is [`Entry`].
+/// Number in the user data of requests without a queue: cancellations.
+const NO_QUEUE: u16 = u16::MAX;
+const QUEUE_MASK: u64 = ((1 << QUEUE_BITS) - 1) << INDEX_BITS;
+
+/// Queue's handle on the io_uring instance of its thread. `S` is the type of the submission queue
+/// entries; for calls on files, that is [`Entry`].
 pub(super) struct Uring<S: Shape = Entry> {
-    uring: IoUring<S, S::Completion>,
+    ring: Rc<ThreadRing<S>>,
+    /// Number of the queue.
+    id: u16,
     /// True if the file is registered with the ring, which saves a look-up per call.
     registered: bool,
     file: Arc<File>,
+    /// True if requests may still be in flight at the end, so that the ring cannot be used again.
+    stuck: bool,
+}
+
+/// io_uring instance of a thread.
+struct ThreadRing<S: Shape> {
     /// Wakes the owner for reasons other than a completion.
     alarm: Arc<Alarm>,
-    /// True if the kernel did not accept a call, and the alarm is set for the next attempt.
-    refused: bool,
     /// Readable while the ring or the alarm is readable.
     wakes: OwnedFd,
+    state: UnsafeCell<State<S>>,
+}
+
+struct State<S: Shape> {
+    uring: ManuallyDrop<IoUring<S, S::Completion>>,
+    /// Alarm of the ring.
+    alarm: Arc<Alarm>,
+    /// Number of entries in the submission queue.
+    prepared: usize,
+    /// True if the kernel did not accept a call, and the alarm is set for the next attempt.
+    refused: bool,
+    /// Completions of each queue that another queue has collected: id and result of a call. `None`
+    /// for a free number.
+    inboxes: Vec<Option<Vec<(u64, i32)>>>,
+    /// Number of completions in the inboxes.
+    undelivered: usize,
+    /// True if the first entry of the kernel's completion queue was processed, and stays there
+    /// because of the inboxes.
+    held: bool,
+    /// True if the ring cannot be used again.
+    broken: bool,
 }
 
 /// Type of a ring's submission queue entries. It determines the type of its completions.
-pub(super) trait Shape: squeue::EntryMarker + From<Entry> {
+pub(super) trait Shape: squeue::EntryMarker + From<Entry> + 'static {
     /// Type of the completions.
     type Completion: cqueue::EntryMarker;
+
+    /// Reserve of rings of this type.
+    fn reserve() -> &'static Reserve<Self, Self::Completion>;
+
+    /// Ring of the calling thread.
+    fn of_thread() -> &'static LocalKey<OfThread<Self>>;
+}
+
+/// Ring of a thread, as long as the thread has queues.
+pub(super) struct OfThread<S: Shape>(RefCell<Weak<ThreadRing<S>>>);
+
+impl<S: Shape> OfThread<S> {
+    pub(super) const fn none() -> Self {
+        Self(RefCell::new(Weak::new()))
+    }
 }
 
 impl Shape for Entry {
     type Completion = cqueue::Entry;
+
+    fn reserve() -> &'static Reserve {
+        static RESERVE: Reserve = Reserve::new("files", || {
+            const OPCODES: &[u8] = &[
+                opcode::Nop::CODE,
+                opcode::AsyncCancel::CODE,
+                opcode::Read::CODE,
+                opcode::Readv::CODE,
+                opcode::Write::CODE,
+                opcode::Writev::CODE,
+                opcode::Fallocate::CODE,
+            ];
+            build(OPCODES)
+        });
+        &RESERVE
+    }
+
+    fn of_thread() -> &'static LocalKey<OfThread<Self>> {
+        thread_local! {
+            static RING: OfThread<Entry> = const { OfThread::none() };
+        }
+        &RING
+    }
 }
 
-impl<S: Shape> Uring<S> {
-    /// Opens a ring for calls on `file`. Only this thread uses it. The ring has room for
-    /// `completions` completions.
-    pub(super) fn new(file: Arc<File>, completions: u32) -> io::Result<Self> {
-        let uring = build(SUBMISSIONS, completions)?;
-        // The file of the disk and the write end of the fence are registered, so the ring holds
-        // both until it ends.
-        let fence = kept_by_rings();
-        let files: Vec<_> = [file.as_raw_fd()].into_iter().chain(fence).collect();
-        let registered = match uring.submitter().register_files(&files) {
-            Err(error) if fence.is_some() => return Err(error),
-            outcome => outcome.is_ok(),
-        };
-        let alarm = Alarm::new()?;
+impl<S: Shape> ThreadRing<S> {
+    fn new() -> io::Result<Self> {
+        let alarm = Arc::new(Alarm::new()?);
         let wakes = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        for fd in [uring.as_fd(), alarm.fd()] {
-            epoll::add(&wakes, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        let watch = |fd: BorrowedFd<'_>| {
+            epoll::add(&wakes, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
+        };
+        watch(alarm.fd())?;
+        let uring = S::reserve().take()?;
+        if let Err(errno) = watch(uring.as_fd()) {
+            S::reserve().put_back(uring);
+            return Err(errno.into());
         }
-        Ok(Self { uring, registered, file, alarm: Arc::new(alarm), refused: false, wakes })
+        let state = State {
+            uring: ManuallyDrop::new(uring),
+            alarm: Arc::clone(&alarm),
+            prepared: 0,
+            refused: false,
+            inboxes: Vec::new(),
+            undelivered: 0,
+            held: false,
+            broken: false,
+        };
+        Ok(Self { alarm, wakes, state: UnsafeCell::new(state) })
     }
 
-    /// File as the target of an io_uring call: its index in the ring's table if it is registered,
-    /// otherwise its descriptor.
-    pub(super) fn target(&self) -> Result<types::Fixed, types::Fd> {
-        if self.registered { Ok(types::Fixed(0)) } else { Err(types::Fd(self.file.as_raw_fd())) }
-    }
-
-    /// Queues an entry. Returns false if the submission queue is full; [`enter`](Self::enter) makes
-    /// room.
-    ///
-    /// # Safety
-    /// The memory that the entry points to must stay valid until the completion of the entry was
-    /// collected.
-    pub(super) unsafe fn push_entry(&mut self, entry: &S) -> bool {
-        // SAFETY: the caller guarantees that the memory of the entry stays valid. The file is open
-        // as long as the ring exists.
-        unsafe { self.uring.submission().push(entry) }.is_ok()
-    }
-
-    pub(super) fn cancel(&mut self, id: u64) {
-        self.push_control(&opcode::AsyncCancel::new(id).build());
-    }
-
-    pub(super) fn wake(&mut self) {
-        self.push_control(&opcode::Nop::new().build());
-    }
-
-    fn push_control(&mut self, entry: &Entry) {
-        let entry = S::from(entry.clone().user_data(NO_SLOT));
-        for _ in 0..2 {
-            // SAFETY: a cancellation and a no-op use no memory.
-            if unsafe { self.uring.submission().push(&entry) }.is_ok() {
-                self.enter();
-                return;
+    /// Ring of the calling thread. It is created for the first queue.
+    fn of_thread() -> io::Result<Rc<Self>> {
+        S::of_thread().with(|OfThread(known)| {
+            let mut known = known.borrow_mut();
+            if let Some(ring) = known.upgrade() {
+                return Ok(ring);
             }
-            self.enter();
+            let ring = Rc::new(Self::new()?);
+            *known = Rc::downgrade(&ring);
+            Ok(ring)
+        })
+    }
+}
+
+impl<S: Shape> Drop for ThreadRing<S> {
+    /// Puts the ring back into the reserve. No queue uses it, and nothing is in flight.
+    fn drop(&mut self) {
+        let state = self.state.get_mut();
+        // SAFETY: the field is not used any more.
+        let uring = unsafe { ManuallyDrop::take(&mut state.uring) };
+        if !state.broken {
+            S::reserve().put_back(uring);
         }
     }
+}
 
-    /// Number of calls that were prepared but not submitted yet.
-    pub(super) fn prepared(&mut self) -> usize {
-        self.uring.submission().len()
+impl<S: Shape> State<S> {
+    /// Assigns a number to a queue.
+    fn open(&mut self) -> io::Result<u16> {
+        let free = self.inboxes.iter().position(Option::is_none).unwrap_or(self.inboxes.len());
+        let id = u16::try_from(free).ok().filter(|id| *id != NO_QUEUE);
+        let id = id.ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))?;
+        if free == self.inboxes.len() {
+            self.inboxes.push(None);
+        }
+        if let Some(inbox) = self.inboxes.get_mut(free) {
+            *inbox = Some(Vec::new());
+        }
+        Ok(id)
     }
 
-    /// Submits all prepared calls by one system call, which also collects completions. If the
-    /// kernel has no memory for some of the calls, they stay prepared, and the owner is woken a
-    /// moment later. The thread does not wait for memory, because it serves other queues too.
-    pub(super) fn enter(&mut self) {
+    /// Sets the registered file of a queue. Returns false if the table is too small.
+    fn register(&mut self, id: u16, file: i32) -> bool {
+        self.uring.submitter().register_files_update(slot_of(id), &[file]).is_ok()
+    }
+
+    /// Submits all prepared calls by one system call, which also collects completions.
+    fn enter(&mut self) {
         for _ in 0..TRIES {
             match self.enter_once(0) {
-                Ok(_) if self.uring.submission().is_empty() => return,
+                Ok(_) if self.prepared == 0 => return,
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => break,
@@ -124,74 +221,265 @@ impl<S: Shape> Uring<S> {
         self.alarm.ring_in(PAUSE);
     }
 
-    /// Makes the descriptor also readable while `fd` is readable.
-    pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        let data = epoll::EventData::new_u64(0);
-        Ok(epoll::add(&self.wakes, fd, data, epoll::EventFlags::IN)?)
-    }
-
-    pub(super) fn alarm(&self) -> &Arc<Alarm> {
-        &self.alarm
-    }
-
-    pub(super) fn quieten(&self) {
-        self.alarm.quieten();
-    }
-
     fn enter_once(&mut self, wait: u32) -> io::Result<usize> {
-        let prepared = self.uring.submission().len() as u32;
+        let prepared = self.prepared as u32;
         let flags = EnterFlags::GETEVENTS.bits();
         // SAFETY: no argument structure is passed. The memory of the prepared entries stays valid,
         // as `push_entry` requires.
-        unsafe { self.uring.submitter().enter::<libc::sigset_t>(prepared, wait, flags, None) }
+        let entered =
+            unsafe { self.uring.submitter().enter::<libc::sigset_t>(prepared, wait, flags, None) };
+        self.prepared = self.uring.submission().len();
+        entered
+    }
+
+    /// Reports the completions in the inbox of a queue.
+    #[cold]
+    fn deliver(&mut self, id: u16, each: &mut impl FnMut(u64, i32)) {
+        let Some(Some(inbox)) = self.inboxes.get_mut(usize::from(id)) else { return };
+        self.undelivered -= inbox.len();
+        inbox.drain(..).for_each(|(data, result)| each(data, result));
+    }
+
+    /// Removes the held entry if all completions were delivered.
+    fn release(&mut self) {
+        if self.held && self.undelivered == 0 {
+            self.held = false;
+            self.uring.completion().next();
+        }
+    }
+
+    /// Takes all completions from the kernel's queue. Reports those of queue `id`, and moves the
+    /// others to their inboxes.
+    fn take(&mut self, id: u16, each: &mut impl FnMut(u64, i32)) {
+        let Self { uring, inboxes, undelivered, held, .. } = self;
+        let mut completions = uring.completion();
+        let processed = completions.len();
+        if *held {
+            completions.next();
+        }
+        for completion in completions.by_ref() {
+            let completion: cqueue::Entry = completion.into();
+            let (data, result) = (completion.user_data(), completion.result());
+            if (data >> INDEX_BITS) as u16 == id {
+                each(data & !QUEUE_MASK, result);
+            } else {
+                *undelivered += route(inboxes, data, result);
+            }
+        }
+        *held = *undelivered != 0;
+        if *held {
+            // The entries were copied. All but the last are removed.
+            std::mem::forget(completions);
+            uring.completion().by_ref().take(processed.saturating_sub(1)).for_each(drop);
+        }
+    }
+}
+
+/// Moves a completion to the inbox of its queue. Returns the number of moved completions.
+#[cold]
+fn route(inboxes: &mut [Option<Vec<(u64, i32)>>], data: u64, result: i32) -> usize {
+    let id = usize::from((data >> INDEX_BITS) as u16);
+    // Cancellations have no queue.
+    let Some(Some(inbox)) = inboxes.get_mut(id) else { return 0 };
+    inbox.push((data & !QUEUE_MASK, result));
+    1
+}
+
+/// Index of a queue's file in the table of registered files. The first one belongs to the fence.
+fn slot_of(id: u16) -> u32 {
+    u32::from(id) + 1
+}
+
+impl<S: Shape> Uring<S> {
+    /// Opens the queue of a file on the ring of this thread.
+    ///
+    /// # Errors
+    /// The system's error; `ResourceBusy` if a sandboxed process has no ring left.
+    pub(super) fn new(file: Arc<File>) -> io::Result<Self> {
+        let ring = ThreadRing::of_thread()?;
+        let mut this = Self { ring, id: NO_QUEUE, registered: false, file, stuck: false };
+        this.id = this.state().open()?;
+        let (id, fd) = (this.id, this.file.as_raw_fd());
+        this.registered = this.state().register(id, fd);
+        Ok(this)
+    }
+
+    /// State of the ring.
+    fn state(&mut self) -> &mut State<S> {
+        // SAFETY: all queues of the ring belong to one thread, since `Rc` is not `Send`. A
+        // reference from here does not outlive a method of a queue, and no method calls another
+        // queue: the functions that get completions use only the calls of their own queue.
+        unsafe { &mut *self.ring.state.get() }
+    }
+
+    /// File as the target of an io_uring call: its index in the ring's table if it is registered,
+    /// otherwise its descriptor.
+    pub(super) fn target(&self) -> Result<types::Fixed, types::Fd> {
+        if self.registered {
+            Ok(types::Fixed(slot_of(self.id)))
+        } else {
+            Err(types::Fd(self.file.as_raw_fd()))
+        }
+    }
+
+    /// User data of the call `id` of this queue.
+    pub(super) fn user_data(&self, id: u64) -> u64 {
+        id | u64::from(self.id) << INDEX_BITS
+    }
+
+    /// Queues an entry. Returns false if the submission queue is full; [`enter`](Self::enter) makes
+    /// room.
+    ///
+    /// # Safety
+    /// The memory that the entry points to must stay valid until the completion of the entry was
+    /// collected.
+    pub(super) unsafe fn push_entry(&mut self, entry: &S) -> bool {
+        let state = self.state();
+        // SAFETY: the caller guarantees that the memory of the entry stays valid. The file is open
+        // until the queue is closed, which waits for the completion.
+        let is_pushed = unsafe { state.uring.submission().push(entry) }.is_ok();
+        state.prepared += usize::from(is_pushed);
+        is_pushed
+    }
+
+    pub(super) fn cancel(&mut self, id: u64) {
+        let entry = opcode::AsyncCancel::new(self.user_data(id)).build();
+        self.push_control(&entry, u64::from(NO_QUEUE) << INDEX_BITS);
+    }
+
+    pub(super) fn wake(&mut self) {
+        self.push_control(&opcode::Nop::new().build(), self.user_data(WAKE));
+    }
+
+    fn push_control(&mut self, entry: &Entry, user_data: u64) {
+        let entry = S::from(entry.clone().user_data(user_data));
+        for _ in 0..2 {
+            // SAFETY: a cancellation and a no-op use no memory.
+            let is_pushed = unsafe { self.push_entry(&entry) };
+            self.enter();
+            if is_pushed {
+                return;
+            }
+        }
+    }
+
+    /// Number of calls of this thread that were prepared but not submitted yet.
+    pub(super) fn prepared(&mut self) -> usize {
+        self.state().prepared
+    }
+
+    /// Submits all prepared calls by one system call, which also collects completions. If the
+    /// kernel has no memory for some of the calls, they stay prepared, and the owner is woken a
+    /// moment later. The thread does not wait for memory, because it serves other queues too.
+    pub(super) fn enter(&mut self) {
+        self.state().enter();
+    }
+
+    /// Makes the descriptor also readable while `fd` is readable.
+    pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(0);
+        Ok(epoll::add(&self.ring.wakes, fd, data, epoll::EventFlags::IN)?)
+    }
+
+    /// Ends [`watch`](Self::watch).
+    pub(super) fn unwatch(&self, fd: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.ring.wakes, fd);
+    }
+
+    pub(super) fn alarm(&self) -> &Arc<Alarm> {
+        &self.ring.alarm
     }
 
     /// Waits until a call has ended.
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
-        match self.enter_once(1).map_err(|e| e.raw_os_error()) {
+        let state = self.state();
+        // A held entry does not count.
+        let wanted = 1 + u32::from(state.held);
+        match state.enter_once(wanted).map_err(|e| e.raw_os_error()) {
             Ok(_) | Err(Some(libc::EINTR)) => Ok(()),
             Err(Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)) => {
-                std::thread::sleep(Duration::from_millis(1));
+                std::thread::sleep(PAUSE);
                 Ok(())
             }
-            Err(_) => Err(Stuck),
+            Err(_) => {
+                self.stuck = true;
+                Err(Stuck)
+            }
         }
     }
 
-    /// Reports all completions. Each consists of the id of a call and its result.
+    /// Reports all completions of this queue. Each consists of the id of a call and its result.
     pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
-        if self.refused {
+        let id = self.id;
+        let state = self.state();
+        if state.refused {
             // Collecting completions makes room, and the owner submits the refused calls again
             // afterwards.
-            self.refused = false;
-            self.alarm.quieten();
+            state.refused = false;
+            state.alarm.quieten();
+            state.alarm.ring_if_due();
         }
-        if self.uring.completion().is_empty() {
-            let submission = self.uring.submission();
+        if state.undelivered != 0 {
+            state.deliver(id, &mut each);
+        }
+        if state.uring.completion().len() == usize::from(state.held) {
+            let submission = state.uring.submission();
             // Some completions arrived while this thread ran. They become visible only when it
             // enters the kernel.
             let due = submission.taskrun() || submission.cq_overflow();
             drop(submission);
             if !due {
-                return;
+                return state.release();
             }
-            self.enter();
+            state.enter();
         }
-        for completion in self.uring.completion() {
-            let completion: cqueue::Entry = completion.into();
-            each(completion.user_data(), completion.result());
-        }
+        state.take(id, &mut each);
     }
 
+    /// Number of completions in the kernel's queue.
+    #[cfg(test)]
+    pub(super) fn completions(&mut self) -> usize {
+        let state = self.state();
+        state.enter();
+        state.uring.completion().len()
+    }
+
+    /// Wake descriptor, which all queues of the thread share.
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.wakes.as_fd()
+        self.ring.wakes.as_fd()
     }
+}
 
-    /// Releases the file. A kernel thread destroys the ring later. If the file stayed open until
-    /// then, a block device could not be opened exclusively again meanwhile.
-    pub(super) fn close(&mut self) {
-        if self.registered {
-            let _ = self.uring.submitter().unregister_files();
+impl<S: Shape> Drop for Uring<S> {
+    /// Releases the file and the number. The owner has waited for all calls. If the ring held the
+    /// file until its end, a block device could not be opened exclusively again meanwhile.
+    fn drop(&mut self) {
+        let (id, stuck, registered) = (self.id, self.stuck, self.registered);
+        let state = self.state();
+        if stuck {
+            // The number is not used again, and the ring ends with its thread's last queue.
+            state.broken = true;
+            return;
+        }
+        // Cancellations that were not submitted must not affect a later queue with this number.
+        while state.prepared != 0 {
+            match state.enter_once(0).map_err(|e| e.raw_os_error()) {
+                Ok(_) | Err(Some(libc::EINTR)) => {}
+                Err(Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)) => std::thread::sleep(PAUSE),
+                Err(_) => {
+                    state.broken = true;
+                    break;
+                }
+            }
+        }
+        if registered {
+            state.register(id, -1);
+        }
+        // Of this queue, only wake-ups may be left.
+        state.deliver(id, &mut |_, _| {});
+        state.take(id, &mut |_, _| {});
+        if let Some(inbox) = state.inboxes.get_mut(usize::from(id)) {
+            *inbox = None;
         }
     }
 }
@@ -209,7 +497,7 @@ impl Uring {
             Err(fd) => entry(call, fd),
         };
         // SAFETY: guaranteed by the caller.
-        unsafe { self.push_entry(&entry.user_data(call.id)) }
+        unsafe { self.push_entry(&entry.user_data(self.user_data(call.id))) }
     }
 }
 
@@ -218,7 +506,6 @@ impl Uring {
 trait Target {
     fn read(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
     fn write(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
-    fn sync(self) -> Entry;
     fn fallocate(self, mode: i32, offset: u64, len: u64) -> Entry;
 }
 
@@ -228,7 +515,6 @@ fn entry(call: &Prepared<'_>, file: impl Target) -> Entry {
     match call.kind {
         Kind::Read => file.read(iovecs, offset, nowait),
         Kind::Write { flags } => file.write(iovecs, offset, flags | nowait),
-        Kind::Sync => file.sync(),
         Kind::Allocate { mode } => file.fallocate(mode, offset, len),
         Kind::Deallocate => file.fallocate(HOLE, offset, len),
     }
@@ -262,9 +548,6 @@ macro_rules! target {
                     .rw_flags(flags)
                     .build()
             }
-            fn sync(self) -> Entry {
-                opcode::Fsync::new(self).flags(types::FsyncFlags::DATASYNC).build()
-            }
             fn fallocate(self, mode: i32, offset: u64, len: u64) -> Entry {
                 opcode::Fallocate::new(self, len).offset(offset).mode(mode).build()
             }
@@ -274,30 +557,29 @@ macro_rules! target {
 target!(types::Fixed);
 target!(types::Fd);
 
-/// Creates a ring with the best features that the kernel supports: completions that do not
-/// interrupt this thread while it runs (Linux 5.19), and a single submitter (6.0). Older kernels
-/// get a plain ring.
+/// Creates a ring that accepts only requests with these opcodes, with the best features that the
+/// kernel supports: completions that do not interrupt this thread while it runs (Linux 5.19). A
+/// kernel before 5.10 lacks restrictions, and gets a plain ring.
 ///
 /// `IORING_SETUP_DEFER_TASKRUN` is not used, because the descriptor of such a ring does not wake a
 /// thread that sleeps on it in `poll` or `epoll_wait`. (Observed with Linux 6.18: only commits to
 /// the completion queue wake the thread, and such a ring defers these commits.)
-pub(super) fn build<S: Shape>(
-    submissions: u32,
-    completions: u32,
-) -> io::Result<IoUring<S, S::Completion>> {
+/// `IORING_SETUP_SINGLE_ISSUER` is not used, because the thread that creates the ring is another
+/// one than those that use it.
+pub(super) fn build<S: Shape>(opcodes: &'static [u8]) -> io::Result<IoUring<S, S::Completion>> {
+    let allowed =
+        Allowed { opcodes, flags: squeue::Flags::FIXED_FILE, registers: &[register::FILES_UPDATE] };
     let mut plain = IoUring::<S, S::Completion>::builder();
-    plain.setup_cqsize(completions);
+    plain.setup_cqsize(COMPLETIONS);
     let mut good = plain.clone();
     good.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
-    let mut best = good.clone();
-    best.setup_single_issuer();
-    let mut outcome = Err(io::ErrorKind::Unsupported.into());
-    for builder in [best, good, plain] {
-        outcome = builder.build(submissions);
-        match &outcome {
-            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
-            _ => break,
-        }
+    let is_old = |error: &io::Error| error.raw_os_error() == Some(libc::EINVAL);
+    let mut outcome = allowed.build(&good, SUBMISSIONS, register_files);
+    if outcome.as_ref().is_err_and(is_old) {
+        outcome = allowed.build(&plain, SUBMISSIONS, register_files);
+    }
+    if outcome.as_ref().is_err_and(is_old) && !S::reserve().is_sealed() {
+        outcome = plain.build(SUBMISSIONS).and_then(|ring| register_files(&ring).map(|()| ring));
     }
     let uring = outcome?;
     if !uring.params().is_feature_nodrop() {
@@ -307,27 +589,65 @@ pub(super) fn build<S: Shape>(
     Ok(uring)
 }
 
+/// Registers a table of files: the write end of the fence, which the ring holds until its last
+/// request has ended, and places for the files of queues.
+fn register_files<S: Shape>(uring: &IoUring<S, S::Completion>) -> io::Result<()> {
+    // The kernel accepts no more files than the process may open.
+    let most = getrlimit(Resource::Nofile).current.unwrap_or(FILES).clamp(1, FILES);
+    let fence = kept_by_rings();
+    let mut files = vec![-1; most as usize];
+    files[0] = fence.unwrap_or(-1);
+    match uring.submitter().register_files(&files) {
+        Err(error) if fence.is_some() => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Creates rings for `workers + more` threads with queues of files, and for `workers` threads with
+/// queues of NVMe namespaces, before the process closes its filter of system calls. Later no more
+/// are created: the queues of further threads use threads for their calls. Returns the number of
+/// rings for files: 0 if the system permits no io_uring with restrictions, which need Linux 5.10.
+pub fn prepare(workers: usize, more: usize) -> usize {
+    // Disks that are opened later get these results.
+    let (for_files, for_commands) = (available().is_ok(), super::takes_commands().is_ok());
+    <squeue::Entry128 as Shape>::reserve().seal(if for_commands { workers } else { 0 });
+    Entry::reserve().seal(if for_files { workers + more } else { 0 })
+}
+
 /// Checks that this process may use io_uring, and that the kernel supports the operations that are
 /// needed.
 ///
 /// # Errors
 /// The system's error; `ENOSYS` for a kernel without the operations.
 pub(crate) fn available() -> io::Result<()> {
-    let uring = build::<Entry>(4, 8)?;
-    let mut probe = io_uring::Probe::new();
-    uring.submitter().register_probe(&mut probe)?;
-    let needed = [
-        opcode::Read::CODE,
-        opcode::Readv::CODE,
-        opcode::Write::CODE,
-        opcode::Writev::CODE,
-        opcode::Fsync::CODE,
-        opcode::Fallocate::CODE,
-        opcode::AsyncCancel::CODE,
-    ];
-    if needed.iter().all(|code| probe.is_supported(*code)) {
-        Ok(())
-    } else {
-        Err(io::Error::from_raw_os_error(libc::ENOSYS))
+    static AVAILABLE: Availability = LazyLock::new(|| {
+        supports::<Entry>(&[
+            opcode::Read::CODE,
+            opcode::Readv::CODE,
+            opcode::Write::CODE,
+            opcode::Writev::CODE,
+            opcode::Fallocate::CODE,
+            opcode::AsyncCancel::CODE,
+        ])
+    });
+    AVAILABLE.map_err(io::Error::from_raw_os_error)
+}
+
+/// Availability of io_uring, or the error number. It is determined once, because a sandboxed
+/// process cannot determine it.
+pub(super) type Availability = LazyLock<Result<(), i32>>;
+
+/// Checks that the process may create rings, and that the kernel supports these operations.
+pub(super) fn supports<S: Shape>(opcodes: &[u8]) -> Result<(), i32> {
+    let probe = || -> io::Result<bool> {
+        let uring = IoUring::<S, S::Completion>::builder().build(4)?;
+        let mut probe = io_uring::Probe::new();
+        uring.submitter().register_probe(&mut probe)?;
+        Ok(opcodes.iter().all(|code| probe.is_supported(*code)))
+    };
+    match probe() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(libc::ENOSYS),
+        Err(error) => Err(error.raw_os_error().unwrap_or(libc::ENOSYS)),
     }
 }

@@ -8,6 +8,7 @@ use rustix::time::{
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// Handle that makes the wake descriptor of a queue readable, from any thread.
@@ -25,23 +26,39 @@ impl Waker {
         Self::None
     }
 
+    /// Announces an answer that the owner has to take.
     pub(crate) fn wake(&self) {
         match self {
-            Self::Alarm(alarm) => alarm.ring_in(Duration::ZERO),
+            Self::Alarm(alarm) => {
+                alarm.due.fetch_add(1, Ordering::SeqCst);
+                alarm.ring_in(Duration::ZERO);
+            }
             Self::Threads(shared) => shared.wake(),
             #[cfg(test)]
             Self::None => {}
         }
     }
+
+    /// Records that `count` announced answers were taken.
+    pub(crate) fn taken(&self, count: usize) {
+        if let Self::Alarm(alarm) = self {
+            alarm.due.fetch_sub(count, Ordering::SeqCst);
+        }
+    }
 }
 
-/// Timer whose descriptor becomes readable when it expires.
-pub(crate) struct Alarm(OwnedFd);
+/// Timer whose descriptor becomes readable when it expires. The queues of a thread share it.
+pub(crate) struct Alarm {
+    timer: OwnedFd,
+    /// Number of announced answers that were not taken yet.
+    due: AtomicUsize,
+}
 
 impl Alarm {
     pub(super) fn new() -> io::Result<Self> {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-        Ok(Self(timerfd_create(TimerfdClockId::Monotonic, flags)?))
+        let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        Ok(Self { timer, due: AtomicUsize::new(0) })
     }
 
     /// Sets the timer. This replaces an earlier expiry.
@@ -52,7 +69,7 @@ impl Alarm {
         let it_interval = Timespec { tv_sec: 0, tv_nsec: 0 };
         // Fails only for an invalid time, and this time is valid.
         let _ = timerfd_settime(
-            &self.0,
+            &self.timer,
             TimerfdTimerFlags::empty(),
             &Itimerspec { it_interval, it_value },
         );
@@ -60,10 +77,18 @@ impl Alarm {
 
     /// Makes the descriptor unreadable until the timer is set again.
     pub(super) fn quieten(&self) {
-        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+        let _ = rustix::io::read(&self.timer, &mut [0; 8]);
+    }
+
+    /// Sets the timer if an answer was not taken: [`quieten`](Self::quieten) may have been called
+    /// for another queue.
+    pub(super) fn ring_if_due(&self) {
+        if self.due.load(Ordering::SeqCst) != 0 {
+            self.ring_in(Duration::ZERO);
+        }
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.timer.as_fd()
     }
 }

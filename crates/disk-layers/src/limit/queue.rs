@@ -314,6 +314,10 @@ impl Queue for LimitedQueue {
         self.inner.wakes_by_edges()
     }
 
+    fn shares_wake_fd(&self) -> bool {
+        self.inner.shares_wake_fd()
+    }
+
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.merged.as_ref().map_or(self.timer.fd(), |merged| merged.as_fd()))
     }

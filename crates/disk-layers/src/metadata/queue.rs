@@ -492,4 +492,8 @@ impl Queue for MetadataQueue {
     fn wakes_by_edges(&self) -> bool {
         self.inner.wakes_by_edges()
     }
+
+    fn shares_wake_fd(&self) -> bool {
+        self.inner.shares_wake_fd()
+    }
 }

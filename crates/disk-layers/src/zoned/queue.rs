@@ -515,6 +515,10 @@ impl Queue for ZonedQueue {
     fn wakes_by_edges(&self) -> bool {
         self.inner.wakes_by_edges()
     }
+
+    fn shares_wake_fd(&self) -> bool {
+        self.inner.shares_wake_fd()
+    }
 }
 
 impl Drop for ZonedQueue {

@@ -27,6 +27,19 @@ pub(crate) fn is_available() -> bool {
     ring::is_available() || aio::is_available()
 }
 
+/// Creates at most `count` io_uring instances for signals to the eventfds of peers, and everything
+/// else for them, before the process closes its filter of system calls; later no more are created.
+/// Threads without an instance share one. Returns the number of instances: 0 if AIO is used, which
+/// makes the calls `io_submit` and `io_getevents`.
+pub fn prepare(count: usize) -> usize {
+    let made = ring::prepare(count);
+    if made == 0 {
+        // Creates the context.
+        aio::is_available();
+    }
+    made
+}
+
 /// Signals the eventfd with the identity `id`. Has no effect if the descriptor is no eventfd, or if
 /// neither io_uring nor AIO [is available](is_available).
 pub(crate) fn notify(event: BorrowedFd<'_>, id: &Id) {

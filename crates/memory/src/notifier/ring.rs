@@ -2,6 +2,8 @@
 
 use super::id::{Id, WeakId};
 use io_uring::{IoUring, Probe, opcode};
+use parking_lot::Mutex;
+use shadowbell_uring::{Allowed, Reserve, register};
 use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -15,12 +17,36 @@ const ENTRIES: u32 = 2;
 /// takes three.
 const RINGS_OF_A_THREAD: usize = 64;
 
+/// Rings of the process. They only complete requests that do nothing, and signal an eventfd.
+static RESERVE: Reserve = Reserve::new("signals", || {
+    let allowed = Allowed {
+        opcodes: &[opcode::Nop::CODE],
+        registers: &[register::EVENTFD, register::UNREGISTER_EVENTFD],
+        ..Allowed::NOTHING
+    };
+    allowed.build(&IoUring::builder(), ENTRIES, |_| Ok(()))
+});
+
+/// Ring for threads that get none of a sealed reserve.
+static SHARED: Mutex<Option<Ring>> = Mutex::new(None);
+
+/// Creates at most `count` rings, before the process closes its filter of system calls; later no
+/// more are created. Returns the number of rings.
+pub(super) fn prepare(count: usize) -> usize {
+    if !is_available() {
+        return 0;
+    }
+    // At least one, so that each thread can signal.
+    *SHARED.lock() = Ring::new().ok();
+    RESERVE.seal(count)
+}
+
 /// True if this kernel supports and permits io_uring, and changes a ring's eventfd without a wait.
 /// Linux 5.18 and later do not wait; an operation that was added in 5.19 is used to detect that.
 static IS_AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
     let mut probe = Probe::new();
-    let ring = Ring::new().and_then(|ring| ring.ring.submitter().register_probe(&mut probe));
-    ring.is_ok() && probe.is_supported(opcode::Socket::CODE)
+    let probing = IoUring::new(ENTRIES).and_then(|it| it.submitter().register_probe(&mut probe));
+    probing.is_ok() && probe.is_supported(opcode::Socket::CODE) && Ring::new().is_ok()
 });
 
 thread_local! {
@@ -54,7 +80,14 @@ pub(super) fn notify(event: BorrowedFd<'_>, id: &Id) -> bool {
 impl Rings {
     fn notify(&mut self, event: BorrowedFd<'_>, id: &Id) -> bool {
         let found = self.rings.iter().position(|ring| ring.has(id));
-        let Some(at) = found.or_else(|| self.other()) else { return false };
+        let Some(at) = found.or_else(|| self.other()) else {
+            let mut shared = SHARED.lock();
+            let notified = shared.as_mut().map(|ring| ring.notify(event, id));
+            if notified.as_ref().is_some_and(Result::is_err) {
+                *shared = None;
+            }
+            return notified.is_some_and(|notified| notified.unwrap_or(false));
+        };
         let Some(ring) = self.rings.get_mut(at) else { return false };
         // A ring with a failed request is dropped. Otherwise the request could signal another
         // eventfd later.
@@ -82,9 +115,20 @@ impl Rings {
     }
 }
 
+impl Drop for Rings {
+    /// Puts the rings back into the reserve when the thread ends.
+    fn drop(&mut self) {
+        for Ring { ring, event } in self.rings.drain(..) {
+            if event.is_none() || ring.submitter().unregister_eventfd().is_ok() {
+                RESERVE.put_back(ring);
+            }
+        }
+    }
+}
+
 impl Ring {
     fn new() -> io::Result<Self> {
-        Ok(Self { ring: IoUring::new(ENTRIES)?, event: None })
+        Ok(Self { ring: RESERVE.take()?, event: None })
     }
 
     fn has(&self, id: &Id) -> bool {

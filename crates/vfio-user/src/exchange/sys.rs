@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use io_uring::{IoUring, opcode, types};
+use shadowbell_uring::{Allowed, Reserve};
 
 use crate::Errno;
 use crate::socket::SCM_MAX_FD;
@@ -20,6 +21,17 @@ const HEAD: usize = size_of::<libc::cmsghdr>();
 /// Size of a control buffer for the kernel's maximum number of descriptors. The unit is a word, for
 /// alignment.
 const WORDS: usize = (HEAD + SCM_MAX_FD * size_of::<i32>()).div_ceil(size_of::<u64>());
+
+/// Rings of the process. They only send and receive messages.
+static RESERVE: Reserve = Reserve::new("replies", || {
+    let opcodes = &[opcode::SendMsg::CODE, opcode::RecvMsg::CODE];
+    Allowed { opcodes, ..Allowed::NOTHING }.build(&IoUring::builder(), 2, |_| Ok(()))
+});
+
+/// Creates the rings of `count` reactors. See [`prepare`](super::prepare).
+pub(super) fn prepare(count: usize) -> usize {
+    RESERVE.seal(count)
+}
 
 pub(super) struct Ring {
     /// The ring; `None` after a failed submit, because the prepared operations must not be
@@ -41,7 +53,7 @@ impl fmt::Debug for Ring {
 
 impl Ring {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { uring: Some(IoUring::new(2)?) })
+        Ok(Self { uring: Some(RESERVE.take()?) })
     }
 
     /// Sends and receives without blocking, in one system call. Returns `None` if the kernel did
@@ -115,6 +127,14 @@ impl Ring {
         };
         let sent = sent.unwrap_or(Ok(0));
         Some(Outcome { sent, taken: taken.unwrap_or(Ok(0)), fds })
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        if let Some(uring) = self.uring.take() {
+            RESERVE.put_back(uring);
+        }
     }
 }
 

@@ -68,6 +68,7 @@ mod session;
 mod sys;
 mod turn;
 
+pub use crate::exchange::prepare as prepare_exchange;
 pub use inbox::{Handle, PortId};
 pub use limits::{Limits, MAX_MSG_FDS};
 pub use listener::{

@@ -9,9 +9,10 @@ use super::modules::Target;
 
 /// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
 /// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
-pub(super) const LAYERS: [&str; 29] = [
+pub(super) const LAYERS: [&str; 30] = [
     "spec",
     "doorbell",
+    "uring",
     "state",
     "nbd",
     "tls",

@@ -1,0 +1,92 @@
+//! Attempts of a test to use the rings of a sandboxed process for everything that the kernel has.
+
+use crate::{Reserve, Shape};
+use io_uring::{IoUring, cqueue, opcode};
+use parking_lot::Mutex;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+
+/// What the kernel did not refuse on a ring.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attempted {
+    /// Purpose of the ring.
+    pub name: &'static str,
+    /// Descriptor of the ring.
+    pub fd: RawFd,
+    /// Opcodes of requests.
+    pub opcodes: Vec<u8>,
+    /// Flags of requests.
+    pub flags: u8,
+}
+
+trait Attempts: Sync {
+    fn attempt(&self) -> io::Result<Attempted>;
+}
+
+static SEALED: Mutex<Vec<&'static dyn Attempts>> = Mutex::new(Vec::new());
+
+pub(crate) fn register<S: Shape, C: cqueue::EntryMarker>(reserve: &'static Reserve<S, C>) {
+    SEALED.lock().push(reserve);
+}
+
+/// Tries all opcodes, without arguments, and flags of requests on a ring of each sealed reserve.
+pub fn attempts() -> io::Result<Vec<Attempted>> {
+    SEALED.lock().iter().map(|reserve| reserve.attempt()).collect()
+}
+
+impl<S: Shape, C: cqueue::EntryMarker + 'static> Attempts for Reserve<S, C> {
+    fn attempt(&self) -> io::Result<Attempted> {
+        let mut ring = self.take()?;
+        let (mut opcodes, mut last) = (Vec::new(), 0);
+        for code in 0..=u8::MAX {
+            let result = result(&mut ring, code, 0)?;
+            if result != -EACCES {
+                opcodes.push(code);
+            }
+            // A kernel answers EINVAL to opcodes that it does not have.
+            if result != -EINVAL {
+                last = code;
+            }
+        }
+        opcodes.retain(|code| *code <= last);
+        // The last of them fails for want of a descriptor.
+        let code = opcodes.last().copied().unwrap_or(0);
+        let mut flags = 0;
+        // FIXED_FILE, DRAIN, LINK, HARDLINK, ASYNC, BUFFER_SELECT.
+        for flag in (0..6).map(|bit| 1 << bit) {
+            if ![-EACCES, -EOPNOTSUPP].contains(&result(&mut ring, code, flag)?) {
+                flags |= flag;
+            }
+        }
+        let fd = ring.as_raw_fd();
+        self.put_back(ring);
+        Ok(Attempted { name: self.name, fd, opcodes, flags })
+    }
+}
+
+/// Result of a request with this opcode and these flags, and no arguments.
+fn result<S: Shape, C: cqueue::EntryMarker>(
+    ring: &mut IoUring<S, C>,
+    code: u8,
+    flags: u8,
+) -> io::Result<i32> {
+    let mut entry = opcode::Nop::new().build();
+    let bytes = (&raw mut entry).cast::<u8>();
+    // SAFETY: `Entry` is a `struct io_uring_sqe`, whose first two bytes are the opcode and the
+    // flags, and bytes 4 to 8 the descriptor. All values are valid for them.
+    unsafe {
+        bytes.write(code);
+        bytes.add(1).write(flags);
+        bytes.add(4).cast::<i32>().write_unaligned(-1);
+    }
+    // SAFETY: the entry has no address, and no descriptor that is open.
+    unsafe { ring.submission().push(&S::from(entry)) }.map_err(io::Error::other)?;
+    ring.submit_and_wait(1)?;
+    let completion = ring.completion().next().ok_or(io::ErrorKind::UnexpectedEof)?;
+    let completion: cqueue::Entry = completion.into();
+    Ok(completion.result())
+}
+
+const EACCES: i32 = 13;
+const EINVAL: i32 = 22;
+const EOPNOTSUPP: i32 = 95;
