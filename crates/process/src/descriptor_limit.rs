@@ -3,6 +3,8 @@
 use rustix::io::fcntl_dupfd_cloexec;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::sync::OnceLock;
 use tracing::debug;
 
 /// Initial size of this process's descriptor table in the kernel, which takes half a megabyte. If
@@ -10,6 +12,9 @@ use tracing::debug;
 /// grace period of 10 to 30 ms. Such a wait of the thread that handles registers would delay all
 /// guests.
 const TABLE_ENTRIES: u64 = 1 << 16;
+
+/// Limit of open files after [`raise`]; `None` if there is none.
+static LIMIT: OnceLock<Option<u64>> = OnceLock::new();
 
 /// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
 /// guest with many queues needs a descriptor per interrupt. The soft limit is low by default for
@@ -22,7 +27,8 @@ pub fn raise() {
     {
         debug!("the limit of open files stays at {current:?}: {errno}");
     }
-    let most = getrlimit(Resource::Nofile).current.unwrap_or(TABLE_ENTRIES).min(TABLE_ENTRIES);
+    let limit = *LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current);
+    let most = limit.unwrap_or(TABLE_ENTRIES).min(TABLE_ENTRIES);
     let last = i32::try_from(most.saturating_sub(1)).unwrap_or(0);
     // Opening one descriptor with a large number enlarges the table. The kernel never shrinks it.
     let there = File::open("/dev/null").and_then(|file| Ok(fcntl_dupfd_cloexec(file, last)?));
@@ -31,9 +37,51 @@ pub fn raise() {
     }
 }
 
+/// Checks that this process may open `needed` more files.
+///
+/// # Errors
+/// The limit of open files is too low; the message has a sufficient one.
+pub fn check_room(needed: u64) -> anyhow::Result<()> {
+    // A sandboxed process may not ask for the limit.
+    let limit = *LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current);
+    let Some(limit) = limit else { return Ok(()) };
+    // A new descriptor has the lowest free number.
+    let in_use = match fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0) {
+        Ok(lowest) => lowest.as_raw_fd().unsigned_abs().into(),
+        Err(_) => limit,
+    };
+    match shortage(limit, in_use, needed) {
+        None => Ok(()),
+        Some(shortage) => Err(anyhow::anyhow!(shortage)),
+    }
+}
+
+/// Message if `limit` is too low for `needed` more files.
+fn shortage(limit: u64, in_use: u64, needed: u64) -> Option<String> {
+    let sufficient = in_use.saturating_add(needed);
+    (sufficient > limit).then(|| {
+        format!(
+            "{in_use} of at most {limit} open files are in use, and clients need {needed} more: \
+             raise the hard limit of open files (`ulimit -Hn`, or LimitNOFILE= of the service's \
+             unit) to at least {sufficient}"
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_shortage_has_the_sufficient_limit() {
+        assert_eq!(shortage(512, 480, 32), None);
+        let message = shortage(512, 481, 32).unwrap();
+        assert!(message.contains("481 of at most 512 open files"), "{message}");
+        assert!(message.ends_with("to at least 513"), "{message}");
+        check_room(1).unwrap();
+        let error = check_room(u64::MAX).unwrap_err();
+        assert!(error.to_string().contains("LimitNOFILE="), "{error}");
+    }
 
     #[test]
     fn the_descriptor_table_is_enlarged_in_advance() {

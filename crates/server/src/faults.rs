@@ -39,8 +39,8 @@ impl FaultArgs {
                 _ => {
                     let named = |call: &syscalls::Sysno| call.name() == what;
                     let call = syscalls::Sysno::iter().find(named);
-                    let number = call.map_or(-1, |call| call.id());
-                    shadowbell_memory::sigsys::attempt(number)
+                    let number = call.map_or(-1, |call| call.id().into());
+                    shadowbell_memory::sigsys::attempt(number, [0; 4]).map(drop)
                 }
             };
             match outcome {

@@ -12,12 +12,21 @@ use shadowbell_config::server_config::{ServerConfig, duplicate_disk};
 use shadowbell_controller::{Config, Controller, Pool};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::ControllerDevice;
+use shadowbell_process::descriptor_limit;
 use shadowbell_process::exit::bad_input;
 use shadowbell_vfio_user::server::{Limits, PortId, Reactor};
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 use tracing::{error, info};
+
+/// Descriptors that a server needs for requests of its control socket.
+const FILES: u64 = 16;
+/// Descriptors of a disk that is opened after those of the controllers.
+const FILES_OF_A_DISK: u64 = 2;
+/// Descriptors that a client needs at least: sockets, memory, interrupts. The I/O threads' queues
+/// on further disks need none.
+const FILES_OF_A_CLIENT: u64 = 16;
 
 /// A server: I/O threads, reactor and controllers.
 pub(super) struct Server {
@@ -58,6 +67,9 @@ impl Server {
             devices.push(ControllerDevice::new(controller.clone(), handler)?);
             controllers.push(ServedController::new(index, served.clone(), controller, client));
         }
+        let clients = (config.controllers.len() + config.exports.len()) as u64;
+        let disks = FILES_OF_A_DISK * config.unattached().count() as u64;
+        descriptor_limit::check_room(FILES + disks + FILES_OF_A_CLIENT * clients)?;
         let listeners = config.controllers.iter().map(bind_one).collect::<Result<Vec<_>, _>>()?;
         let mut server = Self::resting(controllers, events, pool, lasting.is_some());
         server.changes.exports().set_wanted(config.exports.clone());

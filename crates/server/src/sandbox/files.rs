@@ -181,6 +181,13 @@ fn directory_of(path: &Path) -> PathBuf {
 }
 
 impl Files {
+    /// Rules of a process whose supervisor opens images and creates sockets.
+    #[cfg(test)]
+    pub(super) fn of_supervised(asked: &Asked, config: &ServerConfig) -> Self {
+        let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
+        Self { rules: rules(asked, config, true).unwrap(), known, by_supervisor: true }
+    }
+
     /// Applies the rules to this process.
     ///
     /// # Errors

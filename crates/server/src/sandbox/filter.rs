@@ -7,6 +7,7 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition,
     SeccompFilter, SeccompRule, TargetArch, apply_filter_all_threads,
 };
+use shadowbell_uring::register;
 use std::collections::BTreeMap;
 use syscalls::Sysno;
 
@@ -19,6 +20,8 @@ pub(super) struct Needs {
     pub(super) tcp: bool,
     /// The process creates its sockets and files itself.
     pub(super) by_itself: bool,
+    /// Eventfds are signalled by Linux AIO.
+    pub(super) aio: bool,
 }
 
 /// Installs the filter: a system call that is not [allowed](calls::all), or has other arguments
@@ -28,7 +31,9 @@ pub(super) struct Needs {
 /// The kernel does not support seccomp filters.
 pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
-    let calls = calls::all(needs.by_itself).map(|call| Ok((call, rules(call, needs)?)));
+    let aio = if needs.aio { calls::AIO } else { &[] };
+    let calls = calls::all(needs.by_itself).chain(aio.iter().copied());
+    let calls = calls.map(|call| Ok((call, rules(call, needs)?)));
     let calls: BTreeMap<_, _> = calls.collect::<Result<_, seccompiler::BackendError>>()?;
     // `clone3` passes its arguments in memory, where a filter cannot check them: with ENOSYS, the
     // C library falls back to `clone`. `sched_getaffinity` is called by `pthread_getattr_np`,
@@ -95,6 +100,12 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
                 BLKGETSIZE64,
                 NVME_IOCTL_IO_CMD,
             ],
+        ),
+        // Existing instances of io_uring, which are restricted, get other files and eventfds.
+        libc::SYS_io_uring_register => one_of(
+            1,
+            &[register::EVENTFD, register::UNREGISTER_EVENTFD, register::FILES_UPDATE]
+                .map(u64::from),
         ),
         libc::SYS_prctl => one_of(0, &[libc::PR_SET_NAME as u64]),
         // The SIGSYS handler, which ends the process, cannot be replaced.

@@ -8,19 +8,26 @@
 //! | privilege | mechanism | module |
 //! |---|---|---|
 //! | user | `--user` | `user` |
+//! | capabilities | `capset`, the bounding set | `capabilities` |
 //! | gain of privileges | `PR_SET_NO_NEW_PRIVS` | |
 //! | files, TCP, signals to others | Landlock; images by the supervisor | `files`, `opening` |
 //! | system calls | seccomp filter; a forbidden call ends the process | `calls`, `filter` |
+//! | io_uring | restricted instances, created before the filter closes | `rings` |
 //! | core dumps, more descriptors, priorities | resource limits | `enter` |
 //!
 //! The command line and the configuration file are read before that.
 
 mod asked;
 mod calls;
+mod capabilities;
 mod files;
 mod filter;
 mod open_broker;
+mod rings;
 mod user;
+
+#[cfg(test)]
+mod tests;
 
 pub(super) use asked::{Asked, Mode};
 pub(super) use open_broker::open_config;
@@ -87,10 +94,29 @@ pub(super) fn enter(
     disk_open::contain();
     settle();
     limit();
+    close(asked, config, files, link.is_some()).map(|files| files.map(Contained))
+}
+
+/// Drops what the process does not need any more: with `files`, access to files by path.
+fn close(
+    asked: &Asked,
+    config: &ServerConfig,
+    files: Option<Files>,
+    supervisor: bool,
+) -> anyhow::Result<Option<Held>> {
     let by_itself = !files.as_ref().is_some_and(|files| files.by_supervisor);
+    let tcp = config.tcp().next().is_some();
+    let rings = rings::prepare(config.pool.count());
     let files = files.map(Files::restrict).transpose().context("Landlock")?;
     HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
-    let needs = Needs { supervisor: link.is_some(), tcp: config.tcp().next().is_some(), by_itself };
+    match capabilities::drop_all(by_itself, tcp) {
+        Err(errno) if asked.mode == Mode::On => {
+            return Err(errno).context("--sandbox on: cannot drop capabilities");
+        }
+        Err(errno) => warn!("the sandbox does not drop capabilities: {errno}"),
+        Ok(()) => {}
+    }
+    let needs = Needs { supervisor, tcp, by_itself, aio: rings.signals == 0 };
     let calls = match filter::install(needs) {
         Ok(()) => format!("{} system calls", calls::all(needs.by_itself).count()),
         Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),
@@ -102,7 +128,7 @@ pub(super) fn enter(
     let held = files.as_ref().map(|files| format!("{} and ", files.held)).unwrap_or_default();
     let user = asked.user.as_ref().map(|user| format!(", user {user}")).unwrap_or_default();
     info!("sandbox on: {calls} allowed; {held}privilege gain blocked{user}");
-    Ok(files.map(Contained))
+    Ok(files)
 }
 
 /// File access is restricted.

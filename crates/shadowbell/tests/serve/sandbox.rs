@@ -8,13 +8,17 @@ use crate::upgrade::{Client, upgrade};
 use rustix::process::Signal;
 use serde_json::json;
 use shadowbell_spec::Status;
+use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::skipped;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
 #[cfg(all(feature = "faults", target_arch = "x86_64"))]
 use std::process::Stdio;
 
 fn status_of(pid: u32, key: &str) -> String {
-    crate::idle::status_of(pid, "shadowbell", key)
+    // The name of the program, of which the kernel keeps 15 bytes.
+    crate::idle::status_of(pid, "shadowbell-serv", key)
 }
 
 #[cfg(feature = "faults")]
@@ -121,6 +125,48 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
+}
+
+/// The queues of all disks share the I/O thread's io_uring. A server whose limit of descriptors is
+/// too low for its disks and clients is refused at the start.
+#[test]
+fn many_disks_need_few_descriptors() {
+    const DISKS: u32 = 250;
+    let mut refused = Vec::new();
+    for limit in [512, 400, 360, 320, 280, 200] {
+        let directory = tempfile::tempdir().unwrap();
+        let names: Vec<_> = (1..=DISKS).map(|nsid| format!("{nsid}.img")).collect();
+        names.iter().for_each(|name| drop(image(directory.path(), name, 1 << 20)));
+        let socket = directory.path().join("vm.sock");
+        let mut command = Command::new("prlimit");
+        command.arg(format!("--nofile={limit}:{limit}")).arg(program().get_program());
+        command.arg("serve").args(&names).args(["--socket", "vm.sock", "--sandbox", "on"]);
+        command.current_dir(&directory).env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
+        let errors = directory.path().join("stderr");
+        command.stderr(std::fs::File::create(&errors).unwrap());
+        let mut server = ProcessGroup::spawn(&mut command).unwrap();
+        let mut status = None;
+        until("the server's socket or end", || {
+            status = server.try_wait().unwrap();
+            status.is_some() || UnixStream::connect(&socket).is_ok()
+        });
+        let errors = || std::fs::read_to_string(&errors).unwrap();
+        if status.is_some() {
+            assert!(
+                errors().contains("raise the hard limit of open files"),
+                "{limit}: {}",
+                errors()
+            );
+            refused.push(limit);
+            continue;
+        }
+        let mut guest = Client::attach(&socket);
+        (1..=DISKS).for_each(|nsid| guest.write(nsid, 0, nsid as u8));
+        (1..=DISKS).for_each(|nsid| assert_eq!(guest.read(nsid, 0), nsid as u8));
+        drop(guest);
+        assert!(!errors().contains("forbids"), "{}", errors());
+    }
+    assert!(!refused.contains(&512) && refused.contains(&200), "{refused:?}");
 }
 
 /// Each disk type makes its own system calls.

@@ -1,0 +1,47 @@
+//! Capabilities, of which a server process needs one, or more if it creates files by itself.
+
+use rustix::io::{self, Errno};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
+    remove_capability_from_bounding_set, set_capabilities,
+};
+
+/// Drops the capabilities of this thread, the only one of the process, except `CAP_SYS_RESOURCE`:
+/// without it, a user's descriptors in sockets count against the limit of open files, and those of
+/// a checkpoint stay in a socket. (No allowed system call changes a limit.) A process that creates
+/// its files and sockets `by_itself` keeps those for files, and one for low ports with `tcp`.
+///
+/// # Errors
+/// The system's error.
+pub(super) fn drop_all(by_itself: bool, tcp: bool) -> io::Result<()> {
+    let mut needed = CapabilitySet::SYS_RESOURCE;
+    if by_itself {
+        needed |= CapabilitySet::CHOWN | CapabilitySet::FOWNER | CapabilitySet::DAC_OVERRIDE;
+        needed |= CapabilitySet::DAC_READ_SEARCH;
+        needed.set(CapabilitySet::NET_BIND_SERVICE, tcp);
+    }
+    let there = capabilities(None)?;
+    match clear_ambient_capability_set() {
+        // Kernels before 4.3 have no ambient set.
+        Ok(()) | Err(Errno::INVAL) => {}
+        Err(errno) => return Err(errno),
+    }
+    if there.effective.contains(CapabilitySet::SETPCAP) {
+        for bit in 0..u64::BITS {
+            let capability = CapabilitySet::from_bits_retain(1 << bit);
+            if needed.contains(capability) {
+                continue;
+            }
+            match remove_capability_from_bounding_set(capability) {
+                Ok(()) => {}
+                // The kernel has no more capabilities.
+                Err(Errno::INVAL) => break,
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+    let (effective, permitted) = (there.effective & needed, there.permitted & needed);
+    let sets = CapabilitySets { effective, permitted, inheritable: CapabilitySet::empty() };
+    // A service manager that has dropped all may also forbid the system call.
+    if sets == there { Ok(()) } else { set_capabilities(None, sets) }
+}
