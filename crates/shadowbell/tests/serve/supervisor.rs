@@ -160,7 +160,7 @@ fn a_second_signal_ends_the_server_at_once() {
     signal(worker, Signal::STOP);
     server.signal(Signal::TERM);
     // Two signals that are pending at the same time count as one.
-    let pending = || crate::idle::status_of(server.pid(), "shadowbell", "ShdPnd");
+    let pending = || crate::idle::status_of(server.pid(), "shadowbell-serv", "ShdPnd");
     until("the delivery of the signal", || pending().chars().all(|digit| digit == '0'));
     moment();
     assert!(server.is_alive());
@@ -172,7 +172,7 @@ fn a_second_signal_ends_the_server_at_once() {
 #[test]
 fn a_supervisor_is_small_and_idle() {
     let server = start(&["mem:1MiB"], &[]);
-    let status = |key: &str| crate::idle::status_of(server.pid(), "shadowbell", key);
+    let status = |key: &str| crate::idle::status_of(server.pid(), "shadowbell-serv", key);
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
     // One thread handles requests for images, and one for sockets. After an upgrade, one closes
     // descriptors.
@@ -189,7 +189,8 @@ fn a_supervisor_is_small_and_idle() {
     // them.
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
     let limit = limit.unwrap_or(1 << 16).min(1 << 16);
-    let its = |pid| crate::idle::status_of(pid, "shadowbell", "FDSize").parse::<u64>().unwrap();
+    let its =
+        |pid| crate::idle::status_of(pid, "shadowbell-serv", "FDSize").parse::<u64>().unwrap();
     assert!(its(server.pid()) >= limit && its(worker(&server)) >= limit);
     println!("resident: {} KiB of its own, {} KiB of files", kib("RssAnon"), kib("RssFile"));
     // Pages of the program's file belong to the page cache and depend on the build.
