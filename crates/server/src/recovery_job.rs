@@ -196,7 +196,7 @@ impl ControllerJob {
                 }
                 Err(_) if uses == Uses::Controller => uses = Uses::Socket,
                 Err(why) => {
-                    wait.tell(&format!("waiting: {}", exit::line(&why)));
+                    wait.tell(&format!("waiting for its disks: {}", exit::line(&why)));
                     if !wait.pause() {
                         return None;
                     }
@@ -343,7 +343,7 @@ impl<'a> Waits<'a> {
             match open() {
                 Ok(opened) => return Some(opened),
                 Err(_) if self.is_over() => return None,
-                Err(why) => self.tell(&format!("waiting: {}", exit::line(&why))),
+                Err(why) => self.tell(&format!("waiting for its disks: {}", exit::line(&why))),
             }
             if !self.pause() {
                 return None;

@@ -301,7 +301,7 @@ fn controllers_of_a_subsystem_get_cntlids_in_order() {
     for (from, to, words) in [
         ("subsystem = \"pair\"", "subsystem = \"par\"", "x:10: there is no `[[subsystem]]` `par`"),
         (last, "socket = \"/run/b\"\n        disks = [\"/srv/b.img\"]", "the same `disks`"),
-        (last, &format!("{last}\n        serial = \"B\""), "that of the subsystem"),
+        (last, &format!("{last}\n        serial = \"B\""), "the serial number of the subsystem"),
         ("name = \"pair\"", "name = \"a pair\"", "x:2: `a pair` is no name"),
         ("state = \"/srv/pair\"", "state = \"\"", "x:2: the path of `state` is empty"),
         ("state = \"/srv/pair\"", "stat = \"/srv/pair\"", "unknown field `stat`"),

@@ -182,13 +182,14 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
     }
     run(&mut machine, 100);
     let listed = ctl_json(&server, &["export", "ls"]);
-    assert!(listed[0]["requests"].as_u64().unwrap() >= 100, "{listed}");
+    // The dead process may have answered up to 16 of them, which were in flight.
+    assert!(listed[0]["requests"].as_u64().unwrap() >= 100 - 16, "{listed}");
     assert_eq!(listed[0]["queues"], 1);
     let metrics = scrape(&server);
     assert_eq!(metrics.get("shadowbell_disk_size_bytes", &[("disk", "data")]), 262_144.0);
     let labels = [("disk", "data"), ("protocol", "vhost-user-blk")];
     assert_eq!(metrics.get("shadowbell_export_info", &labels), 1.0);
-    assert!(metrics.get("shadowbell_export_requests_total", &[("export", "vm")]) >= 100.0);
+    assert!(metrics.get("shadowbell_export_requests_total", &[("export", "vm")]) >= 84.0);
     let written = metrics.get("shadowbell_export_bytes_total", &[("kind", "write")]);
     assert!(written >= 4096.0, "{written}");
     until("the last requests", || {
