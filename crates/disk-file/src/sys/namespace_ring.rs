@@ -3,7 +3,7 @@
 
 use super::call::{Kind, Prepared, Stuck, WAKE};
 use super::passthrough::{Command, NVME_URING_CMD_IO, NVME_URING_CMD_IO_VEC, Namespace};
-use super::uring::{Availability, OfThread, Shape, Uring, build, supports};
+use super::uring::{OfThread, Shape, Uring, build};
 use super::waker::Alarm;
 use io_uring::squeue::Entry128;
 use io_uring::{cqueue, opcode};
@@ -12,7 +12,7 @@ use shadowbell_uring::Reserve;
 use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::thread::LocalKey;
 use zerocopy::IntoBytes;
 
@@ -134,15 +134,4 @@ impl NamespaceRing {
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.uring.fd()
     }
-}
-
-/// Checks that this process may create such a ring, and that the kernel supports its operations.
-///
-/// # Errors
-/// The system's error; `ENOSYS` for a kernel without the operations.
-pub(crate) fn takes_commands() -> io::Result<()> {
-    static AVAILABLE: Availability = LazyLock::new(|| {
-        supports::<Entry128>(&[opcode::UringCmd80::CODE, opcode::AsyncCancel::CODE])
-    });
-    AVAILABLE.map_err(io::Error::from_raw_os_error)
 }

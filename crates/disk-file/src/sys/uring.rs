@@ -609,9 +609,20 @@ fn register_files<S: Shape>(uring: &IoUring<S, S::Completion>) -> io::Result<()>
 /// rings for files: 0 if the system permits no io_uring with restrictions, which need Linux 5.10.
 pub fn prepare(workers: usize, more: usize) -> usize {
     // Disks that are opened later get these results.
-    let (for_files, for_commands) = (available().is_ok(), super::takes_commands().is_ok());
+    let (for_files, for_commands) = (available().is_ok(), takes_commands().is_ok());
     <squeue::Entry128 as Shape>::reserve().seal(if for_commands { workers } else { 0 });
     Entry::reserve().seal(if for_files { workers + more } else { 0 })
+}
+
+/// Checks that this process may create a ring for commands of NVMe namespaces, and that the kernel supports its operations.
+///
+/// # Errors
+/// The system's error; `ENOSYS` for a kernel without the operations.
+pub(crate) fn takes_commands() -> io::Result<()> {
+    static AVAILABLE: Availability = LazyLock::new(|| {
+        supports::<squeue::Entry128>(&[opcode::UringCmd80::CODE, opcode::AsyncCancel::CODE])
+    });
+    AVAILABLE.map_err(io::Error::from_raw_os_error)
 }
 
 /// Checks that this process may use io_uring, and that the kernel supports the operations that are

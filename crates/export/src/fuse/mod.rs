@@ -32,7 +32,8 @@ mod mount;
 mod sys;
 mod wire;
 
-pub use mount::Mount;
+use mount::Mount;
+pub use mount::MountError;
 
 use crate::failures::FailureCount;
 use crate::vectors::Part;
@@ -42,7 +43,7 @@ use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -51,41 +52,6 @@ use wire::Answer;
 /// Largest default number of threads of a mount. At most half of the processors are used, because a
 /// program with a high load needs the others.
 const MOST_THREADS: usize = 4;
-
-/// Reason for which a disk could not be mounted.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum MountError {
-    /// The path exists and is no regular file.
-    #[error(
-        "{} is not a regular file: name an empty file, or a path that does not exist",
-        .0.display()
-    )]
-    NotAFile(PathBuf),
-    /// The path still is the mount of a file system whose server has died.
-    #[error("{path} is the mount of a server that died: `umount {path}` first", path = .0.display())]
-    Dead(PathBuf),
-    /// The file cannot be created or opened.
-    #[error("{} cannot be used: {source}", path.display())]
-    File {
-        /// Path of the file.
-        path: PathBuf,
-        /// The path exists and is not a regular file.
-        source: io::Error,
-    },
-    /// The path is still the mount point of a file system whose server has died.
-    #[error("{} cannot be mounted over: {source}; this needs /dev/fuse, and root or fusermount3",
-        path.display())]
-    Mount {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the mount.
-        source: io::Error,
-    },
-    /// A thread or descriptor cannot be created.
-    #[error("the mount cannot be served: {0}")]
-    System(io::Error),
-}
 
 /// Options of a mount.
 #[derive(Clone, Debug, Default)]

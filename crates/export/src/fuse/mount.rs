@@ -3,7 +3,6 @@
 //! Without the privilege to mount, the program `fusermount3` mounts and passes the descriptor of
 //! `/dev/fuse` over a socket.
 
-use super::MountError;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, unmount};
@@ -16,6 +15,41 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+
+/// Reason for which a disk could not be mounted.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MountError {
+    /// The path exists and is no regular file.
+    #[error(
+        "{} is not a regular file: name an empty file, or a path that does not exist",
+        .0.display()
+    )]
+    NotAFile(PathBuf),
+    /// The path still is the mount of a file system whose server has died.
+    #[error("{path} is the mount of a server that died: `umount {path}` first", path = .0.display())]
+    Dead(PathBuf),
+    /// The file cannot be created or opened.
+    #[error("{} cannot be used: {source}", path.display())]
+    File {
+        /// Path of the file.
+        path: PathBuf,
+        /// The path exists and is not a regular file.
+        source: io::Error,
+    },
+    /// The path is still the mount point of a file system whose server has died.
+    #[error("{} cannot be mounted over: {source}; this needs /dev/fuse, and root or fusermount3",
+        path.display())]
+    Mount {
+        /// Path of the file.
+        path: PathBuf,
+        /// Error of the mount.
+        source: io::Error,
+    },
+    /// A thread or descriptor cannot be created.
+    #[error("the mount cannot be served: {0}")]
+    System(io::Error),
+}
 
 /// Program that mounts for users without privileges.
 const HELPER: &str = "fusermount3";
