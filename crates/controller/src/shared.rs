@@ -242,8 +242,8 @@ impl ControllerShared {
         self.head_wanted.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
 
-    /// Stores the valid heads of completion queue `qid` before a sleep of its I/O thread, as the last
-    /// head and the tail. The thread calls it before its full fence.
+    /// Stores the valid heads of completion queue `qid` before a sleep of its I/O thread, as the
+    /// last head and the tail. The thread calls it before its full fence.
     pub(crate) fn expect_head(&self, qid: u16, heads: Option<(u16, u16)>, size: RingSize) {
         let Some(word) = self.expected_heads.get(usize::from(qid)) else { return };
         let end = u64::from(size.entries() - 1);

@@ -2,10 +2,10 @@
 //!
 //! All controllers belong to one process, and each is a [`Member`] with a controller identifier.
 //! The controllers share the reservations. A thread of the subsystem executes reservation commands
-//! one at a time: it writes each change to a file before the change takes effect, and no I/O thread may wait
-//! for a file. Then it notifies each controller whose access rights change. The command ends when
-//! all I/O threads of these controllers have applied the change and the commands that they had
-//! started before have ended ([`Change`]).
+//! one at a time: it writes each change to a file before the change takes effect, and no I/O thread
+//! may wait for a file. Then it notifies each controller whose access rights change. The command
+//! ends when all I/O threads of these controllers have applied the change and the commands that
+//! they had started before have ended ([`Change`]).
 //!
 //! For the next start after a power loss, the file stores the state of namespaces with Persist
 //! Through Power Loss. For the next process after a restart for upgrade or a crash, it stores the

@@ -15,7 +15,8 @@
 //! such an image as damaged and does not repair it. So the file is extended to the end of its last
 //! cluster.
 //!
-//! This pass over the tables also checks that [each cluster has only one use](crate::overlap_check).
+//! This pass over the tables also checks that [each cluster has only one
+//! use](crate::overlap_check).
 //!
 //! The tables are untrusted. Invalid entries are skipped, because accesses to them fail later, and
 //! the number of tables is limited by the size of the file.

@@ -163,7 +163,8 @@
 //! # use std::sync::Arc;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let format = MetadataFormat::parse([("metadata", "8"), ("pi", "1")].into_iter())?;
-//! # let disk = MetadataDisk::new(shadowbell_disk_file::open("mem:64MiB")?, format.ok_or("none")?)?;
+//! # let disk = MetadataDisk::new(shadowbell_disk_file::open("mem:64MiB")?,
+//! format.ok_or("none")?)?;
 //! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(Arc::new(disk))?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();

@@ -530,7 +530,8 @@ fn round_to_page(len: u64) -> Result<u64, MapError> {
     })
 }
 
-/// Seals of memory that is passed to peers. The size is fixed, and no holder can add seals, for example against writes.
+/// Seals of memory that is passed to peers. The size is fixed, and no holder can add seals, for
+/// example against writes.
 const FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 fn shape(offset: u64, len: u64) -> Result<usize, MapError> {

@@ -78,7 +78,7 @@ impl Openers {
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                 if wait == GROW && !self.queue.lock().is_empty() {
-                    // All threads wait for disks. An error is not fatal: they go on later.
+                    // All threads wait for disks. An error is not fatal: they try again later.
                     let _ = self.add_thread().inspect_err(|why| warn!("{why:#}"));
                 }
                 None

@@ -31,8 +31,9 @@ const SNAPSHOT: &str = "/v1/snapshot";
 /// doorbell write, interrupts per command, and failed commands. While latency is measured
 /// (`shadowbell ctl measure on`, `serve --measure`), each namespace has a line, and the median and
 /// 99th percentile of the latency are shown. Each export has a line with its requests to the disk;
-/// its queues are the open queues of the disk, one for each NBD client or virtio queue. On a terminal, the display is updated in place: `q`
-/// quits, the arrow keys scroll, `d` shows the doorbells. Otherwise, lines are appended.
+/// its queues are the open queues of the disk, one for each NBD client or virtio queue. On a
+/// terminal, the display is updated in place: `q` quits, the arrow keys scroll, `d` shows the
+/// doorbells. Otherwise, lines are appended.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// Server: its name, the socket of a controller, or its control socket [default: all servers

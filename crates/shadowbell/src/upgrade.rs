@@ -11,10 +11,10 @@ use std::process::ExitCode;
 ///
 /// The server must run under a supervisor (without `--no-keeper`). The supervisor starts and
 /// prepares a new process. Then the old process quiesces, passes its clients, disks and state on,
-/// and ends. No socket is closed; guests see a pause of some milliseconds. If the new process cannot
-/// be prepared, the old one continues, and the error is shown. A client that cannot be recovered is
-/// disconnected, and a warning names it; `--check` shows such clients before. Finally the supervisor replaces its own program, too,
-/// with the same process ID.
+/// and ends. No socket is closed; guests see a pause of some milliseconds. If the new process
+/// cannot be prepared, the old one continues, and the error is shown. A client that cannot be
+/// recovered is disconnected, and a warning names it; `--check` shows such clients before. Finally
+/// the supervisor replaces its own program, too, with the same process ID.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {

@@ -5,7 +5,8 @@
 //! server process's user id. Before it enters its sandbox, a server process registers what it may
 //! request ([`PathPermissions`]): sockets in certain directories, one trace file, and
 //! certain TCP addresses. In these directories only socket files are
-//! created and removed. So the server process can neither read nor write other files through the broker.
+//! created and removed. So the server process can neither read nor write other files through the
+//! broker.
 
 use super::log::log_line;
 use super::open_broker::working;

@@ -105,7 +105,7 @@ impl<S: Shape, C: cqueue::EntryMarker + 'static> Reserve<S, C> {
     /// is lower if the system has no descriptors or memory for all, and 0 if it permits none.
     pub fn seal(&'static self, count: usize) -> usize {
         #[cfg(feature = "attempts")]
-        sys::register(self);
+        sys::register(self.name, || self.take(), |ring| self.put_back(ring));
         let spare: Vec<_> = (0..count).map_while(|_| (self.build)().ok()).collect();
         let made = spare.len();
         *self.sealed.lock() = Some(Sealed { spare, made });

@@ -1,12 +1,11 @@
 //! Attempts of a test to use the rings of a sandboxed process for everything that the kernel has.
 
-use crate::{Reserve, Shape};
-use io_uring::{IoUring, cqueue, opcode};
+use io_uring::{IoUring, cqueue, opcode, squeue};
 use parking_lot::Mutex;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 
-/// What the kernel did not refuse on a ring.
+/// Operations that the kernel did not refuse on a ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attempted {
     /// Purpose of the ring.
@@ -19,57 +18,68 @@ pub struct Attempted {
     pub flags: u8,
 }
 
-trait Attempts: Sync {
-    fn attempt(&self) -> io::Result<Attempted>;
-}
+/// Tries all operations on one ring.
+type Attempt = Box<dyn Fn() -> io::Result<Attempted> + Send>;
 
-static SEALED: Mutex<Vec<&'static dyn Attempts>> = Mutex::new(Vec::new());
+static ATTEMPTS: Mutex<Vec<Attempt>> = Mutex::new(Vec::new());
 
-pub(crate) fn register<S: Shape, C: cqueue::EntryMarker>(reserve: &'static Reserve<S, C>) {
-    SEALED.lock().push(reserve);
+/// Registers a sealed reserve for [`attempts`], with functions that take a ring and put it back.
+pub(crate) fn register<S, C>(
+    name: &'static str,
+    take: impl Fn() -> io::Result<IoUring<S, C>> + Send + 'static,
+    put_back: impl Fn(IoUring<S, C>) + Send + 'static,
+) where
+    S: squeue::EntryMarker + From<squeue::Entry>,
+    C: cqueue::EntryMarker,
+{
+    ATTEMPTS.lock().push(Box::new(move || {
+        let mut ring = take()?;
+        let attempted = attempt(name, &mut ring)?;
+        put_back(ring);
+        Ok(attempted)
+    }));
 }
 
 /// Tries all opcodes, without arguments, and flags of requests on a ring of each sealed reserve.
 pub fn attempts() -> io::Result<Vec<Attempted>> {
-    SEALED.lock().iter().map(|reserve| reserve.attempt()).collect()
+    ATTEMPTS.lock().iter().map(|attempt| attempt()).collect()
 }
 
-impl<S: Shape, C: cqueue::EntryMarker + 'static> Attempts for Reserve<S, C> {
-    fn attempt(&self) -> io::Result<Attempted> {
-        let mut ring = self.take()?;
-        let (mut opcodes, mut last) = (Vec::new(), 0);
-        for code in 0..=u8::MAX {
-            let result = result(&mut ring, code, 0)?;
-            if result != -EACCES {
-                opcodes.push(code);
-            }
-            // A kernel answers EINVAL to opcodes that it does not have.
-            if result != -EINVAL {
-                last = code;
-            }
+fn attempt<S, C>(name: &'static str, ring: &mut IoUring<S, C>) -> io::Result<Attempted>
+where
+    S: squeue::EntryMarker + From<squeue::Entry>,
+    C: cqueue::EntryMarker,
+{
+    let (mut opcodes, mut last) = (Vec::new(), 0);
+    for code in 0..=u8::MAX {
+        let result = result(ring, code, 0)?;
+        if result != -EACCES {
+            opcodes.push(code);
         }
-        opcodes.retain(|code| *code <= last);
-        // The last of them fails for want of a descriptor.
-        let code = opcodes.last().copied().unwrap_or(0);
-        let mut flags = 0;
-        // FIXED_FILE, DRAIN, LINK, HARDLINK, ASYNC, BUFFER_SELECT.
-        for flag in (0..6).map(|bit| 1 << bit) {
-            if ![-EACCES, -EOPNOTSUPP].contains(&result(&mut ring, code, flag)?) {
-                flags |= flag;
-            }
+        // A kernel answers EINVAL to opcodes that it does not have.
+        if result != -EINVAL {
+            last = code;
         }
-        let fd = ring.as_raw_fd();
-        self.put_back(ring);
-        Ok(Attempted { name: self.name, fd, opcodes, flags })
     }
+    opcodes.retain(|code| *code <= last);
+    // The last of them fails for want of a descriptor.
+    let code = opcodes.last().copied().unwrap_or(0);
+    let mut flags = 0;
+    // FIXED_FILE, DRAIN, LINK, HARDLINK, ASYNC, BUFFER_SELECT.
+    for flag in (0..6).map(|bit| 1 << bit) {
+        if ![-EACCES, -EOPNOTSUPP].contains(&result(ring, code, flag)?) {
+            flags |= flag;
+        }
+    }
+    Ok(Attempted { name, fd: ring.as_raw_fd(), opcodes, flags })
 }
 
 /// Result of a request with this opcode and these flags, and no arguments.
-fn result<S: Shape, C: cqueue::EntryMarker>(
-    ring: &mut IoUring<S, C>,
-    code: u8,
-    flags: u8,
-) -> io::Result<i32> {
+fn result<S, C>(ring: &mut IoUring<S, C>, code: u8, flags: u8) -> io::Result<i32>
+where
+    S: squeue::EntryMarker + From<squeue::Entry>,
+    C: cqueue::EntryMarker,
+{
     let mut entry = opcode::Nop::new().build();
     let bytes = (&raw mut entry).cast::<u8>();
     // SAFETY: `Entry` is a `struct io_uring_sqe`, whose first two bytes are the opcode and the

@@ -180,8 +180,8 @@ pub trait Migration {
     /// `done`. A long stream takes time, so another thread parses it. The server then calls
     /// [`use_state`](Self::use_state).
     ///
-    /// If the stream is not a valid state for the device, `done` completes with an error. The device
-    /// is then unusable until a reset.
+    /// If the stream is not a valid state for the device, `done` completes with an error. The
+    /// device is then unusable until a reset.
     fn load_state(&mut self, stream: Vec<u8>, done: Done);
 
     /// Uses the state that was parsed last.

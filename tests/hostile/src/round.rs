@@ -55,7 +55,8 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     let (mut server, mut victim) = begin(binary, attack)?;
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
     let served_by = Serving::of(server.worker())?;
-    // Warm-up, whose figures are discarded: it fills caches, and the I/O thread learns its poll time.
+    // Warm-up, whose figures are discarded: it fills caches, and the I/O thread learns its poll
+    // time.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
     outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
 

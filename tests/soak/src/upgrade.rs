@@ -106,7 +106,8 @@ fn pace(arguments: &Arguments, number: usize) -> Pace {
 #[derive(Debug, Default)]
 struct Measurements {
     upgrades: u32,
-    /// Upgrades in which a client did not quiesce in time, so the next process waited for the fence.
+    /// Upgrades in which a client did not quiesce in time, so the next process waited for the
+    /// fence.
     fenced: u32,
     /// Upgrades that were refused because the other program does not support the state's version.
     refused: u32,

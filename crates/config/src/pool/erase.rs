@@ -95,7 +95,8 @@ pub fn is_vacant(pool: &HostPool, nsid: u32) -> bool {
 }
 
 /// Overwrites the allocated parts of a namespace's file with the pattern of this pass, at the rate
-/// of the pool. Calls `goes_on` repeatedly with the current offset; the overwrite stops if it returns false.
+/// of the pool. Calls `goes_on` repeatedly with the current offset; the overwrite stops if it
+/// returns false.
 ///
 /// # Errors
 /// Errors of the file system; [`io::ErrorKind::Interrupted`] if `goes_on` returned false.

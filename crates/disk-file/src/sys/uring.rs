@@ -614,7 +614,8 @@ pub fn prepare(workers: usize, more: usize) -> usize {
     Entry::reserve().seal(if for_files { workers + more } else { 0 })
 }
 
-/// Checks that this process may create a ring for commands of NVMe namespaces, and that the kernel supports its operations.
+/// Checks that this process may create a ring for commands of NVMe namespaces, and that the kernel
+/// supports its operations.
 ///
 /// # Errors
 /// The system's error; `ENOSYS` for a kernel without the operations.

@@ -427,7 +427,8 @@ pub(crate) fn configured_again(
     let has_told = std::cell::Cell::new(false);
     let controller = Controller { cells, size, from, count: 2, config, entries: memory };
     controller.run_with(tail, enable, &mut sleeper, &wake, |fetched, enabled| {
-        // The host goes on only when the controller has fetched what came before the command.
+        // The host continues only after the controller has fetched all commands before the Doorbell
+        // Buffer Config command.
         if enabled && fetched >= 1 && !has_told.replace(true) {
             is_complete.signal();
         }

@@ -32,8 +32,7 @@ mod mount;
 mod sys;
 mod wire;
 
-use mount::Mount;
-pub use mount::MountError;
+pub use mount::{Mount, MountError};
 
 use crate::failures::FailureCount;
 use crate::vectors::Part;

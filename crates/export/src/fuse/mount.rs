@@ -20,13 +20,13 @@ use std::process::{Command, Stdio};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
-    /// The path exists and is no regular file.
+    /// The path exists and is not a regular file.
     #[error(
         "{} is not a regular file: name an empty file, or a path that does not exist",
         .0.display()
     )]
     NotAFile(PathBuf),
-    /// The path still is the mount of a file system whose server has died.
+    /// The path is still the mount point of a file system whose server has died.
     #[error("{path} is the mount of a server that died: `umount {path}` first", path = .0.display())]
     Dead(PathBuf),
     /// The file cannot be created or opened.
@@ -34,10 +34,10 @@ pub enum MountError {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// The path exists and is not a regular file.
+        /// Error of the creation or of the open.
         source: io::Error,
     },
-    /// The path is still the mount point of a file system whose server has died.
+    /// The mount failed.
     #[error("{} cannot be mounted over: {source}; this needs /dev/fuse, and root or fusermount3",
         path.display())]
     Mount {

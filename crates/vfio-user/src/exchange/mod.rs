@@ -16,9 +16,9 @@ use crate::Errno;
 use crate::descriptor::{Closer, PeerFd};
 
 /// Creates the io_uring instances of `count` reactors, before the process closes its filter of
-/// system calls; later no more are created. A reactor without one sends a reply and removes its request in
-/// two system calls. Returns the number of instances: 0 if the system permits no io_uring with
-/// restrictions, which need Linux 5.10.
+/// system calls; later no more are created. A reactor without one sends a reply and removes its
+/// request in two system calls. Returns the number of instances: 0 if the system permits no
+/// io_uring with restrictions, which need Linux 5.10.
 pub fn prepare(count: usize) -> usize {
     sys::prepare(count)
 }

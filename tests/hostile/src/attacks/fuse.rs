@@ -195,8 +195,8 @@ fn with_maps(field: &mut Field) -> Result<()> {
 fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest()?;
-        // The server may answer late, because it waits for the slow file. The attack waits no longer
-        // than this for an answer.
+        // The server may answer late, because it waits for the slow file. The attack waits no
+        // longer than this for an answer.
         guest.link.set_patience(Duration::from_millis(500))?;
         for _ in 0..8 {
             let file = slow.open()?;
