@@ -54,6 +54,28 @@ pub(crate) fn kill(processes: &[Process]) {
     }
 }
 
+/// Kills all processes that have a pipe open, except this one, and returns them. A process may fork
+/// after it was found and before it is killed, so the search is repeated until it finds none.
+pub(crate) fn kill_holders(pipe_inode: u64) -> Vec<Process> {
+    let mut killed: Vec<Process> = Vec::new();
+    // The limit is for processes that the kernel cannot end, because they wait for a device.
+    for _ in 0..1000 {
+        let found = holders(pipe_inode);
+        if found.is_empty() {
+            break;
+        }
+        kill(&found);
+        let is_known = |process: &Process| killed.iter().any(|known| known.pid == process.pid);
+        let new: Vec<_> = found.into_iter().filter(|process| !is_known(process)).collect();
+        if new.is_empty() {
+            // The kernel needs a moment to end a killed process.
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        killed.extend(new);
+    }
+    killed
+}
+
 /// Descendants of a process that have not ended, parents before their children.
 pub(crate) fn descendants(ancestor: u32) -> Vec<Process> {
     let mut children: HashMap<i32, Vec<i32>> = HashMap::new();

@@ -137,8 +137,7 @@ fn run(
         }
         match child.try_wait()? {
             Some(status) if ended.get_or_insert_with(Instant::now).elapsed() > afterwards => {
-                let left = processes::holders(inode);
-                processes::kill(&left);
+                let left = processes::kill_holders(inode);
                 bail!("{status}, and processes left behind:\n{}", processes::list(&left));
             }
             None if heard.elapsed() > silence => {
@@ -146,6 +145,7 @@ fn run(
                 processes::kill(&hung);
                 child.kill()?;
                 child.wait()?;
+                processes::kill_holders(inode);
                 let seconds = silence.as_secs();
                 bail!("no output for {seconds} s; processes:\n{}", processes::list(&hung));
             }

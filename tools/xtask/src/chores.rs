@@ -169,6 +169,15 @@ fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
         }
     }
     jobs.extend([part("soak kill", Part::Kill, program), part("loom", Part::Loom, program)]);
+    // `shadowbell ctl -s SOCKET` asks each server in the directory of control sockets. With a
+    // directory of its own, a job does not wake the servers of others, which may have to be idle.
+    let Some(sockets) = report.check("a directory for sockets", |_| Ok(tempfile::tempdir()?))
+    else {
+        return;
+    };
+    for (number, job) in jobs.iter_mut().enumerate() {
+        job.command.env("SHADOWBELL_RUN_DIR", sockets.path().join(number.to_string()));
+    }
     side_by_side(report, jobs);
 }
 

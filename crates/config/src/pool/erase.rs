@@ -162,7 +162,9 @@ mod tests {
         let mut pace = Pace::new(100 << 20);
         assert_eq!(pace.wait(Duration::ZERO), Duration::ZERO);
         pace.written = 50 << 20;
+        // Computed times: the test itself does not wait.
         assert_eq!(pace.wait(Duration::ZERO), Duration::from_millis(500));
+        // Likewise computed.
         assert_eq!(pace.wait(Duration::from_millis(400)), Duration::from_millis(100));
         // Slow storage: there is no burst later, but no wait either.
         assert_eq!(pace.wait(Duration::from_secs(9)), Duration::ZERO);

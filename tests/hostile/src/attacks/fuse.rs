@@ -60,8 +60,10 @@ impl SlowFile {
         let options = std::ffi::CString::new(options)?;
         let flags = MountFlags::NOSUID | MountFlags::NODEV;
         mount("slow", &path, "fuse", flags, options.as_c_str()).context("mounting a FUSE file")?;
+        // Valid also if a build has replaced the file of this program.
+        let ourselves = format!("/proc/{}/exe", std::process::id());
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL"]).arg(std::env::current_exe()?);
+        command.args(["--pdeathsig", "KILL"]).arg(ourselves);
         command.arg(DAEMON).arg(std::process::id().to_string()).stdin(device);
         let daemon = Process::spawn("a FUSE daemon", &mut command)?;
         Ok(Self { path, daemon })
