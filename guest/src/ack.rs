@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sector_says_where_it_comes_from() {
+    fn a_sector_identifies_its_slot_and_generation() {
         let bytes = slot(9, 3, 7);
         for part in 0..PARTS {
             let sector = &bytes[part * SECTOR..(part + 1) * SECTOR];
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn cut_lines_promise_nothing() {
+    fn incomplete_lines_are_ignored() {
         let promises =
             Promises::parse("\nA 1 2\nA 1 3\nA 12 3\nA 7 \nA 12 3A 12 9\nE write\nA 5 66");
         assert_eq!(promises.slots, BTreeMap::from([(1, 3), (12, 3)]));

@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_has_an_end_and_so_has_a_dead_machine() {
+    fn a_silent_or_dead_machine_is_an_error() {
         let (mut agent, _port) = pair();
         // Short limit: the test waits for its expiry.
         let error = agent.run("x", Duration::from_millis(80), &mut || Ok(())).unwrap_err();

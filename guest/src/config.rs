@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_sit_where_pci_address_says() {
+    fn devices_have_the_addresses_of_pci_address() {
         let devices = vec![
             Device::VfioUser { socket: "a".into() },
             Device::QemuNvme { drive: Drive::Null(1 << 30), dbcs: false },
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_parse_as_they_print() {
+    fn kernel_names_are_parsed_as_printed() {
         for kernel in Kernel::ALL {
             assert_eq!(kernel.to_string().parse(), Ok(kernel));
         }

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_went_in_comes_out() {
+    fn archive_entries_are_read_as_written() {
         let mut archive = Archive::new();
         archive.file("/usr/bin/tool", 0o755, b"\x7fELF.");
         archive.symlink("bin", "usr/bin");
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_input_gives_the_same_bytes() {
+    fn equal_input_produces_equal_archives() {
         let build = || {
             let mut archive = Archive::new();
             archive.file("a/b/c", 0o600, b"hello");

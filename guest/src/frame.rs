@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_is_one_line_whatever_it_holds() {
+    fn any_command_is_encoded_in_one_line() {
         let line = run(7, "printf 'a b\\n'\nexit 3").unwrap();
         assert_eq!(line.matches('\n').count(), 1);
         let words: Vec<_> = line.trim().split(' ').collect();

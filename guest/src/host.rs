@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_archive_is_told_from_security_and_from_strangers() {
+    fn the_main_debian_archive_is_chosen_as_mirror() {
         let targets = "http://a/debian-security/|bookworm-security|Debian-Security\n\
                        http://b/cloud|cloud-sdk|cloud-sdk\n\
                        http://c/debian/|bookworm|Debian\n";

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dropped_child_takes_its_children_along() {
+    fn dropping_a_process_kills_its_children() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("pid");
         let script =

@@ -272,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_is_one_word_whatever_it_holds() {
+    fn any_path_is_quoted_as_one_word() {
         assert_eq!(quote(Path::new("/a b/it's")), r"'/a b/it'\''s'");
     }
 

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_killed_run_left_is_removed_and_a_living_one_is_not() {
+    fn directories_of_killed_runs_are_removed() {
         let parent = tempfile::tempdir().unwrap();
         let living = RunDir::new(parent.path()).unwrap();
         let dead = parent.path().join("run/run-dead");

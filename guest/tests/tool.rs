@@ -27,7 +27,7 @@ fn write(disk: &Path, log: &Path, generation: u64) -> Output {
 }
 
 #[test]
-fn what_it_acknowledges_is_on_the_disk_and_what_goes_is_missed() {
+fn acknowledged_writes_are_on_the_disk_and_losses_are_detected() {
     // The directory is not in /tmp, which may be a tmpfs: O_DIRECT needs a disk file system.
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (disk, log) = (directory.path().join("disk"), directory.path().join("log"));
@@ -53,7 +53,7 @@ fn what_it_acknowledges_is_on_the_disk_and_what_goes_is_missed() {
 }
 
 #[test]
-fn it_says_what_it_misses() {
+fn missing_arguments_and_devices_are_reported() {
     let output = tool(&["write".to_owned(), "device=/nonexistent/disk".to_owned()]);
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stdout).contains("/nonexistent/disk"));
@@ -62,7 +62,7 @@ fn it_says_what_it_misses() {
 }
 
 #[test]
-fn a_patrol_over_memory_that_nobody_touches_is_quiet() {
+fn a_patrol_of_unused_memory_reports_no_change() {
     let output = tool(&["patrol".to_owned(), "mib=8".to_owned(), "seconds=1".to_owned()]);
     assert!(output.status.success(), "{output:?}");
 }

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_overlaps_is_copied_in_the_order_that_reads_before_it_writes() {
+    fn overlapping_copies_go_backward_only_if_the_destination_is_inside_the_source() {
         let is_backward = |from, to, len| CopyOrder::of(from, to, len).backward;
         assert!(!is_backward(0, 1000, 1000));
         assert!(!is_backward(1000, 0, 1000));

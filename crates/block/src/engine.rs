@@ -193,7 +193,7 @@ impl Engine {
             }
             Submitted::Pending => {
                 if core.pending == 0 {
-                    core.look_at_clock();
+                    core.check_deadlines();
                 }
                 core.pending += 1;
                 self.pending.set(core.pending);
@@ -322,7 +322,7 @@ fn submit(
 }
 
 impl Core {
-    fn look_at_clock(&mut self) {
+    fn check_deadlines(&mut self) {
         self.now = u32::try_from(self.started.elapsed().as_secs()).unwrap_or(u32::MAX);
     }
 
@@ -374,7 +374,7 @@ impl Core {
     /// not complete soon after its cancellation, it fails with a timeout. Its slot keeps the buffer
     /// and the lock until the disk completes the request.
     fn cancel_late(&mut self) {
-        self.look_at_clock();
+        self.check_deadlines();
         let (now, timeout) = (self.now, self.timeout);
         self.cancel(|since| now.saturating_sub(since) > timeout);
         let hopeless = timeout.saturating_add(CANCELLED.as_secs() as u32);

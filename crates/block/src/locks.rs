@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_gives_up_blocks_no_other() {
+    fn a_dropped_waiter_blocks_no_other_request() {
         let locks = Arc::new(RangeLocks::default());
         let _first = poll(&mut locks.acquire(0, 10, false)).unwrap();
         let mut second = locks.acquire(0, 10, true);

@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_have_edges_where_they_do_not_cover_blocks() {
+    fn partial_blocks_at_both_ends_of_a_range_are_its_edges() {
         let edges = |from, to| {
             let range = BlockRange::of(from, to, 512);
             let edges = range.edges().map(|e| (e.block, e.at, e.len));

@@ -86,20 +86,20 @@ impl SocketConfig {
     /// Id in requests: the configured one, or the absolute path of the socket.
     #[must_use]
     pub fn id(&self) -> String {
-        self.id.clone().unwrap_or_else(|| self.known_socket())
+        self.id.clone().unwrap_or_else(|| self.canonical_socket())
     }
 
     /// Absolute path of the socket. If a directory is configured, it is the path of the socket in
     /// that directory.
     #[must_use]
-    pub fn known_socket(&self) -> String {
-        known_path(&self.absolute_socket()).to_string_lossy().into_owned()
+    pub fn canonical_socket(&self) -> String {
+        canonical_path(&self.absolute_socket()).to_string_lossy().into_owned()
     }
 
     /// Returns true if both are the same controller at the same socket.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
-        self.known_socket() == other.known_socket()
+        self.canonical_socket() == other.canonical_socket()
             && self.controller.is_same(&other.controller)
             && self.worker == other.worker
     }
@@ -108,7 +108,7 @@ impl SocketConfig {
     #[must_use]
     pub fn takes(&self) -> Vec<String> {
         let disks = self.controller.disks.iter().map(DiskConfig::takes);
-        disks.chain([self.known_socket()]).collect()
+        disks.chain([self.canonical_socket()]).collect()
     }
 
     /// Resource of a namespace that no other namespace can use: its disk.
@@ -132,7 +132,7 @@ impl SocketConfig {
 }
 
 /// Canonical path of a socket.
-pub fn known_path(path: &Path) -> PathBuf {
+pub fn canonical_path(path: &Path) -> PathBuf {
     let from_root = process_env::absolute(path);
     let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
     // If the path is a directory, the socket is `cntrl` in it, as in SPDK.

@@ -183,7 +183,7 @@ impl Client {
         let error = anyhow!(problem.message);
         Err(match problem.code {
             Code::BadRequest | Code::MethodNotAllowed => exit::bad_input(error),
-            Code::NotFound => exit::not_there(error),
+            Code::NotFound => exit::not_found(error),
             Code::Conflict => exit::conflict(error),
             Code::Failed => error,
         })
@@ -197,7 +197,7 @@ impl Client {
         take: &mut OnPiece<'_>,
     ) -> anyhow::Result<(u16, Vec<u8>)> {
         let stream = tokio::net::UnixStream::connect(&self.socket).await.map_err(|error| {
-            exit::not_there(match error.kind() {
+            exit::not_found(match error.kind() {
                 ErrorKind::NotFound => anyhow!("no such control socket"),
                 ErrorKind::ConnectionRefused => anyhow!("no server listens on this socket"),
                 _ => anyhow!(error),
@@ -284,7 +284,7 @@ mod tests {
         let client = Client::new(&path);
         let error = client.get::<Problem>("/v1/status").unwrap_err();
         assert!(format!("{error:#}").contains("no such control socket"), "{error:#}");
-        assert_eq!(exit::status(&error), exit::NOT_THERE);
+        assert_eq!(exit::status(&error), exit::NOT_FOUND);
         let listener = UnixListener::bind(&path).unwrap();
         let answers = ["HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "SSH-2.0-x\r\n", ""];
         let server = std::thread::spawn(move || {
@@ -297,8 +297,8 @@ mod tests {
         for answer in answers {
             let error = client.get::<Problem>("/v1/status").unwrap_err();
             // The client retries only if the server closes the connection without an answer. The
-            // listener is closed by then, so the error of the retry is `NOT_THERE`.
-            let expected = if answer.is_empty() { exit::NOT_THERE } else { exit::FAILED };
+            // listener is closed by then, so the error of the retry is `NOT_FOUND`.
+            let expected = if answer.is_empty() { exit::NOT_FOUND } else { exit::FAILED };
             assert_eq!(exit::status(&error), expected, "{answer}: {error:#}");
             assert!(error.to_string().contains("x.sock"), "{error:#}");
         }

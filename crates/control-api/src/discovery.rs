@@ -3,7 +3,7 @@
 use super::api::Controller;
 use super::client::Client;
 use anyhow::anyhow;
-use shadowbell_config::server_config::known_path;
+use shadowbell_config::server_config::canonical_path;
 use shadowbell_config::socket_path;
 use shadowbell_process::exit;
 use std::os::unix::net::UnixStream;
@@ -22,7 +22,7 @@ pub fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
         let socket = socket_path::socket(&directory, wanted);
         if !socket.exists() {
             let others = names(&running(&directory));
-            return Err(exit::not_there(anyhow!(
+            return Err(exit::not_found(anyhow!(
                 "there is no server `{wanted}` in {}{others}",
                 directory.display()
             )));
@@ -36,7 +36,7 @@ pub fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
 /// Server that serves `socket`, and its description of the controller there. Only servers with a
 /// control socket in the usual directory are found.
 pub fn owner(socket: &Path) -> Option<(Client, Controller)> {
-    let socket = known_path(&std::path::absolute(socket).ok()?);
+    let socket = canonical_path(&std::path::absolute(socket).ok()?);
     let socket = socket.to_str()?;
     for (_, control) in running(&socket_path::directory()?) {
         let client = Client::new(&control);
@@ -68,7 +68,7 @@ fn only(directory: Option<&Path>) -> anyhow::Result<Client> {
     let servers = running(directory);
     match &servers[..] {
         [(_, socket)] => Ok(Client::new(socket)),
-        [] => Err(exit::not_there(anyhow!(
+        [] => Err(exit::not_found(anyhow!(
             "no running server has its control socket in {}; name one with `--server PATH`",
             directory.display()
         ))),
@@ -80,7 +80,7 @@ fn only(directory: Option<&Path>) -> anyhow::Result<Client> {
 }
 
 fn no_directory() -> anyhow::Error {
-    exit::not_there(anyhow!(
+    exit::not_found(anyhow!(
         "XDG_RUNTIME_DIR is not set, so there is no default directory of control sockets; name a \
          socket with `--server PATH`"
     ))

@@ -7,7 +7,7 @@ use crate::namespace::{Namespace, Namespaces};
 use crate::notice::{ControlHandle, Latch, Notice};
 use crate::pool::PoolPort;
 use crate::route::Route;
-use crate::saved::{SavedNamespace, SavedPromises, SavedShape};
+use crate::saved::{SavedGuarantees, SavedNamespace, SavedShape};
 use crate::shared::ControllerShared;
 use crate::trace::Kind;
 use crate::worker::Pool;
@@ -164,7 +164,7 @@ impl Context {
             shadow_doorbells: *shadow_doorbells,
             mapped_doorbells: self.shared.mapped,
             namespaces: namespaces.iter().map(namespace).collect(),
-            told: Some(SavedPromises {
+            told: Some(SavedGuarantees {
                 highest_nsid: namespaces.highest(),
                 volatile_cache: namespaces.promises.volatile_cache,
                 zeroes: namespaces.promises.zeroes,

@@ -595,7 +595,7 @@ mod tests {
     }
 
     #[test]
-    fn who_holds_up_a_thread_holds_up_nobody_else() {
+    fn a_blocked_turn_delays_no_other_object() {
         let (said, turns) = channel();
         let thread = ControlThread::start().unwrap();
         let mut gates = Vec::new();
@@ -627,7 +627,7 @@ mod tests {
 
     /// A turn that a guest blocks does not stop other turns, and a liveness check succeeds.
     #[test]
-    fn a_visit_ends_when_turns_are_taken() {
+    fn a_liveness_check_succeeds_beside_a_blocked_turn() {
         let (said, turns) = channel();
         let thread = ControlThread::start().unwrap();
         let visit = || {
@@ -651,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_waits_for_nobody_who_is_held_up() {
+    fn stopping_does_not_wait_for_a_blocked_turn() {
         let (said, turns) = channel();
         let thread = ControlThread::start().unwrap();
         let (_open, gate) = channel();
@@ -663,7 +663,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_at_a_time_comes_then_and_earlier_if_somebody_asks() {
+    fn a_timed_turn_is_taken_at_its_time_or_on_an_earlier_request() {
         struct Later(RunState, Sender<Instant>, Instant);
         impl TakesTurns for Later {
             fn run_state(&self) -> &RunState {

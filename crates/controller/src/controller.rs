@@ -17,7 +17,7 @@ use crate::namespace::{Namespaces, Promises};
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::restore_error::{RestoreError, SaveError};
 use crate::route::RelocateError;
-use crate::saved::{Death, Recorder, SavedController, SavedPromises};
+use crate::saved::{Death, Recorder, SavedController, SavedGuarantees};
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
@@ -113,7 +113,7 @@ impl Controller {
         let doorbells = fds.take(saved.doorbells)?;
         let namespaces = match saved.shape.told {
             None => Namespaces::new(&config),
-            Some(SavedPromises { highest_nsid, volatile_cache, zeroes }) => {
+            Some(SavedGuarantees { highest_nsid, volatile_cache, zeroes }) => {
                 let promises = Promises { volatile_cache, zeroes };
                 Namespaces::going_on(&config, promises, highest_nsid.min(MAX_NAMESPACES as u32))
             }

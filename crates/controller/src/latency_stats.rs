@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bucket_is_an_eighth_of_what_it_holds() {
+    fn a_latency_bucket_is_an_eighth_wide() {
         assert_eq!((bucket_of(0), bucket_of(1023), bucket_of(1024)), (0, 0, 0));
         assert_eq!((bucket_of(1151), bucket_of(1152), bucket_of(2048)), (0, 1, 8));
         assert_eq!((bucket_of(u64::MAX), bucket_of(1 << 34)), (BUCKETS - 1, BUCKETS - 1));
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_counted_is_read() {
+    fn latency_counters_are_read_as_counted() {
         let counters = LatencyCounters::default();
         (0..99).for_each(|_| counters.count(CommandKind::Read, 8, false, 10_000));
         counters.count(CommandKind::Read, 8, true, 1_000_000);

@@ -316,7 +316,7 @@ mod tests {
     const CACHED: Promises = Promises { volatile_cache: true, zeroes: 0 };
 
     #[test]
-    fn what_the_disk_says() {
+    fn namespace_properties_are_those_of_the_disk() {
         let disk = TestDisk::new(101, 4096);
         let uuid = uuid_from("a");
         let namespace = Namespace::new(2, &NamespaceConfig { disk: Arc::new(disk), uuid }, &CACHED);

@@ -418,7 +418,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_a_worker_says_of_it_is_in_the_notice() {
+    fn a_notice_has_the_status_that_a_worker_set() {
         let notices = Arc::new(Notices::default());
         let ended = |status| Notice::Ended { generation: 3, operation: Operation::Reset, status };
         Latch::new(notices.handle(), ended(Status::SUCCESS)).set_status(Status::INTERNAL);
@@ -430,7 +430,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_flood_of_errors_takes_the_room_of_an_error_log() {
+    fn error_notices_are_limited_to_the_size_of_the_error_log() {
         let inbox = Inbox::default();
         assert_eq!(inbox.take(), None);
         let ended = |generation| Notice::Ended {

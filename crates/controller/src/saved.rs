@@ -95,12 +95,12 @@ pub(crate) struct SavedShape {
     pub(crate) namespaces: Vec<SavedNamespace>,
     /// Common properties of all namespaces, which the host has read in Identify Controller.
     #[serde(default)]
-    pub(crate) told: Option<SavedPromises>,
+    pub(crate) told: Option<SavedGuarantees>,
 }
 
 /// Properties in Identify Controller on which the host relies, even if namespaces change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct SavedPromises {
+pub(crate) struct SavedGuarantees {
     pub(crate) highest_nsid: u32,
     pub(crate) volatile_cache: bool,
     pub(crate) zeroes: u64,

@@ -167,7 +167,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn there_is_a_quota_of_blocks() {
+    fn the_number_of_uncorrectable_blocks_is_limited() {
         let mut marks = Uncorrectable::default();
         marks.mark(1, 10, 10 + MOST_BLOCKS - 1).unwrap();
         assert_eq!(marks.mark(2, 0, 2).unwrap_err().code(), Status::COMMAND_SIZE_LIMIT_EXCEEDED);
@@ -187,7 +187,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn they_are_as_a_set_of_blocks(
+        fn uncorrectable_marks_equal_a_set_of_blocks(
             steps in proptest::collection::vec((any::<bool>(), 0..40u64, 1..12u64), 0..40),
         ) {
             let (mut marks, mut model) = (Uncorrectable::default(), BTreeSet::new());

@@ -351,7 +351,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn discarded_memory_goes_back_to_the_system() {
+    fn discarded_memory_is_returned_to_the_system() {
         let disk = MemDisk::new(64 * 8, 512).unwrap();
         disk.bytes().fill(0, 64 * PAGE, 1).unwrap();
         let resident = || {
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_is_no_page_multiple_ends_where_it_should() {
+    fn a_disk_that_ends_within_a_page_has_its_exact_size() {
         let disk = MemDisk::new(9, 512).unwrap();
         assert_eq!(disk.info().bytes(), 9 * 512);
         assert_eq!(disk.bytes().len(), 9 * 512);
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_any_length_come_back_from_small_and_large_disks() {
+    fn requests_of_any_length_work_on_small_and_large_disks() {
         let memory = Mapping::anonymous(1 << 20).unwrap().bytes();
         for bytes in [LARGE - 512, LARGE] {
             let disk = MemDisk::new(bytes as u64 / 512, 512).unwrap();
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn being_told_of_anything_does_nothing_that_can_be_seen() {
+    fn prefetch_hints_change_no_data() {
         let disk = MemDisk::new(9, 512).unwrap();
         let queue = disk.queue().unwrap();
         assert!(queue.wants_prefetch_hints());
@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn more_memory_than_there_are_addresses_is_refused() {
+    fn a_memory_disk_beyond_the_address_space_is_refused() {
         let error = MemDisk::new(1 << 54, 512).unwrap_err();
         assert!(error.to_string().contains("8EiB"), "{error}");
     }

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_leave_the_buffer_alone_unless_asked_for_zeroes() {
+    fn null_disk_reads_change_the_buffer_only_with_read_zeroes() {
         let bytes = Mapping::anonymous(4096).unwrap().bytes();
         bytes.fill(0, 4096, 7).unwrap();
         let mut data = Segments::from_bytes(&bytes);

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_end_where_regions_do() {
+    fn ranges_are_split_at_region_boundaries() {
         assert_eq!(parts(0, 4096), [(0, 0, 4096)]);
         assert_eq!(parts(5, REGION - 5), [(0, 5, REGION - 5)]);
         assert_eq!(parts(512, REGION), [(0, 512, REGION - 512), (REGION - 512, REGION, 512)]);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_many_waits_for_nobody_that_has_as_many() {
+    fn requests_over_many_regions_do_not_deadlock() {
         let regions = Regions::new();
         let all = (NUMBERS + 3) * REGION;
         std::thread::scope(|scope| {

@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_taken_as_they_are_and_uris_decoded() {
+    fn paths_are_used_literally_and_uris_are_decoded() {
         let plain = FileOptions::default();
         for (spec, path) in [
             ("disk.img", "disk.img"),

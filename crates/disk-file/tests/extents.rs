@@ -107,7 +107,7 @@ fn lasting_memory_reports_holes() {
 }
 
 #[test]
-fn a_null_disk_has_holes_if_it_reads_as_zeroes() {
+fn a_null_disk_with_read_zeroes_is_a_hole() {
     let disk = NullDisk::new(2048, 512);
     assert_eq!(extents(&disk, 512, MIB - 512), [(MIB - 512, true)]);
     assert_eq!(extents(&disk.with_read_zeroes(true), 0, MIB), [(MIB, false)]);

@@ -283,7 +283,7 @@ fn other_programs_see_written_data() {
 }
 
 #[test]
-fn an_image_that_shrinks_gives_errors_and_never_zeroes() {
+fn a_truncated_image_returns_errors_and_no_zeroes() {
     for options in ["", "?direct=off"] {
         let directory = directory();
         let path = image(directory.path(), MIB);
@@ -341,7 +341,7 @@ fn a_flush_notices_that_the_image_shrank() {
 }
 
 #[test]
-fn a_full_file_system_gives_no_space() {
+fn writes_on_a_full_file_system_fail_with_no_space() {
     let directory = directory();
     let mount = directory.path().to_str().unwrap();
     let options = ["-t", "tmpfs", "-o", "size=1m,huge=never", "tmpfs", mount];

@@ -163,7 +163,7 @@ fn the_server_of_a_file_system_is_killed() {
 /// The file system implements no fsync. Even after the death of its daemon, the kernel reports
 /// success for fsync. That must not count as a durable write, nor as a truncated image.
 #[test]
-fn a_dead_file_system_without_fsync_gives_errors() {
+fn a_dead_file_system_without_fsync_returns_errors() {
     let directory = directory();
     let behind = image(directory.path(), MIB);
     let host = Host::new(MIB);

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_read_as_zeroes_is_data() {
+    fn extents_that_do_not_read_as_zeroes_count_as_data() {
         let wire = |extents: &[(u32, u32)]| -> Vec<u8> {
             extents
                 .iter()

@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn it_does_not_grow_without_end() {
+    fn coverage_has_a_bounded_number_of_pieces() {
         let mut coverage = Coverage::default();
         let taken = (0..10_000).filter(|at| coverage.add(at * 2, 1)).count();
         assert_eq!((taken, coverage.0.len()), (MAX_PIECES, MAX_PIECES));

@@ -101,7 +101,9 @@ impl NbdDisk {
                 }
             })
         })?;
-        disk.info = kept.as_it_was(&disk.info).map_err(|why| refused(spec, why.to_owned()))?;
+        disk.info = kept
+            .with_previous_properties(&disk.info)
+            .map_err(|why| refused(spec, why.to_owned()))?;
         disk.connections().shared.unflushed.lock().has_lost = is_lost.get();
         Ok(disk)
     }

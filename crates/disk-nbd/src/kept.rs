@@ -61,7 +61,10 @@ impl KeptExport {
 
     /// Returns the disk properties that the guest has seen, or an error if the disk `now` cannot
     /// provide them.
-    pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
+    pub(crate) fn with_previous_properties(
+        &self,
+        now: &DiskInfo,
+    ) -> Result<DiskInfo, &'static str> {
         if now.read_only && !self.read_only {
             return Err("it is no longer writable");
         }

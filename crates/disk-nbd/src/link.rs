@@ -489,7 +489,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_have_the_meaning_that_they_have_there() {
+    fn nbd_errors_are_converted_to_disk_errors() {
         for (error, reads, beyond, expected) in [
             (28, false, false, DiskError::NoSpace),
             (28, true, false, DiskError::Io(28)),

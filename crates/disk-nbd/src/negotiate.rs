@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_without_go_is_asked_by_name() {
+    fn a_server_without_go_is_negotiated_by_export_name() {
         for no_zeroes in [0, handshake::NO_ZEROES] {
             let mut says = greeting(handshake::FIXED_NEWSTYLE | no_zeroes);
             put_answer(&mut says, option::STRUCTURED_REPLY, answer::ERR_UNSUP, &[]);
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_that_are_none_or_refuse_are_told_apart() {
+    fn other_protocols_and_refusals_have_different_errors() {
         let mut oldstyle = MAGIC.to_be_bytes().to_vec();
         oldstyle.extend(OLDSTYLE.to_be_bytes());
         oldstyle.extend([0; 200]);
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_the_protocol_is_refused() {
+    fn replies_that_violate_the_protocol_are_refused() {
         let broken = |parts: &[(u32, u32, Vec<u8>)]| {
             let mut says = greeting(3);
             put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);

@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn long_data_go_where_they_belong_and_not_through_the_input() {
+    fn long_data_bypass_the_input_buffer() {
         for structured in [false, true] {
             let mut table = Subrequests::default();
             let mut bytes = Vec::new();
@@ -484,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn extents_are_kept_as_far_as_there_is_room() {
+    fn extents_are_stored_up_to_a_limit() {
         for (count, piece) in [(1, 3), (3, 1000), (EXTENTS / 8 + 100, 999)] {
             let (mut table, cookie) = parts(command::BLOCK_STATUS, 512);
             let mut bytes = Head::extents(cookie, 1, count as u32).bytes().to_vec();
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_protocol_does_not_allow_is_seen() {
+    fn protocol_violations_are_detected() {
         let read = |structured, bytes: &dyn Fn(u64) -> Vec<u8>| {
             let (mut table, cookie) = parts(command::READ, 512);
             feed(&mut Receiver::new(structured, Some(1)), &mut table, &bytes(cookie), 1 << 20)

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_lets_go_of_what_was_answered_before_it_was_sent() {
+    fn a_flush_removes_writes_completed_before_its_submission() {
         let mut unflushed = Unflushed::new(1 << 20);
         unflushed.add(write(0, 0));
         unflushed.add(write(4096, 0));
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_durable_write_is_kept_only_if_something_older_could_undo_it() {
+    fn a_durable_write_is_recorded_only_after_unflushed_ones() {
         let mut unflushed = Unflushed::new(1 << 20);
         assert!(!unflushed.keeps(flag::FUA) && unflushed.keeps(0));
         unflushed.add(write(0, 0));
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_journal_wants_a_flush_and_is_bounded() {
+    fn a_full_journal_requests_a_flush_and_is_bounded() {
         let mut unflushed = Unflushed::new(16 << 10);
         unflushed.add(write(0, 0));
         assert!(!unflushed.wants_flush());
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_keeps_nothing_knows_that_something_was_there() {
+    fn a_journal_without_capacity_records_that_writes_exist() {
         let mut unflushed = Unflushed::new(0);
         assert!(unflushed.entries().is_some());
         for _ in 0..1000 {
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_overlap_where_they_share_a_byte() {
+    fn ranges_overlap_if_they_share_a_byte() {
         assert!(write(0, 0).overlaps(&write(4095, 0)));
         assert!(!write(0, 0).overlaps(&write(4096, 0)));
         assert!(!write(8192, 0).overlaps(&write(4096, 0)));

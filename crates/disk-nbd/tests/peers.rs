@@ -136,7 +136,7 @@ fn nbdkit_with_errors() {
 
 /// The server dies during one of several requests. It has answered others before.
 #[test]
-fn nbdkit_that_dies_repeatedly() {
+fn requests_survive_repeated_crashes_of_nbdkit() {
     let script = r#"
         case "$1" in
             get_size) echo 1048576 ;;

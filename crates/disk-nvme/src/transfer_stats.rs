@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn queues_that_are_gone_still_count() {
+    fn dropped_queues_remain_in_the_totals() {
         let totals = DiskTransferStats::default();
         let transfers = |in_place, copied| TransferStats { in_place, copied };
         let one = totals.join();

@@ -317,7 +317,7 @@ fn the_guest_gets_the_ssds_status() {
 }
 
 #[test]
-fn a_shrunken_namespace_gives_lba_out_of_range() {
+fn a_shrunken_namespace_returns_lba_out_of_range() {
     let null = |blocks| Arc::new(NullDisk::new(blocks, 512));
     let ssd = Arc::new(InProcess::over(null(100)).unwrap());
     let disk = NvmeDisk::open(Arc::clone(&ssd) as Arc<dyn Transport>, 1, "an SSD", &options(true))

@@ -97,7 +97,7 @@ impl Qcow2Disk {
     /// `writes`, clusters that are allocated, not shared, not compressed, and contiguous in the
     /// file. An earlier request must have accessed them or their neighbours.
     #[must_use]
-    pub fn goes_straight(&self, offset: u64, len: u64, writes: bool) -> bool {
+    pub fn uses_fast_path(&self, offset: u64, len: u64, writes: bool) -> bool {
         let Some(map) = &self.pool.image().map else { return false };
         let entered = map.enter(offset, len, writes);
         if let Some((_, entered)) = entered {

@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_served_is_named() {
+    fn unsupported_headers_are_refused_with_the_reason() {
         let with = |at: usize, value: u64| {
             let mut start = image();
             if (72..80).contains(&at) || matches!(at, 8 | 24 | 40 | 48) {
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_an_image_says_is_an_answer() {
+    fn random_headers_cause_no_panic() {
         let mut state = 1_u64;
         let mut next = || {
             state ^= state << 13;

@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_is_entered_if_it_is_in_one_piece() {
+    fn only_contiguous_ranges_are_entered() {
         let map = map(1000);
         let fill = map.fill().unwrap();
         assert!(fill.unknown(0, CLUSTER).into_iter().flatten().eq(0..PART));
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn who_closes_waits_for_those_at_work() {
+    fn closing_waits_for_requests_in_flight() {
         let map = map(10);
         fill(&map, 0..10, 0);
         let (_, entered) = map.enter(0, 3 * CLUSTER, true).unwrap();
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_takes_the_place_of_one_that_nobody_is_in() {
+    fn a_map_part_replaces_an_unused_one() {
         let map = map(2 * MAX_PARTS * PART);
         let far = MAX_PARTS * PART;
         fill(&map, 0..1, 0);
@@ -399,7 +399,7 @@ mod tests {
     /// Each cluster alternates between two locations. A counter per location shows the requests in
     /// flight there. After a close, the counter of the old location must be zero.
     #[test]
-    fn nobody_is_at_work_where_a_cluster_was() {
+    fn no_request_is_in_flight_at_a_closed_location() {
         const CLUSTERS: u64 = 8;
         let map = map(CLUSTERS);
         let lock = parking_lot::RwLock::new([0_u64; CLUSTERS as usize]);

@@ -103,7 +103,7 @@ mod tests {
     /// After a write has allocated a cluster, a second write to it has to wait for the tables too.
     /// So the second write takes the slow path until the tables are written.
     #[test]
-    fn a_cluster_is_written_straight_when_its_table_is_in_the_file() {
+    fn a_cluster_takes_the_fast_path_after_its_table_is_written() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
         let path = directory.path().join("disk.qcow2");
         crate::create(&path, 64 << 20).unwrap();

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_image_names_all_over_takes_no_more_memory() {
+    fn the_overlap_check_uses_bounded_memory() {
         let mut check = OverlapCheck::default();
         for nth in 0..=MAX_CHUNKS as u64 {
             assert!(check.are_sound());

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_beyond_the_end_is_zeroes() {
+    fn reads_beyond_the_end_return_zeroes() {
         // The file ends within an alignment unit, where a direct read cannot continue.
         let content: Vec<u8> = (0..1000_u32).map(|n| n as u8 | 1).collect();
         each(&content, |storage, _| {
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_takes_no_room_and_leaves_the_length() {
+    fn a_hole_frees_space_and_keeps_the_length() {
         each(&vec![1; 1 << 20], |storage, file| {
             let before = file.metadata().unwrap();
             storage.punch(0, 512 << 10).unwrap();
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_have_no_holes_says_so() {
+    fn files_without_holes_return_unsupported() {
         let device = |path: &str| File::options().read(true).write(true).open(path).unwrap();
         let storage = FileStorage::new(device("/dev/null"), None).unwrap();
         storage.write((&buffer(&[0; 4096])).into(), 0).unwrap();
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_system_says_is_the_error() {
+    fn storage_errors_are_those_of_the_system() {
         let full = File::options().read(true).write(true).open("/dev/full").unwrap();
         let storage = FileStorage::new(full, None).unwrap();
         let error = storage.write((&buffer(&[0; 512])).into(), 0).unwrap_err();

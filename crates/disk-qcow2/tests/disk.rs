@@ -119,7 +119,7 @@ fn invalid_images_are_refused_with_the_reason() {
 }
 
 #[test]
-fn a_cancelled_read_leaves_the_memory_alone_and_a_write_ends() {
+fn a_cancelled_read_writes_no_memory_and_writes_complete() {
     let directory = directory();
     let path = image(directory.path(), 64 * MIB);
     let disk = open(&path, "");
@@ -208,7 +208,7 @@ fn requests_wait_for_buffers() {
 }
 
 #[test]
-fn a_truncated_file_gives_errors_and_not_zeroes() {
+fn a_truncated_file_returns_errors_and_no_zeroes() {
     let directory = directory();
     let path = image(directory.path(), 4 * MIB);
     let disk = open(&path, "");
@@ -261,7 +261,7 @@ fn unallocated_clusters_are_holes() {
 
 /// On a full file system, writes fail with `NoSpace`. When there is space again, they succeed.
 #[test]
-fn full_storage_gives_no_space_and_recovers() {
+fn writes_on_full_storage_fail_until_there_is_space() {
     let directory = directory();
     let point = directory.path().join("small");
     std::fs::create_dir(&point).unwrap();

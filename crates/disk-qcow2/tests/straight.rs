@@ -27,7 +27,7 @@ fn image(directory: &Path, size: u64) -> PathBuf {
 /// if writes do.
 fn straight(disk: &Qcow2Disk, cluster: u64) -> (bool, bool) {
     let at = cluster * CLUSTER;
-    (disk.goes_straight(at, 4096, false), disk.goes_straight(at, 4096, true))
+    (disk.uses_fast_path(at, 4096, false), disk.uses_fast_path(at, 4096, true))
 }
 
 #[test]
@@ -40,8 +40,8 @@ fn allocated_clusters_take_the_fast_path() {
     assert_eq!(straight(&disk, 0), (false, false), "there is no cluster");
     write(&mut *queue, 0, &vec![1; 4 * CLUSTER as usize]).unwrap();
     assert_eq!((straight(&disk, 0), straight(&disk, 3)), ((true, true), (true, true)));
-    assert!(disk.goes_straight(512, 4 * CLUSTER - 512, true), "in one piece");
-    assert!(!disk.goes_straight(3 * CLUSTER, CLUSTER + 512, false));
+    assert!(disk.uses_fast_path(512, 4 * CLUSTER - 512, true), "in one piece");
+    assert!(!disk.uses_fast_path(3 * CLUSTER, CLUSTER + 512, false));
     write(&mut *queue, 4096, &[2; 4096]).unwrap();
     assert_eq!(read(&mut *queue, 4096, 4096).unwrap(), [2; 4096]);
     let zeroes = Op::WriteZeroes { deallocate: false, fua: false };
@@ -198,13 +198,13 @@ fn a_recoverable_image_is_overwritten_after_its_tables_are_saved() {
     for n in 0..20_u8 {
         let at = u64::from(n) * CLUSTER;
         write(&mut *queue, at, &[n + 1; 4096]).unwrap();
-        let goes_straight = disk.goes_straight(at, 4096, true);
+        let uses_fast_path = disk.uses_fast_path(at, 4096, true);
         write(&mut *queue, at + 4096, &[n + 1; 4096]).unwrap();
         let copy = path.with_extension("copy");
         std::fs::copy(&path, &copy).unwrap();
         let there = read(&mut *open(&copy, "").queue().unwrap(), at, 8192).unwrap();
-        assert_eq!(there, [n + 1; 8192], "{n}, straight: {goes_straight}");
-        assert!(disk.goes_straight(at, 8192, true), "{n}");
+        assert_eq!(there, [n + 1; 8192], "{n}, straight: {uses_fast_path}");
+        assert!(disk.uses_fast_path(at, 8192, true), "{n}");
     }
 }
 
@@ -275,7 +275,7 @@ fn an_image_with_tables_as_data_is_not_written() {
         // A read-only disk may be opened, because it writes nothing.
         let disk = open(path, "?read-only=on");
         let _ = read(&mut *disk.queue().unwrap(), 0, 65536);
-        assert!(!disk.goes_straight(0, 512, true));
+        assert!(!disk.uses_fast_path(0, 512, true));
     }
 }
 
@@ -360,7 +360,7 @@ fn a_truncated_file_is_detected_on_the_fast_path() {
         flush(&mut *queue).unwrap();
         std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
         let at = 512 << 10;
-        assert!(disk.goes_straight(at, 4096, writes));
+        assert!(disk.uses_fast_path(at, 4096, writes));
         let outcome = match writes {
             true => write(&mut *queue, at, &[2; 4096]),
             false => read(&mut *queue, at, 4096).map(drop),

@@ -57,7 +57,8 @@ impl RbdDisk {
         let named = spec.clone();
         let mut disk = reach(spec, wait, move || Self::open_without(&named, &out, false))?;
         let now = disk.0.info.blocks;
-        disk.0.info = kept.as_it_was(&disk.0.info).map_err(|why| refused(spec, why))?;
+        disk.0.info =
+            kept.with_previous_properties(&disk.0.info).map_err(|why| refused(spec, why))?;
         if disk.0.info.blocks != now
             && let Some(image) = &disk.0.opened.image
         {

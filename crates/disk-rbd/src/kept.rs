@@ -53,7 +53,10 @@ impl KeptImage {
 
     /// Returns the disk properties that the guest has seen, or an error if the disk `now` cannot
     /// provide them.
-    pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
+    pub(crate) fn with_previous_properties(
+        &self,
+        now: &DiskInfo,
+    ) -> Result<DiskInfo, &'static str> {
         if now.read_only != self.read_only {
             return Err("it has become read-only, or writable");
         }
@@ -136,17 +139,20 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_became_smaller_is_not_gone_on_with() {
+    fn a_shrunken_or_read_only_image_is_not_recovered() {
         let mut info = DiskInfo::new(512, 100);
         info.granularity = 8;
         let kept = KeptImage::new(&info, Vec::new());
         info.blocks = 200;
         info.granularity = 16;
-        let as_it_was = kept.as_it_was(&info).unwrap();
-        assert_eq!((as_it_was.blocks, as_it_was.granularity), (100, 8));
+        let with_previous_properties = kept.with_previous_properties(&info).unwrap();
+        assert_eq!(
+            (with_previous_properties.blocks, with_previous_properties.granularity),
+            (100, 8)
+        );
         info.blocks = 99;
-        assert!(kept.as_it_was(&info).is_err());
+        assert!(kept.with_previous_properties(&info).is_err());
         (info.blocks, info.read_only) = (100, true);
-        assert!(kept.as_it_was(&info).is_err());
+        assert!(kept.with_previous_properties(&info).is_err());
     }
 }

@@ -314,7 +314,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_have_the_meaning_that_they_have_there() {
+    fn rbd_errors_are_converted_to_disk_errors() {
         for (value, reads, expected) in [
             (-28, false, DiskError::NoSpace),
             (-122, false, DiskError::NoSpace),

@@ -55,7 +55,7 @@ fn spec(conf: &str, image: &str) -> RbdSpec {
 }
 
 #[test]
-fn a_full_cluster_gives_no_space_or_waits() {
+fn a_full_cluster_fails_or_delays_writes() {
     let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
         skipped("`SHADOWBELL_CEPH_CONF` names no cluster");
         return;

@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn read_only_disks_take_no_writes() {
+    fn read_only_disks_refuse_writes() {
         let data = Segments::from_bytes(&Mapping::anonymous(4096).unwrap().bytes());
         let zeroes = Op::WriteZeroes { deallocate: true, fua: true };
         for op in [Op::Write { fua: true }, zeroes, Op::Discard] {

@@ -141,7 +141,7 @@ mod tests {
 
     /// Two lists alternate, the queue's and the owner's. Both keep their capacity.
     #[test]
-    fn batches_of_one_size_allocate_nothing() {
+    fn batches_of_constant_size_do_not_allocate() {
         let queue = CompletionQueue::new().unwrap();
         let mut taken = Vec::new();
         let mut blocks = Vec::new();
@@ -183,7 +183,7 @@ mod tests {
     /// takes the completion. The late signal must end with the next `take`; otherwise the owner
     /// would wake for ever.
     #[test]
-    fn a_signal_after_its_completion_was_taken_is_ended_by_the_next_take() {
+    fn a_late_signal_is_cleared_by_the_next_take() {
         let queue = CompletionQueue::new().unwrap();
         queue.completions.lock().push(1);
         queue.is_signalled.store(true, Ordering::Release);

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn images_are_recognised_by_how_they_begin() {
+    fn image_formats_are_detected_by_their_first_bytes() {
         let mut vdi = [0; ImageFormat::LOOKS_AT];
         vdi[0x40..0x44].copy_from_slice(&0xbeda_107f_u32.to_le_bytes());
         for (start, format) in [

@@ -168,7 +168,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn they_are_what_queues_would_be(steps in prop::collection::vec(step(), 0..200)) {
+        fn index_lists_equal_a_model_of_deques(steps in prop::collection::vec(step(), 0..200)) {
             let mut lists = Lists::default();
             let mut model: [VecDeque<u32>; 4] = Default::default();
             let forget = |model: &mut [VecDeque<u32>; 4], number| {

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_is_found_by_its_tag_as_long_as_it_is_there() {
+    fn a_request_is_found_by_its_tag_until_it_is_removed() {
         let mut tasks = Tasks::default();
         let far = INDEXED_TAGS as u32 + 7;
         let keys = [3, 0, far].map(|tag| tasks.insert(tag, tag));

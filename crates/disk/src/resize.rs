@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_is_told_of_what_was_before_and_of_what_comes() {
+    fn a_waiter_gets_earlier_and_later_size_changes() {
         tell_new_size();
         let mut news = SizeNews::default();
         news.wait();

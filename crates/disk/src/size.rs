@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_what_people_mean() {
+    fn sizes_are_parsed_with_units() {
         for (text, bytes) in [
             ("4096", 4096),
             ("1K", 1024),

@@ -102,7 +102,7 @@ proptest! {
     }
 
     #[test]
-    fn forward_and_back_are_inverse((size, [from, to]) in ring_and_positions()) {
+    fn ring_forward_and_back_are_inverse((size, [from, to]) in ring_and_positions()) {
         let distance = size.distance(from, to);
         prop_assert!(distance < size.entries());
         prop_assert_eq!(size.forward(from, distance), to);

@@ -45,7 +45,7 @@ impl PollWindow {
         if self.passes % PASSES != 1 {
             return true;
         }
-        self.look_at_clock()
+        self.check_deadlines()
     }
 
     /// As [`looks_again`](Self::looks_again), for a pass that makes a system call. The clock is
@@ -56,11 +56,11 @@ impl PollWindow {
             return false;
         }
         self.passes += 1;
-        self.look_at_clock()
+        self.check_deadlines()
     }
 
     #[cold]
-    fn look_at_clock(&mut self) -> bool {
+    fn check_deadlines(&mut self) -> bool {
         let now = Instant::now();
         if self.passes == 1 {
             self.since = now;
@@ -91,7 +91,7 @@ mod tests {
     const MOST: Duration = Duration::from_micros(50);
 
     #[test]
-    fn the_window_follows_how_soon_work_comes() {
+    fn the_polling_window_adapts_to_the_interval_of_work() {
         let mut window = PollWindow::new(MOST);
         assert!(window.looks_again());
         for _ in 0..5 {
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn it_ends_unless_there_is_something_to_do() {
+    fn the_polling_window_ends_without_work() {
         let mut window = PollWindow::new(MOST);
         let began = Instant::now();
         while window.looks_again() {

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_made_when_they_are_needed() {
+    fn slots_are_created_on_demand() {
         let mut tasks = Tasks::<Cell>::new(3, EventFd::new().unwrap());
         assert_eq!((tasks.slots.len(), tasks.reserved()), (0, 0));
         let first = tasks.reserve().unwrap();

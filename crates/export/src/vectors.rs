@@ -74,7 +74,7 @@ mod tests {
     use shadowbell_memory::Mapping;
 
     #[test]
-    fn nothing_outside_of_the_memory_is_named() {
+    fn slices_are_limited_to_the_memory() {
         let memory = Mapping::anonymous(4096).unwrap().bytes();
         for (from, to, len) in
             [(0, usize::MAX, 4096), (4096, 4097, 0), (usize::MAX, usize::MAX, 0), (9, 3, 0)]

@@ -27,7 +27,7 @@ fn until_hung_up(socket: &UnixStream) {
 }
 
 #[test]
-fn a_client_that_hears_nothing_more_is_no_signal() {
+fn a_disconnected_client_raises_no_sigpipe() {
     let signalled = Arc::new(AtomicBool::new(false));
     signal_hook::flag::register(SIGPIPE, Arc::clone(&signalled)).unwrap();
     let backing = Arc::new(TestDisk::new(4096, 512));

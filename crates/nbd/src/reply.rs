@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn replies_read_as_they_were_written() {
+    fn replies_are_decoded_as_encoded() {
         let simple = Head::simple(7, Err(NbdError::Io));
         assert_eq!(decode(&simple), (Incoming::Simple { cookie: 7, error: 5 }, 16));
         let chunk =
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_text_is_cut_where_a_character_ends() {
+    fn a_long_text_is_truncated_at_a_character_boundary() {
         let head = Head::error(9, NbdError::Io, &"ü".repeat(100));
         let Ok(Some((Incoming::Chunk(chunk), at))) = Incoming::decode(head.bytes()) else {
             panic!("no chunk");

@@ -331,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_reads_as_it_was_written() {
+    fn a_request_is_decoded_as_encoded() {
         let request = Request {
             flags: flag::FUA,
             command: command::WRITE,

@@ -14,7 +14,7 @@ pub const FAILED: u8 = 1;
 /// parser of the command line exits with the same status.
 pub const BAD_INPUT: u8 = 2;
 /// `ctl`: no such server, controller or namespace.
-pub const NOT_THERE: u8 = 3;
+pub const NOT_FOUND: u8 = 3;
 /// `ctl`: not possible in the current state of the server.
 pub const CONFLICT: u8 = 4;
 
@@ -50,9 +50,9 @@ pub fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(WithStatus(BAD_INPUT, error.into()))
 }
 
-/// Marks an error with the exit status [`NOT_THERE`].
-pub fn not_there(error: impl Into<anyhow::Error>) -> anyhow::Error {
-    anyhow::Error::new(WithStatus(NOT_THERE, error.into()))
+/// Marks an error with the exit status [`NOT_FOUND`].
+pub fn not_found(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    anyhow::Error::new(WithStatus(NOT_FOUND, error.into()))
 }
 
 /// Marks an error with the exit status [`CONFLICT`].

@@ -46,7 +46,7 @@ impl Changes {
         };
         let count = membership.ana.count();
         if !(1..=count).contains(&group) {
-            return Err(exit::not_there(anyhow!(
+            return Err(exit::not_found(anyhow!(
                 "the subsystem {} has ANA groups 1 to {count}, not {group}",
                 membership.name
             )));

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_differs_is_said() {
+    fn differences_from_the_checkpoint_are_described() {
         let served = |socket: &str, disk: &str| Served {
             socket: socket.into(),
             disks: vec![disk.into()],

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_do_not_mix_what_they_put_there() {
+    fn concurrent_checkpoint_changes_are_not_mixed() {
         shadowbell_process::descriptor_limit::raise();
         let (store, supervisor) = store(LIMIT);
         let (read, _write) = io::pipe().unwrap();
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_supervisor_did_not_take_is_of_no_use_and_nobody_waits_for_it() {
+    fn an_unread_checkpoint_is_invalid_and_delays_no_thread() {
         // Short limit: its expiry is tested.
         let (store, supervisor) = store(Duration::from_millis(20));
         let (fence, _write) = io::pipe().unwrap();

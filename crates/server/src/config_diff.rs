@@ -134,7 +134,7 @@ fn steps(
     after: &SocketConfig,
     takes_writes: impl Fn(u32) -> bool,
 ) -> Option<Vec<Step>> {
-    let is_same = before.known_socket() == after.known_socket()
+    let is_same = before.canonical_socket() == after.canonical_socket()
         && before.worker == after.worker
         && before.controller.is_same_but_disks(&with_ana_of(before, after));
     let ana = states(before, after);
@@ -268,7 +268,7 @@ fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 11] {
     });
     let size = |bytes| ByteSize(bytes).display().iec().to_string();
     [
-        ("socket", Some(of.known_socket())),
+        ("socket", Some(of.canonical_socket())),
         ("serial", config.serial.clone()),
         ("model", config.model.clone()),
         ("doorbells", doorbells),
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_can_be_told_of_does_not_take_its_controller() {
+    fn changes_that_a_guest_can_follow_keep_the_controller() {
         let before = "disks = [\"/a.img\", \"/b.img?direct=on&iops=5\"]";
         assert_eq!(between(before, before), Some(vec![]));
         // The same configuration, written differently.
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_of_an_ana_group_is_told_and_other_groups_are_another_controller() {
+    fn an_ana_state_can_change_but_ana_groups_need_a_new_controller() {
         let of = |groups: &str, ana: &str| {
             let text = format!(
                 "[[subsystem]]\nname = \"pair\"\nstate = \"/s\"\n{groups}\n[[controller]]\n\
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_can_not_be_told_of_takes_it() {
+    fn other_changes_replace_the_controller() {
         let before = "disks = [\"/a.img\"]";
         for after in [
             "disks = [\"/b.img\"]",
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn differences_are_named_as_the_file_names_them() {
+    fn differences_have_the_names_of_the_configuration_file() {
         let before = controller("disks = [\"/a.img\", \"/b.img\"]\nqueues = 4");
         let after =
             controller("disks = [\"/a.img?iops=5\"]\nserial = \"X\"\nmax-transfer = \"2MiB\"");

@@ -45,7 +45,7 @@ impl ListedDisk {
 }
 
 fn missing(id: &str) -> anyhow::Error {
-    exit::not_there(anyhow!("there is no disk `{id}`; `shadowbell ctl disk ls` lists them"))
+    exit::not_found(anyhow!("there is no disk `{id}`; `shadowbell ctl disk ls` lists them"))
 }
 
 impl Changes {

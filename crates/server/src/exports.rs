@@ -105,7 +105,7 @@ impl Changes {
         let before = all.len();
         all.retain(|export| export.id != id);
         if all.len() == before {
-            return Err(exit::not_there(anyhow!(
+            return Err(exit::not_found(anyhow!(
                 "there is no export `{id}`; `shadowbell ctl export ls` lists them"
             )));
         }

@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_for_spdk_and_the_socket_in_it_for_all_others() {
+    fn spdk_gets_the_directory_and_other_clients_the_socket() {
         let endpoint = |name: &str, mapped| Endpoint {
             socket: Path::new(name).join("cntrl"),
             spdk: Some((name.into(), mapped)),

@@ -494,7 +494,7 @@ fn check_alone(served: &ServedController) -> anyhow::Result<()> {
 }
 
 fn missing(served: &ServedController, nsid: u32) -> anyhow::Error {
-    exit::not_there(anyhow!(
+    exit::not_found(anyhow!(
         "{} has no namespace {nsid}; `shadowbell ctl namespaces` lists them",
         served.name
     ))
@@ -513,7 +513,7 @@ fn refused(error: ResizeError) -> anyhow::Error {
 fn impossible(error: NamespaceError) -> anyhow::Error {
     match error {
         NamespaceError::Config(_) | NamespaceError::NoRoom => exit::bad_input(error),
-        NamespaceError::Missing(_) => exit::not_there(error),
+        NamespaceError::Missing(_) => exit::not_found(error),
         NamespaceError::Open(_) => error.into(),
         _ => exit::conflict(error),
     }

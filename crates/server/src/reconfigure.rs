@@ -161,7 +161,7 @@ impl Changes {
     pub(super) fn find(&self, id: &str) -> anyhow::Result<Arc<ServedController>> {
         self.registry.check_waiting(Some(id))?;
         self.registry.find_by_any(id).ok_or_else(|| {
-            exit::not_there(anyhow!(
+            exit::not_found(anyhow!(
                 "there is no controller `{id}`; `shadowbell ctl controllers` lists them"
             ))
         })

@@ -41,7 +41,7 @@ impl ServedController {
             index,
             name: asked.socket.display().to_string(),
             id: asked.id(),
-            socket: asked.known_socket(),
+            socket: asked.canonical_socket(),
             asked: RwLock::new(Arc::new(asked)),
             port: OnceLock::new(),
             controller,
@@ -165,7 +165,7 @@ impl Registry {
     pub(super) fn check_waiting(&self, id: Option<&str>) -> anyhow::Result<()> {
         let waiting = self.waiting.read();
         let is_it = |one: &&WaitingController| {
-            id.is_none_or(|id| one.asked.id() == id || one.asked.known_socket() == id)
+            id.is_none_or(|id| one.asked.id() == id || one.asked.canonical_socket() == id)
         };
         match waiting.iter().find(is_it) {
             None => Ok(()),

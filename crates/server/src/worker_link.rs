@@ -4,7 +4,7 @@ use super::checkpoint_store::CheckpointStore;
 use super::path_broker;
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use shadowbell_config::server_config::known_path;
+use shadowbell_config::server_config::canonical_path;
 use shadowbell_controller::Death;
 use shadowbell_process::exit::bad_input;
 use shadowbell_supervisor::checkpoint::Checkpoint;
@@ -122,7 +122,7 @@ impl WorkerLink {
     /// Reports the sockets, and that they are served. `what`: a short status.
     pub(super) fn serves<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
         for socket in sockets {
-            let known = known_path(socket);
+            let known = canonical_path(socket);
             let _ = protocol::send(&self.0, to_supervisor::SOCKET, known, None);
         }
         self.say(to_supervisor::SERVING, what);

@@ -21,7 +21,7 @@ use shadowbell_control_api::api::{
 use shadowbell_control_api::client::{Client, part};
 use shadowbell_control_api::discovery;
 use shadowbell_process::atomic_file::replace;
-use shadowbell_process::exit::{bad_input, not_there};
+use shadowbell_process::exit::{bad_input, not_found};
 use shadowbell_process::logging::COMMON;
 use shadowbell_process::output::{Output, show};
 use shadowbell_process::table::Table;
@@ -328,7 +328,9 @@ fn controller_path(id: &str) -> String {
     let socket = Path::new(id);
     let is_socket = std::fs::metadata(socket).is_ok_and(|about| about.file_type().is_socket());
     let id = match is_socket {
-        true => shadowbell_config::server_config::known_path(socket).to_string_lossy().into_owned(),
+        true => {
+            shadowbell_config::server_config::canonical_path(socket).to_string_lossy().into_owned()
+        }
         false => id.to_owned(),
     };
     format!("/v1/controllers/{}", part(&id))
@@ -531,7 +533,7 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
         Some(name) => {
             let all: Vec<LimitGroup> = client.get("/v1/limit-groups")?;
             let found = all.into_iter().find(|group| group.name == *name);
-            vec![found.ok_or_else(|| not_there(anyhow!("there is no limit group `{name}`")))?]
+            vec![found.ok_or_else(|| not_found(anyhow!("there is no limit group `{name}`")))?]
         }
         None if is_change => {
             return Err(bad_input(anyhow!(

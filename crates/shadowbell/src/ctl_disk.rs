@@ -6,7 +6,7 @@ use clap::Subcommand;
 use hyper::Method;
 use shadowbell_config::disk_spec;
 use shadowbell_config::parse;
-use shadowbell_config::server_config::known_path;
+use shadowbell_config::server_config::canonical_path;
 use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, LimitSpec, Size};
 use shadowbell_control_api::client::{Client, part};
 use shadowbell_process::output::show;
@@ -74,7 +74,7 @@ pub(crate) fn disk_path(id: &str) -> String {
 pub(crate) fn canonical_id(id: &str) -> String {
     let known = id.rsplit_once('/').and_then(|(socket, nsid)| {
         let about = std::fs::metadata(socket).ok()?;
-        let socket = about.file_type().is_socket().then(|| known_path(Path::new(socket)))?;
+        let socket = about.file_type().is_socket().then(|| canonical_path(Path::new(socket)))?;
         Some(format!("{}/{nsid}", socket.display()))
     });
     known.unwrap_or_else(|| id.to_owned())

@@ -177,7 +177,7 @@ impl Source {
                     })
                     .collect();
                 if snapshots.is_empty() {
-                    return Err(exit::not_there(anyhow!(
+                    return Err(exit::not_found(anyhow!(
                         "no running server has its control socket in {}",
                         directory.display()
                     )));

@@ -506,7 +506,7 @@ mod tests {
     use zerocopy::FromBytes;
 
     #[test]
-    fn fields_are_where_the_specification_puts_them() {
+    fn fields_have_the_positions_of_the_specification() {
         let sqe = Sqe { cdw10: 0x00ff_0003, cdw11: 0x0005_0003, ..Sqe::default() };
         let cq = CreateIoCq { qid: 3, qsize0: 0xff, pc: true, ien: true, iv: 5 };
         assert_eq!(CreateIoCq::decode(&sqe), cq);
@@ -583,7 +583,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_entry_decodes_and_comes_back(bytes: [[u8; 16]; 4]) {
+        fn any_entry_is_decoded_and_encoded_again(bytes: [[u8; 16]; 4]) {
             let Ok(sqe) = Sqe::read_from_bytes(bytes.as_flattened()) else { unreachable!() };
             inverts!(
                 sqe,

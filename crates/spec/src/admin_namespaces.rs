@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_where_the_specification_has_them() {
+    fn fields_have_the_positions_of_the_specification() {
         let sqe = Sqe { cdw10: 0xffff_fff1, cdw11: 0x0200_0000, ..Sqe::default() };
         let create = NamespaceManagement { sel: NamespaceManagement::DELETE, csi: 2 };
         assert_eq!(NamespaceManagement::decode(&sqe), create);

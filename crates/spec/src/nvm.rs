@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_are_where_the_specification_puts_them() {
+    fn fields_have_the_positions_of_the_specification() {
         let empty = Sqe::default();
         let rw = RwFields::default();
         assert_eq!(RwFields { slba: 0x1_0000_0002, ..rw }.encode(empty).cdw10, 2);
@@ -361,7 +361,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_entry_decodes_and_comes_back(bytes: [[u8; 16]; 4]) {
+        fn any_entry_is_decoded_and_encoded_again(bytes: [[u8; 16]; 4]) {
             let Ok(sqe) = Sqe::read_from_bytes(bytes.as_flattened()) else { unreachable!() };
             let rw = RwFields::decode(&sqe);
             prop_assert_eq!(RwFields::decode(&rw.encode(Sqe::default())), rw);

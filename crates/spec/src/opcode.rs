@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_byte_converts_back_or_fails() {
+    fn any_opcode_byte_is_converted_or_refused() {
         let mut admin = 0;
         let mut nvm = 0;
         for byte in 0..=255u8 {

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_said() {
+    fn only_valid_protection_fields_are_accepted() {
         let fields = |prinfo, ref_tag| ProtectionFields { prinfo, ref_tag, ..Default::default() };
         let (crc16, crc64) = (GuardKind::Crc16, GuardKind::Crc64);
         let invalid = Err(Status::INVALID_PROTECTION_INFORMATION.with_dnr());
@@ -227,7 +227,7 @@ mod tests {
         }
 
         #[test]
-        fn they_come_back(guard: u64, app_tag: u16, ref_tag: u64) {
+        fn protection_information_is_decoded_as_encoded(guard: u64, app_tag: u16, ref_tag: u64) {
             for (kind, mask) in [(GuardKind::Crc16, 0xffff), (GuardKind::Crc64, u64::MAX)] {
                 let guard = guard & mask;
                 let info = ProtectionInfo { guard, app_tag, ref_tag: ref_tag & kind.ref_mask() };

@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn no_doorbell_there() {
+    fn offsets_outside_of_the_doorbells_are_refused() {
         assert_eq!(decode_doorbell(0xffc, 0), None);
         assert_eq!(decode_doorbell(0x1002, 0), None);
         assert_eq!(decode_doorbell(0x1004, 1), None);

@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_are_where_the_specification_puts_them() {
+    fn fields_have_the_positions_of_the_specification() {
         let send = ZoneManagementSend { slba: 0x1_0000_0002, zsa: 4, all: true, zsaso: true };
         let sqe = send.encode(7, 9);
         assert_eq!((sqe.opcode, sqe.nsid, sqe.cid), (0x79, 7, 9));
@@ -362,7 +362,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_command_comes_back(slba: u64, zsa: u8, all: bool, zsaso: bool, nd0: u32) {
+        fn any_zoned_command_is_decoded_as_encoded(slba: u64, zsa: u8, all: bool, zsaso: bool, nd0: u32) {
             let send = ZoneManagementSend { slba, zsa, all, zsaso };
             prop_assert_eq!(ZoneManagementSend::decode(&send.encode(1, 2)), send);
             let receive =

@@ -162,7 +162,7 @@ mod tests {
     ];
 
     #[test]
-    fn what_is_torn_does_not_count_whichever_byte_it_is() {
+    fn a_torn_record_is_ignored() {
         for layout in LAYOUTS {
             let file = tempfile::tempfile().unwrap();
             let read = || {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_that_makes_no_sense_does_not_count_and_one_too_long_is_refused() {
+    fn an_invalid_body_is_ignored_and_a_long_one_is_refused() {
         let [_, layout] = LAYOUTS;
         let file = tempfile::tempfile().unwrap();
         layout.write(&file, 0, 1, b"good").unwrap();

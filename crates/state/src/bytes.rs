@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_come_back() {
+    fn bytes_are_deserialized_as_serialized() {
         for len in 0..70_u8 {
             let bytes = Bytes((0..len).map(|n| n.wrapping_mul(37)).collect());
             let text = serde_json::to_string(&bytes).unwrap();

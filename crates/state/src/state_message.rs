@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn sections_and_more_descriptors_than_one_message_takes_arrive() {
+    fn sections_and_many_descriptors_are_transferred() {
         let mut parcel = Parcel::new();
         let mut refs = Vec::new();
         for n in 0..700_u32 {
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_passed_over_or_refused() {
+    fn unknown_sections_are_ignored_or_refused() {
         let mut parcel = Parcel::new();
         parcel.add("extra", false, &1).unwrap();
         travel(parcel).unwrap().finish().unwrap();
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_state_is_refused() {
+    fn invalid_state_messages_are_refused() {
         let refuse = |bytes: &[u8]| {
             let (mut ours, theirs) = UnixStream::pair().unwrap();
             ours.write_all(bytes).unwrap();

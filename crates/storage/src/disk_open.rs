@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_written_is_not_so_silently() {
+    fn a_write_protected_disk_has_a_remark() {
         for spec in ["a", "a?read-only=on", "a?direct=on&read-only=off"] {
             assert_eq!(write_protection(spec, false).unwrap(), None);
         }

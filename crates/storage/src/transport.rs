@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_does_not_answer_is_missed_in_a_sentence() {
+    fn a_missing_server_is_reported_with_the_remedy() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         std::fs::write(path("file"), "").unwrap();

@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transaction_takes_effect_with_its_last_packet_or_not_at_all() {
+    fn transactions_are_atomic() {
         let mut items = Checkpoint::default();
         let fds = pipes(MOST_FDS + 1);
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_transaction_is_refused() {
+    fn invalid_transactions_are_refused() {
         let mut items = Checkpoint::default();
         let fds = || pipes(1);
         for (bytes, fds, why) in [

@@ -3,7 +3,7 @@
 use crate::protocol::{self, Packet, answer, question};
 use anyhow::{Context, anyhow};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-use shadowbell_config::server_config::known_path;
+use shadowbell_config::server_config::canonical_path;
 use shadowbell_process::exit::bad_input;
 use std::ffi::OsStr;
 use std::io;
@@ -38,7 +38,7 @@ impl SupervisorClient {
     pub fn find(server: &Path) -> anyhow::Result<Self> {
         let (letter, what) = match server.to_str().and_then(|text| text.parse::<u32>().ok()) {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
-            None => (question::SERVES, known_path(server).into_os_string()),
+            None => (question::SERVES, canonical_path(server).into_os_string()),
         };
         // The supervisor with this process id is asked first, so that others need not wake up.
         let own = format!("{}{}/", protocol::NAME, server.display());

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_there_to_be_read_again_or_not() {
+    fn a_configuration_file_on_the_command_line_is_detected() {
         let has = |line: &str| has_file(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
         assert!(has("shadowbell serve --config a.toml"));
         assert!(has("shadowbell -v serve --config=a.toml"));
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_supervisor_s_command_line_is_told_from_others() {
+    fn command_lines_with_a_supervisor_are_detected() {
         let asks =
             |line: &str| is_asked_for(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
         assert!(asks("shadowbell serve mem:1MiB --socket a"));
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_line_comes_back() {
+    fn a_command_line_is_extended_with_the_keeper_option() {
         for (line, back) in [
             ("sb serve mem:1MiB --socket a", "sb serve --keeper mem:1MiB --socket a"),
             ("sb -v serve a -- --keeper", "sb -v serve --keeper a -- --keeper"),

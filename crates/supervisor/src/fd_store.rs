@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_record_that_is_whole_counts_and_what_is_behind_it() {
+    fn the_last_complete_snapshot_and_its_changes_are_restored() {
         shadowbell_process::descriptor_limit::raise();
         let fds: Vec<OwnedFd> = (0..300).map(|_| pipe().unwrap().0.into()).collect();
         assert_eq!(found(fd_store()), None);
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_of_no_use_is_taken_out() {
+    fn obsolete_records_are_removed() {
         let (mut pipe_read, pipe_write) = pipe().unwrap();
         let fds = [OwnedFd::from(pipe_write)];
         let mut one = fd_store();

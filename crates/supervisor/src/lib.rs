@@ -175,8 +175,8 @@ impl Supervisor {
             }
             // Last messages of a server process are handled before its exit.
             self.hear_workers();
-            self.look_for_ends();
-            self.look_at_the_clock(Instant::now());
+            self.reap_children();
+            self.check_deadlines(Instant::now());
             self.have_it_read();
             self.watch(Instant::now());
             self.renew(Instant::now());
@@ -354,7 +354,7 @@ impl Supervisor {
         }
     }
 
-    fn look_at_the_clock(&mut self, now: Instant) {
+    fn check_deadlines(&mut self, now: Instant) {
         for (worker, until) in &mut self.leaving {
             if *until <= now {
                 worker.kill();

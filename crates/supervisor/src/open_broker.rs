@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_gets_what_was_named_to_it_or_granted_and_nothing_else() {
+    fn a_worker_can_open_only_named_and_granted_paths() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().canonicalize().unwrap();
         let path = |name: &str| root.join(name);

@@ -324,7 +324,7 @@ mod tests {
 
     /// A compromised server process sends requests outside of its registered permissions.
     #[test]
-    fn nothing_but_what_was_named_is_done() {
+    fn requests_outside_of_the_permissions_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().canonicalize().unwrap();
         let at = |name: &str| root.join(name);

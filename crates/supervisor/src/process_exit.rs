@@ -10,7 +10,7 @@ use shadowbell_process::{exit, notify};
 use std::time::{Duration, Instant};
 
 impl Supervisor {
-    pub(super) fn look_for_ends(&mut self) {
+    pub(super) fn reap_children(&mut self) {
         self.leaving.retain_mut(|(worker, _)| worker.ended().is_none());
         let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
         let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));

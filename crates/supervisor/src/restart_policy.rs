@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn back_off_grows_and_ends_and_is_forgotten() {
+    fn the_restart_delay_grows_ends_and_is_reset() {
         let begin = Instant::now();
         let mut deaths = RestartPolicy::default();
         let mut now = begin;
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_left_is_tried_at_once_and_then_later_and_then_not_any_more() {
+    fn recovery_is_retried_with_delays_and_then_abandoned() {
         let now = Instant::now();
         let mut deaths = RestartPolicy::default();
         let mut waits = Vec::new();

@@ -142,7 +142,7 @@ impl Supervisor {
     }
 
     /// Kills the old process, which did not quiesce as a whole, for the reasons `why`, one a line.
-    /// `look_for_ends` sees its end, and all changes that it has sent by then.
+    /// `reap_children` sees its end, and all changes that it has sent by then.
     fn end_old(&mut self, why: &str) {
         if let Some(upgrade) = &mut self.upgrade {
             why.lines().for_each(|line| log_line(&format!("warning: upgrade: {line}")));
@@ -333,7 +333,7 @@ impl Supervisor {
             let limit = RECOVERS.as_secs();
             format!("the new process did not recover within {limit} s")
         });
-        // `look_for_ends` sees the exit and falls back.
+        // `reap_children` sees the exit and falls back.
         worker.kill();
     }
 }

@@ -114,7 +114,7 @@ mod tests {
     const EVERY: Duration = Duration::from_secs(8);
 
     #[test]
-    fn a_worker_that_answers_is_asked_once_in_a_while() {
+    fn a_responsive_worker_is_checked_periodically() {
         let mut now = Instant::now();
         let mut watchdog = Watchdog::new(EVERY, now);
         assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_gone_or_had_no_processor_is_not_blamed() {
+    fn an_ended_or_unscheduled_worker_is_not_killed() {
         let began = Instant::now();
         let mut watchdog = Watchdog::new(EVERY, began);
         assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Visit);

@@ -162,7 +162,7 @@ impl Worker {
             ) {
                 Ok(()) => drop(self.parts.pop_front()),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                // The exit of the process is handled by `look_for_ends`.
+                // The exit of the process is handled by `reap_children`.
                 Err(_) => self.parts.clear(),
             }
         }
@@ -308,7 +308,7 @@ impl Worker {
 
     /// Ends the process with SIGABRT, so that its commands in flight are suspected as the cause.
     pub(super) fn abort(&self) {
-        // The exit of the process is handled by `look_for_ends`.
+        // The exit of the process is handled by `reap_children`.
         self.process.signal(Signal::ABORT);
         // A stopped process receives SIGABRT only after SIGCONT.
         self.process.signal(Signal::CONT);

@@ -160,7 +160,7 @@ fn a_session_has_bounded_memory() {
 }
 
 #[test]
-fn orderly_and_abrupt_ends_are_told_apart() {
+fn orderly_and_abrupt_ends_are_distinguished() {
     let place = Place::new(|path| Authority::new().put_all(path));
     for is_orderly in [true, false] {
         let mut ends = Ends::new(&place.client(), &place.server(), "localhost", 50_000);

@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_qemu_says_is_understood() {
+    fn version_data_of_qemu_are_parsed() {
         let said =
             br#"{"capabilities": {"migration": {"pgsize": 4096, "max_bitmap_size": 268435456},
             "max_msg_fds": 8, "max_data_xfer_size": 1048576, "pgsizes": 4096,
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_is_exactly_this() {
+    fn version_data_have_the_expected_text() {
         let said = Capabilities { max_msg_fds: 16, write_multiple: true, ..Default::default() };
         assert_eq!(
             said.to_version_data(),

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_out_is_counted() {
+    fn suppressed_messages_are_counted() {
         let (limit, start) = (LogLimit::default(), Instant::now());
         let at = |seconds| limit.allow(start + Duration::from_secs(seconds));
         assert!((0..BURST).all(|_| at(0) == Some(0)));

@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn every_state_but_error_is_reached_from_every_other_by_way_of_stop() {
+    fn every_state_except_error_is_reachable_through_stop() {
         use MigrationState::{Error, Resuming, Running, Stop, StopCopy};
         let all = [Error, Stop, Running, StopCopy, Resuming];
         for (from, to) in all.into_iter().flat_map(|from| all.map(|to| (from, to))) {

@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_lie_where_the_specification_puts_them() {
+    fn fields_have_the_positions_of_the_specification() {
         let header = Header { id: 0x1122, command: 0x3344, size: 0x5566, flags: 0x21, error: 5 };
         let mut expected = Vec::new();
         expected.extend(0x1122u16.to_ne_bytes());

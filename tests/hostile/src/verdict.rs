@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn each_bound_is_kept_or_named() {
+    fn each_exceeded_bound_is_reported() {
         assert_eq!(failures(&good(), Strictness::Measured), Vec::<String>::new());
         let named = |change: fn(&mut Outcome)| {
             let mut outcome = good();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_test_is_generous_with_time_and_with_nothing_else() {
+    fn test_strictness_relaxes_only_time_limits() {
         let found = |change: fn(&mut Outcome)| {
             let mut outcome = good();
             change(&mut outcome);

@@ -53,7 +53,7 @@ fn requests_past_the_end_are_refused() {
 }
 
 #[test]
-fn a_disk_that_takes_no_writes_says_so() {
+fn a_read_only_disk_refuses_writes() {
     let read_only = MemDisk::new(64, 512).unwrap().with_read_only(true);
     let protected = BlockDevice::new(Arc::new(read_only), &BlockOptions::default()).unwrap();
     let protected = protected.queue().unwrap();
@@ -85,7 +85,7 @@ fn a_disk_of_zones_is_refused_with_the_reason() {
 }
 
 #[test]
-fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
+fn a_partial_write_waits_for_requests_on_the_same_block() {
     let backing = TestDisk::new(64, 512);
     let device = device(&backing, &BlockOptions::default());
     let disk = device.queue().unwrap();
@@ -125,7 +125,7 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
 }
 
 #[test]
-fn a_write_whose_future_is_dropped_keeps_its_range_and_its_buffer() {
+fn a_write_with_a_dropped_future_holds_its_range_and_buffer() {
     let backing = TestDisk::new(64, 512);
     let mut options = BlockOptions::default();
     options.small_buffers = 1;
@@ -207,7 +207,7 @@ fn more_requests_than_places_are_served_in_turn() {
 }
 
 #[test]
-fn a_device_that_fails_is_an_error_and_nothing_is_lost() {
+fn disk_errors_are_returned_and_no_buffer_is_lost() {
     let backing = TestDisk::new(4096, 512);
     let mut options = BlockOptions::default();
     options.chunk_bytes = 4096;
@@ -232,7 +232,7 @@ fn a_device_that_fails_is_an_error_and_nothing_is_lost() {
 }
 
 #[test]
-fn what_may_succeed_the_next_time_is_tried_again_and_not_for_ever() {
+fn retryable_errors_are_retried_a_limited_number_of_times() {
     let backing = TestDisk::new(64, 512);
     let disk = open(&backing, &BlockOptions::default());
     let (internal, is_final) = (Status::INTERNAL.bits(), Status::INTERNAL.with_dnr().bits());
@@ -290,7 +290,7 @@ fn forced_writes_and_flushes_reach_the_device() {
 }
 
 #[test]
-fn zeroes_are_written_where_the_disk_can_not() {
+fn zeroes_are_written_if_the_disk_does_not_support_write_zeroes() {
     let backing = TestDisk::new(4096, 512);
     let disk = open(&backing, &BlockOptions::default());
     disk.block_on(disk.write(0, &[7; 1 << 20], false)).unwrap();
@@ -311,7 +311,7 @@ fn zeroes_are_written_where_the_disk_can_not() {
 }
 
 #[test]
-fn a_request_is_woken_when_it_is_done_and_not_before() {
+fn a_waker_is_called_only_on_completion() {
     static WOKEN: AtomicUsize = AtomicUsize::new(0);
     let backing = TestDisk::new(64, 512);
     let disk = open(&backing, &BlockOptions::default());

@@ -71,7 +71,7 @@ fn copies_within_a_block_or_two() {
 }
 
 #[test]
-fn what_overlaps_is_what_it_was() {
+fn overlapping_copies_keep_the_source_data() {
     let mut rig = Rig::new(12);
     for distance in [512, 4096, 256 << 10, 700 << 10, 3 * MIB + 512, MIB - 512, 77, MIB + 77] {
         for (from, to) in [(MIB, MIB + distance), (MIB + distance, MIB)] {
@@ -84,7 +84,7 @@ fn what_overlaps_is_what_it_was() {
 }
 
 #[test]
-fn limits_of_the_block_layer_are_kept() {
+fn copies_respect_the_limits_of_the_block_layer() {
     for (block, small_buffers, window) in [(512, 1, 1), (512, 2, 8), (4096, 1, 8)] {
         let mut options = BlockOptions::default();
         options.small_buffers = small_buffers;
@@ -100,7 +100,7 @@ fn limits_of_the_block_layer_are_kept() {
 }
 
 #[test]
-fn what_is_not_there_is_refused() {
+fn copies_outside_of_the_disk_are_refused() {
     let rig = Rig::new(1);
     for (from, to, len) in [
         (MIB, 0, 1),
@@ -128,7 +128,7 @@ fn what_is_not_there_is_refused() {
 }
 
 #[test]
-fn errors_of_the_medium_are_told() {
+fn storage_errors_of_a_copy_are_returned() {
     let rig = Rig::new(8);
     rig.backing.order(|orders| orders.fail = Some(DiskError::NoSpace));
     let error = rig.disk.block_on(rig.disk.copy(0, 4 * MIB, 3 * MIB)).unwrap_err();
@@ -148,7 +148,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_copies_are_what_memory_would_do(
+    fn any_sequence_of_copies_equals_memmove(
         block in prop::sample::select(vec![512u32, 4096]),
         chunk_bytes in prop::sample::select(vec![4096usize, 65536]),
         copies in prop::collection::vec((0u64..3_000_000, 0u64..3_000_000, 0u64..1_100_000, any::<bool>()), 1..10),

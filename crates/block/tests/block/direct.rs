@@ -16,7 +16,7 @@ fn open(backing: &TestDisk) -> BlockQueue {
 }
 
 #[test]
-fn what_is_written_from_a_buffer_is_read_into_another() {
+fn direct_writes_are_read_back() {
     let backing = TestDisk::new(4096, 512);
     let disk = open(&backing);
     let buffers = disk.buffers(2, 64 << 10).unwrap();
@@ -40,7 +40,7 @@ fn what_is_written_from_a_buffer_is_read_into_another() {
 }
 
 #[test]
-fn what_is_no_whole_blocks_or_too_much_is_refused_and_the_buffer_comes_back() {
+fn invalid_direct_requests_are_refused_and_return_the_buffer() {
     let disk = open(&TestDisk::new(4096, 512));
     let buffers = disk.buffers(1, 4096).unwrap();
     for (offset, len) in [(0, 0), (1, 512), (0, 511), (512, 513), (0, 4 << 20)] {
@@ -60,7 +60,7 @@ fn what_is_no_whole_blocks_or_too_much_is_refused_and_the_buffer_comes_back() {
 }
 
 #[test]
-fn a_disk_that_fails_or_takes_no_writes_says_so_and_the_buffer_comes_back() {
+fn failed_and_refused_direct_writes_return_the_buffer() {
     let backing = TestDisk::new(4096, 512);
     let disk = open(&backing);
     let buffers = disk.buffers(1, 4096).unwrap();
@@ -107,7 +107,7 @@ fn a_write_of_a_part_waits_for_a_direct_one() {
 
 /// The buffer of a dropped future returns to its pool when the disk completes the request.
 #[test]
-fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
+fn the_buffer_of_a_dropped_future_is_returned_on_completion() {
     let backing = TestDisk::new(4096, 512);
     let disk = open(&backing);
     let buffers = disk.buffers(1, 4096).unwrap();
@@ -128,7 +128,7 @@ fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
 /// The caller describes memory by segments, like a guest's memory. Whole blocks are transferred
 /// directly, partial blocks through a buffer.
 #[test]
-fn segments_of_the_caller_are_transferred_whatever_their_alignment() {
+fn segments_of_any_alignment_are_transferred() {
     for block in [512, 4096] {
         let backing = TestDisk::new((8 << 20) / u64::from(block), block);
         let disk = open(&backing);

@@ -20,7 +20,7 @@ fn data(seed: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn bytes_are_bytes_whatever_their_blocks_have() {
+fn byte_ranges_work_with_every_metadata_format() {
     for (block, format) in [
         (512, "metadata=8&pi=1"),
         (4096, "metadata=8&pi=2&extended=on"),

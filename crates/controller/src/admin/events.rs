@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_does_not_want_is_not_reported() {
+    fn events_that_are_not_enabled_are_not_reported() {
         let mut events = AsyncEvents::default();
         assert_eq!(events.request(1), Ok(None));
         assert_eq!(events.raise(CHANGED), None);
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_forgets_everything() {
+    fn a_reset_clears_events_requests_and_masks() {
         let mut events = all_wanted();
         assert_eq!(events.request(1), Ok(None));
         assert_eq!(events.raise(VALUE), completes(1, VALUE));
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_event_a_minute_for_each_namespace() {
+    fn events_are_limited_to_one_per_minute_and_namespace() {
         let (mut limit, start) = (RateLimit::default(), Instant::now());
         let mut at = |nsid, seconds| limit.allows(nsid, start + Duration::from_secs(seconds));
         let allowed: Vec<u64> = (0..200).filter(|second| at(1, *second)).collect();

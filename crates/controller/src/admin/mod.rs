@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_gets_a_fifth_and_an_honest_host_all_it_wants() {
+    fn a_flood_gets_a_fifth_of_a_cpu_and_normal_load_is_not_limited() {
         let (mut budget, start) = (Budget::new(), Instant::now());
         let turn = Duration::from_micros(100);
         let (mut now, mut used, mut said) = (start, Duration::ZERO, 0);

@@ -270,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn formats_and_what_goes_with_them() {
+    fn each_lba_format_has_its_metadata_and_protection_capabilities() {
         let invalid = Err(Status::INVALID_FORMAT.with_dnr());
         for lbaf in 0..FORMATS.len() as u8 {
             let plain = block_format(lbaf, false, (0, false)).unwrap();

@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_is_what_there_was() {
+    fn a_reporting_context_is_a_snapshot_of_the_event_log() {
         let mut log = EventLog::default();
         let error = Status::COMMAND_SEQUENCE_ERROR;
         assert_eq!(ask(&mut log, action::READ).unwrap_err().code(), error);

@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_end_with_what_they_have_found() {
+    fn self_tests_end_with_their_result() {
         let mut test = SelfTest::default();
         assert_eq!(test.page(&MEDIA).results, [SelfTestResult::UNUSED; 20]);
         test.command(stc::SHORT, NSID_ALL, &MEDIA, (false, 0)).unwrap();
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_aborts_a_short_operation_and_an_extended_one_goes_on() {
+    fn a_reset_aborts_a_short_self_test_and_resumes_an_extended_one() {
         let mut test = SelfTest::default();
         test.command(stc::SHORT, 1, &MEDIA, (false, 0)).unwrap();
         test.reset(1);

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_controller_captures_is_new_until_it_is_read() {
+    fn controller_initiated_telemetry_is_available_until_it_is_read() {
         let mut telemetry = Telemetry::default();
         telemetry.capture_own(&"why ".repeat(100), &text(3));
         let (own, data) = header(&telemetry, lid::TELEMETRY_CONTROLLER);

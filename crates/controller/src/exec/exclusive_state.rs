@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_dead_process_had_begun_comes_first() {
+    fn commands_that_a_dead_process_had_started_run_first() {
         let mut exclusive = Exclusive::default();
         for tag in [1, 2] {
             exclusive.park(Parked::new(tag, 0, Sqe::read(1, 0, 0, 0)));

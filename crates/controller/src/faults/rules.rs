@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_understood_is_named() {
+    fn invalid_fault_rules_are_refused_with_the_reason() {
         for (text, word) in [
             ("drop", "unknown fault"),
             ("hang,:every=1", "unknown fault"),

@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_held_for_ever() {
+    fn a_held_interrupt_is_raised_after_its_limit() {
         let mut moderation = Moderation::new(HoldLimit { grace: GRACE, most: GRACE * 2 });
         bursts(&mut moderation, 32, 100);
         assert!(!moderation.add(1, Instant::now()));

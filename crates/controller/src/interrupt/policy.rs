@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn suppression_ends_after_its_limit_and_with_what_the_host_finds_by_itself() {
+    fn suppression_ends_after_its_limit_or_when_the_host_polls() {
         let mut policy = policy(HoldLimit::NONE);
         policy.raise(5);
         policy.posted(1);
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_wants_no_delay_has_none() {
+    fn coalescing_of_zero_disables_moderation() {
         let coalescing = Coalescing::default();
         let mut policy = policy(HoldLimit::of(Duration::from_secs(10)));
         let post = |policy: &mut InterruptPolicy, count, coalescing| {
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn coalescing_holds_back_up_to_its_threshold_and_its_time() {
+    fn coalescing_holds_interrupts_up_to_threshold_and_time() {
         let coalescing = Coalescing::default();
         let mut policy = policy(HoldLimit::NONE);
         policy.posted(1);

@@ -217,7 +217,7 @@ mod tests {
     use zerocopy::{FromBytes, IntoBytes};
 
     #[test]
-    fn positions_and_doorbells_come_back() {
+    fn positions_and_doorbells_are_decoded_as_encoded() {
         for truth in [Truth::Register, Truth::Last, Truth::Shadow] {
             for (at, phase, count) in [(0, false, 0), (65535, true, (1 << 45) - 1), (7, true, 1)] {
                 let position = Position { at, phase, count, truth };
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_position_covers_what_was_posted_before() {
+    fn a_position_covers_earlier_completions_only() {
         let most = (1 << 45) - 1;
         for count in [0, 1, 7, 1 << 44, most] {
             let word = pack_covers(9, count);
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn it_comes_back_from_the_entry() {
+    fn a_decision_is_decoded_from_its_entry() {
         let end = |status| Decision::End { status, dw0: 0x1234_5678 };
         let failed = end(Status::COMPARE_FAILURE.with_dnr());
         for decision in [Decision::Begin, Decision::Try, end(Status::SUCCESS), failed] {

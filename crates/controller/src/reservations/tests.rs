@@ -206,7 +206,7 @@ fn actions() -> Vec<Action> {
 }
 
 #[test]
-fn every_command_in_every_state_does_what_the_model_does() {
+fn every_reservation_command_in_every_state_matches_the_model() {
     let (mut seen, mut queue) = (BTreeSet::new(), VecDeque::from([Reservations::default()]));
     let actions = actions();
     let mut tried = 0u32;
@@ -277,7 +277,7 @@ fn registrants_have_an_end() {
 }
 
 #[test]
-fn power_takes_what_is_not_to_persist() {
+fn a_power_loss_clears_reservations_that_do_not_persist() {
     let mut state = Reservations::default();
     state.act(host(0), Action::Register { key: 1 }).unwrap();
     assert!(state.clone().after_power_loss().is_untouched());
@@ -287,7 +287,7 @@ fn power_takes_what_is_not_to_persist() {
 }
 
 #[test]
-fn who_a_host_is() {
+fn host_identifiers_are_decoded_and_zero_is_none() {
     assert_eq!(HostId::from_bytes(&[0; 16]), None);
     assert_eq!(HostId::from_bytes(&[0; 8]), None);
     assert_eq!(HostId::from_bytes(&[1, 0, 0, 0, 0, 0, 0, 2]), Some(HostId::Short(2 << 56 | 1)));
@@ -304,7 +304,7 @@ fn with_key(key: u64) -> AllReservations {
 }
 
 #[test]
-fn whatever_is_torn_there_is_what_was_before() {
+fn a_torn_record_leaves_the_previous_one() {
     let file = tempfile::tempfile().unwrap();
     let kept = ReservationFile::new(file.try_clone().unwrap());
     assert_eq!(kept.read().unwrap(), AllReservations::new());
@@ -327,7 +327,7 @@ fn whatever_is_torn_there_is_what_was_before() {
 }
 
 #[test]
-fn the_first_that_is_torn_is_nothing_and_another_file_is_refused() {
+fn a_torn_first_record_counts_as_empty_and_another_file_is_refused() {
     let file = tempfile::tempfile().unwrap();
     let kept = ReservationFile::new(file.try_clone().unwrap());
     kept.write(&with_key(1)).unwrap();

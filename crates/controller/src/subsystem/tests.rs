@@ -26,7 +26,7 @@ fn act(member: &Member, host: HostId, action: Action, persistent: Option<bool>) 
 }
 
 #[test]
-fn identifiers_are_handed_out_and_come_back() {
+fn controller_identifiers_are_assigned_and_reused() {
     let subsystem = Subsystem::new(None).unwrap();
     let first = subsystem.join(None).unwrap();
     let third = subsystem.join(Some(3)).unwrap();
@@ -43,7 +43,7 @@ fn identifiers_are_handed_out_and_come_back() {
 }
 
 #[test]
-fn what_is_to_persist_is_there_after_a_start_and_all_of_it_for_a_successor() {
+fn reservations_persist_across_starts_and_successors() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("state");
     let make = || Subsystem::new(Some(open(&path))).unwrap().join(None).unwrap();
@@ -87,7 +87,7 @@ fn a_file_of_another_kind_is_refused_and_one_that_can_not_be_written_fails_the_c
 }
 
 #[test]
-fn without_a_file_nothing_is_to_persist() {
+fn persistence_without_a_file_is_refused() {
     let member = Subsystem::new(None).unwrap().join(None).unwrap();
     let status = act(&member, HOST, Action::Register { key: 5 }, Some(true));
     assert_eq!(status, Status::INVALID_FIELD.with_dnr());

@@ -79,7 +79,7 @@ fn rings_are_merged_by_time() {
 }
 
 #[test]
-fn a_spare_ring_takes_space_when_it_is_taken() {
+fn a_spare_trace_ring_is_allocated_on_first_use() {
     use std::os::unix::fs::MetadataExt;
     let scratch = Scratch::new();
     let trace = TraceFile::create_with_spare(&scratch.path(), 2, 8, 1 << 15).unwrap();
@@ -112,7 +112,7 @@ fn a_ring_has_one_owner() {
 }
 
 #[test]
-fn the_oldest_records_give_way() {
+fn the_oldest_trace_records_are_overwritten() {
     let scratch = Scratch::new();
     let trace = TraceFile::create(&scratch.path(), 1, 1000).unwrap();
     let mut ring = trace.worker(0).unwrap();
@@ -135,7 +135,7 @@ fn the_oldest_records_give_way() {
 }
 
 #[test]
-fn reading_while_writing_gives_no_torn_record() {
+fn a_trace_read_during_writes_has_no_torn_record() {
     let scratch = Scratch::new();
     let trace = TraceFile::create(&scratch.path(), 1, 1024).unwrap();
     let mut ring = trace.worker(0).unwrap();
@@ -162,7 +162,7 @@ fn reading_while_writing_gives_no_torn_record() {
 }
 
 #[test]
-fn a_copy_while_it_is_written_has_no_torn_record() {
+fn a_copy_of_a_trace_in_use_has_no_torn_record() {
     let scratch = Scratch::new();
     let trace = TraceFile::in_memory(1, 1, 1024).unwrap();
     let mut ring = trace.worker(0).unwrap();
@@ -257,7 +257,7 @@ fn lines_for_people() {
 }
 
 #[test]
-fn an_older_trace_is_replaced_and_nothing_else() {
+fn only_an_older_trace_or_an_empty_file_is_replaced() {
     let scratch = Scratch::new();
     let path = scratch.path();
     let first = TraceFile::create(&path, 1, 1).unwrap();

@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_takes_its_time_is_not_polled_for_nor_its_disk() {
+    fn neither_a_slow_host_nor_its_disk_is_polled() {
         let mut worker = Worker::new();
         assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
         // A host that submits at once: the thread polls for it and never sleeps.
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_takes_its_time_is_not_polled() {
+    fn a_slow_disk_is_not_polled() {
         let mut worker = Worker::new();
         let (awake, sleeps) = worker.serves(1000, 15, 300);
         assert!((0.04..0.05).contains(&awake), "share of the host's time: {awake}");
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_a_bit_longer_than_the_longest_window_is_not_polled_for_ever() {
+    fn latencies_above_the_longest_window_end_polling() {
         // Each sleep is short, so the window stays at its maximum.
         for (host, disk) in [(110, 20), (20, 110)] {
             let mut worker = Worker::new();
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_is_slow_because_it_is_polled_for_is_left_alone() {
+    fn a_disk_that_polling_slows_down_is_not_polled() {
         let mut worker = Worker::new();
         (0..BUSY_AFTER + 10).for_each(|_| worker.waits(true, 20));
         let turns = |worker: &mut Worker| {
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_kept_from_the_processor_who_wants_it_each_time() {
+    fn polling_yields_to_a_thread_that_needs_the_cpu() {
         let mut worker = Worker::new();
         worker.serves(1000, 15, 40);
         // The disk's server needs this CPU to complete the request.
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_that_are_kept_busy_are_polled_whatever_the_host_did_before() {
+    fn busy_disks_are_polled_after_any_host_behaviour() {
         let mut worker = Worker::new();
         worker.serves(100, 400, 60);
         (0..BUSY_AFTER + 10).for_each(|_| worker.waits(true, 20));
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_learnt_where_nothing_is_to_be() {
+    fn fixed_polling_modes_do_not_adapt() {
         let mut window = IdlePolicy::new(Polling::Always);
         assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::Look));
         let mut window = IdlePolicy::new(Polling::Never);

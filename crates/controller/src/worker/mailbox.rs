@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_between_two_maps_finds_the_first() {
+    fn a_message_between_two_memory_maps_finds_the_first_map() {
         let mailbox = Mailbox::new().unwrap();
         mailbox.send(table(1, 1, Vec::new()));
         mailbox.send(Message::Detach {
@@ -554,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn a_controller_with_many_messages_lets_others_in_between() {
+    fn messages_of_controllers_are_interleaved() {
         let mut backlog = Backlog::default();
         assert!(!backlog.add((0..1000).map(|_| written(1)).chain([written(2), written(3)])));
         assert!(backlog.has_of(3) && !backlog.has_of(4));

@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_beside_one_whose_turn_has_expired_is_not_suspected() {
+    fn a_command_in_flight_with_an_expired_turn_is_not_suspected() {
         let turns = Turns { taken: AtomicU64::new(0), out: AtomicU32::new(0) };
         let expiry = LONGEST_TURN.as_nanos() as u64;
         let first = turns.take(1).unwrap();

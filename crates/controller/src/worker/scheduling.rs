@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_takes_more_waits_for_as_long() {
+    fn a_controller_that_exceeds_its_share_waits_proportionally() {
         let mut share = Share::default();
         let mut turns = 0;
         for _ in 0..1000 {
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_saved_up_and_no_debt_lasts() {
+    fn unused_shares_do_not_accumulate_and_debt_is_limited() {
         let mut share = Share::default();
         (0..1000).for_each(|_| {
             share.begin();

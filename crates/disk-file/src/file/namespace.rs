@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_namespace_says_becomes_a_disk() {
+    fn identify_data_determine_the_disk_properties() {
         let mut identity = identity();
         let facts = NamespaceFacts::of(&identity).unwrap();
         assert_eq!((facts.nsid, facts.block_size, facts.bytes()), (7, 512, 512 << 20));

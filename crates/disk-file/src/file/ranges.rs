@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn who_overlaps_waits_its_turn_unless_both_read() {
+    fn overlapping_requests_wait_in_order_unless_both_read() {
         let (ranges, a, b) = (Ranges::default(), Queue::new(), Queue::new());
         let keys: Vec<_> = (0..6).map(|index| Key::of(index, 0)).collect();
         let whole = request(READ, 0, 4096);
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gives_up_gets_no_answer_and_lets_the_others_go_on() {
+    fn a_cancelled_waiter_is_not_notified_and_unblocks_others() {
         let (ranges, a) = (Ranges::default(), Queue::new());
         let keys: Vec<_> = (0..3).map(|index| Key::of(index, 0)).collect();
         let long = request(WRITE, 0, 4 * UNIT);
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_goes_leaves_nothing_behind() {
+    fn a_dropped_queue_releases_its_ranges() {
         let (ranges, a, b) = (Arc::new(Ranges::default()), Queue::new(), Queue::new());
         let keys: Vec<_> = (0..2).map(|index| Key::of(index, 0)).collect();
         let entered = Entered::new(Some(Arc::clone(&ranges)), &a.0);
@@ -298,7 +298,7 @@ mod tests {
         /// Two properties, for any sequence of requests. Running requests do not overlap unless
         /// both read. After all running requests have left, a waiting request may start.
         #[test]
-        fn nobody_meets_and_nobody_waits_for_ever(
+        fn conflicting_requests_never_overlap_and_all_waiters_start(
             steps in prop::collection::vec(
                 (any::<bool>(), 0..80u64, 1..80u64, 0..16usize, any::<bool>()), 1..200),
         ) {

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_needs_nothing_of_a_queue_has_one() {
+    fn only_disks_without_queue_state_have_a_raw_file() {
         let has_one = |shared: FileShared| RawFile::of(&disk(shared)).is_some();
         assert!(has_one(direct(4)));
         assert!(!has_one(FileShared { direct: None, ..direct(4) }), "the page cache");
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ends_short_goes_on_and_what_is_refused_says_so() {
+    fn short_transfers_continue_and_errors_end_the_request() {
         let file = RawFile::of(&disk(direct(4))).unwrap();
         let mut moving = file.begin(&read(1..4)).unwrap();
         assert_eq!(moving.ended(-libc::EINTR, &file), RawStep::Call);
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_read_beyond_an_end_that_has_moved() {
+    fn reads_beyond_a_truncated_end_fail() {
         let file = RawFile::of(&disk(direct(4))).unwrap();
         let truncate = |blocks| file.shared.file.set_len(blocks * BLOCK).unwrap();
         let mut moving = file.begin(&read(2..4)).unwrap();
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn want_of_room_is_remembered_until_there_is_some() {
+    fn a_full_disk_is_reported_until_a_write_succeeds() {
         let disk = disk(direct(4));
         let file = RawFile::of(&disk).unwrap();
         let mut moving = file.begin(&write(false)).unwrap();

@@ -65,7 +65,7 @@ pub(super) fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
 }
 
 #[test]
-fn who_can_lose_a_part_of_a_block_is_told() {
+fn a_disk_without_atomic_writes_has_a_remark() {
     let mut shared = shared(memfd(8192), 8192);
     assert_eq!(disk(shared.resized(shared.info.clone(), 8192)).remark(), None);
     shared.atom = WriteAtomicity::Nothing;
@@ -74,7 +74,7 @@ fn who_can_lose_a_part_of_a_block_is_told() {
 }
 
 #[test]
-fn a_write_of_one_block_asks_for_all_of_it_where_it_has_to() {
+fn single_block_writes_request_atomicity_if_needed() {
     let mut shared = shared(memfd(8192), 8192);
     (shared.info.block_size, shared.info.blocks) = (4096, 2);
     for (atom, op, len, expected) in [
@@ -180,7 +180,7 @@ fn short_reads_are_continued() {
 }
 
 #[test]
-fn a_disk_with_nothing_to_do_does_not_wait_for_the_rest_of_a_batch() {
+fn an_idle_disk_submits_an_incomplete_batch() {
     let (mut queue, mut writer) = pipe();
     writer.write_all(&[1; 1024]).unwrap();
     for tag in [3, 4] {
@@ -288,7 +288,7 @@ fn a_cancelled_request_does_not_go_on_after_a_short_transfer() {
 
 /// A thread that may block executes buffered writes inline. It executes no other requests inline.
 #[test]
-fn who_may_wait_has_written_when_it_has_asked() {
+fn buffered_writes_complete_inline_on_a_blocking_thread() {
     let mut shared = shared(memfd(8192), 8192);
     shared.waits = true;
     let disk = disk(shared);
@@ -349,7 +349,7 @@ fn requests_beyond_the_ring_wait_in_order() {
 }
 
 #[test]
-fn a_dropped_queue_lets_no_write_into_memory_that_is_gone() {
+fn a_dropped_queue_writes_to_no_released_memory() {
     let (mut queue, mut writer) = pipe();
     let bytes = Mapping::anonymous(4096).unwrap().bytes();
     let mut space = DmaSpace::default();
@@ -445,7 +445,7 @@ fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
 
 /// Only one sync is in flight at a time. Requests that arrive meanwhile share the next one.
 #[test]
-fn however_many_ask_for_a_sync_there_are_two() {
+fn concurrent_flushes_share_a_sync() {
     use std::sync::mpsc::channel;
     let ((begun, begins), (end, ended)) = (channel(), channel());
     let disk = answering(false, move || {
@@ -501,7 +501,7 @@ fn a_sync_that_does_not_end_is_cancelled_and_noted_all_the_same() {
 }
 
 #[test]
-fn there_is_room_again_when_what_was_refused_is_taken() {
+fn a_disk_is_no_longer_full_after_the_refused_request_succeeds() {
     let disk = disk(shared(memfd(MIB), MIB));
     let mut queue = disk.queue().unwrap();
     let mut ask = |op, offset, len| {
@@ -529,7 +529,7 @@ fn there_is_room_again_when_what_was_refused_is_taken() {
 }
 
 #[test]
-fn an_end_that_should_not_be_there_is_an_error() {
+fn an_unexpected_end_of_file_is_an_io_error() {
     // The end of this type of file cannot move, but the file is shorter than the disk.
     let mut queue = disk(shared(memfd(4096), MIB)).queue().unwrap();
     assert_eq!(run(&mut *queue, Op::Read, 4096), Ok(()));
@@ -537,7 +537,7 @@ fn an_end_that_should_not_be_there_is_an_error() {
 }
 
 #[test]
-fn zeroes_are_written_where_the_file_system_has_nothing_better() {
+fn zeroes_are_written_if_the_file_system_has_no_zero_range() {
     // A memfd supports holes but not `FALLOC_FL_ZERO_RANGE`.
     for (no_punch, op) in [
         (false, Op::WriteZeroes { deallocate: false, fua: false }),
@@ -596,7 +596,7 @@ fn the_zeroes_that_are_written_stay_zeroes() {
 }
 
 #[test]
-fn what_can_not_be_discarded_is_left_alone() {
+fn an_unsupported_discard_changes_no_data() {
     let mut shared = shared(memfd(4096), 4096);
     shared.info.discard = false;
     shared.file.as_ref().write_all(&[7; 4096]).unwrap();
@@ -677,7 +677,7 @@ fn interrupted_calls_are_repeated_but_not_for_ever() {
 }
 
 #[test]
-fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
+fn misaligned_memory_uses_a_bounce_buffer_with_direct_io() {
     let file = tempfile::tempfile().unwrap();
     file.set_len(MIB).unwrap();
     let flags = rustix::fs::fcntl_getfl(file.as_fd()).unwrap();
@@ -721,17 +721,17 @@ mod by_threads {
 
     again! {
         a_full_disk_is_no_space_and_a_broken_one_its_error
-        an_end_that_should_not_be_there_is_an_error
-        zeroes_are_written_where_the_file_system_has_nothing_better
+        an_unexpected_end_of_file_is_an_io_error
+        zeroes_are_written_if_the_file_system_has_no_zero_range
         the_zeroes_that_are_written_stay_zeroes
-        what_can_not_be_discarded_is_left_alone
+        an_unsupported_discard_changes_no_data
         many_bounced_requests_share_few_buffers
         a_thread_can_have_many_queues_and_a_disk_many_threads
-        memory_that_direct_io_refuses_goes_through_a_bounce_buffer
+        misaligned_memory_uses_a_bounce_buffer_with_direct_io
     }
 
     #[test]
-    fn the_wake_descriptor_is_readable_while_there_is_something_to_reap_and_not_after() {
+    fn the_wake_descriptor_is_readable_only_while_completions_are_pending() {
         ENGINE.set(EngineKind::Threads);
         let mut queue = disk(shared(memfd(MIB), MIB)).queue().unwrap();
         let is_readable = |queue: &dyn Queue| {
@@ -777,7 +777,7 @@ mod by_threads {
     }
 
     #[test]
-    fn they_are_taken_where_io_uring_is_refused_unless_io_uring_is_demanded() {
+    fn threads_replace_a_refused_io_uring_unless_it_is_required() {
         let refused = || Err(io::Error::from_raw_os_error(libc::EPERM));
         let (engine, why) = open::engine(Aio::Auto, refused).unwrap();
         assert_eq!(engine, EngineKind::Threads);

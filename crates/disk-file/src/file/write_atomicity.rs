@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_is_whole_where_somebody_says_so() {
+    fn write_atomicity_follows_the_reported_block_and_atomic_sizes() {
         // Every device writes its sectors atomically.
         assert_eq!(WriteAtomicity::of(512, None, None), WriteAtomicity::Storage);
         for (physical, asked, expected) in [

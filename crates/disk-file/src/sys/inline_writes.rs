@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_was_slow_stays_away_for_a_while() {
+    fn inline_writes_pause_after_a_slow_one() {
         let (mut inline, now) =
             (InlineWrites { may: true, ..InlineWrites::default() }, Instant::now());
         assert!(inline.makes(now));

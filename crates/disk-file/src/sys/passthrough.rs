@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_is_as_long_as_the_system_has_it() {
+    fn the_passthrough_command_has_the_kernels_size() {
         assert_eq!(size_of::<Command>(), 72);
         for (code, number) in [
             (NVME_IOCTL_ADMIN_CMD, 0x41),
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_command_becomes_none() {
+    fn requests_without_a_matching_command_are_not_converted() {
         for (offset, len) in [(512, 4096), (0, 512), (0, 0), (0, (MOST_BLOCKS + 1) << 12)] {
             assert_eq!(made(Kind::Read, offset, len), None, "{offset} {len}");
         }
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_never_told_of_more_data_than_there_are() {
+    fn commands_never_exceed_the_length_of_their_buffers() {
         let mut room = [0u8; 8192];
         let mut piece = |len| libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: len };
         let with = |iovecs: &[libc::iovec], len| {
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_namespace_says_so() {
+    fn a_file_that_is_no_namespace_returns_errors() {
         let null = File::options().read(true).write(true).open("/dev/null").unwrap();
         let errno = |error: io::Error| error.raw_os_error();
         assert_eq!(identify(&null).err().and_then(errno), Some(libc::ENOTTY));

@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn they_are_not_pinned_to_where_their_queue_is() {
+    fn threads_do_not_inherit_the_affinity_of_their_queue() {
         let processors = || rustix::thread::sched_getaffinity(None).unwrap();
         let all = rustix::thread::sched_getaffinity(Some(rustix::process::getpid())).unwrap();
         std::thread::spawn(move || {
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_thread_has_begun_is_cancelled() {
+    fn calls_that_no_thread_has_started_are_cancelled() {
         let mut threads = Threads::new(file()).unwrap();
         // The maximum number of threads exists, and all of them are busy.
         threads.shared.work.lock().threads = MAX_THREADS;

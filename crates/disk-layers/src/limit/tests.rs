@@ -128,7 +128,7 @@ fn is_within(value: u64, wanted: u64, percent: u64) {
 }
 
 #[test]
-fn a_rate_is_kept_however_often_it_is_looked_at() {
+fn a_rate_does_not_depend_on_the_polling_interval() {
     for (name, op) in [("iops", READ), ("iops", WRITE), ("read-iops", READ), ("write-iops", WRITE)]
     {
         for rate in [100, 1000, 30_000, 200_000] {
@@ -170,7 +170,7 @@ fn bytes_are_counted_and_each_direction_for_itself() {
 }
 
 #[test]
-fn what_is_not_limited_goes_at_once() {
+fn requests_without_a_limit_are_not_delayed() {
     let hands = Hands::new();
     let (disk, _) = disk(&hands, &[("write-iops", "1"), ("bandwidth", "4096:4096")]);
     let mut load = Load::new(&disk, &[(1, Op::Flush, 0)]);
@@ -188,7 +188,7 @@ fn what_is_not_limited_goes_at_once() {
 }
 
 #[test]
-fn a_burst_comes_after_a_while_with_less() {
+fn a_burst_is_available_after_lower_load() {
     let hands = Hands::new();
     let (disk, _) = disk(&hands, &[("iops", "1000:500")]);
     let mut load = Load::new(&disk, &[(4096, READ, 512)]);
@@ -208,7 +208,7 @@ fn a_burst_comes_after_a_while_with_less() {
 }
 
 #[test]
-fn submission_queues_and_those_who_share_a_limit_take_turns() {
+fn queues_and_disks_with_a_common_limit_share_it_fairly() {
     let hands = Hands::new();
     let group = Limiter::with_clock(limits(&[("iops", "3000")]), hands.clock());
     let own = || Limiter::with_clock(Limits::default(), hands.clock());
@@ -258,7 +258,7 @@ fn another_limit_counts_at_once() {
 }
 
 #[test]
-fn what_is_cancelled_ends_and_its_time_is_not_waited_for() {
+fn a_cancelled_request_ends_and_uses_no_allowance() {
     let hands = Hands::new();
     let (disk, _) = disk(&hands, &[("iops", "1:1")]);
     let memory = Mapping::anonymous(4096).unwrap();
@@ -306,7 +306,7 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
 /// A change of guest memory and quiescing end the wait of limited requests. These requests are
 /// counted, and reduce the later allowance.
 #[test]
-fn what_others_wait_for_goes_at_once_and_is_counted() {
+fn memory_changes_and_quiescing_release_limited_requests() {
     for is_memory in [true, false] {
         let hands = Hands::new();
         let (disk, limiter) = disk(&hands, &[("iops", "100:1")]);
@@ -335,7 +335,7 @@ fn what_others_wait_for_goes_at_once_and_is_counted() {
 /// A sleeping thread is woken at the start time of a request, and not repeatedly. Uses the real
 /// clock.
 #[test]
-fn who_sleeps_is_woken() {
+fn a_sleeping_thread_is_woken_at_the_start_time() {
     let limiter = Limiter::new(limits(&[("iops", "200:1")]));
     let inner = Arc::new(MemDisk::new(8192, 512).unwrap());
     let disk = LimitedDisk::new(inner, Arc::clone(&limiter), None);

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_or_written_is_found() {
+    fn metadata_that_were_read_or_written_are_cached() {
         let cache = Cache::new(512, 1 << 20);
         let (two, found) = (place(7, 9, 504, 16), memory(9));
         assert!(!cache.load(&two, false, &found));
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_since_it_was_read_is_not_kept() {
+    fn metadata_overwritten_during_a_read_are_not_cached() {
         let cache = Cache::new(512, 1 << 20);
         let (one, found) = (place(3, 4, 0, 8), memory(0));
         for stored in [Some(memory(2)), None] {
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_kept_than_fits() {
+    fn the_metadata_cache_has_a_bounded_size() {
         let cache = Cache::new(4096, u64::MAX);
         let lines = cache.lines.len() as u64;
         assert_eq!(lines * 4096, BYTES);

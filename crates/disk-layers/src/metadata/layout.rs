@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_room_for_all_and_none_is_wasted() {
+    fn the_metadata_layout_uses_the_whole_disk() {
         for (block_size, size, bytes) in [
             (512, 8, 1 << 20),
             (512, 64, 4096),

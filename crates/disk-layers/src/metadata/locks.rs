@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_whom() {
+    fn conflicting_claims_wait_in_order() {
         let (locks, one, two) = (Locks::default(), Bell::new().unwrap(), Bell::new().unwrap());
         let (one, two) = (Arc::new(one), Arc::new(two));
         assert!(locks.enter(claim(0..4, true), 1, &one));

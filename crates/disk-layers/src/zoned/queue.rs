@@ -361,13 +361,13 @@ impl ZonedQueue {
             }
             Kind::Reset { .. } => {
                 self.discarded(key, outcome);
-                self.reset_goes_on(key)
+                self.reset_continues(key)
             }
             Kind::Parts => None,
         }
     }
 
-    fn reset_goes_on(&mut self, key: u32) -> Option<(u32, Result<(), DiskError>, Segments)> {
+    fn reset_continues(&mut self, key: u32) -> Option<(u32, Result<(), DiskError>, Segments)> {
         if !self.go_on(key) {
             return None;
         }
@@ -464,7 +464,7 @@ impl Queue for ZonedQueue {
             let is_it =
                 |task: &mut Task| task.serial == serial && matches!(task.kind, Kind::Reset { .. });
             let found = keys.into_iter().find(|key| self.tasks.get_mut(*key).is_some_and(is_it));
-            if let Some((tag, outcome, data)) = found.and_then(|key| self.reset_goes_on(key)) {
+            if let Some((tag, outcome, data)) = found.and_then(|key| self.reset_continues(key)) {
                 done(tag, outcome, data);
             }
         }

@@ -32,7 +32,7 @@ fn state(zones: &ZoneSet, zone: usize) -> (ZoneState, u64) {
 }
 
 #[test]
-fn options_say_what_zones_are() {
+fn zone_options_are_parsed() {
     let all = "zoned=1MiB&zone-capacity=768KiB&max-open=3&max-active=5&append-limit=64KiB&\
                zone-extension=128&read-across=on";
     let whole = format(all).unwrap();
@@ -77,7 +77,7 @@ fn as_many_zones_are_made_as_fit() {
 }
 
 #[test]
-fn what_is_stored_of_a_zone_is_checked() {
+fn a_corrupt_zone_record_is_detected() {
     let record = Record { written: 77, state: ZoneState::Closed, has_extension: true };
     let word = record.pack(5);
     assert_eq!(Record::unpack(5, word), Some(record));
@@ -132,7 +132,7 @@ fn a_disk_is_made_into_zones_once() {
 }
 
 #[test]
-fn a_reset_waits_for_what_is_under_way() {
+fn a_zone_reset_waits_for_writes_in_flight() {
     let zones = zones("zoned=64KiB");
     let bell = Arc::new(Bell::new().unwrap());
     assert_eq!(zones.begin_reset(0, (&bell, 1)), Ok(Reset::Over));
@@ -157,7 +157,7 @@ fn a_reset_waits_for_what_is_under_way() {
 }
 
 #[test]
-fn a_write_of_a_dead_process_has_its_place_yet() {
+fn a_recovered_write_keeps_its_position_in_the_zone() {
     let zones = zones("zoned=64KiB&zone-capacity=1024");
     assert_eq!(zones.begin_write(0, 1024, false), Ok(0));
     assert_eq!(state(&zones, 0), (ZoneState::Full, 2));
@@ -171,7 +171,7 @@ fn a_write_of_a_dead_process_has_its_place_yet() {
 }
 
 #[test]
-fn what_is_open_is_counted_and_outlives_a_process() {
+fn open_zones_are_counted_and_restored() {
     let zones = zones("zoned=64KiB&max-open=2&max-active=3");
     for zone in 0..3 {
         zones.begin_write(zone * SIZE, 512, false).unwrap();

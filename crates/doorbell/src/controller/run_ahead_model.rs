@@ -222,7 +222,7 @@ fn no_ring_up_to_three_quarters_of_the_queue() {
 }
 
 #[test]
-fn the_promise_does_not_depend_on_where_in_the_ring() {
+fn the_quiet_depth_is_independent_of_the_ring_position() {
     for entries in [2, 3, 5, 8, 12] {
         for predicate in PREDICATES {
             let depth = quiet_depth(predicate, entries).min(entries - 1);
@@ -253,7 +253,7 @@ fn the_promise_is_exact_and_the_model_can_fail() {
 }
 
 #[test]
-fn no_ring_when_caught_in_the_middle_of_a_small_update() {
+fn a_small_update_in_progress_needs_no_register_write() {
     for entries in (8..=20).chain([24, 32]) {
         for predicate in PREDICATES {
             let depth = quiet_depth(predicate, entries);

@@ -157,7 +157,7 @@ fn event_idx_follows_at_a_distance() {
 }
 
 #[test]
-fn arming_sets_event_idx_and_disarming_takes_it_back() {
+fn arming_sets_event_idx_and_disarming_restores_it() {
     let cells = Cells::default();
     let mut tail = departed(&cells, 8, 0);
     let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
@@ -218,7 +218,7 @@ fn a_recheck_with_news_prevents_sleep() {
 }
 
 #[test]
-fn without_its_page_a_queue_stands_still_and_goes_on_when_it_is_back() {
+fn a_queue_pauses_while_its_shadow_page_is_unmapped() {
     let cells = Cells::default();
     let mut tail = departed(&cells, 8, 2);
     cells.shadow(3);
@@ -315,7 +315,7 @@ fn an_update_to_the_value_of_the_new_entry_counts_when_it_is_rung() {
 }
 
 #[test]
-fn a_state_goes_on_elsewhere() {
+fn a_doorbell_state_is_resumed_in_another_object() {
     let cells = Cells::default();
     let mut tail = departed(&cells, 8, 2);
     cells.shadow(4);
@@ -329,7 +329,7 @@ fn a_state_goes_on_elsewhere() {
 }
 
 #[test]
-fn an_entry_out_of_reach_at_first_is_enabled_when_it_comes() {
+fn a_shadow_entry_is_enabled_when_it_is_mapped() {
     let cells = Cells::default();
     let mut tail = SqTail::new(size(8), &cells.register);
     tail.disable();
@@ -343,7 +343,7 @@ fn an_entry_out_of_reach_at_first_is_enabled_when_it_comes() {
 }
 
 #[test]
-fn a_peek_sees_what_a_look_would_find_and_finds_nothing() {
+fn a_peek_returns_the_next_value_without_consuming_it() {
     let cells = Cells::default();
     let mut tail: SqTail<_> = SqTail::new(size(8), &cells.register);
     cells.ring(5);

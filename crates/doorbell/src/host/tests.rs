@@ -76,7 +76,7 @@ fn a_controller_that_writes_the_shadow_entry_confuses_only_itself() {
 }
 
 #[test]
-fn what_was_posted_is_asked_for_later_and_once() {
+fn a_deferred_value_is_notified_once() {
     let (shadow, event_idx) = <(AtomicU32, AtomicU32)>::default();
     let mut host: Host<'_> = HostDoorbell::new(0);
     assert!(host.publish_deferred(1), "a plain doorbell is written");
@@ -112,7 +112,7 @@ fn what_was_posted_is_asked_for_later_and_once() {
 }
 
 #[test]
-fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
+fn an_event_idx_outside_of_the_ring_requests_no_write() {
     for (entries, event_idx, writes) in [
         (128, u32::MAX, 0),
         (128, 128, 0),

@@ -10,7 +10,7 @@ fn tail(register: &AtomicU32) -> SqTail<&AtomicU32> {
 }
 
 #[test]
-fn a_round_that_finds_nothing_ends_in_sleep() {
+fn an_arming_round_without_work_ends_in_sleep() {
     let (state, register) = <(AtomicU32, AtomicU32)>::default();
     let mut sleeper: Sleeper<_> = Sleeper::new(&state);
     let mut tail = tail(&register);
@@ -54,7 +54,7 @@ fn other_news_prevents_sleep() {
 }
 
 #[test]
-fn a_round_that_is_dropped_leaves_the_thread_awake() {
+fn a_dropped_arming_round_leaves_the_thread_awake() {
     let state = AtomicU32::new(0);
     let mut sleeper: Sleeper<_> = Sleeper::new(&state);
     drop(sleeper.prepare());
@@ -83,7 +83,7 @@ fn only_a_sleeper_is_signalled_and_only_once() {
 }
 
 #[test]
-fn who_stays_asleep_is_signalled_until_it_rises() {
+fn a_sleeping_thread_is_signalled_once_until_it_wakes() {
     let state = AtomicU32::new(0);
     let mut sleeper: Sleeper<_> = Sleeper::new(&state);
     let waker = Waker::<_, FullFence>::new(&state);

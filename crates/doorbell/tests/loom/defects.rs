@@ -81,7 +81,7 @@ fn the_models_pass_without_a_defect() {
 /// types forbid this order; the model circumvents them with the token of a second sleeper.
 #[test]
 #[should_panic(expected = "deadlock")]
-fn the_controller_looks_before_it_arms() {
+fn the_controller_checks_the_tail_before_arming() {
     after_polling(|tail, sleeper, wake| {
         let mut accomplice = Sleeper::<_, FullFence>::new(word(0));
         let mut fenced = sleeper.prepare().fence();
@@ -153,7 +153,7 @@ fn the_trap_does_not_say_which_queue_rang() {
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn the_trap_leaves_a_message_and_lets_the_thread_sleep() {
+fn the_trap_sends_a_message_without_a_wakeup() {
     explore(Some(3), || {
         parked::<FullFence, FullFence, FullFence>(Predicate::Linux, 2, Without::Kick);
     });
@@ -169,7 +169,7 @@ fn the_trap_wakes_only_for_parked_queues() {
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn the_owner_of_a_doorbell_is_looked_up_once() {
+fn the_owner_of_a_doorbell_is_read_only_once() {
     explore(None, || relocated(false));
 }
 

@@ -168,7 +168,7 @@ fn a_parked_queue_is_woken() {
 /// Two concurrent doorbell writes, one of which may rely on the message of the other. In between,
 /// the queue is woken and parked again.
 #[test]
-fn two_doorbell_writes_for_a_parked_queue_lose_nothing() {
+fn two_doorbell_writes_for_a_parked_queue_lose_no_wakeup() {
     explore(Some(2), || {
         let (size, registers) = (ring(8), [word(0), word(0)]);
         let (mut own, queue) = sleep_pair::<FullFence, FullFence>();

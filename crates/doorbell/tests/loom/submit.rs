@@ -47,7 +47,7 @@ fn no_wakeup_is_lost() {
 }
 
 #[test]
-fn no_wakeup_is_lost_where_the_ring_wraps() {
+fn no_wakeup_is_lost_at_the_wrap_of_the_ring() {
     for predicate in PREDICATES {
         for (entries, from) in [(2, 1), (3, 2), (3, 1), (4, 3), (4, 2)] {
             explore(Some(3), move || {

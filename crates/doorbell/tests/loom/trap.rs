@@ -38,7 +38,7 @@ fn no_trapped_doorbell_is_lost() {
 /// Two concurrent wakers, one of which may rely on the signal of the other. The second of two
 /// rounds of sleep may get a late wakeup of the first.
 #[test]
-fn two_wakers_share_a_signal_and_lose_nothing() {
+fn two_wakers_share_a_signal_and_lose_no_wakeup() {
     explore(Some(3), || {
         let (size, registers) = (ring(8), [word(0), word(0)]);
         let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
@@ -97,7 +97,7 @@ fn a_message_wakes_too() {
 
 /// A late MMIO write wakes the controller, and its old value does not move the tail.
 #[test]
-fn a_late_posted_write_moves_nothing_back() {
+fn a_late_posted_write_does_not_move_the_tail_back() {
     explore(Some(3), || posted(|cells, wake, value| wake.trap(&cells.register, value)));
 }
 

@@ -399,7 +399,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn who_helps_is_called_once_and_again_when_there_was_nothing_left() {
+    fn a_helper_thread_is_woken_once_until_it_runs_out_of_work() {
         let mut crew = Crew::new(EventFd::new().unwrap());
         let events = [EventFd::new().unwrap(), EventFd::new().unwrap()];
         let helpers = events.each_ref().map(|event| crew.add(event.try_clone().unwrap()));

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn what_reaches_past_the_end_is_cut_off_there() {
+    fn transfers_are_shortened_at_the_end_of_the_file() {
         let extent = |offset, len| Extent { offset, len };
         let read = |offset, len| ask(opcode::READ, &transfer(offset, len), 0);
         let write = |offset, len| ask(opcode::WRITE, &transfer(offset, len), len as usize);
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_not_there_and_what_wants_no_answer_gets_none() {
+    fn unknown_operations_return_enosys_and_forget_gets_no_reply() {
         const INTERRUPT: u32 = 36;
         for opcode in [INTERRUPT, 9999] {
             assert_eq!(ask(opcode, &[], 0), refused(5, Errno::NOSYS));

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_as_long_as_the_kernel_has_them() {
+    fn fuse_replies_have_the_kernels_length() {
         let attributes =
             Attributes { size: 1 << 20, time: (1, 2), mode: 3, uid: 4, gid: 5, block_size: 4096 };
         let about = Answer::attributes(1, &attributes, 3600);

@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_what_people_write() {
+    fn addresses_are_parsed_and_converted_to_uris() {
         let uri = |text: &str, name: &str| text.parse::<Address>().unwrap().uri(name);
         assert_eq!(uri("unix:/run/disk.sock", ""), "nbd+unix:///?socket=/run/disk.sock");
         assert_eq!(uri("unix:/run/a b", "x/y"), "nbd+unix:///x%2Fy?socket=/run/a%20b");

@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_leaves_places_for_others() {
+    fn one_peer_cannot_take_all_client_slots() {
         let agreed = Admitted::new(8);
         let mut places: Vec<_> =
             std::iter::from_fn(|| agreed.take(Peer::User(1))).take(100).collect();

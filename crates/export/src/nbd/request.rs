@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_asked_for_is_refused_as_the_protocol_says() {
+    fn invalid_requests_are_refused_with_the_protocols_error() {
         let plain = Agreed::default();
         let all = Agreed { structured: true, allocation: true };
         let g = geometry();
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn extents_are_as_the_protocol_has_them() {
+    fn extents_are_encoded_as_the_protocol_requires() {
         let some = [Extent { len: 512, is_hole: false }, Extent { len: 1 << 30, is_hole: true }];
         let mut data = vec![9; EXTENTS];
         assert_eq!(put_extents(&some, &mut data), 2);
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_become_what_they_mean() {
+    fn request_flags_are_decoded() {
         let all = Agreed { structured: true, allocation: true };
         let zeroes = |flags| {
             let request = ask(command::WRITE_ZEROES, flags, 0, 512);

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_gone_is_an_error() {
+    fn sending_to_a_disconnected_peer_is_an_error() {
         let (a, b) =
             socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
                 .unwrap();

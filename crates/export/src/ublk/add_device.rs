@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processes_that_are_gone_do_not_run() {
+    fn ended_processes_are_not_running() {
         assert!(is_running(std::process::id() as i32));
         assert!(!is_running(-1));
         assert!(!is_running(0));

@@ -283,7 +283,7 @@ impl Ublk {
     #[must_use]
     pub fn stop(mut self) -> u64 {
         // The callback is only for a stop by another process.
-        drop(self.shared.take_on_end());
+        drop(self.shared.take_when_ended());
         self.wait_until_unused();
         let (shared, is_zero_copy) = (Arc::clone(&self.shared), self.file.is_some());
         drop(self);
@@ -346,7 +346,7 @@ impl Ublk {
 }
 
 impl UblkShared {
-    fn take_on_end(&self) -> Option<OnEnd> {
+    fn take_when_ended(&self) -> Option<OnEnd> {
         self.on_end.lock().take()
     }
 
@@ -358,7 +358,7 @@ impl UblkShared {
         }
         let last = self.left.fetch_sub(1, Ordering::AcqRel) == 1;
         if (last || outcome.is_err())
-            && let Some(on_end) = self.take_on_end()
+            && let Some(on_end) = self.take_when_ended()
         {
             on_end();
         }
@@ -367,7 +367,7 @@ impl UblkShared {
 
 impl Drop for Ublk {
     fn drop(&mut self) {
-        drop(self.shared.take_on_end());
+        drop(self.shared.take_when_ended());
         let stopped = self.ours
             && self.is_served()
             && self.command("stopping the device", control::STOP_DEV, 0, &mut []).is_ok();
@@ -398,7 +398,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernel_that_can_not_leave_data_where_they_are_has_them_copied() {
+    fn data_are_copied_without_zero_copy_support() {
         // Feature bits of Linux 6.1, 6.12 and 7.2.
         let on = |features: u64| {
             why_copied(Options::default(), true, || feature::is_zero_copy(features))

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_what_to_do() {
+    fn ublk_errors_contain_the_remedy() {
         let of = |errno: Errno| UblkError::of_open(errno.into()).to_string();
         if is_recent(&release()) {
             assert!(of(Errno::NOENT).contains("modprobe ublk_drv"));

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_as_the_storage_wants_it() {
+    fn memory_alignment_is_that_of_the_storage() {
         let given = parameters(&GEOMETRY);
         assert_eq!((given.types & parameter::MEMORY, given.memory_mask), (0, 0));
         for (align, mask) in [(1, 3), (4, 3), (512, 511), (4096, 4095), (65_536, 4095)] {

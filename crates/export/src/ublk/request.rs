@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_what_the_driver_asks_for() {
+    fn ublk_requests_are_decoded() {
         assert_eq!(request(0, 3, 8), Ok((Action::Read { len: 4096 }, 1536)));
         assert_eq!(request(1, 0, 1), Ok((Action::Write { len: 512, fua: false }, 0)));
         assert_eq!(request(1 | 1 << 13, 0, 1), Ok((Action::Write { len: 512, fua: true }, 0)));
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_ublk_requests_are_refused() {
         for (op, start, sectors) in [
             (0, 2048, 1),
             (1, 2047, 2),

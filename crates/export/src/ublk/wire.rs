@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_are_where_the_kernel_looks() {
+    fn ublk_structures_have_the_kernels_layout() {
         let info = DeviceInfo { flags: 1, server_flags: 2, dev_id: 3, ..DeviceInfo::default() };
         let bytes = info.as_bytes();
         assert_eq!((bytes[12], bytes[24], bytes[32]), (3, 1, 2));
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_requests_memory_is_named_as_the_kernel_has_it() {
+    fn buffer_addresses_are_encoded_as_in_the_kernel() {
         // `ublk_auto_buf_reg_to_sqe_addr` encodes the index, a flag, and zeroes.
         assert_eq!(registered_at(0), 0x1_0000);
         assert_eq!(registered_at(0x7f), 0x1_007f);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn data_stay_where_they_are_only_if_all_of_it_is_there() {
+    fn zero_copy_requires_all_of_its_features() {
         // Features that Linux 6.1, 6.12, 6.16 and 7.2 report.
         for (features, has) in [(0x1f, false), (0x3ff, false), (0x3fff, false), (0xf_ffff, true)] {
             assert_eq!(feature::is_zero_copy(features), has, "{features:x}");

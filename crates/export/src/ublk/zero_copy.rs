@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_and_writes_are_calls_and_the_rest_is_the_disks() {
+    fn only_reads_and_writes_use_zero_copy() {
         let Some((_image, mut zero_copy)) = zero_copy(&GEOMETRY) else { return };
         for action in [Action::Flush, Action::Discard { len: 4096 }] {
             assert_eq!(zero_copy.begin(0, action, 0), Next::Disk(action, 0));
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_the_storage_refuses_goes_by_the_disk() {
+    fn memory_refused_by_the_storage_falls_back_to_the_disk() {
         let Some((_image, mut zero_copy)) = zero_copy(&GEOMETRY) else { return };
         assert!(matches!(zero_copy.begin(1, READ, 512), Next::Call(_)));
         assert_eq!(zero_copy.ended(1, -libc::EINVAL), Some(Next::Disk(READ, 512)));
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_too_long_is_given_up() {
+    fn late_zero_copy_calls_are_cancelled() {
         let Some((_image, mut zero_copy)) = zero_copy(&GEOMETRY) else { return };
         assert!(matches!(zero_copy.begin(2, READ, 0), Next::Call(_)));
         let now = Instant::now();
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_have_the_numbers_that_they_have_by_the_disk() {
+    fn zero_copy_errors_equal_those_of_the_disk_path() {
         assert_eq!(errno(&DiskError::ReadOnly), Errno::PERM);
         assert_eq!(errno(&DiskError::NoSpace), Errno::NOSPC);
         for error in [DiskError::OutOfRange, DiskError::Cancelled, DiskError::Io(libc::EINVAL)] {

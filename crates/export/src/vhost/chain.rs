@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_status_is_the_last_byte_wherever_it_is() {
+    fn the_status_is_the_last_writable_byte_of_the_chain() {
         for (pieces, last, rest) in [
             (vec![(100, 512), (700, 1)], Some(700), vec![(100, 512)]),
             (vec![(100, 513), (700, 0)], Some(612), vec![(100, 512)]),

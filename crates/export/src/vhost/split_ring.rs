@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_that_is_not_all_there_is_none() {
+    fn a_ring_beyond_its_memory_is_refused() {
         assert!(ring(false, 4096).0.is_some());
         assert!(ring(false, USED + 4 + 4 * 8).0.is_some());
         assert!(ring(false, USED + 4 + 4 * 8 - 1).0.is_none());
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_taken_in_order_and_no_more_than_there_can_be() {
+    fn requests_are_taken_in_order_up_to_the_ring_size() {
         let (ring, bytes) = ring(false, 4096);
         let mut ring = ring.unwrap();
         assert_eq!(ring.take().unwrap(), None);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_seen_when_they_are_published() {
+    fn completions_are_visible_after_publication() {
         let (ring, bytes) = ring(false, 4096);
         let mut ring = ring.unwrap();
         assert!(!ring.publish());
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_notified_who_polls() {
+    fn a_polling_peer_gets_no_notification() {
         let (ring, bytes) = ring(false, 4096);
         let mut ring = ring.unwrap();
         ring.suppress_kicks();
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_index_says_for_what_to_notify() {
+    fn the_event_index_determines_notifications() {
         let (ring, bytes) = ring(true, 4096);
         let mut ring = ring.unwrap();
         let (event, avail_event) = (AVAILABLE + 4 + 8, USED + 4 + 32);

@@ -191,7 +191,7 @@ mod tests {
     /// The thread may have found that the queue runs just before the stop. No later change would
     /// notify the thread.
     #[test]
-    fn a_queue_that_was_stopped_meanwhile_is_not_served() {
+    fn a_queue_that_stops_during_a_pass_is_not_served() {
         let backing = TestDisk::new(64, 512);
         let disk = BlockDevice::new(Arc::new(backing), &BlockOptions::default()).unwrap();
         let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();

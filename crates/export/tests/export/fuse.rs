@@ -203,7 +203,7 @@ fn copies_that_fail_are_errors_to_the_program() {
 }
 
 #[test]
-fn a_disk_that_takes_no_writes_is_a_file_that_takes_none() {
+fn a_read_only_disk_is_a_read_only_file() {
     if !is_possible() {
         return;
     }
@@ -238,7 +238,7 @@ fn a_disk_that_fails_is_an_error_to_the_program() {
 }
 
 #[test]
-fn many_threads_find_what_they_wrote() {
+fn concurrent_threads_read_their_own_writes() {
     if !is_possible() {
         return;
     }
@@ -307,7 +307,7 @@ fn requests_that_the_disk_holds_keep_no_other_waiting() {
 }
 
 #[test]
-fn requests_that_the_disk_holds_when_the_kernel_gives_the_mount_up_come_to_their_end() {
+fn requests_in_flight_end_when_the_mount_is_aborted() {
     if !is_possible() {
         return;
     }
@@ -336,7 +336,7 @@ fn requests_that_the_disk_holds_when_the_kernel_gives_the_mount_up_come_to_their
 }
 
 #[test]
-fn a_user_who_unmounts_ends_it() {
+fn an_unmount_ends_the_export() {
     if !is_possible() {
         return;
     }
@@ -372,7 +372,7 @@ fn a_file_that_is_in_use_is_waited_for() {
 }
 
 #[test]
-fn what_can_not_be_mounted_over_is_refused_and_left_alone() {
+fn invalid_mount_points_are_refused_and_unchanged() {
     if !is_possible() {
         return;
     }

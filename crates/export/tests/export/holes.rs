@@ -26,7 +26,7 @@ fn sparse(mebibytes: u64) -> Rig {
 }
 
 #[test]
-fn what_was_written_is_data_and_the_rest_is_a_hole() {
+fn written_blocks_are_data_and_others_are_holes() {
     let rig = sparse(64);
     let mut client = rig.client();
     let mut status = |flags, offset, len| {
@@ -57,7 +57,7 @@ fn what_was_written_is_data_and_the_rest_is_a_hole() {
 }
 
 #[test]
-fn an_answer_has_so_many_extents_and_goes_on_where_it_ended() {
+fn block_status_replies_have_a_limited_number_of_extents() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let size: u64 = 64 << 20;
     file.as_file().set_len(size).unwrap();
@@ -98,7 +98,7 @@ fn a_disk_that_does_not_say_has_data_everywhere() {
 }
 
 #[test]
-fn a_disk_that_takes_its_time_holds_up_nothing_else() {
+fn slow_extent_queries_delay_no_other_request() {
     let rig = sparse(4);
     rig.backing.order(|orders| orders.hold_extents = true);
     let mut client = rig.client();
@@ -217,7 +217,7 @@ fn keeps_holes(path: &Path) -> bool {
 /// `nbdinfo --map`, `nbdcopy`, `qemu-img map` and `qemu-img convert`, on a sparse image of 1 GiB
 /// with 2 MiB of data.
 #[test]
-fn other_peoples_clients_see_holes_and_skip_them() {
+fn nbd_tools_of_other_projects_detect_holes() {
     if !can_run("nbdinfo") || !can_run("nbdcopy") || !can_run("qemu-img") || !can_run("qemu-io") {
         return;
     }

@@ -131,7 +131,7 @@ fn every_request_in_both_kinds_of_reply() {
 }
 
 #[test]
-fn what_can_not_be_done_is_refused_and_the_session_goes_on() {
+fn invalid_requests_are_refused_and_the_session_continues() {
     let rig = rig();
     let size = 4096 * 512;
     for structured in [true, false] {
@@ -158,7 +158,7 @@ fn what_can_not_be_done_is_refused_and_the_session_goes_on() {
 }
 
 #[test]
-fn requests_are_answered_as_they_complete() {
+fn replies_are_sent_in_order_of_completion() {
     let rig = rig();
     let mut client = rig.client();
     rig.backing.order(|orders| orders.hold_at = Some(8192));
@@ -245,7 +245,7 @@ fn take(
 }
 
 #[test]
-fn a_client_that_takes_no_answers_is_not_read_from() {
+fn a_client_that_reads_no_replies_is_not_read_from() {
     let rig = Rig::new(1 << 17, &shadowbell_block::BlockOptions::default());
     let mut client = rig.client();
     const REQUESTS: u64 = 300;
@@ -284,7 +284,7 @@ fn numbered(bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_long_read_is_carried_out_as_the_client_takes_its_answer() {
+fn a_long_read_proceeds_as_the_client_receives_the_reply() {
     const LEN: u32 = 20 << 20;
     let rig = Rig::new(1 << 16, &shadowbell_block::BlockOptions::default());
     let mut writer = rig.client();
@@ -393,7 +393,7 @@ fn more_requests_than_places_wait_and_are_all_answered() {
 }
 
 #[test]
-fn an_export_that_takes_no_writes_says_so() {
+fn a_read_only_export_announces_and_enforces_it() {
     let mut options = shadowbell_block::BlockOptions::default();
     options.read_only = true;
     let rig = Rig::new(4096, &options);
@@ -438,7 +438,7 @@ fn a_disk_that_is_removed_is_an_error_and_the_server_ends_all_the_same() {
 }
 
 #[test]
-fn a_stop_finishes_what_was_asked_for() {
+fn a_stop_completes_received_requests() {
     let mut rig = rig();
     let mut client = rig.client();
     rig.backing.order(|orders| orders.hold = true);
@@ -464,7 +464,7 @@ fn a_stop_finishes_what_was_asked_for() {
 }
 
 #[test]
-fn a_stop_does_not_wait_for_those_who_say_nothing() {
+fn a_stop_does_not_wait_for_silent_clients() {
     // The test is repeated, because on a busy machine a single stop may take long for lack of
     // processor time.
     wait::until("a stop that does not wait", || {
@@ -484,7 +484,7 @@ fn a_stop_does_not_wait_for_those_who_say_nothing() {
 }
 
 #[test]
-fn clients_that_leave_in_the_middle_leave_nothing_behind() {
+fn clients_that_disconnect_in_a_message_leak_nothing() {
     let rig = rig();
     for round in 0..40 {
         let mut client = rig.client();
@@ -520,7 +520,7 @@ fn silent_clients_make_room() {
 }
 
 #[test]
-fn more_clients_than_there_may_be_are_sent_away() {
+fn clients_beyond_the_limit_are_disconnected() {
     let mut options = Options::default();
     options.max_clients = 2;
     let rig = Rig::with(64, &shadowbell_block::BlockOptions::default(), &options);
@@ -536,7 +536,7 @@ fn more_clients_than_there_may_be_are_sent_away() {
 }
 
 #[test]
-fn whoever_does_not_speak_the_protocol_is_sent_away_and_the_server_goes_on() {
+fn clients_that_violate_the_protocol_are_disconnected() {
     let rig = rig();
     let mut client = rig.client();
     client.socket.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
@@ -557,7 +557,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
     #[test]
-    fn nothing_that_a_client_sends_ends_the_server(
+    fn no_client_input_ends_the_server(
         frames in prop::collection::vec(
             (0u16..12, any::<u16>(), prop_oneof![0u64..3_000_000, any::<u64>()],
              prop_oneof![0u32..200_000, any::<u32>()]), 0..30),
@@ -599,7 +599,7 @@ fn refused(rig: &Rig, address: &Address) -> StartError {
 }
 
 #[test]
-fn a_socket_that_lives_is_left_alone_and_a_dead_one_is_replaced() {
+fn a_socket_in_use_is_kept_and_a_stale_one_is_replaced() {
     let rig = rig();
     let unix = |path: &Path| Address::Unix(path.to_owned());
     let error = refused(&rig, &unix(&rig.socket()));

@@ -120,7 +120,7 @@ fn clients_without_the_right_certificate_are_sent_away() {
 }
 
 #[test]
-fn nobody_is_served_without_tls() {
+fn clients_without_tls_are_refused() {
     let certificates = Certificates::new();
     let rig = certificates.rig(8, false);
     let mut client = Client::greeted(&rig.socket());
@@ -137,7 +137,7 @@ fn nobody_is_served_without_tls() {
 
 /// Injection of plaintext: an attacker appends an option to the client's STARTTLS.
 #[test]
-fn what_came_before_tls_is_not_taken_for_what_comes_in_it() {
+fn plaintext_before_the_tls_handshake_is_not_injected() {
     let certificates = Certificates::new();
     let rig = certificates.rig(8, true);
     let mut client = Client::greeted(&rig.socket());

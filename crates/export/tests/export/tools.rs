@@ -36,7 +36,7 @@ pub(crate) fn noise(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn nbdinfo_sees_what_there_is() {
+fn nbdinfo_reports_the_export() {
     if !can_run("nbdinfo") {
         return;
     }
@@ -61,7 +61,7 @@ fn nbdinfo_sees_what_there_is() {
 }
 
 #[test]
-fn nbdcopy_brings_and_takes_every_byte() {
+fn nbdcopy_copies_in_both_directions() {
     if !can_run("nbdcopy") {
         return;
     }
@@ -124,7 +124,7 @@ fn qemu_writes_reads_and_compares() {
 }
 
 #[test]
-fn fio_finds_what_it_wrote() {
+fn fio_verifies_its_writes() {
     if !can_run("fio") {
         return;
     }

@@ -412,7 +412,7 @@ fn segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
 }
 
 #[test]
-fn a_guest_finds_its_disk_and_uses_it() {
+fn a_guest_configures_and_uses_its_disk() {
     short_blocks(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 2, 0);
@@ -504,7 +504,7 @@ fn queues_are_used_at_the_same_time_and_deeply() {
 }
 
 #[test]
-fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
+fn invalid_requests_only_return_an_error() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
@@ -576,7 +576,7 @@ fn a_guest_that_does_not_flush_has_durable_writes() {
 }
 
 #[test]
-fn a_disk_that_takes_no_writes_or_fails() {
+fn read_only_and_failing_disks_return_errors() {
     each_block_size(|| {
         let rig = Rig::new(true);
         let mut guest = Guest::connect(&rig, 1, 0);
@@ -597,7 +597,7 @@ fn a_disk_that_takes_no_writes_or_fails() {
 }
 
 #[test]
-fn a_queue_is_stopped_when_what_it_took_is_answered() {
+fn a_queue_stops_after_its_requests_have_completed() {
     short_blocks(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
@@ -621,7 +621,7 @@ fn a_queue_is_stopped_when_what_it_took_is_answered() {
 }
 
 #[test]
-fn the_next_frontend_comes_after_the_last_and_a_stop_ends_one() {
+fn frontends_are_served_one_after_another_until_a_stop() {
     each_block_size(|| {
         let mut rig = Rig::new(false);
         for round in 0..5u8 {

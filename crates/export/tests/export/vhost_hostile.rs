@@ -98,7 +98,7 @@ fn assert_sent_away(mut socket: UnixStream) {
 
 /// A file of a FUSE file system whose daemon never replies. Every access to the file blocks.
 #[test]
-fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
+fn a_hung_file_of_a_frontend_stalls_no_other_client() {
     each_block_size(|| {
         let rig = Rig::new(false);
         // The mount is dropped before the rig. If an access blocks nevertheless, the unmount ends
@@ -145,7 +145,7 @@ fn page_tables() -> u64 {
 /// The guest reads into places that are spread over sparse memory, so that each segment allocates a
 /// page table.
 #[test]
-fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
+fn page_tables_of_a_frontend_are_limited() {
     each_block_size(|| {
         const SPAN: u64 = 2 << 20;
         const SIZE: u64 = 64 << 30;
@@ -211,7 +211,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
 /// A file of huge pages that the machine does not have. The file can be mapped, but an access
 /// raises SIGBUS.
 #[test]
-fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
+fn missing_huge_pages_disconnect_the_frontend() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let file = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();
@@ -240,7 +240,7 @@ fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
 
 /// Blocking eventfds: a write waits if the count is full, and a read waits if it is zero.
 #[test]
-fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
+fn a_full_or_empty_eventfd_stalls_no_thread() {
     each_block_size(|| {
         let rig = Rig::new(false);
         // Without EVENT_IDX, the device signals every completion, so the count of `call` would
@@ -263,7 +263,7 @@ fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
 /// The available index announces more requests than the queue has entries. A guest can write such
 /// an index without its VMM.
 #[test]
-fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
+fn an_invalid_available_index_keeps_no_thread_busy() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
@@ -286,7 +286,7 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
 /// A guest shares memory with the device, so it can submit requests even after its frontend has
 /// disconnected.
 #[test]
-fn a_guest_that_never_stops_keeps_nobody_out() {
+fn a_guest_that_submits_endlessly_blocks_no_other_frontend() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let file = memfd_create("endless", MemfdFlags::CLOEXEC).unwrap();
@@ -313,7 +313,7 @@ fn a_guest_that_never_stops_keeps_nobody_out() {
 
 /// No descriptors are leaked. A guest that restarts every hour connects 10,000 frontends in a year.
 #[test]
-fn frontends_that_have_gone_leave_nothing_behind() {
+fn disconnected_frontends_leak_no_descriptors() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();

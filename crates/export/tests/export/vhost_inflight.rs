@@ -47,7 +47,7 @@ fn words(file: &File, queue: u64) -> Vec<u64> {
 
 /// The layout of the tracking memory is that of the vhost-user specification.
 #[test]
-fn requests_are_written_down_while_they_are_in_flight() {
+fn requests_in_flight_are_recorded_in_inflight_memory() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let mut made = None;
@@ -173,7 +173,7 @@ fn messages_that_make_no_sense_end_the_connection() {
 }
 
 #[test]
-fn memory_that_makes_no_sense_ends_the_connection() {
+fn invalid_inflight_memory_ends_the_connection() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let shape = VhostUserInflight::new(2 * REGION, 0, 2, QUEUE);

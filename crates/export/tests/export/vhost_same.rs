@@ -117,7 +117,7 @@ fn answers(ring: &mut Ring, case: &Case) -> Answers {
 }
 
 #[test]
-fn what_makes_no_sense_is_answered_in_the_same_way() {
+fn invalid_requests_have_the_same_replies_on_both_paths() {
     let mut all: [Vec<(&str, Answers)>; 2] = Default::default();
     let all_of = std::cell::RefCell::new(&mut all);
     each_block_size(|| {

@@ -9,7 +9,7 @@ use vhost::vhost_user::VhostUserFrontend;
 /// The guest submits requests faster than the device completes them, so the queue always has
 /// available requests.
 #[test]
-fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() {
+fn a_disabled_queue_is_not_read_while_its_guest_submits() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let file = memfd_create("busy", MemfdFlags::CLOEXEC).unwrap();
@@ -51,7 +51,7 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
 
 /// Requests that became available before the queue was enabled are executed afterwards.
 #[test]
-fn what_came_while_a_queue_was_not_enabled_is_answered_when_it_is() {
+fn requests_of_a_disabled_queue_run_after_it_is_enabled() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
@@ -70,7 +70,7 @@ fn what_came_while_a_queue_was_not_enabled_is_answered_when_it_is() {
 
 /// Requests that the disk already executes when the queue is disabled still complete.
 #[test]
-fn what_was_taken_before_is_answered_while_a_queue_is_not_enabled() {
+fn requests_in_flight_complete_while_a_queue_is_disabled() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);

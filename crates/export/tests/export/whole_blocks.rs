@@ -57,7 +57,7 @@ fn requests(random: &mut Random, count: usize) -> Vec<(usize, Vec<u8>)> {
 }
 
 #[test]
-fn requests_of_all_lengths_hold_what_was_written_however_they_arrive() {
+fn requests_of_all_lengths_and_fragmentations_are_correct() {
     let rig = Rig::new((BYTES / 512) as u64, &shadowbell_block::BlockOptions::default());
     for (round, pieces) in [(1, 1 << 20), (2, 100_000), (3, 4000)] {
         let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ round);
@@ -146,7 +146,7 @@ fn a_disk_that_fails_costs_no_buffer() {
 /// A long read delays the requests after it. The server may have to wait until the client receives
 /// the end of the reply, and the client sends nothing that could wake the server.
 #[test]
-fn what_came_together_with_a_long_read_is_answered_after_it() {
+fn requests_behind_a_long_read_are_answered_after_it() {
     const LEN: u32 = 2 << 20;
     let rig = Rig::new(1 << 13, &shadowbell_block::BlockOptions::default());
     // If the wakeup is lost, a round lasts until another event wakes the server, a second later. On

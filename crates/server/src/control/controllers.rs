@@ -30,7 +30,8 @@ pub(super) fn controllers(state: &ServerState) -> Vec<Controller> {
     ))]
 pub(super) fn controller(state: &ServerState, id: &str) -> Result<Controller, Problem> {
     let waiting = state.controllers.waiting();
-    let is_it = |one: &&WaitingController| one.asked.id() == id || one.asked.known_socket() == id;
+    let is_it =
+        |one: &&WaitingController| one.asked.id() == id || one.asked.canonical_socket() == id;
     match waiting.iter().find(is_it) {
         Some(waiting) => Ok(describe_waiting(waiting)),
         None => find(state, id).map(|served| describe(&served)),
@@ -131,7 +132,7 @@ fn describe_waiting(waiting: &WaitingController) -> Controller {
     let WaitingController { asked, why, .. } = waiting;
     Controller {
         id: asked.id(),
-        socket: asked.known_socket(),
+        socket: asked.canonical_socket(),
         serial: asked.controller.serial.clone().unwrap_or_default(),
         model: asked.controller.model.clone().unwrap_or_default(),
         client: true,

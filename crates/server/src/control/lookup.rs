@@ -18,7 +18,7 @@ pub(super) fn find(state: &ServerState, id: &str) -> Result<Arc<ServedController
 pub(super) fn problem(error: anyhow::Error) -> Problem {
     let code = match exit::status(&error) {
         exit::BAD_INPUT => Code::BadRequest,
-        exit::NOT_THERE => Code::NotFound,
+        exit::NOT_FOUND => Code::NotFound,
         exit::CONFLICT => Code::Conflict,
         _ => Code::Failed,
     };

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_what_it_says() {
+    fn requests_are_routed_by_method_and_path() {
         let path = "/v1/controllers/%2Frun%2Fvm%200.sock/namespaces/7x";
         let (_, parameters) = ask(Via::Socket, Method::PUT, path).unwrap();
         assert_eq!(parameters.text("id"), "/run/vm 0.sock");

@@ -41,7 +41,7 @@ impl Load {
     }
 
     /// Ends the load, and expects no error.
-    fn lost_nothing(self) {
+    fn assert_no_loss(self) {
         self.0.signal(Signal::INT);
         let output = self.0.output();
         let errors = String::from_utf8_lossy(&output.stderr);
@@ -75,7 +75,7 @@ fn a_load_over_nbd_survives_kills_of_the_export() {
         // Time for the load to reconnect, usually.
         std::thread::sleep(Duration::from_millis(200));
     }
-    load.lost_nothing();
+    load.assert_no_loss();
     service.stop();
 }
 
@@ -107,7 +107,7 @@ fn an_export_survives_kills_of_its_supervised_server() {
         kill(before, Signal::KILL);
         until("another worker", || worker().is_some_and(|now| now != before));
     }
-    load.lost_nothing();
+    load.assert_no_loss();
     export.stop();
     supervisor.signal(Signal::TERM);
     assert!(supervisor.wait().success());

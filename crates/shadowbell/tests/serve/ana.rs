@@ -2,7 +2,7 @@
 //! file, or by both survives crashes and upgrades.
 
 use crate::harness::{Server, finish, image, program, until};
-use crate::recover::{kill, lost_nothing};
+use crate::recover::{assert_no_loss, kill};
 use crate::shared::{CONFIG, serve_config, start};
 use crate::supervisor::children;
 use crate::upgrade::{Client, socket, upgrade};
@@ -87,7 +87,7 @@ fn an_inaccessible_ana_state_survives_crashes_and_upgrades() {
         printed.contains("(non-optimized)") && printed.contains("(namespaces 1, 2)"),
         "{printed}"
     );
-    lost_nothing(&server);
+    assert_no_loss(&server);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 

@@ -4,7 +4,7 @@
 
 use crate::disk_kinds::{supervisor, survive};
 use crate::harness::until;
-use crate::recover::lost_nothing;
+use crate::recover::assert_no_loss;
 use crate::supervisor::worker;
 use crate::upgrade::{Load, upgrade};
 use shadowbell_testing::process_group::ProcessGroup;
@@ -65,8 +65,8 @@ fn a_server_with_a_ceph_image_is_upgraded_under_load() {
         });
         assert_ne!(worker(&server), before);
     }
-    load.lost_nothing();
-    lost_nothing(&server);
+    load.assert_no_loss();
+    assert_no_loss(&server);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 

@@ -1,7 +1,7 @@
 //! Disks other than files, under a server whose process is killed.
 
 use crate::harness::{Server, image, program, until};
-use crate::recover::{kill, lost_nothing};
+use crate::recover::{assert_no_loss, kill};
 use crate::supervisor::{children, has_ended, worker};
 use crate::upgrade::{Client, Load};
 use rustix::process::Signal;
@@ -54,8 +54,8 @@ pub(crate) fn survive(server: &mut Server, kills: u64) {
         std::thread::sleep(Duration::from_millis(60 + n * 37 % 90));
         kill(server, Signal::KILL);
     }
-    load.lost_nothing();
-    lost_nothing(server);
+    load.assert_no_loss();
+    assert_no_loss(server);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
@@ -182,7 +182,7 @@ fn a_read_only_nbd_disk_recovers_without_settling() {
         kill(&server, Signal::KILL);
     }
     assert_eq!(client.read(1, 0), 0);
-    lost_nothing(&server);
+    assert_no_loss(&server);
 }
 
 /// Both servers may be killed, at the same time or one after the other.
@@ -203,9 +203,9 @@ fn both_stacked_servers_may_be_killed() {
             below.stderr().contains("recovered from the checkpoint of a dead process")
         });
     }
-    load.lost_nothing();
-    lost_nothing(&server);
-    lost_nothing(&below);
+    load.assert_no_loss();
+    assert_no_loss(&server);
+    assert_no_loss(&below);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 

@@ -256,7 +256,7 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
         client.write(2, 0, n + 3);
         until("the rest is forgotten", || service.stored().len() == 2);
     }
-    loads.into_iter().for_each(Load::lost_nothing);
+    loads.into_iter().for_each(Load::assert_no_loss);
     let log = service.log();
     assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
     assert_eq!(log.matches("error: the supervisor was killed; this one continues").count(), 20);
@@ -318,7 +318,7 @@ fn a_supervisor_may_be_killed_at_any_moment() {
         assert_eq!(client.read(1, 0), n as u8);
         client.write(1, 0, n as u8 + 1);
     }
-    load.lost_nothing();
+    load.assert_no_loss();
     let log = service.log();
     assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
 }

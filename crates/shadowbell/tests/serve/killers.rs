@@ -26,7 +26,7 @@ fn a_command_that_killed_three_processes_fails() {
     assert_eq!(log.matches("is completed with Internal Error").count(), 2, "{log}");
     assert!(!log.contains("have lost"), "{log}");
     assert_eq!(client.read(1, 0), 2);
-    load.lost_nothing();
+    load.assert_no_loss();
 }
 
 /// Each recovering process is killed with the same command in flight, but not by the command.

@@ -31,7 +31,7 @@ fn said(server: &Server, words: &str) -> usize {
     server.stderr().matches(words).count()
 }
 
-pub(crate) fn lost_nothing(server: &Server) {
+pub(crate) fn assert_no_loss(server: &Server) {
     let log = server.stderr();
     assert!(!log.contains("have lost") && !log.contains("is disconnected"), "{log}");
 }
@@ -53,8 +53,8 @@ fn a_verifying_load_survives_twenty_kills() {
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
     }
-    loads.into_iter().for_each(Load::lost_nothing);
-    lost_nothing(&server);
+    loads.into_iter().for_each(Load::assert_no_loss);
+    assert_no_loss(&server);
     drop(client);
     // A later client and a later upgrade reach the last process.
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
@@ -99,7 +99,7 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
         assert!(maps().contains("client-ranges"));
         client.replace_shared(usize::from(n) * 20, 10);
     }
-    lost_nothing(&server);
+    assert_no_loss(&server);
     // The supervisor has closed the descriptors of unmapped pieces, and finally all.
     until("as many as before", || held() <= most);
     drop(client);
@@ -125,7 +125,7 @@ fn recovery_works_after_any_signal_and_after_an_upgrade() {
         assert_eq!(client.read(2, 8), n as u8 + 1);
         client.write(2, 8, n as u8 + 2);
     }
-    lost_nothing(&server);
+    assert_no_loss(&server);
     drop(client);
     kill(&server, Signal::KILL);
     Client::attach(&socket(&server, 0)).write(1, 0, 1);
@@ -158,7 +158,7 @@ fn a_controller_keeps_its_io_thread_after_recovery() {
     until("the old one's end", || children(server.pid()).len() == 1);
     kill(&server, Signal::KILL);
     clients.iter_mut().for_each(|client| assert_eq!(client.read(1, 0), 7));
-    lost_nothing(&server);
+    assert_no_loss(&server);
     drop(clients);
     assert!(server.stop().success(), "{}", server.stderr());
 }
@@ -185,7 +185,7 @@ fn a_recovering_process_may_be_killed() {
         // Pause so that the kills do not count as a crash loop.
         std::thread::sleep(Duration::from_millis(60));
     }
-    lost_nothing(&server);
+    assert_no_loss(&server);
 }
 
 /// A next process with another configuration reports why it cannot recover, and starts afresh.
@@ -362,7 +362,7 @@ fn a_controller_with_a_locked_image_waits_alone() {
             assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8));
         }
     }
-    lost_nothing(&server);
+    assert_no_loss(&server);
     drop(clients);
     assert!(server.stop().success(), "{}", server.stderr());
 }
@@ -436,5 +436,5 @@ fn each_request_is_answered_once_across_kills() {
             assert!(asked > 0, "no request");
         }
     });
-    lost_nothing(&server);
+    assert_no_loss(&server);
 }

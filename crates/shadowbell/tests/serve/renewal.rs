@@ -112,7 +112,7 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
     // Including the thread that closes descriptors of clients.
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
     assert_eq!(threads, 4);
-    loads.into_iter().for_each(Load::lost_nothing);
+    loads.into_iter().for_each(Load::assert_no_loss);
     let log = server.stderr();
     assert!(!log.contains("have lost") && !log.contains("keeps running the old program"), "{log}");
     drop(client);

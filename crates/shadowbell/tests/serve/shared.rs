@@ -2,7 +2,7 @@
 //! a restart if they persist through power loss.
 
 use crate::harness::{Server, finish, image, program, run, until};
-use crate::recover::{kill, lost_nothing};
+use crate::recover::{assert_no_loss, kill};
 use crate::supervisor::children;
 use crate::upgrade::{Client, socket, upgrade};
 use rustix::process::Signal;
@@ -90,7 +90,7 @@ fn reservations_survive_crashes_and_upgrades() {
     assert_conflict(&mut one, 1, 99);
     other.write(1, 0, 50);
     assert_eq!(one.read(1, 0), 50);
-    lost_nothing(&server);
+    assert_no_loss(&server);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 

@@ -78,7 +78,7 @@ impl CrashingServer {
     fn end(mut self) {
         self.over.store(true, Ordering::Relaxed);
         assert!(self.peer.join().expect("an answer to each request") > 5);
-        self.loads.into_iter().for_each(Load::lost_nothing);
+        self.loads.into_iter().for_each(Load::assert_no_loss);
         let log = self.server.stderr();
         assert!(!log.contains("have lost"), "{log}");
         drop(self.client);

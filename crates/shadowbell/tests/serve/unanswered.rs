@@ -123,7 +123,7 @@ impl Guest {
     }
 
     /// Checks that all acknowledged data are there.
-    fn lost_nothing(mut self) {
+    fn assert_no_loss(mut self) {
         for at in 0..PAGES {
             self.submit(at, false);
         }
@@ -175,7 +175,7 @@ fn check_waiting_commands(server: &Server, storage: &dyn Stalls) {
     storage.go_on();
     guest.settle(&[Status::SUCCESS]);
     drop((other, pool));
-    guest.lost_nothing();
+    guest.assert_no_loss();
 }
 
 /// A reset waits for operations that could still reach the disk or the guest's memory, and not
@@ -200,7 +200,7 @@ fn check_reset(server: &Server, storage: &dyn Stalls) {
         guest.submit_many();
         guest.settle(&[Status::SUCCESS]);
     }
-    guest.lost_nothing();
+    guest.assert_no_loss();
 }
 
 /// A guest with a shorter timeout aborts its commands, and deletes the queue if they cannot be
@@ -232,7 +232,7 @@ fn is_given_up(server: &Server, storage: &dyn Stalls, check_reset: bool) {
     assert!(stats.late > 0 && stats.aborts > 0 && stats.given_up == 0, "{stats:?}");
     assert!(stats.queues_recreated > 0 || check_reset, "{stats:?}");
     assert!(stats.resets > 0 || !check_reset, "{stats:?}");
-    guest.lost_nothing();
+    guest.assert_no_loss();
 }
 
 fn check_disk_type(disk: &str, storage: &dyn Stalls) {

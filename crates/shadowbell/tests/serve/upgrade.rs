@@ -79,7 +79,7 @@ impl Load {
     }
 
     /// Ends the load, and expects no error.
-    pub(crate) fn lost_nothing(self) {
+    pub(crate) fn assert_no_loss(self) {
         let row = self.end();
         assert!(row["commands"].as_u64() > Some(0), "{row}");
         for key in ["verify_errors", "failed", "retried"] {
@@ -211,7 +211,7 @@ fn a_verifying_load_survives_twenty_upgrades() {
         // Each process serves some load before the next upgrade.
         std::thread::sleep(Duration::from_millis(50));
     }
-    loads.into_iter().for_each(Load::lost_nothing);
+    loads.into_iter().for_each(Load::assert_no_loss);
     drop(client);
     // A later client reaches the last process.
     assert_eq!(Client::attach(&socket(&server, 2)).read(1, 0), 21);

@@ -2,7 +2,7 @@
 
 use crate::disk_kinds::{Export, is_consistent, supervisor};
 use crate::harness::{Server, image, until};
-use crate::recover::lost_nothing;
+use crate::recover::assert_no_loss;
 use crate::supervisor::worker;
 use crate::upgrade::{Client, Load, fake, fake_worker_script, upgrade};
 use shadowbell_disk_qcow2::create;
@@ -19,8 +19,8 @@ fn replaced(server: &mut Server) {
         assert!(output.contains("serves"), "{output}");
         assert_ne!(worker(server), before);
     }
-    load.lost_nothing();
-    lost_nothing(server);
+    load.assert_no_loss();
+    assert_no_loss(server);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
@@ -84,7 +84,7 @@ fn the_old_program_continues_if_the_new_one_cannot_recover() {
     let (status, output, errors) = upgrade(&socket, None);
     assert_eq!(status, Some(0), "{output}{errors}");
     assert_eq!((client.read(1, 0), client.read(1, 8)), (7, 8));
-    lost_nothing(&server);
+    assert_no_loss(&server);
     drop(client);
     assert!(server.stop().success(), "{}", server.stderr());
     is_consistent(&path);

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn and_back() {
+    fn namespace_identifiers_are_decoded_as_encoded() {
         let ids = [
             NamespaceId::Eui64([1; 8]),
             NamespaceId::Nguid([2; 16]),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_room_is_left_out() {
+    fn identifiers_beyond_the_page_are_omitted() {
         let many = std::iter::repeat_n(NamespaceId::Other { nidt: 9, nid: &[7; 255] }, 20);
         let list = NamespaceIds::new(many);
         assert_eq!(list.iter().count(), 4096 / 259);

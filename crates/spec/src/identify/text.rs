@@ -92,7 +92,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_makes_a_field(text: String) {
+        fn any_text_becomes_an_ascii_field(text: String) {
             let field = ascii_field::<40>(&text);
             prop_assert!(field.iter().all(|byte| matches!(byte, b' '..=b'~')));
         }

@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_what_the_specification_draws_and_comes_back() {
+    fn an_ana_log_is_encoded_as_specified_and_decoded() {
         let group = |id, state, nsids: &[u32]| AnaGroup {
             id,
             changes: 7,

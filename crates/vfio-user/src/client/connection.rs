@@ -298,7 +298,7 @@ mod tests {
     use super::skip;
 
     #[test]
-    fn what_was_sent_is_skipped_wherever_it_ended() {
+    fn sent_bytes_are_skipped_at_any_position() {
         let whole = b"abcdefghi";
         for sent in 0..=whole.len() {
             let mut parts: [&[u8]; 3] = [b"abc", b"", b"defghi"];

@@ -39,7 +39,7 @@ fn fd_numbers(fds: &[OwnedFd]) -> Vec<i32> {
 }
 
 #[test]
-fn messages_come_out_as_they_went_in() {
+fn messages_are_decoded_as_encoded() {
     let mut decoder = Decoder::new(1 << 20);
     let mut stream = message(1, 0, b"abc");
     stream.extend(message(2, header_flags::NO_REPLY, b""));
@@ -61,7 +61,7 @@ fn messages_come_out_as_they_went_in() {
 }
 
 #[test]
-fn a_large_message_gets_room_and_gives_it_back() {
+fn a_large_message_grows_the_buffer_temporarily() {
     let mut decoder = Decoder::new(1 << 20);
     let payload: Vec<u8> = (0..1 << 20).map(|n| n as u8).collect();
     let bytes = message(9, 0, &payload);
@@ -159,7 +159,7 @@ fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
 }
 
 #[test]
-fn an_error_reply_has_a_number_and_nothing_else() {
+fn an_error_reply_has_only_an_error_number() {
     let mut out = SendQueue::default();
     let to = Header { id: 5, command: 6, size: 16, flags: 0, error: 0 };
     out.put_error(&to, Errno::IO);
@@ -175,7 +175,7 @@ fn an_error_reply_has_a_number_and_nothing_else() {
 }
 
 #[test]
-fn who_wants_no_reply_gets_none() {
+fn posted_messages_get_no_reply() {
     let mut out = SendQueue::default();
     let to = Header { id: 5, command: 6, size: 16, flags: header_flags::NO_REPLY, error: 0 };
     out.put_reply(&to, &[b"x"]);
@@ -249,7 +249,7 @@ fn a_peer_that_is_always_behind_does_not_make_the_send_queue_grow() {
 proptest! {
     /// The decoded messages do not depend on the sizes of the receives.
     #[test]
-    fn where_the_stream_is_cut_does_not_matter(
+    fn messages_are_decoded_from_any_fragments(
         payloads in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..3000), 1..20),
         cuts in prop::collection::vec(1usize..5000, 1..50),
     ) {

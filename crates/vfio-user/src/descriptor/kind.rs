@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_neither_does_not() {
+    fn other_descriptors_are_neither_memory_nor_eventfds() {
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_judged_by_its_mount_and_only_one_of_them_at_a_time() {
+    fn files_are_classified_by_their_mount() {
         let path = env!("CARGO_MANIFEST_DIR");
         let directory = File::open(path).unwrap();
         let stat = std::process::Command::new("stat").args(["-f", "-c", "%T", path]).output();

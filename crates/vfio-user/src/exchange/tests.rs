@@ -30,7 +30,7 @@ fn read(socket: &UnixStream) -> (Vec<u8>, usize) {
 }
 
 #[test]
-fn a_reply_goes_and_its_request_with_it() {
+fn a_reply_is_sent_and_its_request_removed() {
     let (ours, theirs) = pair();
     let mut exchange = Exchange::new().unwrap();
     for n in 0..100_u8 {
@@ -45,7 +45,7 @@ fn a_reply_goes_and_its_request_with_it() {
 }
 
 #[test]
-fn descriptors_come_and_go_with_them() {
+fn descriptors_are_sent_and_received_with_their_messages() {
     let (ours, theirs) = pair();
     let mut exchange = Exchange::new().unwrap();
     let files: Vec<OwnedFd> = (0..SCM_MAX_FD).map(|_| ours.try_clone().unwrap().into()).collect();
@@ -59,7 +59,7 @@ fn descriptors_come_and_go_with_them() {
 }
 
 #[test]
-fn who_does_not_read_gets_the_rest_later() {
+fn a_reply_to_a_full_socket_is_sent_later() {
     let (ours, theirs) = pair();
     let mut exchange = Exchange::new().unwrap();
     while send(ours.as_fd(), &[&[0; 4096]], &[]).is_ok() {}
@@ -72,7 +72,7 @@ fn who_does_not_read_gets_the_rest_later() {
 }
 
 #[test]
-fn a_large_message_goes_at_once() {
+fn a_large_message_is_sent_at_once() {
     let (ours, theirs) = pair();
     let mut exchange = Exchange::new().unwrap();
     let large = vec![7; 68 << 10];

@@ -72,7 +72,7 @@ fn the_capabilities_are_byte_exact() {
 }
 
 #[test]
-fn the_list_of_capabilities_ends_and_holds_what_a_guest_expects() {
+fn the_capability_list_ends_and_is_complete() {
     for msix in [true, false] {
         let mut function = nvme();
         if !msix {
@@ -95,7 +95,7 @@ fn the_list_of_capabilities_ends_and_holds_what_a_guest_expects() {
 }
 
 #[test]
-fn a_base_address_register_tells_its_size_and_keeps_its_address() {
+fn a_base_address_register_reports_its_size_and_stores_its_address() {
     let mut space = space();
     assert_eq!(
         space.write(0x10, &[0xff; 4]).unwrap(),
@@ -128,7 +128,7 @@ fn identities_cannot_be_written() {
 }
 
 #[test]
-fn the_command_register_takes_what_it_has_in_any_size() {
+fn the_command_register_accepts_accesses_of_any_size() {
     let mut space = space();
     let effects = space.write(4, &[0xff, 0xff]).unwrap();
     let all = Command { memory: true, bus_master: true, intx_disabled: true };
@@ -171,7 +171,7 @@ fn power_states_are_d0_and_d3hot() {
 }
 
 #[test]
-fn a_function_level_reset_is_told_and_clears_what_was_set() {
+fn a_function_level_reset_is_reported_and_clears_registers() {
     let mut space = space();
     space.write(4, &[0x06, 0x04]).unwrap();
     space.write(0x10, &[0xff; 8]).unwrap();
@@ -196,7 +196,7 @@ fn a_function_level_reset_is_told_and_clears_what_was_set() {
 }
 
 #[test]
-fn what_is_outside_is_refused() {
+fn accesses_outside_of_configuration_space_are_refused() {
     let mut space = space();
     assert_eq!(space.read(4096, &mut [0]), Err(Errno::INVAL));
     assert_eq!(space.read(4095, &mut [0; 2]), Err(Errno::INVAL));
@@ -245,7 +245,7 @@ fn the_interrupt_status_follows_the_pin() {
 }
 
 #[test]
-fn the_msix_table_keeps_what_can_be_kept() {
+fn the_msix_table_stores_only_writable_bits() {
     let mut table = MsixTable::new(3);
     assert!((0..3).all(|vector| table.is_masked(vector)));
     assert!(table.is_masked(3));
@@ -271,7 +271,7 @@ fn the_msix_table_keeps_what_can_be_kept() {
 proptest! {
     /// Writes never change read-only bits, and a restore reproduces the writable ones.
     #[test]
-    fn writes_change_only_what_can_be_written(
+    fn writes_change_only_writable_bits(
         writes in prop::collection::vec((0u64..4200, prop::collection::vec(any::<u8>(), 0..9)), 0..40)
     ) {
         let fresh = space();

@@ -44,7 +44,7 @@ const VALUES: &[(u8, u32, u32)] = &[
 ];
 
 #[test]
-fn values_are_kept_and_reset_brings_the_defaults_back() {
+fn feature_values_are_stored_until_a_reset() {
     let mut features = Features::at_reset(0);
     let rest = [
         fid::TIMESTAMP,
@@ -120,7 +120,7 @@ fn capabilities() {
 }
 
 #[test]
-fn what_there_is_not() {
+fn unsupported_features_and_selections_are_refused() {
     let mut features = Features::at_reset(0);
     for fid in (0..=255).filter(|fid| FEATURES.iter().all(|(known, _)| known != fid)) {
         assert_eq!(set(&mut features, fid, 0), Err(INVALID_FIELD));
@@ -139,7 +139,7 @@ fn what_there_is_not() {
 }
 
 #[test]
-fn without_a_cache_there_is_no_cache_to_configure() {
+fn volatile_write_cache_is_unsupported_without_a_cache() {
     let limits = Limits { volatile_cache: false, ..LIMITS };
     let mut features = Features::at_reset(0);
     let cmd = SetFeatures { fid: fid::VOLATILE_WRITE_CACHE, ..SetFeatures::default() };
@@ -190,7 +190,7 @@ fn error_recovery_is_of_a_namespace() {
 }
 
 #[test]
-fn a_host_says_what_it_knows() {
+fn host_behavior_support_is_stored_and_validated() {
     let mut features = Features::at_reset(0);
     let acre = |features: &Features| {
         let cmd = GetFeatures { fid: fid::HOST_BEHAVIOR_SUPPORT, ..GetFeatures::default() };
@@ -231,7 +231,7 @@ fn a_host_says_what_it_knows() {
 }
 
 #[test]
-fn interrupt_coalescing_that_was_set_to_nothing_is_not_what_was_never_set() {
+fn coalescing_that_is_set_to_zero_differs_from_the_default() {
     let mut features = Features::at_reset(0);
     let chosen = |features: &Features| features.save().coalescing().map(|c| c.into_bits());
     assert_eq!(chosen(&features), None);
@@ -243,7 +243,7 @@ fn interrupt_coalescing_that_was_set_to_nothing_is_not_what_was_never_set() {
 }
 
 #[test]
-fn queues_are_granted_as_there_is_room() {
+fn queues_are_granted_up_to_the_limit() {
     let mut features = Features::at_reset(0);
     let limits = Limits { io_queues: 8, ..LIMITS };
     let mut ask = |cdw11, limits: &Limits| {
@@ -364,7 +364,7 @@ fn the_clock_is_a_real_one() {
 
 proptest! {
     #[test]
-    fn any_command_ends_and_what_was_set_is_read(
+    fn any_set_feature_is_refused_or_read_back(
         cmds in prop::collection::vec((0..0x20u8, any::<u32>(), 0..6u32, any::<u64>()), 0..50),
     ) {
         let mut features = Features::at_reset(0);

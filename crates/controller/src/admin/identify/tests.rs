@@ -92,7 +92,7 @@ fn controller_structure() {
 }
 
 #[test]
-fn what_the_configuration_changes() {
+fn the_configuration_determines_identify_controller_fields() {
     let controller = |config: &Config| -> IdentifyController { read(config, cns::CONTROLLER, 0) };
     let without = Config { shadow_doorbells: false, mdts: 9, max_queue_entries: 64, ..three() };
     let id = controller(&without);
@@ -196,7 +196,7 @@ fn lists() {
 }
 
 #[test]
-fn namespaces_that_are_not_there() {
+fn inactive_namespaces_read_as_zeroes_and_invalid_ones_are_refused() {
     let config = three();
     let identity = Identity::new(&config);
     let present = namespaces(&config).with(2, None);

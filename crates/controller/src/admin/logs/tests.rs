@@ -112,7 +112,7 @@ fn one_firmware_slot() {
 }
 
 #[test]
-fn changed_namespaces_are_told_once() {
+fn changed_namespaces_are_reported_once() {
     let mut source = Source::default();
     let lid = lid::CHANGED_ATTACHED_NAMESPACES;
     [5, 2, 5, 9].into_iter().for_each(|nsid| source.changed.insert(nsid));
@@ -282,7 +282,7 @@ fn notices_are_read_one_by_one_the_oldest_first() {
 }
 
 #[test]
-fn a_log_that_nobody_reads_has_an_end() {
+fn the_reservation_log_keeps_a_bounded_number_of_pages() {
     let mut log = ReservationLog::default();
     (0..1000).for_each(|_| assert!(log.tell(1, 2)));
     assert_eq!(read(&log), (937, 2, 63, 1));

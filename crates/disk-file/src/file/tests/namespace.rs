@@ -46,7 +46,7 @@ fn outcome(queue: &mut dyn Queue, op: Op, len: u64) -> Result<(), DiskError> {
 }
 
 #[test]
-fn requests_end_when_their_last_command_has() {
+fn requests_end_with_their_last_command() {
     let mut queue = disk(namespace(null(), EngineKind::Uring, facts())).queue().unwrap();
     for (op, len) in [
         (Op::Read, 4096),
@@ -68,7 +68,7 @@ fn requests_end_when_their_last_command_has() {
 }
 
 #[test]
-fn what_takes_no_commands_says_so_by_either_way() {
+fn a_file_without_nvme_commands_fails_all_requests() {
     for (engine, errno) in
         [(EngineKind::Uring, libc::EOPNOTSUPP), (EngineKind::Threads, libc::ENOTTY)]
     {
@@ -114,7 +114,7 @@ fn a_command_that_is_for_a_part_is_followed_by_others() {
 }
 
 #[test]
-fn what_a_device_refuses_is_done_by_other_means_and_what_it_fails_is_its_status() {
+fn refused_device_commands_have_a_fallback_and_failures_keep_their_status() {
     let shared = namespace(null(), EngineKind::Uring, facts());
     let refused = |of: Call| {
         move |call: &Call, len: u64| {

@@ -116,7 +116,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_file_that_would_have_waited_is_not_asked_again() {
+    fn a_file_without_nowait_is_not_tried_again() {
         assert_eq!(learn(libc::EAGAIN), (false, true));
         assert_eq!(learn(libc::EOPNOTSUPP), (true, false));
         assert_eq!(learn(libc::EINVAL), (true, false));
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_that_would_wait_are_made_at_once_and_nothing_else_is() {
+    fn only_buffered_writes_are_executed_inline() {
         let memfd = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let file = Arc::new(File::from(memfd));
         let bytes = Mapping::anonymous(4096).unwrap().bytes();

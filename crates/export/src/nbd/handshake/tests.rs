@@ -91,7 +91,7 @@ fn the_greeting_is_fixed_newstyle() {
 }
 
 #[test]
-fn a_client_that_goes_gets_size_and_flags() {
+fn option_go_returns_size_and_flags() {
     let mut client = Client::new();
     let (step, answers) = client.option(option::GO, &go("disk", &[info::NAME]));
     assert_eq!(step, Step::Transmission(Agreed::default()));
@@ -105,7 +105,7 @@ fn a_client_that_goes_gets_size_and_flags() {
 }
 
 #[test]
-fn an_old_client_gets_zeroes_if_it_wants_them() {
+fn export_name_pads_with_zeroes_unless_declined() {
     for (flags, zeroes) in [(0u32, 124), (1, 124), (2, 0), (3, 0)] {
         let mut handshake = Handshake::new(export(), Security::None);
         let mut out = Vec::new();
@@ -134,7 +134,7 @@ fn the_list_has_the_name() {
 }
 
 #[test]
-fn allocation_is_told_to_who_asks_for_structured_replies_first() {
+fn the_allocation_context_requires_structured_replies() {
     let mut client = Client::new();
     let ask = contexts("disk", &["base:allocation", "qemu:dirty-bitmap"]);
     assert_eq!(client.kinds(option::SET_META_CONTEXT, &ask), [answer::ERR_INVALID]);
@@ -161,7 +161,7 @@ fn allocation_is_told_to_who_asks_for_structured_replies_first() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_and_the_session_goes_on() {
+fn invalid_options_are_refused_and_the_handshake_continues() {
     let mut client = Client::new();
     let strange = contexts("disk", &["x"]);
     client.kinds(option::STRUCTURED_REPLY, b"");
@@ -193,7 +193,7 @@ fn a_client_that_aborts_is_answered() {
 }
 
 #[test]
-fn what_is_no_client_is_sent_away() {
+fn connections_of_other_protocols_are_closed() {
     for bytes in [b"\xff\xff\xff\xff".to_vec(), b"GET / HTTP/1.1\r\nHost: disk\r\n".to_vec()] {
         let mut handshake = Handshake::new(export(), Security::None);
         let step = handshake.advance(&bytes, &mut Vec::new()).1;
@@ -240,7 +240,7 @@ proptest! {
 }
 
 #[test]
-fn a_server_that_wants_tls_says_nothing_before() {
+fn a_server_with_required_tls_refuses_other_options() {
     let mut client = Client::with(Security::Required);
     for option in [option::LIST, option::GO, option::STRUCTURED_REPLY, option::SET_META_CONTEXT, 99]
     {

@@ -339,7 +339,7 @@ impl Model {
 }
 
 #[test]
-fn nothing_is_lost_and_nothing_is_answered_twice() {
+fn no_request_is_lost_or_completed_twice() {
     let states = Model { mistake: None }.explore().unwrap();
     println!("{states} states");
     assert!(states > 10_000, "{states} states are too few to say anything");

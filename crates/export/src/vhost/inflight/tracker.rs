@@ -190,7 +190,7 @@ mod tests {
 
     /// Other implementations answer several requests before they store the index of the used ring.
     #[test]
-    fn a_batch_that_was_answered_is_not_carried_out_again() {
+    fn a_completed_batch_is_not_executed_again() {
         let marks = [(1, 0, 40), (2, 6, 41), (6, 3, 39), (3, 7, 38), (5, 0, 37)];
         // The indices wrap around.
         let memory = Memory::left(2, 0xfffe, &marks);
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_and_left_as_it_is() {
+    fn invalid_inflight_memory_is_refused_and_unchanged() {
         let refused = |memory: Memory, size: u16, used: u16| {
             let before = memory.0.borrow().clone();
             let refused = Tracker::start(&memory, ENTRIES, size, used).map(|(_, found)| found);
