@@ -75,6 +75,44 @@ fn build(arguments: &[&str]) -> Result<PathBuf> {
         .context("cargo build named no program")
 }
 
+/// Program of tests: a file of a package's `tests`, or the unit tests of a crate.
+#[derive(Debug, PartialEq, Eq)]
+pub struct TestProgram {
+    /// Path of the source, relative to the root of the repository.
+    pub source: String,
+    /// Directory of the package, in which cargo starts the program.
+    pub package: PathBuf,
+    /// Path of the program.
+    pub program: PathBuf,
+}
+
+/// Test programs of the workspace, from `cargo test --workspace`, which builds them if necessary.
+pub fn test_programs() -> Result<Vec<TestProgram>> {
+    let output = cargo()
+        .args(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cargo test")?;
+    if !output.status.success() {
+        bail!("the tests do not build");
+    }
+    Ok(test_programs_in(&String::from_utf8_lossy(&output.stdout), &root()))
+}
+
+fn test_programs_in(messages: &str, root: &Path) -> Vec<TestProgram> {
+    let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let program = |message: Value| {
+        if message.pointer("/profile/test") != Some(&Value::Bool(true)) {
+            return None;
+        }
+        let source = Path::new(message.pointer("/target/src_path")?.as_str()?);
+        let source = source.strip_prefix(root).unwrap_or(source).display().to_string();
+        let package = Path::new(message.get("manifest_path")?.as_str()?).parent()?.to_owned();
+        Some(TestProgram { source, package, program: message.get("executable")?.as_str()?.into() })
+    };
+    messages.filter_map(program).collect()
+}
+
 /// Builds test programs as `cargo xtask test` does, so that nothing is built twice. Returns their
 /// paths. `sources` are relative to the root of the repository.
 pub fn build_tests(sources: &[&str]) -> Result<Vec<PathBuf>> {
@@ -137,6 +175,21 @@ mod tests {
             {\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"shadowbell\"},\"executable\":\"/t/shadowbell\"}\n";
         assert_eq!(executable(messages, "shadowbell"), Some("/t/shadowbell".into()));
         assert_eq!(executable(messages, "anyhow"), None);
+    }
+
+    #[test]
+    fn test_programs_are_listed_with_their_packages() {
+        let messages = "{\"manifest_path\":\"/w/x/Cargo.toml\",\"target\":{\"src_path\":\"/w/x/src/lib.rs\"},\
+            \"profile\":{\"test\":false},\"executable\":null}\n\
+            {\"manifest_path\":\"/w/x/Cargo.toml\",\"target\":{\"src_path\":\"/w/x/tests/a.rs\"},\
+            \"profile\":{\"test\":true},\"executable\":\"/t/a\"}\n";
+        let found = test_programs_in(messages, Path::new("/w"));
+        let expected = TestProgram {
+            source: "x/tests/a.rs".into(),
+            package: "/w/x".into(),
+            program: "/t/a".into(),
+        };
+        assert_eq!(found, [expected]);
     }
 
     #[test]

@@ -8,4 +8,4 @@ pub mod run_alone;
 mod step;
 
 pub use report::Report;
-pub use step::{Job, side_by_side, step};
+pub use step::{Job, Output, side_by_side, step};

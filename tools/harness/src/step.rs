@@ -37,8 +37,19 @@ pub fn step(report: &mut Report, name: &str, command: &mut Command) {
 pub struct Job {
     /// Name in the report.
     pub name: String,
-    /// Program that ends with the summary of a [`Report`].
+    /// Program.
     pub command: Command,
+    /// What the program prints about its checks.
+    pub output: Output,
+}
+
+/// Form in which a program prints the results of its checks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Output {
+    /// The summary of a [`Report`] at the end.
+    Summary,
+    /// The lines of a Rust test program, or of `cargo test`.
+    Tests,
 }
 
 /// Starts the jobs in their order, as many at a time as the machine has CPUs. Prints the output of
@@ -53,23 +64,27 @@ pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
             scope.spawn(move || {
                 loop {
                     let next = jobs.lock().expect("no lane panics with the lock").next();
-                    let Some(Job { name, mut command }) = next else { break };
+                    let Some(Job { name, mut command, output }) = next else { break };
                     let (began, mut lines) = (Instant::now(), Vec::new());
                     let result =
                         run(&mut command, SILENCE, AFTERWARDS, |line| lines.push(line.to_owned()));
-                    if sender.send((name, lines, result, began.elapsed())).is_err() {
+                    let ended = (name, output, lines, result, began.elapsed());
+                    if sender.send(ended).is_err() {
                         break;
                     }
                 }
             });
         }
         drop(sender);
-        for (name, lines, result, time) in results {
+        for (name, output, lines, result, time) in results {
             lines.iter().for_each(|line| println!("{line}"));
             println!("   {name}: {:.1} s", time.as_secs_f64());
-            let summary = summary(&lines);
-            let ended = summary.is_some();
-            let (passed, failed) = summary.unwrap_or_default();
+            let counts = match output {
+                Output::Summary => summary(&lines),
+                Output::Tests => test_counts(&name, &lines, report),
+            };
+            let ended = counts.is_some();
+            let (passed, failed) = counts.unwrap_or_default();
             report.include(passed, &failed);
             // If the job reports failed checks, its exit status adds no information.
             if !ended || failed.is_empty() && result.is_err() {
@@ -92,6 +107,16 @@ fn summary(lines: &[String]) -> Option<(u64, Vec<String>)> {
     let passed = lines.iter().rev().find_map(counts)?;
     let failed = lines.iter().filter_map(|line| line.strip_prefix("failed: "));
     Some((passed, failed.map(str::to_owned).collect()))
+}
+
+/// Parses the output of test programs: the number of passed tests, and the names of failed ones.
+/// `None` if no test program has printed its result. Adds the skipped tests to the report.
+fn test_counts(name: &str, lines: &[String], report: &mut Report) -> Option<(u64, Vec<String>)> {
+    let mut counts = Counts::default();
+    lines.iter().for_each(|line| counts.read(line));
+    report.skip(counts.skipped);
+    let failed = counts.failed.iter().map(|test| format!("{name}: {test}")).collect();
+    (counts.results > 0).then_some((counts.passed, failed))
 }
 
 /// Runs a command to its end. Fails if the command fails, if it prints nothing for the time
@@ -158,6 +183,8 @@ fn run(
 /// Counts of `cargo test`.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Counts {
+    /// Number of test programs that have printed a result.
+    results: u64,
     passed: u64,
     failed: Vec<String>,
     skipped: Vec<String>,
@@ -176,6 +203,7 @@ impl Counts {
                 part.trim().strip_suffix(" passed").and_then(|number| number.trim().parse().ok())
             });
             self.passed += passed.unwrap_or(0);
+            self.results += 1;
         }
     }
 }
@@ -234,8 +262,9 @@ mod tests {
         let job = |name: &str, script: &str| {
             let mut command = Command::new("sh");
             command.args(["-c", script]);
-            Job { name: name.to_owned(), command }
+            Job { name: name.to_owned(), command, output: Output::Summary }
         };
+        let tests = |name: &str, script: &str| Job { output: Output::Tests, ..job(name, script) };
         let mut report = Report::default();
         side_by_side(
             &mut report,
@@ -246,15 +275,23 @@ mod tests {
                 job("killed", "echo '2 passed, 0 failed'; kill -9 $$"),
                 job("silent", "exit 0"),
                 job("noisy", "echo '1 passed, 0 failed'; echo 'a device has failed' >&2"),
+                tests("unit", "echo 'test result: ok. 20 passed; 0 failed'"),
+                tests(
+                    "broken",
+                    "echo 'test a ... FAILED'; echo 'test result: FAILED. 0 passed; 1 failed'; exit 101",
+                ),
+                tests("crashed", "echo 'running 2 tests'; kill -9 $$"),
             ],
         );
         let (passed, failures) = report.results();
-        assert_eq!(passed, 10);
+        assert_eq!(passed, 30);
         let mut failures = failures.to_vec();
         failures.sort();
         assert_eq!(
             failures,
             [
+                "broken: a",
+                "crashed: the program ends with a summary",
                 "dead: the program ends with a summary",
                 "killed: the program ends with a summary",
                 "part: check",
@@ -279,6 +316,6 @@ mod tests {
         }
         let failed = vec!["a::c".to_owned(), "src/lib.rs - x (line 3)".to_owned()];
         let skipped = vec!["a::b: it needs root".to_owned()];
-        assert_eq!(counts, Counts { passed: 13, failed, skipped });
+        assert_eq!(counts, Counts { results: 2, passed: 13, failed, skipped });
     }
 }

@@ -5,17 +5,24 @@ use std::process::{Command, Stdio};
 
 use anyhow::Result;
 use clap::ValueEnum;
-use shadowbell_bench::workspace::{build_for_tests, cargo, root};
+use shadowbell_bench::workspace::{TestProgram, build_for_tests, cargo, root, test_programs};
 use shadowbell_guest::{Kernel, host};
 
 use shadowbell_guest_suites::{ControllerKind, Setup, Suite};
 use shadowbell_harness::Report;
-use shadowbell_harness::{Job, side_by_side, step};
+use shadowbell_harness::{Job, Output, side_by_side, step};
 use shadowbell_hostile as hostile;
 use shadowbell_soak as soak;
 use shadowbell_testing::programs::PROGRAMS;
 
 use crate::{crates, deb, structure};
+
+/// Test programs that run for half a minute and longer, the longest first.
+const LONG_TESTS: [&str; 3] = [
+    "crates/shadowbell/tests/serve/main.rs",
+    "crates/driver/tests/recovery/main.rs",
+    "tools/xtask/tests/bench.rs",
+];
 
 /// Runs all steps, also after a failure. The report ends with the counts.
 pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
@@ -44,21 +51,11 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     report.begin("tests");
     programs(report);
     step(report, "the tests are built", cargo().args(["test", "--workspace", "--no-run"]));
-    step(
-        report,
-        "cargo test",
-        cargo().args(["test", "--workspace", "--no-fail-fast", "--config"]).arg(format!(
-            // The runner is this program. It is named by /proc/PID/exe, because a build may replace
-            // the program's file meanwhile. An environment variable would also reach tests that
-            // start cargo or other programs.
-            "target.'cfg(all())'.runner = ['/proc/{}/exe', 'run-alone']",
-            std::process::id()
-        )),
-    );
+    tests(report);
     let program = report.check("the program is built for tests", |_| build_for_tests());
     if let Some(program) = &program {
         // The attacks compare delays of a neighbour, so no other step runs meanwhile.
-        hostile::test(report, program);
+        side_by_side(report, vec![part("hostile", Part::Hostile, program)]);
         jobs(report, program, with_guest);
     } else {
         loom_models(report);
@@ -80,6 +77,45 @@ fn programs(report: &mut Report) {
     } else {
         println!("   some tests are skipped without these packages: {}", packages.join(" "));
     }
+}
+
+/// Test programs of all crates, and the examples in the documentation. As many run side by side as
+/// the machine has CPUs, because most tests wait for a process half of the time.
+fn tests(report: &mut Report) {
+    let Some(mut programs) = report.check("the tests are found", |_| test_programs()) else {
+        return;
+    };
+    // The longest start first, so that no CPU is idle at the end.
+    programs.sort_by_key(|program| {
+        LONG_TESTS.iter().position(|source| *source == program.source).unwrap_or(LONG_TESTS.len())
+    });
+    let mut jobs = vec![Job {
+        name: "examples in the documentation".into(),
+        command: cargo(),
+        output: Output::Tests,
+    }];
+    jobs[0].command.args(["test", "--workspace", "--doc", "--no-fail-fast"]);
+    jobs.extend(programs.into_iter().map(|TestProgram { source, package, program }| {
+        let mut command = xtask();
+        command.args(["run-alone", "--"]).arg(program);
+        command.current_dir(&package).env("CARGO_MANIFEST_DIR", &package);
+        Job { name: source, command, output: Output::Tests }
+    }));
+    in_own_directories(report, jobs);
+}
+
+/// Runs jobs side by side, each with a directory of its own for control sockets: `shadowbell ctl -s
+/// SOCKET` asks each server in that directory, and must not wake the servers of others, which may
+/// have to be idle.
+fn in_own_directories(report: &mut Report, mut jobs: Vec<Job>) {
+    let Some(sockets) = report.check("a directory for sockets", |_| Ok(tempfile::tempdir()?))
+    else {
+        return;
+    };
+    for (number, job) in jobs.iter_mut().enumerate() {
+        job.command.env("SHADOWBELL_RUN_DIR", sockets.path().join(number.to_string()));
+    }
+    side_by_side(report, jobs);
 }
 
 /// `cargo xtask book`.
@@ -117,11 +153,24 @@ pub(crate) fn deny(report: &mut Report) -> Result<()> {
             cargo().args(["install", "--locked", "cargo-deny"]),
         );
     }
-    let checks = ["check", "bans", "licenses", "sources"];
-    step(report, "licences, sources and duplicates", cargo().arg("deny").args(checks));
-    if cargo().args(["deny", "fetch", "db"]).status().is_ok_and(|status| status.success()) {
-        step(report, "no known vulnerability", cargo().args(["deny", "check", "advisories"]));
-    } else {
+    let deny = |manifest: &str, check: &[&str]| {
+        let mut command = cargo();
+        // One file has the rules of all three workspaces.
+        command.args(["deny", "--manifest-path", manifest]);
+        command.arg("check").arg("--config").arg(root().join("deny.toml")).args(check);
+        command
+    };
+    let has_database = cargo().args(["deny", "fetch", "db"]).status();
+    let has_database = has_database.is_ok_and(|status| status.success());
+    for manifest in ["Cargo.toml", "fuzz/Cargo.toml", "tools/book/Cargo.toml"] {
+        let name = format!("{manifest}: licences, sources and duplicates");
+        step(report, &name, &mut deny(manifest, &["bans", "licenses", "sources"]));
+        if has_database {
+            let name = format!("{manifest}: no known vulnerability");
+            step(report, &name, &mut deny(manifest, &["advisories"]));
+        }
+    }
+    if !has_database {
         println!("   skipped: known vulnerabilities (the RustSec database is unreachable)");
     }
     report.summary();
@@ -169,16 +218,7 @@ fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
         }
     }
     jobs.extend([part("soak kill", Part::Kill, program), part("loom", Part::Loom, program)]);
-    // `shadowbell ctl -s SOCKET` asks each server in the directory of control sockets. With a
-    // directory of its own, a job does not wake the servers of others, which may have to be idle.
-    let Some(sockets) = report.check("a directory for sockets", |_| Ok(tempfile::tempdir()?))
-    else {
-        return;
-    };
-    for (number, job) in jobs.iter_mut().enumerate() {
-        job.command.env("SHADOWBELL_RUN_DIR", sockets.path().join(number.to_string()));
-    }
-    side_by_side(report, jobs);
+    in_own_directories(report, jobs);
 }
 
 /// Suites on both kernels. The longest start first, so that no CPU is idle at the end.
@@ -211,11 +251,12 @@ fn guests(program: &Path) -> Vec<Job> {
             if by_name_only || newer_only && kernel != Kernel::V7_2 {
                 continue;
             }
-            let mut command = xtask();
+            let mut command = alone();
             command.arg("guest").arg(suite.name()).args(["--kernel", &kernel.to_string()]);
             // Speeds are not checked.
             command.args(["--rounds", "0", "--shadowbell"]).arg(program);
-            jobs.push(Job { name: format!("guest {}, Linux {kernel}", suite.name()), command });
+            let name = format!("guest {}, Linux {kernel}", suite.name());
+            jobs.push(Job { name, command, output: Output::Summary });
         }
     }
     jobs
@@ -224,6 +265,8 @@ fn guests(program: &Path) -> Vec<Job> {
 /// Parts of `cargo xtask test` without a name of their own on the command line.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum Part {
+    /// Attacks on a server
+    Hostile,
     /// Short soak of kills
     Kill,
     /// Loom models
@@ -238,6 +281,7 @@ impl Part {
     /// Runs the part. The report ends with the counts.
     pub(crate) fn run(self, report: &mut Report, program: &Path) -> Result<()> {
         match self {
+            Self::Hostile => hostile::test(report, program),
             Self::Kill => soak::kill::test(report, program),
             Self::Loom => loom_models(report),
             Self::Package => deb::test(report, program),
@@ -257,10 +301,17 @@ impl Part {
 }
 
 fn part(name: &str, part: Part, program: &Path) -> Job {
-    let mut command = xtask();
+    let mut command = alone();
     let value = part.to_possible_value();
     command.arg("part").args(value.as_ref().map(|value| value.get_name())).arg(program);
-    Job { name: name.to_owned(), command }
+    Job { name: name.to_owned(), command, output: Output::Summary }
+}
+
+/// This program, which fails if it leaves a process behind.
+fn alone() -> Command {
+    let mut command = xtask();
+    command.args(["run-alone", "--", "/proc/self/exe"]);
+    command
 }
 
 /// This program. It is started by /proc/self/exe, because a build may replace its file.
