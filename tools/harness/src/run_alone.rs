@@ -44,8 +44,25 @@ pub fn run(command: &[OsString], grace: Duration) -> Result<ExitCode> {
     let left = processes::descendants(std::process::id());
     println!("\nprocesses that {name} has left behind:\n{}", processes::list(&left));
     println!("test {name}: no process is left behind ... FAILED");
-    processes::kill(&left);
+    end_descendants();
     Ok(ExitCode::FAILURE)
+}
+
+/// Kills all descendants. A process may fork after it was found and before it is killed; its
+/// children become children of this process, so the search is repeated until none is left.
+fn end_descendants() {
+    // The limit is for processes that the kernel cannot end, because they wait for a device.
+    for _ in 0..1000 {
+        processes::kill(&processes::descendants(std::process::id()));
+        loop {
+            match wait(WaitOptions::NOHANG) {
+                Err(rustix::io::Errno::CHILD) => return,
+                Ok(Some(_)) | Err(_) => {}
+                // The kernel needs a moment to end a killed process.
+                Ok(None) => break thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
 }
 
 fn exit_code(name: &str, status: WaitStatus) -> ExitCode {

@@ -38,3 +38,12 @@ fn a_process_that_stays_fails_the_program_and_is_killed() {
     assert!(printed.contains(" sh -c : > $0; while "), "{printed}");
     assert!(printed.contains("test sh: no process is left behind ... FAILED"), "{printed}");
 }
+
+#[test]
+fn processes_that_fork_all_the_time_are_killed() {
+    // Each shell starts another one and ends. All of them hold the pipe of the standard output, so
+    // `output` returns only if none is left.
+    let script = "f() { sh -c \"$1\" sh \"$1\" & }; for n in 1 2 3; do f 'sh -c \"$1\" sh \"$1\" &'; done; exit 0";
+    let left = run_alone("0", script);
+    assert_eq!(left.status.code(), Some(1), "{left:?}");
+}
