@@ -177,7 +177,7 @@ pub fn outside(spec: &str) -> Option<&'static str> {
         return Some("connects to another server by itself");
     }
     let options = FileSpec::parse(&split(spec).ok()?.0).ok()??.options;
-    options.allow_backing.then_some("may open backing files, which the image names")
+    options.allow_backing.then_some("may open other files, which the image names")
 }
 
 /// Size of a disk in memory, which is the memory that it uses when full. `None` for other disks.

@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// | `read-only` | all | `on`, `off` | `off`; `on` for a file without write permission |
 /// | `direct` | file | `on`: bypass the page cache or fail; `off`: use it; `auto`: bypass it if the file system and the block size allow | `auto` |
 /// | `format` | file | `raw`: the bytes of the file are the disk; `qcow2`: as `shadowbell-disk-qcow2` opens it | by its first bytes |
-/// | `allow-backing` | qcow2 | `on`: the image may have a backing file; `off` | `off` |
+/// | `allow-backing` | qcow2 | `on`: the image may have backing files and a data file; `off` | `off` |
 /// | `aio` | file | `io_uring`: use it or fail; `threads`; `auto`: threads if the system refuses io_uring | `auto` |
 /// | `read-zeroes` | null | `on`: reads return zeroes; `off`: reads leave the buffer unchanged | `off` |
 ///

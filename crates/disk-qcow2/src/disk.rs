@@ -21,8 +21,9 @@ const NO_STATE: &str = "its stored state is not that of a qcow2 image";
 
 /// qcow2 image.
 ///
-/// While the disk is open, the image and its backing files are locked like raw images. The tables
-/// are written when the disk and all its queues are dropped.
+/// While the disk is open, the image and its backing files are locked like raw images. Clusters
+/// that were counted for later allocations are returned when the disk and all its queues are
+/// dropped.
 #[derive(Clone)]
 pub struct Qcow2Disk {
     pool: Arc<Pool>,
@@ -78,17 +79,18 @@ impl Qcow2Disk {
     }
 
     fn of(path: &Path, opened: Opened, block_size: u32) -> Result<Self, OpenError> {
-        let size = opened.header.size;
+        let header = &opened.format.header;
+        let (size, version, bits) = (header.size, header.version, header.cluster_bits);
         let name = path.display().to_string();
         if !size.is_multiple_of(u64::from(block_size)) {
             return Err(OpenError::NotBlockMultiple { path: name, size, block_size });
         }
         let mut info = DiskInfo::new(block_size, size / u64::from(block_size));
-        info.read_only = opened.file.is_read_only();
+        info.read_only = opened.files.first().is_none_or(ImageFile::is_read_only);
         info.volatile_cache = !info.read_only;
         // A discard needs zero clusters, which hide the data of a backing file. Version 2 has none.
-        info.discard = !info.read_only && opened.header.version >= 3;
-        info.granularity = ((1 << opened.header.cluster_bits) / block_size).max(1);
+        info.discard = !info.read_only && version >= 3;
+        info.granularity = ((1 << bits) / block_size).max(1);
         let pool = Arc::new(Pool::new(Image::new(opened, info, name)));
         Ok(Self { pool, path: path.to_owned() })
     }
@@ -111,14 +113,14 @@ impl Qcow2Disk {
     #[must_use]
     pub fn describe(&self) -> String {
         let image = self.pool.image();
-        let below = match &image.header.backing {
+        let below = match &image.format.header.backing {
             Some((name, _)) => format!(", backing file {name}"),
             None => String::new(),
         };
         format!(
             "qcow2 version {}, clusters of {}, {} in the file{below}",
-            image.header.version,
-            binary(1 << image.header.cluster_bits),
+            image.format.header.version,
+            binary(1 << image.format.header.cluster_bits),
             binary(image.allocated()),
         )
     }
@@ -157,7 +159,6 @@ impl Disk for Qcow2Disk {
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         let system = |source| CheckpointError::System { disk: self.name(), source };
         let image = self.pool.image();
-        image.last().map_err(|error| system(io::Error::other(error.to_string())))?;
         let kept = kept::keep(image, fds).map_err(system)?;
         Ok(serde_json::json!({ KEY: kept }))
     }
@@ -167,7 +168,7 @@ impl Disk for Qcow2Disk {
     }
 
     fn release_lock(&self) {
-        self.pool.image().files().for_each(ImageFile::release_lock);
+        self.pool.image().release_lock();
     }
 
     fn is_full(&self) -> bool {
@@ -184,8 +185,8 @@ impl fmt::Debug for Qcow2Disk {
         let image = self.pool.image();
         f.debug_struct("Qcow2Disk")
             .field("path", &self.path)
-            .field("header", &image.header)
-            .field("below", &image.below.len())
+            .field("header", &image.format.header)
+            .field("files", &image.files.len())
             .finish_non_exhaustive()
     }
 }

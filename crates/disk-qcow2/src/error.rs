@@ -51,6 +51,26 @@ pub enum OpenError {
         /// Name of the backing file in the image.
         backing: String,
     },
+    /// The image has an external data file, and other files are not allowed.
+    #[error(
+        "{path}: its data are in the file `{name}`, which the guest could change; allow that with \
+         `allow-backing=on`, or merge both into one image with `qemu-img convert -O qcow2 {path} \
+         {path}.new`"
+    )]
+    DataFile {
+        /// Path of the image.
+        path: String,
+        /// Name of the data file in the image.
+        name: String,
+    },
+    /// The image cannot be opened as requested.
+    #[error("{path}: {why}")]
+    Refused {
+        /// Path of the image.
+        path: String,
+        /// The reason, and the remedy.
+        why: String,
+    },
     /// The image does not state the format of its backing file.
     #[error(
         "{path}: it does not state the format of its backing file `{backing}`, and detecting it \

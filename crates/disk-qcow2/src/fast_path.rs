@@ -50,7 +50,7 @@ impl FastPath {
         };
         let map = image.map.as_ref()?;
         let (offset, entered) = map.enter(request.offset, request.len, writes)?;
-        if !image.is_as_left(writes && !self.is_checked) {
+        if !image.is_intact(writes && !self.is_checked) {
             map.leave(entered);
             return None;
         }

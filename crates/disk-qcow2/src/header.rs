@@ -2,6 +2,7 @@
 //! untrusted. The limits are those of QEMU.
 
 use crate::error::OpenError;
+use crate::storage::FileStorage;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -19,9 +20,28 @@ const MAX_NAME: usize = 1023;
 /// Maximum size of a disk.
 const MAX_SIZE: u64 = 1 << 62;
 
+/// Maximum number of internal snapshots, as in QEMU.
+const MAX_SNAPSHOTS: u32 = 65536;
+
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_FEATURES: u32 = 0x6803_f857;
+const EXTENSION_BITMAPS: u32 = 0x2385_2875;
+const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 const FEATURE_LEN: usize = 48;
+
+/// Incompatible features.
+const DIRTY: u64 = 1;
+const CORRUPT: u64 = 1 << 1;
+const DATA_FILE: u64 = 1 << 2;
+const COMPRESSION: u64 = 1 << 3;
+const EXTENDED_L2: u64 = 1 << 4;
+/// Autoclear features.
+const BITMAPS: u64 = 1;
+const RAW_DATA_FILE: u64 = 1 << 1;
+/// Offsets of fields that change.
+const REFCOUNT_TABLE_AT: u64 = 48;
+const INCOMPATIBLE_AT: u64 = 72;
+const AUTOCLEAR_AT: u64 = 88;
 
 /// Parsed header of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,6 +56,30 @@ pub(crate) struct Header {
     pub(crate) refcounts: Table,
     /// Width of a reference count: log2 of its number of bits.
     pub(crate) refcount_order: u32,
+    /// Snapshot table: its offset, and the number of snapshots.
+    pub(crate) snapshots: (u64, u32),
+    /// Bitmap directory: its offset, and the number of bitmaps. `None` if no bitmap is valid.
+    pub(crate) bitmaps: Option<(u64, u32)>,
+    /// Name of the external data file.
+    pub(crate) data_file: Option<String>,
+    /// True if compressed clusters contain zstd, otherwise deflate.
+    pub(crate) is_zstd: bool,
+    /// True if L2 entries have subclusters.
+    pub(crate) has_subclusters: bool,
+    /// True if the reference counts may be out of date.
+    pub(crate) is_dirty: bool,
+    /// True if the image is marked as corrupt.
+    pub(crate) is_corrupt: bool,
+    incompatible: u64,
+    autoclear: u64,
+}
+
+/// Values from the header extensions.
+#[derive(Default)]
+struct Extensions {
+    backing_format: Option<String>,
+    bitmaps: Option<(u64, u32)>,
+    data_file: Option<String>,
 }
 
 /// Table of 64-bit entries.
@@ -130,7 +174,13 @@ impl Header {
             cluster,
             len,
         )?;
-        let l2_bytes = cluster * (cluster / 8);
+        let features = if version == 3 { be64(start, INCOMPATIBLE_AT as usize) } else { 0 };
+        let autoclear = if version == 3 { be64(start, AUTOCLEAR_AT as usize) } else { 0 };
+        let has_subclusters = features & EXTENDED_L2 != 0;
+        if has_subclusters && cluster_bits < 14 {
+            return damaged("it has extended L2 entries, and clusters of less than 16 KiB");
+        }
+        let l2_bytes = cluster * (cluster / if has_subclusters { 16 } else { 8 });
         if u64::from(be32(start, 36)) < size.div_ceil(l2_bytes) {
             return damaged("its L1 table is too small for its disk");
         }
@@ -141,7 +191,16 @@ impl Header {
         let bytes = clusters.saturating_mul(cluster);
         check_table("refcount table", be64(start, 48), bytes, MAX_REFCOUNT_TABLE, cluster, len)?;
 
-        let format = extensions(first, header_len)?;
+        let snapshots = (be64(start, 64), be32(start, 60));
+        if snapshots.1 > MAX_SNAPSHOTS || !snapshots.0.is_multiple_of(cluster) {
+            return damaged("its snapshot table is invalid");
+        }
+        let found = extensions(first, header_len)?;
+        let has_data_file = features & DATA_FILE != 0;
+        if has_data_file && found.data_file.is_none() {
+            return damaged("it does not name its external data file");
+        }
+        let format = found.backing_format;
         let backing = match (be64(start, 8), be32(start, 16) as usize) {
             (0, _) => None,
             (_, 1..=MAX_NAME) => {
@@ -157,7 +216,53 @@ impl Header {
         let l1 = Table { offset: be64(start, 40), entries: be32(start, 36).into() };
         let refcounts = Table { offset: be64(start, 48), entries: bytes / 8 };
         let refcount_order = if version == 3 { be32(start, 96) } else { 4 };
-        Ok(Self { version, cluster_bits, size, backing, l1, refcounts, refcount_order })
+        Ok(Self {
+            version,
+            cluster_bits,
+            size,
+            backing,
+            l1,
+            refcounts,
+            refcount_order,
+            snapshots,
+            bitmaps: found.bitmaps.filter(|_| autoclear & BITMAPS != 0),
+            data_file: found.data_file.filter(|_| has_data_file),
+            is_zstd: features & COMPRESSION != 0 && first.get(V3_LEN) == Some(&1),
+            has_subclusters,
+            is_dirty: features & DIRTY != 0,
+            is_corrupt: features & CORRUPT != 0,
+            incompatible: features,
+            autoclear,
+        })
+    }
+
+    /// Clears the autoclear bits of features that this crate does not maintain. Must be called
+    /// before the first change of the image.
+    pub(crate) fn clear_features(&mut self, file: &FileStorage) -> io::Result<()> {
+        let kept = self.autoclear & if self.data_file.is_some() { RAW_DATA_FILE } else { 0 };
+        if kept != self.autoclear {
+            file.patch(&kept.to_be_bytes(), AUTOCLEAR_AT)?;
+            file.sync()?;
+            (self.autoclear, self.bitmaps) = (kept, None);
+        }
+        Ok(())
+    }
+
+    /// Marks the reference counts as up to date. They must be durable.
+    pub(crate) fn clear_dirty(&mut self, file: &FileStorage) -> io::Result<()> {
+        self.incompatible &= !DIRTY;
+        file.patch(&self.incompatible.to_be_bytes(), INCOMPATIBLE_AT)?;
+        file.sync()?;
+        self.is_dirty = false;
+        Ok(())
+    }
+
+    /// Bytes of the header for the refcount table at `offset`, and their offset.
+    pub(crate) fn refcount_table(offset: u64, clusters: u32) -> ([u8; 12], u64) {
+        let mut bytes = [0; 12];
+        bytes[..8].copy_from_slice(&offset.to_be_bytes());
+        bytes[8..].copy_from_slice(&clusters.to_be_bytes());
+        (bytes, REFCOUNT_TABLE_AT)
     }
 }
 
@@ -166,22 +271,7 @@ fn check_v3(first: &[u8], cluster: u64) -> Result<usize, Fault> {
     if first.len() < V3_LEN {
         return damaged("it ends inside of its header");
     }
-    let features = be64(first, 72);
-    if features & 1 != 0 {
-        return damaged("it was not closed properly, and its reference counts are out of date");
-    }
-    if features & 2 != 0 {
-        return damaged("it is marked as corrupt");
-    }
-    for (bit, what) in [
-        (2, "has an external data file"),
-        (3, "has clusters that are compressed with zstd"),
-        (4, "has extended L2 entries"),
-    ] {
-        if features & (1 << bit) != 0 {
-            return Err(Fault::Unsupported(what.to_owned()));
-        }
-    }
+    let features = be64(first, INCOMPATIBLE_AT as usize);
     if features & !0x1f != 0 {
         return Err(Fault::Unsupported(format!("has unknown features ({features:#x})")));
     }
@@ -191,6 +281,10 @@ fn check_v3(first: &[u8], cluster: u64) -> Result<usize, Fault> {
     let len = be32(first, 100) as usize;
     if !(V3_LEN..=cluster as usize).contains(&len) || len > first.len() {
         return damaged(format!("its header length of {len} bytes is invalid"));
+    }
+    let method = if len > V3_LEN { first.get(V3_LEN).copied().unwrap_or(0) } else { 0 };
+    if method > 1 || (method == 1) != (features & COMPRESSION != 0) {
+        return Err(Fault::Unsupported(format!("has the compression method {method}")));
     }
     Ok(len)
 }
@@ -217,25 +311,30 @@ fn check_table(
     Ok(())
 }
 
-/// Parses the header extensions. Returns the format of the backing file, if stated.
-fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> {
+/// Parses the header extensions.
+fn extensions(first: &[u8], header_len: usize) -> Result<Extensions, Fault> {
     let mut at = header_len;
-    let mut format = None;
+    let mut found = Extensions::default();
     loop {
         // The end marker is missing because the file ends here, so there are no further extensions.
-        let Some(head) = first.get(at..at + 8) else { return Ok(format) };
+        let Some(head) = first.get(at..at + 8) else { return Ok(found) };
         let (kind, len) = (be32(head, 0), be32(head, 4) as usize);
         if kind == 0 {
-            return Ok(format);
+            return Ok(found);
         }
         let Some(data) = (at + 8).checked_add(len).and_then(|end| first.get(at + 8..end)) else {
             return damaged("an extension of its header is longer than the first cluster");
         };
+        let text = || match std::str::from_utf8(data) {
+            Ok(text) if !text.contains('\0') => Ok(Some(text.to_owned())),
+            _ => damaged("a name in an extension of its header is invalid"),
+        };
         match kind {
-            EXTENSION_BACKING_FORMAT => match std::str::from_utf8(data) {
-                Ok(text) => format = Some(text.to_owned()),
-                Err(_) => return damaged("the format of its backing file is not UTF-8"),
-            },
+            EXTENSION_BACKING_FORMAT => found.backing_format = text()?,
+            EXTENSION_DATA_FILE => found.data_file = text()?,
+            EXTENSION_BITMAPS if len >= 24 => {
+                found.bitmaps = Some((be64(data, 16), be32(data, 0)));
+            }
             EXTENSION_FEATURES if !len.is_multiple_of(FEATURE_LEN) => {
                 return damaged("the feature names in its header are incomplete");
             }
@@ -246,12 +345,12 @@ fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> 
 }
 
 /// Returns the big-endian number at an offset that the caller has checked.
-fn be32(bytes: &[u8], at: usize) -> u32 {
+pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
     let digits = bytes.get(at..at + 4).and_then(|digits| digits.try_into().ok());
     digits.map_or(0, u32::from_be_bytes)
 }
 
-fn be64(bytes: &[u8], at: usize) -> u64 {
+pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
     u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
 }
 
@@ -292,6 +391,15 @@ mod tests {
             l1: Table { offset: 3 << 16, entries: 2 },
             refcounts: Table { offset: 1 << 16, entries: 1 << 13 },
             refcount_order: 4,
+            snapshots: (0, 0),
+            bitmaps: None,
+            data_file: None,
+            is_zstd: false,
+            has_subclusters: false,
+            is_dirty: false,
+            is_corrupt: false,
+            incompatible: 0,
+            autoclear: 0,
         };
         assert_eq!(Header::parse(&image(), LEN), Ok(header.clone()));
         let mut start = image();
@@ -337,12 +445,11 @@ mod tests {
             (48, 0, "not a valid cluster"),
             (56, 0, "no refcount"),
             (56, u64::from(u32::MAX), "more than the limit"),
-            (72, 1, "closed"),
-            (72, 2, "corrupt"),
+            (60, 65537, "snapshot table"),
             (72, 4, "external data file"),
-            (72, 8, "zstd"),
-            (72, 16, "extended"),
+            (72, 8, "compression method 0"),
             (72, 32, "unknown"),
+            (104, 1 << 24, "compression method 1"),
             (96, 7, "width"),
             (100, 103, "103"),
             (100, u64::from(u32::MAX), "bytes"),

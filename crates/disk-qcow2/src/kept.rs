@@ -12,11 +12,9 @@
 //!
 //! # Content after a crash
 //!
-//! Completed writes are in the file. With checkpoints, a write completes only after the tables that
-//! refer to its clusters are written (`Image::last`). Only afterwards may the fast path overwrite
-//! these clusters. Other requests were executed completely, in part, or not at all; they are
-//! executed again. As at every opening of an image, reference counts are [checked](crate::repair)
-//! before anything else is written.
+//! Completed writes are in the file, with their tables. Other requests were executed completely, in
+//! part, or not at all; they are executed again. The tables need no repair: see
+//! [`write`](crate::write) for the order of writes.
 
 use crate::error::OpenError;
 use crate::image::Image;
@@ -31,7 +29,7 @@ use std::path::Path;
 
 #[derive(Serialize, Deserialize)]
 pub(crate) struct KeptImage {
-    /// Descriptors that name the image and its backing files, the image first.
+    /// Descriptors that name the image, its data file and its backing files, in this order.
     files: Vec<FdRef>,
     pub(crate) block_size: u32,
     pub(crate) blocks: u64,
@@ -44,7 +42,7 @@ pub(crate) struct KeptImage {
 
 pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage> {
     let mut files = Vec::new();
-    for file in image.files() {
+    for file in &image.files {
         files.push(fds.add(file.name_for_next()?));
     }
     let info = &image.info;
@@ -54,7 +52,7 @@ pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage
         blocks: info.blocks,
         read_only: info.read_only,
         lost: image.lost(),
-        locked: image.file().is_locked_exclusively(),
+        locked: image.files.first().is_some_and(ImageFile::is_locked_exclusively),
     })
 }
 
@@ -73,7 +71,7 @@ impl<'a> Kept<'a> {
 
 impl Files for Kept<'_> {
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
-        let named = self.files.next().ok_or_else(|| "it has other backing files".to_owned());
+        let named = self.files.next().ok_or_else(|| "it has other files".to_owned());
         let named = named.and_then(|fd| self.fds.take(fd).map_err(|error| error.to_string()));
         let named = named.map_err(|why| refused(path, why))?;
         Ok(ImageFile::recover(path, named.as_fd(), read_only, self.wait)?)

@@ -6,23 +6,26 @@
 //! |---|---|
 //! | [`Qcow2Disk`] | the image as a disk: its properties |
 //! | [`create`] | creation of images |
-//! | `open` | opening an image and its backing files |
+//! | `open` | opening an image, its data file and its backing files |
 //! | `header` | parser and checks of the header |
+//! | `format` | locations of clusters, and reads |
+//! | `write` | allocation, copy-on-write, and zeroes |
+//! | `tables` | L2 entries, and a bounded cache of tables |
+//! | `refcount` | reference counts, and the order of their writes |
+//! | `snapshot` | internal snapshots, which are kept |
+//! | `compressed` | decompression of clusters |
+//! | `repair` | reference counts of dirty images, from all references |
+//! | `storage`, `sys` | files, with the page cache or direct I/O |
 //! | `queue` | queue of an I/O thread, and the buffers of its requests |
 //! | `map` | locations of clusters that the fast path may access |
 //! | `map_fill` | additions to the map |
 //! | `fast_path` | fast path: requests on mapped clusters by io_uring |
-//! | `overlap_check` | detection of clusters with two uses |
 //! | `pool` | threads of the slow path, shared by all queues of a disk |
-//! | `image` | slow path: requests as calls of `imago`, which implements the format |
-//! | `storage`, `sys` | the image's file as storage of `imago` |
+//! | `image`, `ranges` | slow path: execution of requests, and locks of their clusters |
 //! | `kept` | crash recovery |
-//! | `repair` | repair of reference counts after a crash |
 //!
-//! The crate `imago` implements the format: look-up and allocation of clusters, copy-on-write, and
-//! reference counts. It is thread-safe, and written by an author of QEMU's block layer. Its calls
-//! block on the storage, so they run on at most [`MAX_THREADS`] threads of the disk. This is the
-//! slow path. I/O threads never block on it.
+//! Calls on the tables block on the storage, so they run on at most [`MAX_THREADS`] threads of the
+//! disk. This is the slow path. I/O threads never block on it.
 //!
 //! Clusters that are allocated, and neither compressed nor shared, can be read and overwritten
 //! without the format. A map contains their locations, and all queues read the map without a lock.
@@ -38,23 +41,15 @@
 //!
 //! # Durability
 //!
-//! A flush writes the tables that `imago` caches, and then syncs the file. One flush runs at a
-//! time, and flushes that are submitted meanwhile share the next one. Without a flush, tables are
-//! written within [`WRITE_BACK`]: a killed process loses at most the changes of that time, unless
-//! it has checkpoints. While tables are written, no other request is executed. Otherwise, a written
-//! table could refer to a cluster whose count is not written yet.
+//! Tables are written through: when a request completes, its data and its tables are in the file.
+//! So a killed process loses nothing. A flush syncs the file. One flush runs at a time, and flushes
+//! that are submitted meanwhile share the next one.
 //!
-//! The order of writes keeps the image consistent, with two exceptions: leaked clusters, which are
-//! counted and unused (`qemu-img check -r leaks` frees them); and new L2 tables, which are
-//! referenced for a moment before they are counted. So when an image is opened for writing, all
-//! referenced clusters are checked, and counted if they are not counted yet (`repair`). That reads
-//! 1/8192 of the data in the image. `imago` does not sync between tables that depend on each other.
-//! So after a loss of power, tables may refer to clusters beyond the end of the file. The file is
-//! then extended. Flushed data are not affected.
-//!
-//! An image with [checkpoints](shadowbell_disk::Disk::keep) loses nothing if its process is killed:
-//! a write that has allocated clusters completes only after the tables are written. Requests that
-//! end at the same time share that write of the tables. Overwrites do not wait.
+//! After a loss of power, any of the writes since the last sync may be missing. The order of writes
+//! (modules `write` and `refcount`) leaves a consistent image then, in version 2 and 3, except for
+//! leaked clusters, which are counted and unused (`qemu-img check -r leaks` frees them). So opening
+//! an image needs no check of its clusters. An image that another program has marked as dirty is
+//! repaired when it is opened for writing.
 //!
 //! Data that the page cache has lost remain lost, as in `shadowbell-disk-file`: flushes fail until
 //! the image is opened again. If another process truncates the file, all requests fail as soon as
@@ -62,37 +57,45 @@
 //!
 //! # Trust
 //!
-//! Images are untrusted. The header is checked before `imago` reads it. An image cannot open other
-//! files: data files are refused, and backing files are refused unless allowed. Backing files are
-//! opened read-only and with the format that the image states, independently of their content. An
-//! image that refers to its own tables as data is not opened for writing, and one that refers to a
-//! cluster twice is not written on the fast path. A panic in `imago` counts as an error of the
-//! disk. All later requests fail.
+//! Images are untrusted. The header is checked first. An image cannot open other files: data files
+//! and backing files are refused unless allowed. Backing files are opened read-only and with the
+//! format that the image states, independently of their content. An image whose tables have one
+//! place twice is not opened for writing. An entry that refers to a table, beyond the end of the
+//! file or to an unaligned offset is damaged: requests on its cluster fail, others do not. The
+//! memory for tables is bounded: an L1 table of at most 32 MiB, a refcount table of at most 8 MiB,
+//! and a cache of 16 MiB. A panic counts as an error of the disk. All later requests fail.
 #![deny(unsafe_code)]
 
+mod compressed;
 mod create;
 mod disk;
 mod error;
 mod fast_path;
+mod format;
 mod header;
 mod image;
 mod kept;
 mod map;
 mod map_fill;
 mod open;
-mod overlap_check;
 mod pool;
 mod queue;
+mod ranges;
+mod refcount;
 mod repair;
+mod snapshot;
 mod storage;
-// Contains trait methods that are `unsafe` to call. Their bodies contain no unsafe operation.
 #[allow(unsafe_code)]
 mod sys;
+mod tables;
+#[cfg(test)]
+mod tests;
+mod write;
 
 pub use create::create;
 pub use disk::Qcow2Disk;
 pub use error::OpenError;
-pub use pool::{MAX_THREADS, WRITE_BACK};
+pub use pool::MAX_THREADS;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -10,7 +10,7 @@
 //! Requests on mapped clusters neither allocate nor free clusters.
 //!
 //! An entry is added after a request on the slow path, by the thread that has executed it.
-//! Additions and changes exclude each other (`Image::format`). Otherwise, a thread could look a
+//! Additions and changes exclude each other (the lock of the tables). Otherwise, a thread could look a
 //! location up before a change and add it after the change.
 //!
 //! # Size
@@ -198,14 +198,6 @@ impl Map {
     pub(crate) fn fill(&self) -> Option<MapFill<'_>> {
         Some(MapFill { map: self, _alone: self.filling.try_lock()? })
     }
-
-    /// Allows writes to a mapped cluster. Must not be called while another thread adds entries.
-    pub(crate) fn allow_writes(&self, cluster: u64) {
-        if let Some((_, entry)) = self.entry(cluster) {
-            let may = |now: u64| (now & READS != 0).then_some(now | WRITES);
-            let _ = entry.fetch_update(Ordering::AcqRel, Ordering::Relaxed, may);
-        }
-    }
 }
 
 /// Exclusive access for adding entries.
@@ -345,9 +337,6 @@ mod tests {
         assert_eq!(map.enter(3 * CLUSTER, 2 * CLUSTER, true), None, "one of them is only read");
         let (_, entered) = map.enter(3 * CLUSTER, 2 * CLUSTER, false).unwrap();
         map.leave(entered);
-        map.allow_writes(4);
-        map.allow_writes(5);
-        assert!(map.enter(3 * CLUSTER, 2 * CLUSTER, true).is_some());
         assert_eq!(map.enter(5 * CLUSTER, 512, false), None);
         // A range that was refused must leave no cluster entered. Otherwise this call would wait
         // for ever.

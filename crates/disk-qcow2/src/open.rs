@@ -1,15 +1,15 @@
-//! Opening an image and its backing files.
+//! Opening an image, its external data file and its backing files.
 
 use crate::error::OpenError;
+use crate::format::{Base, Format};
 use crate::header::{Header, read_start};
-use crate::repair::repair;
+use crate::repair::{needed_len, rebuild};
+use crate::snapshot::Snapshot;
 use crate::storage::FileStorage;
-use imago::qcow2::Qcow2;
-use imago::raw::Raw;
-use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
-use shadowbell_disk_file::{Alignment, Direct, FileOptions, ImageBytes, ImageFile};
+use shadowbell_disk_file::{Direct, FileOptions, ImageBytes, ImageFile};
 use shadowbell_memory::contain_panic;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Maximum length of a chain of backing files.
@@ -17,21 +17,14 @@ const MAX_CHAIN: usize = 64;
 
 /// Opened image.
 pub(crate) struct Opened {
-    pub(crate) format: FormatAccess<FileStorage>,
-    pub(crate) header: Header,
-    /// File of the image, which is locked.
-    pub(crate) file: ImageFile,
-    /// Backing files.
-    pub(crate) below: Vec<ImageFile>,
-    /// True if the page cache is bypassed.
-    pub(crate) is_direct: bool,
+    pub(crate) format: Format,
+    /// Files of the image, which are locked: its own file, its data file, and its backing files.
+    pub(crate) files: Vec<ImageFile>,
     /// File for the fast path. `None` without io_uring.
     pub(crate) bytes: Option<ImageBytes>,
-    /// True if each cluster of the file has one use only.
-    pub(crate) is_sound: bool,
 }
 
-/// Source of files. It opens the image first, then each backing file.
+/// Source of files. It opens the image first, then its data file, then each backing file.
 pub(crate) trait Files {
     /// Opens the next file. `path` is its path.
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError>;
@@ -46,53 +39,201 @@ impl Files for ByPath {
     }
 }
 
-/// Opens the image at `path` with its backing files.
+/// Opens the image at `path` with its other files.
 pub(crate) fn open(
     path: &Path,
     options: &FileOptions,
     files: &mut dyn Files,
 ) -> Result<Opened, OpenError> {
-    let file = files.open(path, options.read_only)?;
-    let header = read_header(path, &file)?;
-    let mut is_sound = true;
-    if !file.is_read_only() {
-        // The image does not show whether its last user was killed, so the reference counts are
-        // always checked.
-        let repaired = repair(path, &file, &header)?;
-        if repaired.count != 0 {
-            tracing::info!(
-                "{}: repaired after a crash of its last user: {} clusters were in use and not \
-                 counted",
-                path.display(),
-                repaired.count
-            );
+    let mut chain = Chain { files, opened: Vec::new(), options };
+    let mut format = chain.open_image(path, options.read_only)?;
+    let opened = chain.opened;
+    let is_writable = opened.first().is_some_and(|file| !file.is_read_only());
+    if is_writable {
+        match contain_panic(|| prepare(path, &mut format)) {
+            Ok(outcome) => outcome?,
+            Err(why) => return Err(OpenError::Damaged { path: path.display().to_string(), why }),
         }
-        if repaired.missing != 0 {
-            tracing::warn!(
-                "{}: the file ended {} bytes before its last used cluster, and was extended by \
-                 zeroes. That is normal for unflushed data after a loss of power; otherwise check \
-                 that the file was copied completely",
-                path.display(),
-                repaired.missing
-            );
-        }
-        is_sound = repaired.is_sound;
     }
-    let mut below = Vec::new();
-    let backing = match &header.backing {
-        None => None,
-        Some((name, _)) if !options.allow_backing => {
-            let (path, backing) = (path.display().to_string(), name.clone());
-            return Err(OpenError::Backing { path, backing });
-        }
-        Some(backing) => Some(open_backing(path, backing, options.direct, files, &mut below)?),
-    };
-    let alignment = file.set_direct(options.direct, 512)?;
-    let format = format(path, &file, alignment, !file.is_read_only(), backing)?;
+    // The data are in the data file, if there is one.
+    let data = opened.get(usize::from(format.data_file.is_some())).or(opened.first());
     let block_size = options.block_size.unwrap_or(512);
-    let bytes = ImageBytes::new(&file, alignment, block_size, options.aio)?;
-    let is_direct = alignment.is_some();
-    Ok(Opened { format, header, file, below, is_direct, bytes, is_sound })
+    let bytes = match data {
+        Some(data) => {
+            let alignment = data.set_direct(options.direct, 512)?;
+            ImageBytes::new(data, alignment, block_size, options.aio)?
+        }
+        None => None,
+    };
+    Ok(Opened { format, files: opened, bytes })
+}
+
+/// Checks an image before it is written, and repairs its reference counts if it is dirty. Nothing
+/// is changed before all checks.
+fn prepare(path: &Path, format: &mut Format) -> Result<(), OpenError> {
+    let name = || path.display().to_string();
+    let refused = |why: String| OpenError::Refused { path: name(), why };
+    let system = |source: io::Error| match source.kind() {
+        io::ErrorKind::InvalidData => {
+            OpenError::Damaged { path: name(), why: format!("it has {source}") }
+        }
+        _ => OpenError::System { path: name(), what: "reading its tables", source },
+    };
+    if format.header.is_corrupt {
+        return Err(refused(format!(
+            "it is marked as corrupt, so it is not written; serve it with `read-only=on`, or repair \
+             it with `qemu-img check -r all {}`",
+            name()
+        )));
+    }
+    let snapshots = Snapshot::read_all(&format.file, &format.header).map_err(system)?;
+    let most = format.file.most_clusters(format.layout.bits).map_err(system)?;
+    if let Err(why) = format.protect_tables(&snapshots, most).map_err(system)? {
+        return Err(OpenError::Damaged { path: name(), why });
+    }
+    let is_dirty = format.header.is_dirty;
+    if let Some(len) = needed_len(format, &snapshots, is_dirty).map_err(system)? {
+        return Err(refused(format!(
+            "the file ends {} bytes before the last cluster that its tables refer to: its copy is \
+             not complete, or it was not flushed before a loss of power; serve it with \
+             `read-only=on`, or extend it with `truncate -s {len} {}`, and the missing data read as \
+             zeroes",
+            len.saturating_sub(format.file.len()),
+            name()
+        )));
+    }
+    let file = &format.file;
+    format.header.clear_features(file).map_err(system)?;
+    if is_dirty {
+        if let Err(why) = rebuild(format, &snapshots).map_err(system)? {
+            return Err(OpenError::Damaged { path: name(), why: why.to_owned() });
+        }
+        format.header.clear_dirty(&format.file).map_err(system)?;
+        tracing::info!("{}: it was not closed, and its reference counts were repaired", name());
+    }
+    Ok(())
+}
+
+/// Files that are opened for one image.
+struct Chain<'a> {
+    files: &'a mut dyn Files,
+    opened: Vec<ImageFile>,
+    options: &'a FileOptions,
+}
+
+impl Chain<'_> {
+    /// Opens a file, which must not be in the chain yet.
+    fn add(&mut self, path: &Path, read_only: bool) -> Result<&ImageFile, OpenError> {
+        let shown = || path.display().to_string();
+        let is_known = |about: io::Result<std::fs::Metadata>| {
+            let id = about.ok().map(|about| (about.dev(), about.ino()));
+            self.opened.iter().any(|file| {
+                let about = file.file().metadata().ok();
+                id.is_some() && about.map(|about| (about.dev(), about.ino())) == id
+            })
+        };
+        let cycle = || OpenError::Refused {
+            path: shown(),
+            why:
+                "it is its own backing file, directly or through others; give it another one with \
+                  `qemu-img rebase -u`"
+                    .to_owned(),
+        };
+        if self.opened.len() > MAX_CHAIN {
+            let why = format!("it is more than {MAX_CHAIN} backing files away from its image");
+            return Err(OpenError::Refused { path: shown(), why });
+        }
+        let file = match self.files.open(path, read_only) {
+            Ok(file) if is_known(file.file().metadata()) => return Err(cycle()),
+            Ok(file) => file,
+            // This process has it open.
+            Err(OpenError::File(shadowbell_disk::OpenError::Busy { .. }))
+                if is_known(std::fs::metadata(path)) =>
+            {
+                return Err(cycle());
+            }
+            Err(error) => return Err(error),
+        };
+        self.opened.push(file);
+        self.opened.last().ok_or_else(cycle)
+    }
+
+    /// Opens an image with its data file and its backing files.
+    fn open_image(&mut self, path: &Path, read_only: bool) -> Result<Format, OpenError> {
+        let options = self.options;
+        let shown = || path.display().to_string();
+        let image = self.add(path, read_only)?;
+        let (header, is_read_only) = (read_header(path, image)?, image.is_read_only());
+        let file = storage(path, image, options.direct)?;
+        let named = header.data_file.as_ref().or(header.backing.as_ref().map(|(name, _)| name));
+        if let Some(name) = named.filter(|_| !options.allow_backing) {
+            let (path, name) = (shown(), name.clone());
+            return Err(match header.data_file {
+                Some(_) => OpenError::DataFile { path, name },
+                None => OpenError::Backing { path, backing: name },
+            });
+        }
+        let data_file = match &header.data_file {
+            None => None,
+            Some(name) => {
+                let at = beside(path, name)?;
+                let data_file = self.add(&at, read_only)?;
+                if data_file.is_read_only() && !is_read_only {
+                    let why =
+                        "its external data file is not writable; serve it with `read-only=on`";
+                    return Err(OpenError::Refused { path: shown(), why: why.to_owned() });
+                }
+                Some(storage(&at, data_file, options.direct)?)
+            }
+        };
+        let base = match &header.backing {
+            None => None,
+            Some(backing) => Some(self.open_backing(path, backing)?),
+        };
+        match contain_panic(|| Format::new(header, file, data_file, base)) {
+            Ok(Ok(format)) => Ok(format),
+            Ok(Err(source)) => {
+                Err(OpenError::System { path: shown(), what: "reading its tables", source })
+            }
+            Err(why) => Err(OpenError::Damaged { path: shown(), why }),
+        }
+    }
+
+    /// Opens the backing file of the image at `path`. The file is opened read-only, in the format
+    /// that the image states.
+    fn open_backing(
+        &mut self,
+        path: &Path,
+        (name, format): &(String, Option<String>),
+    ) -> Result<Base, OpenError> {
+        let shown = || path.display().to_string();
+        let at = beside(path, name)?;
+        match format.as_deref() {
+            Some("raw" | "file" | "host_device") => {
+                let direct = self.options.direct;
+                let file = self.add(&at, true)?;
+                Ok(Base::Raw(storage(&at, file, direct)?))
+            }
+            Some("qcow2") => Ok(Base::Qcow2(Box::new(self.open_image(&at, true)?))),
+            Some(other) => Err(OpenError::Unsupported {
+                path: shown(),
+                what: format!("has the backing file `{name}` of the format {other}"),
+            }),
+            None => Err(OpenError::BackingFormat { path: shown(), backing: name.clone() }),
+        }
+    }
+}
+
+/// Path of a local file that the image at `path` names.
+fn beside(path: &Path, name: &str) -> Result<PathBuf, OpenError> {
+    let name = name.strip_prefix("file:").unwrap_or(name);
+    if name.split_once(':').is_some_and(|(kind, _)| !kind.contains('/')) {
+        return Err(OpenError::Unsupported {
+            path: path.display().to_string(),
+            what: format!("refers to `{name}`, which is not a local file"),
+        });
+    }
+    Ok(path.parent().unwrap_or(Path::new("")).join(name))
 }
 
 fn read_header(path: &Path, file: &ImageFile) -> Result<Header, OpenError> {
@@ -107,88 +248,11 @@ fn read_header(path: &Path, file: &ImageFile) -> Result<Header, OpenError> {
     Header::parse(&start, len).map_err(|fault| fault.of(&name))
 }
 
-/// Opens the backing file of the image at `path`. The file is opened read-only, in the format that
-/// the image states.
-fn open_backing(
-    path: &Path,
-    (name, format_name): &(String, Option<String>),
-    direct: Direct,
-    files: &mut dyn Files,
-    below: &mut Vec<ImageFile>,
-) -> Result<FormatAccess<FileStorage>, OpenError> {
-    let shown = || path.display().to_string();
-    if below.len() == MAX_CHAIN {
-        let why = format!("it has more than {MAX_CHAIN} backing files, or they form a cycle");
-        return Err(OpenError::Damaged { path: shown(), why });
-    }
-    let has_protocol = name.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
-    if has_protocol {
-        let what = format!("has the backing file `{name}`, which is not a local file");
-        return Err(OpenError::Unsupported { path: shown(), what });
-    }
-    let at: PathBuf = path.parent().unwrap_or(Path::new("")).join(name);
-    match format_name.as_deref() {
-        Some("raw" | "file" | "host_device") => {
-            let file = files.open(&at, true)?;
-            let alignment = file.set_direct(direct, 512)?;
-            let raw = storage(&file, alignment)
-                .and_then(|storage| Raw::builder(storage).open(DenyImplicitOpenGate::default()))
-                .map_err(|source| {
-                    let path = at.display().to_string();
-                    OpenError::System { path, what: "opening it as a raw image", source }
-                })?;
-            below.push(file);
-            Ok(FormatAccess::new(raw))
-        }
-        Some("qcow2") => {
-            let file = files.open(&at, true)?;
-            let header = read_header(&at, &file)?;
-            let alignment = file.set_direct(direct, 512)?;
-            let kept = below.len();
-            below.push(file);
-            let backing = match &header.backing {
-                None => None,
-                Some(backing) => Some(open_backing(&at, backing, direct, files, below)?),
-            };
-            match below.get(kept) {
-                Some(file) => format(&at, file, alignment, false, backing),
-                None => Err(OpenError::Damaged { path: shown(), why: "it was closed".into() }),
-            }
-        }
-        Some(other) => Err(OpenError::Unsupported {
-            path: shown(),
-            what: format!("has the backing file `{name}` of the format {other}"),
-        }),
-        None => Err(OpenError::BackingFormat { path: shown(), backing: name.clone() }),
-    }
-}
-
-fn storage(file: &ImageFile, alignment: Option<Alignment>) -> io::Result<FileStorage> {
-    FileStorage::new(file.file().try_clone()?, alignment)
-}
-
-/// Opens an image by `imago`, after its header was checked.
-fn format(
-    path: &Path,
-    file: &ImageFile,
-    alignment: Option<Alignment>,
-    writable: bool,
-    backing: Option<FormatAccess<FileStorage>>,
-) -> Result<FormatAccess<FileStorage>, OpenError> {
-    let open = || {
-        Qcow2::<FileStorage>::builder(storage(file, alignment)?)
-            .write(writable)
-            .backing(backing)
-            .data_file(None)
-            .open(DenyImplicitOpenGate::default())
-    };
-    let name = || path.display().to_string();
-    match contain_panic(open) {
-        Ok(Ok(image)) => Ok(FormatAccess::new(image)),
-        Ok(Err(error)) if error.kind() == io::ErrorKind::InvalidData => {
-            Err(OpenError::Damaged { path: name(), why: error.to_string() })
-        }
-        Ok(Err(source)) => Err(OpenError::System { path: name(), what: "opening it", source }),
-        Err(why) => Err(OpenError::Damaged { path: name(), why }),
-    }
+fn storage(path: &Path, file: &ImageFile, direct: Direct) -> Result<FileStorage, OpenError> {
+    let alignment = file.set_direct(direct, 512)?;
+    let clone = file.file().try_clone().and_then(|file| FileStorage::new(file, alignment));
+    clone.map_err(|source| {
+        let path = path.display().to_string();
+        OpenError::System { path, what: "reading its length", source }
+    })
 }

@@ -2,20 +2,18 @@
 //! have their own threads, so hung storage blocks only the threads of its own disk.
 
 use crate::image::Image;
-use imago::io_buffers::IoBuffer;
+use crate::storage::IoBuffer;
 use parking_lot::{Condvar, Mutex};
 use shadowbell_disk::{CompletionQueue, DiskError, Op, Request};
 use shadowbell_disk_file::unpin;
 use shadowbell_memory::AbortOnPanic;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Maximum number of threads of a disk. It also limits the number of requests in flight at the
 /// storage.
 pub const MAX_THREADS: usize = 16;
-/// Maximum time for which changes of tables are only in memory.
-pub const WRITE_BACK: Duration = Duration::from_millis(200);
 /// Time without work after which a thread ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -44,10 +42,6 @@ impl Job {
     fn forces(&self) -> bool {
         matches!(self.request.op, Op::Write { fua: true } | Op::WriteZeroes { fua: true, .. })
     }
-
-    fn changes(&self) -> bool {
-        matches!(self.request.op, Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard)
-    }
 }
 
 /// Threads of a disk, with its image. Dropping the last handle closes the image.
@@ -68,12 +62,6 @@ struct Work {
     syncs: Vec<Job>,
     /// True while a thread syncs.
     is_syncing: bool,
-    /// Executed jobs that wait until the tables are written.
-    tables: Vec<Job>,
-    /// True while a thread writes tables for the jobs in `tables`.
-    is_writing: bool,
-    /// Time of the first change after the tables were written last.
-    changed: Option<Instant>,
     threads: usize,
     /// Number of threads that wait for work.
     idle: usize,
@@ -189,7 +177,7 @@ impl Drop for Pool {
             self.0.thread_gone.wait(&mut work);
         }
         drop(work);
-        self.0.image.close();
+        self.0.image.settle();
     }
 }
 
@@ -201,7 +189,6 @@ impl PoolShared {
             if !work.is_syncing && !work.syncs.is_empty() {
                 work.is_syncing = true;
                 let syncs = std::mem::take(&mut work.syncs);
-                work.changed = None;
                 drop(work);
                 let result = self.image.sync();
                 syncs.into_iter().for_each(|job| job.end(result));
@@ -209,58 +196,33 @@ impl PoolShared {
                 work.is_syncing = false;
                 continue;
             }
-            if !work.is_writing && !work.tables.is_empty() {
-                work.is_writing = true;
-                let jobs = std::mem::take(&mut work.tables);
-                drop(work);
-                let result = self.image.write_back();
-                jobs.into_iter().for_each(|job| job.end(result));
-                work = self.work.lock();
-                work.is_writing = false;
-                continue;
-            }
-            if work.changed.is_some_and(|since| since.elapsed() >= WRITE_BACK) {
-                work.changed = None;
-                drop(work);
-                // If tables cannot be written, they stay in memory, and the next flush reports the
-                // error.
-                let _ = self.image.write_back();
-                work = self.work.lock();
-                continue;
-            }
             if let Some(mut job) = work.jobs.pop_front() {
                 drop(work);
                 let result = self.image.run(&job.request, job.buffer.as_mut());
-                let (changes, syncs) = (job.changes(), job.forces() && result.is_ok());
-                if syncs {
+                if job.forces() && result.is_ok() {
                     work = self.work.lock();
                     work.syncs.push(job);
                     continue;
                 }
-                if changes && result.is_ok() && self.image.waits_for_tables() {
-                    work = self.work.lock();
-                    work.tables.push(job);
-                    continue;
-                }
                 job.end(result);
                 work = self.work.lock();
-                if changes && work.changed.is_none() {
-                    work.changed = Some(Instant::now());
-                }
                 continue;
             }
             if work.over {
                 break;
             }
-            let timeout = match work.changed {
-                Some(since) => WRITE_BACK.saturating_sub(since.elapsed()),
-                None => IDLE_TIMEOUT,
-            };
             work.idle += 1;
-            let timed_out = self.work_ready.wait_for(&mut work, timeout).timed_out();
+            let timed_out = self.work_ready.wait_for(&mut work, IDLE_TIMEOUT).timed_out();
             work.idle -= 1;
-            if timed_out && work.ready() == 0 && work.changed.is_none() {
-                break;
+            if timed_out && work.ready() == 0 {
+                if work.threads == 1 {
+                    drop(work);
+                    self.image.settle();
+                    work = self.work.lock();
+                }
+                if work.ready() == 0 {
+                    break;
+                }
             }
         }
         work.threads -= 1;

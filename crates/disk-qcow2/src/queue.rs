@@ -1,9 +1,8 @@
 //! Queue of an I/O thread on an image.
 
 use crate::fast_path::{Back, FastPath};
-use crate::image::ALIGNMENT;
 use crate::pool::{Ended, Job, Pool};
-use imago::io_buffers::IoBuffer;
+use crate::storage::{ALIGNMENT, IoBuffer};
 use shadowbell_disk::{Bounds, CompletionQueue, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::collections::{HashMap, VecDeque};
@@ -123,18 +122,15 @@ impl QcowQueue {
         let kept = if len <= KEPT_LEN { self.kept.pop() } else { None };
         let mut buffer = match kept {
             Some(buffer) => buffer,
-            None => IoBuffer::new(size_of_buffer(len), ALIGNMENT)
-                .map_err(|_| DiskError::Io(libc::ENOMEM))?,
+            None => IoBuffer::new(size_of_buffer(len)),
         };
         self.in_use += buffer.len();
         if let Some(pending) = self.requests.get(&id)
             && pending.request.op != Op::Read
+            && pending.data.read_into(0, &mut buffer[..len]).is_none()
         {
-            let into = buffer.as_mut_range(0..len).into_slice();
-            if pending.data.read_into(0, into).is_none() {
-                self.give_back(buffer);
-                return Err(DiskError::BadBuffer);
-            }
+            self.give_back(buffer);
+            return Err(DiskError::BadBuffer);
         }
         Ok(Some(buffer))
     }
@@ -211,7 +207,7 @@ impl Queue for QcowQueue {
             // released.
             if let Some(pending) = self.remove(id) {
                 if let (Op::Read, Ok(()), Some(buffer)) = (pending.request.op, result, &buffer) {
-                    let from = buffer.as_ref_range(0..pending.request.len as usize).into_slice();
+                    let from = &buffer[..pending.request.len as usize];
                     result = pending.data.write_from(0, from).ok_or(DiskError::BadBuffer);
                 }
                 done(pending.tag, result, pending.data);

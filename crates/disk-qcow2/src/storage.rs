@@ -1,38 +1,90 @@
-//! The image's file as storage of `imago`.
+//! File of an image, and buffers that are aligned for direct I/O.
 //!
-//! `imago` has its own file storage. This storage uses only system calls that the server process
-//! also needs for other disks, so the sandbox need not allow further ones. The alignment of direct
-//! I/O is known since the image was opened, so no write is needed to probe it. No file is opened by
-//! name.
+//! Only system calls are used that the server process also needs for other disks, so the sandbox
+//! allows no further ones. No file is opened by name.
 
-use imago::io_buffers::{IoVector, IoVectorMut};
-use imago::storage::drivers::CommonStorageHelper;
-use parking_lot::RwLock;
 use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::{ReadWriteFlags, retry_on_intr};
 use shadowbell_disk_file::Alignment;
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
-/// Maximum number of memory segments per call (`IOV_MAX`).
-const MAX_PIECES: usize = 1024;
+/// Alignment of buffers. It is sufficient for direct I/O on any device.
+pub(crate) const ALIGNMENT: usize = 4096;
+/// Unit of writes of tables. Offsets and lengths are multiples of it.
+pub(crate) const SECTOR: u64 = 512;
+/// Number of times that a difference of the file's length is looked at.
+const LOOKS: usize = 3;
+/// Number of zeroes that are written at once where the file supports no holes.
+const ZEROES: u64 = 256 << 10;
+
+/// Buffer whose first byte is aligned to [`ALIGNMENT`].
+pub(crate) struct IoBuffer {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl IoBuffer {
+    /// Returns a buffer of zeroes.
+    pub(crate) fn new(len: usize) -> Self {
+        let bytes = vec![0; len + ALIGNMENT];
+        let start = bytes.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
+        Self { bytes, start, len }
+    }
+}
+
+impl Deref for IoBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+}
+
+impl DerefMut for IoBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+}
+
+/// Durability of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// The page cache, or the device with direct I/O.
+    Cache,
+    /// Stable storage.
+    Storage,
+}
 
 /// Open regular file or block device.
 #[derive(Debug)]
 pub(crate) struct FileStorage {
     file: File,
-    alignment: Alignment,
-    /// Allocation unit of the file system in bytes. A smaller hole frees nothing.
-    unit: usize,
+    /// Alignment of direct I/O. `None` with the page cache.
+    direct: Option<Alignment>,
+    /// True for a regular file, which grows.
+    pub(crate) grows: bool,
     /// Length of the file. No other process changes it.
     len: AtomicU64,
-    /// Held shared by writes, and exclusively while the length is set. Otherwise setting the length
-    /// could cut off a concurrent write.
-    growth: RwLock<()>,
+    /// Error number of the first sync that has lost data, or 0 if no data were lost.
+    lost: AtomicI32,
     /// True if the file does not support holes.
     no_holes: AtomicBool,
-    helper: CommonStorageHelper,
+    /// Changes of the file in their order, for tests of crashes.
+    #[cfg(test)]
+    pub(crate) log: parking_lot::Mutex<Option<Vec<Change>>>,
+}
+
+/// Change of a file, or a sync.
+#[cfg(test)]
+#[derive(Clone, Debug)]
+pub(crate) enum Change {
+    Write { offset: u64, bytes: Vec<u8>, reach: Reach },
+    Len(u64),
+    Sync,
 }
 
 impl FileStorage {
@@ -40,52 +92,89 @@ impl FileStorage {
     /// is bypassed.
     pub(crate) fn new(file: File, direct: Option<Alignment>) -> io::Result<Self> {
         let len = rustix::fs::seek(&file, SeekFrom::End(0))?;
-        let unit = retry_on_intr(|| rustix::fs::fstatfs(&file)).ok();
-        let unit = unit.and_then(|about| usize::try_from(about.f_frsize).ok());
+        let grows = file.metadata()?.is_file();
         Ok(Self {
             file,
-            alignment: direct.unwrap_or(Alignment { memory: 1, offset: 1 }),
-            unit: unit.filter(|unit| unit.is_power_of_two()).unwrap_or(4096),
+            direct,
+            grows,
             len: AtomicU64::new(len),
-            growth: RwLock::new(()),
+            lost: AtomicI32::new(0),
             no_holes: AtomicBool::new(false),
-            helper: CommonStorageHelper::default(),
+            #[cfg(test)]
+            log: parking_lot::Mutex::default(),
         })
     }
 
-    pub(crate) fn alignment(&self) -> Alignment {
-        self.alignment
-    }
-
-    /// Preferred alignment of zeroes and holes in bytes.
-    pub(crate) fn unit(&self) -> usize {
-        self.unit.max(self.alignment.offset)
-    }
-
+    /// Length of the file, or size of the device.
     pub(crate) fn len(&self) -> u64 {
-        self.len.load(Ordering::Relaxed)
+        self.len.load(Ordering::Acquire)
     }
 
-    pub(crate) fn helper(&self) -> &CommonStorageHelper {
-        &self.helper
+    /// Maximum number of clusters with tables. In a valid image they occupy space in the file system;
+    /// only data can be holes.
+    pub(crate) fn most_clusters(&self, cluster_bits: u32) -> io::Result<u64> {
+        use std::os::unix::fs::MetadataExt;
+        if !self.grows {
+            return Ok(u64::MAX);
+        }
+        let blocks = self.file.metadata()?.blocks();
+        Ok((blocks.saturating_mul(512) >> cluster_bits).saturating_add(16))
+    }
+
+    /// Error number of the first sync that has lost data, or 0 if no data were lost.
+    pub(crate) fn lost(&self) -> i32 {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// Sets the error number of a loss.
+    pub(crate) fn set_lost(&self, errno: i32) {
+        let _ = self.lost.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// True if the file is shorter than this process has left it.
+    pub(crate) fn is_truncated(&self) -> io::Result<bool> {
+        // Another thread may shorten or extend the file at this moment, so a difference is looked
+        // at again. `len` is read first: it is updated before the file is shortened, and after it
+        // is extended.
+        for _ in 0..LOOKS {
+            let known = self.len();
+            if !self.grows || self.file.metadata()?.len() >= known {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// True if direct I/O needs a copy of bytes at this address.
+    fn needs_copy(&self, bytes: &[u8]) -> bool {
+        self.direct.is_some_and(|direct| !(bytes.as_ptr() as usize).is_multiple_of(direct.memory))
     }
 
     /// Fills `into`. Bytes beyond the end of the file are zeroes.
-    pub(crate) fn read(&self, into: IoVectorMut<'_>, mut offset: u64) -> io::Result<()> {
-        let mut pieces = into.into_inner();
-        let mut left = pieces.as_mut_slice();
-        while !left.is_empty() {
-            let at = place(offset)?;
-            let (now, _) = left.split_at_mut(left.len().min(MAX_PIECES));
+    pub(crate) fn read(&self, into: &mut [u8], offset: u64) -> io::Result<()> {
+        let sectors = |n: u64| n.is_multiple_of(SECTOR);
+        let is_whole = self.direct.is_none() || sectors(offset) && sectors(into.len() as u64);
+        if !is_whole || self.needs_copy(into) {
+            let start = offset & !(SECTOR - 1);
+            let skip = (offset - start) as usize;
+            let mut copy = IoBuffer::new((skip + into.len()).next_multiple_of(SECTOR as usize));
+            self.read(&mut copy, start)?;
+            into.copy_from_slice(&copy[skip..skip + into.len()]);
+            return Ok(());
+        }
+        let mut done = 0;
+        while done < into.len() {
+            let at = place(offset.saturating_add(done as u64))?;
             let read = retry_on_intr(|| {
-                rustix::io::preadv2(&self.file, &mut *now, at, ReadWriteFlags::empty())
+                let piece = &mut [IoSliceMut::new(&mut into[done..])];
+                rustix::io::preadv2(&self.file, piece, at, ReadWriteFlags::empty())
             })?;
-            IoSliceMut::advance_slices(&mut left, read);
-            offset = offset.saturating_add(read as u64);
+            done += read;
             // A direct read that ends within an alignment unit has reached the end of the file. It
             // cannot continue at that offset.
-            if read == 0 || !offset.is_multiple_of(self.alignment.offset as u64) {
-                left.iter_mut().for_each(|piece| piece.fill(0));
+            let unit = self.direct.map_or(1, |direct| direct.offset);
+            if read == 0 || !(offset as usize).wrapping_add(done).is_multiple_of(unit) {
+                into[done..].fill(0);
                 break;
             }
         }
@@ -93,88 +182,122 @@ impl FileStorage {
     }
 
     /// Writes all of `from`, and extends the file if necessary.
-    pub(crate) fn write(&self, from: IoVector<'_>, mut offset: u64) -> io::Result<()> {
-        let mut pieces = from.into_inner();
-        let mut left = pieces.as_mut_slice();
-        while !left.is_empty() {
-            let at = place(offset)?;
-            let (now, _) = left.split_at(left.len().min(MAX_PIECES));
-            let _shared = self.growth.read();
-            let written = retry_on_intr(|| {
-                rustix::io::pwritev2(&self.file, now, at, ReadWriteFlags::empty())
-            })?;
-            if written == 0 {
-                return Err(io::ErrorKind::WriteZero.into());
-            }
-            IoSlice::advance_slices(&mut left, written);
-            offset = offset.saturating_add(written as u64);
-            self.len.fetch_max(offset, Ordering::Relaxed);
+    pub(crate) fn write(&self, from: &[u8], offset: u64, reach: Reach) -> io::Result<()> {
+        if self.needs_copy(from) {
+            let mut copy = IoBuffer::new(from.len());
+            copy.copy_from_slice(from);
+            return self.write(&copy, offset, reach);
         }
-        Ok(())
-    }
-
-    /// Zeroes a range without allocating it. If the range exceeds the file, the file is extended.
-    pub(crate) fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
-        let end = place(offset.saturating_add(len))?;
-        self.punch(offset, len)?;
-        let _alone = self.growth.write();
-        if end > self.len() {
-            self.file.set_len(end)?;
-            self.len.store(end, Ordering::Relaxed);
-        }
-        Ok(())
-    }
-
-    /// Allocates and zeroes a range.
-    pub(crate) fn allocate_zeroes(&self, offset: u64, len: u64) -> io::Result<()> {
-        let end = place(offset.saturating_add(len))?;
-        let _shared = self.growth.read();
-        self.allocate(FallocateFlags::ZERO_RANGE, offset, len)?;
-        self.len.fetch_max(end, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Punches a hole within the file. The hole reads as zeroes. The error has the kind
-    /// `Unsupported` if the file does not support holes.
-    pub(crate) fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
-        if offset >= self.len() {
-            return Ok(());
-        }
-        if self.no_holes.load(Ordering::Relaxed) {
-            return Err(io::ErrorKind::Unsupported.into());
-        }
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let outcome = self.allocate(flags, offset, len);
-        if outcome.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::Unsupported) {
-            self.no_holes.store(true, Ordering::Relaxed);
-        }
-        outcome
-    }
-
-    /// Makes all completed writes durable, including the file's metadata that are needed to read
-    /// them.
-    pub(crate) fn sync(&self) -> io::Result<()> {
-        Ok(retry_on_intr(|| rustix::fs::fdatasync(&self.file))?)
-    }
-
-    pub(crate) fn set_len(&self, len: u64) -> io::Result<()> {
-        let _alone = self.growth.write();
-        self.file.set_len(place(len)?)?;
-        self.len.store(len, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn allocate(&self, flags: FallocateFlags, offset: u64, len: u64) -> io::Result<()> {
-        retry_on_intr(|| rustix::fs::fallocate(&self.file, flags, offset, len)).map_err(|errno| {
-            let error = io::Error::from(errno);
-            match errno.raw_os_error() {
-                libc::ENODEV | libc::ENXIO | libc::ENOTTY => {
-                    io::Error::new(io::ErrorKind::Unsupported, error)
+        let flags = match reach {
+            Reach::Cache => ReadWriteFlags::empty(),
+            Reach::Storage => ReadWriteFlags::DSYNC,
+        };
+        #[cfg(test)]
+        self.note(|| Change::Write { offset, bytes: from.to_vec(), reach });
+        let mut done = 0;
+        while done < from.len() {
+            let at = place(offset.saturating_add(done as u64))?;
+            let outcome = retry_on_intr(|| {
+                rustix::io::pwritev2(&self.file, &[IoSlice::new(&from[done..])], at, flags)
+            });
+            match outcome {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => done += written,
+                Err(errno) => {
+                    let error = io::Error::from(errno);
+                    // A write to stable storage also reports, once, that earlier data are lost.
+                    if reach == Reach::Storage && !is_full(&error) {
+                        self.note_loss(errno.raw_os_error());
+                    }
+                    return Err(error);
                 }
-                _ => error,
             }
-        })
+            self.len.fetch_max(at + done as u64, Ordering::AcqRel);
+        }
+        Ok(())
     }
+
+    /// Replaces `bytes` at any offset. The other bytes of their sectors are read first.
+    pub(crate) fn patch(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let start = offset & !(SECTOR - 1);
+        let end = (offset + bytes.len() as u64).next_multiple_of(SECTOR);
+        let mut sectors = IoBuffer::new((end - start) as usize);
+        self.read(&mut sectors, start)?;
+        let at = (offset - start) as usize;
+        sectors[at..at + bytes.len()].copy_from_slice(bytes);
+        self.write(&sectors, start, Reach::Cache)
+    }
+
+    /// Zeroes a range, by a hole if the file supports that.
+    pub(crate) fn zero(&self, mut offset: u64, len: u64) -> io::Result<()> {
+        if !self.no_holes.load(Ordering::Relaxed) {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            match retry_on_intr(|| rustix::fs::fallocate(&self.file, flags, offset, len)) {
+                Ok(()) => return Ok(()),
+                Err(errno) if is_unsupported(errno) => self.no_holes.store(true, Ordering::Relaxed),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        let zeroes = IoBuffer::new(ZEROES.min(len) as usize);
+        let end = offset + len;
+        while offset < end {
+            let now = ZEROES.min(end - offset);
+            self.write(&zeroes[..now as usize], offset, Reach::Cache)?;
+            offset += now;
+        }
+        Ok(())
+    }
+
+    /// Makes all completed writes durable, including the file's length.
+    ///
+    /// Lost data remain lost: the kernel reports them to one sync, and all later ones fail here.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        if let Err(errno) = retry_on_intr(|| rustix::fs::fdatasync(&self.file)) {
+            self.note_loss(errno.raw_os_error());
+            return Err(errno.into());
+        }
+        #[cfg(test)]
+        self.note(|| Change::Sync);
+        match self.lost() {
+            0 => Ok(()),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+
+    fn note_loss(&self, errno: i32) {
+        if self.direct.is_none() {
+            self.set_lost(errno);
+        }
+    }
+
+    /// Sets the length of a regular file.
+    pub(crate) fn set_len(&self, len: u64) -> io::Result<()> {
+        #[cfg(test)]
+        self.note(|| Change::Len(len));
+        if len < self.len() {
+            self.len.store(len, Ordering::Release);
+        }
+        self.file.set_len(place(len)?)?;
+        self.len.store(len, Ordering::Release);
+        Ok(())
+    }
+
+    #[cfg(test)]
+    fn note(&self, change: impl FnOnce() -> Change) {
+        if let Some(log) = &mut *self.log.lock() {
+            log.push(change());
+        }
+    }
+}
+
+/// True if an error means that there is no space left.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+}
+
+fn is_unsupported(errno: rustix::io::Errno) -> bool {
+    matches!(errno.raw_os_error(), libc::EOPNOTSUPP | libc::ENODEV | libc::ENXIO | libc::ENOTTY)
 }
 
 /// Checks that an offset is valid for the system calls, whose offsets are signed.
@@ -188,7 +311,6 @@ fn place(offset: u64) -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use imago::io_buffers::IoBuffer;
     use std::os::unix::fs::{FileExt, MetadataExt};
 
     /// Runs `test` on a file with this content, and on a second open file of it. Runs it with the
@@ -217,20 +339,14 @@ mod tests {
         File::options().read(true).write(true).open(path).unwrap()
     }
 
-    fn buffer(bytes: &[u8]) -> IoBuffer {
-        let mut buffer = IoBuffer::new(bytes.len(), 4096).unwrap();
-        buffer.as_mut().into_slice().copy_from_slice(bytes);
+    fn read(storage: &FileStorage, offset: u64, len: usize) -> Vec<u8> {
+        let mut buffer = vec![0xee; len];
+        storage.read(&mut buffer, offset).unwrap();
         buffer
     }
 
-    fn read(storage: &FileStorage, offset: u64, len: usize) -> Vec<u8> {
-        let mut buffer = buffer(&vec![0xee; len]);
-        storage.read((&mut buffer).into(), offset).unwrap();
-        buffer.as_ref().into_slice().to_vec()
-    }
-
     #[test]
-    fn reads_beyond_the_end_return_zeroes() {
+    fn bytes_beyond_the_end_are_zeroes() {
         // The file ends within an alignment unit, where a direct read cannot continue.
         let content: Vec<u8> = (0..1000_u32).map(|n| n as u8 | 1).collect();
         each(&content, |storage, _| {
@@ -244,121 +360,61 @@ mod tests {
     }
 
     #[test]
-    fn many_pieces_are_read_and_written_in_their_order() {
-        let content: Vec<u8> = (0..3000_u32).map(|n| (n % 251) as u8).collect();
-        let file = tempfile::tempfile().unwrap();
-        let storage = FileStorage::new(file.try_clone().unwrap(), None).unwrap();
-        let mut from = IoVector::new();
-        content.chunks(1).for_each(|piece| from.push(piece));
-        storage.write(from, 7).unwrap();
-        assert_eq!((storage.len(), file.metadata().unwrap().len()), (3007, 3007));
-        let mut read = vec![0xee; 3100];
-        let mut into = IoVectorMut::new();
-        read.chunks_mut(1).for_each(|piece| into.push(piece));
-        storage.read(into, 0).unwrap();
-        assert_eq!(read, [&[0; 7], &content[..], &[0; 93]].concat());
-    }
-
-    #[test]
-    fn writes_zeroes_and_lengths_make_the_file_longer() {
+    fn writes_patches_and_lengths_change_the_file() {
         each(&[1; 8192], |storage, file| {
             let len = || file.metadata().unwrap().len();
-            storage.write((&buffer(&[2; 4096])).into(), 16384).unwrap();
-            assert_eq!((storage.len(), len()), (20480, 20480));
-            // Ranges that cross the end of the file, and a range beyond it.
-            storage.zero(16384, 8192).unwrap();
-            assert_eq!((storage.len(), len()), (24576, 24576));
-            storage.zero(32768, 4096).unwrap();
-            assert_eq!((storage.len(), len()), (36864, 36864));
-            // A range inside the file does not change the length of the file.
-            storage.zero(0, 4096).unwrap();
-            assert_eq!((storage.len(), len()), (36864, 36864));
-            let all = read(storage, 0, 36864);
-            assert!(all[..4096].iter().chain(&all[8192..]).all(|byte| *byte == 0));
-            assert_eq!(all[4096..8192], [1; 4096]);
+            for reach in [Reach::Cache, Reach::Storage] {
+                storage.write(&[2; 4096], 16384, reach).unwrap();
+                assert_eq!((storage.len(), len()), (20480, 20480));
+            }
+            storage.patch(&[3; 8], 508).unwrap();
+            let held = read(storage, 0, 8192);
+            assert_eq!((held[507], &held[508..516], held[516]), (1, &[3; 8][..], 1));
             storage.set_len(4096).unwrap();
             assert_eq!((storage.len(), len()), (4096, 4096));
             storage.set_len(12288).unwrap();
             assert_eq!(read(storage, 4096, 8192), [0; 8192]);
+            assert!(!storage.is_truncated().unwrap());
+            file.set_len(512).unwrap();
+            assert!(storage.is_truncated().unwrap());
         });
     }
 
     #[test]
-    fn a_hole_frees_space_and_keeps_the_length() {
+    fn a_hole_occupies_no_space_and_keeps_the_length() {
         each(&vec![1; 1 << 20], |storage, file| {
             let before = file.metadata().unwrap();
-            storage.punch(0, 512 << 10).unwrap();
-            // Ranges at the end of the file.
-            storage.punch((1 << 20) - 4096, 8192).unwrap();
-            storage.punch(1 << 20, 4096).unwrap();
+            storage.zero(0, 512 << 10).unwrap();
             storage.sync().unwrap();
             let after = file.metadata().unwrap();
             assert_eq!((after.len(), storage.len()), (1 << 20, 1 << 20));
             assert!(after.blocks() < before.blocks(), "{} {}", after.blocks(), before.blocks());
             assert_eq!(read(storage, 508 << 10, 8192), [[0; 4096], [1; 4096]].concat());
+            // Without holes, zeroes are written.
+            storage.no_holes.store(true, Ordering::Relaxed);
+            storage.zero(512 << 10, 300 << 10).unwrap();
+            assert_eq!(read(storage, 808 << 10, 8192), [[0; 4096], [1; 4096]].concat());
         });
     }
 
     #[test]
-    fn zeroes_that_are_allocated_are_that() {
-        each(&[1; 8192], |storage, file| match storage.allocate_zeroes(4096, 1 << 20) {
-            Ok(()) => {
-                let about = file.metadata().unwrap();
-                assert_eq!((about.len(), storage.len()), (4096 + (1 << 20), 4096 + (1 << 20)));
-                assert!(about.blocks() * 512 >= 1 << 20, "{}", about.blocks());
-                assert_eq!(read(storage, 0, 8192), [[1; 4096], [0; 4096]].concat());
-            }
-            Err(error) => assert_eq!(error.kind(), io::ErrorKind::Unsupported),
-        });
-    }
-
-    #[test]
-    fn files_without_holes_return_unsupported() {
-        let device = |path: &str| File::options().read(true).write(true).open(path).unwrap();
-        let storage = FileStorage::new(device("/dev/null"), None).unwrap();
-        storage.write((&buffer(&[0; 4096])).into(), 0).unwrap();
-        for _ in 0..2 {
-            let error = storage.punch(0, 4096).unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+    fn errors_are_those_of_the_system() {
+        let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+        let storage = FileStorage::new(full, None).unwrap();
+        let error = storage.write(&[0; 512], 0, Reach::Cache).unwrap_err();
+        assert!(is_full(&error), "{error}");
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(8192).unwrap();
+        let storage = FileStorage::new(File::open(file.path()).unwrap(), None).unwrap();
+        for outcome in [storage.write(&[0; 512], 0, Reach::Cache), storage.zero(0, 4096)] {
+            assert_eq!(outcome.unwrap_err().raw_os_error(), Some(libc::EBADF));
+        }
+        let mut into = [0; 512];
+        for offset in [u64::MAX, 1 << 63] {
+            assert!(storage.read(&mut into, offset).is_err());
         }
         // A pipe has no seek position, so it cannot be an image.
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         assert!(FileStorage::new(File::from(reader), None).is_err());
-    }
-
-    #[test]
-    fn storage_errors_are_those_of_the_system() {
-        let full = File::options().read(true).write(true).open("/dev/full").unwrap();
-        let storage = FileStorage::new(full, None).unwrap();
-        let error = storage.write((&buffer(&[0; 512])).into(), 0).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
-        assert_eq!(storage.len(), 0);
-        let file = tempfile::NamedTempFile::new().unwrap();
-        file.as_file().set_len(8192).unwrap();
-        let storage = FileStorage::new(File::open(file.path()).unwrap(), None).unwrap();
-        let refused = [
-            storage.write((&buffer(&[0; 512])).into(), 0),
-            storage.punch(0, 4096),
-            storage.zero(0, 4096),
-            storage.allocate_zeroes(0, 4096),
-        ];
-        for outcome in refused {
-            assert_eq!(outcome.unwrap_err().raw_os_error(), Some(libc::EBADF));
-        }
-        assert!(storage.set_len(0).is_err());
-        assert_eq!((storage.len(), file.as_file().metadata().unwrap().len()), (8192, 8192));
-    }
-
-    #[test]
-    fn offsets_that_are_none_are_refused() {
-        let storage = FileStorage::new(tempfile::tempfile().unwrap(), None).unwrap();
-        for offset in [u64::MAX, 1 << 63] {
-            let mut into = buffer(&[0; 512]);
-            assert!(storage.read((&mut into).into(), offset).is_err());
-            assert!(storage.write((&into).into(), offset).is_err());
-            assert!(storage.zero(offset, 512).is_err());
-            assert!(storage.allocate_zeroes(offset, 512).is_err());
-        }
-        assert_eq!(storage.len(), 0);
     }
 }

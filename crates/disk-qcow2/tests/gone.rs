@@ -203,10 +203,10 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// Tables refer to clusters beyond the end of the file. These clusters read as zeroes, and the
-/// image is not damaged. An entry with an impossible offset does not extend the file.
+/// A file that is shorter than its tables require is a copy that is not complete. It is not written,
+/// and requests on the missing clusters fail.
 #[test]
-fn a_file_shorter_than_its_tables_is_extended() {
+fn a_file_shorter_than_its_tables_is_only_read() {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     create(&path, SIZE).unwrap();
@@ -220,28 +220,49 @@ fn a_file_shorter_than_its_tables_is_extended() {
     let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
     let len = file.metadata().unwrap().len();
     file.set_len(len - (3 << 16)).unwrap();
-    let disk = open_soon(&path, "");
+    let error = Qcow2Disk::open(&path, &file_options("")).unwrap_err().to_string();
+    assert!(error.contains(&format!("ends {} bytes before", 3 << 16)), "{error}");
+    assert_eq!(file.metadata().unwrap().len(), len - (3 << 16));
+    let disk = open_soon(&path, "?read-only=on");
     let mut queue = disk.queue().unwrap();
-    let first = |queue: &mut dyn Queue, n: u64| read(queue, n * MIB, 4096).unwrap()[0];
-    let held: Vec<u8> = (0..8).map(|n| first(&mut *queue, n)).collect();
-    assert_eq!(held, [1, 2, 3, 4, 5, 0, 0, 0]);
+    for n in 0..8 {
+        let held = read(&mut *queue, n * MIB, 4096);
+        let wanted =
+            if n < 5 { Ok(vec![n as u8 + 1; 4096]) } else { Err(DiskError::Io(libc::EIO)) };
+        assert_eq!(held, wanted, "{n}");
+    }
     drop((queue, disk));
-    assert_eq!(file.metadata().unwrap().len(), len);
+    // The remedy that the message names.
+    assert!(error.contains(&format!("truncate -s {len} ")), "{error}");
+    file.set_len(len).unwrap();
+    let disk = open_soon(&path, "");
+    assert_eq!(read(&mut *disk.queue().unwrap(), 7 * MIB, 4096), Ok(vec![0; 4096]));
+    drop(disk);
     check(&path);
     // A file may end within its last cluster.
     file.set_len(len - 4096).unwrap();
     drop(open_soon(&path, ""));
     assert_eq!(file.metadata().unwrap().len(), len - 4096);
     file.set_len(len).unwrap();
-    // Finds an entry of the first and only L2 table.
+    // Changes an entry of the first and only L2 table: only that cluster is damaged.
     let mut entry = [0; 8];
     file.read_exact_at(&mut entry, 40).unwrap();
     let l1 = u64::from_be_bytes(entry);
     file.read_exact_at(&mut entry, l1).unwrap();
     let l2 = u64::from_be_bytes(entry) & 0x00ff_ffff_ffff_fe00;
     file.write_all_at(&(1_u64 << 63 | 1 << 30).to_be_bytes(), l2 + 8 * 100).unwrap();
-    drop(open_soon(&path, ""));
-    assert_eq!(file.metadata().unwrap().len(), len);
+    let disk = open_soon(&path, "");
+    let mut queue = disk.queue().unwrap();
+    let bad = 100 << 16;
+    assert_eq!(read(&mut *queue, bad, 4096), Err(DiskError::Io(libc::EIO)));
+    assert_eq!(write(&mut *queue, bad, &[1; 4096]), Err(DiskError::Io(libc::EIO)));
+    for n in [99, 101] {
+        assert_eq!(read(&mut *queue, n << 16, 4096), Ok(vec![0; 4096]));
+        write(&mut *queue, n << 16, &[1; 4096]).unwrap();
+    }
+    assert!(!disk.has_lost());
+    drop((queue, disk));
+    assert_eq!(file.metadata().unwrap().len(), len + (2 << 16));
 }
 
 /// Commands that undo a mount or a loop device. They run on drop.

@@ -114,14 +114,73 @@ fn preallocated() {
 }
 
 #[test]
+fn wide_reference_counts() {
+    on_qemus("cluster_size=512,refcount_bits=64");
+}
+
+#[test]
+fn subclusters() {
+    on_qemus("extended_l2=on,cluster_size=64k");
+}
+
+#[test]
+fn small_subclusters_without_the_fast_path() {
+    let directory = directory();
+    let path = directory.path().join("disk.qcow2");
+    let create = ["create", "-f", "qcow2", "-o", "extended_l2=on,cluster_size=16k"];
+    let create = [&create[..], &[path.to_str().unwrap(), "4M"]].concat();
+    if qemu_img_does(&create) {
+        cases(&path, "?aio=threads", || {
+            qemu_img_does(&create);
+            vec![0; SIZE]
+        });
+    }
+}
+
+fn on_data_file(options: &str) {
+    let directory = directory();
+    let path = directory.path().join("disk.qcow2");
+    let name = path.to_str().unwrap();
+    let data = directory.path().join("data");
+    let options = format!("data_file={},{options}", data.display());
+    let create = ["create", "-f", "qcow2", "-o", &options, name, "4M"];
+    if qemu_img_does(&create) {
+        cases(&path, "?allow-backing=on", || {
+            let _ = std::fs::remove_file(&data);
+            qemu_img_does(&create);
+            vec![0; SIZE]
+        });
+    }
+}
+
+#[test]
+fn data_file() {
+    on_data_file("cluster_size=64k");
+}
+
+#[test]
+fn raw_data_file() {
+    on_data_file("data_file_raw=on");
+}
+
+#[test]
 fn compressed_clusters() {
+    on_compressed("compression_type=zlib");
+}
+
+#[test]
+fn compressed_clusters_with_zstd() {
+    on_compressed("compression_type=zstd,cluster_size=32k");
+}
+
+fn on_compressed(options: &str) {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     let source = directory.path().join("source.raw");
     let first: Vec<u8> = (0..SIZE).map(|at| (at >> 12) as u8).collect();
     std::fs::write(&source, &first).unwrap();
     let (source, name) = (source.to_str().unwrap(), path.to_str().unwrap());
-    let convert = ["convert", "-c", "-f", "raw", "-O", "qcow2", source, name];
+    let convert = ["convert", "-c", "-o", options, "-f", "raw", "-O", "qcow2", source, name];
     if qemu_img_does(&convert) {
         cases(&path, "", || {
             qemu_img_does(&convert);
@@ -130,7 +189,7 @@ fn compressed_clusters() {
     }
 }
 
-fn on_backing(format: &str) {
+fn on_backing(format: &str, options: &str) {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     let base = directory.path().join("base");
@@ -144,8 +203,8 @@ fn on_backing(format: &str) {
         return;
     }
     cases(&path, "?allow-backing=on", || {
-        let create = ["create", "-f", "qcow2", "-b", "base", "-F", format, &name(&path), "4M"];
-        qemu_img_does(&create);
+        let create = ["create", "-f", "qcow2", "-o", options, "-b", "base", "-F", format];
+        qemu_img_does(&[&create[..], &[&name(&path), "4M"]].concat());
         let mut content = first.clone();
         content.resize(SIZE, 0);
         content
@@ -157,12 +216,22 @@ fn on_backing(format: &str) {
 
 #[test]
 fn above_a_raw_image() {
-    on_backing("raw");
+    on_backing("raw", "cluster_size=64k");
 }
 
 #[test]
 fn above_a_qcow2_image() {
-    on_backing("qcow2");
+    on_backing("qcow2", "cluster_size=4k");
+}
+
+#[test]
+fn version_2_above_a_qcow2_image() {
+    on_backing("qcow2", "compat=0.10");
+}
+
+#[test]
+fn subclusters_above_a_qcow2_image() {
+    on_backing("qcow2", "extended_l2=on,cluster_size=32k");
 }
 
 /// Writes to the image do not change the contents of its snapshots.

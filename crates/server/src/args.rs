@@ -152,7 +152,7 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
   direct=on|off|auto      of a file: bypass the page cache
   aio=io_uring|threads    of a file: I/O method [default: io_uring if available]
   format=raw|qcow2        of a file: image format, instead of detection by its first bytes
-  allow-backing=on        of a qcow2 image: permit a backing file
+  allow-backing=on        of a qcow2 image: permit backing files and a data file
   socket=PATH             of nbd+unix:///EXPORT: socket of the server
   connections=N           of nbd: number of connections, if the server permits several [default: 4]
   replay=SIZE|off         of nbd: size of unflushed writes to keep, to repeat them on a server that

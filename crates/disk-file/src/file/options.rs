@@ -15,7 +15,7 @@ pub struct FileOptions {
     pub aio: Aio,
     /// Image format; `None` to detect it by the first bytes.
     pub format: Option<Format>,
-    /// True if the image may have a backing file. The image itself contains the name of that file.
+    /// True if the image may have backing files and a data file. It contains their names.
     pub allow_backing: bool,
 }
 

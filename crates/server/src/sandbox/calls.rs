@@ -76,6 +76,8 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_futex,
         libc::SYS_sched_yield,
         libc::SYS_sched_setaffinity,
+        // Decompression, in the idle class.
+        libc::SYS_sched_setscheduler,
         libc::SYS_getrusage,
         libc::SYS_sigaltstack,
         libc::SYS_prctl,
@@ -166,7 +168,7 @@ mod tests {
             for name in &names {
                 assert!(listed.contains(&format!("`{name}`")), "{name} is not in docs/sandbox.md");
             }
-            assert!(by_itself || names.len() <= 60, "{}", names.len());
+            assert!(by_itself || names.len() <= 61, "{}", names.len());
             if cfg!(target_arch = "x86_64") {
                 let count = format!("{words} {}", names.len());
                 assert!(listed.contains(&count), "{count}");

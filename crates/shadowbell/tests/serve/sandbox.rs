@@ -190,7 +190,7 @@ fn every_kind_of_disk_works() {
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
 }
 
-/// The qcow2 library makes no system calls beyond those allowed, with the page cache or
+/// A qcow2 image needs no system calls beyond those allowed, with the page cache or
 /// without.
 #[test]
 fn a_qcow2_image_grows_and_frees_clusters_in_the_sandbox() {
@@ -310,7 +310,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     let for_tests = if cfg!(feature = "faults") { 2 } else { 0 };
     // The log is written by a thread of its own.
     server.says("sandbox on: ");
-    assert!(has(&server.stderr()) - for_tests <= 61, "{}", server.stderr());
+    assert!(has(&server.stderr()) - for_tests <= 62, "{}", server.stderr());
     let at = |name: &str| server.directory().join(name);
     let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode("vm.sock"), 0o620);

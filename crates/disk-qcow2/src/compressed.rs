@@ -1,0 +1,99 @@
+//! Compressed clusters: deflate and zstd.
+//!
+//! Decompression is work for untrusted images, so it must not compete with I/O threads. All images
+//! of the process share threads for it: half as many as there are CPUs, in the idle class.
+
+use crate::sys::be_idle;
+use crate::tables::damaged;
+use miniz_oxide::inflate::TINFLStatus;
+use miniz_oxide::inflate::core::inflate_flags::TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
+use miniz_oxide::inflate::core::{DecompressorOxide, decompress};
+use parking_lot::Mutex;
+use shadowbell_disk_file::unpin;
+use shadowbell_memory::contain_panic;
+use std::io::{self, Read};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, OnceLock};
+
+/// Number of threads if the number of CPUs is unknown.
+const FEW: usize = 2;
+
+/// Compressed cluster, for the threads.
+struct Job {
+    from: Vec<u8>,
+    is_zstd: bool,
+    len: usize,
+    to: SyncSender<Option<Vec<u8>>>,
+}
+
+/// Decompresses a cluster of `len` bytes. `from` may be longer than the compressed data.
+pub(crate) fn inflate(from: Vec<u8>, is_zstd: bool, len: usize) -> io::Result<Vec<u8>> {
+    static JOBS: OnceLock<Mutex<Sender<Job>>> = OnceLock::new();
+    let jobs = JOBS.get_or_init(|| Mutex::new(start()));
+    let (to, result) = sync_channel(1);
+    let gone = |_| io::Error::from_raw_os_error(libc::EAGAIN);
+    jobs.lock().send(Job { from, is_zstd, len, to }).map_err(|_| gone(()))?;
+    let result = result.recv().map_err(|_| gone(()))?;
+    result.ok_or_else(|| damaged("compressed data that are invalid"))
+}
+
+/// Starts the threads.
+fn start() -> Sender<Job> {
+    let (sender, receiver) = channel();
+    let receiver = Arc::new(Mutex::new(receiver));
+    let count = std::thread::available_parallelism().map_or(FEW, |n| (n.get() / 2).max(1));
+    for _ in 0..count {
+        let jobs = Arc::clone(&receiver);
+        let thread = std::thread::Builder::new().name("sb-inflate".into());
+        // With fewer threads, requests wait longer. Without any, they fail.
+        let _ = thread.spawn(move || serve(&jobs));
+    }
+    sender
+}
+
+fn serve(jobs: &Mutex<Receiver<Job>>) {
+    unpin();
+    be_idle();
+    loop {
+        let job = jobs.lock().recv();
+        let Ok(Job { from, is_zstd, len, to }) = job else { return };
+        let decode = || if is_zstd { unpack_zstd(&from, len) } else { unpack_deflate(&from, len) };
+        let _ = to.send(contain_panic(decode).unwrap_or_default());
+    }
+}
+
+fn unpack_deflate(from: &[u8], len: usize) -> Option<Vec<u8>> {
+    let mut into = vec![0; len];
+    let mut state = Box::<DecompressorOxide>::default();
+    let flags = TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
+    let (status, _, written) = decompress(&mut state, from, &mut into, 0, flags);
+    let is_whole = matches!(status, TINFLStatus::Done | TINFLStatus::HasMoreOutput);
+    (is_whole && written == len).then_some(into)
+}
+
+fn unpack_zstd(from: &[u8], len: usize) -> Option<Vec<u8>> {
+    let mut into = vec![0; len];
+    ruzstd::decoding::StreamingDecoder::new(from).ok()?.read_exact(&mut into).ok()?;
+    Some(into)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_are_decompressed_or_refused() {
+        let content: Vec<u8> = (0..65536_u32).map(|n| (n / 100) as u8).collect();
+        let mut packed = miniz_oxide::deflate::compress_to_vec(&content, 6);
+        // The compressed data may be followed by those of another cluster.
+        packed.resize(packed.len() + 700, 0xaa);
+        assert!(inflate(packed.clone(), false, content.len()).unwrap() == content);
+        assert!(inflate(packed.clone(), false, content.len() + 1).is_err(), "too short");
+        assert!(inflate(packed.clone(), true, content.len()).is_err(), "not zstd");
+        for at in 0..packed.len() - 700 {
+            let mut bad = packed.clone();
+            bad[at] ^= 0x55;
+            let _ = inflate(bad, false, content.len());
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! The format: locations of clusters, reads, and closing. Writes are in [`write`](crate::write).
+
+use crate::compressed::inflate;
+use crate::header::Header;
+use crate::refcount::Refcounts;
+use crate::snapshot::Snapshot;
+use crate::storage::FileStorage;
+use crate::tables::{COPIED, Cache, Cluster, Layout, OFFSET, damaged, read_table};
+use parking_lot::{Mutex, MutexGuard};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Maximum number of clusters that are looked up at once.
+const MOST: u64 = 4096;
+
+/// Open image, or backing file, in the qcow2 format.
+pub(crate) struct Format {
+    pub(crate) header: Header,
+    pub(crate) layout: Layout,
+    pub(crate) file: FileStorage,
+    /// External data file.
+    pub(crate) data_file: Option<FileStorage>,
+    base: Option<Base>,
+    meta: Mutex<Meta>,
+    /// Compressed cluster that was read last, by its L2 entry.
+    inflated: Mutex<Option<(u64, Arc<Vec<u8>>)>>,
+}
+
+/// Tables of an image.
+pub(crate) struct Meta {
+    pub(crate) l1: Vec<u64>,
+    pub(crate) cache: Cache,
+    pub(crate) counts: Refcounts,
+}
+
+/// Backing file.
+pub(crate) enum Base {
+    Raw(FileStorage),
+    Qcow2(Box<Format>),
+}
+
+/// Part of the disk with one kind of content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Data at this offset of the file.
+    Data(u64),
+    Zero,
+    /// Data of the backing file.
+    Base,
+    /// Compressed cluster with this L2 entry.
+    Packed(u64),
+    /// The L2 entry is damaged.
+    Bad,
+}
+
+impl Format {
+    /// Reads the tables that have to be in memory. Their headers have been checked.
+    pub(crate) fn new(
+        header: Header,
+        file: FileStorage,
+        data_file: Option<FileStorage>,
+        base: Option<Base>,
+    ) -> io::Result<Self> {
+        let meta = Meta {
+            l1: read_table(&file, header.l1.offset, header.l1.entries)?,
+            cache: Cache::new(header.cluster_bits),
+            counts: Refcounts::new(&file, &header)?,
+        };
+        let layout = Layout::new(&header);
+        let (meta, inflated) = (Mutex::new(meta), Mutex::default());
+        Ok(Self { header, layout, file, data_file, base, meta, inflated })
+    }
+
+    /// Locks the tables.
+    pub(crate) fn meta(&self) -> MutexGuard<'_, Meta> {
+        self.meta.lock()
+    }
+
+    /// File with the data of the guest.
+    pub(crate) fn data(&self) -> &FileStorage {
+        self.data_file.as_ref().unwrap_or(&self.file)
+    }
+
+    pub(crate) fn has_base(&self) -> bool {
+        self.base.is_some()
+    }
+
+    /// Adds the clusters of the header and of all tables to those that are never data. Must be
+    /// called before the first change. `most` is the maximum number of L2 tables. Returns the
+    /// defect if two tables have the same place.
+    pub(crate) fn protect_tables(
+        &self,
+        snapshots: &[Snapshot],
+        most: u64,
+    ) -> io::Result<Result<(), String>> {
+        let (bits, header) = (self.header.cluster_bits, &self.header);
+        let meta = &mut *self.meta();
+        let is_place = |at: &u64| *at != 0 && at.is_multiple_of(1 << bits) && *at < self.file.len();
+        let of = |offset: u64, len: u64| offset >> bits..(offset + len).div_ceil(1 << bits);
+        let blocks: Vec<u64> = meta.counts.blocks().collect();
+        if !blocks.iter().all(is_place) {
+            return Ok(Err("one of its refcount blocks is at an invalid offset".to_owned()));
+        }
+        let l2: Vec<u64> = meta.l1.iter().map(|entry| entry & OFFSET).filter(is_place).collect();
+        if l2.len() as u64 > most {
+            return Ok(Err("it refers to more tables than fit into its file".to_owned()));
+        }
+        let all = (0..1)
+            .chain(of(header.l1.offset, header.l1.entries * 8))
+            .chain(of(header.refcounts.offset, header.refcounts.entries * 8))
+            .chain(blocks.into_iter().chain(l2).map(|at| at >> bits))
+            .chain(snapshots.iter().flat_map(|it| of(it.l1.offset, it.l1.entries * 8)));
+        for cluster in all {
+            if !meta.counts.tables.insert(cluster) {
+                return Ok(Err(format!("two of its tables are at byte {}", cluster << bits)));
+            }
+        }
+        meta.counts.tables.extend(of(header.snapshots.0, Snapshot::table_len(snapshots)));
+        Ok(Ok(()))
+    }
+
+    /// Offset of the L2 table with the entry of a cluster, if there is one. Also returns true if no
+    /// snapshot shares the table.
+    pub(crate) fn table(&self, meta: &Meta, cluster: u64) -> io::Result<Option<(u64, bool)>> {
+        let nth = (cluster / self.layout.per_table()) as usize;
+        let entry = meta.l1.get(nth).copied().ok_or_else(|| damaged("an L1 table too short"))?;
+        match entry & OFFSET {
+            0 => Ok(None),
+            at if at.is_multiple_of(self.layout.cluster()) && at < self.file.len() => {
+                Ok(Some((at, entry & COPIED != 0)))
+            }
+            _ => Err(damaged("an L2 table at an invalid offset")),
+        }
+    }
+
+    /// Looks a cluster of the disk up.
+    ///
+    /// # Errors
+    /// The entry is damaged, or its table cannot be read.
+    pub(crate) fn look_up(&self, meta: &mut Meta, cluster: u64) -> io::Result<Cluster> {
+        let Some((table, is_owned)) = self.table(meta, cluster)? else {
+            return Ok(Cluster::default());
+        };
+        let at = table + cluster % self.layout.per_table() * self.layout.entry;
+        let entry = meta.cache.number(&self.file, at)?;
+        let bitmap =
+            if self.layout.units > 1 { meta.cache.number(&self.file, at + 8)? } else { 0 };
+        let (bits, tables) = (self.layout.bits, &meta.counts.tables);
+        let fixed = self.data_file.is_some().then_some(cluster << bits);
+        let mut found = Cluster::decode((entry, bitmap), &self.layout, fixed)?;
+        found.is_owned &= is_owned;
+        let (clusters, start) = match (found.packed, found.host) {
+            (Some(entry), _) => {
+                let (clusters, bytes) = self.layout.compressed(entry);
+                (clusters, bytes.start)
+            }
+            (None, Some(host)) if fixed.is_none() => (host >> bits..(host >> bits) + 1, host),
+            _ => return Ok(found),
+        };
+        if start >= self.file.len() {
+            return Err(damaged("a cluster beyond the end of the file"));
+        }
+        if clusters.into_iter().any(|cluster| tables.contains(&cluster)) {
+            return Err(damaged("a table as data"));
+        }
+        Ok(found)
+    }
+
+    /// Kinds of content of a range of the disk, in order. Stops after a limited number of clusters.
+    pub(crate) fn runs(&self, offset: u64, len: u64) -> Vec<Run> {
+        let (layout, end) = (&self.layout, offset + len);
+        let meta = &mut *self.meta();
+        let mut runs: Vec<Run> = Vec::new();
+        let mut add = |run: Run| match runs.last_mut() {
+            Some(last) if last.is_before(&run) => last.len += run.len,
+            _ => runs.push(run),
+        };
+        let first = offset >> layout.bits;
+        for cluster in first..end.div_ceil(layout.cluster()).min(first + MOST) {
+            let base = cluster << layout.bits;
+            let (from, to) = (offset.max(base), end.min(base + layout.cluster()));
+            let found = match self.look_up(meta, cluster) {
+                Ok(found) => found,
+                Err(error) => {
+                    tracing::debug!("cluster {cluster}: {error}");
+                    add(Run { offset: from, len: to - from, kind: Kind::Bad });
+                    continue;
+                }
+            };
+            if let Some(entry) = found.packed {
+                add(Run { offset: from, len: to - from, kind: Kind::Packed(entry) });
+                continue;
+            }
+            let mut at = from;
+            while at < to {
+                let nth = (at - base) / layout.unit();
+                let next = to.min(base + (nth + 1) * layout.unit());
+                let kind = match found.host {
+                    Some(host) if found.alloc >> nth & 1 != 0 => Kind::Data(host + at - base),
+                    _ if found.zero >> nth & 1 != 0 || !self.is_in_base(at) => Kind::Zero,
+                    _ => Kind::Base,
+                };
+                add(Run { offset: at, len: next - at, kind });
+                at = next;
+            }
+        }
+        runs
+    }
+
+    /// True if the backing file has a byte at this offset.
+    fn is_in_base(&self, offset: u64) -> bool {
+        match &self.base {
+            Some(Base::Raw(file)) => offset < file.len(),
+            Some(Base::Qcow2(format)) => offset < format.header.size,
+            None => false,
+        }
+    }
+
+    /// Fills `into` with the content of the disk. Bytes beyond its end are zeroes.
+    pub(crate) fn read(&self, into: &mut [u8], offset: u64) -> io::Result<()> {
+        let len = into.len().min(self.header.size.saturating_sub(offset) as usize);
+        into[len..].fill(0);
+        let mut done = 0;
+        while done < len {
+            for run in self.runs(offset + done as u64, (len - done) as u64) {
+                let piece = &mut into[done..done + run.len as usize];
+                match run.kind {
+                    Kind::Data(host) => self.data().read(piece, host)?,
+                    Kind::Zero => piece.fill(0),
+                    Kind::Base => self.read_base(piece, run.offset)?,
+                    Kind::Packed(entry) => {
+                        let from = (run.offset & (self.layout.cluster() - 1)) as usize;
+                        let cluster = self.inflate(entry)?;
+                        piece.copy_from_slice(&cluster[from..from + run.len as usize]);
+                    }
+                    Kind::Bad => return Err(damaged("a damaged L2 entry")),
+                }
+                done += run.len as usize;
+            }
+        }
+        Ok(())
+    }
+
+    fn read_base(&self, into: &mut [u8], offset: u64) -> io::Result<()> {
+        match &self.base {
+            Some(Base::Raw(file)) => file.read(into, offset),
+            Some(Base::Qcow2(format)) => format.read(into, offset),
+            None => {
+                into.fill(0);
+                Ok(())
+            }
+        }
+    }
+
+    /// Returns the content of a compressed cluster.
+    fn inflate(&self, entry: u64) -> io::Result<Arc<Vec<u8>>> {
+        if let Some((other, cluster)) = &*self.inflated.lock()
+            && *other == entry
+        {
+            return Ok(Arc::clone(cluster));
+        }
+        let bytes = self.layout.compressed(entry).1;
+        let mut packed = vec![0; (bytes.end - bytes.start) as usize];
+        self.file.read(&mut packed, bytes.start)?;
+        let cluster = inflate(packed, self.header.is_zstd, self.layout.cluster() as usize)?;
+        let cluster = Arc::new(cluster);
+        *self.inflated.lock() = Some((entry, Arc::clone(&cluster)));
+        Ok(cluster)
+    }
+
+    /// Reports parts of the disk in order, each with its length and true if it is allocated, in
+    /// the image or in its backing files. Stops if `tell` returns false.
+    pub(crate) fn extents(
+        &self,
+        range: Range<u64>,
+        tell: &mut dyn FnMut(u64, bool) -> bool,
+    ) -> bool {
+        let mut at = range.start;
+        while at < range.end {
+            let end = range.end.min(self.header.size);
+            if at >= end {
+                return tell(range.end - at, false);
+            }
+            for run in self.runs(at, end - at) {
+                let goes_on = match (run.kind, &self.base) {
+                    (Kind::Base, Some(Base::Qcow2(format))) => {
+                        format.extents(run.offset..run.offset + run.len, tell)
+                    }
+                    (kind, _) => tell(run.len, kind != Kind::Zero),
+                };
+                if !goes_on {
+                    return false;
+                }
+                at = run.offset + run.len;
+            }
+        }
+        true
+    }
+
+    /// Makes all completed writes durable, and then releases the clusters that were freed before.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        let freed = self.meta().counts.take_freed();
+        if let Some(data_file) = &self.data_file {
+            data_file.sync()?;
+        }
+        self.file.sync()?;
+        let meta = &mut *self.meta();
+        meta.counts.release(&self.file, &mut meta.cache, freed)
+    }
+
+    /// Releases freed clusters and those that are counted for later allocations.
+    pub(crate) fn settle(&self) -> io::Result<()> {
+        let meta = &mut *self.meta();
+        meta.counts.close(&self.file, &mut meta.cache)
+    }
+}
+
+impl Run {
+    /// True if `next` continues this run.
+    fn is_before(&self, next: &Run) -> bool {
+        match (self.kind, next.kind) {
+            (Kind::Data(host), Kind::Data(other)) => host + self.len == other,
+            (Kind::Packed(_), _) => false,
+            (kind, other) => kind == other,
+        }
+    }
+}
