@@ -1,7 +1,8 @@
 //! Chores without a guest, and `cargo xtask test`, which runs all chores.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -49,8 +50,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     // This step only packages. `cargo xtask crates` also builds each package, which takes minutes.
     crates::check(report, false);
     report.begin("tests");
-    programs(report);
-    step(report, "the tests are built", cargo().args(["test", "--workspace", "--no-run"]));
+    build_tests(report);
     tests(report);
     let program = report.check("the program is built for tests", |_| build_for_tests());
     if let Some(program) = &program {
@@ -62,6 +62,53 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     }
     report.summary();
     Ok(())
+}
+
+/// `cargo xtask test --busy ROUNDS`.
+pub(crate) fn test_busy(report: &mut Report, rounds: u32) -> Result<()> {
+    report.begin("tests");
+    build_tests(report);
+    for round in 1..=rounds {
+        report.begin(&format!("round {round} beside busy loops"));
+        let loops = report.check("busy loops are started", |_| BusyLoops::start());
+        let (began, failed) = (Instant::now(), report.failed());
+        tests(report);
+        drop(loops);
+        let (seconds, failed) = (began.elapsed().as_secs(), report.failed() - failed);
+        println!("== round {round} of {rounds}: {failed} failed, {seconds} s");
+    }
+    report.summary();
+    Ok(())
+}
+
+/// Processes that use all CPUs, until they are dropped or this process ends. Each has a session of
+/// its own: the scheduler divides a CPU between sessions first (`sched_autogroup`).
+struct BusyLoops(Vec<Child>);
+
+impl BusyLoops {
+    fn start() -> Result<Self> {
+        let cpus = std::thread::available_parallelism()?.get();
+        let script = format!("while kill -0 {} 2> /dev/null; do :; done", std::process::id());
+        let mut loops = Self(Vec::new());
+        for _ in 0..cpus {
+            loops.0.push(Command::new("setsid").args(["sh", "-c", &script]).spawn()?);
+        }
+        Ok(loops)
+    }
+}
+
+impl Drop for BusyLoops {
+    fn drop(&mut self) {
+        for busy in &mut self.0 {
+            // An error means that the process has ended.
+            let _ = busy.kill().and_then(|()| busy.wait());
+        }
+    }
+}
+
+fn build_tests(report: &mut Report) {
+    programs(report);
+    step(report, "the tests are built", cargo().args(["test", "--workspace", "--no-run"]));
 }
 
 /// Installs programs that tests start. Without root, and on other systems than Debian, prints what

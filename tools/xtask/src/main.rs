@@ -47,6 +47,10 @@ enum Verb {
         /// Skip the guest suites, and with them all steps that need root or Debian packages.
         #[arg(long)]
         no_guest: bool,
+        /// Run only the test programs, this often, beside one busy loop for each CPU. No test may
+        /// fail: a test waits for an event and never for a time.
+        #[arg(long, value_name = "ROUNDS", conflicts_with = "no_guest")]
+        busy: Option<u32>,
     },
     /// Test `rbd:` disks on a Ceph cluster that is started on this machine.
     ///
@@ -209,7 +213,8 @@ impl Kernels {
 fn main() -> ExitCode {
     let mut report = Report::default();
     let result = match Arguments::parse().verb {
-        Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
+        Verb::Test { busy: Some(rounds), .. } => chores::test_busy(&mut report, rounds),
+        Verb::Test { no_guest, .. } => chores::test(&mut report, !no_guest),
         Verb::Loom => chores::loom(&mut report),
         Verb::Ceph(arguments) => ceph::run(&mut report, &arguments),
         Verb::Book => chores::book(&mut report),
