@@ -184,11 +184,12 @@ impl ControllerInner {
 
     /// Unlocks the control plane, checkpoints the controller and runs the deferred work.
     pub(crate) fn release(&self, control: MutexGuard<'_, Control>, deferred: Deferred) {
-        let has_orders = control.has_admin_orders();
+        // The control thread watches the time of a shutdown.
+        let needs_turn = control.has_admin_orders() || control.is_shutting_down();
         drop(control);
         self.record();
         self.run(deferred);
-        if has_orders {
+        if needs_turn {
             self.schedule();
         }
     }

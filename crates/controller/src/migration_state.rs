@@ -16,7 +16,7 @@ use crate::stats::{CqStats, IoStats, SqStats};
 use crate::uncorrectable::MOST_BLOCKS;
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::RingSize;
-use shadowbell_spec::regs::{Aqa, Cc, Csts};
+use shadowbell_spec::regs::{Aqa, Cc, Csts, SHST_NORMAL};
 use shadowbell_state::Bytes;
 use std::collections::BTreeSet;
 
@@ -113,7 +113,9 @@ fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
 
 fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static str> {
     let SavedControl { registers, features, events, granted, changed, shadow, .. } = control;
-    let is_ready = Csts::from_bits(registers.csts).rdy();
+    let csts = Csts::from_bits(registers.csts);
+    // A controller that is shut down has no queues.
+    let is_ready = csts.rdy() && csts.shst() == SHST_NORMAL;
     let is_enabled = Cc::from_bits(registers.cc).en();
     if control.resetting.is_some() || control.enabled != is_ready || control.enabled && !is_enabled
     {

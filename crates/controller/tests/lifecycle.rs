@@ -384,6 +384,141 @@ fn shutdown_flushes_writes_of_deleted_queues() {
     }
 }
 
+fn begin_shutdown(host: &Host, shn: u8) {
+    let cc = Cc::from_bits(host.read32(regs::CC));
+    host.write32(regs::CC, cc.with_shn(shn).into_bits());
+}
+
+fn await_shutdown(host: &Host) {
+    host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
+}
+
+/// Base 2.1, 3.6.1: the shutdown ends after all outstanding commands have ended or were aborted.
+#[test]
+fn a_shutdown_waits_for_commands_in_flight() {
+    for shn in [regs::SHN_NORMAL, regs::SHN_ABRUPT] {
+        let (mut host, gate) = slow_host(ADAPTIVE);
+        let mut queue = host.create(1, 16, false);
+        let page = host.alloc(4096);
+        host.submit(&mut queue, &Sqe::write(1, 0, 0, 0).with_prps(page, 0));
+        host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(page, 0));
+        host.until("two requests", || gate.waiting() == 2);
+        begin_shutdown(&host, shn);
+        host.until("the disk to be asked to stop", || gate.cancelled.lock().unwrap().len() >= 2);
+        gate.end(Ok(()));
+        host.until("the end of the write", || gate.waiting() == 1);
+        wait::moment();
+        assert_eq!(host.csts().shst(), regs::SHST_OCCURRING, "a read is in flight");
+        gate.end(Ok(()));
+        // The flush follows, so that it covers the write.
+        host.until("the flush", || gate.release.lock().unwrap().is_empty() && gate.waiting() == 1);
+        assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
+        gate.end(Ok(()));
+        await_shutdown(&host);
+        // The controller executes no command until it is reset.
+        host.submit(&mut queue, &Sqe::read(1, 0, 0, 2).with_prps(page, 0));
+        wait::moment();
+        assert_eq!((gate.waiting(), host.csts().cfs()), (0, false));
+        host.disable();
+        assert_eq!(gate.waiting(), 0);
+        host.enable();
+        let mut queue = host.create(1, 16, false);
+        gate.end(Ok(()));
+        let read = Sqe::read(1, 0, 0, 0).with_prps(page, 0);
+        assert!(host.run(&mut queue, read).0.is_success());
+    }
+}
+
+/// After a shutdown, the controller changes no byte of host memory, no eventfd and no byte of a
+/// disk until the next enable. Commands are in flight at its start, and more follow.
+#[test]
+fn nothing_changes_after_a_shutdown() {
+    // `SHADOWBELL_TEST_ROUNDS=10000` is the long form.
+    let rounds = std::env::var("SHADOWBELL_TEST_ROUNDS").map_or(200, |n| n.parse().unwrap());
+    for polling in [Polling::Never, Polling::Always] {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let mut host = Host::new(&["mem:1MiB", file.path().to_str().unwrap()], polling);
+        let start = host.alloc(0);
+        for round in 0..rounds / 2 {
+            host.rewind(start);
+            let is_shadowed = round % 2 == 1;
+            if is_shadowed {
+                assert!(host.configure_shadow(|_, _| 0).is_success());
+            }
+            let mut queue = host.create(1, 128, true);
+            let page = host.alloc(4096);
+            for cid in 0..64u16 {
+                let nsid = u32::from(cid % 2) + 1;
+                host.poke32(page, u32::from(cid) ^ round);
+                let (lba, len) = (u64::from(cid % 16), cid % 8);
+                let sqe = if cid % 4 < 2 {
+                    Sqe::write(nsid, lba, len, cid)
+                } else {
+                    Sqe::read(nsid, lba, len, cid)
+                };
+                host.put(&mut queue, &sqe.with_prps(page, 0));
+            }
+            host.ring(&queue, 0);
+            begin_shutdown(&host, [regs::SHN_NORMAL, regs::SHN_ABRUPT][round as usize / 2 % 2]);
+            await_shutdown(&host);
+            let irq = queue.irq.take().unwrap();
+            irq.drain();
+            let len = (host.alloc(0) - common::BASE) as usize;
+            let memory = host.peek(common::BASE, len);
+            let disk = std::fs::read(file.path()).unwrap();
+            // A doorbell write, which is ignored.
+            host.write32(0x1008, 3);
+            host.disable();
+            let where_ = memory.iter().zip(host.peek(common::BASE, len)).position(|(a, b)| *a != b);
+            assert_eq!(where_, None, "host memory, {polling:?}, round {round}");
+            assert!(std::fs::read(file.path()).unwrap() == disk, "disk, round {round}");
+            assert_eq!(irq.drain(), 0, "interrupts, {polling:?}, round {round}");
+            host.shadow = None;
+            host.enable();
+        }
+    }
+}
+
+/// If the storage hangs for longer than RTD3 Entry Latency, the controller reports a fatal status,
+/// and the shutdown ends when the storage answers.
+#[test]
+fn a_shutdown_that_exceeds_its_time_is_a_fatal_status() {
+    for disabled in [false, true] {
+        let (mut host, gate) = slow_host(ADAPTIVE);
+        let _queue = host.create(1, 16, false);
+        if disabled {
+            host.disable();
+        }
+        begin_shutdown(&host, regs::SHN_NORMAL);
+        host.until("the flush", || gate.waiting() == 1);
+        host.until("the fatal status", || host.csts().cfs());
+        assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
+        gate.end(Ok(()));
+        await_shutdown(&host);
+    }
+}
+
+/// CC.EN cleared together with CC.SHN set: the reset ends first, and then the caches are flushed.
+#[test]
+fn a_shutdown_during_a_reset_follows_it() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    host.submit(&mut queue, &Sqe::write(1, 0, 0, 0).with_prps(page, 0));
+    host.until("a request", || gate.waiting() == 1);
+    let cc = Cc::from_bits(host.read32(regs::CC));
+    host.write32(regs::CC, cc.with_en(false).with_shn(regs::SHN_NORMAL).into_bits());
+    host.until("the disk to be asked to stop", || !gate.cancelled.lock().unwrap().is_empty());
+    assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
+    gate.end(Ok(()));
+    host.until("the end of the reset", || !host.csts().rdy());
+    host.until("the flush", || gate.release.lock().unwrap().is_empty() && gate.waiting() == 1);
+    assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
+    gate.end(Ok(()));
+    await_shutdown(&host);
+}
+
 /// Data written before a reset may be in a disk's cache. So a shutdown flushes even if the host has
 /// disabled the controller first.
 #[test]

@@ -38,7 +38,7 @@ pub(crate) const VERSION: Vs = Vs::V2_0;
 pub(crate) const CNTLID: u16 = 1;
 /// RTD3 Entry Latency: maximum duration of a normal shutdown, which ends with a flush of all disks.
 /// 5 seconds is the default of Linux, which logs any other value as unusual.
-const SHUTDOWN_MICROSECONDS: u32 = 5_000_000;
+pub(crate) const SHUTDOWN_MICROSECONDS: u32 = 5_000_000;
 /// Namespace Attributes: currently write protected.
 const NSATTR_WRITE_PROTECTED: u8 = 1;
 /// Common Namespace Features: the namespace has no volatile write cache, independent of VWC of the

@@ -68,7 +68,7 @@ pub(crate) struct Attach {
 /// Orders for the admin queue server, executed in the order of the fields.
 #[derive(Default)]
 pub(crate) struct Orders {
-    /// Detach the queue for a reset, and then drop the latch.
+    /// Detach the queue for a reset or shutdown, and then drop the latch.
     pub(crate) detach: Option<Latch>,
     /// Attach the queue of the enabled controller.
     pub(crate) attach: Option<Attach>,
@@ -103,7 +103,8 @@ impl Orders {
 /// Control plane's side of the admin queue.
 #[derive(Default)]
 pub(super) struct AdminPort {
-    /// True if an admin queue exists: the controller is enabled, and no reset has started.
+    /// True if an admin queue exists: the controller is enabled, and no reset or shutdown has
+    /// started.
     open: bool,
     /// True if a command was fetched.
     used: bool,
@@ -121,7 +122,12 @@ impl AdminPort {
         self.orders.attach = Some(attach);
     }
 
-    /// Closes the queue for a reset, and drops pending completions. The admin queue server drops
+    /// True if an admin queue exists.
+    pub(super) fn is_open(&self) -> bool {
+        self.open
+    }
+
+    /// Closes the queue for a reset or shutdown, and drops pending completions. The admin queue server drops
     /// `latch` when it no longer accesses the queue.
     pub(super) fn close(&mut self, latch: Latch) {
         self.open = false;
@@ -169,11 +175,6 @@ impl AdminPort {
     /// Sets or removes the pages of Doorbell Buffer Config.
     pub(super) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
         self.orders.shadow = Some(pages);
-    }
-
-    /// Adds a latch, which the admin queue server drops after it has executed all orders so far.
-    pub(super) fn when_followed(&mut self, latch: &Latch) {
-        self.orders.latches.push(latch.clone());
     }
 
     /// Moves the completion queue to another address, if no command was fetched yet. Returns true

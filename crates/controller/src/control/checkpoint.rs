@@ -22,7 +22,7 @@ use crate::uncorrectable::Uncorrectable;
 use crate::worker::mailbox::Message;
 use crate::worker::queue_move::{Departure, Opening, Restoring};
 use shadowbell_memory::{DirtyLog, EventFd};
-use shadowbell_spec::regs::SHST_OCCURRING;
+use shadowbell_spec::regs::{SHST_NORMAL, SHST_OCCURRING};
 use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
@@ -161,7 +161,12 @@ impl Control {
         self.commands.diagnostics = Diagnostics::restore(&control.diagnostics);
         self.commands.pool = PoolCommands::restore(control.creating);
         self.memory.shadow = control.shadow;
-        self.lifecycle.phase = if control.enabled { Phase::Ready } else { Phase::Disabled };
+        let csts = self.registers.csts;
+        self.lifecycle.phase = match (control.enabled, csts.rdy() && csts.shst() != SHST_NORMAL) {
+            (true, _) => Phase::Ready,
+            (false, true) => Phase::ShutDown,
+            (false, false) => Phase::Disabled,
+        };
         self.lifecycle.generation = control.generation;
         self.lifecycle.power_cycles = control.power_cycles;
         self.lifecycle.unsafe_shutdowns = control.unsafe_shutdowns;
@@ -269,7 +274,10 @@ impl Control {
         }
         if !control.enabled {
             cx.route.begin_quiesced(Vec::new());
-            if self.registers.cc.en() && !self.registers.csts.cfs() {
+            let csts = self.registers.csts;
+            if csts.shst() == SHST_OCCURRING {
+                self.shut_down(cx, deferred);
+            } else if self.registers.cc.en() && !csts.cfs() && csts.shst() == SHST_NORMAL {
                 self.enable(cx, deferred);
             }
             return Ok(0);
@@ -282,9 +290,6 @@ impl Control {
             self.queues.recover(cx, control.granted, parts, eventfds, &restoring, journal)?;
         if cx.shared.is_exclusive() {
             self.exclusive.want();
-        }
-        if self.registers.csts.shst() == SHST_OCCURRING {
-            self.shut_down(cx, deferred);
         }
         Ok(replays)
     }
@@ -489,7 +494,7 @@ impl Control {
         for (iova, entries) in self.queues.completion_queues() {
             log.add(iova, u64::from(entries) * ENTRY);
         }
-        if self.is_ready() {
+        if self.port.is_open() {
             let entries = u64::from(self.registers.aqa.acqs()) + 1;
             log.add(self.registers.acq, entries * ENTRY);
         }

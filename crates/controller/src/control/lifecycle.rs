@@ -4,8 +4,9 @@ use super::Control;
 use super::admin_port::Attach;
 use super::diagnostics::hours;
 use super::io_queues::{QueueEnvironment, ended};
-use super::lifecycle_state::{Callback, Deferred, Phase, ShutdownFlush, Step, Waiter};
+use super::lifecycle_state::{Callback, Deferred, Phase, Shutdown, Step, Waiter};
 use super::registers::Registers;
+use crate::admin::identify::SHUTDOWN_MICROSECONDS;
 use crate::context::Context;
 use crate::control_thread::AdminDoorbellPoll;
 use crate::event::Event;
@@ -16,7 +17,7 @@ use crate::worker::mailbox::Message;
 use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind, SHST_NORMAL};
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 impl Control {
     /// Handles a write of CC.
@@ -77,19 +78,44 @@ impl Control {
         }
     }
 
-    /// Starts a shutdown (CC.SHN): flushes the caches of all disks. Queues continue meanwhile. A
-    /// disabled controller flushes as well, because writes from before a reset may still be cached.
+    /// Starts a shutdown (CC.SHN; Base 2.1, 3.6.1, "Memory-based Controller Shutdown"). Commands
+    /// in flight end first, and then the caches of all disks are flushed. The host must reset the
+    /// controller before it sends further commands, but may reuse its memory before that reset:
+    /// Linux frees the shadow doorbell pages, and enables bus mastering again before it resets the
+    /// controller. So the queues leave their I/O threads for good.
+    ///
+    /// A disabled controller flushes as well, because writes from before a reset may still be
+    /// cached.
     pub(super) fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.registers.csts.set_shst(regs::SHST_OCCURRING);
-        if self.lifecycle.flush != ShutdownFlush::None {
-            self.lifecycle.flush = ShutdownFlush::Again;
-            return;
+        match self.lifecycle.shutdown {
+            Shutdown::AfterReset | Shutdown::Leaving => return,
+            Shutdown::Flushing | Shutdown::FlushingAgain => {
+                self.lifecycle.shutdown = Shutdown::FlushingAgain;
+                return;
+            }
+            Shutdown::None => {}
         }
-        self.lifecycle.flush = ShutdownFlush::UnderWay;
-        if self.lifecycle.phase == Phase::Resetting {
-            deferred.latches.push(cx.latch(ended(self.lifecycle.generation, Operation::Shutdown)));
-            return;
+        let limit = Duration::from_micros(SHUTDOWN_MICROSECONDS.into());
+        self.lifecycle.shutdown_limit = Instant::now().checked_add(limit);
+        match self.lifecycle.phase {
+            Phase::Resetting => self.lifecycle.shutdown = Shutdown::AfterReset,
+            Phase::Ready => {
+                self.lifecycle.shutdown = Shutdown::Leaving;
+                self.lifecycle.phase = Phase::ShutDown;
+                self.drop_queues(cx, Operation::Shutdown, deferred);
+            }
+            Phase::Disabled | Phase::ShutDown => self.flush_for_shutdown(cx),
         }
+    }
+
+    /// True while a shutdown is in progress.
+    pub(crate) fn is_shutting_down(&self) -> bool {
+        self.lifecycle.shutdown != Shutdown::None
+    }
+
+    fn flush_for_shutdown(&mut self, cx: &Context) {
+        self.lifecycle.shutdown = Shutdown::Flushing;
         let (registers, memory) = (&self.registers, &self.memory);
         let generation = self.lifecycle.generation;
         let env = QueueEnvironment { registers, memory, generation };
@@ -97,30 +123,24 @@ impl Control {
         self.queues.flush(cx, &env, Operation::Shutdown, overriding);
     }
 
-    /// Detaches the shadow doorbell pages, in the last but one step of a shutdown. The host must
-    /// reset the controller before it sends further commands (Base 2.1, "Memory-based Controller
-    /// Shutdown"), but may reuse the pages before that reset. Linux frees them, and enables bus
-    /// mastering again before it resets the controller.
-    pub(super) fn end_shadow_doorbells(&mut self, cx: &Context, deferred: &mut Deferred) {
-        self.lifecycle.flush = ShutdownFlush::UnderWay;
-        self.log_queues();
-        self.memory.shadow = None;
-        self.port.change_shadow(None);
-        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Shutdown));
-        self.port.when_followed(&latch);
-        cx.send_all(self.queues.workers(), |controller| Message::Shadow {
-            controller,
-            pages: None,
-            latch: latch.clone(),
-        });
-        deferred.latches.push(latch);
+    /// Continues a shutdown after all I/O threads have finished their parts of a step.
+    pub(super) fn continue_shutdown(&mut self, cx: &Context, deferred: &mut Deferred) {
+        match self.lifecycle.shutdown {
+            Shutdown::None | Shutdown::AfterReset => {}
+            Shutdown::Leaving | Shutdown::FlushingAgain => self.flush_for_shutdown(cx),
+            Shutdown::Flushing => {
+                self.detach_flushed(cx, deferred);
+                cx.shared.irqs.forget_pending();
+                self.lifecycle.shutdown = Shutdown::None;
+                self.lifecycle.shutdown_limit = None;
+                self.registers.csts.set_shst(regs::SHST_COMPLETE);
+                deferred.event(Event::Shutdown);
+            }
+        }
     }
 
-    /// Detaches a disabled controller from the I/O thread that has flushed for its shutdown.
-    pub(super) fn let_workers_go(&mut self, cx: &Context, deferred: &mut Deferred) {
-        if self.lifecycle.phase != Phase::Disabled {
-            return;
-        }
+    /// Detaches a controller from the I/O thread that has flushed for its shutdown.
+    fn detach_flushed(&mut self, cx: &Context, deferred: &mut Deferred) {
         // The notice has the previous generation, so the control plane ignores it.
         let before = self.lifecycle.generation.wrapping_sub(1);
         let latch = cx.latch(ended(before, Operation::Reset));
@@ -129,6 +149,27 @@ impl Control {
             latch: latch.clone(),
         });
         self.queues.forget_workers();
+        deferred.latches.push(latch);
+    }
+
+    /// Drops the shadow doorbell pages, and removes all queues from the admin queue server and the
+    /// I/O threads, which abort commands in flight. `operation` ends when all of them have ended.
+    fn drop_queues(&mut self, cx: &Context, operation: Operation, deferred: &mut Deferred) {
+        self.log_queues();
+        self.memory.shadow = None;
+        self.queues.drop_eventfds();
+        self.drop_exclusive(cx);
+        let hours = hours(&self.lifecycle);
+        self.commands.diagnostics.self_test.reset(hours);
+        if cx.shared.mapped {
+            cx.pool.control().poll_doorbells(cx.shared.id, None);
+        }
+        let latch = cx.latch(ended(self.lifecycle.generation, operation));
+        self.port.close(latch.clone());
+        let controller = cx.shared.id;
+        cx.route.hurry(&cx.pool, || Message::Hurry { controller });
+        let message = |controller| Message::Detach { controller, latch: latch.clone() };
+        cx.send_all(self.queues.workers(), message);
         deferred.latches.push(latch);
     }
 
@@ -142,41 +183,25 @@ impl Control {
             self.quiesce.step = Step::Running;
             deferred.callbacks.push(Box::new(cx.route.drop_quiesced()));
         }
-        self.log_queues();
-        self.memory.shadow = None;
-        self.queues.drop_eventfds();
-        self.drop_exclusive(cx);
         self.lifecycle.full_reset |= full;
         if self.lifecycle.phase == Phase::Resetting {
             return;
         }
-        if self.lifecycle.phase == Phase::Ready
-            && self.queues.has_sqs()
-            && self.registers.csts.shst() != regs::SHST_COMPLETE
-            && full
-        {
+        let is_flushed = self.registers.csts.shst() == regs::SHST_COMPLETE;
+        let was_ready = matches!(self.lifecycle.phase, Phase::Ready | Phase::ShutDown);
+        if was_ready && self.queues.has_sqs() && !is_flushed && full {
             self.lifecycle.unsafe_shutdowns = self.lifecycle.unsafe_shutdowns.saturating_add(1);
         }
-        let was_ready = self.lifecycle.phase == Phase::Ready;
         self.lifecycle.phase = Phase::Resetting;
         self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
-        self.lifecycle.flush = ShutdownFlush::None;
-        let hours = hours(&self.lifecycle);
-        self.commands.diagnostics.self_test.reset(hours);
-        if cx.shared.mapped {
-            cx.pool.control().poll_doorbells(cx.shared.id, None);
-        }
+        self.lifecycle.shutdown = Shutdown::None;
+        self.lifecycle.shutdown_limit = None;
         if !was_ready {
             // The controller could not be enabled, so no queue exists.
+            self.drop_exclusive(cx);
             return self.end_reset(cx, deferred);
         }
-        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Reset));
-        self.port.close(latch.clone());
-        let controller = cx.shared.id;
-        cx.route.hurry(&cx.pool, || Message::Hurry { controller });
-        let message = |controller| Message::Detach { controller, latch: latch.clone() };
-        cx.send_all(self.queues.workers(), message);
-        deferred.latches.push(latch);
+        self.drop_queues(cx, Operation::Reset, deferred);
     }
 
     /// Ends a reset, after all commands in flight have ended.
@@ -197,7 +222,8 @@ impl Control {
         self.port.events.clear();
         self.lifecycle.reset_at = Instant::now();
         self.lifecycle.phase = Phase::Disabled;
-        self.lifecycle.flush = ShutdownFlush::None;
+        self.lifecycle.shutdown_limit = None;
+        let shutdown = std::mem::replace(&mut self.lifecycle.shutdown, Shutdown::None);
         self.registers.reset();
         if std::mem::take(&mut self.lifecycle.full_reset) {
             self.registers.power_on();
@@ -212,6 +238,9 @@ impl Control {
         }
         if self.registers.cc.en() {
             self.enable(cx, deferred);
+        }
+        if shutdown == Shutdown::AfterReset && self.registers.cc.shn() != regs::SHN_NONE {
+            self.shut_down(cx, deferred);
         }
     }
 
@@ -256,15 +285,20 @@ impl Control {
     }
 }
 
-/// Expiry of the Keep Alive Timer.
+/// Expiry of the Keep Alive Timer and of the time for a shutdown.
 impl Control {
-    /// Checks the Keep Alive Timer. Returns true if it has expired.
+    /// Checks the Keep Alive Timer and the time for a shutdown. Returns true if one has expired.
     pub(crate) fn watch_host(
         &mut self,
         cx: &Context,
         now: Instant,
         deferred: &mut Deferred,
     ) -> bool {
+        if self.lifecycle.shutdown_limit.is_some_and(|limit| limit <= now) {
+            self.lifecycle.shutdown_limit = None;
+            self.fail(cx, "the storage has not answered in the time for a shutdown", deferred);
+            return true;
+        }
         // Base 2.1, 3.9: the timer runs while the controller is ready and not shutting down. It is
         // also stopped while the controller is quiesced, because Keep Alive commands are not
         // processed then.
@@ -286,7 +320,7 @@ impl Control {
     /// Time for which the caller has to schedule a timer turn for Keep Alive or background work.
     /// `None` if no turn is needed or one is already scheduled.
     pub(crate) fn next_watch(&mut self, now: Instant) -> Option<Instant> {
-        let due = self.next_due();
+        let due = self.next_due().into_iter().chain(self.lifecycle.shutdown_limit);
         self.commands.keep_alive().next_look(now).into_iter().chain(due).min()
     }
 

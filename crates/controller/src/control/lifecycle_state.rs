@@ -23,15 +23,23 @@ pub(super) enum Phase {
     Ready,
     /// CC.EN was cleared, and commands in flight are ending.
     Resetting,
+    /// CSTS.RDY is 1, and a shutdown has begun: no command is fetched until the next reset.
+    ShutDown,
 }
 
-/// State of a shutdown's flush.
+/// Step of a shutdown (CC.SHN) in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ShutdownFlush {
+pub(super) enum Shutdown {
+    /// No shutdown is in progress.
     None,
-    UnderWay,
-    /// A flush is in progress, and the host has requested another shutdown after its start.
-    Again,
+    /// The shutdown starts after the reset in progress.
+    AfterReset,
+    /// Queues are leaving their I/O threads, and commands in flight are ending.
+    Leaving,
+    /// The caches of all disks are being flushed.
+    Flushing,
+    /// The same, and the host has requested another shutdown after the start of the flush.
+    FlushingAgain,
 }
 
 /// Waiter for the end of a reset.
@@ -51,7 +59,9 @@ pub(super) struct Lifecycle {
     pub(super) waiting: Vec<Waiter>,
     /// True if the end of the reset in progress restores the registers' power-on values.
     pub(super) full_reset: bool,
-    pub(super) flush: ShutdownFlush,
+    pub(super) shutdown: Shutdown,
+    /// Time at which the shutdown in progress exceeds RTD3E.
+    pub(super) shutdown_limit: Option<Instant>,
     pub(super) power_cycles: u64,
     pub(super) unsafe_shutdowns: u64,
     pub(super) since: Instant,
@@ -67,7 +77,8 @@ impl Lifecycle {
             generation: 0,
             waiting: Vec::new(),
             full_reset: false,
-            flush: ShutdownFlush::None,
+            shutdown: Shutdown::None,
+            shutdown_limit: None,
             power_cycles: 1,
             unsafe_shutdowns: 0,
             since: Instant::now(),
@@ -77,9 +88,7 @@ impl Lifecycle {
 
     /// True if no reset or shutdown is in progress.
     pub(super) fn is_quiet(&self) -> bool {
-        self.phase != Phase::Resetting
-            && self.flush == ShutdownFlush::None
-            && self.waiting.is_empty()
+        self.phase != Phase::Resetting && self.shutdown == Shutdown::None && self.waiting.is_empty()
     }
 }
 

@@ -55,14 +55,14 @@ use admin_port::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use diagnostics::{hours, media, summary};
 use io_queues::{IoQueues, QueueEnvironment, ended};
-use lifecycle_state::{Exclusive, Lifecycle, Phase, Quiesce, ShutdownFlush, Stage, Step};
+use lifecycle_state::{Exclusive, Lifecycle, Phase, Quiesce, Shutdown, Stage, Step};
 use memory::HostMemory;
 use namespace_state::NamespaceChanges;
 use registers::{ControlOverride, Effect, Registers, Response};
 use shadowbell_memory::{DmaError, DmaTable, SharedBytes};
+use shadowbell_spec::Sqe;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
-use shadowbell_spec::{Sqe, regs};
 use std::any::Any;
 use std::io;
 use std::sync::Arc;
@@ -445,21 +445,7 @@ impl Control {
             Operation::Recorded => self.exclusive_recorded(cx, deferred),
             Operation::Settled => self.exclusive_settled(cx),
             Operation::SelfTest { run, nsid } => self.verified(cx, (run, nsid), status),
-            Operation::Shutdown => {
-                let flush = std::mem::replace(&mut self.lifecycle.flush, ShutdownFlush::None);
-                match flush {
-                    ShutdownFlush::None => {}
-                    ShutdownFlush::Again => self.shut_down(cx, deferred),
-                    ShutdownFlush::UnderWay if self.memory.shadow.is_some() => {
-                        self.end_shadow_doorbells(cx, deferred);
-                    }
-                    ShutdownFlush::UnderWay => {
-                        self.let_workers_go(cx, deferred);
-                        self.registers.csts.set_shst(regs::SHST_COMPLETE);
-                        deferred.event(Event::Shutdown);
-                    }
-                }
-            }
+            Operation::Shutdown => self.continue_shutdown(cx, deferred),
             Operation::Reset => self.end_reset(cx, deferred),
         }
     }
@@ -706,8 +692,13 @@ impl Control {
     pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) {
         let table = Arc::clone(self.memory.table());
         // A disabled controller has no admin queue, so no admin queue server would drop the latch.
-        // During a reset the queue may still exist.
-        let latch_of_admin = latch.filter(|_| self.lifecycle.phase != Phase::Disabled);
+        // At the start of a reset or shutdown, the queue may still exist.
+        let has_admin_queue = match self.lifecycle.phase {
+            Phase::Ready | Phase::Resetting => true,
+            Phase::ShutDown => self.lifecycle.shutdown == Shutdown::Leaving,
+            Phase::Disabled => false,
+        };
+        let latch_of_admin = latch.filter(|_| has_admin_queue);
         self.port.change_table(&table, latch_of_admin);
         // The queues of a quiesced controller use no memory. Their messages are handled only when
         // the quiesce ends, so the latch must not wait for them.

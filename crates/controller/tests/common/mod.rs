@@ -187,6 +187,12 @@ impl Host {
         at
     }
 
+    /// Frees all memory that was allocated after `at`, and zeroes it.
+    pub fn rewind(&mut self, at: u64) {
+        self.poke(at, &vec![0; (self.next - at) as usize]);
+        self.next = at;
+    }
+
     pub fn poke(&self, iova: u64, bytes: &[u8]) {
         self.memory.write_from((iova - BASE) as usize, bytes).unwrap();
     }
