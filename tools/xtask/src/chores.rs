@@ -203,8 +203,8 @@ pub(crate) fn deny(report: &mut Report) -> Result<()> {
     let deny = |manifest: &str, check: &[&str]| {
         let mut command = cargo();
         // One file has the rules of all three workspaces.
-        command.args(["deny", "--manifest-path", manifest]);
-        command.arg("check").arg("--config").arg(root().join("deny.toml")).args(check);
+        command.args(["deny", "--manifest-path", manifest, "--config"]);
+        command.arg(root().join("deny.toml")).arg("check").args(check);
         command
     };
     let has_database = cargo().args(["deny", "fetch", "db"]).status();
