@@ -1,8 +1,9 @@
 //! Snapshot format of a controller, as plain data for the next process, and the interface that
 //! stores checkpoints.
 //!
-//! A later release may add a field with a default. A change of a field's meaning, or the removal
-//! of a field, must increment [`shadowbell_state::VERSION`].
+//! A later release may add a field with a default; the previous release refuses the state then,
+//! unless the field is [skippable](shadowbell_state::read_fields). A change of a field's meaning, or
+//! the removal of a field, must increment [`shadowbell_state::VERSION`].
 
 use crate::stats::{CqStats, IoStats, SqStats};
 use serde::{Deserialize, Serialize};

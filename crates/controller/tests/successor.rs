@@ -19,11 +19,11 @@ use shadowbell_spec::log::{ErrorLogEntry, lid};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_state::{Descriptors, Parcel};
 use shadowbell_testing::wait;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use zerocopy::FromBytes;
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
@@ -665,5 +665,60 @@ fn a_successors_checkpoint_has_its_current_state() {
         // The checkpoint is stored before the completion is posted.
         let (before, _, staged) = at(&setup);
         assert_eq!((before, staged.as_array().unwrap().len()), (tail, 1));
+    }
+}
+
+/// Paths of all fields in a JSON value, with their types.
+fn form(value: &serde_json::Value, path: &str, all: &mut BTreeSet<String>) {
+    use serde_json::Value;
+    match value {
+        Value::Object(fields) => {
+            fields.iter().for_each(|(name, field)| form(field, &format!("{path}.{name}"), all));
+        }
+        Value::Array(values) => {
+            values.iter().for_each(|value| form(value, &format!("{path}[]"), all));
+        }
+        Value::Null => drop(all.insert(format!("{path}: null"))),
+        Value::Bool(_) => drop(all.insert(format!("{path}: bool"))),
+        Value::Number(_) => drop(all.insert(format!("{path}: number"))),
+        Value::String(_) => drop(all.insert(format!("{path}: string"))),
+    }
+}
+
+fn form_of(value: &serde_json::Value) -> BTreeSet<String> {
+    let mut all = BTreeSet::new();
+    form(value, "", &mut all);
+    all
+}
+
+/// A state of each readable version is a file of this test. The file of this version has the fields
+/// that the program writes: after a change of the fields, `SHADOWBELL_WRITE_GOLDEN=1` writes it
+/// anew; a change that is not just a field with a default needs a new version.
+#[test]
+fn states_of_all_readable_versions_are_read() {
+    let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden");
+    let path = |version: u32| format!("{directory}/controller-{version}.json");
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);
+    assert!(setup.host.configure_shadow(|_, _| 0).is_success());
+    let _queue = setup.create(1, 16, true);
+    // Times of 0 ms are not saved.
+    let since = Instant::now();
+    wait::until("some milliseconds", || since.elapsed() > Duration::from_millis(2));
+    setup.freeze();
+    let mut fds = Descriptors::default();
+    let saved = setup.host.controller.save(&mut fds).unwrap();
+    let written = serde_json::to_value(&saved).unwrap();
+    if std::env::var_os("SHADOWBELL_WRITE_GOLDEN").is_some() {
+        let text = serde_json::to_string_pretty(&written).unwrap() + "\n";
+        std::fs::write(path(shadowbell_state::VERSION), text).unwrap();
+    }
+    for version in shadowbell_state::READABLE {
+        let text = std::fs::read(path(version)).expect("a file for each version");
+        let read: SavedController = shadowbell_state::read_json("controller", &text).unwrap();
+        assert_eq!(read.namespaces().count(), 1);
+        if version == shadowbell_state::VERSION {
+            let golden: serde_json::Value = serde_json::from_slice(&text).unwrap();
+            assert_eq!(form_of(&written), form_of(&golden));
+        }
     }
 }

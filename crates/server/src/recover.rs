@@ -35,7 +35,7 @@ use anyhow::{Context, bail};
 use shadowbell_config::limits;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_controller::{Death, Pool, SavedController};
-use shadowbell_state::{AbortPoint, READABLE, abort_point};
+use shadowbell_state::{AbortPoint, READABLE, StateError, abort_point};
 use shadowbell_supervisor::checkpoint::{COMPLETE, Checkpoint};
 use shadowbell_supervisor::protocol::to_supervisor;
 use shadowbell_vfio_user::Reactor;
@@ -328,6 +328,11 @@ fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<Vec<Str
     for entry in &complete.controllers {
         let its = recovery_job::take_items(&mut items, entry);
         if let Err(why) = recovery_job::check(entry, &its) {
+            // A state of a release that is not supported is the reason for a refusal, not for the
+            // loss of a client.
+            if why.downcast_ref::<StateError>().is_some_and(StateError::is_of_another_release) {
+                return Err(why);
+            }
             let name = entry.asked.socket.display();
             lost.push(format!("{name}: its client cannot be recovered: {why:#}"));
         }
@@ -351,7 +356,7 @@ fn complete(items: &mut Checkpoint) -> anyhow::Result<Complete> {
     let all: Items = items.all.remove_entry(COMPLETE).into_iter().collect();
     let (complete, _): (Complete, _) = decode(&all, COMPLETE)?;
     if !READABLE.contains(&complete.version) {
-        bail!(shadowbell_state::StateError::Version(complete.version));
+        bail!(StateError::Version(complete.version));
     }
     Ok(complete)
 }

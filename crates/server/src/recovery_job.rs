@@ -414,9 +414,7 @@ pub(super) fn decode<T: DeserializeOwned>(
 ) -> anyhow::Result<(T, Descriptors)> {
     let item = items.get(key).with_context(|| format!("the state has no section {key}"))?;
     let (body, fds) = item.copy()?;
-    let state = serde_json::from_slice(&body)
-        .with_context(|| format!("cannot decode section {key} of the state"))?;
-    Ok((state, Descriptors::from(fds)))
+    Ok((shadowbell_state::read_json(key, &body)?, Descriptors::from(fds)))
 }
 
 /// Moves the items of a controller out of a checkpoint.

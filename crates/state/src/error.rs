@@ -14,8 +14,9 @@ pub enum StateError {
     NotAState(&'static str),
     /// The version of the state is not supported.
     #[error(
-        "the state has version {0}, and this program reads versions {first} to {last}: \
-         use a release next to the running one",
+        "the state is too {age}: it has version {0}, and this program reads versions {first} to \
+         {last}: use a release next to the running one",
+        age = if .0 < READABLE.start() { "old" } else { "new" },
         first = READABLE.start(), last = READABLE.end()
     )]
     Version(u32),
@@ -38,7 +39,26 @@ pub enum StateError {
         "this program does not support the mandatory section {0} of the state: use a newer program"
     )]
     Unknown(String),
+    /// A field is unknown, and the state has another meaning without it.
+    #[error(
+        "section {name} of the state has the field {field}, which this program does not support: \
+         the state is too new, use a newer program"
+    )]
+    UnknownField {
+        /// Name of the section.
+        name: String,
+        /// Path of the field in the section.
+        field: String,
+    },
     /// A descriptor reference is invalid, or the descriptor was already taken.
     #[error("the state refers to descriptor {0}, which does not exist")]
     NoDescriptor(u32),
+}
+
+impl StateError {
+    /// True if the state is of a release that this program does not support.
+    #[must_use]
+    pub fn is_of_another_release(&self) -> bool {
+        matches!(self, Self::Version(_) | Self::Unknown(_) | Self::UnknownField { .. })
+    }
 }

@@ -7,6 +7,7 @@ mod channel;
 mod descriptors;
 mod error;
 mod failpoint;
+mod fields;
 mod state_message;
 mod version;
 
@@ -17,5 +18,6 @@ pub use error::StateError;
 pub use failpoint::{
     AbortPoint, CommandStep, WrongOrder, abort_command, abort_directory, abort_point, is_wrong,
 };
+pub use fields::{read_fields, read_json};
 pub use state_message::Parcel;
 pub use version::{READABLE, VERSION};

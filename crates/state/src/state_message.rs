@@ -3,9 +3,11 @@
 use crate::channel::{receive_bytes, receive_fds, send_bytes, send_fds};
 use crate::descriptors::Descriptors;
 use crate::error::StateError;
+use crate::fields::read_json;
 use crate::version::{READABLE, VERSION};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -21,7 +23,7 @@ const HEAD: usize = 24;
 struct Section {
     name: String,
     mandatory: bool,
-    body: serde_json::Value,
+    body: Box<RawValue>,
 }
 
 /// State of a server: sections by name, and descriptors.
@@ -55,7 +57,7 @@ impl Parcel {
         mandatory: bool,
         body: &impl Serialize,
     ) -> Result<(), StateError> {
-        let body = serde_json::to_value(body)
+        let body = serde_json::value::to_raw_value(body)
             .map_err(|source| StateError::Section { name: name.into(), source })?;
         self.put(Section { name: name.into(), mandatory, body })
     }
@@ -71,12 +73,11 @@ impl Parcel {
     /// Takes a section out, if it exists.
     ///
     /// # Errors
-    /// If the section does not have the form of a `T`.
+    /// If the section does not have the form of a `T`, or has an unknown field that must not be
+    /// [skipped](crate::read_fields).
     pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, StateError> {
         let Some(section) = self.sections.remove(name) else { return Ok(None) };
-        serde_json::from_value(section.body)
-            .map(Some)
-            .map_err(|source| StateError::Section { name: name.into(), source })
+        read_json(name, section.body.get().as_bytes()).map(Some)
     }
 
     /// Checks that the sections that were not taken are optional.

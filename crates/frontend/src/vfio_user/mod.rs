@@ -60,7 +60,7 @@ use shadowbell_controller::Controller;
 use shadowbell_controller::config::PCI_VENDOR_ID;
 use shadowbell_memory::{EventFd, Signals};
 use shadowbell_spec::regs::{self, DOORBELLS};
-use shadowbell_state::{Bytes, Descriptors, FdRef};
+use shadowbell_state::{Bytes, Descriptors, FdRef, read_fields};
 use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
@@ -445,7 +445,7 @@ impl Device for ControllerDevice {
         fds: &mut Descriptors,
         closer: &Arc<Closer>,
     ) -> Result<(), RestoreError> {
-        let saved: SavedDevice = serde_json::from_value(saved)?;
+        let saved: SavedDevice = read_fields("device", saved)?;
         let config = saved.config.0.as_slice().try_into();
         self.config.restore(config.map_err(|_| other("configuration space"))?);
         if !self.msix.restore(&saved.msix_table.0, &saved.msix_pending.0) {
@@ -471,7 +471,7 @@ impl Device for ControllerDevice {
 /// # Errors
 /// [`RestoreError`]: the state cannot be decoded, or memory cannot be mapped.
 pub fn check_memory(saved: &serde_json::Value, fds: &mut Descriptors) -> Result<(), RestoreError> {
-    let saved = SavedDevice::deserialize(saved)?;
+    let saved: SavedDevice = read_fields("device", saved)?;
     memory::check(saved.memory, fds)
 }
 
