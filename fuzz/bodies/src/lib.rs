@@ -16,6 +16,7 @@
 //! | [`resets`] | a guest that resets at any moment | the controller, with a small quota |
 //! | [`subsystem`] | hosts that share namespaces | reservations and ANA states, against a model |
 //! | [`mod@file`] | short, failing and late file system calls | a file as disk, against a model |
+//! | [`qcow2`] | the author of an image | a qcow2 image as a disk |
 //! | [`vhost`] | a virtio-blk guest: chains, rings, memory | a queue of the vhost-user device |
 //! | [`nbd`] | an NBD client, and a server | the NBD server; the decoder of replies |
 //! | [`decode`] | a sender of structures | the decoders of the specification and of the protocol |
@@ -31,6 +32,7 @@ pub mod decode;
 pub mod driver;
 pub mod file;
 pub mod nbd;
+pub mod qcow2;
 pub mod queues;
 pub mod resets;
 pub mod session;

@@ -71,6 +71,7 @@ targets! {
     resets: 600 of 2000;
     subsystem: 60 of 1000;
     file: 400 of 2000;
+    qcow2: 300 of 400;
     vhost: 400 of 2000;
     nbd: 500 of 1000;
     decode: 3000 of 5000;
