@@ -5,16 +5,14 @@
 //! started, completed and flushed. A watching process kills the worker process, opens the image as
 //! the next server process would, and checks:
 //!
-//! * Each unit of the disk contains the last flushed data, or data of a later operation. With
-//!   checkpoints, it contains the last completed data, or data of a later operation.
-//! * `qemu-img check` finds no corruption, and repairs leaks.
+//! * Each unit of the disk contains the last completed data, or data of a later operation.
+//! * `qemu-img check` finds no corruption, before and after the image is opened, and repairs leaks.
 //! * `qemu-img compare` finds no difference from a raw image of the data that were read.
 
 use shadowbell_disk::{Disk, Op, Request};
 use shadowbell_disk_file::FileOptions;
 use shadowbell_disk_qcow2::Qcow2Disk;
 use shadowbell_memory::{Segments, SharedBytes};
-use shadowbell_state::Descriptors;
 use shadowbell_testing::disks::{Random, memory, run, segments};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -157,18 +155,17 @@ fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
     Err(format!("unit {unit} starts with {stamp:#x} and differs from byte {} on", odd * 8))
 }
 
-/// Progress of a worker process: numbers of the last batch that was started, of the last that was
-/// completed, and of the last that was flushed.
+/// Progress of a worker process: numbers of the last batch that was started, and of the last that
+/// was completed.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
     begun: u64,
     answered: u64,
-    flushed: u64,
 }
 
 impl Progress {
     fn note(self, file: &File) {
-        let bytes = [self.begun, self.answered, self.flushed].map(u64::to_le_bytes).concat();
+        let bytes = [self.begun, self.answered].map(u64::to_le_bytes).concat();
         file.write_all_at(&bytes, 0).unwrap();
     }
 
@@ -178,7 +175,7 @@ impl Progress {
             let word = bytes.get(8 * at..8 * at + 8);
             word.map_or(0, |word| u64::from_le_bytes(word.try_into().unwrap()))
         };
-        Self { begun: word(0), answered: word(1), flushed: word(2) }
+        Self { begun: word(0), answered: word(1) }
     }
 }
 
@@ -187,11 +184,8 @@ fn open(image: &Path) -> Result<Qcow2Disk, String> {
 }
 
 /// Main function of a worker process. It runs until the process is killed.
-fn work(image: &Path, progress: &Path, mix: Mix, seed: u64, keeps: bool) -> Result<(), String> {
+fn work(image: &Path, progress: &Path, mix: Mix, seed: u64) -> Result<(), String> {
     let disk = open(image)?;
-    if keeps {
-        disk.keep(&mut Descriptors::default()).map_err(|error| error.to_string())?;
-    }
     let mut model = read_all(&disk)?;
     let file = File::options().write(true).create(true).truncate(true).open(progress);
     let file = file.map_err(|error| error.to_string())?;
@@ -205,7 +199,7 @@ fn work(image: &Path, progress: &Path, mix: Mix, seed: u64, keeps: bool) -> Resu
         let Some(steps) = batch(mix, seed, number) else {
             let flush = Request { op: Op::Flush, offset: 0, len: 0 };
             run(&mut *queue, vec![(flush, Segments::new())])[0].map_err(|e| e.to_string())?;
-            (progress.answered, progress.flushed) = (number, number);
+            progress.answered = number;
             progress.note(&file);
             continue;
         };
@@ -276,21 +270,19 @@ fn read_all(disk: &Qcow2Disk) -> Result<Vec<u64>, String> {
 
 /// Totals of all processes so far.
 #[derive(Default)]
-struct Tally {
+struct Counters {
     operations: u64,
     kills: u64,
     leaked: u64,
-    repaired: u64,
     compared: u64,
 }
 
 struct Watch {
     directory: PathBuf,
     seed: u64,
-    /// True for a control run, which must fail: no disk has checkpoints, but half of them are
-    /// checked as if they had.
+    /// True for a control run, which must fail: all that a killed process has written is lost.
     control: bool,
-    tally: Tally,
+    counters: Counters,
 }
 
 impl Watch {
@@ -327,19 +319,12 @@ impl Watch {
     }
 
     /// Runs a worker process and kills it.
-    fn kill_one(
-        &self,
-        mix: Mix,
-        seed: u64,
-        keeps: bool,
-        random: &mut Random,
-    ) -> Result<Progress, String> {
+    fn kill_one(&self, mix: Mix, seed: u64, random: &mut Random) -> Result<Progress, String> {
         let progress = self.directory.join("soak.progress");
         let _ = std::fs::remove_file(&progress);
         let mut command = Command::new(std::env::current_exe().map_err(|e| e.to_string())?);
         command.arg("work").arg(self.image()).arg(&progress);
-        command.arg(mix.word());
-        command.args([seed.to_string(), (keeps && !self.control).to_string()]);
+        command.arg(mix.word()).arg(seed.to_string());
         let mut child = command.spawn().map_err(|error| error.to_string())?;
         let soon = random.below(SOON_EVERY) == 0;
         let most = if soon { mix.longest() / 20 } else { mix.longest() };
@@ -363,14 +348,8 @@ impl Watch {
     }
 
     /// Returns the allowed stamps of each unit after a process with this progress.
-    fn allowed(
-        model: &[u64],
-        (mix, seed): (Mix, u64),
-        progress: Progress,
-        keeps: bool,
-    ) -> (Vec<Vec<u64>>, u64) {
+    fn allowed(model: &[u64], (mix, seed): (Mix, u64), progress: Progress) -> (Vec<Vec<u64>>, u64) {
         let mut may: Vec<Vec<u64>> = model.iter().map(|stamp| vec![*stamp]).collect();
-        let certain = if keeps { progress.answered } else { progress.flushed };
         let mut operations = 0;
         for number in 1..=progress.begun {
             let Some(steps) = batch(mix, seed, number) else {
@@ -383,7 +362,7 @@ impl Watch {
                     continue;
                 }
                 for unit in &mut may[step.first..step.first + step.count] {
-                    if number <= certain {
+                    if number <= progress.answered {
                         unit.clear();
                     }
                     unit.push(step.stamp);
@@ -395,15 +374,22 @@ impl Watch {
 
     fn round(&mut self, mix: Mix, model: &mut [u64], random: &mut Random) -> Result<(), String> {
         let seed = random.below(1 << 20) + 1;
-        let keeps = random.below(2) == 0;
-        let progress = self.kill_one(mix, seed, keeps, random)?;
-        let (may, operations) = Self::allowed(model, (mix, seed), progress, keeps);
-        self.tally.kills += 1;
-        self.tally.operations += operations;
+        let before = self.directory.join("soak.before");
+        if self.control {
+            std::fs::copy(self.image(), &before).map_err(|error| error.to_string())?;
+        }
+        let progress = self.kill_one(mix, seed, random)?;
+        if self.control {
+            std::fs::copy(&before, self.image()).map_err(|error| error.to_string())?;
+        }
+        let (may, operations) = Self::allowed(model, (mix, seed), progress);
+        self.counters.kills += 1;
+        self.counters.operations += operations;
         let image = self.image();
-        // This check precedes the opening of the image, because opening repairs such defects.
-        let (code, _) = self.qemu_img(&["check", "-q"], &[&image])?;
-        self.tally.repaired += u64::from(code == 2);
+        let (code, text) = self.qemu_img(&["check"], &[&image])?;
+        if !matches!(code, 0 | 3) {
+            return Err(format!("qemu-img check before the open (seed {seed}): {text}"));
+        }
         let disk = open(&image)?;
         let bytes = memory(UNITS * UNIT);
         read_into(&disk, &bytes)?;
@@ -411,14 +397,13 @@ impl Watch {
         let mut unit = Vec::new();
         for (at, may) in may.iter().enumerate() {
             let outcome = same(&bytes, at, may, &mut unit);
-            model[at] = outcome
-                .map_err(|why| format!("{why} (seed {seed}, kept: {keeps}, {progress:?})"))?;
+            model[at] = outcome.map_err(|why| format!("{why} (seed {seed}, {progress:?})"))?;
         }
         let (code, text) = self.qemu_img(&["check"], &[&image])?;
         match code {
             0 => {}
             3 => {
-                self.tally.leaked += 1;
+                self.counters.leaked += 1;
                 let (code, text) = self.qemu_img(&["check", "-r", "leaks"], &[&image])?;
                 if code != 0 {
                     return Err(format!("leaks cannot be repaired: {text}"));
@@ -426,7 +411,7 @@ impl Watch {
             }
             _ => return Err(format!("qemu-img check (seed {seed}): {text}")),
         }
-        if self.tally.kills.is_multiple_of(4) {
+        if self.counters.kills.is_multiple_of(4) {
             let raw = self.directory.join("soak.raw");
             let mut all = vec![0; UNITS * UNIT];
             bytes.read_into(0, &mut all).unwrap();
@@ -436,16 +421,16 @@ impl Watch {
             if code != 0 {
                 return Err(format!("qemu-img compare (seed {seed}): {text}"));
             }
-            self.tally.compared += 1;
+            self.counters.compared += 1;
         }
         Ok(())
     }
 
     fn run(&mut self, operations: u64) -> Result<(), String> {
         let mut random = Random(self.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) | 1);
-        let (began, mut said) = (Instant::now(), Instant::now());
+        let (began, mut reported) = (Instant::now(), Instant::now());
         let mut images = 0;
-        while self.tally.operations < operations {
+        while self.counters.operations < operations {
             let clusters = CLUSTERS[images / Mix::BOTH.len() % CLUSTERS.len()];
             let mix = Mix::BOTH[images % Mix::BOTH.len()];
             images += 1;
@@ -454,26 +439,25 @@ impl Watch {
             for _ in 0..PROCESSES {
                 let outcome = self.round(mix, &mut model, &mut random);
                 outcome.map_err(|why| format!("clusters of {clusters}, {mix:?}: {why}"))?;
-                if said.elapsed() > Duration::from_secs(10) {
-                    said = Instant::now();
-                    self.say(began);
+                if reported.elapsed() > Duration::from_secs(10) {
+                    reported = Instant::now();
+                    self.report(began);
                 }
-                if self.tally.operations >= operations {
+                if self.counters.operations >= operations {
                     break;
                 }
             }
         }
-        self.say(began);
+        self.report(began);
         Ok(())
     }
 
-    fn say(&self, began: Instant) {
-        let Tally { operations, kills, leaked, repaired, compared } = &self.tally;
+    fn report(&self, began: Instant) {
+        let Counters { operations, kills, leaked, compared } = &self.counters;
         let seconds = began.elapsed().as_secs_f64();
         println!(
             "{operations} operations in {seconds:.0} s ({:.0} a second), {kills} kills; checked \
-             each time: no corruption ({repaired} were repaired by the next open), {leaked} with \
-             leaks, which were repaired; {compared} compared",
+             each time: no corruption, {leaked} with leaks, which were repaired; {compared} compared",
             *operations as f64 / seconds
         );
     }
@@ -483,14 +467,14 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let outcome = match words.as_slice() {
-        ["work", image, progress, mix, seed, keeps] => {
+        ["work", image, progress, mix, seed] => {
             let (mix, seed) = (Mix::named(mix), seed.parse().unwrap_or(1));
-            work(Path::new(image), Path::new(progress), mix, seed, *keeps == "true")
+            work(Path::new(image), Path::new(progress), mix, seed)
         }
         ["watch", directory, operations, seed, how] => {
             let (directory, seed) = (PathBuf::from(directory), seed.parse().unwrap_or(1));
-            let (control, tally) = (*how == "control", Tally::default());
-            let mut watch = Watch { directory, seed, control, tally };
+            let (control, counters) = (*how == "control", Counters::default());
+            let mut watch = Watch { directory, seed, control, counters };
             match watch.run(operations.parse().unwrap_or(0)) {
                 Err(why) if control && why.contains("and may hold") => {
                     println!("the control run has failed as required: {why}");

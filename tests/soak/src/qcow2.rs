@@ -18,8 +18,7 @@ pub(crate) struct Arguments {
     /// Seed of the operations and the moments of the kills
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Control: do not recover the disk in the next process, but check as if it were recovered.
-    /// Passes if the loss of acknowledged data is found
+    /// Control: all that a killed process has written is lost. Passes if that is detected
     #[arg(long)]
     control: bool,
     /// Directory of the image
@@ -33,7 +32,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
         .with_context(|| arguments.directory.display().to_string())?;
     report.begin("soak qcow2");
     let what = match arguments.control {
-        false => "the image has all flushed data, and qemu-img finds no corruption",
+        false => "the image has all completed data, and qemu-img finds no corruption",
         true => "lost acknowledged data are detected",
     };
     report.check(what, |_| {
