@@ -9,6 +9,7 @@ use miniz_oxide::inflate::TINFLStatus;
 use miniz_oxide::inflate::core::inflate_flags::TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
 use miniz_oxide::inflate::core::{DecompressorOxide, decompress};
 use parking_lot::Mutex;
+use ruzstd::decoding::StreamingDecoder;
 use shadowbell_disk_file::unpin;
 use shadowbell_memory::contain_panic;
 use std::io::{self, Read};
@@ -17,6 +18,8 @@ use std::sync::{Arc, OnceLock};
 
 /// Number of threads if the number of CPUs is unknown.
 const FEW: usize = 2;
+/// Maximum size of a window of zstd, which is memory of a thread. Compressors use up to that.
+const WINDOW: u64 = 8 << 20;
 
 /// Compressed cluster, for the threads.
 struct Job {
@@ -31,9 +34,9 @@ pub(crate) fn inflate(from: Vec<u8>, is_zstd: bool, len: usize) -> io::Result<Ve
     static JOBS: OnceLock<Mutex<Sender<Job>>> = OnceLock::new();
     let jobs = JOBS.get_or_init(|| Mutex::new(start()));
     let (to, result) = sync_channel(1);
-    let gone = |_| io::Error::from_raw_os_error(libc::EAGAIN);
-    jobs.lock().send(Job { from, is_zstd, len, to }).map_err(|_| gone(()))?;
-    let result = result.recv().map_err(|_| gone(()))?;
+    let no_thread = || io::Error::from_raw_os_error(libc::EAGAIN);
+    jobs.lock().send(Job { from, is_zstd, len, to }).map_err(|_| no_thread())?;
+    let result = result.recv().map_err(|_| no_thread())?;
     result.ok_or_else(|| damaged("compressed data that are invalid"))
 }
 
@@ -73,7 +76,8 @@ fn unpack_deflate(from: &[u8], len: usize) -> Option<Vec<u8>> {
 
 fn unpack_zstd(from: &[u8], len: usize) -> Option<Vec<u8>> {
     let mut into = vec![0; len];
-    ruzstd::decoding::StreamingDecoder::new(from).ok()?.read_exact(&mut into).ok()?;
+    let decoder = StreamingDecoder::new_with_max_window_size(from, WINDOW);
+    decoder.ok()?.read_exact(&mut into).ok()?;
     Some(into)
 }
 
@@ -95,5 +99,42 @@ mod tests {
             bad[at] ^= 0x55;
             let _ = inflate(bad, false, content.len());
         }
+    }
+
+    /// The threads have half of the CPUs, and run only when a CPU has nothing else to do.
+    #[test]
+    fn decompression_is_limited_and_idle() {
+        inflate(miniz_oxide::deflate::compress_to_vec(&[1; 512], 6), false, 512).unwrap();
+        let mut policies = Vec::new();
+        for thread in std::fs::read_dir("/proc/self/task").unwrap() {
+            let read =
+                |name: &str| std::fs::read_to_string(thread.as_ref().unwrap().path().join(name));
+            // A thread of another test may end meanwhile.
+            let (Ok(name), Ok(stat)) = (read("comm"), read("stat")) else { continue };
+            if name.trim() == "sb-inflate" {
+                let fields = stat.rsplit_once(')').unwrap().1;
+                policies.push(fields.split_whitespace().nth(38).unwrap().parse::<i32>().unwrap());
+            }
+        }
+        let cpus = std::thread::available_parallelism().unwrap().get();
+        assert!((1..=(cpus / 2).max(1)).contains(&policies.len()), "{policies:?}, {cpus} CPUs");
+        // The thread that has executed the job has set its class before.
+        assert!(policies.contains(&libc::SCHED_IDLE), "{policies:?}");
+    }
+
+    /// A frame of zstd states how much memory its decoder needs.
+    #[test]
+    fn a_zstd_frame_cannot_demand_much_memory() {
+        use ruzstd::encoding::{CompressionLevel, compress_to_vec};
+        let content: Vec<u8> = (0..65536_u32).map(|n| (n / 100) as u8).collect();
+        let packed = compress_to_vec(&content[..], CompressionLevel::Fastest);
+        assert!(inflate(packed, true, content.len()).unwrap() == content);
+        // Magic number, no content size, window of 2^(10 + exponent), and a block of equal bytes.
+        let frame = |exponent: u8, len: u32| {
+            let block = ((len << 3) | 1 << 1 | 1).to_le_bytes();
+            [&[0x28, 0xb5, 0x2f, 0xfd, 0, exponent << 3], &block[..3], &[7]].concat()
+        };
+        assert_eq!(inflate(frame(13, 512), true, 512).unwrap(), [7; 512]);
+        assert!(inflate(frame(14, 512), true, 512).is_err());
     }
 }

@@ -2,10 +2,10 @@
 
 use crate::error::OpenError;
 use crate::image::Image;
-use crate::kept::{self, Kept, KeptImage, refused};
 use crate::open::{self, ByPath, Opened};
 use crate::pool::Pool;
 use crate::queue::QcowQueue;
+use crate::recovery::{self, SavedFiles, SavedImage, refused};
 use serde::Deserialize;
 use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Queue, Tell, Wait};
 use shadowbell_disk_file::{FileOptions, ImageFile};
@@ -53,13 +53,13 @@ impl Qcow2Disk {
         fds: &mut Descriptors,
         wait: Wait<'_>,
     ) -> Result<Self, OpenError> {
-        let kept = state.get(KEY).map(KeptImage::deserialize);
+        let kept = state.get(KEY).map(SavedImage::deserialize);
         let kept = match kept {
             Some(Ok(kept)) => kept,
             Some(Err(error)) => return Err(refused(path, error.to_string())),
             None => return Err(refused(path, NO_STATE.to_owned())),
         };
-        let opened = open::open(path, options, &mut Kept::new(&kept, fds, wait))?;
+        let opened = open::open(path, options, &mut SavedFiles::new(&kept, fds, wait))?;
         let disk = Self::of(path, opened, kept.block_size)?;
         let image = disk.pool.image();
         if image.info.read_only && !kept.read_only {
@@ -159,7 +159,7 @@ impl Disk for Qcow2Disk {
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         let system = |source| CheckpointError::System { disk: self.name(), source };
         let image = self.pool.image();
-        let kept = kept::keep(image, fds).map_err(system)?;
+        let kept = recovery::save(image, fds).map_err(system)?;
         Ok(serde_json::json!({ KEY: kept }))
     }
 
@@ -168,7 +168,7 @@ impl Disk for Qcow2Disk {
     }
 
     fn release_lock(&self) {
-        self.pool.image().release_lock();
+        self.pool.release_lock();
     }
 
     fn is_full(&self) -> bool {

@@ -11,13 +11,13 @@ use std::os::fd::BorrowedFd;
 pub(crate) struct FastPath {
     queue: BytesQueue,
     /// Requests in flight. Their keys are their tags in `queue`.
-    under_way: Tasks<Way>,
+    in_flight: Tasks<InFlight>,
     /// True if the file length was checked for the current batch of writes.
     is_checked: bool,
 }
 
 /// Request on the fast path.
-struct Way {
+struct InFlight {
     /// Request. Its offset is an offset on the disk, not in the file.
     request: Request,
     entered: Entered,
@@ -32,7 +32,7 @@ pub(crate) struct Back {
 
 impl FastPath {
     pub(crate) fn new(queue: BytesQueue) -> Self {
-        Self { queue, under_way: Tasks::default(), is_checked: false }
+        Self { queue, in_flight: Tasks::default(), is_checked: false }
     }
 
     /// Starts a valid request. Returns `None` if the request has to take the slow path.
@@ -55,11 +55,11 @@ impl FastPath {
             return None;
         }
         self.is_checked |= writes;
-        let key = self.under_way.insert(tag, Way { request: *request, entered });
+        let key = self.in_flight.insert(tag, InFlight { request: *request, entered });
         match self.queue.submit(key, &Request { offset, ..*request }, data) {
             Submitted::Pending => Some(Submitted::Pending),
             Submitted::Done(result) => {
-                self.under_way.remove(key);
+                self.in_flight.remove(key);
                 map.leave(entered);
                 note_room(image, request, result);
                 (result != Err(DiskError::OutOfRange)).then_some(Submitted::Done(result))
@@ -85,9 +85,9 @@ impl FastPath {
         done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments),
     ) {
         self.is_checked = false;
-        let under_way = &mut self.under_way;
+        let in_flight = &mut self.in_flight;
         self.queue.reap(&mut |key, result, data| {
-            let Some((tag, Way { request, entered })) = under_way.remove(key) else { return };
+            let Some((tag, InFlight { request, entered })) = in_flight.remove(key) else { return };
             if let Some(map) = &image.map {
                 map.leave(entered);
             }
@@ -102,7 +102,7 @@ impl FastPath {
 
     /// Cancels a request. Returns true if the request is in flight on the fast path.
     pub(crate) fn cancel(&mut self, tag: u32) -> bool {
-        let key = self.under_way.find(tag);
+        let key = self.in_flight.find(tag);
         if let Some(key) = key {
             self.queue.cancel(key);
         }
@@ -110,7 +110,7 @@ impl FastPath {
     }
 
     pub(crate) fn pending(&self) -> usize {
-        self.under_way.len()
+        self.in_flight.len()
     }
 
     pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -119,10 +119,12 @@ impl FastPath {
 
     /// Waits until no request is in flight, and releases the clusters of the requests.
     pub(crate) fn close(self, image: &Image) {
-        let Self { queue, mut under_way, .. } = self;
+        let Self { queue, mut in_flight, .. } = self;
         drop(queue);
-        let keys: Vec<u32> = under_way.keys().collect();
-        for (_, Way { entered, .. }) in keys.into_iter().filter_map(|key| under_way.remove(key)) {
+        let keys: Vec<u32> = in_flight.keys().collect();
+        for (_, InFlight { entered, .. }) in
+            keys.into_iter().filter_map(|key| in_flight.remove(key))
+        {
             if let Some(map) = &image.map {
                 map.leave(entered);
             }

@@ -5,7 +5,7 @@ use crate::header::Header;
 use crate::refcount::Refcounts;
 use crate::snapshot::Snapshot;
 use crate::storage::FileStorage;
-use crate::tables::{COPIED, Cache, Cluster, Layout, OFFSET, damaged, read_table};
+use crate::tables::{CACHE, COPIED, Cache, Cluster, Layout, OFFSET, damaged, for_each_entry};
 use parking_lot::{Mutex, MutexGuard};
 use std::io;
 use std::ops::Range;
@@ -13,6 +13,12 @@ use std::sync::Arc;
 
 /// Maximum number of clusters that are looked up at once.
 const MOST: u64 = 4096;
+/// Maximum number of clusters with tables. The set of them has at most 72 MiB.
+const MOST_TABLES: usize = 6 << 20;
+/// Maximum ratio of the size of tables to the space that they occupy in the file system, and bytes
+/// of tables that may occupy no space.
+const DENSITY: u64 = 64;
+const HOLES: u64 = 64 << 20;
 
 /// Open image, or backing file, in the qcow2 format.
 pub(crate) struct Format {
@@ -29,7 +35,6 @@ pub(crate) struct Format {
 
 /// Tables of an image.
 pub(crate) struct Meta {
-    pub(crate) l1: Vec<u64>,
     pub(crate) cache: Cache,
     pub(crate) counts: Refcounts,
 }
@@ -62,21 +67,26 @@ pub(crate) enum Kind {
 }
 
 impl Format {
-    /// Reads the tables that have to be in memory. Their headers have been checked.
+    /// Creates the format. The header has been checked.
     pub(crate) fn new(
         header: Header,
         file: FileStorage,
         data_file: Option<FileStorage>,
         base: Option<Base>,
-    ) -> io::Result<Self> {
-        let meta = Meta {
-            l1: read_table(&file, header.l1.offset, header.l1.entries)?,
-            cache: Cache::new(header.cluster_bits),
-            counts: Refcounts::new(&file, &header)?,
-        };
+    ) -> Self {
+        let meta = Meta { cache: Cache::new(header.cluster_bits), counts: Refcounts::new(&header) };
         let layout = Layout::new(&header);
         let (meta, inflated) = (Mutex::new(meta), Mutex::default());
-        Ok(Self { header, layout, file, data_file, base, meta, inflated })
+        Self { header, layout, file, data_file, base, meta, inflated }
+    }
+
+    /// Limits the caches of `count` backing files together.
+    pub(crate) fn limit_caches(&self, count: usize) {
+        let mut base = &self.base;
+        while let Some(Base::Qcow2(format)) = base {
+            format.meta().cache.limit(CACHE / count.max(1) as u64);
+            base = &format.base;
+        }
     }
 
     /// Locks the tables.
@@ -93,51 +103,67 @@ impl Format {
         self.base.is_some()
     }
 
-    /// Adds the clusters of the header and of all tables to those that are never data. Must be
-    /// called before the first change. `most` is the maximum number of L2 tables. Returns the
-    /// defect if two tables have the same place.
-    pub(crate) fn protect_tables(
-        &self,
-        snapshots: &[Snapshot],
-        most: u64,
-    ) -> io::Result<Result<(), String>> {
+    /// Prepares for changes: reads the refcount table, and adds the clusters of the header and of
+    /// all tables to those that are never data. Returns the defect if two tables have the same
+    /// place, or there are too many.
+    pub(crate) fn protect_tables(&self, snapshots: &[Snapshot]) -> io::Result<Result<(), String>> {
         let (bits, header) = (self.header.cluster_bits, &self.header);
-        let meta = &mut *self.meta();
-        let is_place = |at: &u64| *at != 0 && at.is_multiple_of(1 << bits) && *at < self.file.len();
+        let counts = &mut self.meta().counts;
+        counts.read(&self.file, header)?;
+        let is_place = |at: u64| at != 0 && at.is_multiple_of(1 << bits) && at < self.file.len();
         let of = |offset: u64, len: u64| offset >> bits..(offset + len).div_ceil(1 << bits);
-        let blocks: Vec<u64> = meta.counts.blocks().collect();
-        if !blocks.iter().all(is_place) {
+        let blocks: Vec<u64> = counts.blocks().collect();
+        if !blocks.iter().all(|at| is_place(*at)) {
             return Ok(Err("one of its refcount blocks is at an invalid offset".to_owned()));
         }
-        let l2: Vec<u64> = meta.l1.iter().map(|entry| entry & OFFSET).filter(is_place).collect();
-        if l2.len() as u64 > most {
-            return Ok(Err("it refers to more tables than fit into its file".to_owned()));
-        }
+        let snapshot_table = of(header.snapshots.0, Snapshot::table_len(snapshots));
         let all = (0..1)
             .chain(of(header.l1.offset, header.l1.entries * 8))
             .chain(of(header.refcounts.offset, header.refcounts.entries * 8))
-            .chain(blocks.into_iter().chain(l2).map(|at| at >> bits))
+            .chain(snapshot_table)
             .chain(snapshots.iter().flat_map(|it| of(it.l1.offset, it.l1.entries * 8)));
-        for cluster in all {
-            if !meta.counts.tables.insert(cluster) {
-                return Ok(Err(format!("two of its tables are at byte {}", cluster << bits)));
+        let tables = &mut counts.tables;
+        let mut defect = None;
+        let mut add = |cluster: u64| {
+            if tables.len() >= MOST_TABLES {
+                defect = Some(format!("it has more than {MOST_TABLES} clusters with tables"));
+            } else if !tables.insert(cluster) {
+                defect = Some(format!("two of its tables are at byte {}", cluster << bits));
             }
+            defect.is_none()
+        };
+        let is_sound = all.chain(blocks.iter().map(|at| at >> bits)).all(&mut add)
+            && for_each_entry(&self.file, header.l1, |entry| {
+                !is_place(entry & OFFSET) || add((entry & OFFSET) >> bits)
+            })?;
+        // Tables are in holes of the file only if they are empty, or the file system compresses
+        // them. Otherwise a small file could have tables that take very long to read.
+        let most = self.file.occupied()?.saturating_mul(DENSITY).saturating_add(HOLES);
+        if is_sound && tables.len() as u64 > most >> bits {
+            defect = Some("it refers to more tables than fit into its file".to_owned());
         }
-        meta.counts.tables.extend(of(header.snapshots.0, Snapshot::table_len(snapshots)));
-        Ok(Ok(()))
+        Ok(defect.map_or(Ok(()), Err))
     }
 
     /// Offset of the L2 table with the entry of a cluster, if there is one. Also returns true if no
     /// snapshot shares the table.
-    pub(crate) fn table(&self, meta: &Meta, cluster: u64) -> io::Result<Option<(u64, bool)>> {
-        let nth = (cluster / self.layout.per_table()) as usize;
-        let entry = meta.l1.get(nth).copied().ok_or_else(|| damaged("an L1 table too short"))?;
+    pub(crate) fn table(&self, meta: &mut Meta, cluster: u64) -> io::Result<Option<(u64, bool)>> {
+        let entry = meta.cache.number(&self.file, self.l1_entry(cluster)?)?;
         match entry & OFFSET {
             0 => Ok(None),
             at if at.is_multiple_of(self.layout.cluster()) && at < self.file.len() => {
                 Ok(Some((at, entry & COPIED != 0)))
             }
             _ => Err(damaged("an L2 table at an invalid offset")),
+        }
+    }
+
+    /// Offset of the L1 entry of a cluster.
+    pub(crate) fn l1_entry(&self, cluster: u64) -> io::Result<u64> {
+        let (l1, nth) = (self.header.l1, cluster / self.layout.per_table());
+        match nth < l1.entries {
+            true => Ok(l1.offset + nth * 8),
+            false => Err(damaged("an L1 table that is too short")),
         }
     }
 
@@ -189,8 +215,7 @@ impl Format {
             let (from, to) = (offset.max(base), end.min(base + layout.cluster()));
             let found = match self.look_up(meta, cluster) {
                 Ok(found) => found,
-                Err(error) => {
-                    tracing::debug!("cluster {cluster}: {error}");
+                Err(_) => {
                     add(Run { offset: from, len: to - from, kind: Kind::Bad });
                     continue;
                 }
@@ -241,7 +266,11 @@ impl Format {
                         let cluster = self.inflate(entry)?;
                         piece.copy_from_slice(&cluster[from..from + run.len as usize]);
                     }
-                    Kind::Bad => return Err(damaged("a damaged L2 entry")),
+                    Kind::Bad => {
+                        // Returns the error that the look-up has found before.
+                        self.look_up(&mut self.meta(), run.offset >> self.layout.bits)?;
+                        return Err(damaged("a damaged L2 entry"));
+                    }
                 }
                 done += run.len as usize;
             }
@@ -314,6 +343,18 @@ impl Format {
         self.file.sync()?;
         let meta = &mut *self.meta();
         meta.counts.release(&self.file, &mut meta.cache, freed)
+    }
+
+    /// True if no clusters are counted for later allocations. False if another thread uses the
+    /// tables.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.meta.try_lock().is_some_and(|meta| !meta.counts.has_reserve())
+    }
+
+    /// Releases the clusters that are counted for later allocations.
+    pub(crate) fn return_reserve(&self) -> io::Result<()> {
+        let meta = &mut *self.meta();
+        meta.counts.return_reserve(&self.file, &mut meta.cache).map(drop)
     }
 
     /// Releases freed clusters and those that are counted for later allocations.

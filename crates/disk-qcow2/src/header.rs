@@ -25,7 +25,6 @@ const MAX_SNAPSHOTS: u32 = 65536;
 
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_FEATURES: u32 = 0x6803_f857;
-const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 const FEATURE_LEN: usize = 48;
 
@@ -36,7 +35,6 @@ const DATA_FILE: u64 = 1 << 2;
 const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 /// Autoclear features.
-const BITMAPS: u64 = 1;
 const RAW_DATA_FILE: u64 = 1 << 1;
 /// Offsets of fields that change.
 const REFCOUNT_TABLE_AT: u64 = 48;
@@ -58,8 +56,6 @@ pub(crate) struct Header {
     pub(crate) refcount_order: u32,
     /// Snapshot table: its offset, and the number of snapshots.
     pub(crate) snapshots: (u64, u32),
-    /// Bitmap directory: its offset, and the number of bitmaps. `None` if no bitmap is valid.
-    pub(crate) bitmaps: Option<(u64, u32)>,
     /// Name of the external data file.
     pub(crate) data_file: Option<String>,
     /// True if compressed clusters contain zstd, otherwise deflate.
@@ -78,7 +74,6 @@ pub(crate) struct Header {
 #[derive(Default)]
 struct Extensions {
     backing_format: Option<String>,
-    bitmaps: Option<(u64, u32)>,
     data_file: Option<String>,
 }
 
@@ -225,7 +220,6 @@ impl Header {
             refcounts,
             refcount_order,
             snapshots,
-            bitmaps: found.bitmaps.filter(|_| autoclear & BITMAPS != 0),
             data_file: found.data_file.filter(|_| has_data_file),
             is_zstd: features & COMPRESSION != 0 && first.get(V3_LEN) == Some(&1),
             has_subclusters,
@@ -238,23 +232,19 @@ impl Header {
 
     /// Clears the autoclear bits of features that this crate does not maintain. Must be called
     /// before the first change of the image.
-    pub(crate) fn clear_features(&mut self, file: &FileStorage) -> io::Result<()> {
+    pub(crate) fn clear_features(&self, file: &FileStorage) -> io::Result<()> {
         let kept = self.autoclear & if self.data_file.is_some() { RAW_DATA_FILE } else { 0 };
         if kept != self.autoclear {
             file.patch(&kept.to_be_bytes(), AUTOCLEAR_AT)?;
             file.sync()?;
-            (self.autoclear, self.bitmaps) = (kept, None);
         }
         Ok(())
     }
 
     /// Marks the reference counts as up to date. They must be durable.
-    pub(crate) fn clear_dirty(&mut self, file: &FileStorage) -> io::Result<()> {
-        self.incompatible &= !DIRTY;
-        file.patch(&self.incompatible.to_be_bytes(), INCOMPATIBLE_AT)?;
-        file.sync()?;
-        self.is_dirty = false;
-        Ok(())
+    pub(crate) fn clear_dirty(&self, file: &FileStorage) -> io::Result<()> {
+        file.patch(&(self.incompatible & !DIRTY).to_be_bytes(), INCOMPATIBLE_AT)?;
+        file.sync()
     }
 
     /// Bytes of the header for the refcount table at `offset`, and their offset.
@@ -332,9 +322,6 @@ fn extensions(first: &[u8], header_len: usize) -> Result<Extensions, Fault> {
         match kind {
             EXTENSION_BACKING_FORMAT => found.backing_format = text()?,
             EXTENSION_DATA_FILE => found.data_file = text()?,
-            EXTENSION_BITMAPS if len >= 24 => {
-                found.bitmaps = Some((be64(data, 16), be32(data, 0)));
-            }
             EXTENSION_FEATURES if !len.is_multiple_of(FEATURE_LEN) => {
                 return damaged("the feature names in its header are incomplete");
             }
@@ -392,7 +379,6 @@ mod tests {
             refcounts: Table { offset: 1 << 16, entries: 1 << 13 },
             refcount_order: 4,
             snapshots: (0, 0),
-            bitmaps: None,
             data_file: None,
             is_zstd: false,
             has_subclusters: false,

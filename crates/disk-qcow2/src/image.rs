@@ -1,5 +1,6 @@
 //! Open image: requests of the slow path. All functions may block on the storage.
 
+use crate::check::Check;
 use crate::format::Format;
 use crate::map::Map;
 use crate::open::Opened;
@@ -10,6 +11,7 @@ use shadowbell_disk::{DiskError, DiskInfo, Extent, Op, Request, Tell};
 use shadowbell_disk_file::{ImageBytes, ImageFile};
 use shadowbell_memory::contain_panic;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Number of bytes that are compared or verified at once.
@@ -19,7 +21,9 @@ const EXTENT_PIECE: u64 = 256 << 20;
 
 /// Open image.
 pub(crate) struct Image {
-    pub(crate) format: Format,
+    pub(crate) format: Arc<Format>,
+    /// Check for which requests wait.
+    check: Option<Arc<Check>>,
     pub(crate) info: DiskInfo,
     /// Locks of the clusters that requests on the slow path use.
     locks: RangeLocks,
@@ -32,6 +36,8 @@ pub(crate) struct Image {
     is_released: Mutex<bool>,
     /// True if a loss of data was reported.
     is_loss_reported: AtomicBool,
+    /// True if a damaged entry of a table was reported.
+    is_damage_reported: AtomicBool,
     /// Offset, plus 1, of the last request that failed for lack of space. 0 if there is none, or if
     /// a later write to that offset has succeeded.
     full: AtomicU64,
@@ -47,19 +53,21 @@ pub(crate) struct Image {
 
 impl Image {
     pub(crate) fn new(opened: Opened, info: DiskInfo, name: String) -> Self {
-        let Opened { format, files, bytes } = opened;
+        let Opened { format, files, bytes, check } = opened;
         // Before writes, the fast path queries the file length on the I/O thread. On a remote file
         // that may block, so the fast path does not write there.
         let writes_fast = !info.read_only && !files.iter().any(ImageFile::is_remote);
         let map = bytes.as_ref().map(|_| Map::new(format.layout.bits, format.layout.size));
         Self {
             format,
+            check,
             info,
             locks: RangeLocks::default(),
             files,
             broken: AtomicBool::new(false),
             is_released: Mutex::new(false),
             is_loss_reported: AtomicBool::new(false),
+            is_damage_reported: AtomicBool::new(false),
             full: AtomicU64::new(0),
             name,
             on_loss: Mutex::default(),
@@ -91,7 +99,7 @@ impl Image {
         request: &Request,
         buffer: Option<&mut IoBuffer>,
     ) -> Result<(), DiskError> {
-        let result = match self.check() {
+        let result = match self.ready() {
             Ok(()) => self.contained(|| self.carry_out(request, buffer)),
             Err(error) => Err(error),
         };
@@ -109,6 +117,10 @@ impl Image {
     /// fails, the bytes are reported as allocated.
     pub(crate) fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
         let (mut at, end) = (offset, offset.saturating_add(len));
+        if self.is_checking() {
+            tell(Extent { len, allocated: true });
+            return;
+        }
         while at < end {
             let piece = at..end.min(at.saturating_add(EXTENT_PIECE));
             let mut goes_on = true;
@@ -135,8 +147,9 @@ impl Image {
 
     /// Makes all completed writes durable. Calls are serialized by the caller.
     pub(crate) fn sync(&self) -> Result<(), DiskError> {
-        self.check()?;
-        let result = self.contained(|| self.format.sync().map_err(|error| error_of(&error)));
+        self.ready()?;
+        let result =
+            self.contained(|| self.format.sync().map_err(|error| self.error_of(0, &error)));
         self.note_room(&Request { op: Op::Flush, offset: 0, len: 0 }, result);
         self.note_loss();
         result
@@ -145,11 +158,17 @@ impl Image {
     /// Returns clusters that were counted for later allocations. For a disk without work.
     pub(crate) fn settle(&self) {
         let is_released = self.is_released.lock();
-        if *is_released || self.info.read_only || self.check().is_err() || self.has_lost() {
+        if !*is_released && !self.is_checking() {
+            self.return_clusters(|| self.format.settle());
+        }
+    }
+
+    /// Returns unused clusters by `give`.
+    fn return_clusters(&self, give: impl FnOnce() -> io::Result<()>) {
+        if self.info.read_only || self.check().is_err() || self.has_lost() {
             return;
         }
-        let settle = || self.format.settle().map_err(|error| error_of(&error));
-        if let Err(error) = self.contained(settle) {
+        if let Err(error) = self.contained(|| give().map_err(|error| self.error_of(0, &error))) {
             tracing::warn!(
                 "{}: unused clusters could not be returned ({error}); `qemu-img check -r leaks` \
                  frees them",
@@ -159,10 +178,45 @@ impl Image {
         self.note_loss();
     }
 
-    /// Releases the locks of the files. The next process may change them from then on.
-    pub(crate) fn release_lock(&self) {
-        *self.is_released.lock() = true;
+    /// Releases the locks of the files, if nothing has to be done for that. The next process may
+    /// change the files from then on.
+    pub(crate) fn try_release_lock(&self) -> bool {
+        let Some(mut is_released) = self.is_released.try_lock() else { return false };
+        if self.is_checking() || !self.format.is_settled() {
+            return false;
+        }
+        *is_released = true;
         self.files.iter().for_each(ImageFile::release_lock);
+        true
+    }
+
+    /// Ends a check, returns unused clusters, and releases the locks of the files.
+    pub(crate) fn release_lock(&self) {
+        self.cancel_check();
+        let mut is_released = self.is_released.lock();
+        self.return_clusters(|| self.format.return_reserve());
+        *is_released = true;
+        self.files.iter().for_each(ImageFile::release_lock);
+    }
+
+    /// Ends a check of the tables.
+    pub(crate) fn cancel_check(&self) {
+        self.check.iter().for_each(|check| check.cancel());
+    }
+
+    fn is_checking(&self) -> bool {
+        self.check.as_ref().is_some_and(|check| check.is_running())
+    }
+
+    /// Waits for the check of the tables, and checks that the image is usable.
+    fn ready(&self) -> Result<(), DiskError> {
+        match &self.check {
+            Some(check) if !check.wait() => {
+                self.broken.store(true, Ordering::Relaxed);
+                Err(DiskError::Io(libc::EIO))
+            }
+            _ => self.check(),
+        }
     }
 
     /// Reports the loss of data, once.
@@ -197,14 +251,14 @@ impl Image {
     }
 
     /// Checks that the image is usable and its files were not truncated.
-    pub(crate) fn check(&self) -> Result<(), DiskError> {
+    fn check(&self) -> Result<(), DiskError> {
         if self.broken.load(Ordering::Relaxed) {
             return Err(DiskError::Io(libc::EIO));
         }
         for file in [&self.format.file].into_iter().chain(&self.format.data_file) {
             // If the length cannot be queried, that is no truncation: the storage may be
             // unavailable for a while.
-            if file.is_truncated().map_err(|error| error_of(&error))? {
+            if file.is_truncated().map_err(|error| self.error_of(0, &error))? {
                 self.give_up("the file was truncated");
                 return Err(DiskError::Io(libc::EIO));
             }
@@ -256,7 +310,7 @@ impl Image {
             (Op::Verify, _) => return self.compare(offset, len, None),
             _ => return Err(DiskError::Unsupported),
         };
-        outcome.map_err(|error| error_of(&error))
+        outcome.map_err(|error| self.error_of(offset, &error))
     }
 
     /// Reads a range and compares it with `expected`, if given.
@@ -266,7 +320,7 @@ impl Image {
         while done < len as usize {
             let now = (len as usize - done).min(PIECE);
             let outcome = self.format.read(&mut piece[..now], offset + done as u64);
-            outcome.map_err(|error| error_of(&error))?;
+            outcome.map_err(|error| self.error_of(offset + done as u64, &error))?;
             if expected.is_some_and(|expected| expected[done..done + now] != piece[..now]) {
                 return Err(DiskError::CompareFailed);
             }
@@ -291,16 +345,22 @@ impl Image {
             Err(_) => {}
         }
     }
-}
 
-/// Converts an I/O error to a disk error.
-pub(crate) fn error_of(error: &io::Error) -> DiskError {
-    match error.raw_os_error() {
-        _ if is_full(error) => DiskError::NoSpace,
-        Some(errno) => DiskError::Io(errno),
-        None => {
-            tracing::debug!("qcow2: {error}");
-            DiskError::Io(libc::EIO)
+    /// Converts the error of a request at `offset` to a disk error. The first damage is logged.
+    fn error_of(&self, offset: u64, error: &io::Error) -> DiskError {
+        match error.raw_os_error() {
+            _ if is_full(error) => DiskError::NoSpace,
+            Some(errno) => DiskError::Io(errno),
+            None => {
+                if !self.is_damage_reported.swap(true, Ordering::Relaxed) {
+                    tracing::error!(
+                        "{}: a request for byte {offset} of the disk has failed, because the image \
+                         has {error}; the first damage is logged, and `qemu-img check` finds all",
+                        self.name
+                    );
+                }
+                DiskError::Io(libc::EIO)
+            }
         }
     }
 }

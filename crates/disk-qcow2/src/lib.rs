@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`Qcow2Disk`] | the image as a disk: its properties |
 //! | [`create`] | creation of images |
+//! | `check` | check of an image on a thread, for which requests wait |
 //! | `open` | opening an image, its data file and its backing files |
 //! | `header` | parser and checks of the header |
 //! | `format` | locations of clusters, and reads |
@@ -22,7 +23,7 @@
 //! | `fast_path` | fast path: requests on mapped clusters by io_uring |
 //! | `pool` | threads of the slow path, shared by all queues of a disk |
 //! | `image`, `ranges` | slow path: execution of requests, and locks of their clusters |
-//! | `kept` | crash recovery |
+//! | `recovery` | crash recovery |
 //!
 //! Calls on the tables block on the storage, so they run on at most [`MAX_THREADS`] threads of the
 //! disk. This is the slow path. I/O threads never block on it.
@@ -49,7 +50,7 @@
 //! (modules `write` and `refcount`) leaves a consistent image then, in version 2 and 3, except for
 //! leaked clusters, which are counted and unused (`qemu-img check -r leaks` frees them). So opening
 //! an image needs no check of its clusters. An image that another program has marked as dirty is
-//! repaired when it is opened for writing.
+//! repaired when it is opened for writing. If that takes long, requests wait for its end.
 //!
 //! Data that the page cache has lost remain lost, as in `shadowbell-disk-file`: flushes fail until
 //! the image is opened again. If another process truncates the file, all requests fail as soon as
@@ -62,10 +63,12 @@
 //! format that the image states, independently of their content. An image whose tables have one
 //! place twice is not opened for writing. An entry that refers to a table, beyond the end of the
 //! file or to an unaligned offset is damaged: requests on its cluster fail, others do not. The
-//! memory for tables is bounded: an L1 table of at most 32 MiB, a refcount table of at most 8 MiB,
-//! and a cache of 16 MiB. A panic counts as an error of the disk. All later requests fail.
+//! memory for tables is bounded: a refcount table of at most 8 MiB, a cache of 16 MiB, another one
+//! for all backing files, and a set of the clusters with tables, of which there may be 6 Mi. A
+//! panic counts as an error of the disk. All later requests fail.
 #![deny(unsafe_code)]
 
+mod check;
 mod compressed;
 mod create;
 mod disk;
@@ -74,13 +77,13 @@ mod fast_path;
 mod format;
 mod header;
 mod image;
-mod kept;
 mod map;
 mod map_fill;
 mod open;
 mod pool;
 mod queue;
 mod ranges;
+mod recovery;
 mod refcount;
 mod repair;
 mod snapshot;

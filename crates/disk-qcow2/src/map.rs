@@ -10,8 +10,8 @@
 //! Requests on mapped clusters neither allocate nor free clusters.
 //!
 //! An entry is added after a request on the slow path, by the thread that has executed it.
-//! Additions and changes exclude each other (the lock of the tables). Otherwise, a thread could look a
-//! location up before a change and add it after the change.
+//! Additions and changes exclude each other (the lock of the tables). Otherwise, a thread could
+//! look a location up before a change and add it after the change.
 //!
 //! # Size
 //!
@@ -38,7 +38,7 @@ const WRITES: u64 = 1 << 23;
 /// Position, in an entry, of the number of the cluster in the file.
 const HOST_SHIFT: u32 = 24;
 /// Value of [`Slot::part`] for an empty slot.
-const NOBODY: u64 = u64::MAX;
+const EMPTY: u64 = u64::MAX;
 
 /// Locations of clusters in the file.
 pub(crate) struct Map {
@@ -55,7 +55,7 @@ pub(crate) struct Map {
 
 /// Slot for a part of the map.
 struct Slot {
-    /// Number of the part, or `NOBODY`.
+    /// Number of the part, or `EMPTY`.
     part: AtomicU64,
     /// True if the whole part was looked up once.
     is_looked_up: AtomicBool,
@@ -74,7 +74,7 @@ impl Map {
     pub(crate) fn new(cluster_bits: u32, size: u64) -> Self {
         let clusters = size.div_ceil(1 << cluster_bits);
         let slot = || Slot {
-            part: AtomicU64::new(NOBODY),
+            part: AtomicU64::new(EMPTY),
             is_looked_up: AtomicBool::new(false),
             entries: OnceLock::new(),
         };

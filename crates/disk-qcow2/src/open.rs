@@ -1,9 +1,10 @@
 //! Opening an image, its external data file and its backing files.
 
+use crate::check::Check;
 use crate::error::OpenError;
 use crate::format::{Base, Format};
 use crate::header::{Header, read_start};
-use crate::repair::{needed_len, rebuild};
+use crate::repair::Scan;
 use crate::snapshot::Snapshot;
 use crate::storage::FileStorage;
 use shadowbell_disk_file::{Direct, FileOptions, ImageBytes, ImageFile};
@@ -11,17 +12,20 @@ use shadowbell_memory::contain_panic;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Maximum length of a chain of backing files.
 const MAX_CHAIN: usize = 64;
 
 /// Opened image.
 pub(crate) struct Opened {
-    pub(crate) format: Format,
+    pub(crate) format: Arc<Format>,
     /// Files of the image, which are locked: its own file, its data file, and its backing files.
     pub(crate) files: Vec<ImageFile>,
     /// File for the fast path. `None` without io_uring.
     pub(crate) bytes: Option<ImageBytes>,
+    /// Check that has not ended.
+    pub(crate) check: Option<Arc<Check>>,
 }
 
 /// Source of files. It opens the image first, then its data file, then each backing file.
@@ -46,15 +50,17 @@ pub(crate) fn open(
     files: &mut dyn Files,
 ) -> Result<Opened, OpenError> {
     let mut chain = Chain { files, opened: Vec::new(), options };
-    let mut format = chain.open_image(path, options.read_only)?;
+    let format = Arc::new(chain.open_image(path, options.read_only)?);
     let opened = chain.opened;
+    format.limit_caches(opened.len() - 1);
     let is_writable = opened.first().is_some_and(|file| !file.is_read_only());
-    if is_writable {
-        match contain_panic(|| prepare(path, &mut format)) {
-            Ok(outcome) => outcome?,
-            Err(why) => return Err(OpenError::Damaged { path: path.display().to_string(), why }),
-        }
-    }
+    let check = if is_writable {
+        contain_panic(|| prepare(path, &format)).unwrap_or_else(|why| {
+            Err(OpenError::Damaged { path: path.display().to_string(), why })
+        })?
+    } else {
+        None
+    };
     // The data are in the data file, if there is one.
     let data = opened.get(usize::from(format.data_file.is_some())).or(opened.first());
     let block_size = options.block_size.unwrap_or(512);
@@ -65,53 +71,78 @@ pub(crate) fn open(
         }
         None => None,
     };
-    Ok(Opened { format, files: opened, bytes })
+    Ok(Opened { format, files: opened, bytes, check })
 }
 
 /// Checks an image before it is written, and repairs its reference counts if it is dirty. Nothing
-/// is changed before all checks.
-fn prepare(path: &Path, format: &mut Format) -> Result<(), OpenError> {
-    let name = || path.display().to_string();
-    let refused = |why: String| OpenError::Refused { path: name(), why };
-    let system = |source: io::Error| match source.kind() {
-        io::ErrorKind::InvalidData => {
-            OpenError::Damaged { path: name(), why: format!("it has {source}") }
-        }
-        _ => OpenError::System { path: name(), what: "reading its tables", source },
-    };
+/// is changed before all checks. Returns the check if it takes long.
+fn prepare(path: &Path, format: &Arc<Format>) -> Result<Option<Arc<Check>>, OpenError> {
+    let name = path.display().to_string();
     if format.header.is_corrupt {
-        return Err(refused(format!(
+        let why = format!(
             "it is marked as corrupt, so it is not written; serve it with `read-only=on`, or repair \
-             it with `qemu-img check -r all {}`",
-            name()
-        )));
+             it with `qemu-img check -r all {name}`"
+        );
+        return Err(OpenError::Refused { path: name, why });
     }
+    let system = |source| table_error(&name, source);
     let snapshots = Snapshot::read_all(&format.file, &format.header).map_err(system)?;
-    let most = format.file.most_clusters(format.layout.bits).map_err(system)?;
-    if let Err(why) = format.protect_tables(&snapshots, most).map_err(system)? {
-        return Err(OpenError::Damaged { path: name(), why });
+    if let Err(why) = format.protect_tables(&snapshots).map_err(system)? {
+        return Err(OpenError::Damaged { path: name, why });
     }
-    let is_dirty = format.header.is_dirty;
-    if let Some(len) = needed_len(format, &snapshots, is_dirty).map_err(system)? {
-        return Err(refused(format!(
-            "the file ends {} bytes before the last cluster that its tables refer to: its copy is \
-             not complete, or it was not flushed before a loss of power; serve it with \
-             `read-only=on`, or extend it with `truncate -s {len} {}`, and the missing data read as \
-             zeroes",
-            len.saturating_sub(format.file.len()),
-            name()
-        )));
+    let top = {
+        let meta = &mut *format.meta();
+        meta.counts.top(&format.file, &mut meta.cache).map_err(system)?
+    };
+    // Without other changes, a file is too short only if clusters are counted beyond its end.
+    let is_long = top <= format.file.len().div_ceil(format.layout.cluster());
+    if !format.header.is_dirty && (is_long || !format.file.grows) {
+        format.header.clear_features(&format.file).map_err(system)?;
+        return Ok(None);
     }
-    let file = &format.file;
-    format.header.clear_features(file).map_err(system)?;
-    if is_dirty {
-        if let Err(why) = rebuild(format, &snapshots).map_err(system)? {
-            return Err(OpenError::Damaged { path: name(), why: why.to_owned() });
+    let (format, shown) = (Arc::clone(format), name.clone());
+    Check::run(&name, move |goes_on| check(&shown, &format, &snapshots, goes_on))
+}
+
+/// Compares the length of the file with all references, and repairs the reference counts of a dirty
+/// image.
+fn check(
+    name: &str,
+    format: &Format,
+    snapshots: &[Snapshot],
+    goes_on: &dyn Fn() -> bool,
+) -> Result<(), OpenError> {
+    let system = |source| table_error(name, source);
+    let scan = Scan { format, snapshots, goes_on };
+    let (counts, len) = scan.run(format.header.is_dirty).map_err(system)?;
+    let missing = len.saturating_sub(format.file.len().next_multiple_of(format.layout.cluster()));
+    if format.file.grows && missing != 0 {
+        let why = format!(
+            "the file ends {missing} bytes before the last cluster that its tables refer to: its \
+             copy is not complete, or it was not flushed before a loss of power; serve it with \
+             `read-only=on`, or extend it with `truncate -s {len} {name}`, and the missing data \
+             read as zeroes"
+        );
+        return Err(OpenError::Refused { path: name.to_owned(), why });
+    }
+    format.header.clear_features(&format.file).map_err(system)?;
+    if format.header.is_dirty {
+        if let Err(why) = scan.rebuild(counts).map_err(system)? {
+            return Err(OpenError::Damaged { path: name.to_owned(), why: why.to_owned() });
         }
         format.header.clear_dirty(&format.file).map_err(system)?;
-        tracing::info!("{}: it was not closed, and its reference counts were repaired", name());
+        tracing::info!("{name}: it was not closed, and its reference counts were repaired");
     }
     Ok(())
+}
+
+/// Creates the error for tables that cannot be read or are invalid.
+fn table_error(name: &str, source: io::Error) -> OpenError {
+    let path = name.to_owned();
+    match source.kind() {
+        io::ErrorKind::InvalidData => OpenError::Damaged { path, why: format!("it has {source}") },
+        _ => OpenError::System { path, what: "reading its tables", source },
+    }
 }
 
 /// Files that are opened for one image.
@@ -190,13 +221,7 @@ impl Chain<'_> {
             None => None,
             Some(backing) => Some(self.open_backing(path, backing)?),
         };
-        match contain_panic(|| Format::new(header, file, data_file, base)) {
-            Ok(Ok(format)) => Ok(format),
-            Ok(Err(source)) => {
-                Err(OpenError::System { path: shown(), what: "reading its tables", source })
-            }
-            Err(why) => Err(OpenError::Damaged { path: shown(), why }),
-        }
+        Ok(Format::new(header, file, data_file, base))
     }
 
     /// Opens the backing file of the image at `path`. The file is opened read-only, in the format

@@ -9,6 +9,7 @@ use shadowbell_disk_file::unpin;
 use shadowbell_memory::AbortOnPanic;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
 /// Maximum number of threads of a disk. It also limits the number of requests in flight at the
@@ -16,6 +17,9 @@ use std::time::Duration;
 pub const MAX_THREADS: usize = 16;
 /// Time without work after which a thread ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Maximum time for which the release of the locks is waited for.
+const RELEASE_LIMIT: Duration = Duration::from_millis(20);
 
 /// Request for the threads.
 pub(crate) struct Job {
@@ -52,7 +56,7 @@ struct PoolShared {
     work: Mutex<Work>,
     /// Wakes threads that wait for work.
     work_ready: Condvar,
-    thread_gone: Condvar,
+    thread_ended: Condvar,
 }
 
 #[derive(Default)]
@@ -89,7 +93,7 @@ impl Pool {
             image,
             work: Mutex::default(),
             work_ready: Condvar::new(),
-            thread_gone: Condvar::new(),
+            thread_ended: Condvar::new(),
         }))
     }
 
@@ -98,7 +102,7 @@ impl Pool {
     }
 
     /// Passes `jobs` to the threads.
-    pub(crate) fn give(&self, jobs: impl Iterator<Item = Job>) {
+    pub(crate) fn submit(&self, jobs: impl Iterator<Item = Job>) {
         let mut work = self.0.work.lock();
         jobs.for_each(|job| work.add(job));
         let ready = work.ready();
@@ -112,6 +116,25 @@ impl Pool {
         let started = (0..more).take_while(|_| self.start()).count();
         if started < more {
             self.fewer(more - started);
+        }
+    }
+
+    /// Releases the locks of the image, after unused clusters were returned. If the storage does
+    /// not respond in time, the locks are released later, or by the end of the process.
+    pub(crate) fn release_lock(&self) {
+        if self.0.image.try_release_lock() {
+            return;
+        }
+        let shared = Arc::clone(&self.0);
+        let (sender, ended) = sync_channel(1);
+        let run = move || {
+            let _guard = AbortOnPanic::new();
+            unpin();
+            shared.image.release_lock();
+            let _ = sender.send(());
+        };
+        if std::thread::Builder::new().name("sb-qcow2-end".into()).spawn(run).is_ok() {
+            let _ = ended.recv_timeout(RELEASE_LIMIT);
         }
     }
 
@@ -170,11 +193,12 @@ impl Pool {
 impl Drop for Pool {
     /// Waits until the threads have ended, and closes the image. It can be opened again afterwards.
     fn drop(&mut self) {
+        self.0.image.cancel_check();
         let mut work = self.0.work.lock();
         work.over = true;
         self.0.work_ready.notify_all();
         while work.threads != 0 {
-            self.0.thread_gone.wait(&mut work);
+            self.0.thread_ended.wait(&mut work);
         }
         drop(work);
         self.0.image.settle();
@@ -226,6 +250,6 @@ impl PoolShared {
             }
         }
         work.threads -= 1;
-        self.thread_gone.notify_all();
+        self.thread_ended.notify_all();
     }
 }

@@ -110,7 +110,7 @@ impl QcowQueue {
             self.begun.push(Job { id, request, buffer, to });
         }
         if !self.begun.is_empty() {
-            self.pool.give(self.begun.drain(..));
+            self.pool.submit(self.begun.drain(..));
         }
     }
 

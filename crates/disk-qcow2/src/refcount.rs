@@ -61,13 +61,13 @@ pub(crate) struct Refcounts {
 }
 
 impl Refcounts {
-    /// Reads the refcount table. Its blocks are read when they are needed.
-    pub(crate) fn new(file: &FileStorage, header: &Header) -> io::Result<Self> {
+    /// Creates the counts without their table, which only a change of the image needs.
+    pub(crate) fn new(header: &Header) -> Self {
         let bits = header.cluster_bits;
-        Ok(Self {
+        Self {
             bits,
             order: header.refcount_order,
-            table: read_table(file, header.refcounts.offset, header.refcounts.entries)?,
+            table: Vec::new(),
             table_offset: header.refcounts.offset,
             cursor: 1,
             has_released: false,
@@ -77,7 +77,13 @@ impl Refcounts {
             tables: HashSet::new(),
             batch: (FIRST >> bits).max(FEWEST),
             is_broken: false,
-        })
+        }
+    }
+
+    /// Reads the refcount table. Its blocks are read when they are needed.
+    pub(crate) fn read(&mut self, file: &FileStorage, header: &Header) -> io::Result<()> {
+        self.table = read_table(file, header.refcounts)?;
+        Ok(())
     }
 
     /// Offsets of the refcount blocks.
@@ -282,8 +288,8 @@ impl Refcounts {
     }
 
     /// Counts `missing` clusters at the end of the file, after the refcount blocks and the refcount
-    /// table that they need. Also adds the missing blocks of all clusters from `from` on. The counts
-    /// are durable after the next sync.
+    /// table that they need. Also adds the missing blocks of all clusters from `from` on. The
+    /// counts are durable after the next sync.
     fn extend(
         &mut self,
         file: &FileStorage,
@@ -432,16 +438,32 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Releases the freed clusters and the reserve, and shortens the file.
-    pub(crate) fn close(&mut self, file: &FileStorage, cache: &mut Cache) -> io::Result<()> {
-        let freed = self.take_freed();
-        let mut spans = Vec::from(std::mem::take(&mut self.reserve));
-        if freed.is_empty() && spans.is_empty() {
-            return Ok(());
-        }
+    /// True if clusters are counted that are not used.
+    pub(crate) fn has_reserve(&self) -> bool {
+        !self.reserve.is_empty()
+    }
+
+    /// Releases the reserve, and returns it. No sync is needed, because nothing has ever referred
+    /// to these clusters.
+    pub(crate) fn return_reserve(
+        &mut self,
+        file: &FileStorage,
+        cache: &mut Cache,
+    ) -> io::Result<Vec<Span>> {
+        let spans = Vec::from(std::mem::take(&mut self.reserve));
         for span in &spans {
             self.update(file, cache, span.start..span.start + span.len, &mut |_, _| 0)?;
             self.cursor = self.cursor.min(span.start);
+        }
+        Ok(spans)
+    }
+
+    /// Releases the freed clusters and the reserve, and shortens the file.
+    pub(crate) fn close(&mut self, file: &FileStorage, cache: &mut Cache) -> io::Result<()> {
+        let freed = self.take_freed();
+        let mut spans = self.return_reserve(file, cache)?;
+        if freed.is_empty() && spans.is_empty() {
+            return Ok(());
         }
         // Also the counts: the file must not end before a counted cluster.
         file.sync()?;

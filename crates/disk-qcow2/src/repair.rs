@@ -3,163 +3,155 @@
 //!
 //! The order of writes in this crate needs no repair. But other programs mark an image as dirty
 //! while its reference counts are out of date (QEMU's `lazy_refcounts`). Then all references are
-//! counted, in one pass over the tables, before anything else is written.
+//! counted before anything else is written. Each table is read once, in the order of the file, even
+//! if many snapshots share it. [`Check`](crate::check::Check) has the thread for that.
 
 use crate::format::Format;
-use crate::header::{be32, be64};
+use crate::header::{Table, be64};
 use crate::snapshot::Snapshot;
 use crate::storage::FileStorage;
-use crate::tables::{COMPRESSED, COPIED, Cache, Layout, OFFSET, read_table};
+use crate::tables::{
+    COMPRESSED, COPIED, Cache, Layout, OFFSET, damaged, for_each_entry, read_table,
+};
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
-/// Maximum number of clusters of a file whose references are counted: 256 MiB of memory.
+/// Maximum number of clusters whose references are counted, with two bytes of memory each.
 const MOST: u64 = 64 << 20;
+/// Maximum number of L2 tables, with those of snapshots.
+const MOST_TABLES: usize = 6 << 20;
 
-/// Calls `found` for the clusters of each reference: of the header, of tables and of data.
-/// References that are not aligned are skipped, because accesses to them fail.
-fn references(
-    format: &Format,
-    snapshots: &[Snapshot],
-    found: &mut dyn FnMut(Range<u64>),
-) -> io::Result<()> {
-    let (header, file, bits) = (&format.header, &format.file, format.layout.bits);
-    let mut add = |offset: u64, len: u64| {
-        if offset.is_multiple_of(1 << bits) {
-            found(offset >> bits..offset.saturating_add(len).div_ceil(1 << bits));
+/// Scan of all references of an image.
+pub(crate) struct Scan<'a> {
+    pub(crate) format: &'a Format,
+    pub(crate) snapshots: &'a [Snapshot],
+    /// Returns false if the scan has to end.
+    pub(crate) goes_on: &'a dyn Fn() -> bool,
+}
+
+impl Scan<'_> {
+    /// Calls `found` for the clusters of each reference, with the number of such references: of the
+    /// header, of tables and of data. References that are not aligned are skipped, because accesses
+    /// to them fail.
+    fn references(&self, found: &mut dyn FnMut(Range<u64>, u16)) -> io::Result<()> {
+        let format = self.format;
+        let (header, file, bits) = (&format.header, &format.file, format.layout.bits);
+        let mut add = |offset: u64, len: u64, times: u16| {
+            if offset.is_multiple_of(1 << bits) {
+                found(offset >> bits..offset.saturating_add(len).div_ceil(1 << bits), times);
+            }
+        };
+        add(0, 1, 1);
+        add(header.refcounts.offset, header.refcounts.entries * 8, 1);
+        format.meta().counts.blocks().for_each(|block| add(block, 1, 1));
+        add(header.snapshots.0, Snapshot::table_len(self.snapshots), 1);
+        // L2 tables, and how many L1 tables refer to each.
+        let mut tables: BTreeMap<u64, u16> = BTreeMap::new();
+        for l1 in [header.l1].into_iter().chain(self.snapshots.iter().map(|it| it.l1)) {
+            self.check_end()?;
+            add(l1.offset, l1.entries * 8, 1);
+            let is_whole = for_each_entry(file, l1, |entry| {
+                if entry & OFFSET != 0 {
+                    let times = tables.entry(entry & OFFSET).or_default();
+                    *times = times.saturating_add(1);
+                }
+                tables.len() <= MOST_TABLES
+            })?;
+            if !is_whole {
+                return Err(damaged("more tables than a scan of them supports"));
+            }
         }
-    };
-    add(0, 1);
-    add(header.refcounts.offset, header.refcounts.entries * 8);
-    let blocks: Vec<u64> = format.meta().counts.blocks().collect();
-    blocks.into_iter().for_each(|block| add(block, 1));
-    add(header.snapshots.0, Snapshot::table_len(snapshots));
-    bitmaps(format, &mut add)?;
-    let tables = [header.l1].into_iter().chain(snapshots.iter().map(|snapshot| snapshot.l1));
-    for l1 in tables {
-        add(l1.offset, l1.entries * 8);
-        for entry in read_table(file, l1.offset, l1.entries)? {
-            let table = entry & OFFSET;
-            if table == 0 {
+        let words = format.layout.entry / 8;
+        for (at, times) in tables {
+            add(at, 1, times);
+            if at >= file.len() {
                 continue;
             }
-            add(table, 1);
-            if table >= file.len() {
-                continue;
-            }
-            let words = format.layout.entry / 8;
-            let entries = read_table(file, table, format.layout.per_table() * words)?;
-            for entry in entries.into_iter().step_by(words as usize) {
+            self.check_end()?;
+            let table = Table { offset: at, entries: format.layout.per_table() * words };
+            for entry in read_table(file, table)?.into_iter().step_by(words as usize) {
                 if entry & COMPRESSED != 0 {
                     let clusters = format.layout.compressed(entry).0;
-                    add(clusters.start << bits, (clusters.end - clusters.start) << bits);
+                    add(clusters.start << bits, (clusters.end - clusters.start) << bits, times);
                 } else if entry & OFFSET != 0 && format.data_file.is_none() {
-                    add(entry & OFFSET, 1);
+                    add(entry & OFFSET, 1, times);
                 }
             }
         }
+        Ok(())
     }
-    Ok(())
-}
 
-/// Reports the clusters of QEMU's persistent bitmaps.
-fn bitmaps(format: &Format, add: &mut dyn FnMut(u64, u64)) -> io::Result<()> {
-    let Some((directory, count)) = format.header.bitmaps else { return Ok(()) };
-    let mut at = directory;
-    for _ in 0..count {
-        let mut entry = [0; 24];
-        if at >= format.file.len() {
-            break;
+    fn check_end(&self) -> io::Result<()> {
+        match (self.goes_on)() {
+            true => Ok(()),
+            false => Err(io::ErrorKind::Interrupted.into()),
         }
-        format.file.read(&mut entry, at)?;
-        let (table, entries) = (be64(&entry, 0) & OFFSET, u64::from(be32(&entry, 8)));
-        add(table, entries * 8);
-        if table + entries * 8 <= format.file.len() {
-            for cluster in read_table(&format.file, table, entries)? {
-                if cluster & OFFSET != 0 {
-                    add(cluster & OFFSET, 1);
-                }
+    }
+
+    /// Counts all references to the clusters of the file, if `counts` is true. Also returns the
+    /// length that the file must have for all references.
+    pub(crate) fn run(&self, counts: bool) -> io::Result<(Vec<u16>, u64)> {
+        let bits = self.format.layout.bits;
+        let end = if counts { self.format.file.len().div_ceil(1 << bits) } else { 0 };
+        if end > MOST {
+            return Err(damaged("too many clusters for a repair of its reference counts"));
+        }
+        let (mut counts, mut last) = (vec![0_u16; end as usize], 0);
+        self.references(&mut |clusters, times| {
+            last = last.max(clusters.end);
+            for cluster in clusters.start..clusters.end.min(end) {
+                counts[cluster as usize] = counts[cluster as usize].saturating_add(times);
             }
-        }
-        let name = u64::from(be32(&entry, 16) & 0xffff);
-        at += (24 + name + u64::from(be32(&entry, 20))).next_multiple_of(8);
+        })?;
+        Ok((counts, last.saturating_mul(1 << bits)))
     }
-    add(directory, at - directory);
-    Ok(())
-}
 
-/// Length that the file must have for its references. They are looked up if clusters are counted
-/// beyond the end of the file, or `always`.
-pub(crate) fn needed_len(
-    format: &Format,
-    snapshots: &[Snapshot],
-    always: bool,
-) -> io::Result<Option<u64>> {
-    let bits = format.layout.bits;
-    let end = format.file.len().div_ceil(1 << bits);
-    let top = {
+    /// Writes the counts, and the flags that depend on them. Returns the defect if the image is
+    /// damaged. Afterwards, the image has to be marked as clean.
+    pub(crate) fn rebuild(&self, mut counts: Vec<u16>) -> io::Result<Result<(), &'static str>> {
+        let format = self.format;
+        let (file, bits) = (&format.file, format.layout.bits);
         let meta = &mut *format.meta();
-        meta.counts.top(&format.file, &mut meta.cache)?
-    };
-    if !format.file.grows || top <= end && !always {
-        return Ok(None);
-    }
-    let mut last = 0;
-    references(format, snapshots, &mut |clusters| last = last.max(clusters.end))?;
-    Ok((last > end).then(|| last.saturating_mul(1 << bits)))
-}
-
-/// Counts all references, and writes the counts. Returns the defect if the image is damaged.
-/// Afterwards, the image has to be marked as clean.
-pub(crate) fn rebuild(
-    format: &Format,
-    snapshots: &[Snapshot],
-) -> io::Result<Result<(), &'static str>> {
-    let (file, bits) = (&format.file, format.layout.bits);
-    let end = file.len().div_ceil(1 << bits);
-    if end > MOST {
-        return Ok(Err("it has too many clusters for a repair of its reference counts"));
-    }
-    let mut counts = vec![0_u32; end as usize];
-    references(format, snapshots, &mut |clusters| {
-        for cluster in clusters.start..clusters.end.min(end) {
-            counts[cluster as usize] = counts[cluster as usize].saturating_add(1);
+        let is_one = |at: u64| counts.get((at >> bits) as usize) == Some(&1);
+        if !is_one(0) || !meta.counts.blocks().all(is_one) {
+            return Ok(Err("it refers to its own tables as data"));
         }
-    })?;
-    let meta = &mut *format.meta();
-    let blocks: Vec<u64> = meta.counts.blocks().collect();
-    if counts.first() != Some(&1) || blocks.iter().any(|at| counts[(at >> bits) as usize] != 1) {
-        return Ok(Err("it refers to its own tables as data"));
-    }
-    if counts.iter().any(|count| u64::from(*count) > meta.counts.max()) {
-        return Ok(Err("it has more references to a cluster than can be counted"));
-    }
-    let used = counts.iter().rposition(|count| *count != 0).map_or(0, |last| last + 1);
-    let added = meta.counts.cover(file, &mut meta.cache, used as u64)?;
-    counts.resize(counts.len().max(added.end as usize), 0);
-    counts[added.start as usize..added.end as usize].fill(1);
-    let all = 0..counts.len() as u64;
-    meta.counts.update(file, &mut meta.cache, all, &mut |nth, _| counts[nth as usize].into())?;
-    meta.counts.restart();
-    file.sync()?;
-    // Flags of entries whose clusters have one reference.
-    let is_one = |at: u64| counts.get((at >> bits) as usize) == Some(&1);
-    for nth in 0..meta.l1.len() {
-        let (old, table) = (meta.l1[nth], meta.l1[nth] & OFFSET);
-        if table == 0 || !table.is_multiple_of(1 << bits) || table >= file.len() {
-            continue;
+        let most = meta.counts.max().min(u64::from(u16::MAX) - 1);
+        if counts.iter().any(|count| u64::from(*count) > most) {
+            return Ok(Err("it has more references to a cluster than can be counted"));
         }
-        let new = table | if is_one(table) { COPIED } else { 0 };
-        if new != old {
-            file.patch(&new.to_be_bytes(), format.header.l1.offset + nth as u64 * 8)?;
-            meta.l1[nth] = new;
+        let used = counts.iter().rposition(|count| *count != 0).map_or(0, |last| last + 1);
+        let added = meta.counts.cover(file, &mut meta.cache, used as u64)?;
+        counts.resize(counts.len().max(added.end as usize), 0);
+        counts[added.start as usize..added.end as usize].fill(1);
+        let all = 0..counts.len() as u64;
+        let count = &mut |nth: u64, _| counts[nth as usize].into();
+        meta.counts.update(file, &mut meta.cache, all, count)?;
+        meta.counts.restart();
+        file.sync()?;
+        // Flags of entries whose clusters have one reference.
+        let is_one = |at: u64| counts.get((at >> bits) as usize) == Some(&1);
+        let l1 = format.header.l1;
+        for at in (l1.offset..l1.offset + l1.entries * 8).step_by(8) {
+            let old = meta.cache.number(file, at)?;
+            let table = old & OFFSET;
+            if table == 0 || !table.is_multiple_of(1 << bits) || table >= file.len() {
+                continue;
+            }
+            self.check_end()?;
+            let new = table | if is_one(table) { COPIED } else { 0 };
+            if new != old {
+                let change = |bytes: &mut [u8]| bytes.copy_from_slice(&new.to_be_bytes());
+                meta.cache.change(file, at, 8, change)?;
+            }
+            if format.data_file.is_none() {
+                mark_entries(file, &mut meta.cache, &format.layout, table, &is_one)?;
+            }
         }
-        if format.data_file.is_none() {
-            mark_entries(file, &mut meta.cache, &format.layout, table, &is_one)?;
-        }
+        file.sync()?;
+        Ok(Ok(()))
     }
-    file.sync()?;
-    Ok(Ok(()))
 }
 
 /// Sets the flags of the entries of an L2 table.

@@ -73,6 +73,9 @@ pub(crate) struct FileStorage {
     lost: AtomicI32,
     /// True if the file does not support holes.
     no_holes: AtomicBool,
+    /// Number of reads, for tests.
+    #[cfg(test)]
+    pub(crate) reads: AtomicU64,
     /// Changes of the file in their order, for tests of crashes.
     #[cfg(test)]
     pub(crate) log: parking_lot::Mutex<Option<Vec<Change>>>,
@@ -101,6 +104,8 @@ impl FileStorage {
             lost: AtomicI32::new(0),
             no_holes: AtomicBool::new(false),
             #[cfg(test)]
+            reads: AtomicU64::new(0),
+            #[cfg(test)]
             log: parking_lot::Mutex::default(),
         })
     }
@@ -110,15 +115,13 @@ impl FileStorage {
         self.len.load(Ordering::Acquire)
     }
 
-    /// Maximum number of clusters with tables. In a valid image they occupy space in the file system;
-    /// only data can be holes.
-    pub(crate) fn most_clusters(&self, cluster_bits: u32) -> io::Result<u64> {
+    /// Number of bytes that the file occupies in its file system, or `u64::MAX` if that is unknown.
+    pub(crate) fn occupied(&self) -> io::Result<u64> {
         use std::os::unix::fs::MetadataExt;
-        if !self.grows {
-            return Ok(u64::MAX);
+        match self.file.metadata()?.blocks().saturating_mul(512) {
+            occupied @ 1.. if self.grows => Ok(occupied),
+            _ => Ok(u64::MAX),
         }
-        let blocks = self.file.metadata()?.blocks();
-        Ok((blocks.saturating_mul(512) >> cluster_bits).saturating_add(16))
     }
 
     /// Error number of the first sync that has lost data, or 0 if no data were lost.
@@ -162,6 +165,8 @@ impl FileStorage {
             into.copy_from_slice(&copy[skip..skip + into.len()]);
             return Ok(());
         }
+        #[cfg(test)]
+        self.reads.fetch_add(1, Ordering::Relaxed);
         let mut done = 0;
         while done < into.len() {
             let at = place(offset.saturating_add(done as u64))?;

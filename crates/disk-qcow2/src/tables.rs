@@ -3,8 +3,8 @@
 //! The cache writes through: a change of a table is in the file before the change returns. So a
 //! slice can be dropped at any time.
 
-use crate::header::{Header, be64};
-use crate::storage::{FileStorage, IoBuffer, Reach, SECTOR};
+use crate::header::{Header, Table, be64};
+use crate::storage::{ALIGNMENT, FileStorage, IoBuffer, Reach, SECTOR};
 use std::collections::HashMap;
 use std::io;
 
@@ -18,8 +18,12 @@ pub(crate) const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
 /// Maximum size of a slice of a table in the cache.
 const SLICE: u64 = 16 << 10;
-/// Maximum size of the cache of an image in bytes.
-const CACHE: u64 = 16 << 20;
+/// Maximum size of the cache of an image in bytes. Its backing files share another one.
+pub(crate) const CACHE: u64 = 16 << 20;
+/// Minimum size of the cache of a backing file.
+const MIN_CACHE: u64 = 256 << 10;
+/// Number of entries of a long table that are read at once.
+const PIECE: u64 = 64 << 10;
 
 /// Returns the error for a table or an entry that is not valid.
 pub(crate) fn damaged(why: &'static str) -> io::Error {
@@ -159,6 +163,8 @@ impl Cluster {
 /// Cache of slices of L2 tables and refcount blocks, by their offsets in the file.
 pub(crate) struct Cache {
     slice: u64,
+    /// Maximum number of young slices.
+    most: usize,
     /// Slices that were used lately. When there are too many, they become the old ones.
     young: HashMap<u64, IoBuffer>,
     old: HashMap<u64, IoBuffer>,
@@ -167,7 +173,16 @@ pub(crate) struct Cache {
 impl Cache {
     pub(crate) fn new(cluster_bits: u32) -> Self {
         let slice = SLICE.min(1 << cluster_bits);
-        Self { slice, young: HashMap::new(), old: HashMap::new() }
+        let mut cache = Self { slice, most: 0, young: HashMap::new(), old: HashMap::new() };
+        cache.limit(CACHE);
+        cache
+    }
+
+    /// Sets the maximum size in bytes.
+    pub(crate) fn limit(&mut self, bytes: u64) {
+        // A buffer is longer than its slice, because it is aligned.
+        let slice = self.slice + ALIGNMENT as u64;
+        self.most = (bytes.max(MIN_CACHE) / 2 / slice) as usize;
     }
 
     /// Returns the slice that contains the byte at `at`, and its offset.
@@ -189,7 +204,7 @@ impl Cache {
                     slice
                 }
             };
-            if self.young.len() as u64 >= CACHE / 2 / (self.slice + 4096) {
+            if self.young.len() >= self.most {
                 self.old = std::mem::take(&mut self.young);
             }
             self.young.insert(base, slice);
@@ -243,11 +258,28 @@ impl Cache {
     }
 }
 
-/// Reads `entries` numbers from `offset` on.
-pub(crate) fn read_table(file: &FileStorage, offset: u64, entries: u64) -> io::Result<Vec<u64>> {
-    let mut bytes = IoBuffer::new((entries * 8).next_multiple_of(SECTOR) as usize);
-    file.read(&mut bytes, offset)?;
-    Ok((0..entries as usize).map(|nth| be64(&bytes, nth * 8)).collect())
+/// Reads the numbers of a table.
+pub(crate) fn read_table(file: &FileStorage, table: Table) -> io::Result<Vec<u64>> {
+    let mut bytes = IoBuffer::new((table.entries * 8).next_multiple_of(SECTOR) as usize);
+    file.read(&mut bytes, table.offset)?;
+    Ok((0..table.entries as usize).map(|nth| be64(&bytes, nth * 8)).collect())
+}
+
+/// Calls `found` with each number of a long table, which is read piece by piece. Stops if `found`
+/// returns false, and returns false then.
+pub(crate) fn for_each_entry(
+    file: &FileStorage,
+    table: Table,
+    mut found: impl FnMut(u64) -> bool,
+) -> io::Result<bool> {
+    for first in (0..table.entries).step_by(PIECE as usize) {
+        let entries = PIECE.min(table.entries - first);
+        let piece = read_table(file, Table { offset: table.offset + first * 8, entries })?;
+        if !piece.into_iter().all(&mut found) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -284,7 +316,8 @@ mod tests {
                 assert_eq!(cache.number(&storage, at).unwrap(), nth);
                 let held = (cache.young.len() + cache.old.len()) as u64 * (cache.slice + 4096);
                 assert!(held <= CACHE, "{held}");
-                assert_eq!(read_table(&storage, at, 1).unwrap(), [nth]);
+                let table = Table { offset: at, entries: 1 };
+                assert_eq!(read_table(&storage, table).unwrap(), [nth]);
             }
         }
         assert!(Cache::new(16).slice(&storage, 1 << 30).is_err(), "beyond the end of the file");

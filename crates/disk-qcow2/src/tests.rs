@@ -2,16 +2,21 @@
 //! killed after any of them, or the power is lost: any of the changes since the last sync, in units
 //! of sectors, are missing. The image must have no errors then, and its data must be right.
 
+use crate::check::Check;
+use crate::error::OpenError;
 use crate::image::Image;
-use crate::open::{ByPath, open};
+use crate::open::{ByPath, Opened, open};
 use crate::storage::{Change, IoBuffer, Reach};
-use shadowbell_disk::{DiskInfo, Op, Request};
+use shadowbell_disk::{DiskError, DiskInfo, Op, Request};
 use shadowbell_disk_file::{Aio, Direct, FileOptions};
 use shadowbell_testing::disks::Random;
 use shadowbell_testing::programs::skipped;
+use shadowbell_testing::wait;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 
 const SIZE: u64 = 3 << 20;
 const BLOCK: u64 = 512;
@@ -53,10 +58,18 @@ fn qemu_img(arguments: &[&str]) -> Option<i32> {
     }
 }
 
-fn open_image(path: &Path) -> Image {
+fn try_open(path: &Path, read_only: bool) -> Result<Opened, OpenError> {
     let mut options = FileOptions::default();
     (options.aio, options.direct, options.allow_backing) = (Aio::Threads, Direct::Off, true);
-    let opened = open(path, &options, &mut ByPath).unwrap();
+    options.read_only = read_only;
+    open(path, &options, &mut ByPath)
+}
+
+fn open_image(path: &Path) -> Image {
+    image_of(try_open(path, false).unwrap(), path)
+}
+
+fn image_of(opened: Opened, path: &Path) -> Image {
     Image::new(opened, DiskInfo::new(512, SIZE / 512), path.display().to_string())
 }
 
@@ -66,7 +79,25 @@ fn content(image: &Image) -> Vec<u8> {
     all.to_vec()
 }
 
-fn run(path: &Path, random: &mut Random) -> Workload {
+/// Random request; `None` lets the disk be idle.
+fn any_request(random: &mut Random) -> Option<Request> {
+    if random.below(20) == 0 {
+        return None;
+    }
+    let first = random.below(SIZE / BLOCK);
+    let most = if random.below(4) == 0 { 256 } else { 16 };
+    let blocks = 1 + random.below(most.min(SIZE / BLOCK - first));
+    let op = match random.below(10) {
+        0..6 => Op::Write { fua: false },
+        6 => Op::Discard,
+        7 => Op::WriteZeroes { fua: false, deallocate: random.below(2) == 0 },
+        _ => Op::Flush,
+    };
+    Some(Request { op, offset: first * BLOCK, len: blocks * BLOCK })
+}
+
+/// Executes requests and records the changes of the file.
+fn run(path: &Path, random: &mut Random, requests: &[Option<Request>]) -> Workload {
     let image = open_image(path);
     let disk = content(&image);
     let file = std::fs::read(path).unwrap();
@@ -74,16 +105,10 @@ fn run(path: &Path, random: &mut Random) -> Workload {
     *log.lock() = Some(Vec::new());
     let len = || log.lock().as_ref().unwrap().len();
     let mut done = Vec::new();
-    for _ in 0..OPS {
-        let first = random.below(SIZE / BLOCK);
-        let most = if random.below(4) == 0 { 256 } else { 16 };
-        let blocks = 1 + random.below(most.min(SIZE / BLOCK - first));
-        let (offset, size) = (first * BLOCK, blocks * BLOCK);
-        let op = match random.below(10) {
-            0..6 => Op::Write { fua: false },
-            6 => Op::Discard,
-            7 => Op::WriteZeroes { fua: false, deallocate: random.below(2) == 0 },
-            _ => Op::Flush,
+    for request in requests {
+        let Some(Request { op, offset, len: size }) = *request else {
+            image.settle();
+            continue;
         };
         let start = len();
         let mut data = vec![0; size as usize];
@@ -98,9 +123,6 @@ fn run(path: &Path, random: &mut Random) -> Workload {
             image.run(&Request { op, offset, len: size }, Some(&mut buffer)).unwrap();
         }
         done.push(Done { op, offset, data, start, end: len() });
-        if random.below(20) == 0 {
-            image.settle();
-        }
     }
     image.settle();
     let changes = log.lock().take().unwrap();
@@ -172,18 +194,35 @@ impl Workload {
     }
 
     /// Loses the power after a random change.
-    fn lose_power(&self, path: &Path, random: &mut Random, context: &str) {
+    fn lose_power_at_random(&self, path: &Path, random: &mut Random, context: &str) {
         let cut = random.below(self.changes.len() as u64 + 1) as usize;
-        let changes = &self.changes[..cut];
-        let is_sync = |change: &Change| matches!(change, Change::Sync);
-        let synced = changes.iter().rposition(is_sync).map_or(0, |at| at + 1);
-        let mut file = self.file.clone();
-        // Probability, in eighths, that a change is on the storage.
+        // Probability, in eighths, that a sector is on the storage.
         let odds = random.below(9);
+        let context = format!("{context}: {odds} of 8");
+        self.lose_power(path, cut, &mut |_| random.below(8) < odds, &context);
+    }
+
+    /// Number of changes of the first `cut` ones that are before the last sync.
+    fn synced(&self, cut: usize) -> usize {
+        let is_sync = |change: &Change| matches!(change, Change::Sync);
+        self.changes[..cut].iter().rposition(is_sync).map_or(0, |at| at + 1)
+    }
+
+    /// Loses the power after `cut` changes. `keeps` is called for each sector of a change since the
+    /// last sync, with the number of the change, and returns true if the sector is on the storage.
+    fn lose_power(
+        &self,
+        path: &Path,
+        cut: usize,
+        keeps: &mut dyn FnMut(usize) -> bool,
+        context: &str,
+    ) {
+        let (changes, synced) = (&self.changes[..cut], self.synced(cut));
+        let mut file = self.file.clone();
         for (nth, change) in changes.iter().enumerate() {
             let is_durable = matches!(change, Change::Write { reach: Reach::Storage, .. });
             let is_there = nth < synced || is_durable && nth + 1 < cut;
-            apply(&mut file, change, || is_there || random.below(8) < odds);
+            apply(&mut file, change, || is_there || keeps(nth));
         }
         let flushed = |done: &&Done| done.op == Op::Flush && done.end <= cut;
         let kept = match self.done.iter().filter(flushed).map(|done| done.end).next_back() {
@@ -191,7 +230,7 @@ impl Workload {
             None => 0,
         };
         let started = self.done.iter().take_while(|done| done.start < cut).count();
-        let context = format!("{context}: no power at {cut}, {odds} of 8");
+        let context = format!("{context}: no power at {cut}");
         self.check(path, &file, kept, started.max(kept), &context);
     }
 }
@@ -206,11 +245,12 @@ fn crashes(fresh: impl Fn(&Path) -> bool) {
         if !fresh(&path) {
             return;
         }
-        let workload = run(&path, &mut random);
+        let requests: Vec<_> = (0..OPS).map(|_| any_request(&mut random)).collect();
+        let workload = run(&path, &mut random, &requests);
         for round in 0..CRASHES {
             let context = format!("seed {seed} round {round}");
             workload.kill(&path, &mut random, &context);
-            workload.lose_power(&path, &mut random, &context);
+            workload.lose_power_at_random(&path, &mut random, &context);
         }
     }
 }
@@ -304,6 +344,37 @@ fn crashes_with_compressed_clusters() {
     });
 }
 
+/// An allocation that needs freed clusters releases them after a sync. Otherwise their counts could
+/// be on the storage without the tables that no longer refer to them.
+#[test]
+fn crashes_between_the_release_and_the_use_of_clusters() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("disk.qcow2");
+    if !create(&path, "cluster_size=4k", &[]) {
+        return;
+    }
+    with_data(&path);
+    let request = |op, offset, len| Some(Request { op, offset, len });
+    let write = Op::Write { fua: false };
+    let requests = [
+        request(Op::Discard, 0, 512 << 10),
+        request(write, 2 << 20, 64 << 10),
+        request(Op::Discard, 512 << 10, 512 << 10),
+        None,
+        request(write, 0, 64 << 10),
+    ];
+    let workload = run(&path, &mut Random(11), &requests);
+    let is_end = |cut: &usize| matches!(workload.changes.get(*cut), None | Some(Change::Sync));
+    for cut in (1..=workload.changes.len()).filter(is_end) {
+        for nth in workload.synced(cut)..cut {
+            let context = format!("only {nth}");
+            workload.lose_power(&path, cut, &mut |change| change == nth, &context);
+            let context = format!("without {nth}");
+            workload.lose_power(&path, cut, &mut |change| change != nth, &context);
+        }
+    }
+}
+
 /// The tables of an answered write are in the file, and the order of writes has no exceptions for a
 /// file that is overwritten while it is open.
 #[test]
@@ -324,4 +395,122 @@ fn an_open_image_has_no_errors() {
     let mut features = [0; 8];
     header.read_exact_at(&mut features, 72).unwrap();
     assert_eq!(features, [0; 8], "no dirty bit is needed");
+}
+
+/// The repair of a dirty image reads a table once, however many snapshots share it, and counts each
+/// of them.
+#[test]
+fn tables_that_snapshots_share_are_read_once() {
+    const SNAPSHOTS: u64 = 200;
+    const CLUSTER: u64 = 4096;
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("disk.qcow2");
+    if !create(&path, "cluster_size=4k", &[]) {
+        return;
+    }
+    with_data(&path);
+    let before = content(&open_image(&path));
+    let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+    let mut l1_offset = [0; 8];
+    file.read_exact_at(&mut l1_offset, 40).unwrap();
+    let mut l1 = [0; 16];
+    file.read_exact_at(&mut l1, u64::from_be_bytes(l1_offset)).unwrap();
+    (l1[0], l1[8]) = (l1[0] & 0x7f, l1[8] & 0x7f);
+    let first = file.metadata().unwrap().len().next_multiple_of(CLUSTER);
+    let table = first + SNAPSHOTS * CLUSTER;
+    let mut entries = Vec::new();
+    for nth in 0..SNAPSHOTS {
+        let at = first + nth * CLUSTER;
+        file.write_all_at(&l1, at).unwrap();
+        let id = format!("{nth:08}");
+        entries.extend(at.to_be_bytes());
+        entries.extend([0, 0, 0, 2, 0, 8, 0, 0]);
+        entries.extend([0; 20]);
+        entries.extend(16_u32.to_be_bytes());
+        entries.extend([0; 8]);
+        entries.extend(SIZE.to_be_bytes());
+        entries.extend(id.as_bytes());
+    }
+    file.write_all_at(&entries, table).unwrap();
+    let end = (table + entries.len() as u64).next_multiple_of(CLUSTER);
+    file.set_len(end).unwrap();
+    file.write_all_at(&(SNAPSHOTS as u32).to_be_bytes(), 60).unwrap();
+    file.write_all_at(&table.to_be_bytes(), 64).unwrap();
+    file.write_all_at(&[1], 79).unwrap();
+    let image = open_image(&path);
+    // The header, the entry of each snapshot, its L1 table, and the tables that they share.
+    let reads = image.format.file.reads.load(Ordering::Relaxed);
+    assert!(reads < 3 * SNAPSHOTS, "{reads} reads");
+    assert!(content(&image) == before);
+    drop(image);
+    assert_eq!(qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]), Some(0));
+}
+
+/// Opening a valid image reads no L2 table, however many there are.
+#[test]
+fn a_valid_image_is_opened_without_a_check() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("disk.qcow2");
+    if !create(&path, "cluster_size=512", &[]) {
+        return;
+    }
+    with_data(&path);
+    let image = open_image(&path);
+    // The image has 48 L2 tables, and some refcount blocks at its end are empty.
+    let reads = image.format.file.reads.load(Ordering::Relaxed);
+    assert!(reads < 48, "{reads} reads");
+}
+
+#[test]
+fn more_tables_than_fit_into_the_file_are_refused() {
+    const TABLES: u64 = 32768;
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("disk.qcow2");
+    crate::create(&path, SIZE).unwrap();
+    let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+    // Tables that occupy no space, behind each other.
+    let l1: Vec<u8> = (0..TABLES).flat_map(|n| ((1 << 30) + (n << 16)).to_be_bytes()).collect();
+    file.write_all_at(&l1, 1 << 20).unwrap();
+    file.write_all_at(&(TABLES as u32).to_be_bytes(), 36).unwrap();
+    file.write_all_at(&(1_u64 << 20).to_be_bytes(), 40).unwrap();
+    file.set_len(4 << 30).unwrap();
+    let Err(error) = try_open(&path, false) else { panic!("the image was opened") };
+    assert!(error.to_string().contains("more tables than fit"), "{error}");
+    let image = image_of(try_open(&path, true).unwrap(), &path);
+    assert!(content(&image).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn requests_wait_for_the_check_of_the_tables() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("disk.qcow2");
+    crate::create(&path, SIZE).unwrap();
+    for passes in [true, false] {
+        let mut opened = try_open(&path, false).unwrap();
+        let (sender, receiver) = channel();
+        opened.check = Check::run("x", move |_| receiver.recv().unwrap()).unwrap();
+        let image = image_of(opened, &path);
+        let ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let read = scope.spawn(|| {
+                let request = Request { op: Op::Read, offset: 0, len: 4096 };
+                let result = image.run(&request, Some(&mut IoBuffer::new(4096)));
+                ended.store(true, Ordering::SeqCst);
+                result
+            });
+            wait::moment();
+            assert!(!ended.load(Ordering::SeqCst), "a request has not waited");
+            let mut extents = Vec::new();
+            image.extents(0, SIZE, &mut |extent| {
+                extents.push((extent.len, extent.allocated));
+                true
+            });
+            assert_eq!(extents, [(SIZE, true)]);
+            let why = || OpenError::Damaged { path: "x".to_owned(), why: String::new() };
+            sender.send(if passes { Ok(()) } else { Err(why()) }).unwrap();
+            let wanted = if passes { Ok(()) } else { Err(DiskError::Io(libc::EIO)) };
+            assert_eq!(read.join().unwrap(), wanted);
+        });
+        assert_eq!(image.has_lost(), !passes);
+    }
 }

@@ -120,8 +120,10 @@ impl Format {
             None => None,
         };
         let Span { start, is_fresh, .. } = meta.counts.allocate(&self.file, &mut meta.cache, 1)?;
-        let at = start << layout.bits;
-        let write = || -> io::Result<()> {
+        let (at, place) = (start << layout.bits, self.l1_entry(cluster)?);
+        meta.cache.forget(at, size);
+        let cache = &mut meta.cache;
+        let mut write = || -> io::Result<()> {
             let mut table = IoBuffer::new(size as usize);
             if let Some(old) = old {
                 self.file.read(&mut table, old)?;
@@ -133,18 +135,15 @@ impl Format {
             if old.is_some() || !is_fresh {
                 self.file.write(&table, at, Reach::Storage)?;
             }
-            let nth = cluster / layout.per_table();
-            let place = self.header.l1.offset + nth * 8;
-            self.file.patch(&(at | COPIED).to_be_bytes(), place)
+            let entry = (at | COPIED).to_be_bytes();
+            cache.change(&self.file, place, 8, |bytes| bytes.copy_from_slice(&entry))
         };
-        meta.cache.forget(at, size);
         if let Err(error) = write() {
             if is_full(&error) {
                 meta.counts.give_back(start, 1);
             }
             return Err(error);
         }
-        meta.l1[(cluster / layout.per_table()) as usize] = at | COPIED;
         meta.counts.tables.insert(start);
         if let Some(old) = old {
             meta.counts.free(old >> layout.bits..(old >> layout.bits) + 1);
@@ -164,6 +163,12 @@ impl Format {
         let mask = layout.mask(step.from, step.to) | old;
         let all = u32::MAX >> mask.leading_zeros() & u32::MAX << mask.trailing_zeros();
         all & layout.all()
+    }
+
+    /// Bytes of the cluster in these subclusters.
+    fn written_bytes(&self, step: &Step) -> Range<u64> {
+        let (mask, unit) = (self.written(step), self.layout.unit());
+        u64::from(mask.trailing_zeros()) * unit..u64::from(u32::BITS - mask.leading_zeros()) * unit
     }
 
     /// Writes the data of the steps to their locations.
@@ -191,9 +196,7 @@ impl Format {
                 }
                 continue;
             }
-            let mask = self.written(step);
-            let lo = u64::from(mask.trailing_zeros()) * layout.unit();
-            let hi = u64::from(u32::BITS - mask.leading_zeros()) * layout.unit();
+            let Range { start: lo, end: hi } = self.written_bytes(step);
             let mut whole = IoBuffer::new((hi - lo) as usize);
             self.read(&mut whole, base + lo)?;
             whole[(step.from - lo) as usize..(step.to - lo) as usize]
@@ -211,10 +214,8 @@ impl Format {
         if !step.links {
             return true;
         }
-        let (layout, mask) = (&self.layout, self.written(step));
-        let lo = u64::from(mask.trailing_zeros()) * layout.unit();
-        let hi = u64::from(u32::BITS - mask.leading_zeros()) * layout.unit();
-        let hi = hi.min(layout.size - base);
+        let Range { start: lo, end: hi } = self.written_bytes(step);
+        let hi = hi.min(self.layout.size - base);
         let is_whole = step.from <= lo && step.to >= hi;
         let is_blank = || {
             let (runs, end) = (self.runs(base + lo, hi - lo), base + hi);

@@ -28,7 +28,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 #[derive(Serialize, Deserialize)]
-pub(crate) struct KeptImage {
+pub(crate) struct SavedImage {
     /// Descriptors that name the image, its data file and its backing files, in this order.
     files: Vec<FdRef>,
     pub(crate) block_size: u32,
@@ -40,13 +40,13 @@ pub(crate) struct KeptImage {
     locked: bool,
 }
 
-pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage> {
+pub(crate) fn save(image: &Image, fds: &mut Descriptors) -> io::Result<SavedImage> {
     let mut files = Vec::new();
     for file in &image.files {
         files.push(fds.add(file.name_for_next()?));
     }
     let info = &image.info;
-    Ok(KeptImage {
+    Ok(SavedImage {
         files,
         block_size: info.block_size,
         blocks: info.blocks,
@@ -57,19 +57,19 @@ pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage
 }
 
 /// Source of the files of a checkpoint.
-pub(crate) struct Kept<'a> {
+pub(crate) struct SavedFiles<'a> {
     files: std::vec::IntoIter<FdRef>,
     fds: &'a mut Descriptors,
     wait: Wait<'a>,
 }
 
-impl<'a> Kept<'a> {
-    pub(crate) fn new(kept: &KeptImage, fds: &'a mut Descriptors, wait: Wait<'a>) -> Self {
+impl<'a> SavedFiles<'a> {
+    pub(crate) fn new(kept: &SavedImage, fds: &'a mut Descriptors, wait: Wait<'a>) -> Self {
         Self { files: kept.files.clone().into_iter(), fds, wait }
     }
 }
 
-impl Files for Kept<'_> {
+impl Files for SavedFiles<'_> {
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
         let named = self.files.next().ok_or_else(|| "it has other files".to_owned());
         let named = named.and_then(|fd| self.fds.take(fd).map_err(|error| error.to_string()));

@@ -184,18 +184,18 @@ fn the_server_of_a_file_system_is_killed() {
                 }
                 is_time
             });
-            let is_gone = |error: &DiskError| {
+            let is_removal = |error: &DiskError| {
                 matches!(error, DiskError::Io(libc::ENOTCONN | libc::ECONNABORTED))
             };
-            assert!(errors.iter().all(is_gone), "{context}: {errors:?}");
+            assert!(errors.iter().all(is_removal), "{context}: {errors:?}");
             for error in [
                 read(&mut *queue, SIZE - BLOCK, 4096).unwrap_err(),
                 write(&mut *queue, 0, &[1; 4096]).unwrap_err(),
                 flush(&mut *queue).unwrap_err(),
             ] {
-                assert!(is_gone(&error), "{context}: {error:?}");
+                assert!(is_removal(&error), "{context}: {error:?}");
             }
-            // The image is closed while its storage is gone.
+            // The image is closed while its storage is removed.
             drop((queue, disk, mount));
             model.compare(&open_soon(&behind, options), &context);
             check(&behind);
@@ -203,8 +203,8 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// A file that is shorter than its tables require is a copy that is not complete. It is not written,
-/// and requests on the missing clusters fail.
+/// A file that is shorter than its tables require is a copy that is not complete. It is not
+/// written, and requests on the missing clusters fail.
 #[test]
 fn a_file_shorter_than_its_tables_is_only_read() {
     let directory = directory();
@@ -331,10 +331,10 @@ fn a_file_system_is_shut_down() {
                 is_shut
             });
             // After the shutdown, the file system may report that it is read-only.
-            let is_gone =
+            let is_removal =
                 |error: &DiskError| matches!(error, DiskError::Io(libc::EIO | libc::EROFS));
-            assert!(errors.iter().all(is_gone), "{context}: {errors:?}");
-            assert!(is_gone(&flush(&mut *queue).unwrap_err()), "{context}");
+            assert!(errors.iter().all(is_removal), "{context}: {errors:?}");
+            assert!(is_removal(&flush(&mut *queue).unwrap_err()), "{context}");
             drop((queue, disk));
             // Another test may just have forked a child process. It holds all open files until it
             // executes its program, so the unmount is repeated.

@@ -25,7 +25,7 @@ fn image(directory: &Path, size: u64) -> PathBuf {
 
 /// Returns two flags for the first bytes of a cluster: true if reads take the fast path, and true
 /// if writes do.
-fn straight(disk: &Qcow2Disk, cluster: u64) -> (bool, bool) {
+fn fast_path(disk: &Qcow2Disk, cluster: u64) -> (bool, bool) {
     let at = cluster * CLUSTER;
     (disk.uses_fast_path(at, 4096, false), disk.uses_fast_path(at, 4096, true))
 }
@@ -37,9 +37,9 @@ fn allocated_clusters_take_the_fast_path() {
     let disk = open(&path, "");
     let mut queue = disk.queue().unwrap();
     assert_eq!(read(&mut *queue, 0, 4096).unwrap(), [0; 4096]);
-    assert_eq!(straight(&disk, 0), (false, false), "there is no cluster");
+    assert_eq!(fast_path(&disk, 0), (false, false), "there is no cluster");
     write(&mut *queue, 0, &vec![1; 4 * CLUSTER as usize]).unwrap();
-    assert_eq!((straight(&disk, 0), straight(&disk, 3)), ((true, true), (true, true)));
+    assert_eq!((fast_path(&disk, 0), fast_path(&disk, 3)), ((true, true), (true, true)));
     assert!(disk.uses_fast_path(512, 4 * CLUSTER - 512, true), "in one piece");
     assert!(!disk.uses_fast_path(3 * CLUSTER, CLUSTER + 512, false));
     write(&mut *queue, 4096, &[2; 4096]).unwrap();
@@ -47,12 +47,12 @@ fn allocated_clusters_take_the_fast_path() {
     let zeroes = Op::WriteZeroes { deallocate: false, fua: false };
     for (op, at) in [(Op::Discard, 0), (zeroes, CLUSTER)] {
         run_one(&mut *queue, op, at, CLUSTER, Segments::new()).unwrap();
-        assert_eq!(straight(&disk, at / CLUSTER), (false, false), "{op:?}");
+        assert_eq!(fast_path(&disk, at / CLUSTER), (false, false), "{op:?}");
         assert_eq!(read(&mut *queue, at + 4096, 4096).unwrap(), [0; 4096]);
     }
     // Zeroes in a part of a cluster are written in place, so the cluster stays mapped.
     run_one(&mut *queue, zeroes, 3 * CLUSTER, 4096, Segments::new()).unwrap();
-    assert_eq!(straight(&disk, 3), (true, true));
+    assert_eq!(fast_path(&disk, 3), (true, true));
     assert_eq!(read(&mut *queue, 3 * CLUSTER, 4096).unwrap(), [0; 4096]);
     flush(&mut *queue).unwrap();
     drop((queue, disk));
@@ -60,13 +60,13 @@ fn allocated_clusters_take_the_fast_path() {
     // After the image is opened again, the first request maps a whole part of the disk.
     for (options, writes) in [("", true), ("?read-only=on", false)] {
         let disk = open(&path, options);
-        assert_eq!(straight(&disk, 2), (false, false));
+        assert_eq!(fast_path(&disk, 2), (false, false));
         read(&mut *disk.queue().unwrap(), 3 * CLUSTER, 4096).unwrap();
-        assert_eq!(straight(&disk, 2), (true, writes), "{options}");
+        assert_eq!(fast_path(&disk, 2), (true, writes), "{options}");
     }
     let disk = open(&path, "?aio=threads");
     read(&mut *disk.queue().unwrap(), 3 * CLUSTER, 4096).unwrap();
-    assert_eq!(straight(&disk, 3), (false, false), "there is no io_uring");
+    assert_eq!(fast_path(&disk, 3), (false, false), "there is no io_uring");
 }
 
 #[test]
@@ -82,9 +82,9 @@ fn clusters_shared_with_a_snapshot_take_the_slow_path() {
     let disk = open(&path, "");
     let mut queue = disk.queue().unwrap();
     read(&mut *queue, 0, 4096).unwrap();
-    assert_eq!(straight(&disk, 0), (false, false));
+    assert_eq!(fast_path(&disk, 0), (false, false));
     write(&mut *queue, 0, &[2; 4096]).unwrap();
-    assert_eq!((straight(&disk, 0), straight(&disk, 1)), ((true, true), (false, false)));
+    assert_eq!((fast_path(&disk, 0), fast_path(&disk, 1)), ((true, true), (false, false)));
     write(&mut *queue, 4096, &[3; 4096]).unwrap();
     drop((queue, disk));
     check_whole(&path);
@@ -203,7 +203,7 @@ fn a_recoverable_image_is_overwritten_after_its_tables_are_saved() {
         let copy = path.with_extension("copy");
         std::fs::copy(&path, &copy).unwrap();
         let there = read(&mut *open(&copy, "").queue().unwrap(), at, 8192).unwrap();
-        assert_eq!(there, [n + 1; 8192], "{n}, straight: {uses_fast_path}");
+        assert_eq!(there, [n + 1; 8192], "{n}, fast path: {uses_fast_path}");
         assert!(disk.uses_fast_path(at, 8192, true), "{n}");
     }
 }
@@ -272,7 +272,7 @@ fn a_table_is_never_data() {
             assert_eq!(read(&mut *queue, bad, 512), Err(DiskError::Io(libc::EIO)), "{what}");
             let outcome = write(&mut *queue, bad, &[9; 512]);
             assert_eq!(outcome, Err(DiskError::Io(libc::EIO)), "{what}");
-            assert_eq!(straight(&disk, (at - l2) / 8), (false, false), "{what}");
+            assert_eq!(fast_path(&disk, (at - l2) / 8), (false, false), "{what}");
         }
         // The other clusters of the table work normally.
         assert_eq!(read(&mut *queue, 5 * CLUSTER, 4096), Ok(vec![1; 4096]), "{what}");
@@ -311,17 +311,17 @@ fn invalid_cluster_offsets_are_not_accessed() {
         let disk = open(path, "");
         let mut queue = disk.queue().unwrap();
         let _ = read(&mut *queue, 0, 4096);
-        assert_eq!(straight(&disk, 0), (false, false), "{what}");
+        assert_eq!(fast_path(&disk, 0), (false, false), "{what}");
         assert_eq!(std::fs::metadata(path).unwrap().len(), len);
         // The other clusters of a table with an invalid entry work normally.
         assert_eq!(read(&mut *queue, CLUSTER, 4096).unwrap(), [1; 4096]);
-        assert_eq!(straight(&disk, 1), (true, true), "{what}");
+        assert_eq!(fast_path(&disk, 1), (true, true), "{what}");
     }
     for options in ["", "?read-only=on"] {
         let disk = open(tables.with(&[(l2, COPIED | 1 << 55)]), options);
         let outcome = read(&mut *disk.queue().unwrap(), 0, 512);
         assert_eq!(outcome, Err(DiskError::Io(libc::EIO)));
-        assert_eq!(straight(&disk, 0), (false, false));
+        assert_eq!(fast_path(&disk, 0), (false, false));
     }
 }
 

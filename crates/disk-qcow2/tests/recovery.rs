@@ -117,8 +117,8 @@ fn reference_counts_are_right_after_a_kill() {
     }
 }
 
-/// After the locks are released, the old process does not change the image any more, although it
-/// has clusters to return.
+/// The old process returns its unused clusters before it releases the locks. Afterwards, it does
+/// not change the image any more.
 #[test]
 fn a_released_image_is_not_changed() {
     let directory = directory();
@@ -130,6 +130,7 @@ fn a_released_image_is_not_changed() {
     let kept = keep(&disk);
     disk.release_lock();
     let next = recover(&path, kept);
+    check_whole(&killed(&path));
     write(&mut *next.queue().unwrap(), 2 * MIB, &[6; 4096]).unwrap();
     let before = std::fs::read(&path).unwrap();
     drop((queue, disk));
