@@ -108,7 +108,10 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
                 .map(u64::from),
         ),
         libc::SYS_prctl => one_of(0, &[libc::PR_SET_NAME as u64]),
-        libc::SYS_sched_setscheduler => only(is(1, libc::SCHED_IDLE as u64)?),
+        // The calling thread only.
+        libc::SYS_sched_setscheduler => {
+            Ok(vec![SeccompRule::new(vec![is(0, 0)?, is(1, libc::SCHED_IDLE as u64)?])?])
+        }
         // The SIGSYS handler, which ends the process, cannot be replaced.
         libc::SYS_rt_sigaction => only(is_not(0, libc::SIGSYS as u64)?),
         libc::SYS_kill | libc::SYS_tgkill => one_of(0, &[u64::from(std::process::id())]),

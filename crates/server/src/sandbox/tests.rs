@@ -176,6 +176,23 @@ fn sockets_of_no_family_are_created() {
     check(&alone, false);
 }
 
+/// The only scheduling class that a thread can have instead of its own is the idle class.
+#[test]
+fn a_thread_becomes_idle_and_changes_no_other() {
+    let set = |thread: usize, class: libc::c_int| {
+        call(libc::SYS_sched_setscheduler, &[thread, class as usize, PATH])
+    };
+    // The parameter is not one of a class, so that the permitted call fails in the kernel.
+    let attempts = [
+        (set(0, libc::SCHED_IDLE), "Invalid argument"),
+        (set(1, libc::SCHED_IDLE), ""),
+        (set(0, libc::SCHED_OTHER), ""),
+        (set(0, libc::SCHED_FIFO), ""),
+        (set(0, libc::SCHED_IDLE | libc::SCHED_RESET_ON_FORK), ""),
+    ];
+    check(&attempts, true);
+}
+
 /// The rings accept the requests of their users and nothing else, and cannot be changed.
 #[test]
 fn rings_accept_only_the_requests_in_use() {
