@@ -20,7 +20,7 @@ use sector::{PARTS, SECTOR, SLOT};
 
 /// Acknowledged writes of one or more sessions of the writer.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Promises {
+pub struct Acknowledged {
     /// Last acknowledged generation of each slot.
     pub slots: BTreeMap<u64, u64>,
     /// Number of acknowledged writes.
@@ -29,12 +29,12 @@ pub struct Promises {
     pub failures: Vec<String>,
 }
 
-impl Promises {
+impl Acknowledged {
     /// Parses the log of acknowledgements: `A <slot> <generation>` for a write that returned, `E
     /// <words>` for a failure. If the guest was killed while it wrote a line, the truncated line
     /// counts as no acknowledgement, also if the next session has appended to it.
     pub fn parse(log: &str) -> Self {
-        let mut promises = Self::default();
+        let mut acknowledged = Self::default();
         // The text after the last line feed is an incomplete line.
         let whole = log.rsplit_once('\n').map_or("", |(whole, _)| whole);
         for line in whole.lines() {
@@ -42,16 +42,16 @@ impl Promises {
             match (words.next(), words.next(), words.next(), words.next()) {
                 (Some("A"), Some(slot), Some(generation), None) => {
                     if let (Ok(slot), Ok(generation)) = (slot.parse(), generation.parse::<u64>()) {
-                        let last = promises.slots.entry(slot).or_default();
+                        let last = acknowledged.slots.entry(slot).or_default();
                         *last = generation.max(*last);
-                        promises.writes += 1;
+                        acknowledged.writes += 1;
                     }
                 }
-                (Some("E"), ..) => promises.failures.push(line.to_owned()),
+                (Some("E"), ..) => acknowledged.failures.push(line.to_owned()),
                 _ => {}
             }
         }
-        promises
+        acknowledged
     }
 
     /// Compares the image with the acknowledged writes. Returns one sentence for each slot with
@@ -68,7 +68,7 @@ impl Promises {
                 continue;
             }
             file.read_exact_at(&mut slot_bytes, at).with_context(|| format!("slot {slot}"))?;
-            if let Err(why) = kept(&slot_bytes, seed, slot, generation) {
+            if let Err(why) = check_sector(&slot_bytes, seed, slot, generation) {
                 broken.push(format!("slot {slot}, promised generation {generation}: {why}"));
             }
         }
@@ -76,7 +76,7 @@ impl Promises {
     }
 }
 
-fn kept(bytes: &[u8], seed: u64, slot: u64, generation: u64) -> Result<(), String> {
+fn check_sector(bytes: &[u8], seed: u64, slot: u64, generation: u64) -> Result<(), String> {
     for part in 0..PARTS {
         let bytes = bytes.get(part * SECTOR..(part + 1) * SECTOR).unwrap_or_default();
         let stamp = sector::read(part, bytes).map_err(|why| format!("sector {part}: {why}"))?;
@@ -126,12 +126,12 @@ mod tests {
 
     #[test]
     fn incomplete_lines_are_ignored() {
-        let promises =
-            Promises::parse("\nA 1 2\nA 1 3\nA 12 3\nA 7 \nA 12 3A 12 9\nE write\nA 5 66");
-        assert_eq!(promises.slots, BTreeMap::from([(1, 3), (12, 3)]));
-        assert_eq!(promises.writes, 3);
-        assert_eq!(promises.failures, ["E write"]);
-        assert_eq!(Promises::parse("A 1 2"), Promises::default());
+        let acknowledged =
+            Acknowledged::parse("\nA 1 2\nA 1 3\nA 12 3\nA 7 \nA 12 3A 12 9\nE write\nA 5 66");
+        assert_eq!(acknowledged.slots, BTreeMap::from([(1, 3), (12, 3)]));
+        assert_eq!(acknowledged.writes, 3);
+        assert_eq!(acknowledged.failures, ["E write"]);
+        assert_eq!(Acknowledged::parse("A 1 2"), Acknowledged::default());
     }
 
     #[test]
@@ -144,8 +144,8 @@ mod tests {
             put(at, &slot(1, at, 5));
         }
         let log: String = (0..6).map(|at| format!("A {at} 5\n")).collect();
-        let promises = Promises::parse(&log);
-        let broken = || promises.broken(image.path(), 1).unwrap();
+        let acknowledged = Acknowledged::parse(&log);
+        let broken = || acknowledged.broken(image.path(), 1).unwrap();
         assert!(broken().is_empty());
         put(0, &slot(1, 0, 6)); // a later write that was not acknowledged is allowed,
         put(1, &slot(1, 1, 6)[..SECTOR]); // and so is a part of it
@@ -157,7 +157,7 @@ mod tests {
         put(5, &slot(2, 5, 5)); // a write of another run
         let found = broken();
         assert_eq!(found.len(), 5, "{found:#?}");
-        let beyond = Promises::parse("A 600 1\n");
+        let beyond = Acknowledged::parse("A 600 1\n");
         assert_eq!(beyond.broken(image.path(), 1).unwrap().len(), 1);
     }
 }

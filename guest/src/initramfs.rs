@@ -40,7 +40,7 @@ const OURS: &str = "usr/sbin";
 pub const MODULES: &str = "/usr/lib/shadowbell/modules";
 
 /// Mount point of a program's directory in the tools root while its libraries are looked up.
-const LOOK: &str = "/run/shadowbell/program";
+const LOOKUP_DIR: &str = "/run/shadowbell/program";
 
 /// Files of a guest in addition to Debian's programs.
 #[derive(Debug, Clone, Copy, Default)]
@@ -79,7 +79,7 @@ pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8
     archive.symlink("usr/bin/sh", "busybox");
     let mut paths: Vec<String> = programs.iter().map(|&program| program.to_owned()).collect();
     let mut add = |found: Vec<String>| {
-        paths.extend(found.into_iter().filter(|path| !path.starts_with(LOOK)));
+        paths.extend(found.into_iter().filter(|path| !path.starts_with(LOOKUP_DIR)));
         paths.sort();
         paths.dedup();
     };
@@ -87,7 +87,7 @@ pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8
     for path in extra.linked {
         let directory = path.parent().context("a program without a directory")?;
         let name = path.file_name().context("a program without a name")?.to_string_lossy();
-        add(libraries(roots, &[(directory, LOOK)], &[&format!("{LOOK}/{name}")])?);
+        add(libraries(roots, &[(directory, LOOKUP_DIR)], &[&format!("{LOOKUP_DIR}/{name}")])?);
     }
     for path in paths {
         let name = merged(&path);

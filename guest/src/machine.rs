@@ -18,7 +18,7 @@ use crate::roots::Roots;
 use crate::rundir::RunDir;
 
 /// Path of `target/guest` inside QEMU's root.
-const KEPT: &str = "/run/shadowbell/kept";
+const KEPT_DIR: &str = "/run/shadowbell/kept";
 
 /// A running Linux guest under QEMU. Dropping it kills QEMU.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ impl Guest {
         let kernel = roots.kernel(config.kernel)?;
         let kernel = kernel.strip_prefix(roots.directory()).context("the kernel's place")?;
         let inside = Inside {
-            kernel: Path::new(KEPT).join(kernel),
+            kernel: Path::new(KEPT_DIR).join(kernel),
             initramfs: Path::new(config::FILES).join(initramfs),
             uefi_variables: Path::new(config::FILES).join("uefi-variables.fd"),
         };
@@ -63,7 +63,7 @@ impl Guest {
         let binds = [
             (run.files(), config::FILES),
             (run.sockets(), config::SOCKETS),
-            (roots.directory(), KEPT),
+            (roots.directory(), KEPT_DIR),
         ];
         let mut command = roots.command(&binds, "qemu-system-x86_64")?;
         command.args(config::arguments(config, &inside));

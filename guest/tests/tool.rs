@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use shadowbell_guest::ack::Promises;
+use shadowbell_guest::ack::Acknowledged;
 
 const SEED: u64 = 7;
 
@@ -33,22 +33,22 @@ fn acknowledged_writes_are_on_the_disk_and_losses_are_detected() {
     let (disk, log) = (directory.path().join("disk"), directory.path().join("log"));
     File::create(&disk).unwrap().set_len(64 * 4096).unwrap();
     File::create(&log).unwrap();
-    let promises = || Promises::parse(&fs::read_to_string(&log).unwrap());
+    let acknowledged = || Acknowledged::parse(&fs::read_to_string(&log).unwrap());
     for session in 0..2 {
         let output = write(&disk, &log, session << 32);
         assert!(output.status.success(), "{output:?}");
-        assert!(promises().writes > 64 && promises().failures.is_empty());
-        assert_eq!(promises().broken(&disk, SEED).unwrap(), [""; 0]);
+        assert!(acknowledged().writes > 64 && acknowledged().failures.is_empty());
+        assert_eq!(acknowledged().broken(&disk, SEED).unwrap(), [""; 0]);
         if session == 0 {
             fs::copy(&disk, directory.path().join("old")).unwrap();
         }
     }
     // The image after the first session, in which all writes of the second session are missing.
     let old = directory.path().join("old");
-    assert_eq!(promises().broken(&old, SEED).unwrap().len(), promises().slots.len());
+    assert_eq!(acknowledged().broken(&old, SEED).unwrap().len(), acknowledged().slots.len());
     // One damaged byte is detected.
     File::options().write(true).open(&disk).unwrap().write_all_at(b"x", 4096 * 9 + 700).unwrap();
-    let broken = promises().broken(&disk, SEED).unwrap();
+    let broken = acknowledged().broken(&disk, SEED).unwrap();
     assert!(broken.len() == 1 && broken[0].contains("slot 9"), "{broken:?}");
 }
 

@@ -94,7 +94,7 @@ struct Core {
     queue: Box<dyn Queue>,
     /// Block size and metadata format, if blocks have protection information.
     protection: Option<(u64, MetadataFormat)>,
-    takes_turns: bool,
+    schedules_sources: bool,
     slots: Vec<Slot>,
     free: Vec<u32>,
     /// Number of requests that the disk has.
@@ -131,7 +131,7 @@ impl Engine {
         let protected = info.metadata.filter(|format| format.protection != 0);
         let core = Core {
             protection: protected.map(|format| (info.block_size.into(), format)),
-            takes_turns: queue.takes_turns(),
+            schedules_sources: queue.schedules_sources(),
             queue,
             slots: Vec::new(),
             free: Vec::new(),
@@ -327,7 +327,7 @@ impl Core {
     }
 
     fn turn(&mut self) -> bool {
-        if self.takes_turns {
+        if self.schedules_sources {
             self.queue.begin_turn(0);
         }
         self.queue.commit();

@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn neighbours_are_merged_and_the_number_is_limited() {
-        let disk = MemDisk::lasting(2048, 512).unwrap();
+        let disk = MemDisk::recoverable(2048, 512).unwrap();
         for at in [0, 256 << 10, 512 << 10] {
             disk.bytes().write_from(at, &[1; 4096]).unwrap();
         }

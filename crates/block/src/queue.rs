@@ -144,8 +144,8 @@ impl BlockQueue {
 
     /// True if the queue benefits from [`prefetch_hint`](Self::prefetch_hint).
     #[must_use]
-    pub fn wants_prefetch_hints(&self) -> bool {
-        self.engine().with_queue(|queue| queue.wants_prefetch_hints()).unwrap_or(false)
+    pub fn uses_prefetch_hints(&self) -> bool {
+        self.engine().with_queue(|queue| queue.uses_prefetch_hints()).unwrap_or(false)
     }
 
     /// Hints that a request `op` will be submitted soon: see

@@ -19,7 +19,7 @@ use anyhow::anyhow;
 use serde::Deserialize;
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_disk_layers::Limits;
-use shadowbell_process::error_text::plain;
+use shadowbell_process::error_text::without_rust_terms;
 use shadowbell_process::exit::bad_input;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
@@ -158,7 +158,7 @@ pub fn disks_of(toml: &str) -> Vec<String> {
 pub fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
-        format!("{name}:{line}: {}", plain(error.message()))
+        format!("{name}:{line}: {}", without_rust_terms(error.message()))
     })?;
     let mut check =
         Check { text, name, groups: HashSet::new(), disks: Vec::new(), errors: Vec::new() };

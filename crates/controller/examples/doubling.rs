@@ -14,7 +14,7 @@ mod common;
 #[path = "../tests/common/held.rs"]
 mod held;
 
-use common::{BASE, Host, MEMORY, Queue, meanwhile};
+use common::{BASE, Host, MEMORY, Queue, run_beside};
 use held::Held;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Subsystem, Turns,
@@ -85,7 +85,7 @@ impl Field {
             let made = Controller::new(config, pool.clone(), Carrier::default());
             let controller = made.expect("a controller");
             let is_shared = subsystem.is_some();
-            meanwhile(&mut turns, move || {
+            run_beside(&mut turns, move || {
                 let mut host = Host::attach(controller);
                 host.enable();
                 let mut queue = host.create(1, ENTRIES, false);

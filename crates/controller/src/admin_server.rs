@@ -25,7 +25,7 @@ pub(crate) struct Fetched(Sqe);
 pub(crate) enum Next {
     Command(Fetched),
     /// The queue changed during the poll: poll again.
-    Look,
+    PollAgain,
     /// The queue is empty. The host's next doorbell write requests a turn.
     Idle,
 }
@@ -37,7 +37,7 @@ pub(crate) struct AdminServer {
     /// Shadow doorbell page and EventIdx page of Doorbell Buffer Config.
     shadow: Option<(u64, u64)>,
     /// Command that cannot start yet. Until it starts, no further command is fetched.
-    held: Option<Sqe>,
+    waiting: Option<Sqe>,
     standing: Standing,
     journal: Option<JournalPart>,
 }
@@ -45,7 +45,7 @@ pub(crate) struct AdminServer {
 impl AdminServer {
     /// Executes the control plane's orders. Returns true if commands were completed, so that the
     /// caller has to checkpoint the state again.
-    pub(crate) fn follow_orders(
+    pub(crate) fn execute_orders(
         &mut self,
         control: &Mutex<Control>,
         cx: &Context,
@@ -53,12 +53,12 @@ impl AdminServer {
     ) -> bool {
         let (orders, standing) = control.lock().admin_orders(has_fetched);
         self.standing = standing;
-        let Orders { detach, attach, table, latches, shadow, acq, completions, answers } = orders;
+        let Orders { detach, attach, table, latches, shadow, acq, completions, replies } = orders;
         if let Some(latch) = detach {
             if let Some(Attach { queue, .. }) = self.attached.take() {
                 queue.retire(&cx.shared);
             }
-            (self.shadow, self.held) = (None, None);
+            (self.shadow, self.waiting) = (None, None);
             drop(latch);
         }
         if let Some(attach) = attach {
@@ -75,14 +75,14 @@ impl AdminServer {
             if let Some(pages) = shadow {
                 self.shadow = pages;
                 if queue.change_shadow(current, pages).is_err() {
-                    control.lock().bad_admin_doorbell();
+                    control.lock().report_invalid_admin_doorbell();
                 }
             }
             if let Some(acq) = acq {
-                queue.place_cq(current, acq);
+                queue.set_cq_address(current, acq);
             }
             completions.iter().for_each(|completion| queue.complete(completion));
-            for (sqe, data) in &answers {
+            for (sqe, data) in &replies {
                 let status = match write(current, sqe, standing.page_size, data) {
                     Ok(()) => Status::SUCCESS,
                     Err(status) => {
@@ -100,7 +100,7 @@ impl AdminServer {
             }
         }
         drop(latches);
-        !answers.is_empty()
+        !replies.is_empty()
     }
 
     /// The attached queue, if the controller is ready.
@@ -117,14 +117,14 @@ impl AdminServer {
     /// Fetches the next command, if there is one and the completion queue has a free entry for it.
     /// Otherwise posts pending completions and enables doorbell events.
     pub(crate) fn next(&mut self, control: &Mutex<Control>, cx: &Context) -> Next {
-        let held = self.held.take();
+        let waiting = self.waiting.take();
         if self.queue().is_none() {
             return Next::Idle;
         }
-        if let Some(held) = held {
-            return Next::Command(Fetched(held));
+        if let Some(waiting) = waiting {
+            return Next::Command(Fetched(waiting));
         }
-        if !self.standing.begins {
+        if !self.standing.accepts_commands {
             return Next::Idle;
         }
         let Some(queue) = self.queue() else { return Next::Idle };
@@ -134,15 +134,15 @@ impl AdminServer {
                 return Next::Command(Fetched(sqe));
             }
             Ok(None) => {}
-            Err(_) => control.lock().bad_admin_doorbell(),
+            Err(_) => control.lock().report_invalid_admin_doorbell(),
         }
         post(queue, control, cx);
         match queue.arm() {
             Ok(true) => return Next::Idle,
             Ok(false) => {}
-            Err(_) => control.lock().bad_admin_doorbell(),
+            Err(_) => control.lock().report_invalid_admin_doorbell(),
         }
-        Next::Look
+        Next::PollAgain
     }
 
     /// Executes a command. Returns true if the next command can be fetched.
@@ -178,13 +178,13 @@ impl AdminServer {
                 }
             },
             Ok(Outcome::Done(dw0)) => Ok(dw0),
-            Ok(Outcome::Later) => return true,
+            Ok(Outcome::Pending) => return true,
             Ok(Outcome::Unplaced) => {
-                queue.give_up_place();
+                queue.release_last_permit();
                 return true;
             }
             Ok(Outcome::NotYet) => {
-                self.held = Some(sqe);
+                self.waiting = Some(sqe);
                 return false;
             }
             Err(status) => Err(status),
@@ -200,8 +200,8 @@ impl AdminServer {
     }
 
     /// True if no command is in flight.
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.held.is_none() && self.attached.as_ref().is_none_or(|a| a.queue.is_quiet())
+    pub(crate) fn is_idle(&self) -> bool {
+        self.waiting.is_none() && self.attached.as_ref().is_none_or(|a| a.queue.is_idle())
     }
 
     /// Snapshot of the queue. No command may be in flight. `used` is true if a command was executed

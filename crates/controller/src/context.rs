@@ -140,7 +140,7 @@ impl Context {
 
     /// True if the controller reports a volatile write cache to its host.
     pub(crate) fn has_volatile_cache(&self) -> bool {
-        self.namespaces.lock().serving.promises.volatile_cache
+        self.namespaces.lock().serving.guarantees.volatile_cache
     }
 
     /// Host-visible part of the configuration.
@@ -164,10 +164,10 @@ impl Context {
             shadow_doorbells: *shadow_doorbells,
             mapped_doorbells: self.shared.mapped,
             namespaces: namespaces.iter().map(namespace).collect(),
-            told: Some(SavedGuarantees {
+            guarantees: Some(SavedGuarantees {
                 highest_nsid: namespaces.highest(),
-                volatile_cache: namespaces.promises.volatile_cache,
-                zeroes: namespaces.promises.zeroes,
+                volatile_cache: namespaces.guarantees.volatile_cache,
+                zeroes: namespaces.guarantees.zeroes,
             }),
         }
     }
@@ -182,7 +182,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         // A dedicated I/O thread serves no other controller, so the pool gets it back.
         if let Some(worker) = self.route.target().filter(|worker| *worker >= self.pool.len()) {
-            self.pool.give_back(worker);
+            self.pool.release_claimed(worker);
         }
     }
 }

@@ -5,13 +5,13 @@ use crate::admin::Budget;
 use crate::admin_server::{AdminServer, Next};
 use crate::context::Context;
 use crate::control::{Control, Deferred};
-use crate::control_thread::{RunState, TakesTurns, Turn};
+use crate::control_thread::{RunState, Turn, TurnTask};
 use crate::journal::RecoveredJournal;
 use crate::migration_state::MigrationState;
 use crate::notice::{ControlPlane, Inbox, Notice, Notices};
 use crate::restore_error::{RestoreError, SaveError};
 use crate::route::RelocateError;
-use crate::saved::{Death, Recorded, Recorder, SavedController, SavedJournal, SavedPart};
+use crate::saved::{CauseOfDeath, Recorded, Recorder, SavedController, SavedJournal, SavedPart};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
 use shadowbell_memory::EventFd;
@@ -87,7 +87,7 @@ impl ControllerInner {
     /// Starts checkpointing the controller. The controller must not have queues yet.
     pub(crate) fn record_with(&self, recorder: Arc<dyn Recorder>) -> io::Result<()> {
         let Context { shared, config, .. } = &self.context;
-        shared.keep_journal(config.quota.requests)?;
+        shared.create_journal(config.quota.requests)?;
         let _ = self.recorder.set(recorder);
         self.record();
         Ok(())
@@ -143,7 +143,7 @@ impl ControllerInner {
         &self,
         saved: &SavedController,
         fds: &mut Descriptors,
-        death: Death,
+        death: CauseOfDeath,
     ) -> Result<usize, RestoreError> {
         let cx = &self.context;
         let SavedController { control, admin, parts, .. } = saved.clone();
@@ -153,7 +153,7 @@ impl ControllerInner {
         let mut journal = RecoveredJournal::read(&file, records, control.generation, death)?;
         let eventfds = take_eventfds(&parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
-        if death != Death::Planned {
+        if death != CauseOfDeath::Planned {
             cx.shared.count_recovery();
         }
         // The caller may have chosen the I/O thread before.
@@ -220,8 +220,8 @@ impl ControllerInner {
     }
 
     /// Returns and resets the maximum number of pending notices.
-    pub(crate) fn most_notices(&self) -> usize {
-        self.inbox.take_most()
+    pub(crate) fn max_notices(&self) -> usize {
+        self.inbox.take_max()
     }
 
     /// Handles the pending notices.
@@ -326,8 +326,8 @@ impl ControllerInner {
     }
 
     /// Lets the admin queue server execute the control plane's orders.
-    fn follow_orders(&self, server: &mut AdminServer, has_fetched: bool) {
-        if server.follow_orders(&self.control, &self.context, has_fetched) {
+    fn execute_orders(&self, server: &mut AdminServer, has_fetched: bool) {
+        if server.execute_orders(&self.control, &self.context, has_fetched) {
             self.note_change();
         }
     }
@@ -352,7 +352,7 @@ impl ControllerInner {
         let Admin { server, budget } = admin;
         let is_inline = cx.pool.control().is_inline();
         let began = Instant::now();
-        self.follow_orders(server, false);
+        self.execute_orders(server, false);
         self.record();
         server.post(control, cx);
         // Get LBA Status commands have turns of their own, whose CPU time is charged here.
@@ -375,14 +375,14 @@ impl ControllerInner {
             // In inline mode, turns run on a caller's thread, and only the number of commands
             // limits them. The caller limits the time.
             if served == TURN_COMMANDS || !is_inline && began.elapsed() >= TURN_TIME {
-                break Turn::Again;
+                break Turn::Requeue;
             }
             // `next` posts completions, which reveal the current state to the host. So the state is
             // checkpointed first.
             self.record();
             match server.next(control, cx) {
                 Next::Idle => break Turn::Idle,
-                Next::Look => {}
+                Next::PollAgain => {}
                 Next::Command(command) => {
                     if !is_inline {
                         processor.get_or_insert_with(processor_time);
@@ -390,11 +390,11 @@ impl ControllerInner {
                     // Notices are handled first, because I/O threads may have sent them before the
                     // host submitted the command.
                     self.receive(deferred);
-                    self.follow_orders(server, true);
+                    self.execute_orders(server, true);
                     if !server.serve(control, cx, command, deferred) {
                         break Turn::Idle;
                     }
-                    self.follow_orders(server, false);
+                    self.execute_orders(server, false);
                     self.note_change();
                 }
             }
@@ -408,11 +408,11 @@ impl ControllerInner {
         {
             self.spend(budget, processor_time().saturating_sub(processor));
         }
-        if turn == Turn::Idle && control.lock().has_admin_orders() { Turn::Again } else { turn }
+        if turn == Turn::Idle && control.lock().has_admin_orders() { Turn::Requeue } else { turn }
     }
 }
 
-impl TakesTurns for ControllerInner {
+impl TurnTask for ControllerInner {
     fn run_state(&self) -> &RunState {
         &self.run_state
     }
@@ -429,7 +429,7 @@ impl TakesTurns for ControllerInner {
             self.spend(&mut admin.budget, processor_time().saturating_sub(began));
         }
         let turn = self.serve_admin(&mut admin, &mut deferred);
-        let is_quiet = admin.server.is_quiet();
+        let is_idle = admin.server.is_idle();
         let may_be_exclusive = admin.budget.wait_until(Instant::now()).is_none();
         drop(admin);
         let now = Instant::now();
@@ -440,14 +440,14 @@ impl TakesTurns for ControllerInner {
                 self.note_change();
             }
         }
-        control.advance_quiesce(&self.context, is_quiet, &mut deferred);
-        if control.watch_host(&self.context, now, &mut deferred) {
+        control.advance_quiesce(&self.context, is_idle, &mut deferred);
+        if control.check_keep_alive(&self.context, now, &mut deferred) {
             self.note_change();
         }
         // A timer is needed only after an idle turn, because another turn follows otherwise. Inline
         // mode has no timers, and checks the Keep Alive Timer in turns for other work.
         let is_last = turn == Turn::Idle && !self.context.pool.control().is_inline();
-        let watch = if is_last { control.next_watch(now) } else { None };
+        let watch = if is_last { control.next_timer(now) } else { None };
         drop(control);
         self.record();
         self.run(deferred);

@@ -10,7 +10,7 @@
 //! A pool in inline mode, for a program with its own event loop, has no control threads. Turns run
 //! immediately on the thread that requests them.
 
-use crate::notice::{ControlHandle, Notice, Visit};
+use crate::notice::{ControlHandle, LivenessCheck, Notice};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use shadowbell_memory::page_tables::Awake;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
@@ -24,12 +24,12 @@ use std::time::{Duration, Instant};
 
 /// Time limit of a turn while others wait. After it, the standby thread continues with the run
 /// queue.
-const HELD_UP: Duration = Duration::from_millis(20);
+const MAX_BLOCKED: Duration = Duration::from_millis(20);
 /// Poll interval of admin doorbells that are mapped into a guest, whose writes cause no event.
 const MAPPED_POLL: Duration = Duration::from_millis(1);
 /// Time limit for [`ControlThread::stop`] to wait for the threads, because a guest may block a
 /// thread for longer.
-const END: Duration = Duration::from_secs(1);
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of turns per call of [`ControlThread::run_inline`].
 const INLINE_TURNS: u32 = 16;
 
@@ -39,13 +39,13 @@ pub(crate) enum Turn {
     /// No work is pending. The next turn runs when one is requested.
     Idle,
     /// More work is pending. The next turn runs after those of the others in the run queue.
-    Again,
+    Requeue,
     /// More work is pending, but not before this time.
     At(Instant),
 }
 
 /// Work that runs in turns of the control thread.
-pub(crate) trait TakesTurns: Send + Sync {
+pub(crate) trait TurnTask: Send + Sync {
     fn run_state(&self) -> &RunState;
 
     /// Works for a bounded time.
@@ -56,9 +56,9 @@ const IDLE: u8 = 0;
 const SCHEDULED: u8 = 1;
 const RUNNING: u8 = 2;
 /// A turn is running, and another one was requested after its start.
-const RUNNING_AGAIN: u8 = 3;
+const RUNNING_REQUESTED: u8 = 3;
 
-/// Scheduling state of a [`TakesTurns`]: idle, queued or running. By this state, an object is in
+/// Scheduling state of a [`TurnTask`]: idle, queued or running. By this state, an object is in
 /// the run queue at most once, and runs on one thread at a time.
 ///
 /// Every transition is a read-modify-write, even if the value stays the same. So a turn that starts
@@ -71,7 +71,7 @@ impl RunState {
     pub(crate) fn request(&self) -> bool {
         let next = |state| match state {
             IDLE => SCHEDULED,
-            RUNNING => RUNNING_AGAIN,
+            RUNNING => RUNNING_REQUESTED,
             other => other,
         };
         self.update(next) == IDLE
@@ -83,9 +83,9 @@ impl RunState {
 
     /// Ends a turn. Returns true if another turn follows.
     fn end(&self, again: bool) -> bool {
-        let next = |state| if again || state == RUNNING_AGAIN { SCHEDULED } else { IDLE };
+        let next = |state| if again || state == RUNNING_REQUESTED { SCHEDULED } else { IDLE };
         let before = self.update(next);
-        again || before == RUNNING_AGAIN
+        again || before == RUNNING_REQUESTED
     }
 
     fn update(&self, next: impl Fn(u8) -> u8) -> u8 {
@@ -109,24 +109,24 @@ impl AdminDoorbellPoll {
     }
 
     /// Reads the doorbells. Returns true if one has changed.
-    fn look(&mut self) -> bool {
+    fn poll_doorbells_once(&mut self) -> bool {
         let now = (self.tail.load(Acquire), self.head.load(Acquire));
         std::mem::replace(&mut self.last, now) != now
     }
 }
 
-type Waiting = Weak<dyn TakesTurns>;
+type Waiting = Weak<dyn TurnTask>;
 
 #[derive(Default)]
 struct RunQueue {
     ready: VecDeque<Waiting>,
     /// Liveness checks, which are dropped between two turns.
-    visits: Vec<Visit>,
+    liveness_checks: Vec<LivenessCheck>,
     /// Objects whose next turn has a fixed time. The address distinguishes objects with equal
     /// times.
     timed: BTreeMap<(Instant, usize), Waiting>,
     /// Time of the last poll of mapped doorbells.
-    looked: Option<Instant>,
+    polled_at: Option<Instant>,
     /// Start time of the running turn.
     turn_began: Option<Instant>,
     /// Number of the thread that runs turns. Threads with lower numbers were blocked in a turn and
@@ -143,9 +143,9 @@ struct Shared {
     /// Wakes the thread that runs turns.
     work: Condvar,
     /// Wakes the standby thread.
-    watch: Condvar,
+    standby: Condvar,
     /// Reports the exit of a thread.
-    ended: Condvar,
+    thread_ended: Condvar,
     /// Doorbell pollers by controller. Lock order: `queue` before this lock.
     polls: Mutex<BTreeMap<u32, AdminDoorbellPoll>>,
     /// Hints that `polls` and the run queue may have entries. An inline event loop reads the hints
@@ -166,8 +166,8 @@ impl ControlThread {
         Self(Arc::new(Shared {
             queue: Mutex::default(),
             work: Condvar::new(),
-            watch: Condvar::new(),
-            ended: Condvar::new(),
+            standby: Condvar::new(),
+            thread_ended: Condvar::new(),
             polls: Mutex::default(),
             has_polls: AtomicBool::new(false),
             has_turns: AtomicBool::new(false),
@@ -182,7 +182,7 @@ impl ControlThread {
     pub(crate) fn start() -> io::Result<Self> {
         let control = Self::new(None);
         let shared = &control.0;
-        let started = shared.spawn(Shared::lead).and_then(|()| shared.spawn(Shared::stand_by));
+        let started = shared.spawn(Shared::lead).and_then(|()| shared.spawn(Shared::run_standby));
         started.inspect_err(|_| control.stop())?;
         Ok(control)
     }
@@ -198,11 +198,11 @@ impl ControlThread {
         self.0.inline.is_some()
     }
 
-    /// Puts `who` into the run queue. The caller does this only if [`RunState::request`] has
+    /// Puts `task` into the run queue. The caller does this only if [`RunState::request`] has
     /// returned true.
-    pub(crate) fn schedule(&self, who: Waiting) {
+    pub(crate) fn schedule(&self, task: Waiting) {
         let mut queue = self.0.queue.lock();
-        queue.ready.push_back(who);
+        queue.ready.push_back(task);
         self.0.has_turns.store(true, Release);
         if let Some(more) = &self.0.inline {
             drop(queue);
@@ -217,13 +217,13 @@ impl ControlThread {
         }
     }
 
-    /// Drops `visit` between two turns. The drop shows that the control thread is alive.
-    pub(crate) fn visit(&self, visit: Visit) {
+    /// Drops `check_liveness` between two turns. The drop shows that the control thread is alive.
+    pub(crate) fn check_liveness(&self, check_liveness: LivenessCheck) {
         if self.is_inline() {
             return;
         }
         let mut queue = self.0.queue.lock();
-        queue.visits.push(visit);
+        queue.liveness_checks.push(check_liveness);
         if queue.turn_began.is_none() {
             self.0.work.notify_one();
         } else {
@@ -274,7 +274,7 @@ impl ControlThread {
             let Some(next) = queue.ready.pop_front() else { break };
             turns += 1;
             queue.turn_began = Some(Instant::now());
-            let again = MutexGuard::unlocked(&mut queue, || take_turn(&next));
+            let again = MutexGuard::unlocked(&mut queue, || run_one(&next));
             queue.turn_began = None;
             if again != Next::Nothing {
                 queue.ready.push_back(next);
@@ -287,19 +287,19 @@ impl ControlThread {
 
     /// Polls the mapped doorbells. Returns true if one was written.
     #[inline]
-    pub(crate) fn look_at_doorbells(&self) -> bool {
-        self.0.has_polls.load(Acquire) && self.0.look_at_doorbells()
+    pub(crate) fn poll_mapped_doorbells(&self) -> bool {
+        self.0.has_polls.load(Acquire) && self.0.poll_mapped_doorbells()
     }
 
-    /// Stops the threads and waits for their exit, for at most [`END`].
+    /// Stops the threads and waits for their exit, for at most [`STOP_TIMEOUT`].
     pub(crate) fn stop(&self) {
         let mut queue = self.0.queue.lock();
         queue.stopped = true;
         self.0.work.notify_all();
-        self.0.watch.notify_all();
-        let (here, deadline) = (std::thread::current().id(), Instant::now() + END);
+        self.0.standby.notify_all();
+        let (here, deadline) = (std::thread::current().id(), Instant::now() + STOP_TIMEOUT);
         while queue.threads.iter().any(|thread| *thread != here) {
-            if self.0.ended.wait_until(&mut queue, deadline).timed_out() {
+            if self.0.thread_ended.wait_until(&mut queue, deadline).timed_out() {
                 break;
             }
         }
@@ -310,22 +310,22 @@ impl ControlThread {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Nothing,
-    Again,
+    Requeue,
     At(Instant),
 }
 
 /// Runs a turn. The caller holds no lock.
-fn take_turn(who: &Waiting) -> Next {
-    let Some(who) = who.upgrade() else { return Next::Nothing };
+fn run_one(task: &Waiting) -> Next {
+    let Some(task) = task.upgrade() else { return Next::Nothing };
     let _awake = Awake::new();
-    who.run_state().begin();
-    let turn = who.turn();
-    if who.run_state().end(turn == Turn::Again) {
-        return Next::Again;
+    task.run_state().begin();
+    let turn = task.turn();
+    if task.run_state().end(turn == Turn::Requeue) {
+        return Next::Requeue;
     }
     match turn {
         Turn::At(when) => Next::At(when),
-        Turn::Idle | Turn::Again => Next::Nothing,
+        Turn::Idle | Turn::Requeue => Next::Nothing,
     }
 }
 
@@ -340,7 +340,7 @@ impl Shared {
             run(&shared);
             let here = std::thread::current().id();
             shared.queue.lock().threads.retain(|thread| *thread != here);
-            shared.ended.notify_all();
+            shared.thread_ended.notify_all();
         })?;
         queue.threads.push(thread.thread().id());
         Ok(())
@@ -349,27 +349,27 @@ impl Shared {
     /// Runs turns until the control thread is stopped or the standby thread takes over.
     fn lead(self: &Arc<Self>) {
         let number = self.queue.lock().leader;
-        self.take_turns(number);
+        self.run_loop(number);
     }
 
-    fn take_turns(&self, number: u32) {
+    fn run_loop(&self, number: u32) {
         loop {
             let mut queue = self.queue.lock();
             if queue.stopped || queue.leader != number {
                 return;
             }
-            if !queue.visits.is_empty() {
-                let visits = std::mem::take(&mut queue.visits);
-                MutexGuard::unlocked(&mut queue, || drop(visits));
+            if !queue.liveness_checks.is_empty() {
+                let liveness_checks = std::mem::take(&mut queue.liveness_checks);
+                MutexGuard::unlocked(&mut queue, || drop(liveness_checks));
                 continue;
             }
             let (polling, now) = (!self.polls.lock().is_empty(), Instant::now());
             // The lock is released first, because a poll locks the queue when it wakes or drops an
             // object.
-            if polling && queue.looked.is_none_or(|at| now >= at + MAPPED_POLL) {
-                queue.looked = Some(now);
+            if polling && queue.polled_at.is_none_or(|at| now >= at + MAPPED_POLL) {
+                queue.polled_at = Some(now);
                 drop(queue);
-                self.look_at_doorbells();
+                self.poll_mapped_doorbells();
                 continue;
             }
             let due = queue.take_due(now);
@@ -386,7 +386,7 @@ impl Shared {
             if queue.is_waited_for() {
                 self.start_watching(&mut queue);
             }
-            let follows = MutexGuard::unlocked(&mut queue, || take_turn(&next));
+            let follows = MutexGuard::unlocked(&mut queue, || run_one(&next));
             if queue.leader == number {
                 queue.turn_began = None;
             } else {
@@ -394,7 +394,7 @@ impl Shared {
             }
             match follows {
                 Next::Nothing => {}
-                Next::Again => queue.ready.push_back(next),
+                Next::Requeue => queue.ready.push_back(next),
                 Next::At(when) => {
                     queue.timed.insert((when, next.as_ptr().addr()), next);
                 }
@@ -404,7 +404,7 @@ impl Shared {
 
     /// Waits for a signal, the next doorbell poll or the next timed turn.
     fn wait(&self, queue: &mut MutexGuard<'_, RunQueue>, polling: bool) {
-        let poll = queue.looked.filter(|_| polling).map(|at| at + MAPPED_POLL);
+        let poll = queue.polled_at.filter(|_| polling).map(|at| at + MAPPED_POLL);
         let timer = queue.timed.keys().next().map(|(when, _)| *when);
         match poll.into_iter().chain(timer).min() {
             Some(until) => drop(self.work.wait_until(queue, until)),
@@ -416,7 +416,7 @@ impl Shared {
     fn wake(&self, due: Vec<Waiting>) {
         let mut ready = Vec::new();
         for waiting in due {
-            if waiting.upgrade().is_some_and(|who| who.run_state().request()) {
+            if waiting.upgrade().is_some_and(|task| task.run_state().request()) {
                 ready.push(waiting);
             }
         }
@@ -424,10 +424,10 @@ impl Shared {
     }
 
     /// Polls the mapped doorbells. Returns true if one was written.
-    fn look_at_doorbells(&self) -> bool {
+    fn poll_mapped_doorbells(&self) -> bool {
         let mut rung = Vec::new();
         self.polls.lock().retain(|_, poll| {
-            if poll.look() {
+            if poll.poll_doorbells_once() {
                 rung.push(poll.control.clone());
             }
             poll.control.is_alive()
@@ -441,13 +441,13 @@ impl Shared {
     /// Starts the time limit of the running turn: wakes the standby thread, because others wait.
     fn start_watching(&self, queue: &mut RunQueue) {
         if !std::mem::replace(&mut queue.watching, true) {
-            self.watch.notify_one();
+            self.standby.notify_one();
         }
     }
 
     /// Main function of the standby thread: watches the running turn while others wait, and takes
-    /// over the run queue if the turn exceeds [`HELD_UP`].
-    fn stand_by(self: &Arc<Self>) {
+    /// over the run queue if the turn exceeds [`MAX_BLOCKED`].
+    fn run_standby(self: &Arc<Self>) {
         let mut queue = self.queue.lock();
         let number = loop {
             if queue.stopped {
@@ -457,10 +457,10 @@ impl Shared {
             match queue.turn_began.filter(|_| is_watched) {
                 None => {
                     queue.watching = false;
-                    self.watch.wait(&mut queue);
+                    self.standby.wait(&mut queue);
                 }
-                Some(began) if began.elapsed() < HELD_UP => {
-                    self.watch.wait_until(&mut queue, began + HELD_UP);
+                Some(began) if began.elapsed() < MAX_BLOCKED => {
+                    self.standby.wait_until(&mut queue, began + MAX_BLOCKED);
                 }
                 Some(_) => {
                     queue.leader += 1;
@@ -474,20 +474,20 @@ impl Shared {
         tracing::debug!(
             "a control thread is blocked, perhaps by guest memory; the standby thread takes over"
         );
-        if let Err(error) = self.spawn(Self::stand_by) {
+        if let Err(error) = self.spawn(Self::run_standby) {
             tracing::error!(
                 %error,
                 "cannot start a standby control thread: raise the limit of threads"
             );
         }
-        self.take_turns(number);
+        self.run_loop(number);
     }
 }
 
 impl RunQueue {
     /// True if work waits for the end of the running turn.
     fn is_waited_for(&self) -> bool {
-        !(self.ready.is_empty() && self.timed.is_empty() && self.visits.is_empty())
+        !(self.ready.is_empty() && self.timed.is_empty() && self.liveness_checks.is_empty())
     }
 
     /// Removes and returns the objects whose time is reached.
@@ -515,75 +515,75 @@ mod tests {
         state: RunState,
         name: usize,
         left: AtomicUsize,
-        said: Sender<usize>,
+        reported: Sender<usize>,
         /// Channel that blocks the turn until a message arrives, if present.
         gate: Option<Mutex<Receiver<()>>>,
         running: AtomicBool,
     }
 
-    impl TakesTurns for Counting {
+    impl TurnTask for Counting {
         fn run_state(&self) -> &RunState {
             &self.state
         }
 
         fn turn(&self) -> Turn {
             assert!(!self.running.swap(true, Ordering::SeqCst), "two turns at a time");
-            let _ = self.said.send(self.name);
+            let _ = self.reported.send(self.name);
             if let Some(gate) = &self.gate {
                 let _ = gate.lock().recv();
             }
             self.running.store(false, Ordering::SeqCst);
             let left = self.left.fetch_sub(1, Ordering::SeqCst);
-            if left > 1 { Turn::Again } else { Turn::Idle }
+            if left > 1 { Turn::Requeue } else { Turn::Idle }
         }
     }
 
     fn counting(
         name: usize,
         turns: usize,
-        said: &Sender<usize>,
+        reported: &Sender<usize>,
         gate: Option<Receiver<()>>,
     ) -> Arc<Counting> {
         Arc::new(Counting {
             state: RunState::default(),
             name,
             left: turns.into(),
-            said: said.clone(),
+            reported: reported.clone(),
             gate: gate.map(Mutex::new),
             running: AtomicBool::new(false),
         })
     }
 
-    fn ask(thread: &ControlThread, who: &Arc<Counting>) {
-        if who.state.request() {
-            let weak: Weak<Counting> = Arc::downgrade(who);
+    fn request_turn(thread: &ControlThread, task: &Arc<Counting>) {
+        if task.state.request() {
+            let weak: Weak<Counting> = Arc::downgrade(task);
             thread.schedule(weak);
         }
     }
 
     #[test]
-    fn turns_go_round() {
+    fn runs_round_robin() {
         // If this thread is preempted between the requests, the standby thread may run the first
         // turns before the last request. Such an attempt is repeated.
-        wait::until("an attempt in time", went_round);
+        wait::until("an attempt in time", is_round_robin);
     }
 
     /// Checks the round-robin order. Returns false if the requests took so long that the standby
     /// thread may have taken over.
-    fn went_round() -> bool {
-        let (said, turns) = channel();
+    fn is_round_robin() -> bool {
+        let (reported, turns) = channel();
         let thread = ControlThread::start().unwrap();
         let (open, gate) = channel();
-        let first = counting(9, 1, &said, Some(gate));
-        ask(&thread, &first);
+        let first = counting(9, 1, &reported, Some(gate));
+        request_turn(&thread, &first);
         let began = Instant::now();
         assert_eq!(turns.recv_timeout(LIMIT), Ok(9));
-        let others: Vec<_> = (0..3).map(|name| counting(name, 3, &said, None)).collect();
-        others.iter().for_each(|who| ask(&thread, who));
+        let others: Vec<_> = (0..3).map(|name| counting(name, 3, &reported, None)).collect();
+        others.iter().for_each(|task| request_turn(&thread, task));
         // A second request must not add a second entry to the queue.
-        others.iter().for_each(|who| ask(&thread, who));
+        others.iter().for_each(|task| request_turn(&thread, task));
         // If the requests took longer, another thread may have run turns meanwhile, in any order.
-        let in_time = began.elapsed() < HELD_UP / 2;
+        let in_time = began.elapsed() < MAX_BLOCKED / 2;
         drop(open);
         let order: Vec<_> = (0..9).map(|_| turns.recv_timeout(LIMIT).unwrap()).collect();
         if in_time {
@@ -596,19 +596,19 @@ mod tests {
 
     #[test]
     fn a_blocked_turn_delays_no_other_object() {
-        let (said, turns) = channel();
+        let (reported, turns) = channel();
         let thread = ControlThread::start().unwrap();
         let mut gates = Vec::new();
         for name in 0..5 {
             let (open, gate) = channel();
-            let stuck = counting(name, 1, &said, Some(gate));
-            ask(&thread, &stuck);
+            let stuck = counting(name, 1, &reported, Some(gate));
+            request_turn(&thread, &stuck);
             assert_eq!(turns.recv_timeout(LIMIT), Ok(name));
             gates.push((open, stuck));
             // No further request follows. The standby thread must notice without one that an object
             // waits when the turn exceeds its time limit.
-            let quick = counting(100 + name, 2, &said, None);
-            ask(&thread, &quick);
+            let quick = counting(100 + name, 2, &reported, None);
+            request_turn(&thread, &quick);
             assert_eq!(turns.recv_timeout(LIMIT), Ok(100 + name));
             assert_eq!(turns.recv_timeout(LIMIT), Ok(100 + name));
         }
@@ -628,35 +628,35 @@ mod tests {
     /// A turn that a guest blocks does not stop other turns, and a liveness check succeeds.
     #[test]
     fn a_liveness_check_succeeds_beside_a_blocked_turn() {
-        let (said, turns) = channel();
+        let (reported, turns) = channel();
         let thread = ControlThread::start().unwrap();
-        let visit = || {
-            let (visit, visited) = Visit::for_tests();
-            thread.visit(visit);
+        let check_liveness = || {
+            let (check_liveness, visited) = LivenessCheck::for_tests();
+            thread.check_liveness(check_liveness);
             assert_eq!(visited.recv_timeout(LIMIT), Ok(()));
         };
-        visit();
+        check_liveness();
         let (open, gate) = channel();
-        let stuck = counting(1, 1, &said, Some(gate));
-        ask(&thread, &stuck);
+        let stuck = counting(1, 1, &reported, Some(gate));
+        request_turn(&thread, &stuck);
         assert_eq!(turns.recv_timeout(LIMIT), Ok(1));
-        visit();
-        visit();
+        check_liveness();
+        check_liveness();
         drop(open);
         thread.stop();
         // After `stop`, no thread is left that could drop the check.
-        let (late, visited) = Visit::for_tests();
-        thread.visit(late);
+        let (late, visited) = LivenessCheck::for_tests();
+        thread.check_liveness(late);
         assert!(visited.try_recv().is_err());
     }
 
     #[test]
     fn stopping_does_not_wait_for_a_blocked_turn() {
-        let (said, turns) = channel();
+        let (reported, turns) = channel();
         let thread = ControlThread::start().unwrap();
         let (_open, gate) = channel();
-        let stuck = counting(1, 1, &said, Some(gate));
-        ask(&thread, &stuck);
+        let stuck = counting(1, 1, &reported, Some(gate));
+        request_turn(&thread, &stuck);
         assert_eq!(turns.recv_timeout(LIMIT), Ok(1));
         // The turn does not end before the test does.
         thread.stop();
@@ -664,8 +664,8 @@ mod tests {
 
     #[test]
     fn a_timed_turn_is_taken_at_its_time_or_on_an_earlier_request() {
-        struct Later(RunState, Sender<Instant>, Instant);
-        impl TakesTurns for Later {
+        struct TimedTask(RunState, Sender<Instant>, Instant);
+        impl TurnTask for TimedTask {
             fn run_state(&self) -> &RunState {
                 &self.0
             }
@@ -676,15 +676,15 @@ mod tests {
                 if now < self.2 { Turn::At(self.2) } else { Turn::Idle }
             }
         }
-        let (said, turns) = channel();
+        let (reported, turns) = channel();
         let thread = ControlThread::start().unwrap();
         // Time that five turns do not exceed even on a busy machine.
         let when = Instant::now() + Duration::from_secs(5);
-        let who = Arc::new(Later(RunState::default(), said, when));
+        let task = Arc::new(TimedTask(RunState::default(), reported, when));
         let mut early = 0;
         loop {
-            if who.0.request() {
-                let weak: Weak<Later> = Arc::downgrade(&who);
+            if task.0.request() {
+                let weak: Weak<TimedTask> = Arc::downgrade(&task);
                 thread.schedule(weak);
             }
             if turns.recv_timeout(LIMIT).unwrap() >= when {
@@ -705,7 +705,7 @@ mod tests {
     #[test]
     fn no_request_is_lost() {
         struct Sum(RunState, AtomicUsize, AtomicUsize);
-        impl TakesTurns for Sum {
+        impl TurnTask for Sum {
             fn run_state(&self) -> &RunState {
                 &self.0
             }
@@ -716,14 +716,14 @@ mod tests {
             }
         }
         let thread = ControlThread::start().unwrap();
-        let who = Arc::new(Sum(RunState::default(), 0.into(), 0.into()));
+        let task = Arc::new(Sum(RunState::default(), 0.into(), 0.into()));
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
                     for _ in 0..50_000 {
-                        who.1.fetch_add(1, Ordering::Relaxed);
-                        if who.0.request() {
-                            let weak: Weak<Sum> = Arc::downgrade(&who);
+                        task.1.fetch_add(1, Ordering::Relaxed);
+                        if task.0.request() {
+                            let weak: Weak<Sum> = Arc::downgrade(&task);
                             thread.schedule(weak);
                         }
                     }
@@ -731,8 +731,8 @@ mod tests {
             }
         });
         let until = Instant::now() + LIMIT;
-        while who.2.load(Ordering::Relaxed) != 100_000 {
-            assert!(Instant::now() < until, "{} were seen", who.2.load(Ordering::Relaxed));
+        while task.2.load(Ordering::Relaxed) != 100_000 {
+            assert!(Instant::now() < until, "{} were seen", task.2.load(Ordering::Relaxed));
             std::thread::yield_now();
         }
         thread.stop();

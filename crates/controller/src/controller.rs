@@ -13,11 +13,11 @@ use crate::control::{Callback, Deferred, DoorbellEventfds, NamespaceError};
 use crate::control_plane::ControllerInner;
 use crate::event::Listener;
 use crate::migration_state::MigrationState;
-use crate::namespace::{Namespaces, Promises};
+use crate::namespace::{Guarantees, Namespaces};
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::restore_error::{RestoreError, SaveError};
 use crate::route::RelocateError;
-use crate::saved::{Death, Recorder, SavedController, SavedGuarantees};
+use crate::saved::{CauseOfDeath, Recorder, SavedController, SavedGuarantees};
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
@@ -111,11 +111,11 @@ impl Controller {
     ) -> Result<Self, RestoreError> {
         config.validate_from(0)?;
         let doorbells = fds.take(saved.doorbells)?;
-        let namespaces = match saved.shape.told {
+        let namespaces = match saved.shape.guarantees {
             None => Namespaces::new(&config),
             Some(SavedGuarantees { highest_nsid, volatile_cache, zeroes }) => {
-                let promises = Promises { volatile_cache, zeroes };
-                Namespaces::going_on(&config, promises, highest_nsid.min(MAX_NAMESPACES as u32))
+                let guarantees = Guarantees { volatile_cache, zeroes };
+                Namespaces::resuming(&config, guarantees, highest_nsid.min(MAX_NAMESPACES as u32))
             }
         };
         let controller = Self::with_doorbells(config, namespaces, pool, carrier, Some(doorbells))?;
@@ -133,8 +133,12 @@ impl Controller {
         doorbells: Option<OwnedFd>,
     ) -> Result<Self, shadowbell_memory::MapError> {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let shared =
-            Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.most(), doorbells)?);
+        let shared = Arc::new(ControllerShared::new(
+            id,
+            carrier.mapped_doorbells,
+            pool.max_workers(),
+            doorbells,
+        )?);
         Ok(Self(Arc::new_cyclic(|inner: &Weak<ControllerInner>| {
             let plane: Weak<dyn ControlPlane> = inner.clone();
             let control = ControlHandle::new(plane);
@@ -215,8 +219,8 @@ impl Controller {
     /// check that the number is bounded.
     #[doc(hidden)]
     #[must_use]
-    pub fn most_notices(&self) -> usize {
-        self.0.most_notices()
+    pub fn max_notices(&self) -> usize {
+        self.0.max_notices()
     }
 
     /// Statistics of the controller. The counters are read directly, without a message to an I/O
@@ -295,10 +299,11 @@ impl Controller {
             DoorbellKind::Cq => {
                 shadowbell_doorbell::Cell::store_release(&register, value);
                 // Pairs with the fence of the I/O thread that goes to sleep, after its call of
-                // `want_head`. Either that thread sees the head in its recheck, or this thread sees
-                // that it has to wake it.
+                // `request_head_wakeup`. Either that thread sees the head in its recheck, or this
+                // thread sees that it has to wake it.
                 fence(Ordering::SeqCst);
-                (shared.is_head_wanted(doorbell.qid) || shared.is_head_invalid(doorbell.qid, value))
+                (shared.needs_head_wakeup(doorbell.qid)
+                    || shared.is_head_invalid(doorbell.qid, value))
                     && pool.write_doorbell(worker, shared, &register, value)
             }
         };
@@ -397,7 +402,7 @@ impl Controller {
     }
 
     /// Adds one of several maps, like [`map_dma`](Self::map_dma). The caller must call
-    /// [`settle_dma`](Self::settle_dma) after the last one, which makes them accessible. So I/O
+    /// [`publish_dma`](Self::publish_dma) after the last one, which makes them accessible. So I/O
     /// threads switch to a new DMA table once, and not once per map.
     ///
     /// # Errors
@@ -410,7 +415,7 @@ impl Controller {
     }
 
     /// Makes the ranges of [`add_dma`](Self::add_dma) accessible.
-    pub fn settle_dma(&self) {
+    pub fn publish_dma(&self) {
         let mut control = self.0.control();
         control.publish_table(&self.0.context, None);
         self.0.release(control, Deferred::default());
@@ -687,7 +692,7 @@ impl Controller {
     pub fn run_migrated(&self, announcement: Announcement) {
         // The queues also write their fields (EventIdx) to host memory again when they get a new
         // DMA table.
-        self.settle_dma();
+        self.publish_dma();
         self.resume();
         self.0.raise(&announcement.0);
     }
@@ -720,7 +725,7 @@ impl Controller {
         &self,
         saved: &SavedController,
         fds: &mut Descriptors,
-        death: Death,
+        death: CauseOfDeath,
     ) -> Result<usize, RestoreError> {
         self.0.recover(saved, fds, death)
     }

@@ -15,7 +15,7 @@ pub enum Event {
     /// A write failed because the storage of the namespace with this NSID is full. Rate-limited.
     Full(u32),
     /// Data written to the namespace with this NSID may be lost. Rate-limited.
-    Lost(u32),
+    WritesLost(u32),
     /// The controller moves to a dedicated I/O thread, because its passes delayed other controllers
     /// on the same I/O thread. The value is the duration of the last pass.
     Isolated(Duration),

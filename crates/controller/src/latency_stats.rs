@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::Counter;
 
 /// Base-2 logarithm of the number of buckets per power of two.
-const FINE: u32 = 3;
+const SUB_BUCKET_BITS: u32 = 3;
 /// Base-2 logarithm of the histogram's lower end in nanoseconds. Shorter times are counted in the
 /// first bucket.
 const SHORTEST: u32 = 10;
@@ -17,7 +17,7 @@ const SHORTEST: u32 = 10;
 /// last bucket.
 const LONGEST: u32 = 34;
 /// Number of buckets of a histogram.
-pub const BUCKETS: usize = ((LONGEST - SHORTEST) << FINE) as usize;
+pub const BUCKETS: usize = ((LONGEST - SHORTEST) << SUB_BUCKET_BITS) as usize;
 
 /// Kind of a command in the statistics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,17 +32,17 @@ pub(crate) enum CommandKind {
 fn bucket_of(ns: u64) -> usize {
     let ns = ns.clamp(1 << SHORTEST, (1 << LONGEST) - 1);
     let doubling = ns.ilog2();
-    let fine = (ns >> (doubling - FINE)) as usize & ((1 << FINE) - 1);
-    (((doubling - SHORTEST) as usize) << FINE) + fine
+    let fine = (ns >> (doubling - SUB_BUCKET_BITS)) as usize & ((1 << SUB_BUCKET_BITS) - 1);
+    (((doubling - SHORTEST) as usize) << SUB_BUCKET_BITS) + fine
 }
 
 /// Exclusive upper end of `bucket` in nanoseconds. The last bucket also holds longer times.
 #[must_use]
 pub fn bucket_end(bucket: usize) -> u64 {
     let bucket = bucket.min(BUCKETS - 1);
-    let doubling = SHORTEST + (bucket >> FINE) as u32;
-    let fine = (bucket & ((1 << FINE) - 1)) as u64;
-    ((1 << FINE) + fine + 1) << (doubling - FINE)
+    let doubling = SHORTEST + (bucket >> SUB_BUCKET_BITS) as u32;
+    let fine = (bucket & ((1 << SUB_BUCKET_BITS) - 1)) as u64;
+    ((1 << SUB_BUCKET_BITS) + fine + 1) << (doubling - SUB_BUCKET_BITS)
 }
 
 /// Counters of one namespace, written by one thread.

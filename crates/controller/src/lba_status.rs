@@ -7,7 +7,7 @@
 //! other controller (`control_thread`). Extents per turn, extents per command and commands per
 //! controller are limited.
 
-use crate::control_thread::{RunState, TakesTurns, Turn};
+use crate::control_thread::{RunState, Turn, TurnTask};
 use crate::notice::{ControlHandle, Latch, Notice, Operation};
 use crate::uncorrectable::Uncorrectable;
 use parking_lot::Mutex;
@@ -25,7 +25,7 @@ use zerocopy::IntoBytes;
 
 /// Maximum number of Get LBA Status commands in flight per controller. If the host submits one
 /// more, it and all later admin commands wait.
-const MAX_UNDER_WAY: usize = 8;
+const MAX_IN_FLIGHT: usize = 8;
 /// Maximum number of descriptors per command, which is the number that fits into a page.
 const MAX_DESCRIPTORS: usize =
     (4096 - size_of::<LbaStatusList>()) / size_of::<LbaStatusDescriptor>();
@@ -59,9 +59,9 @@ pub(crate) struct Question {
 /// to the number of descriptors that fit.
 pub(crate) fn uncorrectable(marks: &Uncorrectable, nsid: u32, question: &Question) -> Vec<u8> {
     let all: Vec<_> = marks.of(nsid, question.slba, question.end).collect();
-    let told = &all[..all.len().min(question.room).min(MAX_DESCRIPTORS)];
-    let is_cut = told.len() < all.len();
-    list(told, is_cut, LbaStatusDescriptor::WRITE_UNCORRECTABLE)
+    let reported = &all[..all.len().min(question.room).min(MAX_DESCRIPTORS)];
+    let is_cut = reported.len() < all.len();
+    list(reported, is_cut, LbaStatusDescriptor::WRITE_UNCORRECTABLE)
 }
 
 /// LBA Status Descriptor List of the block ranges in `found`, all with the given status.
@@ -89,7 +89,7 @@ struct Search {
     seen: u32,
     /// True if the list is incomplete.
     is_cut: bool,
-    is_over: bool,
+    is_finished: bool,
     /// Latches that are dropped when the command no longer uses the disk.
     latches: Vec<Latch>,
 }
@@ -97,9 +97,9 @@ struct Search {
 impl Search {
     fn new(question: Question) -> Self {
         let at = question.slba << question.block_shift;
-        let is_over = question.slba >= question.end;
+        let is_finished = question.slba >= question.end;
         let (found, latches) = (Vec::new(), Vec::new());
-        Self { question, found, at, seen: 0, is_cut: false, is_over, latches }
+        Self { question, found, at, seen: 0, is_cut: false, is_finished, latches }
     }
 
     /// Reads the next extents of the disk.
@@ -108,12 +108,12 @@ impl Search {
         let end = self.question.end << self.question.block_shift;
         let mut left = TURN_EXTENTS;
         disk.extents(self.at, end.saturating_sub(self.at), &mut |extent| {
-            if self.is_over || left == 0 {
+            if self.is_finished || left == 0 {
                 return false;
             }
             left -= 1;
             self.take(extent, end);
-            !self.is_over && left != 0
+            !self.is_finished && left != 0
         });
         if left == TURN_EXTENTS {
             // A disk that reports no extents counts as fully allocated.
@@ -125,15 +125,15 @@ impl Search {
     fn take(&mut self, extent: Extent, end: u64) {
         let until = self.at.saturating_add(extent.len).min(end);
         if extent.allocated && !self.add(self.at, until) {
-            (self.is_cut, self.is_over) = (true, true);
+            (self.is_cut, self.is_finished) = (true, true);
             return;
         }
         self.at = until;
         self.seen += 1;
         if self.at >= end {
-            self.is_over = true;
+            self.is_finished = true;
         } else if self.seen >= COMMAND_EXTENTS {
-            (self.is_cut, self.is_over) = (true, true);
+            (self.is_cut, self.is_finished) = (true, true);
             if self.found.is_empty() {
                 // For an incomplete list, the host continues behind the last descriptor. After an
                 // empty list it would start again at the same block. So one block is reported even
@@ -186,8 +186,8 @@ struct State {
     /// command. During its turn, the command is not in `waiting`.
     running: Option<(u32, Vec<Latch>)>,
     ended: Vec<Ended>,
-    /// Number of calls of [`LbaStatusServer::forget`]. A running turn detects a reset by it.
-    forgotten: u64,
+    /// Number of calls of [`LbaStatusServer::drop_all`]. A running turn detects a reset by it.
+    resets: u64,
 }
 
 /// Get LBA Status commands of a controller that are in flight.
@@ -220,11 +220,11 @@ impl LbaStatusServer {
     pub(crate) fn has_room(&self) -> bool {
         let state = self.state.lock();
         let running = usize::from(state.running.is_some());
-        state.waiting.len() + running + state.ended.len() < MAX_UNDER_WAY
+        state.waiting.len() + running + state.ended.len() < MAX_IN_FLIGHT
     }
 
     /// True if no command is in flight.
-    pub(crate) fn is_quiet(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         let state = self.state.lock();
         state.waiting.is_empty() && state.running.is_none() && state.ended.is_empty()
     }
@@ -249,7 +249,7 @@ impl LbaStatusServer {
             search.latches.push(latch.clone());
             // The command ends with an incomplete list, because further extents would describe the
             // old disk.
-            (search.is_cut, search.is_over) = (true, true);
+            (search.is_cut, search.is_finished) = (true, true);
         }
         if let Some((_, latches)) = state.running.as_mut().filter(|running| running.0 == nsid) {
             latches.push(latch.clone());
@@ -258,16 +258,16 @@ impl LbaStatusServer {
 
     /// Drops all commands, for a reset. The caller must hold no lock when it drops the returned
     /// latches.
-    pub(crate) fn forget(&self) -> Vec<Latch> {
+    pub(crate) fn drop_all(&self) -> Vec<Latch> {
         let mut state = self.state.lock();
-        state.forgotten += 1;
+        state.resets += 1;
         state.ended.clear();
         let waiting = std::mem::take(&mut state.waiting);
         waiting.into_iter().flat_map(|search| search.latches).collect()
     }
 }
 
-impl TakesTurns for LbaStatusServer {
+impl TurnTask for LbaStatusServer {
     fn run_state(&self) -> &RunState {
         &self.run_state
     }
@@ -275,10 +275,10 @@ impl TakesTurns for LbaStatusServer {
     fn turn(&self) -> Turn {
         let mut state = self.state.lock();
         let Some(mut search) = state.waiting.pop_front() else { return Turn::Idle };
-        let forgotten = state.forgotten;
+        let resets = state.resets;
         state.running = Some((search.question.sqe.nsid, Vec::new()));
         drop(state);
-        if !search.is_over {
+        if !search.is_finished {
             let began = processor_time();
             search.step();
             let used = processor_time().saturating_sub(began);
@@ -287,18 +287,18 @@ impl TakesTurns for LbaStatusServer {
         let mut state = self.state.lock();
         let waits = state.running.take().map(|(_, latches)| latches).unwrap_or_default();
         if !waits.is_empty() {
-            (search.is_cut, search.is_over) = (true, true);
+            (search.is_cut, search.is_finished) = (true, true);
         }
         search.latches.extend(waits);
-        let is_wanted = state.forgotten == forgotten;
-        if is_wanted && !search.is_over {
+        let is_wanted = state.resets == resets;
+        if is_wanted && !search.is_finished {
             state.waiting.push_back(search);
-            return Turn::Again;
+            return Turn::Requeue;
         }
         if is_wanted {
             state.ended.push((search.question.sqe, search.list()));
         }
-        let turn = if state.waiting.is_empty() { Turn::Idle } else { Turn::Again };
+        let turn = if state.waiting.is_empty() { Turn::Idle } else { Turn::Requeue };
         drop(state);
         let (generation, cid) = (search.question.generation, search.question.sqe.cid);
         // The disk is dropped before the latches, because their drop reports that the disk is

@@ -67,12 +67,12 @@ pub use event::Event;
 pub use exec::Quota;
 pub use migration_state::MigrationState;
 pub use pool::{
-    NamespacePool, PoolAct, PoolDone, PoolNamespace, PoolOrder, PoolOutcome, PoolPort, PoolState,
-    SanitizePhase, SanitizeStatus,
+    NamespacePool, PoolAct, PoolCallback, PoolNamespace, PoolOrder, PoolOutcome, PoolPort,
+    PoolState, SanitizePhase, SanitizeStatus,
 };
 pub use restore_error::{RestoreError, SaveError};
 pub use route::RelocateError;
-pub use saved::{Death, Recorder, SavedController, SeenNamespace};
+pub use saved::{CauseOfDeath, Recorder, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use worker::{

@@ -13,7 +13,7 @@ use crate::saved::{
 };
 use crate::shared::{DOORBELL_BYTES, MAX_QUEUES};
 use crate::stats::{CqStats, IoStats, SqStats};
-use crate::uncorrectable::MOST_BLOCKS;
+use crate::uncorrectable::MAX_BLOCKS;
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::RingSize;
 use shadowbell_spec::regs::{Aqa, Cc, Csts, SHST_NORMAL};
@@ -21,7 +21,7 @@ use shadowbell_state::Bytes;
 use std::collections::BTreeSet;
 
 /// Maximum number of events per list. A controller never stores more.
-const MOST_EVENTS: usize = 64;
+const MAX_EVENTS: usize = 64;
 
 /// State of a quiesced controller for VM migration to an equal controller on another machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ impl MigrationState {
             eventfd_doorbells: 0,
             recoveries: 0,
         };
-        Features::leave_clock(&mut controller.control.features);
+        Features::detach_clock(&mut controller.control.features);
         Self { controller, doorbells: Bytes(doorbells) }
     }
 
@@ -56,7 +56,7 @@ impl MigrationState {
         if let Some(what) = saved.shape.difference(&ours) {
             return Err(RestoreError::Shape(what));
         }
-        if saved.shape.told.is_some() && saved.shape.told != ours.told {
+        if saved.shape.guarantees.is_some() && saved.shape.guarantees != ours.guarantees {
             return Err(RestoreError::Shape("volatile write cache or Write Zeroes limit"));
         }
         if doorbells.len() as u64 != DOORBELL_BYTES {
@@ -93,7 +93,7 @@ fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
             let vector = cq.vector.is_none_or(|vector| usize::from(vector) < vectors);
             let limit = control.granted.1;
             let is_new = cqs.insert(cq.qid);
-            if !is_new || !vector || !check_place(cq.qid, limit, cq.iova, cq.entries, cx) {
+            if !is_new || !vector || !is_valid_queue(cq.qid, limit, cq.iova, cq.entries, cx) {
                 return Err("a completion queue");
             }
             check_cq(cq, control)?;
@@ -102,7 +102,7 @@ fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
             let limit = control.granted.0;
             let has_cq = part.cqs.iter().any(|cq| cq.qid == sq.cqid);
             let is_new = sqs.insert(sq.qid);
-            if !is_new || !has_cq || !check_place(sq.qid, limit, sq.iova, sq.entries, cx) {
+            if !is_new || !has_cq || !is_valid_queue(sq.qid, limit, sq.iova, sq.entries, cx) {
                 return Err("a submission queue");
             }
             check_sq(sq, control)?;
@@ -131,11 +131,11 @@ fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static st
     if changed.len() > MAX_NAMESPACES || features.error_recovery.len() > MAX_NAMESPACES {
         return Err("the number of namespaces");
     }
-    if control.uncorrectable.len() as u64 > MOST_BLOCKS {
+    if control.uncorrectable.len() as u64 > MAX_BLOCKS {
         return Err("the uncorrectable blocks");
     }
     let lists = [events.outstanding.len(), events.pending.len(), events.unread.len()];
-    if lists.into_iter().any(|len| len > MOST_EVENTS) {
+    if lists.into_iter().any(|len| len > MAX_EVENTS) {
         return Err("the asynchronous events");
     }
     let vectors = cx.shared.irqs.len();
@@ -146,19 +146,19 @@ fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static st
 }
 
 fn check_admin(admin: &SavedAdminQueue, control: &SavedControl) -> Result<(), &'static str> {
-    let SavedAdminQueue { sq, cq, under_way, .. } = admin;
+    let SavedAdminQueue { sq, cq, in_flight, .. } = admin;
     let aqa = Aqa::from_bits(control.registers.aqa);
     let is_there = (sq.qid, cq.qid) == (0, 0)
         && (sq.iova, cq.iova) == (control.registers.asq, control.registers.acq)
         && sq.entries == u32::from(aqa.asqs()) + 1
         && cq.entries == u32::from(aqa.acqs()) + 1;
-    if !is_there || !under_way.is_empty() {
+    if !is_there || !in_flight.is_empty() {
         return Err("the admin queue");
     }
     // The admin queue may have more staged completions than its completion queue has free entries,
     // so the list is limited separately.
     let waits = SavedCq { staged: Vec::new(), ..cq.clone() };
-    if cq.staged.len() > MOST_EVENTS {
+    if cq.staged.len() > MAX_EVENTS {
         return Err("the completions of the admin queue");
     }
     check_sq(sq, control)?;
@@ -166,7 +166,7 @@ fn check_admin(admin: &SavedAdminQueue, control: &SavedControl) -> Result<(), &'
 }
 
 /// True if an I/O queue's identifier, size and address are valid.
-fn check_place(qid: u16, limit: u16, iova: u64, entries: u32, cx: &Context) -> bool {
+fn is_valid_queue(qid: u16, limit: u16, iova: u64, entries: u32, cx: &Context) -> bool {
     let is_long = entries > cx.config.max_queue_entries;
     qid != 0 && qid <= limit && !is_long && iova.is_multiple_of(4096)
 }

@@ -30,7 +30,7 @@ pub(crate) const COPY_RANGES: usize = 128;
 /// them to namespaces that are added later, so they stay constant for the lifetime of the
 /// controller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Promises {
+pub(crate) struct Guarantees {
     /// VWC: a volatile write cache is present. Without it, hosts never send Flush.
     pub(crate) volatile_cache: bool,
     /// WZSL: the largest Write Zeroes in bytes.
@@ -40,7 +40,7 @@ pub(crate) struct Promises {
 /// Maximum number of blocks of a Write Zeroes command: NLB has 16 bits, 0's based.
 const ZEROES_BLOCKS: u64 = 1 << 16;
 
-impl Promises {
+impl Guarantees {
     /// Properties for a controller that starts with the namespaces of `config`.
     fn of(config: &Config) -> Self {
         let infos = || config.namespaces.iter().map(|namespace| namespace.disk.info());
@@ -64,7 +64,7 @@ pub(crate) struct Namespaces {
     barred: BTreeMap<u32, Status>,
     /// NN: the highest NSID so far.
     highest: u32,
-    pub(crate) promises: Promises,
+    pub(crate) guarantees: Guarantees,
     /// Membership in a subsystem, if its controllers share the namespaces.
     member: Option<Arc<Member>>,
 }
@@ -72,19 +72,19 @@ pub(crate) struct Namespaces {
 impl Namespaces {
     /// Namespaces of a valid configuration.
     pub(crate) fn new(config: &Config) -> Self {
-        Self::going_on(config, Promises::of(config), 0)
+        Self::resuming(config, Guarantees::of(config), 0)
     }
 
-    /// Namespaces for a host that has already read `promises` and `highest` (NN) from a previous
+    /// Namespaces for a host that has already read `guarantees` and `highest` (NN) from a previous
     /// process. These values may exceed those of the current configuration.
-    pub(crate) fn going_on(config: &Config, promises: Promises, highest: u32) -> Self {
+    pub(crate) fn resuming(config: &Config, guarantees: Guarantees, highest: u32) -> Self {
         // With a pool, a namespace that the host creates may get any NSID.
         let highest = if config.pool.is_some() { MAX_NAMESPACES as u32 } else { highest };
         let (active, barred) = (BTreeMap::new(), BTreeMap::new());
         let member = config.member.clone();
-        let mut namespaces = Self { active, barred, highest, promises, member };
+        let mut namespaces = Self { active, barred, highest, guarantees, member };
         for (nsid, namespace) in config.numbered() {
-            namespaces.put(nsid, Some(Namespace::new(nsid, namespace, &promises)));
+            namespaces.put(nsid, Some(Namespace::new(nsid, namespace, &guarantees)));
         }
         namespaces
     }
@@ -97,7 +97,7 @@ impl Namespaces {
             let attached = state.namespaces.iter().filter(|namespace| namespace.attached);
             for own in attached.filter(|own| self.get(own.nsid).is_none()) {
                 serving.barred.insert(own.nsid, status);
-                let namespace = Namespace::new(own.nsid, &placeholder(own), &self.promises);
+                let namespace = Namespace::new(own.nsid, &placeholder(own), &self.guarantees);
                 identified.put(own.nsid, Some(namespace));
             }
         }
@@ -185,11 +185,11 @@ pub(crate) struct Namespace {
 impl Namespace {
     /// Namespace `nsid` of a valid configuration. If Identify has reported no volatile write cache
     /// to the host, a disk with a volatile cache is used in write-through mode.
-    pub(crate) fn new(nsid: u32, config: &NamespaceConfig, promises: &Promises) -> Self {
+    pub(crate) fn new(nsid: u32, config: &NamespaceConfig, guarantees: &Guarantees) -> Self {
         let NamespaceConfig { disk, uuid } = config;
         let mut info = disk.info();
-        let write_through = info.volatile_cache && !promises.volatile_cache;
-        info.volatile_cache &= promises.volatile_cache;
+        let write_through = info.volatile_cache && !guarantees.volatile_cache;
+        info.volatile_cache &= guarantees.volatile_cache;
         let disk = Arc::clone(disk);
         Self { nsid, disk, info, uuid: *uuid, write_through, member: None }
     }
@@ -313,7 +313,7 @@ mod tests {
     use crate::test_disk::TestDisk;
     use std::collections::HashSet;
 
-    const CACHED: Promises = Promises { volatile_cache: true, zeroes: 0 };
+    const CACHED: Guarantees = Guarantees { volatile_cache: true, zeroes: 0 };
 
     #[test]
     fn namespace_properties_are_those_of_the_disk() {

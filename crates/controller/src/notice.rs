@@ -57,7 +57,7 @@ pub(crate) enum Notice {
     },
     /// All queues of the controller have left their I/O threads for a quiesce. If the quiesce was
     /// cancelled, some may have stayed.
-    Left,
+    QueuesDetached,
     /// Queues of the controller are lost, because the I/O thread to which they moved could not
     /// serve them.
     Stranded,
@@ -65,7 +65,7 @@ pub(crate) enum Notice {
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     Condition(Condition),
     /// A command waits for exclusive execution.
-    WantsExclusive,
+    ExclusiveRequested,
     /// The admin queue has to be polled.
     AdminDoorbell,
     /// All I/O threads serve the changed namespace, and the old namespace's disk is unused.
@@ -149,7 +149,7 @@ pub(crate) enum Operation {
     Recorded,
     /// Journal entries with the outcomes of exclusive commands, so that a recovery repeats none of
     /// them.
-    Settled,
+    DecisionsJournaled,
     /// Verification of one piece of a namespace, in a device self-test.
     SelfTest { run: u32, nsid: u32 },
     /// Flush of a shutdown.
@@ -316,14 +316,14 @@ pub(crate) struct Inbox {
     has_any: AtomicBool,
     notices: Mutex<Notices>,
     /// Highest number of notices that were pending at the same time.
-    most: AtomicUsize,
+    max: AtomicUsize,
 }
 
 impl Inbox {
     pub(crate) fn push(&self, notice: Notice) {
         let mut notices = self.notices.lock();
         notices.push(notice);
-        self.most.fetch_max(notices.len(), Relaxed);
+        self.max.fetch_max(notices.len(), Relaxed);
         drop(notices);
         self.has_any.store(true, Release);
     }
@@ -340,8 +340,8 @@ impl Inbox {
     }
 
     /// Returns and resets the maximum number of pending notices.
-    pub(crate) fn take_most(&self) -> usize {
-        self.most.swap(0, Relaxed)
+    pub(crate) fn take_max(&self) -> usize {
+        self.max.swap(0, Relaxed)
     }
 
     /// Number of pending notices.
@@ -354,16 +354,16 @@ impl Inbox {
 /// Liveness check, sent to several threads. Each thread drops its clone when it handles the
 /// message.
 #[derive(Clone)]
-pub(crate) struct Visit {
-    _pending: Arc<PendingVisit>,
+pub(crate) struct LivenessCheck {
+    _pending: Arc<PendingCheck>,
 }
 
-struct PendingVisit(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+struct PendingCheck(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
-impl Visit {
+impl LivenessCheck {
     /// Creates a check. `ended` runs on the thread that drops the last clone.
     pub(crate) fn new(ended: impl FnOnce() + Send + 'static) -> Self {
-        Self { _pending: Arc::new(PendingVisit(Mutex::new(Some(Box::new(ended))))) }
+        Self { _pending: Arc::new(PendingCheck(Mutex::new(Some(Box::new(ended))))) }
     }
 
     /// Creates a check that sends a message through a channel when it ends.
@@ -377,7 +377,7 @@ impl Visit {
     }
 }
 
-impl Drop for PendingVisit {
+impl Drop for PendingCheck {
     fn drop(&mut self) {
         if let Some(ended) = self.0.get_mut().take() {
             ended();

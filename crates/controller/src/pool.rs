@@ -63,7 +63,7 @@ pub enum SanitizePhase {
     /// the host exits the failure mode.
     Failed,
     /// The host exited the failure mode, so the namespaces are accessible.
-    FailureLeft,
+    FailureModeExited,
 }
 
 /// Status of the most recent sanitize operation.
@@ -84,7 +84,9 @@ impl SanitizeStatus {
         match self.phase {
             SanitizePhase::InProgress(_) => Some(Status::SANITIZE_IN_PROGRESS),
             SanitizePhase::Failed => Some(Status::SANITIZE_FAILED),
-            SanitizePhase::Never | SanitizePhase::Successful | SanitizePhase::FailureLeft => None,
+            SanitizePhase::Never | SanitizePhase::Successful | SanitizePhase::FailureModeExited => {
+                None
+            }
         }
     }
 }
@@ -160,7 +162,7 @@ pub struct PoolOrder {
     pub act: PoolAct,
     /// True if the order is repeated after a crash. The dead process may have executed the action
     /// without completing the command, so an already executed action is not an error.
-    pub is_again: bool,
+    pub is_repeat: bool,
 }
 
 /// Outcome of an order: dword 0 of the completion, or the error status.
@@ -178,7 +180,7 @@ pub trait NamespacePool: Send + Sync + fmt::Debug {
 
     /// Starts an order and returns immediately. All changes that must survive a power loss have to
     /// be on stable storage before `done` is called.
-    fn order(&self, order: PoolOrder, done: PoolDone);
+    fn order(&self, order: PoolOrder, done: PoolCallback);
 }
 
 /// Handle with which a pool notifies its controller.
@@ -197,21 +199,21 @@ impl PoolPort {
 /// Completion callback of an order. If it is dropped without a call of [`end`](Self::end), the
 /// order ends with Internal Error.
 #[derive(Debug)]
-pub struct PoolDone {
+pub struct PoolCallback {
     pub(crate) control: ControlHandle,
     pub(crate) generation: u64,
     pub(crate) cid: u16,
-    pub(crate) is_told: bool,
+    pub(crate) is_notified: bool,
 }
 
-impl PoolDone {
+impl PoolCallback {
     /// Completes the order.
     pub fn end(mut self, outcome: PoolOutcome) {
-        self.tell(outcome);
+        self.finish(outcome);
     }
 
-    fn tell(&mut self, outcome: PoolOutcome) {
-        if std::mem::replace(&mut self.is_told, true) {
+    fn finish(&mut self, outcome: PoolOutcome) {
+        if std::mem::replace(&mut self.is_notified, true) {
             return;
         }
         let (status, dw0) = match outcome {
@@ -223,8 +225,8 @@ impl PoolDone {
     }
 }
 
-impl Drop for PoolDone {
+impl Drop for PoolCallback {
     fn drop(&mut self) {
-        self.tell(Err(Status::INTERNAL));
+        self.finish(Err(Status::INTERNAL));
     }
 }

@@ -99,13 +99,13 @@ pub(crate) enum Action {
 
 /// Reservation notification for a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Told {
+pub(crate) enum Notification {
     RegistrationPreempted,
     ReservationReleased,
     ReservationPreempted,
 }
 
-impl Told {
+impl Notification {
     /// Notification type in the Reservation Notification log page.
     pub(crate) fn code(self) -> u8 {
         match self {
@@ -120,7 +120,7 @@ impl Told {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Consequences {
     /// Notifications to send.
-    pub(crate) told: Vec<(HostId, Told)>,
+    pub(crate) notifications: Vec<(HostId, Notification)>,
     /// Hosts that lost their registration.
     pub(crate) unregistered: Vec<HostId>,
 }
@@ -225,7 +225,8 @@ impl Reservations {
             Action::Clear { key } => {
                 self.check(host, Some(key))?;
                 let others = self.registrants().filter(|(other, _)| *other != host);
-                then.told = others.map(|(host, _)| (host, Told::ReservationPreempted)).collect();
+                then.notifications =
+                    others.map(|(host, _)| (host, Notification::ReservationPreempted)).collect();
                 then.unregistered = self.registrants().map(|(host, _)| host).collect();
                 self.registrants.clear();
                 self.held = None;
@@ -258,9 +259,9 @@ impl Reservations {
     }
 
     /// Adds a notification for all registrants except `host`.
-    fn tell_others(&self, host: HostId, told: Told, then: &mut Consequences) {
+    fn notify_others(&self, host: HostId, notifications: Notification, then: &mut Consequences) {
         let others = self.registrants().filter(|(other, _)| *other != host);
-        then.told.extend(others.map(|(other, _)| (other, told)));
+        then.notifications.extend(others.map(|(other, _)| (other, notifications)));
     }
 
     /// Unregisters a host. If it was the last holder, releases the reservation.
@@ -274,7 +275,7 @@ impl Reservations {
         }
         self.held = None;
         if !kind.is_of_the_holder_alone() {
-            self.tell_others(host, Told::ReservationReleased, then);
+            self.notify_others(host, Notification::ReservationReleased, then);
         }
     }
 
@@ -285,7 +286,7 @@ impl Reservations {
         for (host, _) in chosen {
             self.unregister(host, then);
             if host != by {
-                then.told.push((host, Told::RegistrationPreempted));
+                then.notifications.push((host, Notification::RegistrationPreempted));
             }
         }
     }
@@ -319,7 +320,7 @@ impl Reservations {
                 self.held = Some((kind as u8, host));
                 self.remove(host, |other, key| other != host && key == of, then);
                 if before != kind {
-                    self.tell_others(host, Told::ReservationReleased, then);
+                    self.notify_others(host, Notification::ReservationReleased, then);
                 }
                 return Ok(());
             }
@@ -343,7 +344,7 @@ impl Reservations {
         }
         self.held = None;
         if !present.is_of_the_holder_alone() {
-            self.tell_others(host, Told::ReservationReleased, then);
+            self.notify_others(host, Notification::ReservationReleased, then);
         }
         Ok(())
     }
@@ -364,9 +365,9 @@ pub(crate) type AllReservations = BTreeMap<[u8; 16], Reservations>;
 
 const MAGIC: [u8; 8] = *b"SBRESV01";
 /// Size of a place in bytes, sufficient for the maximum: 128 registrants in each of 256 namespaces.
-const PLACE: u64 = 8 << 20;
-const PLACES: AbSlots =
-    AbSlots { magic: &MAGIC, order: HeadOrder::LengthFirst, place: PLACE, is_padded: false };
+const SLOT_SIZE: u64 = 8 << 20;
+const SLOTS: AbSlots =
+    AbSlots { magic: &MAGIC, order: HeadOrder::LengthFirst, place: SLOT_SIZE, is_padded: false };
 
 /// File that stores reservations.
 #[derive(Debug)]
@@ -390,7 +391,7 @@ impl ReservationFile {
 
     /// Newest valid version in the file.
     fn newest(&self) -> Option<Newest<Vec<u8>>> {
-        PLACES.read(&self.file, |text| Some(text.to_vec()))
+        SLOTS.read(&self.file, |text| Some(text.to_vec()))
     }
 
     /// Reads the newest version. An empty file contains no reservations.
@@ -417,7 +418,7 @@ impl ReservationFile {
         let len = self.file.read_at(&mut magic, 0)?;
         let len_of_all = self.file.metadata()?.len();
         let is_begun = magic[..len] == MAGIC[..len] || magic == [0; 8];
-        Ok(is_begun && len_of_all <= PLACE)
+        Ok(is_begun && len_of_all <= SLOT_SIZE)
     }
 
     /// Writes a new version. On failure the previous version stays valid.
@@ -428,12 +429,12 @@ impl ReservationFile {
         let _one_after_the_other = self.writing.lock();
         let namespaces = all.iter().map(|(uuid, its)| (*uuid, its.clone())).collect();
         let text = serde_json::to_vec(&Content { namespaces })?;
-        if text.len() > PLACES.room() {
+        if text.len() > SLOTS.room() {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, "too many reservations"));
         }
         let newest = self.newest().map(|newest| (newest.number, newest.place));
         let (number, place) = newest.map_or((1, 0), |(number, place)| (number + 1, 1 - place));
-        PLACES.write(&self.file, place, number, &text)
+        SLOTS.write(&self.file, place, number, &text)
     }
 }
 

@@ -59,15 +59,15 @@ struct Quiesce {
     stopovers: Vec<Arc<Stopover>>,
     /// Messages to send after the quiesce, each with the number of the I/O thread to which the
     /// queues were assigned.
-    kept: Vec<(usize, Message)>,
+    deferred: Vec<(usize, Message)>,
 }
 
 impl Quiesce {
     /// Keeps a message to `worker`. If there are several DMA tables, only the last one is kept, as
     /// in a mailbox. Otherwise a client that maps memory without limit during a quiesce could
     /// exhaust memory.
-    fn keep(&mut self, worker: usize, message: Message) {
-        let of_worker = self.kept.iter_mut().rev().find(|(other, _)| *other == worker);
+    fn defer(&mut self, worker: usize, message: Message) {
+        let of_worker = self.deferred.iter_mut().rev().find(|(other, _)| *other == worker);
         match (message, of_worker) {
             (
                 Message::Table { table, mut latches, .. },
@@ -76,7 +76,7 @@ impl Quiesce {
                 *old = table;
                 all.append(&mut latches);
             }
-            (message, _) => self.kept.push((worker, message)),
+            (message, _) => self.deferred.push((worker, message)),
         }
     }
 }
@@ -103,9 +103,9 @@ impl Route {
     pub(crate) fn send(&self, pool: &Pool, worker: usize, message: Message) {
         let mut state = self.0.lock();
         if let Some(quiesce) = &mut state.quiesce {
-            quiesce.keep(worker, message);
-        } else if let Some(kept) = state.leaving.get_mut(&worker) {
-            kept.push(message);
+            quiesce.defer(worker, message);
+        } else if let Some(deferred) = state.leaving.get_mut(&worker) {
+            deferred.push(message);
         } else {
             pool.send(state.to.unwrap_or(worker), message);
         }
@@ -133,7 +133,7 @@ impl Route {
 
     /// Sends the kept messages to `worker`'s queues, after these queues have arrived at the new I/O
     /// thread.
-    pub(crate) fn arrived(&self, pool: &Pool, worker: usize) {
+    pub(crate) fn send_deferred(&self, pool: &Pool, worker: usize) {
         let mut state = self.0.lock();
         let to = state.to.unwrap_or(worker);
         for message in state.leaving.remove(&worker).into_iter().flatten() {
@@ -177,12 +177,12 @@ impl Route {
         for stopover in &stopovers {
             pool.send(stopover.worker(), leave(stopover.destination()));
         }
-        state.quiesce = Some(Quiesce { stopovers, kept: Vec::new() });
+        state.quiesce = Some(Quiesce { stopovers, deferred: Vec::new() });
     }
 
     /// Starts in the quiesced state, with restored queues.
     pub(crate) fn begin_quiesced(&self, stopovers: Vec<Arc<Stopover>>) {
-        self.0.lock().quiesce = Some(Quiesce { stopovers, kept: Vec::new() });
+        self.0.lock().quiesce = Some(Quiesce { stopovers, deferred: Vec::new() });
     }
 
     /// Queues of a quiesced controller.
@@ -203,9 +203,9 @@ impl Route {
     pub(crate) fn drop_quiesced(&self) -> impl FnOnce() + Send + 'static {
         let quiesce = self.0.lock().quiesce.take();
         move || {
-            let Some(Quiesce { stopovers, kept }) = quiesce else { return };
-            stopovers.iter().for_each(|stopover| stopover.give_up());
-            drop(kept);
+            let Some(Quiesce { stopovers, deferred }) = quiesce else { return };
+            stopovers.iter().for_each(|stopover| stopover.drop_queues());
+            drop(deferred);
         }
     }
 
@@ -213,10 +213,10 @@ impl Route {
     /// queues must have left their I/O threads before.
     pub(crate) fn end_quiesce(&self, pool: &Pool) {
         let mut state = self.0.lock();
-        let Some(Quiesce { stopovers, kept }) = state.quiesce.take() else { return };
+        let Some(Quiesce { stopovers, deferred }) = state.quiesce.take() else { return };
         stopovers.iter().for_each(|stopover| stopover.send_back());
         let to = state.to;
-        for (worker, message) in kept {
+        for (worker, message) in deferred {
             pool.send(to.unwrap_or(worker), message);
         }
     }

@@ -2,8 +2,8 @@
 //! stores checkpoints.
 //!
 //! A later release may add a field with a default; the previous release refuses the state then,
-//! unless the field is [skippable](shadowbell_state::read_fields). A change of a field's meaning, or
-//! the removal of a field, must increment [`shadowbell_state::VERSION`].
+//! unless the field is [skippable](shadowbell_state::read_fields). A change of a field's meaning,
+//! or the removal of a field, must increment [`shadowbell_state::VERSION`].
 
 use crate::stats::{CqStats, IoStats, SqStats};
 use serde::{Deserialize, Serialize};
@@ -33,7 +33,7 @@ pub struct SavedController {
 
 /// Cause of death of a process, for the recovery of its controllers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Death {
+pub enum CauseOfDeath {
     /// Another process or the OOM killer killed it, so the commands in flight are not the cause.
     #[default]
     Killed,
@@ -96,7 +96,7 @@ pub(crate) struct SavedShape {
     pub(crate) namespaces: Vec<SavedNamespace>,
     /// Common properties of all namespaces, which the host has read in Identify Controller.
     #[serde(default)]
-    pub(crate) told: Option<SavedGuarantees>,
+    pub(crate) guarantees: Option<SavedGuarantees>,
 }
 
 /// Properties in Identify Controller on which the host relies, even if namespaces change.
@@ -186,7 +186,7 @@ pub(crate) struct SavedSharing {
     pub(crate) masks: Vec<(u32, u32)>,
     /// Pending reservation notifications: number, type, NSID.
     pub(crate) notices: Vec<(u64, u8, u32)>,
-    pub(crate) notices_made: u64,
+    pub(crate) last_notice: u64,
     /// ANA state as the host may know it.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) ana: SavedAna,
@@ -232,7 +232,7 @@ pub(crate) struct SavedFeatures {
     /// host has set it.
     pub(crate) clock: (u64, u64, bool),
     #[serde(default)]
-    pub(crate) knows_interrupted: bool,
+    pub(crate) supports_interrupted: bool,
     /// Copy Descriptor Formats Enable.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) copy_formats: u16,
@@ -303,8 +303,8 @@ pub(crate) type SavedCapture = (Bytes, [u16; 3], String);
 pub(crate) struct SavedTelemetry {
     pub(crate) host: SavedCapture,
     pub(crate) host_generation: u8,
-    pub(crate) own: SavedCapture,
-    pub(crate) own_generation: u8,
+    pub(crate) controller_initiated: SavedCapture,
+    pub(crate) controller_initiated_generation: u8,
     pub(crate) is_new: bool,
 }
 
@@ -376,7 +376,7 @@ pub(crate) struct SavedAdminQueue {
     pub(crate) lacks_cq: bool,
     /// Submission queue entries of commands in flight.
     #[serde(default)]
-    pub(crate) under_way: Vec<Bytes>,
+    pub(crate) in_flight: Vec<Bytes>,
 }
 
 /// Snapshot of the queues of one I/O thread.

@@ -45,7 +45,7 @@ struct Counted {
 }
 
 /// Removes `one` from the list, and all entries whose counters no longer exist.
-fn take_out<T>(all: &mut Vec<Weak<T>>, one: &Arc<T>) {
+fn remove_dead<T>(all: &mut Vec<Weak<T>>, one: &Arc<T>) {
     all.retain(|other| {
         other.strong_count() != 0 && !std::ptr::eq(other.as_ptr(), Arc::as_ptr(one))
     });
@@ -66,7 +66,7 @@ pub(crate) struct ControllerShared {
     park_states: Vec<Arc<AtomicU32>>,
     /// True if a sleeping I/O thread waits for a new head of the completion queue; by queue
     /// identifier.
-    head_wanted: Vec<AtomicBool>,
+    head_wakeups: Vec<AtomicBool>,
     /// Valid heads of each completion queue while its I/O thread sleeps, by queue identifier: the
     /// last head, the tail, the last position of the ring, and [`EXPECTED`]; 0 if the head is not
     /// in the register.
@@ -129,7 +129,7 @@ impl ControllerShared {
             traps: (0..MAX_QUEUES * 2).map(|_| AtomicU64::new(0)).collect(),
             owners: (0..MAX_QUEUES * 2).map(|_| AtomicU8::new(0)).collect(),
             park_states: (0..workers).map(|_| Arc::default()).collect(),
-            head_wanted: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
+            head_wakeups: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
             expected_heads: (0..MAX_QUEUES).map(|_| AtomicU64::new(0)).collect(),
             write_through: AtomicBool::new(false),
             copy_formats: Arc::default(),
@@ -145,7 +145,7 @@ impl ControllerShared {
     }
 
     /// Creates the journal for crash recovery. It must be called before any queue exists.
-    pub(crate) fn keep_journal(&self, requests: usize) -> io::Result<()> {
+    pub(crate) fn create_journal(&self, requests: usize) -> io::Result<()> {
         let _ = self.journal.set(Journal::new(self.park_states.len(), requests)?);
         Ok(())
     }
@@ -230,16 +230,16 @@ impl ControllerShared {
 
     /// Sets whether a sleeping I/O thread waits for the head of completion queue `qid`. The thread
     /// calls it before its full fence; after the fence, a wakeup could be lost.
-    pub(crate) fn want_head(&self, qid: u16, wanted: bool) {
-        if let Some(flag) = self.head_wanted.get(usize::from(qid)) {
+    pub(crate) fn request_head_wakeup(&self, qid: u16, wanted: bool) {
+        if let Some(flag) = self.head_wakeups.get(usize::from(qid)) {
             flag.store(wanted, Ordering::Release);
         }
     }
 
     /// True if a trapped head write of `qid` has to wake the I/O thread. It must be called after
     /// the register is stored and a full fence.
-    pub(crate) fn is_head_wanted(&self, qid: u16) -> bool {
-        self.head_wanted.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
+    pub(crate) fn needs_head_wakeup(&self, qid: u16) -> bool {
+        self.head_wakeups.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
 
     /// Stores the valid heads of completion queue `qid` before a sleep of its I/O thread, as the
@@ -322,7 +322,7 @@ impl ControllerShared {
 
     /// Merges the counters `from` of one I/O thread into those of another, `to`, after a move of
     /// the queues.
-    pub(crate) fn join_parts(&self, from: &Arc<PartCounters>, to: &PartCounters) {
+    pub(crate) fn merge_parts(&self, from: &Arc<PartCounters>, to: &PartCounters) {
         let mut counted = self.counted.lock();
         to.absorb(from);
         counted.retire_part(from);
@@ -363,7 +363,7 @@ impl ControllerShared {
     /// Adds a deleted submission queue's counters to the sums.
     pub(crate) fn retire_sq(&self, counters: &Arc<SqCounters>) {
         let mut counted = self.counted.lock();
-        take_out(&mut counted.sqs, counters);
+        remove_dead(&mut counted.sqs, counters);
         let traps = self.take_traps(counters.qid(), DoorbellKind::Sq);
         counted.retired_sq.merge(&counters.read(traps));
     }
@@ -371,7 +371,7 @@ impl ControllerShared {
     /// Adds a deleted completion queue's counters to the sums.
     pub(crate) fn retire_cq(&self, counters: &Arc<CqCounters>) {
         let mut counted = self.counted.lock();
-        take_out(&mut counted.cqs, counters);
+        remove_dead(&mut counted.cqs, counters);
         let traps = self.take_traps(counters.qid(), DoorbellKind::Cq);
         counted.retired_cq.merge(&counters.read(traps));
     }
@@ -392,7 +392,7 @@ impl ControllerShared {
         let events = parts.clone().map(|part| part.doorbell_events());
         let doorbell_events = events.fold(counted.retired_events, u64::saturating_add);
         let sleep_of = |part: &Arc<PartCounters>| {
-            let parked = part.is_left_out();
+            let parked = part.is_skipped();
             sleep(part.worker()).map(|sleep| SleepStats { parked, ..sleep })
         };
         let mut workers: Vec<SleepStats> = parts.filter_map(sleep_of).collect();

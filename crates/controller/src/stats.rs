@@ -19,7 +19,7 @@ pub struct DoorbellCounts {
     /// MMIO writes received by trap. Writes to a mapped doorbell are not counted.
     pub mmio_writes: u64,
     /// Reads of the doorbell value while polling.
-    pub looks: u64,
+    pub polls: u64,
     /// Reads that found a new value.
     pub found_new: u64,
     /// EventIdx updates while polling, after which the host need not write the doorbell register.
@@ -38,7 +38,7 @@ impl DoorbellCounts {
     fn of(mmio_writes: u64, s: ControllerStats) -> Self {
         Self {
             mmio_writes,
-            looks: s.looks,
+            polls: s.polls,
             found_new: s.found_new,
             event_idx_moved: s.event_idx_moved,
             event_idx_armed: s.event_idx_armed,
@@ -50,7 +50,7 @@ impl DoorbellCounts {
 
     fn merge(&mut self, o: &Self) {
         self.mmio_writes += o.mmio_writes;
-        self.looks += o.looks;
+        self.polls += o.polls;
         self.found_new += o.found_new;
         self.event_idx_moved += o.event_idx_moved;
         self.event_idx_armed += o.event_idx_armed;
@@ -286,7 +286,7 @@ pub(crate) struct PartCounters {
     worker: AtomicUsize,
     /// True if the controller is parked: the I/O thread does not poll it until a doorbell write
     /// arrives.
-    left_out: AtomicBool,
+    skipped: AtomicBool,
     /// Doorbell eventfds, whose kernel counters give the number of signals.
     doorbell_eventfds: Mutex<Vec<Arc<EventFd>>>,
 }
@@ -297,7 +297,7 @@ impl PartCounters {
         Self {
             io: IoCounters::default(),
             worker: AtomicUsize::new(worker),
-            left_out: AtomicBool::new(false),
+            skipped: AtomicBool::new(false),
             doorbell_eventfds: Mutex::default(),
         }
     }
@@ -311,12 +311,12 @@ impl PartCounters {
         self.worker.load(Relaxed)
     }
 
-    pub(crate) fn set_left_out(&self, left_out: bool) {
-        self.left_out.store(left_out, Relaxed);
+    pub(crate) fn set_skipped(&self, skipped: bool) {
+        self.skipped.store(skipped, Relaxed);
     }
 
-    pub(crate) fn is_left_out(&self) -> bool {
-        self.left_out.load(Relaxed)
+    pub(crate) fn is_skipped(&self) -> bool {
+        self.skipped.load(Relaxed)
     }
 
     pub(crate) fn add_doorbell_eventfd(&self, event: Arc<EventFd>) {

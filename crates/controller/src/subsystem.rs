@@ -157,7 +157,7 @@ struct State {
     all: AllReservations,
     members: BTreeMap<u16, MemberState>,
     /// True if a controller exists, so that the state of the file is in use.
-    has_begun: bool,
+    is_in_use: bool,
     /// True if the state has changed since the file was read.
     has_changed: bool,
 }
@@ -168,7 +168,7 @@ struct MemberState {
     control: Option<ControlHandle>,
     changes: Vec<Change>,
     /// Notifications for the host: namespace UUID and type.
-    told: Vec<(Uuid, u8)>,
+    notifications: Vec<(Uuid, u8)>,
     /// ANA states of the groups for this member; a missing group is optimized.
     ana: BTreeMap<u32, AnaState>,
 }
@@ -187,7 +187,7 @@ impl State {
     /// it has released the lock, because in inline mode they read the state immediately.
     fn concerned(&self) -> Vec<ControlHandle> {
         let has_some =
-            |member: &&MemberState| !member.changes.is_empty() || !member.told.is_empty();
+            |member: &&MemberState| !member.changes.is_empty() || !member.notifications.is_empty();
         self.members.values().filter(has_some).filter_map(|its| its.control.clone()).collect()
     }
 
@@ -229,7 +229,8 @@ impl Shared {
             }
             after.persistent = persistent;
         }
-        let Consequences { told, unregistered } = after.act(command.host, command.action)?;
+        let Consequences { notifications, unregistered } =
+            after.act(command.host, command.action)?;
         if after == before {
             return Ok(());
         }
@@ -250,8 +251,8 @@ impl Shared {
             member.control.as_ref().is_some_and(ControlHandle::is_alive)
         };
         for member in state.members.values_mut().filter(is_there) {
-            let its = told.iter().filter(|(host, _)| member.host == Some(*host));
-            member.told.extend(its.map(|(_, told)| (uuid, told.code())));
+            let its = notifications.iter().filter(|(host, _)| member.host == Some(*host));
+            member.notifications.extend(its.map(|(_, notifications)| (uuid, notifications.code())));
         }
         let concerned = state.concerned();
         drop(state);
@@ -359,7 +360,7 @@ impl Member {
     /// cycle: reservations without Persist Through Power Loss are dropped.
     pub(crate) fn power_on(&self) {
         let mut state = self.shared.state.lock();
-        if std::mem::replace(&mut state.has_begun, true) {
+        if std::mem::replace(&mut state.is_in_use, true) {
             return;
         }
         let before = std::mem::take(&mut state.all);
@@ -375,9 +376,9 @@ impl Member {
 
     /// Continues the controller of another process. This process reads the file again, because the
     /// other one may have changed it since the first read.
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn resume(&self) {
         let mut state = self.shared.state.lock();
-        state.has_begun = true;
+        state.is_in_use = true;
         if let Some(file) = &self.shared.state_file
             && !state.has_changed
         {
@@ -457,8 +458,8 @@ impl Member {
     }
 
     /// Takes the notifications for the host: namespace UUID and type.
-    pub(crate) fn take_told(&self) -> Vec<(Uuid, u8)> {
-        self.with(|member| std::mem::take(&mut member.told))
+    pub(crate) fn take_notifications(&self) -> Vec<(Uuid, u8)> {
+        self.with(|member| std::mem::take(&mut member.notifications))
     }
 
     /// True if Persist Through Power Loss is supported.

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use zerocopy::IntoBytes;
 
 /// Maximum number of marked blocks of a controller.
-pub(crate) const MOST_BLOCKS: u64 = 4096;
+pub(crate) const MAX_BLOCKS: u64 = 4096;
 /// Maximum size of a Write Uncorrectable command in bytes: WUSL of Identify Controller.
 pub(crate) const COMMAND_BYTES: u64 = 512 << 10;
 
@@ -109,11 +109,11 @@ impl Uncorrectable {
     /// Marks the blocks of `[from, to)`. The range must not be empty.
     ///
     /// # Errors
-    /// Command Size Limit Exceeded if more than [`MOST_BLOCKS`] blocks would be marked. The marks
+    /// Command Size Limit Exceeded if more than [`MAX_BLOCKS`] blocks would be marked. The marks
     /// are then unchanged.
     pub(crate) fn mark(&mut self, nsid: u32, from: u64, to: u64) -> Result<(), Status> {
         let known: u64 = self.of(nsid, from, to).map(|(begin, end)| end - begin).sum();
-        if self.blocks() + (to - from - known) > MOST_BLOCKS {
+        if self.blocks() + (to - from - known) > MAX_BLOCKS {
             return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
         }
         let ranges = self.by_nsid.entry(nsid).or_default();
@@ -155,7 +155,7 @@ impl Uncorrectable {
 
     /// Clears the marks from block `blocks` on, after namespace `nsid` was replaced, removed or
     /// resized. For a removed namespace, `blocks` is 0.
-    pub(crate) fn forget(&mut self, nsid: u32, blocks: u64) {
+    pub(crate) fn clear_marks(&mut self, nsid: u32, blocks: u64) {
         self.clear(nsid, blocks, u64::MAX);
     }
 }
@@ -169,16 +169,16 @@ mod tests {
     #[test]
     fn the_number_of_uncorrectable_blocks_is_limited() {
         let mut marks = Uncorrectable::default();
-        marks.mark(1, 10, 10 + MOST_BLOCKS - 1).unwrap();
+        marks.mark(1, 10, 10 + MAX_BLOCKS - 1).unwrap();
         assert_eq!(marks.mark(2, 0, 2).unwrap_err().code(), Status::COMMAND_SIZE_LIMIT_EXCEEDED);
         assert!(!marks.has_any_of(2));
         // Blocks that are already marked are not counted again.
         marks.mark(1, 10, 20).unwrap();
         marks.mark(2, u64::MAX - 1, u64::MAX).unwrap();
         assert!(marks.mark(1, 0, 1).is_err());
-        marks.forget(1, 12);
+        marks.clear_marks(1, 12);
         assert_eq!((marks.blocks(), marks.touches(1, 12, 100)), (3, false));
-        marks.forget(2, 0);
+        marks.clear_marks(2, 0);
         assert!(!marks.has_any_of(2));
         let (saved, changes) = marks.save();
         assert_eq!(saved, [(1, 10, 12)]);
@@ -200,8 +200,8 @@ mod tests {
                     marks.clear(3, from, to);
                     model.retain(|block| !(from..to).contains(block));
                 }
-                let told: Vec<u64> = marks.of(3, 0, 100).flat_map(|(a, b)| a..b).collect();
-                prop_assert_eq!(told, model.iter().copied().collect::<Vec<_>>());
+                let reported: Vec<u64> = marks.of(3, 0, 100).flat_map(|(a, b)| a..b).collect();
+                prop_assert_eq!(reported, model.iter().copied().collect::<Vec<_>>());
                 prop_assert_eq!(marks.blocks(), model.len() as u64);
                 prop_assert_eq!(marks.has_any_of(3), !model.is_empty());
                 prop_assert_eq!(marks.touches(3, from, to), model.range(from..to).next().is_some());

@@ -4,7 +4,7 @@ mod common;
 #[path = "common/held.rs"]
 mod held;
 
-use common::{Host, Queue, config, create_cq, create_sq, meanwhile};
+use common::{Host, Queue, config, create_cq, create_sq, run_beside};
 use held::Held;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_spec::admin::DoorbellBufferConfig;
@@ -19,7 +19,7 @@ const GET_LOG_PAGE: u8 = 0x02;
 fn attached(config: Config) -> (Host, Queue, Turns) {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let controller = Controller::new(config, pool, Carrier::default()).unwrap();
-    let (host, queue) = meanwhile(&mut turns, move || {
+    let (host, queue) = run_beside(&mut turns, move || {
         let mut host = Host::attach(controller);
         host.enable();
         let queue = host.create(1, 16, false);
@@ -102,7 +102,7 @@ fn no_more_is_fetched_than_can_be_completed() {
     let at = host.alloc(1 << 20);
     let stats = |host: &Host, turns: &mut Turns| {
         let controller = host.controller.clone();
-        let stats = meanwhile(turns, move || controller.stats());
+        let stats = run_beside(turns, move || controller.stats());
         (stats.submission_queues[0].commands, stats.completion_queues[0].completions)
     };
     let before = stats(&host, &mut turns);

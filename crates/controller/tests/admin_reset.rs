@@ -36,7 +36,7 @@ fn round() -> impl Strategy<Value = Round> {
 }
 
 /// Addresses in the host's memory.
-struct Places {
+struct QueueAddresses {
     page: u64,
     shadow: u64,
     event_idx: u64,
@@ -44,8 +44,8 @@ struct Places {
     cq: u64,
 }
 
-fn command(kind: u8, places: &Places) -> Sqe {
-    let &Places { page, shadow, event_idx, sq, cq } = places;
+fn command(kind: u8, addresses: &QueueAddresses) -> Sqe {
+    let &QueueAddresses { page, shadow, event_idx, sq, cq } = addresses;
     match kind {
         0 => Sqe { cdw10: 127 << 16 | 2, ..Sqe::new(0x02, 0, 0) }.with_prps(page, 0),
         1 => Sqe::dbbuf_config(DoorbellBufferConfig { shadow, event_idx }, 0),
@@ -67,10 +67,10 @@ fn completions(host: &Host) -> Vec<u16> {
     entries.map_while(|cqe| cqe.filter(Cqe::phase).map(|cqe| cqe.cid)).collect()
 }
 
-fn run(host: &mut Host, places: &Places, round: &Round) {
+fn run(host: &mut Host, addresses: &QueueAddresses, round: &Round) {
     let mut admin = std::mem::replace(&mut host.admin, common::Queue::none());
     for (cid, kind) in (0..).zip(&round.commands) {
-        host.put(&mut admin, &command(*kind, places).with_cid(cid));
+        host.put(&mut admin, &command(*kind, addresses).with_cid(cid));
     }
     host.ring(&admin, 0);
     host.admin = admin;
@@ -108,12 +108,12 @@ fn each_command_completes_once_at_most_whenever_the_host_resets() {
         let page = host.alloc(4096);
         let (shadow, event_idx) = (host.alloc(4096), host.alloc(4096));
         let (sq, cq) = (host.alloc(4096), host.alloc(4096));
-        let places = Places { page, shadow, event_idx, sq, cq };
+        let addresses = QueueAddresses { page, shadow, event_idx, sq, cq };
         let host = std::cell::RefCell::new(host);
         let mut runner = TestRunner::new(Config { cases: 400, ..Config::default() });
         let outcome = runner.run(&round(), |round| {
             let mut host = host.borrow_mut();
-            run(&mut host, &places, &round);
+            run(&mut host, &addresses, &round);
             // The controller must not write anything during this time.
             let until = Instant::now() + Duration::from_micros(200);
             while Instant::now() < until {}

@@ -4,7 +4,7 @@ mod common;
 #[path = "common/held.rs"]
 mod held;
 
-use common::{Host, Queue, meanwhile, slow_host};
+use common::{Host, Queue, run_beside, slow_host};
 use held::Held;
 use proptest::prelude::*;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
@@ -25,9 +25,9 @@ use zerocopy::{FromBytes, IntoBytes};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 /// Maximum number of blocks of 512 bytes in one Copy.
-const MOST: u64 = (1 << 20) / 512;
+const MAX_RANGES: u64 = (1 << 20) / 512;
 
-fn held_host(blocks: u64) -> (Host, Held) {
+fn host_with_held_disk(blocks: u64) -> (Host, Held) {
     let held = Held::new(blocks);
     held.mark();
     let disk: Arc<dyn Disk> = Arc::new(held.clone());
@@ -159,7 +159,7 @@ proptest! {
 
 #[test]
 fn a_copy_can_swap_two_blocks() {
-    let (mut host, held) = held_host(64);
+    let (mut host, held) = host_with_held_disk(64);
     let mut queue = host.create(1, 16, false);
     assert_eq!(copy(&mut host, &mut queue, 10, &[(11, 1), (10, 1)]), (Status::SUCCESS, 0));
     assert_eq!(held.marks(9, 4), [9, 11, 10, 12]);
@@ -167,17 +167,21 @@ fn a_copy_can_swap_two_blocks() {
 
 #[test]
 fn copy_limits_are_enforced() {
-    let (mut host, held) = held_host(4 * MOST);
+    let (mut host, held) = host_with_held_disk(4 * MAX_RANGES);
     let mut queue = host.create(1, 16, false);
-    let blocks = 4 * MOST;
-    let most = vec![(5, MOST / 128); 128];
+    let blocks = 4 * MAX_RANGES;
+    let most = vec![(5, MAX_RANGES / 128); 128];
     for (to, ranges, expected) in [
-        (MOST, vec![(0, MOST)], Status::SUCCESS),
+        (MAX_RANGES, vec![(0, MAX_RANGES)], Status::SUCCESS),
         (blocks - 1, vec![(blocks - 1, 1)], Status::SUCCESS),
-        (MOST, most.clone(), Status::SUCCESS),
-        (0, vec![(0, MOST + 1)], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
+        (MAX_RANGES, most.clone(), Status::SUCCESS),
+        (0, vec![(0, MAX_RANGES + 1)], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
         (0, vec![(0, 65536)], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
-        (0, vec![(0, MOST / 2), (0, MOST / 2 + 1)], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
+        (
+            0,
+            vec![(0, MAX_RANGES / 2), (0, MAX_RANGES / 2 + 1)],
+            Status::COMMAND_SIZE_LIMIT_EXCEEDED,
+        ),
         (0, vec![(0, 1); 129], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
         (0, vec![(0, 65536); 128], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
         (0, vec![(0, 1); 256], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
@@ -197,7 +201,7 @@ fn copy_limits_are_enforced() {
             assert_eq!(held.seen().len(), before, "nothing is done");
         }
     }
-    let marks = held.marks(MOST, MOST);
+    let marks = held.marks(MAX_RANGES, MAX_RANGES);
     assert_eq!(marks[..18], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 5, 6]);
 }
 
@@ -238,7 +242,7 @@ fn every_invalid_copy_has_its_status() {
 fn random_descriptors_never_stop_the_queue() {
     use proptest::strategy::ValueTree;
     use proptest::test_runner::TestRunner;
-    let (mut host, _held) = held_host(4096);
+    let (mut host, _held) = host_with_held_disk(4096);
     let mut queue = host.create(1, 16, false);
     let at = host.alloc(8192);
     let mut runner = TestRunner::deterministic();
@@ -262,7 +266,7 @@ fn random_descriptors_never_stop_the_queue() {
 
 #[test]
 fn fua_of_a_copy_applies_to_the_destination() {
-    let (mut host, held) = held_host(64);
+    let (mut host, held) = host_with_held_disk(64);
     let mut queue = host.create(1, 16, false);
     for fua in [false, true] {
         let sqe = command(&mut host, 1, 30, &[(0, 2), (8, 1)]);
@@ -284,7 +288,7 @@ fn fua_of_a_copy_applies_to_the_destination() {
 
 #[test]
 fn a_failed_copy_reports_its_range() {
-    let (mut host, held) = held_host(256);
+    let (mut host, held) = host_with_held_disk(256);
     let mut queue = host.create(1, 16, false);
     let ranges = [(0, 4), (10, 4), (20, 4), (30, 4)];
     // If a source cannot be read, nothing is written.
@@ -405,7 +409,7 @@ fn long_copies_from_memory_yield_to_other_commands() {
     let (mut host, (mut copying, mut reading)) = host.join().unwrap();
     while turns.turn() {}
     let page = host.alloc(4096);
-    let sqe = command(&mut host, 1, 65536, &[(0, MOST)]);
+    let sqe = command(&mut host, 1, 65536, &[(0, MAX_RANGES)]);
     for cid in 0..8 {
         host.put(&mut copying, &sqe.with_cid(cid));
     }
@@ -435,7 +439,7 @@ fn a_copy_has_few_requests_in_flight() {
     let config = Config { namespaces, ..Config::default() };
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let controller = Controller::new(config, pool, Carrier::default()).unwrap();
-    let (mut host, mut queue) = meanwhile(&mut turns, move || {
+    let (mut host, mut queue) = run_beside(&mut turns, move || {
         let mut host = Host::attach(controller);
         host.enable();
         let queue = host.create(1, 64, false);
@@ -465,7 +469,7 @@ fn a_copy_has_few_requests_in_flight() {
 
 #[test]
 fn an_abort_stops_a_copy() {
-    let (mut host, held) = held_host(256);
+    let (mut host, held) = host_with_held_disk(256);
     let mut queue = host.create(1, 16, false);
     held.instruct(|instructions| instructions.hold = true);
     for cid in 0..6 {
@@ -523,7 +527,7 @@ fn a_copy_aborted_by_the_disk_reports_its_range() {
 
 #[test]
 fn a_copy_writes_nothing_after_a_reset() {
-    let (mut host, held) = held_host(4096);
+    let (mut host, held) = host_with_held_disk(4096);
     let mut queue = host.create(1, 64, false);
     held.instruct(|instructions| instructions.hold = true);
     for cid in 0..20 {
@@ -551,7 +555,7 @@ fn a_copy_writes_nothing_after_a_reset() {
 
 #[test]
 fn deleting_a_queue_ends_its_copies() {
-    let (mut host, held) = held_host(4096);
+    let (mut host, held) = host_with_held_disk(4096);
     let (mut queue, mut other) = (host.create(1, 64, false), host.create(2, 64, false));
     held.instruct(|instructions| instructions.hold = true);
     for cid in 0..8 {

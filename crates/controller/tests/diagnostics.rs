@@ -35,7 +35,7 @@ fn self_test_log(host: &mut Host) -> SelfTestLog {
     SelfTestLog::read_from_bytes(&page(host, request, 564).unwrap()).unwrap()
 }
 
-fn until_over(host: &mut Host) -> SelfTestLog {
+fn run_until_over(host: &mut Host) -> SelfTestLog {
     let began = Instant::now();
     loop {
         let log = self_test_log(host);
@@ -51,12 +51,12 @@ fn until_over(host: &mut Host) -> SelfTestLog {
 fn a_self_test_covers_all_namespaces() {
     let mut host = Host::new(&["mem:1MiB", "null:16MiB"], ADAPTIVE);
     host.must(self_test(stc::SHORT, NSID_ALL));
-    assert_eq!(until_over(&mut host).results[0].dsts, 0x10);
+    assert_eq!(run_until_over(&mut host).results[0].dsts, 0x10);
     host.must(self_test(stc::EXTENDED, 1));
-    assert_eq!(until_over(&mut host).results[0].dsts, 0x20);
+    assert_eq!(run_until_over(&mut host).results[0].dsts, 0x20);
     host.must(self_test(stc::SHORT, 0));
     assert_eq!(
-        until_over(&mut host).results[..3].iter().map(|r| r.dsts).collect::<Vec<_>>(),
+        run_until_over(&mut host).results[..3].iter().map(|r| r.dsts).collect::<Vec<_>>(),
         [0x10, 0x20, 0x10]
     );
     let none = host.admin(self_test(stc::SHORT, 3)).0;
@@ -80,7 +80,7 @@ fn an_unreadable_piece_fails_the_self_test() {
         }
         gate.end(if nth == 1 { Err(DiskError::Io(5)) } else { Ok(()) });
     }
-    let result = until_over(&mut host).results[0];
+    let result = run_until_over(&mut host).results[0];
     assert_eq!((result.dsts, result.segment, result.nsid.get()), (0x17, 3, 1));
     // Failing LBA: start of the second of 32 pieces of 64 KiB, which are distributed over 512 MiB.
     assert_eq!(result.flba.get(), ((512 << 20) - (64 << 10)) / 31 / 512);

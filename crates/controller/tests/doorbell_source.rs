@@ -3,7 +3,7 @@
 mod common;
 
 use common::wire::DoorbellChannel;
-use common::{Host, Queue, config, meanwhile, pool};
+use common::{Host, Queue, config, pool, run_beside};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
@@ -12,7 +12,7 @@ use shadowbell_spec::{Sqe, Status};
 fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
     let config = shadowbell_controller::Config { io_queues: 2, ..config(&["null:1GiB"]) };
     let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
-    meanwhile(turns, move || {
+    run_beside(turns, move || {
         let mut host = Host::attach(controller);
         host.enable();
         let queue = host.create(1, 8, false);
@@ -49,7 +49,7 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
         assert_eq!(status, Status::SUCCESS);
     }
     let controller = host.controller.clone();
-    let stats = meanwhile(&mut turns, move || controller.stats());
+    let stats = run_beside(&mut turns, move || controller.stats());
     let (sq, cq) = stats.io_queues();
     // The completion queue's doorbell was also written by the host when it consumed completions.
     assert_eq!((sq.commands, sq.doorbell.mmio_writes, cq.doorbell.mmio_writes), (20, 20, 40));
@@ -109,7 +109,7 @@ fn an_invalid_doorbell_value_from_a_source_is_counted() {
     turns.sleep();
     while turns.turn() {}
     let controller = host.controller.clone();
-    let stats = meanwhile(&mut turns, move || controller.stats());
+    let stats = run_beside(&mut turns, move || controller.stats());
     assert_eq!(stats.io_queues().0.doorbell.invalid, 1);
 }
 
@@ -125,7 +125,7 @@ fn a_reset_or_a_new_source_ends_the_old_source() {
     while turns.turn() {}
     assert!(!first.is_watched() && second.is_watched());
     let controller = host.controller.clone();
-    meanwhile(&mut turns, move || host.disable());
+    run_beside(&mut turns, move || host.disable());
     assert!(!second.is_watched());
     // The I/O thread does not poll the dropped source, so this write remains in it.
     second.write(sq_doorbell_offset(1, 0), 1);

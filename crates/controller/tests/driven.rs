@@ -66,7 +66,7 @@ fn commands_are_executed_only_in_turns() {
 fn a_liveness_check_ends_at_the_io_threads_next_turn() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (came, comes) = std::sync::mpsc::channel();
-    pool.visit(move || came.send(()).unwrap());
+    pool.check_liveness(move || came.send(()).unwrap());
     assert!(comes.try_recv().is_err(), "no turn was taken");
     while turns.turn() {}
     comes.try_recv().unwrap();
@@ -75,7 +75,7 @@ fn a_liveness_check_ends_at_the_io_threads_next_turn() {
     let options = PoolOptions { workers: 3, ..PoolOptions::default() };
     let pool = Pool::start(&options).unwrap();
     let (came, comes) = std::sync::mpsc::channel();
-    pool.visit(move || came.send(()).unwrap());
+    pool.check_liveness(move || came.send(()).unwrap());
     comes.recv_timeout(common::LIMIT).unwrap();
     assert!(comes.recv().is_err(), "once");
 }
@@ -256,7 +256,7 @@ fn ranges_added_together_are_one_change() {
             refused.push((iova, error));
         }
     }
-    host.controller.settle_dma();
+    host.controller.publish_dma();
     assert!(matches!(
         refused[..],
         [(common::BASE, DmaError::Overlap { .. }), (_, DmaError::Short { .. })]

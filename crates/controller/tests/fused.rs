@@ -65,7 +65,7 @@ fn read(host: &mut Host, queue: &mut Queue, slba: u64, at: u64) -> u64 {
     u64::from_le_bytes(host.peek(at, 8).try_into().unwrap())
 }
 
-fn held_host(held: &Held) -> Host {
+fn host_with_held_disk(held: &Held) -> Host {
     let disk = Arc::new(held.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE)
@@ -103,7 +103,7 @@ fn a_fused_write_follows_only_an_equal_compare() {
 fn an_atomic_disk_gets_one_compare_and_write_request() {
     let mut held = Held::new(64);
     (held.one_step, held.volatile) = (true, true);
-    let mut host = held_host(&held);
+    let mut host = host_with_held_disk(&held);
     let mut queue = host.create(1, 8, true);
     let (a, b) = (host.alloc(8192), host.alloc(4096));
     // The data of the Compare are in two pages.
@@ -146,7 +146,7 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
 fn an_abort_or_a_reset_during_compare_and_write() {
     let mut held = Held::new(64);
     held.one_step = true;
-    let mut host = held_host(&held);
+    let mut host = host_with_held_disk(&held);
     let mut queue = host.create(1, 8, false);
     let (a, b) = (host.alloc(4096), host.alloc(4096));
     let first = compare(9, 1).with_prps(block(&host, a, 0), 0);
@@ -159,7 +159,7 @@ fn an_abort_or_a_reset_during_compare_and_write() {
         host.until("the disk is asked", || held.seen().len() == seen + 2);
         let mut admin = std::mem::replace(&mut host.admin, Queue::none());
         host.submit(&mut admin, &Sqe::abort(Abort { sqid: 1, cid }, 99));
-        wait::moment();
+        wait::short_pause();
         held.instruct(|instructions| instructions.hold_both = false);
         // The Abort is too late for the request.
         let (_, status, dw0) = host.wait(&mut admin);
@@ -253,7 +253,7 @@ fn a_fused_pair_waits_for_two_completion_slots() {
     host.until("two completions", || posted(&host) == 2);
     // The I/O thread reads both commands, but there is no room for two completions.
     submit_both(&mut host, &mut queue, &first, &second);
-    wait::moment();
+    wait::short_pause();
     assert_eq!(posted(&host), 2);
     let _ = (host.wait(&mut queue), host.wait(&mut queue));
     assert_eq!(wait_statuses(&mut host, &mut queue), [Status::SUCCESS; 2]);
@@ -317,7 +317,7 @@ fn fused_operations_are_atomic_across_queues_and_io_threads() {
 fn no_other_command_is_in_flight_during_a_fused_pair() {
     let held = Held::new(64);
     held.mark();
-    let mut host = held_host(&held);
+    let mut host = host_with_held_disk(&held);
     let mut queue = host.create(1, 16, false);
     let mut other = host.create(2, 16, false);
     let (a, b) = (host.alloc(4096), host.alloc(4096));
@@ -330,7 +330,7 @@ fn no_other_command_is_in_flight_during_a_fused_pair() {
     }
     let (first, second) = (compare(7, 1).with_prps(expected, 0), write(7, 2).with_prps(b, 0));
     submit_both(&mut host, &mut queue, &first, &second);
-    wait::moment();
+    wait::short_pause();
     assert_eq!(held.seen().len(), 1, "the write has not ended");
     held.instruct(|instructions| instructions.hold = false);
     assert_eq!(wait_statuses(&mut host, &mut queue), [Status::SUCCESS; 2]);
@@ -341,7 +341,7 @@ fn no_other_command_is_in_flight_during_a_fused_pair() {
     submit_both(&mut host, &mut queue, &first, &second);
     host.until("the Compare", || held.seen().len() == 4);
     host.submit(&mut other, &Sqe::write(1, 31, 0, 8).with_prps(a, 0));
-    wait::moment();
+    wait::short_pause();
     let is_compare = held.seen().last().is_some_and(|request| request.op == Op::Compare);
     assert!(is_compare && held.seen().len() == 4);
     held.instruct(|instructions| instructions.hold = false);
@@ -352,7 +352,7 @@ fn no_other_command_is_in_flight_during_a_fused_pair() {
 #[test]
 fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
     let held = Held::new(64);
-    let mut host = held_host(&held);
+    let mut host = host_with_held_disk(&held);
     let mut queue = host.create(1, 16, false);
     let mut other = host.create(2, 16, false);
     let at = host.alloc(4096);

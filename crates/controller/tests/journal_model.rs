@@ -120,7 +120,7 @@ struct State {
     acknowledged: [u8; 2],
     // Disk: its contents, and its requests in flight, with the number of the process.
     blocks: [u8; 2],
-    in_hand: Vec<(u8, u8)>,
+    in_progress: Vec<(u8, u8)>,
     journal: Journal,
     worker: Worker,
 }
@@ -192,7 +192,7 @@ impl State {
             outstanding: [NONE; 2],
             acknowledged: [NONE; 2],
             blocks: [NONE; 2],
-            in_hand: Vec::new(),
+            in_progress: Vec::new(),
             journal: Journal { cq_phase: true, ..Journal::default() },
             worker: Worker::new(0, Step::Choose),
         }
@@ -286,9 +286,9 @@ impl Model {
     }
 
     fn disk(&self, state: &State, next: &mut Next) -> Result<(), String> {
-        for at in 0..state.in_hand.len() {
+        for at in 0..state.in_progress.len() {
             let mut ends = state.clone();
-            let (command, worker) = ends.in_hand.remove(at);
+            let (command, worker) = ends.in_progress.remove(at);
             let block = BLOCKS[usize::from(command)];
             let known = state.acknowledged[block];
             if known != NONE && known > command {
@@ -316,8 +316,8 @@ impl Model {
             let completion = self.completion(state, command);
             state.worker.staged.push((completion, NONE));
         } else {
-            state.in_hand.push((command, state.worker.number));
-            state.in_hand.sort_unstable();
+            state.in_progress.push((command, state.worker.number));
+            state.in_progress.sort_unstable();
             state.worker.pending.push((command, NONE));
         }
     }
@@ -425,7 +425,7 @@ impl Model {
                 };
             }
             Step::Recover => {
-                if !self.is(Mistake::NoFence) && !state.in_hand.is_empty() {
+                if !self.is(Mistake::NoFence) && !state.in_progress.is_empty() {
                     return;
                 }
                 self.recover(&mut then);

@@ -47,7 +47,7 @@ fn a_silent_host_gets_a_fatal_status() {
     assert!(!host.csts().cfs());
     host.until("a fatal status", || host.csts().cfs());
     host.submit(&mut queue, &command);
-    wait::moment();
+    wait::short_pause();
     assert_eq!(host.reap(&mut queue), None, "no command is carried out");
     // The same host or another one enables the controller again.
     host.disable();

@@ -6,7 +6,7 @@ use common::{BASE, Host, MEMORY, Queue, config};
 use proptest::prelude::*;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
-use shadowbell_disk::{Disk, DiskInfo, Extent, Tell};
+use shadowbell_disk::{Disk, DiskInfo, Extent, ReportExtent};
 use shadowbell_disk_file::{MemDisk, NullDisk};
 use shadowbell_disk_layers::{LimitedDisk, Limiter, Limits};
 use shadowbell_memory::Mapping;
@@ -34,16 +34,16 @@ type Found = Vec<(u64, u64)>;
 #[derive(Debug, Default)]
 struct Gate {
     stalls: Mutex<bool>,
-    goes_on: Condvar,
+    continues: Condvar,
     /// True while a call is in progress.
     inside: AtomicBool,
-    told: AtomicU64,
+    reported: AtomicU64,
 }
 
 impl Gate {
     fn stall(&self, stall: bool) {
         *self.stalls.lock().unwrap() = stall;
-        self.goes_on.notify_all();
+        self.continues.notify_all();
     }
 
     fn is_inside(&self) -> bool {
@@ -80,17 +80,17 @@ impl Disk for ExtentDisk {
         "patchy".into()
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    fn extents(&self, offset: u64, len: u64, tell: &mut ReportExtent<'_>) {
         self.gate.inside.store(true, Ordering::SeqCst);
         let mut stalls = self.gate.stalls.lock().unwrap();
         while *stalls {
-            stalls = self.gate.goes_on.wait(stalls).unwrap();
+            stalls = self.gate.continues.wait(stalls).unwrap();
         }
         drop(stalls);
         let mut at = offset;
         while at < offset + len {
             let extent = (self.extent)(at);
-            self.gate.told.fetch_add(1, Ordering::SeqCst);
+            self.gate.reported.fetch_add(1, Ordering::SeqCst);
             at += extent.len;
             if !tell(extent) {
                 break;
@@ -112,7 +112,7 @@ fn host(disk: impl Disk + 'static) -> Host {
     Host::with(over(vec![Arc::new(disk)]), ADAPTIVE)
 }
 
-fn ask(slba: u64, rl: u16, bytes: u32) -> GetLbaStatus {
+fn query(slba: u64, rl: u16, bytes: u32) -> GetLbaStatus {
     GetLbaStatus { slba, mndw0: bytes / 4 - 1, rl, atype: atype::ALLOCATED }
 }
 
@@ -161,24 +161,24 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
     let mut host = host(ExtentDisk::new(64 * 128, alternating));
     let all: Found = (0..32).map(|n| (n * 256, n * 256 + 128)).collect();
     let complete = LbaStatusList::COMPLETE;
-    assert_eq!(status(&mut host, 1, ask(0, 0, 4096)), Ok((complete, all.clone())));
+    assert_eq!(status(&mut host, 1, query(0, 0, 4096)), Ok((complete, all.clone())));
     // Ranges that begin or end within an extent.
     let some = vec![(100, 128), (256, 260)];
-    assert_eq!(status(&mut host, 1, ask(100, 160, 4096)), Ok((complete, some)));
-    assert_eq!(status(&mut host, 1, ask(130, 100, 4096)), Ok((complete, vec![])));
-    assert_eq!(status(&mut host, 1, ask(64 * 128 - 1, 1, 4096)), Ok((complete, vec![])));
+    assert_eq!(status(&mut host, 1, query(100, 160, 4096)), Ok((complete, some)));
+    assert_eq!(status(&mut host, 1, query(130, 100, 4096)), Ok((complete, vec![])));
+    assert_eq!(status(&mut host, 1, query(64 * 128 - 1, 1, 4096)), Ok((complete, vec![])));
     // Buffers with room for a header, for a header and a part of a descriptor, for some
     // descriptors.
     for (bytes, count) in [(8, 0), (12, 0), (20, 0), (24, 1), (36, 1), (40, 2), (8 + 31 * 16, 31)] {
         let some = all[..count].to_vec();
         let expected = Ok((LbaStatusList::INCOMPLETE, some));
-        assert_eq!(status(&mut host, 1, ask(0, 0, bytes)), expected, "{bytes}");
+        assert_eq!(status(&mut host, 1, query(0, 0, bytes)), expected, "{bytes}");
     }
-    assert_eq!(status(&mut host, 1, ask(0, 0, 8 + 32 * 16)), Ok((complete, all)));
-    assert_eq!(status(&mut host, 1, ask(128, 128, 8)), Ok((complete, vec![])));
+    assert_eq!(status(&mut host, 1, query(0, 0, 8 + 32 * 16)), Ok((complete, all)));
+    assert_eq!(status(&mut host, 1, query(128, 128, 8)), Ok((complete, vec![])));
     // The list fits in the first page, so the second PRP is not accessed.
     let at = host.alloc(4096);
-    let sqe = Sqe::get_lba_status(1, ask(0, 0, 8192), 0).with_prps(at, at + 4096);
+    let sqe = Sqe::get_lba_status(1, query(0, 0, 8192), 0).with_prps(at, at + 4096);
     let (ended, _) = host.admin(sqe);
     assert!(ended.is_success());
 }
@@ -188,7 +188,7 @@ fn get_lba_status_writes_only_its_buffer() {
     let mut host = host(ExtentDisk::new(64 * 128, alternating));
     let at = host.alloc(4096);
     host.memory.fill((at - BASE) as usize, 4096, 0xee).unwrap();
-    let (ended, _) = host.admin(Sqe::get_lba_status(1, ask(0, 0, 40), 0).with_prps(at + 512, 0));
+    let (ended, _) = host.admin(Sqe::get_lba_status(1, query(0, 0, 40), 0).with_prps(at + 512, 0));
     assert!(ended.is_success());
     let bytes = host.peek(at, 4096);
     assert!(bytes[..512].iter().chain(&bytes[552..]).all(|byte| *byte == 0xee));
@@ -202,27 +202,27 @@ fn invalid_get_lba_status_fields_are_refused() {
     let mut host = Host::with(over(disks), ADAPTIVE);
     host.controller.remove_namespace(2, |outcome| outcome.unwrap()).unwrap();
     let until = std::time::Instant::now() + common::LIMIT;
-    while status(&mut host, 2, ask(0, 0, 4096)) != Err(FIELD) {
+    while status(&mut host, 2, query(0, 0, 4096)) != Err(FIELD) {
         assert!(std::time::Instant::now() < until);
     }
     for nsid in [0, 4, NSID_ALL - 1, NSID_ALL] {
-        assert_eq!(status(&mut host, nsid, ask(0, 0, 4096)), Err(INVALID), "{nsid}");
+        assert_eq!(status(&mut host, nsid, query(0, 0, 4096)), Err(INVALID), "{nsid}");
     }
     for (slba, rl) in [(2048, 0), (2048, 1), (2047, 2), (0, 2049), (u64::MAX, 0), (u64::MAX, 1)] {
-        assert_eq!(status(&mut host, 1, ask(slba, rl, 4096)), Err(OUTSIDE), "{slba} {rl}");
+        assert_eq!(status(&mut host, 1, query(slba, rl, 4096)), Err(OUTSIDE), "{slba} {rl}");
     }
     for atype in [0, 1, 3, 0x0f, 0x12, 0xff] {
-        let fields = GetLbaStatus { atype, ..ask(0, 0, 4096) };
+        let fields = GetLbaStatus { atype, ..query(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Err(FIELD), "{atype}");
     }
     // A buffer too short for the header, and transfers longer than permitted.
     for mndw0 in [0, (1 << 20) - 1, u32::MAX] {
-        let fields = GetLbaStatus { mndw0, ..ask(0, 0, 4096) };
+        let fields = GetLbaStatus { mndw0, ..query(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Err(FIELD), "{mndw0}");
     }
     // The disk reports no unrecoverable blocks.
     for atype in [atype::SCAN_UNRECOVERABLE, atype::UNRECOVERABLE] {
-        let fields = GetLbaStatus { atype, ..ask(0, 0, 4096) };
+        let fields = GetLbaStatus { atype, ..query(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Ok((LbaStatusList::COMPLETE, vec![])));
     }
     // Invalid PRPs: outside of the memory, not dword-aligned, an invalid list.
@@ -231,9 +231,9 @@ fn invalid_get_lba_status_fields_are_refused() {
     for (prp1, prp2, bytes) in
         [(BASE + MEMORY, 0, 4096), (0, 0, 4096), (at + 1, 0, 512), (at, !4095, 65536)]
     {
-        let sqe = Sqe::get_lba_status(1, ask(0, 0, bytes), 0).with_prps(prp1, prp2);
+        let sqe = Sqe::get_lba_status(1, query(0, 0, bytes), 0).with_prps(prp1, prp2);
         assert!(!host.admin(sqe).0.is_success(), "{prp1:#x}");
-        let sqe = Sqe::get_lba_status(1, ask(0, 0, 4096), 0).with_prps(ok, 0);
+        let sqe = Sqe::get_lba_status(1, query(0, 0, 4096), 0).with_prps(ok, 0);
         assert!(host.admin(sqe).0.is_success());
     }
 }
@@ -263,22 +263,22 @@ fn a_command_examines_a_bounded_number_of_extents() {
     for page in 1..16 {
         host.poke(list + (page - 1) * 8, &(at + page * 4096).to_le_bytes());
     }
-    host.must(Sqe::get_lba_status(1, ask(0, 0, 65536), 0).with_prps(at, list));
+    host.must(Sqe::get_lba_status(1, query(0, 0, 65536), 0).with_prps(at, list));
     let (cmpc, found) = parse(&host.peek(at, 65536));
     assert_eq!((cmpc, found.len(), found[0]), (LbaStatusList::INCOMPLETE, 255, (1, 2)));
-    assert!(gate.told.load(Ordering::SeqCst) <= 1100);
+    assert!(gate.reported.load(Ordering::SeqCst) <= 1100);
 
     // For a disk with only holes, a single descriptor shows how far the command has got.
     let disk = ExtentDisk::new(1 << 20, single_block_holes);
     let gate = Arc::clone(&disk.gate);
     let mut host = self::host(disk);
-    let (cmpc, found) = status(&mut host, 1, ask(0, 0, 4096)).unwrap();
+    let (cmpc, found) = status(&mut host, 1, query(0, 0, 4096)).unwrap();
     assert_eq!((cmpc, found), (LbaStatusList::INCOMPLETE, vec![(1024, 1025)]));
-    assert!(gate.told.load(Ordering::SeqCst) <= 1100);
+    assert!(gate.reported.load(Ordering::SeqCst) <= 1100);
 
     let disk = ExtentDisk::new(1 << 20, no_progress);
     let mut host = self::host(disk);
-    let (cmpc, found) = status(&mut host, 1, ask(7, 0, 4096)).unwrap();
+    let (cmpc, found) = status(&mut host, 1, query(7, 0, 4096)).unwrap();
     assert_eq!((cmpc, found), (LbaStatusList::INCOMPLETE, vec![(7, 8)]));
 }
 
@@ -291,7 +291,7 @@ fn unaligned_extents(at: u64) -> Extent {
 #[test]
 fn a_block_that_has_a_byte_of_data_is_allocated() {
     let mut host = host(ExtentDisk::new(1024, unaligned_extents));
-    let (cmpc, found) = status(&mut host, 1, ask(0, 0, 4096)).unwrap();
+    let (cmpc, found) = status(&mut host, 1, query(0, 0, 4096)).unwrap();
     assert_eq!(cmpc, LbaStatusList::COMPLETE);
     let is_found = |block: u64| found.iter().any(|range| (range.0..range.1).contains(&block));
     for block in 0..1024 {
@@ -304,7 +304,7 @@ fn a_block_that_has_a_byte_of_data_is_allocated() {
 fn long_ranges_take_several_descriptors() {
     let blocks = 3u64 << 32;
     let mut host = host(NullDisk::new(blocks, 512));
-    let (cmpc, found) = status(&mut host, 1, ask(5, 0, 4096)).unwrap();
+    let (cmpc, found) = status(&mut host, 1, query(5, 0, 4096)).unwrap();
     let first = 5 + (1u64 << 32);
     let expected = vec![(5, first), (first, first + (1 << 32)), (first + (1 << 32), blocks)];
     assert_eq!((cmpc, found), (LbaStatusList::COMPLETE, expected));
@@ -313,7 +313,7 @@ fn long_ranges_take_several_descriptors() {
 #[test]
 fn each_disk_type_reports_its_extents() {
     let limiter = Limiter::new(Limits::default());
-    let lasting = MemDisk::lasting(1 << 16, 512).unwrap();
+    let lasting = MemDisk::recoverable(1 << 16, 512).unwrap();
     lasting.bytes().fill(8 << 20, 4096, 7).unwrap();
     let limited = LimitedDisk::new(Arc::new(lasting), limiter, None);
     let disks: Vec<Arc<dyn Disk>> = vec![
@@ -324,15 +324,15 @@ fn each_disk_type_reports_its_extents() {
     ];
     let mut host = Host::with(over(disks), ADAPTIVE);
     let complete = LbaStatusList::COMPLETE;
-    let (cmpc, found) = status(&mut host, 1, ask(0, 0, 4096)).unwrap();
+    let (cmpc, found) = status(&mut host, 1, query(0, 0, 4096)).unwrap();
     // The disk's allocation unit may be a huge page, so more blocks may be reported.
     assert_eq!((cmpc, found.len()), (complete, 1));
     assert!(found[0].0 <= 16384 && found[0].1 >= 16392 && found[0].1 - found[0].0 <= 8192);
     for nsid in [2, 3] {
         let all = vec![(0, 1 << 16)];
-        assert_eq!(status(&mut host, nsid, ask(0, 0, 4096)), Ok((complete, all)), "{nsid}");
+        assert_eq!(status(&mut host, nsid, query(0, 0, 4096)), Ok((complete, all)), "{nsid}");
     }
-    assert_eq!(status(&mut host, 4, ask(0, 0, 4096)), Ok((complete, vec![])));
+    assert_eq!(status(&mut host, 4, query(0, 0, 4096)), Ok((complete, vec![])));
 }
 
 /// Submits a Get LBA Status, and waits until the disk holds it.
@@ -340,7 +340,7 @@ fn stalled(host: &mut Host, gate: &Gate) -> (Queue, u64) {
     gate.stall(true);
     let at = host.alloc(4096);
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
-    host.submit(&mut admin, &Sqe::get_lba_status(1, ask(0, 0, 4096), 900).with_prps(at, 0));
+    host.submit(&mut admin, &Sqe::get_lba_status(1, query(0, 0, 4096), 900).with_prps(at, 0));
     host.until("the disk to be asked", || gate.is_inside());
     (admin, at)
 }
@@ -366,7 +366,7 @@ fn a_hung_extents_call_delays_no_other_command() {
         assert!(host.run(&mut queue, Sqe::read(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
         assert!(other.run(&mut others, Sqe::read(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
         assert!(host.csts().rdy());
-        assert!(status(&mut other, 1, ask(0, 0, 4096)).is_ok());
+        assert!(status(&mut other, 1, query(0, 0, 4096)).is_ok());
         let identify =
             Sqe::identify(0, Identify { cns: cns::CONTROLLER, ..Identify::default() }, 0);
         assert!(host.run(&mut admin, identify.with_prps(page, 0)).0.is_success());
@@ -386,10 +386,10 @@ fn excess_get_lba_status_commands_wait() {
     let (mut admin, at) = stalled(&mut host, &gate);
     let old = admin.tail;
     for cid in 901..930 {
-        host.put(&mut admin, &Sqe::get_lba_status(1, ask(0, 0, 4096), cid).with_prps(at, 0));
+        host.put(&mut admin, &Sqe::get_lba_status(1, query(0, 0, 4096), cid).with_prps(at, 0));
     }
     host.ring(&admin, old);
-    wait::moment();
+    wait::short_pause();
     assert_eq!(host.reap(&mut admin), None);
     gate.stall(false);
     let mut cids: Vec<_> = (900..930).map(|_| host.wait(&mut admin)).collect();
@@ -411,7 +411,7 @@ fn a_reset_does_not_wait_for_the_disk() {
     assert!(host.page(Sqe::identify(1, Identify::default(), 0)).is_ok());
     gate.stall(false);
     // The command from before the reset posts no completion. The next one completes.
-    assert_eq!(status(&mut host, 1, ask(0, 0, 4096)).unwrap().1.len(), 32);
+    assert_eq!(status(&mut host, 1, query(0, 0, 4096)).unwrap().1.len(), 32);
     assert!(host.peek(at, 4096).iter().all(|byte| *byte == 0xee));
 }
 
@@ -422,20 +422,20 @@ fn a_removal_waits_for_a_running_extents_call() {
     let mut host = host(disk);
     let (mut admin, at) = stalled(&mut host, &gate);
     // The second command waits for the first, so it has not started.
-    host.submit(&mut admin, &Sqe::get_lba_status(1, ask(0, 0, 4096), 901).with_prps(at, 0));
+    host.submit(&mut admin, &Sqe::get_lba_status(1, query(0, 0, 4096), 901).with_prps(at, 0));
     let page = host.alloc(4096);
     let identify = Sqe::identify(1, Identify::default(), 0).with_prps(page, 0);
     assert!(host.run(&mut admin, identify).0.is_success());
     let (sender, removed) = std::sync::mpsc::channel();
     host.controller.remove_namespace(1, move |outcome| sender.send(outcome).unwrap()).unwrap();
-    wait::moment();
+    wait::short_pause();
     assert!(removed.try_recv().is_err(), "the disk is in use");
     gate.stall(false);
     removed.recv_timeout(common::LIMIT).unwrap().unwrap();
-    let told = gate.told.load(Ordering::SeqCst);
+    let reported = gate.reported.load(Ordering::SeqCst);
     drop(gate);
     assert_eq!(weak.strong_count(), 0, "the disk is released");
-    assert!(told <= 64, "the one that had not begun did not ask");
+    assert!(reported <= 64, "the one that had not begun did not ask");
     let mut ended = [host.wait(&mut admin), host.wait(&mut admin)];
     ended.sort_unstable_by_key(|done| done.0);
     assert_eq!(ended, [(900, INVALID, 0), (901, INVALID, 0)]);
@@ -450,7 +450,7 @@ fn memory_unmapped_during_an_extents_call_is_not_accessed() {
     host.controller.map_dma(at, 4096, &last).unwrap();
     gate.stall(true);
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
-    let sqe = Sqe::get_lba_status(1, ask(0, 0, 4096), 900).with_prps(at, 0);
+    let sqe = Sqe::get_lba_status(1, query(0, 0, 4096), 900).with_prps(at, 0);
     host.submit(&mut admin, &sqe);
     host.until("the disk to be asked", || gate.is_inside());
     let (sender, gone) = std::sync::mpsc::channel();
@@ -469,10 +469,10 @@ fn a_driven_pool_answers_get_lba_status() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let disk = ExtentDisk::new(64 * 128, alternating);
     let controller = Controller::new(over(vec![Arc::new(disk)]), pool, Carrier::default()).unwrap();
-    common::meanwhile(&mut turns, move || {
+    common::run_beside(&mut turns, move || {
         let mut host = Host::attach(controller);
         host.enable();
-        let (cmpc, found) = status(&mut host, 1, ask(0, 0, 4096)).unwrap();
+        let (cmpc, found) = status(&mut host, 1, query(0, 0, 4096)).unwrap();
         assert_eq!((cmpc, found.len()), (LbaStatusList::COMPLETE, 32));
     });
 }
@@ -531,7 +531,7 @@ fn model(disk: Arc<dyn Disk>, steps: &[Step]) {
         holds[at as usize..(at + len) as usize].fill(is_write);
         let (mut next, mut allocated) = (0, vec![false; BLOCKS as usize]);
         while next < BLOCKS {
-            let (cmpc, found) = status(&mut host, 1, ask(next, 0, 72)).unwrap();
+            let (cmpc, found) = status(&mut host, 1, query(next, 0, 72)).unwrap();
             for (first, after) in &found {
                 allocated[*first as usize..*after as usize].fill(true);
             }
@@ -575,7 +575,7 @@ proptest! {
 
     #[test]
     fn no_block_with_data_is_reported_as_a_hole(steps in prop::collection::vec(step(), 1..24)) {
-        model(Arc::new(MemDisk::lasting(BLOCKS, 512).unwrap()), &steps);
+        model(Arc::new(MemDisk::recoverable(BLOCKS, 512).unwrap()), &steps);
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(BLOCKS * 512).unwrap();
         for direct in ["on", "off"] {

@@ -188,7 +188,7 @@ fn a_reset_waits_for_requests_in_flight() {
     let cc = Cc::from_bits(host.read32(regs::CC));
     host.write32(regs::CC, cc.with_en(false).into_bits());
     host.until("the disk to be asked to stop", || gate.cancelled.lock().unwrap().len() >= 4);
-    wait::moment();
+    wait::short_pause();
     assert!(host.csts().rdy(), "the disk still writes to the host's memory");
     // If the host sets CC.EN before the reset has ended, the controller is enabled afterwards.
     host.write32(regs::CC, cc.into_bits());
@@ -223,7 +223,7 @@ fn unmapping_waits_for_commands_of_an_earlier_dma_table() {
     let _ = host.controller.stats();
     let (sent, unmapped) = mpsc::channel();
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
-    wait::moment();
+    wait::short_pause();
     assert!(unmapped.try_recv().is_err(), "still in flight");
     assert_eq!(other.read::<u8>(0), Some(0));
     gate.end(Ok(()));
@@ -243,7 +243,7 @@ fn unmapping_waits_for_commands_in_flight() {
     host.until("the request", || gate.waiting() == 1);
     let (sent, unmapped) = mpsc::channel();
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
-    wait::moment();
+    wait::short_pause();
     assert!(unmapped.try_recv().is_err(), "still in flight");
     // New commands cannot access the unmapped memory.
     let (status, _) = host.run(&mut queue, Sqe::write(1, 0, 0, 2).with_prps(iova, 0));
@@ -407,7 +407,7 @@ fn a_shutdown_waits_for_commands_in_flight() {
         host.until("the disk to be asked to stop", || gate.cancelled.lock().unwrap().len() >= 2);
         gate.end(Ok(()));
         host.until("the end of the write", || gate.waiting() == 1);
-        wait::moment();
+        wait::short_pause();
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING, "a read is in flight");
         gate.end(Ok(()));
         // The flush follows, so that it covers the write.
@@ -417,7 +417,7 @@ fn a_shutdown_waits_for_commands_in_flight() {
         await_shutdown(&host);
         // The controller executes no command until it is reset.
         host.submit(&mut queue, &Sqe::read(1, 0, 0, 2).with_prps(page, 0));
-        wait::moment();
+        wait::short_pause();
         assert_eq!((gate.waiting(), host.csts().cfs()), (0, false));
         host.disable();
         assert_eq!(gate.waiting(), 0);

@@ -5,7 +5,7 @@ mod common;
 #[path = "common/held.rs"]
 mod held;
 
-use common::{Host, Queue, meanwhile};
+use common::{Host, Queue, run_beside};
 use held::Held;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_disk::Disk;
@@ -18,7 +18,7 @@ use std::time::Duration;
 /// Maximum number of requests in flight for commands of many ranges.
 const PARTS: usize = 32;
 
-fn held_host(blocks: u64) -> (Host, Held) {
+fn host_with_held_disk(blocks: u64) -> (Host, Held) {
     let held = Held::new(blocks);
     let disk: Arc<dyn Disk> = Arc::new(held.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
@@ -43,7 +43,7 @@ fn dsm_of(host: &Host, page: u64, cid: u16, slba: impl Fn(u64) -> u64) -> Sqe {
 
 #[test]
 fn ranges_are_submitted_in_batches_and_a_reset_drops_the_rest() {
-    let (mut host, held) = held_host(1024);
+    let (mut host, held) = host_with_held_disk(1024);
     let mut queue = host.create(1, 512, false);
     let page = host.alloc(4096);
     held.instruct(|instructions| instructions.hold = true);
@@ -68,7 +68,7 @@ fn ranges_are_submitted_in_batches_and_a_reset_drops_the_rest() {
 
 #[test]
 fn all_ranges_of_all_commands_are_executed() {
-    let (mut host, held) = held_host(1024);
+    let (mut host, held) = host_with_held_disk(1024);
     held.mark();
     let mut queue = host.create(1, 512, false);
     let page = host.alloc(4096);
@@ -95,7 +95,7 @@ fn all_ranges_of_all_commands_are_executed() {
 /// A file frees no block of its file system for 512 bytes.
 #[test]
 fn adjacent_ranges_are_deallocated_together() {
-    let (mut host, held) = held_host(1024);
+    let (mut host, held) = host_with_held_disk(1024);
     held.mark();
     let mut queue = host.create(1, 16, false);
     let page = host.alloc(4096);
@@ -117,7 +117,7 @@ fn adjacent_ranges_are_deallocated_together() {
 
 #[test]
 fn an_abort_stops_a_command_of_many_ranges() {
-    let (mut host, held) = held_host(1024);
+    let (mut host, held) = host_with_held_disk(1024);
     let mut queue = host.create(1, 16, false);
     let page = host.alloc(4096);
     held.instruct(|instructions| instructions.hold = true);
@@ -143,7 +143,7 @@ fn an_abort_stops_a_command_of_many_ranges() {
 
 #[test]
 fn requests_in_flight_are_limited_by_the_quota() {
-    let (mut host, held) = held_host(8192);
+    let (mut host, held) = host_with_held_disk(8192);
     let most = host.controller.config().quota.requests;
     let mut queues = [host.create(1, 2048, false), host.create(2, 2048, false)];
     let page = host.alloc(4096);
@@ -215,13 +215,13 @@ fn neighbours(turns: &mut Turns, pool: &Pool, queues: u16) -> (Host, Vec<Queue>,
         Controller::new(config, pool.clone(), Carrier::default()).unwrap()
     };
     let (busy, victim) = (controller(), controller());
-    let (busy, all) = meanwhile(turns, move || {
+    let (busy, all) = run_beside(turns, move || {
         let mut host = Host::attach(busy);
         host.enable();
         let all = (1..=queues).map(|qid| host.create(qid, 256, false)).collect();
         (host, all)
     });
-    let (victim, queue) = meanwhile(turns, move || {
+    let (victim, queue) = run_beside(turns, move || {
         let mut host = Host::attach(victim);
         host.enable();
         let queue = host.create(1, 16, false);
@@ -361,7 +361,7 @@ fn much_guest_memory_does_not_limit_requests_in_flight() {
     const QUEUES: u16 = 16;
     const DEPTH: u64 = 32;
     const PAGES: u64 = 32;
-    let (mut host, held) = held_host(1 << 16);
+    let (mut host, held) = host_with_held_disk(1 << 16);
     let mut queues: Vec<_> = (1..=QUEUES).map(|qid| host.create(qid, 64, false)).collect();
     let memory = Mapping::shared("large", SIZE).unwrap();
     shadowbell_memory::page_tables::watch(&memory);

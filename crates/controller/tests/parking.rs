@@ -4,7 +4,7 @@
 mod common;
 
 use common::slow::{Gate, Slow};
-use common::{Host, LIMIT, Queue, config, meanwhile};
+use common::{Host, LIMIT, Queue, config, run_beside};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Stats, Turns};
 use shadowbell_spec::{Sqe, regs};
 use std::sync::{Arc, mpsc};
@@ -86,7 +86,7 @@ impl PoolOfHosts {
     fn add_with(&mut self, config: shadowbell_controller::Config, kind: DoorbellKind) -> usize {
         let carrier = Carrier { mapped_doorbells: kind == DoorbellKind::Mapped, listener: None };
         let controller = Controller::new(config, self.pool.clone(), carrier).unwrap();
-        let (mut host, queue) = meanwhile(&mut self.turns, move || attach(controller, kind));
+        let (mut host, queue) = run_beside(&mut self.turns, move || attach(controller, kind));
         let buffer = host.alloc(4096);
         self.hosts.push((host, queue, buffer));
         self.hosts.len() - 1
@@ -135,13 +135,13 @@ impl PoolOfHosts {
 
     fn stats(&mut self, who: usize) -> Stats {
         let controller = self.hosts[who].0.controller.clone();
-        meanwhile(&mut self.turns, move || controller.stats())
+        run_beside(&mut self.turns, move || controller.stats())
     }
 
     /// Number of reads of a submission queue's doorbell: in passes, and before sleeps.
-    fn looks(&mut self, who: usize) -> [u64; 3] {
+    fn polls(&mut self, who: usize) -> [u64; 3] {
         let sq = self.stats(who).io_queues().0.doorbell;
-        [sq.looks, sq.rechecks, sq.event_idx_armed]
+        [sq.polls, sq.rechecks, sq.event_idx_armed]
     }
 }
 
@@ -152,21 +152,21 @@ fn idle_controllers_are_left_alone() {
     let mut idle: Vec<_> = (0..15).map(|n| pool.add(DOORBELL_KINDS[n % 3])).collect();
     idle.push(pool.add(DoorbellKind::Mapped));
     pool.park_all_but(busy);
-    let before: Vec<_> = idle.iter().map(|who| pool.looks(*who)).collect();
-    let own = pool.looks(busy);
+    let before: Vec<_> = idle.iter().map(|who| pool.polls(*who)).collect();
+    let own = pool.polls(busy);
     for _ in 0..100 {
         pool.submit_near_sleep(busy);
         pool.turns.turn();
     }
     for (who, before) in idle.iter().zip(before) {
-        let now = pool.looks(*who);
+        let now = pool.polls(*who);
         if *who == idle[15] {
             assert!(now[0] >= before[0] + 200, "mapped doorbells have to be polled");
         } else {
             assert_eq!(now, before, "controller {who}");
         }
     }
-    assert!(pool.looks(busy)[0] >= own[0] + 200);
+    assert!(pool.polls(busy)[0] >= own[0] + 200);
     // Statistics contain parked controllers, too.
     assert!(idle.iter().all(|who| pool.stats(*who).submission_queues.len() == 2));
 }
@@ -282,9 +282,9 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
         pool.park_all_but(busy);
         let sq = pool.stats(idle).io_queues().0.clone();
         assert_eq!((sq.commands, sq.blocked), (7, 1));
-        let before = pool.looks(idle);
+        let before = pool.polls(idle);
         pool.park_all_but(busy);
-        assert_eq!(pool.looks(idle), before, "{kind:?}: the controller is parked");
+        assert_eq!(pool.polls(idle), before, "{kind:?}: the controller is parked");
         assert!(pool.reap(idle));
         fall_asleep(&mut pool.turns);
         while pool.turns.turn() {}
@@ -306,12 +306,12 @@ fn control_operations_reach_parked_controllers() {
         let controller = pool.hosts[idle].0.controller.clone();
         let other = shadowbell_memory::Mapping::shared("other", 1 << 20).unwrap().bytes();
         let gone = Arc::downgrade(other.mapping());
-        meanwhile(&mut pool.turns, {
+        run_beside(&mut pool.turns, {
             let controller = controller.clone();
             move || controller.map_dma(1 << 40, 1 << 20, &other).unwrap()
         });
         pool.park_all_but(busy);
-        meanwhile(&mut pool.turns, {
+        run_beside(&mut pool.turns, {
             let controller = controller.clone();
             move || {
                 let (sent, done) = mpsc::channel();
@@ -326,7 +326,7 @@ fn control_operations_reach_parked_controllers() {
         pool.park_all_but(busy);
         let (mut host, mut queue, buffer) = pool.hosts.remove(idle);
         let tail = queue.tail;
-        let (host, mut queue) = meanwhile(&mut pool.turns, move || {
+        let (host, mut queue) = run_beside(&mut pool.turns, move || {
             let sq = regs::sq_doorbell_offset(1, 0) - regs::DOORBELLS;
             let (head, tail) = (queue.head, queue.tail);
             let at = move |entry| match entry {
@@ -349,7 +349,7 @@ fn control_operations_reach_parked_controllers() {
         // A reset ends the parking, and the host enables the controller again.
         pool.park_all_but(busy);
         let (mut host, ..) = pool.hosts.remove(idle);
-        let (mut host, queue) = meanwhile(&mut pool.turns, move || {
+        let (mut host, queue) = run_beside(&mut pool.turns, move || {
             host.disable();
             let queue = boot(&mut host, kind);
             (host, queue)
@@ -379,9 +379,9 @@ fn a_parked_controllers_disk_completion_is_noticed() {
     pool.turns.turn();
     assert!(pool.reap(idle));
     pool.park_all_but(busy);
-    let before = pool.looks(idle);
+    let before = pool.polls(idle);
     pool.park_all_but(busy);
-    assert_eq!(pool.looks(idle), before, "the controller is parked");
+    assert_eq!(pool.polls(idle), before, "the controller is parked");
 }
 
 /// With an I/O thread that always polls, a host with shadow doorbells writes no doorbell registers.
@@ -397,18 +397,18 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
     // Waits until idle controllers are visited only occasionally instead of in every pass.
     let started = Instant::now();
     loop {
-        let before = pool.looks(idle[7])[0];
+        let before = pool.polls(idle[7])[0];
         for _ in 0..1_000 {
             pool.submit(busy);
             pool.turns.turn();
             assert!(pool.reap(busy));
         }
-        let looks = pool.looks(idle[7])[0] - before;
-        if looks < 100 {
-            assert!(looks > 2, "the controller is checked occasionally: {looks}");
+        let polls = pool.polls(idle[7])[0] - before;
+        if polls < 100 {
+            assert!(polls > 2, "the controller is checked occasionally: {polls}");
             break;
         }
-        assert!(started.elapsed() < LIMIT, "{looks} looks in 1000 passes");
+        assert!(started.elapsed() < LIMIT, "{polls} looks in 1000 passes");
     }
     let rings = |pool: &PoolOfHosts| pool.hosts.iter().map(|(host, ..)| host.rings).sum::<u64>();
     let before = rings(&pool);

@@ -8,9 +8,9 @@ use common::{Host, Queue};
 use held::Held;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{
-    Carrier, Config, Controller, NamespaceConfig, NamespacePool, Polling, Pool, PoolAct, PoolDone,
-    PoolNamespace, PoolOptions, PoolOrder, PoolOutcome, PoolPort, PoolState, SanitizePhase,
-    SanitizeStatus,
+    Carrier, Config, Controller, NamespaceConfig, NamespacePool, Polling, Pool, PoolAct,
+    PoolCallback, PoolNamespace, PoolOptions, PoolOrder, PoolOutcome, PoolPort, PoolState,
+    SanitizePhase, SanitizeStatus,
 };
 use shadowbell_disk::Disk;
 use shadowbell_disk_file::MemDisk;
@@ -45,7 +45,7 @@ struct MemPool {
     orders: Mutex<Vec<PoolOrder>>,
     /// True while the pool's requests have to wait.
     holds: Mutex<bool>,
-    goes_on: Condvar,
+    continues: Condvar,
     /// True if the next sanitize operation has to fail.
     fails: Mutex<bool>,
 }
@@ -58,12 +58,12 @@ impl MemPool {
 
     fn hold(&self, hold: bool) {
         *self.holds.lock().unwrap() = hold;
-        self.goes_on.notify_all();
+        self.continues.notify_all();
     }
 
     fn waits(&self) {
         let holds = self.holds.lock().unwrap();
-        drop(self.goes_on.wait_while(holds, |holds| *holds).unwrap());
+        drop(self.continues.wait_while(holds, |holds| *holds).unwrap());
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut PoolState) -> T) -> T {
@@ -101,7 +101,7 @@ impl MemPool {
         });
     }
 
-    fn carry_out(&self, act: PoolAct) -> PoolOutcome {
+    fn execute(&self, act: PoolAct) -> PoolOutcome {
         match act {
             PoolAct::Create { uuid, blocks, block_size, metadata } => {
                 let taken = |state: &PoolState, nsid| state.get(nsid).is_some();
@@ -168,7 +168,7 @@ impl MemPool {
                 let has_failed = self.change(|state| {
                     let has_failed = state.sanitize.phase == SanitizePhase::Failed;
                     if has_failed {
-                        state.sanitize.phase = SanitizePhase::FailureLeft;
+                        state.sanitize.phase = SanitizePhase::FailureModeExited;
                     }
                     has_failed
                 });
@@ -225,12 +225,12 @@ impl NamespacePool for Shared {
         *self.0.port.lock().unwrap() = Some(port);
     }
 
-    fn order(&self, order: PoolOrder, done: PoolDone) {
+    fn order(&self, order: PoolOrder, done: PoolCallback) {
         let pool = Arc::clone(&self.0);
         std::thread::spawn(move || {
             pool.orders.lock().unwrap().push(order.clone());
             let begins = matches!(order.act, PoolAct::Sanitize(command) if command.sanact > 1);
-            done.end(pool.carry_out(order.act));
+            done.end(pool.execute(order.act));
             if begins {
                 pool.sanitize();
             }
@@ -576,7 +576,7 @@ fn commands_in_flight_end_before_a_format() {
     ours.host.until("the write at the disk", || held.seen().len() == 1);
     ours.begin(Sqe::format_nvm(nsid, FormatNvm { lbaf: 1, ..FormatNvm::default() }, 900));
     ours.host.until("the namespace to go", || held.cancelled() == 1);
-    wait::moment();
+    wait::short_pause();
     let block_size = pool.change(|state| state.get(nsid).unwrap().block_size);
     assert_eq!(block_size, 512, "the format waits for the write in flight");
     held.instruct(|instructions| instructions.hold = false);

@@ -22,7 +22,7 @@ use Seen::{Hinted, Started};
 struct Log {
     seen: Vec<Seen>,
     /// Tail that the host stores while the first command is executed.
-    meanwhile: Option<(SharedBytes, usize, u32)>,
+    during_request: Option<(SharedBytes, usize, u32)>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -43,7 +43,7 @@ impl Disk for RecordingDisk {
 }
 
 impl Queue for RecordingDisk {
-    fn wants_prefetch_hints(&self) -> bool {
+    fn uses_prefetch_hints(&self) -> bool {
         true
     }
 
@@ -55,7 +55,7 @@ impl Queue for RecordingDisk {
     fn submit(&mut self, _: u32, request: &Request, _: &mut Segments) -> Submitted {
         let mut log = self.0.lock().unwrap();
         log.seen.push(Started(request.offset / 512));
-        if let Some((memory, at, tail)) = log.meanwhile.take() {
+        if let Some((memory, at, tail)) = log.during_request.take() {
             memory.write(at, &tail).unwrap();
         }
         Submitted::Done(Ok(()))
@@ -94,7 +94,7 @@ fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
         if let Some((pages, _)) = host.shadow {
             let entry = sq_doorbell_offset(1, 0) - regs::DOORBELLS;
             let offset = (pages + entry - common::BASE) as usize;
-            log.meanwhile = Some((host.memory.clone(), offset, all));
+            log.during_request = Some((host.memory.clone(), offset, all));
         }
     }
     queue.tail = old + at_once;

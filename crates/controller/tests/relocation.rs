@@ -160,7 +160,7 @@ fn a_move_waits_for_commands_in_flight() {
     let unmapped = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&unmapped);
     host.controller.unmap_dma(1 << 40, 4096, move || flag.store(true, Ordering::SeqCst)).unwrap();
-    wait::moment();
+    wait::short_pause();
     assert!(!unmapped.load(Ordering::SeqCst));
     assert_eq!(held.seen().len(), 1);
     held.instruct(|instructions| instructions.hold = false);

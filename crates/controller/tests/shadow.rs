@@ -436,7 +436,7 @@ enum Pages {
 
 /// Submits Doorbell Buffer Config just after commands to all queues, `depths` of them to each, and
 /// waits until all commands have completed. `spare` are pages that are not in use.
-fn configure_again(
+fn reconfigure(
     host: &mut Host,
     queues: &mut [Queue],
     depths: &[u16],
@@ -496,7 +496,7 @@ fn configured_ten_thousand_times_under_load_no_doorbell_is_lost() {
             // Most batches are short, and some have the full depth.
             let deep = if round % 16 == 0 { 128 } else { 8 };
             let depths = [1, 2, 3, 4].map(|qid: u16| 1 + (round * 7 + qid * 37) % deep);
-            configure_again(&mut host, &mut queues, &depths, pages, &mut spare);
+            reconfigure(&mut host, &mut queues, &depths, pages, &mut spare);
         }
     }
 }
@@ -517,7 +517,7 @@ fn remapped_shadow_pages_continue_to_work() {
         let at = common::BASE + common::MEMORY - 4096;
         host.put(&mut queue, &Sqe::read(1, 0, 0, 500).with_prps(at, 0));
         host.ring(&queue, old);
-        wait::moment();
+        wait::short_pause();
         assert_eq!(host.reap(&mut queue), None);
         let memory = host.memory.clone();
         host.controller.map_dma(common::BASE, common::MEMORY, &memory).unwrap();

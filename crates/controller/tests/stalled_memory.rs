@@ -62,7 +62,7 @@ fn stall(host: &mut Host, memory: &SharedBytes) -> Queue {
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &identify(STALLED).with_cid(7));
     // The command must not have completed, because the thread hangs in it.
-    wait::moment();
+    wait::short_pause();
     assert_eq!(host.reap(&mut admin), None);
     admin
 }
@@ -135,7 +135,7 @@ fn a_reset_waits_for_hung_memory() {
     run_in_time(&mut mount, "the beginning of an unmap", move || {
         controller.unmap_dma(STALLED, 4096, move || sent.send(()).unwrap()).unwrap();
     });
-    wait::moment();
+    wait::short_pause();
     assert_eq!(unmapped.try_recv(), Err(TryRecvError::Empty));
     assert!(host.csts().rdy(), "the guest's memory is in use");
     let before = host.peek(admin.cq, 512);
@@ -184,7 +184,7 @@ fn statistics_do_not_wait_for_a_hung_io_thread() {
     assert!(host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(page, 0)).0.is_success());
     host.controller.map_dma(STALLED, 4096, &memory).unwrap();
     host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(STALLED, 0).with_cid(7));
-    wait::moment();
+    wait::short_pause();
     assert_eq!(host.reap(&mut queue), None);
     let controller = host.controller.clone();
     let stats = run_in_time(&mut mount, "statistics", move || controller.stats());

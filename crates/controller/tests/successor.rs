@@ -81,9 +81,9 @@ impl Setup {
         frozen.recv_timeout(common::LIMIT).expect("the controller is quiesced");
     }
 
-    /// Replaces the controller by a successor. Calls `meanwhile` while neither of them serves the
-    /// host.
-    fn replace(&mut self, pool: Pool, meanwhile: impl FnOnce(&mut Host)) {
+    /// Replaces the controller by a successor. Calls `during_replacement` while neither of them
+    /// serves the host.
+    fn replace(&mut self, pool: Pool, during_replacement: impl FnOnce(&mut Host)) {
         self.freeze();
         let mut parcel = Parcel::new();
         let saved = self.host.controller.save(parcel.descriptors()).unwrap();
@@ -93,7 +93,7 @@ impl Setup {
         let mut parcel = Parcel::receive(&theirs).unwrap();
         sender.join().unwrap();
         let saved: SavedController = parcel.take("controller").unwrap().unwrap();
-        meanwhile(&mut self.host);
+        during_replacement(&mut self.host);
         let carrier = Carrier { mapped_doorbells: self.mapped, ..Carrier::default() };
         let fds = parcel.descriptors();
         let config = self.config.clone();
@@ -183,7 +183,7 @@ enum Step {
     Replace {
         workers: usize,
         /// Number of commands submitted while no controller serves.
-        meanwhile: u8,
+        during_replacement: u8,
     },
     Resume {
         /// True if the controller resumes at once, possibly before it is quiesced.
@@ -199,7 +199,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => Just(Step::Create),
         1 => Just(Step::Delete),
         2 => (1usize..4, 0u8..6)
-            .prop_map(|(workers, meanwhile)| Step::Replace { workers, meanwhile }),
+            .prop_map(|(workers, during_replacement)| Step::Replace { workers, during_replacement }),
         1 => any::<bool>().prop_map(|at_once| Step::Resume { at_once }),
     ];
     prop::collection::vec(step, 1..40)
@@ -267,13 +267,13 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 }
             }
             Step::Delete => {}
-            Step::Replace { workers, meanwhile } => {
-                let at = usize::from(meanwhile) % queues.len();
+            Step::Replace { workers, during_replacement } => {
+                let at = usize::from(during_replacement) % queues.len();
                 let before: Vec<_> = queues.iter().map(|queue| queue.tail).collect();
                 let queue = &mut queues[at];
                 setup.replace(pool(workers, polling), |host| {
                     // The front end delays doorbell writes until the successor serves.
-                    (0..meanwhile).for_each(|_| model.submit(host, queue, data, false));
+                    (0..during_replacement).for_each(|_| model.submit(host, queue, data, false));
                 });
                 if queues[at].tail != before[at] {
                     setup.host.ring(&queues[at], before[at]);
@@ -345,7 +345,7 @@ fn quiesce_waits_for_requests_in_flight_and_starts_no_others() {
     setup.host.until("the first", || held.seen().len() == 1);
     let (done, frozen) = channel();
     setup.host.controller.freeze(move || done.send(()).unwrap());
-    wait::moment();
+    wait::short_pause();
     assert!(frozen.try_recv().is_err());
     assert!(matches!(
         setup.host.controller.save(Parcel::new().descriptors()),
@@ -359,7 +359,7 @@ fn quiesce_waits_for_requests_in_flight_and_starts_no_others() {
     for cid in 2..9 {
         setup.host.submit(&mut queue, &Sqe::read(1, cid.into(), 0, cid).with_prps(page, 0));
     }
-    wait::moment();
+    wait::short_pause();
     assert_eq!(held.seen().len(), 1);
     assert_eq!(setup.host.reap(&mut queue), None);
     setup.replace(pool(2, Polling::Never), |_| ());
@@ -410,13 +410,13 @@ fn quiesce_waits_for_started_admin_commands() {
     setup.host.until("the deletion", || held.cancelled() == 1);
     let (done, frozen) = channel();
     setup.host.controller.freeze(move || done.send(()).unwrap());
-    wait::moment();
+    wait::short_pause();
     assert!(frozen.try_recv().is_err());
     setup.host.submit(&mut admin, &identify(71).with_prps(page, 0));
     held.instruct(|instructions| instructions.hold = false);
     assert_eq!(setup.host.wait(&mut admin).0, 70);
     frozen.recv_timeout(common::LIMIT).unwrap();
-    wait::moment();
+    wait::short_pause();
     assert_eq!(setup.host.reap(&mut admin), None);
     setup.host.admin = admin;
     setup.replace(pool(1, Polling::Never), |_| ());
@@ -533,7 +533,7 @@ fn unmapped_memory_can_be_mapped_in_the_successor() {
     setup.host.controller = successor;
     setup.host.controller.restore(&saved, fds).unwrap();
     setup.host.submit(&mut queue, &Sqe::read(1, 1, 0, 3).with_prps(page, 0));
-    wait::moment();
+    wait::short_pause();
     assert_eq!(setup.host.reap(&mut queue), None);
     setup.host.controller.map_dma(BASE, MEMORY, &setup.host.memory).unwrap();
     assert_eq!(setup.host.wait(&mut queue).0, 3);
@@ -578,7 +578,7 @@ fn a_corrupt_state_never_panics() {
     let whole = serde_json::to_value(&saved).unwrap();
     let (pool, count) = (pool(2, Polling::Never), Mutex::new(0));
     let mut places = 0;
-    visit(&whole, &mut |_| places += 1);
+    check_liveness(&whole, &mut |_| places += 1);
     for place in 0..places {
         for value in [0u64, 1, 65_535, u64::MAX] {
             let mut changed = whole.clone();
@@ -606,14 +606,14 @@ fn a_corrupt_state_never_panics() {
 /// Field whose values are not changed to extremes: the sum of counters must not overflow.
 const COUNTERS: &str = "counters";
 
-fn visit(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
+fn check_liveness(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
     match value {
-        serde_json::Value::Array(items) => items.iter().for_each(|item| visit(item, with)),
+        serde_json::Value::Array(items) => items.iter().for_each(|item| check_liveness(item, with)),
         serde_json::Value::Object(items) => {
             items
                 .iter()
                 .filter(|(key, _)| *key != COUNTERS)
-                .for_each(|(_, item)| visit(item, with));
+                .for_each(|(_, item)| check_liveness(item, with));
         }
         serde_json::Value::Number(_) => with(value),
         _ => {}

@@ -29,9 +29,9 @@ pub use mem::MemDisk;
 pub use null::NullDisk;
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
-pub use sys::End;
+pub use sys::CallOutcome;
 pub use sys::{fence, prepare as prepare_rings, unpin};
-pub use uri::{FileSpec, open, open_lasting, recover};
+pub use uri::{FileSpec, open, open_recoverable, recover};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

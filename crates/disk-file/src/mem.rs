@@ -1,11 +1,11 @@
 //! Memory disk.
 
-use crate::extents::tell_of_file;
+use crate::extents::report_file_extents;
 use crate::regions::Regions;
 use serde::{Deserialize, Serialize};
 use shadowbell_disk::{
-    Bounds, CheckpointError, Disk, DiskError, DiskInfo, Extent, Op, OpenError, Queue, Request,
-    ResizeError, Submitted, Tell, compare, format_size,
+    Bounds, CheckpointError, Disk, DiskError, DiskInfo, Extent, Op, OpenError, Queue, ReportExtent,
+    Request, ResizeError, Submitted, compare, format_size,
 };
 use shadowbell_memory::{FileStatus, Mapping, Protection, Segments, SharedBytes};
 use shadowbell_state::{Descriptors, FdRef};
@@ -59,7 +59,7 @@ impl MemDisk {
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn lasting(blocks: u64, block_size: u32) -> Result<Self, OpenError> {
+    pub fn recoverable(blocks: u64, block_size: u32) -> Result<Self, OpenError> {
         let info = Self::info_of(blocks, block_size);
         let mapping = Mapping::growable("shadowbell-disk", info.bytes());
         let mapping =
@@ -67,7 +67,7 @@ impl MemDisk {
         Ok(Self::of(mapping, info, Arc::new(Regions::new())))
     }
 
-    /// Recovers the disk of a dead process from its [checkpoint](Disk::keep).
+    /// Recovers the disk of a dead process from its [checkpoint](Disk::checkpoint).
     pub(crate) fn recover(
         state: &serde_json::Value,
         fds: &mut Descriptors,
@@ -136,7 +136,7 @@ impl Disk for MemDisk {
         format!("mem:{}", format_size(self.info.bytes()))
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         if len == 0 {
             return;
         }
@@ -144,18 +144,18 @@ impl Disk for MemDisk {
             // Offsets in the memfd equal offsets on the disk.
             Some(fd) => {
                 let to = offset.saturating_add(len);
-                tell_of_file(fd, (offset, to), self.info.bytes(), tell);
+                report_file_extents(fd, (offset, to), self.info.bytes(), report);
             }
             // Anonymous memory reports no holes, because a page that is not present may be swapped
             // out.
             None => {
-                tell(Extent::data(len));
+                report(Extent::data(len));
             }
         }
     }
 
-    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
-        Ok(Arc::new(self.clone().with_read_only(!taken)))
+    fn with_writes(&self, accepted: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        Ok(Arc::new(self.clone().with_read_only(!accepted)))
     }
 
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
@@ -173,10 +173,10 @@ impl Disk for MemDisk {
         let system = |source| ResizeError::System { disk: disk(), source };
         // The new disk maps the same memfd, so that the old and the new disk share their bytes. The
         // memfd is never shrunk, because a disk of the larger size may still use it.
-        let there = FileStatus::of(fd).map_err(|error| system(error.into()))?.len;
+        let len_now = FileStatus::of(fd).map_err(|error| system(error.into()))?.len;
         let page = rustix::param::page_size() as u64;
         let len = bytes.checked_next_multiple_of(page).ok_or_else(size)?;
-        if there < len {
+        if len_now < len {
             rustix::fs::ftruncate(fd, len).map_err(|error| system(error.into()))?;
         }
         let own = fd.try_clone_to_owned().map_err(system)?;
@@ -189,7 +189,7 @@ impl Disk for MemDisk {
         self.bytes.slice(0, usize::try_from(len).ok()?)
     }
 
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
+    fn checkpoint(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         // No fence is needed: requests are executed inline, so none outlives the process.
         let mapping = self.bytes.mapping();
         let Some(fd) = mapping.fd() else {
@@ -258,14 +258,14 @@ impl MemQueue {
         while done < len {
             let at = at + done;
             let part = (len - done).min(STRIDE as usize);
-            self.regions.change(at, part, || self.zero_part(at, part))?;
+            self.regions.change(at, part, || self.zero_range(at, part))?;
             done += part;
         }
         Ok(())
     }
 
     /// Returns the whole pages of the range to the kernel, and zeroes the rest of the range.
-    fn zero_part(&self, at: usize, len: usize) -> Result<(), DiskError> {
+    fn zero_range(&self, at: usize, len: usize) -> Result<(), DiskError> {
         let end = at + len;
         let first = at.next_multiple_of(PAGE);
         let last = end / PAGE * PAGE;
@@ -293,10 +293,10 @@ const PREFETCH: usize = PAGE;
 /// Number of bytes to prefetch at once. A CPU has a limited number of line-fill buffers. If a whole
 /// page was prefetched at once, the CPU would drop the last prefetches, and the copy would stall on
 /// the missing lines.
-const AT_ONCE: usize = PREFETCH / 2;
+const PREFETCH_STEP: usize = PREFETCH / 2;
 
 impl Queue for MemQueue {
-    fn wants_prefetch_hints(&self) -> bool {
+    fn uses_prefetch_hints(&self) -> bool {
         true
     }
 
@@ -311,9 +311,12 @@ impl Queue for MemQueue {
         // Lines that will be partly written need no other kind of prefetch. No other CPU caches
         // them, so they arrive in exclusive state.
         if distance > 1 {
-            self.bytes.prefetch_range(offset, len.min(AT_ONCE));
-        } else if len > AT_ONCE {
-            self.bytes.prefetch_range(offset.saturating_add(AT_ONCE), len.min(PREFETCH) - AT_ONCE);
+            self.bytes.prefetch_range(offset, len.min(PREFETCH_STEP));
+        } else if len > PREFETCH_STEP {
+            self.bytes.prefetch_range(
+                offset.saturating_add(PREFETCH_STEP),
+                len.min(PREFETCH) - PREFETCH_STEP,
+            );
         }
     }
 
@@ -431,7 +434,7 @@ mod tests {
 
     #[test]
     fn another_size_is_on_the_same_bytes() {
-        let disk = MemDisk::lasting(9, 512).unwrap();
+        let disk = MemDisk::recoverable(9, 512).unwrap();
         disk.bytes().fill(0, 9 * 512, 7).unwrap();
         let memory = Mapping::anonymous(4096).unwrap().bytes();
         let read = |disk: &dyn Disk, block: u64| {
@@ -465,7 +468,7 @@ mod tests {
     fn prefetch_hints_change_no_data() {
         let disk = MemDisk::new(9, 512).unwrap();
         let queue = disk.queue().unwrap();
-        assert!(queue.wants_prefetch_hints());
+        assert!(queue.uses_prefetch_hints());
         for offset in [0, 8 * 512, 9 * 512, 1 << 40, u64::MAX] {
             for op in [Op::Read, Op::Write { fua: false }] {
                 for len in [512, usize::MAX] {

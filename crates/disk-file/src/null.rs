@@ -1,8 +1,8 @@
 //! Null disk: discards writes and completes immediately.
 
 use shadowbell_disk::{
-    Bounds, CheckpointError, Disk, DiskError, DiskInfo, Extent, Op, Queue, Request, ResizeError,
-    Submitted, Tell, format_size,
+    Bounds, CheckpointError, Disk, DiskError, DiskInfo, Extent, Op, Queue, ReportExtent, Request,
+    ResizeError, Submitted, format_size,
 };
 use shadowbell_memory::Segments;
 use shadowbell_state::Descriptors;
@@ -68,16 +68,16 @@ impl Disk for NullDisk {
         format!("null:{}", format_size(self.info.bytes()))
     }
 
-    fn extents(&self, _: u64, len: u64, tell: &mut Tell<'_>) {
+    fn extents(&self, _: u64, len: u64, report: &mut ReportExtent<'_>) {
         // Without `read_zeroes`, a read returns the old content of the buffer. So the range must
         // not be reported as zeroes.
         if len != 0 {
-            tell(Extent { len, allocated: !self.read_zeroes });
+            report(Extent { len, allocated: !self.read_zeroes });
         }
     }
 
-    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
-        Ok(Arc::new(self.clone().with_read_only(!taken)))
+    fn with_writes(&self, accepted: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        Ok(Arc::new(self.clone().with_read_only(!accepted)))
     }
 
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
@@ -90,7 +90,7 @@ impl Disk for NullDisk {
         Ok(Arc::new(Self { info, read_zeroes: self.read_zeroes }))
     }
 
-    fn keep(&self, _: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
+    fn checkpoint(&self, _: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         Ok(serde_json::Value::Null)
     }
 }

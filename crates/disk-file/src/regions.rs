@@ -33,7 +33,7 @@ struct Number(AtomicU64);
 pub(crate) struct Regions(Box<[Number]>);
 
 /// Write lock on a region; dropping it ends the write.
-struct Turn<'a> {
+struct RegionLock<'a> {
     number: &'a AtomicU64,
     /// Sequence number to store when the write ends.
     end: u64,
@@ -42,11 +42,11 @@ struct Turn<'a> {
 impl Number {
     /// Waits until no other writer holds the lock, and takes it.
     #[cold]
-    fn wait(&self) -> Turn<'_> {
+    fn wait(&self) -> RegionLock<'_> {
         let mut spins = 0;
         loop {
-            if let Some(turn) = self.try_begin() {
-                return turn;
+            if let Some(lock) = self.try_lock() {
+                return lock;
             }
             spins += 1;
             if spins < SPINS {
@@ -60,7 +60,7 @@ impl Number {
     }
 
     #[inline]
-    fn try_begin(&self) -> Option<Turn<'_>> {
+    fn try_lock(&self) -> Option<RegionLock<'_>> {
         let now = self.0.load(Relaxed);
         if !now.is_multiple_of(2) || self.0.compare_exchange(now, now + 1, AcqRel, Relaxed).is_err()
         {
@@ -69,23 +69,23 @@ impl Number {
         // The fence orders the odd number before the write: a reader that sees any byte of the
         // write also sees the odd number.
         fence(Release);
-        Some(Turn { number: &self.0, end: now.wrapping_add(2) })
+        Some(RegionLock { number: &self.0, end: now.wrapping_add(2) })
     }
 
     #[inline]
-    fn begin(&self) -> Turn<'_> {
-        self.try_begin().unwrap_or_else(|| self.wait())
+    fn lock(&self) -> RegionLock<'_> {
+        self.try_lock().unwrap_or_else(|| self.wait())
     }
 }
 
-impl Turn<'_> {
+impl RegionLock<'_> {
     /// Releases the lock and restores the old sequence number, because nothing was written.
-    fn end_unchanged(mut self) {
+    fn unlock_unchanged(mut self) {
         self.end = self.end.wrapping_sub(2);
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for RegionLock<'_> {
     #[inline]
     fn drop(&mut self) {
         self.number.store(self.end, Release);
@@ -112,7 +112,7 @@ impl Regions {
         len: usize,
         mut copy: impl FnMut(usize, usize, usize) -> Result<(), E>,
     ) -> Result<(), E> {
-        for_parts(at, len, |done, at, len| {
+        for_regions(at, len, |done, at, len| {
             let number = self.number(at);
             let before = number.0.load(Acquire);
             if before.is_multiple_of(2) {
@@ -122,9 +122,9 @@ impl Regions {
                     return outcome;
                 }
             }
-            let turn = number.wait();
+            let lock = number.wait();
             let outcome = copy(done, at, len);
-            turn.end_unchanged();
+            lock.unlock_unchanged();
             outcome
         })
     }
@@ -137,8 +137,8 @@ impl Regions {
         len: usize,
         mut copy: impl FnMut(usize, usize, usize) -> Result<(), E>,
     ) -> Result<(), E> {
-        for_parts(at, len, |done, at, len| {
-            let _turn = self.number(at).begin();
+        for_regions(at, len, |done, at, len| {
+            let _lock = self.number(at).lock();
             copy(done, at, len)
         })
     }
@@ -150,13 +150,13 @@ impl Regions {
         let mut numbers: Vec<_> = (first..=last).take(NUMBERS).map(|at| at % NUMBERS).collect();
         // All threads take the locks in ascending order, which prevents deadlocks.
         numbers.sort_unstable();
-        let _turns: Vec<_> = numbers.into_iter().map(|at| self.0[at].begin()).collect();
+        let _locks: Vec<_> = numbers.into_iter().map(|at| self.0[at].lock()).collect();
         change()
     }
 }
 
 #[inline]
-fn for_parts<E>(
+fn for_regions<E>(
     at: usize,
     len: usize,
     mut each: impl FnMut(usize, usize, usize) -> Result<(), E>,
@@ -184,7 +184,7 @@ mod tests {
             parts.push((done, at, len));
             Ok::<_, Infallible>(())
         };
-        let Ok(()) = for_parts(at, len, each);
+        let Ok(()) = for_regions(at, len, each);
         parts
     }
 

@@ -49,8 +49,8 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
 ///
 /// # Errors
 /// Like [`open`].
-pub fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
-    open_parsed(spec, MemDisk::lasting)
+pub fn open_recoverable(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
+    open_parsed(spec, MemDisk::recoverable)
 }
 
 fn open_parsed(
@@ -189,7 +189,7 @@ fn parse(spec: &str) -> Result<Parsed, String> {
             Parsed::File(FileSpec { path, options })
         }
     };
-    options.none_left(scheme)?;
+    options.check_no_option_left(scheme)?;
     Ok(parsed)
 }
 
@@ -316,7 +316,7 @@ impl<'a> Options<'a> {
         }
     }
 
-    fn none_left(&self, scheme: &str) -> Result<(), String> {
+    fn check_no_option_left(&self, scheme: &str) -> Result<(), String> {
         let known = match scheme {
             "null" => "`block-size`, `read-only`, `read-zeroes`",
             "mem" => "`block-size`, `read-only`",

@@ -1,7 +1,7 @@
 //! Tests of the checkpoints of disks, and of recovery by the next process.
 
 use shadowbell_disk::{CheckpointError, Disk, Op, OpenError, Request, Submitted};
-use shadowbell_disk_file::{open, open_lasting, recover};
+use shadowbell_disk_file::{open, open_recoverable, recover};
 use shadowbell_memory::{Mapping, Segments};
 use shadowbell_state::{Descriptors, Parcel};
 use std::os::unix::net::UnixStream;
@@ -11,10 +11,10 @@ use std::sync::Arc;
 const LEN: usize = 4096;
 
 /// Sends the checkpoint of a disk through a socket, and returns what was received.
-fn travel(disk: &dyn Disk) -> (serde_json::Value, Descriptors) {
+fn save_and_receive(disk: &dyn Disk) -> (serde_json::Value, Descriptors) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut parcel = Parcel::new();
-    let state = disk.keep(parcel.descriptors()).unwrap();
+    let state = disk.checkpoint(parcel.descriptors()).unwrap();
     parcel.add("disk", true, &state).unwrap();
     parcel.send(&ours).unwrap();
     drop(parcel);
@@ -74,9 +74,9 @@ fn a_released_lock_lets_the_next_process_recover_at_once() {
     let path = image(directory.path());
     for options in ["", "?direct=off", "?aio=threads&direct=off"] {
         let spec = format!("{path}{options}");
-        let old = open_lasting(&spec).unwrap();
+        let old = open_recoverable(&spec).unwrap();
         write(&*old, 7);
-        let (state, mut fds) = travel(&*old);
+        let (state, mut fds) = save_and_receive(&*old);
         assert!(is_locked(&spec));
         old.release_lock();
         let new = recover(&spec, &state, &mut fds, &|| false).unwrap();
@@ -92,11 +92,11 @@ fn a_released_lock_lets_the_next_process_recover_at_once() {
 #[test]
 fn a_memory_disk_keeps_its_contents() {
     for spec in ["mem:1MiB", "mem:516KiB?block-size=4096", "mem:3KiB", "mem:128MiB"] {
-        let old = open_lasting(spec).unwrap();
+        let old = open_recoverable(spec).unwrap();
         if old.info().bytes() >= LEN as u64 {
             write(&*old, 9);
         }
-        let (state, mut fds) = travel(&*old);
+        let (state, mut fds) = save_and_receive(&*old);
         let new = recover(spec, &state, &mut fds, &|| false).unwrap();
         drop(old);
         assert_eq!(new.info().bytes(), open(spec).unwrap().info().bytes());
@@ -105,20 +105,20 @@ fn a_memory_disk_keeps_its_contents() {
             assert!(run(&*new, Op::Discard, &mut Segments::default()));
             assert_eq!(read(&*new), 0, "{spec}");
         }
-        let (state, mut fds) = travel(&*new);
+        let (state, mut fds) = save_and_receive(&*new);
         recover(spec, &state, &mut fds, &|| false).unwrap();
     }
     let spec = "null:1TiB?read-zeroes=on";
-    let (state, mut fds) = travel(&*open_lasting(spec).unwrap());
+    let (state, mut fds) = save_and_receive(&*open_recoverable(spec).unwrap());
     assert_eq!(read(&*recover(spec, &state, &mut fds, &|| false).unwrap()), 0);
 }
 
 #[test]
 fn another_disk_or_a_private_one_is_refused() {
     let disk: Arc<dyn Disk> = open("mem:1MiB").unwrap();
-    let error = disk.keep(&mut Descriptors::default()).unwrap_err();
+    let error = disk.checkpoint(&mut Descriptors::default()).unwrap_err();
     assert!(matches!(error, CheckpointError::Private { .. }), "{error}");
-    let (state, mut fds) = travel(&*open_lasting("mem:1MiB").unwrap());
+    let (state, mut fds) = save_and_receive(&*open_recoverable("mem:1MiB").unwrap());
     let error = recover("mem:2MiB", &state, &mut fds, &|| false).unwrap_err().to_string();
     let why = "its size, block size or write protection has changed";
     assert_eq!(error, format!("mem:2MiB cannot be taken over: {why}"));

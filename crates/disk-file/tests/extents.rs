@@ -94,7 +94,7 @@ fn the_truncated_part_of_a_file_is_no_hole() {
 
 #[test]
 fn lasting_memory_reports_holes() {
-    let lasting = MemDisk::lasting(32 << 11, 512).unwrap();
+    let lasting = MemDisk::recoverable(32 << 11, 512).unwrap();
     assert_eq!(extents(&lasting, 0, 32 * MIB), [(32 * MIB, false)]);
     lasting.bytes().write(20 << 20, &1u8).unwrap();
     assert_eq!(extents(&lasting, 20 * MIB, 512), [(512, true)]);

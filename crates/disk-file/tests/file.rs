@@ -28,7 +28,7 @@ fn refused(path: &Path, options: &str) -> OpenError {
 }
 
 /// Checks that the error text names the file and contains these words.
-fn says(error: &OpenError, path: &Path, words: &[&str]) {
+fn expect_message(error: &OpenError, path: &Path, words: &[&str]) {
     let text = error.to_string();
     assert!(text.starts_with(path.to_str().unwrap()), "{text}");
     for word in words {
@@ -96,45 +96,53 @@ fn invalid_files_are_refused_with_the_reason() {
     let missing = directory.path().join("missing.img");
     let error = refused(&missing, "");
     assert!(matches!(error, OpenError::Missing { .. }));
-    says(&error, &missing, &["no such file", "truncate -s"]);
+    expect_message(&error, &missing, &["no such file", "truncate -s"]);
     assert!(!missing.exists(), "a typing error makes no file");
 
     let error = refused(directory.path(), "");
     assert!(matches!(error, OpenError::NoFile { .. }));
-    says(&error, directory.path(), &["it is a directory", "raw image"]);
+    expect_message(&error, directory.path(), &["it is a directory", "raw image"]);
 
     let under_a_file = image(directory.path(), MIB).join("x");
-    says(&refused(&under_a_file, ""), &under_a_file, &["it is below a file", "raw image"]);
+    expect_message(
+        &refused(&under_a_file, ""),
+        &under_a_file,
+        &["it is below a file", "raw image"],
+    );
 
-    says(&refused("/dev/zero".as_ref(), ""), "/dev/zero".as_ref(), &["a character device"]);
+    expect_message(
+        &refused("/dev/zero".as_ref(), ""),
+        "/dev/zero".as_ref(),
+        &["a character device"],
+    );
     let socket = directory.path().join("socket");
     let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-    says(&refused(&socket, ""), &socket, &["a socket"]);
+    expect_message(&refused(&socket, ""), &socket, &["a socket"]);
     let pipe = directory.path().join("pipe");
     let made = std::process::Command::new("mkfifo").arg(&pipe).status();
     if made.is_ok_and(|status| status.success()) {
-        says(&refused(&pipe, ""), &pipe, &["a pipe"]); // and opening the pipe does not block
+        expect_message(&refused(&pipe, ""), &pipe, &["a pipe"]); // and opening the pipe does not block
     }
 
     let empty = image(directory.path(), 0);
     let error = refused(&empty, "");
     assert!(matches!(error, OpenError::Empty { .. }));
-    says(&error, &empty, &["it is empty", "truncate -s"]);
+    expect_message(&error, &empty, &["it is empty", "truncate -s"]);
 
     let odd = image(directory.path(), MIB + 100);
-    says(&refused(&odd, ""), &odd, &["1048676 bytes", "512", "truncate -s %512"]);
+    expect_message(&refused(&odd, ""), &odd, &["1048676 bytes", "512", "truncate -s %512"]);
     // The image has a known format and is opened with `format=raw`. The message must not advise to
     // extend it, which would damage it.
     let mut vmdk = std::fs::read(&odd).unwrap();
     vmdk[..4].copy_from_slice(b"KDMV");
     std::fs::write(&odd, vmdk).unwrap();
     let error = refused(&odd, "?format=raw");
-    says(&error, &odd, &["a VMDK image", "1048676 bytes", "qemu-img convert -O raw"]);
+    expect_message(&error, &odd, &["a VMDK image", "1048676 bytes", "qemu-img convert -O raw"]);
     assert!(!error.to_string().contains("truncate"), "{error}");
     let half = image(directory.path(), MIB + 512);
     let error = refused(&half, "?block-size=4096");
     assert!(matches!(error, OpenError::NotBlockMultiple { size: 1_049_088, .. }));
-    says(&error, &half, &["truncate -s %4096", "`block-size=512`"]);
+    expect_message(&error, &half, &["truncate -s %4096", "`block-size=512`"]);
     assert_eq!(open(&half, "").info().blocks, 2049);
 }
 
@@ -144,7 +152,11 @@ fn unreadable_files_are_refused() {
         // Root may read every file, so for root only the message is tested.
         let source = std::io::Error::from_raw_os_error(13);
         let error = OpenError::Unreadable { path: "x.img".into(), source };
-        says(&error, "x.img".as_ref(), &["may not read it", "Permission denied", "permissions"]);
+        expect_message(
+            &error,
+            "x.img".as_ref(),
+            &["may not read it", "Permission denied", "permissions"],
+        );
         return;
     }
     let directory = directory();
@@ -152,7 +164,7 @@ fn unreadable_files_are_refused() {
     std::fs::set_permissions(&path, Permissions::from_mode(0o000)).unwrap();
     let error = refused(&path, "");
     assert!(matches!(error, OpenError::Unreadable { .. }));
-    says(&error, &path, &["may not read it", "permissions"]);
+    expect_message(&error, &path, &["may not read it", "permissions"]);
 }
 
 #[test]
@@ -217,7 +229,7 @@ fn one_image_has_one_writer() {
     let writer = open(&path, "");
     let error = refused(&path, "");
     assert!(matches!(error, OpenError::Busy { writable: true, .. }));
-    says(&error, &path, &["another program", "has it open", "or open it `read-only=on`"]);
+    expect_message(&error, &path, &["another program", "has it open", "or open it `read-only=on`"]);
     let error = refused(&path, "?read-only=on");
     assert!(matches!(error, OpenError::Busy { writable: false, .. }));
     drop(writer);
@@ -249,7 +261,7 @@ fn opening_waits_for_the_lock_of_an_ending_server() {
         let old = open(&path, "");
         std::thread::scope(|threads| {
             threads.spawn(|| {
-                wait::moment();
+                wait::short_pause();
                 drop(old);
             });
             shadowbell_disk_file::open(path.to_str().unwrap()).is_ok()
@@ -474,7 +486,9 @@ fn direct_io_is_used_where_possible_and_refused_with_the_reason() {
     let demanded = options(|o| o.direct = Direct::On);
     match FileDisk::open(&path, &demanded) {
         Ok(disk) => assert!(disk.is_direct()),
-        Err(error) => says(&error, &path, &["direct I/O is not possible", "leave out `direct=on`"]),
+        Err(error) => {
+            expect_message(&error, &path, &["direct I/O is not possible", "leave out `direct=on`"])
+        }
     }
     // A device with sectors of 4096 bytes does not support direct I/O for blocks of 512 bytes.
     let name = path.to_str().unwrap();
@@ -489,7 +503,7 @@ fn direct_io_is_used_where_possible_and_refused_with_the_reason() {
     assert!(own.is_direct());
     drop(own);
     let error = refused(device, "?block-size=512&direct=on");
-    says(&error, device, &["units of 4096 bytes", "`block-size=4096`"]);
+    expect_message(&error, device, &["units of 4096 bytes", "`block-size=4096`"]);
 }
 
 #[test]
@@ -511,7 +525,7 @@ fn a_mounted_device_is_not_overwritten() {
     }
     let _unmount = Undo("umount", vec!["-l".into(), mount.into()]);
     let error = refused(device.as_ref(), "");
-    says(&error, device.as_ref(), &["the system uses it", "mounted"]);
+    expect_message(&error, device.as_ref(), &["the system uses it", "mounted"]);
     assert!(open(device.as_ref(), "?read-only=on").info().read_only);
 }
 
@@ -556,7 +570,7 @@ fn concurrent_flushes_all_fail_after_a_lost_write() {
                 }
                 assert!(result.unwrap().is_err(), "{first:?} and {second:?} by {aio}");
             }
-            assert!(disk.has_lost());
+            assert!(disk.has_lost_writes());
         }
     }
 }

@@ -28,7 +28,7 @@ struct Pages(Vec<Vec<u64>>);
 impl Pages {
     /// Checks that a page that was read has one of its possible contents. From then on, this is its
     /// only possible content.
-    fn holds(&mut self, at: usize, data: &[u8]) {
+    fn contains(&mut self, at: usize, data: &[u8]) {
         let number = u64::from_le_bytes(data[..8].try_into().unwrap());
         assert!(data == page(number), "a page is in parts: {number} and others");
         assert!(self.0[at].contains(&number), "a page has {number}, not of {:?}", self.0[at]);
@@ -42,7 +42,7 @@ impl Pages {
             assert_eq!(result, Ok(()));
         }
         for (at, data) in host.content().chunks_exact(PAGE).enumerate() {
-            self.holds(at, data);
+            self.contains(at, data);
         }
     }
 }
@@ -96,7 +96,7 @@ fn cancelled_in_mid_io(disk: &str) {
             let number = first + at as u64;
             let is_read = ops[at] == Op::Read;
             match result.expect("every request ends") {
-                Ok(()) if is_read => pages.holds(at, data),
+                Ok(()) if is_read => pages.contains(at, data),
                 Ok(()) => pages.0[at] = vec![number],
                 Err(shadowbell_disk::DiskError::Cancelled) => {
                     cancelled += 1;

@@ -5,7 +5,7 @@ mod common;
 use common::{Host, directory, image, run_one};
 use rustix::event::{PollFd, PollFlags, poll};
 use shadowbell_disk::{Disk, Op, OpenError, Request, Submitted};
-use shadowbell_disk_file::{fence, open_lasting, recover};
+use shadowbell_disk_file::{fence, open_recoverable, recover};
 use shadowbell_state::{Descriptors, FdRef, Parcel};
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::skipped;
@@ -23,10 +23,10 @@ const LEN: usize = 4096;
 
 /// Environment variable for the child process: its disk, and the request that is in flight when it
 /// dies.
-const DIES: &str = "BACKEND_TEST_DIES";
+const CHILD_OPERATION: &str = "BACKEND_TEST_DIES";
 
 /// State that a dead process has left.
-struct Left {
+struct DeadProcess {
     state: serde_json::Value,
     fds: Descriptors,
     /// Fence. It becomes readable when all requests in flight have ended.
@@ -36,14 +36,14 @@ struct Left {
 /// Entry point of a child process; not a test of its own. It sends its state to its standard input,
 /// submits a request, and kills itself while the request is in flight.
 #[test]
-fn dies() {
-    let Ok(what) = std::env::var(DIES) else { return };
+fn child_process() {
+    let Ok(what) = std::env::var(CHILD_OPERATION) else { return };
     let (op, spec) = what.split_once(' ').unwrap();
     let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
     let mut parcel = Parcel::new();
     let end = parcel.descriptors().add(fence().unwrap());
-    let disk = open_lasting(spec).unwrap();
-    let state = disk.keep(parcel.descriptors()).unwrap();
+    let disk = open_recoverable(spec).unwrap();
+    let state = disk.checkpoint(parcel.descriptors()).unwrap();
     parcel.add("disk", true, &(state, end)).unwrap();
     parcel.send(&socket).unwrap();
     let host = Host::new(MIB);
@@ -62,10 +62,10 @@ fn dies() {
 }
 
 /// Runs a process that dies with a request in flight at `spec`. Returns the state that it has left.
-fn die(op: &str, spec: &str) -> Left {
+fn run_child(op: &str, spec: &str) -> DeadProcess {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "dies", "--nocapture"]).env(DIES, format!("{op} {spec}"));
+    command.args(["--exact", "dies", "--nocapture"]).env(CHILD_OPERATION, format!("{op} {spec}"));
     command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
     let mut child = ProcessGroup::spawn(&mut command).unwrap();
     drop(command);
@@ -73,11 +73,11 @@ fn die(op: &str, spec: &str) -> Left {
     assert_eq!(child.wait().signal(), Some(9));
     let (state, end): (serde_json::Value, FdRef) = parcel.take("disk").unwrap().unwrap();
     let fence = parcel.descriptors().take(end).unwrap();
-    Left { state, fds: std::mem::take(parcel.descriptors()), fence }
+    DeadProcess { state, fds: std::mem::take(parcel.descriptors()), fence }
 }
 
 /// Returns true if the fence becomes readable within this time.
-fn ends(fence: &OwnedFd, within: Duration) -> bool {
+fn has_ended(fence: &OwnedFd, within: Duration) -> bool {
     let timeout = rustix::event::Timespec::try_from(within).unwrap();
     poll(&mut [PollFd::new(fence, PollFlags::IN)], Some(&timeout)).unwrap() == 1
 }
@@ -115,12 +115,12 @@ impl Slow {
         server.arg("]").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let server = ProcessGroup::spawn(&mut server).ok()?;
         let mut slow = Self { server, directory, device: PathBuf::new() };
-        let mut has_ended = false;
+        let mut ended = false;
         wait::until("the file of nbdfuse", || {
-            has_ended = slow.server.try_wait().unwrap().is_some();
-            has_ended || std::fs::metadata(&file).map_or(0, |file| file.len()) == 16 * MIB
+            ended = slow.server.try_wait().unwrap().is_some();
+            ended || std::fs::metadata(&file).map_or(0, |file| file.len()) == 16 * MIB
         });
-        if has_ended {
+        if ended {
             return None;
         }
         let output = Command::new("losetup").args(["--find", "--show"]).arg(&file).output().ok()?;
@@ -130,7 +130,7 @@ impl Slow {
     }
 
     /// Returns the first byte of the file below the device.
-    fn holds(&self) -> u8 {
+    fn contains(&self) -> u8 {
         std::fs::read(self.directory.path().join("disk.img")).unwrap()[0]
     }
 }
@@ -153,9 +153,9 @@ fn recovery_waits_for_a_write_of_the_dead_process() {
         return skipped("it needs root, nbdkit, nbdfuse and a loop device");
     };
     let spec = format!("{}?direct=on&aio=io_uring", slow.device.display());
-    let mut left = die("write", &spec);
+    let mut left = run_child("write", &spec);
     assert!(
-        slow.holds() == 0 && !ends(&left.fence, Duration::ZERO),
+        slow.contains() == 0 && !has_ended(&left.fence, Duration::ZERO),
         "the write is still in flight"
     );
     let waited = Cell::new(0);
@@ -165,9 +165,9 @@ fn recovery_waits_for_a_write_of_the_dead_process() {
         true
     };
     let disk = recover(&spec, &left.state, &mut left.fds, &wait).unwrap();
-    assert_eq!(slow.holds(), 0xaa, "the late write has reached the disk");
+    assert_eq!(slow.contains(), 0xaa, "the late write has reached the disk");
     assert!(waited.get() > 10);
-    assert!(ends(&left.fence, LIMIT));
+    assert!(has_ended(&left.fence, LIMIT));
     assert_eq!(first_byte(&*disk), 0xaa);
 }
 
@@ -178,10 +178,10 @@ fn the_fence_waits_for_a_read_of_the_dead_process() {
         return skipped("it needs root, nbdkit, nbdfuse and a loop device");
     };
     let spec = format!("{}?direct=on&aio=io_uring&read-only=on", slow.device.display());
-    let left = die("read", &spec);
-    wait::moment();
-    assert!(!ends(&left.fence, Duration::ZERO), "the read is in flight");
-    assert!(ends(&left.fence, LIMIT));
+    let left = run_child("read", &spec);
+    wait::short_pause();
+    assert!(!has_ended(&left.fence, Duration::ZERO), "the read is in flight");
+    assert!(has_ended(&left.fence, LIMIT));
 }
 
 #[test]
@@ -189,10 +189,10 @@ fn recovery_waits_for_the_lock_of_an_image() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let spec = format!("{}?direct=off", path.display());
-    let mut left = die("write", &spec);
-    assert!(ends(&left.fence, LIMIT));
+    let mut left = run_child("write", &spec);
+    assert!(has_ended(&left.fence, LIMIT));
     std::fs::write(&path, vec![0xaa; MIB as usize]).unwrap();
-    let holder = Cell::new(Some(open_lasting(&spec).unwrap()));
+    let holder = Cell::new(Some(open_recoverable(&spec).unwrap()));
     let waited = Cell::new(0);
     let wait = || {
         waited.set(waited.get() + 1);
@@ -211,7 +211,7 @@ fn recovery_waits_for_the_lock_of_an_image() {
     assert_eq!((disk.info().bytes(), first_byte(&*disk)), (MIB, 0xaa));
     // If the callback returns false, recovery fails.
     let mut fds = Descriptors::default();
-    let again = disk.keep(&mut fds).unwrap();
+    let again = disk.checkpoint(&mut fds).unwrap();
     let error = recover(&spec, &again, &mut fds, &|| false).unwrap_err();
     assert!(matches!(error, OpenError::Busy { .. }), "{error}");
 }
@@ -221,15 +221,15 @@ fn recovery_keeps_a_loss_and_ignores_guest_data() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let spec = format!("{}?direct=off", path.display());
-    let disk = open_lasting(&spec).unwrap();
+    let disk = open_recoverable(&spec).unwrap();
     let mut fds = Descriptors::default();
-    let mut state = disk.keep(&mut fds).unwrap();
+    let mut state = disk.checkpoint(&mut fds).unwrap();
     drop(disk);
     state["lost"] = 5.into();
     std::fs::write(&path, b"QFI\xfb\0\0\0\x03").unwrap();
     std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
     let disk = recover(&spec, &state, &mut fds, &|| true).unwrap();
-    assert!(disk.has_lost());
+    assert!(disk.has_lost_writes());
     assert_eq!(disk.info().bytes(), MIB, "the guest's disk keeps its size");
     assert_eq!(first_byte(&*disk), b'Q');
     let host = Host::new(MIB);
@@ -246,7 +246,7 @@ fn recovery_keeps_a_loss_and_ignores_guest_data() {
 #[test]
 fn a_memory_disk_recovers_without_waiting() {
     for spec in ["mem:1MiB", "null:1MiB?read-zeroes=on"] {
-        let disk = open_lasting(spec).unwrap();
+        let disk = open_recoverable(spec).unwrap();
         let host = Host::new(MIB);
         host.bytes.fill(0, LEN, 7).unwrap();
         let mut queue = disk.queue().unwrap();
@@ -254,7 +254,7 @@ fn a_memory_disk_recovers_without_waiting() {
         let data = host.buffer(&[(0, LEN)], false);
         assert_eq!(run_one(&mut *queue, write, 0, LEN as u64, data), Ok(()));
         let mut fds = Descriptors::default();
-        let state = disk.keep(&mut fds).unwrap();
+        let state = disk.checkpoint(&mut fds).unwrap();
         let next =
             recover(spec, &state, &mut fds, &|| panic!("recovery waits without a reason")).unwrap();
         assert_eq!(first_byte(&*next), if spec.starts_with("mem") { 7 } else { 0 });

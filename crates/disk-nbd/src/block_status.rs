@@ -9,31 +9,31 @@ use crate::subrequest::{Owner, Subrequest};
 use crate::user::User;
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use shadowbell_disk::{Extent, Tell};
+use shadowbell_disk::{Extent, ReportExtent};
 use shadowbell_nbd::wire::{Reader, allocation, command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Timeout of a reply. After it, the rest of the range counts as data.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum bytes per command.
 const RANGE: u64 = 1 << 30;
 
 /// Sender of the command, registered with a connection like a queue.
-struct Asker<'a> {
+struct StatusQuery<'a> {
     connections: &'a Connections,
     link: &'a Mutex<Link>,
     user: Arc<User>,
     number: u32,
 }
 
-impl Drop for Asker<'_> {
+impl Drop for StatusQuery<'_> {
     fn drop(&mut self) {
         self.link.lock().leave(self.number);
     }
 }
 
-impl<'a> Asker<'a> {
+impl<'a> StatusQuery<'a> {
     fn new(connections: &'a Connections) -> Option<Self> {
         let user = Arc::new(User::new().ok()?);
         connections.shared.users.lock().push(Arc::downgrade(&user));
@@ -43,7 +43,7 @@ impl<'a> Asker<'a> {
     }
 
     /// Requests the extents from `offset` on.
-    fn ask(&self, offset: u64, len: u32) -> Option<Vec<Extent>> {
+    fn request(&self, offset: u64, len: u32) -> Option<Vec<Extent>> {
         let mut part = Subrequest::new(command::BLOCK_STATUS, 0, offset, len, Vec::new());
         part.owner = Some(Owner { user: self.number, task: 0, at: 0 });
         let shared = &self.connections.shared;
@@ -52,7 +52,7 @@ impl<'a> Asker<'a> {
         link.push(part);
         link.pump(shared, Some((self.number, &mut ended)));
         drop(link);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             self.user.completions.take(&mut ended);
             if ended.is_empty() {
@@ -99,19 +99,24 @@ fn extents(data: &[u8]) -> Vec<Extent> {
 }
 
 /// Reports the allocation state of the export. Parts without a reply count as data.
-pub(crate) fn tell_extents(connections: &Connections, offset: u64, len: u64, tell: &mut Tell<'_>) {
+pub(crate) fn report_extents(
+    connections: &Connections,
+    offset: u64,
+    len: u64,
+    report: &mut ReportExtent<'_>,
+) {
     let (mut at, end) = (offset, offset.saturating_add(len));
-    let knows = connections.first.allocation.is_some()
+    let has_block_status = connections.first.allocation.is_some()
         && connections.shared.export.lock().allocation.is_some();
-    let asker = if knows { Asker::new(connections) } else { None };
+    let query = if has_block_status { StatusQuery::new(connections) } else { None };
     // The NBD protocol requires a range that is a multiple of the server's minimum block size.
-    let least = u64::from(connections.first.least.max(1));
+    let min_block = u64::from(connections.first.min_block.max(1));
     while at < end
-        && let Some(asker) = &asker
-        && at.is_multiple_of(least)
+        && let Some(query) = &query
+        && at.is_multiple_of(min_block)
     {
-        let range = (end - at).min(RANGE).next_multiple_of(least);
-        let Some(found) = asker.ask(at, range as u32).filter(|found| !found.is_empty()) else {
+        let range = (end - at).min(RANGE).next_multiple_of(min_block);
+        let Some(found) = query.request(at, range as u32).filter(|found| !found.is_empty()) else {
             break;
         };
         for extent in found {
@@ -121,13 +126,13 @@ pub(crate) fn tell_extents(connections: &Connections, offset: u64, len: u64, tel
                 break;
             }
             at += len;
-            if !tell(Extent { len, ..extent }) {
+            if !report(Extent { len, ..extent }) {
                 return;
             }
         }
     }
     if at < end {
-        tell(Extent::data(end - at));
+        report(Extent::data(end - at));
     }
 }
 
@@ -144,15 +149,15 @@ mod tests {
                 .flatten()
                 .collect()
         };
-        let said = wire(&[
+        let reply = wire(&[
             (512, 0),
             (1024, allocation::HOLE | allocation::ZERO),
             (5, allocation::HOLE),
             (7, 2),
         ]);
         let expected = [Extent::data(512), Extent::hole(1024), Extent::data(5), Extent::hole(7)];
-        assert_eq!(extents(&said), expected);
+        assert_eq!(extents(&reply), expected);
         assert_eq!(extents(&wire(&[(1, 0), (0, 2), (9, 2)])), [Extent::data(1)]);
-        assert_eq!(extents(&said[..13]), expected[..1]);
+        assert_eq!(extents(&reply[..13]), expected[..1]);
     }
 }

@@ -1,7 +1,7 @@
 //! Connects to the server. Blocking: never called from an I/O thread.
 
 use crate::stream::{Stream, wait};
-use crate::uri::Place;
+use crate::uri::ServerAddress;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{
@@ -18,21 +18,25 @@ use std::time::{Duration, Instant};
 const SILENCE: Duration = Duration::from_secs(20);
 const PROBE: Duration = Duration::from_secs(5);
 
-/// Connects to `place`. Gives up at the time `until`, or when `stop` becomes readable.
+/// Connects to `server_address`. Gives up at the time `deadline`, or when `stop` becomes readable.
 ///
 /// # Errors
 /// The system's error.
-pub(crate) fn connect_to(place: &Place, until: Instant, stop: &EventFd) -> io::Result<Stream> {
-    match place {
-        Place::Unix(path) => {
+pub(crate) fn connect_to(
+    server_address: &ServerAddress,
+    deadline: Instant,
+    stop: &EventFd,
+) -> io::Result<Stream> {
+    match server_address {
+        ServerAddress::Unix(path) => {
             let socket = new(AddressFamily::UNIX)?;
-            finish(&socket, connect(&socket, &SocketAddrUnix::new(path)?), until, stop)?;
+            finish(&socket, connect(&socket, &SocketAddrUnix::new(path)?), deadline, stop)?;
             Ok(Stream::new(socket))
         }
-        Place::Tcp { host, port } => {
+        ServerAddress::Tcp { host, port } => {
             let mut outcome = Err(io::Error::other("its name has no address"));
             for address in (&host[..], *port).to_socket_addrs()? {
-                outcome = tcp(&address, until, stop);
+                outcome = tcp(&address, deadline, stop);
                 if outcome.is_ok() {
                     break;
                 }
@@ -42,10 +46,10 @@ pub(crate) fn connect_to(place: &Place, until: Instant, stop: &EventFd) -> io::R
     }
 }
 
-fn tcp(address: &SocketAddr, until: Instant, stop: &EventFd) -> io::Result<Stream> {
+fn tcp(address: &SocketAddr, deadline: Instant, stop: &EventFd) -> io::Result<Stream> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = new(family)?;
-    finish(&socket, connect(&socket, address), until, stop)?;
+    finish(&socket, connect(&socket, address), deadline, stop)?;
     // Without Nagle's algorithm, which would delay small requests.
     sockopt::set_tcp_nodelay(&socket, true)?;
     // Keepalive detects an unreachable host while requests wait for replies.
@@ -64,13 +68,13 @@ fn new(family: AddressFamily) -> io::Result<OwnedFd> {
 
 fn finish(
     socket: &OwnedFd,
-    begun: Result<(), Errno>,
-    until: Instant,
+    started: Result<(), Errno>,
+    deadline: Instant,
     stop: &EventFd,
 ) -> io::Result<()> {
-    match begun {
+    match started {
         Err(Errno::INPROGRESS) => {
-            wait(socket.as_fd(), PollFlags::OUT, until, stop)?;
+            wait(socket.as_fd(), PollFlags::OUT, deadline, stop)?;
             Ok(sockopt::socket_error(socket)??)
         }
         // `EAGAIN` means that a server listens on the UNIX socket, but its backlog is full.

@@ -4,12 +4,12 @@ use crate::connect::connect_to;
 use crate::error::OpenError;
 use crate::export::Export;
 use crate::link::Link;
-use crate::negotiate::{Greeted, NegotiationError, ask, ask_for_tls, greet, negotiate};
+use crate::negotiate::{Greeted, NegotiationError, greet, negotiate, request_export, request_tls};
 use crate::shared::Shared;
 use crate::stream::{Patient, Stream};
 use crate::tls::TlsStream;
 use crate::tls_proxy;
-use crate::uri::{NbdSpec, Place, Secure};
+use crate::uri::{NbdSpec, Secure, ServerAddress};
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
 use shadowbell_tls::ClientTls;
@@ -76,32 +76,35 @@ impl Connector {
     ///
     /// # Errors
     /// [`OpenError`].
-    pub(crate) fn look(&self, stop: &EventFd) -> Result<Export, OpenError> {
+    pub(crate) fn query_export(&self, stop: &EventFd) -> Result<Export, OpenError> {
         let name = &self.spec.export;
-        let outcome =
-            self.reach(stop, |patient, _| ask(patient, name), |secured, _| ask(secured, name));
+        let outcome = self.reach(
+            stop,
+            |patient, _| request_export(patient, name),
+            |secured, _| request_export(secured, name),
+        );
         outcome.map(|(_, export)| export)
     }
 
-    /// Connects, then runs `plain` on the connection, or `secured` if TLS is used.
+    /// Connects, then runs `without_tls` on the connection, or `secured` if TLS is used.
     fn reach(
         &self,
         stop: &EventFd,
-        plain: impl FnOnce(&mut Patient<'_>, Greeted) -> Result<Export, NegotiationError>,
+        without_tls: impl FnOnce(&mut Patient<'_>, Greeted) -> Result<Export, NegotiationError>,
         secured: impl FnOnce(&mut TlsStream<'_>, Greeted) -> Result<Export, NegotiationError>,
     ) -> Result<(Stream, Export), OpenError> {
         let until = Instant::now() + CONNECT;
         let disk = || self.spec.to_string();
-        let stream = connect_to(&self.spec.place, until, stop)
+        let stream = connect_to(&self.spec.server_address, until, stop)
             .map_err(|source| OpenError::Connect { disk: disk(), source })?;
         let refused = |why| OpenError::Negotiation { disk: disk(), why };
         let mut patient = Patient { stream: &stream, until, stop };
         let greeted = greet(&mut patient).map_err(refused)?;
         let Some(tls) = &self.tls else {
-            let export = plain(&mut patient, greeted).map_err(refused)?;
+            let export = without_tls(&mut patient, greeted).map_err(refused)?;
             return Ok((stream, export));
         };
-        ask_for_tls(&mut patient).map_err(refused)?;
+        request_tls(&mut patient).map_err(refused)?;
         let session = tls.session(&self.host());
         let session = session.map_err(|why| refused(NegotiationError::Tls(why)))?;
         let agree = |patient| {
@@ -117,11 +120,11 @@ impl Connector {
 
     /// Name that the server's certificate must be valid for.
     fn host(&self) -> String {
-        let said = self.spec.secure.as_ref().and_then(|secure| secure.hostname.clone());
-        said.unwrap_or_else(|| match &self.spec.place {
-            Place::Tcp { host, .. } => host.clone(),
+        let configured = self.spec.secure.as_ref().and_then(|secure| secure.hostname.clone());
+        configured.unwrap_or_else(|| match &self.spec.server_address {
+            ServerAddress::Tcp { host, .. } => host.clone(),
             // A UNIX socket has no host name. Its server runs on this machine.
-            Place::Unix(_) => "localhost".to_owned(),
+            ServerAddress::Unix(_) => "localhost".to_owned(),
         })
     }
 }

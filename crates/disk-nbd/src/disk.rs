@@ -1,13 +1,13 @@
 //! NBD export as a disk.
 
-use crate::block_status::tell_extents;
+use crate::block_status::report_extents;
 use crate::connections::{Connections, Connector, Handle};
 use crate::error::OpenError;
 use crate::export::Export;
-use crate::kept::{KEY, KeptExport, UNSETTLED, reach, refused, settle};
 use crate::link::Link;
 use crate::queue::NbdQueue;
 use crate::reconnect;
+use crate::recovery::{KEY, NO_SETTLE_TIME, SavedExport, reach, refused, wait_for_server};
 use crate::replay::{ReplayError, flush};
 use crate::shared::Shared;
 use crate::stream::{Patient, Stream};
@@ -16,7 +16,7 @@ use crate::uri::NbdSpec;
 use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::Value;
-use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Queue, ResizeError, Tell, Wait};
+use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Queue, ReportExtent, ResizeError, Wait};
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::transmission;
 use shadowbell_state::Descriptors;
@@ -51,9 +51,9 @@ impl NbdDisk {
     }
 
     /// Recovers the disk of a dead process, which opened it by the same specification and stored
-    /// `state` as its [checkpoint](Disk::keep). Returns after the time `settle`, when no request of
-    /// the dead process can reach the export any more; at once if that process `has_quiesced`.
-    /// Calls `wait` repeatedly until then, and while the server is unavailable.
+    /// `state` as its [checkpoint](Disk::checkpoint). Returns after the time `settle`, when no
+    /// request of the dead process can reach the export any more; at once if that process
+    /// `has_quiesced`. Calls `wait` repeatedly until then, and while the server is unavailable.
     ///
     /// # Errors
     /// [`OpenError`] if the export has been replaced, if the disk is writable and has no `settle`,
@@ -64,9 +64,9 @@ impl NbdDisk {
         has_quiesced: bool,
         wait: Wait<'_>,
     ) -> Result<Self, OpenError> {
-        let kept = state.get(KEY).map(KeptExport::deserialize);
-        let kept = match kept {
-            Some(Ok(kept)) => kept,
+        let saved = state.get(KEY).map(SavedExport::deserialize);
+        let saved = match saved {
+            Some(Ok(saved)) => saved,
             Some(Err(error)) => return Err(refused(spec, error.to_string())),
             None => {
                 return Err(refused(
@@ -76,12 +76,12 @@ impl NbdDisk {
             }
         };
         if !has_quiesced {
-            settle(spec, &kept, wait)?;
+            wait_for_server(spec, &saved, wait)?;
         }
-        let is_lost = Cell::new(kept.has_lost);
+        let is_lost = Cell::new(saved.has_lost_writes);
         let mut disk = reach(spec, wait, || {
             Self::connect(spec, |stream, export, stop| {
-                if kept.read_only || !export.has(transmission::SEND_FLUSH) {
+                if saved.read_only || !export.has(transmission::SEND_FLUSH) {
                     return Ok(());
                 }
                 let until = Instant::now() + FLUSH;
@@ -101,16 +101,16 @@ impl NbdDisk {
                 }
             })
         })?;
-        disk.info = kept
+        disk.info = saved
             .with_previous_properties(&disk.info)
             .map_err(|why| refused(spec, why.to_owned()))?;
-        disk.connections().shared.unflushed.lock().has_lost = is_lost.get();
+        disk.connections().shared.unflushed.lock().has_lost_writes = is_lost.get();
         Ok(disk)
     }
 
     /// True if `state` is the checkpoint of an NBD disk.
     #[must_use]
-    pub fn is_kept_by(state: &Value) -> bool {
+    pub fn is_checkpoint(state: &Value) -> bool {
         state.get(KEY).is_some()
     }
 
@@ -155,7 +155,7 @@ impl NbdDisk {
             connector,
             shared: Arc::new(shared),
             links: links.into(),
-            part: PART.min(export.most) / info.block_size * info.block_size,
+            part: PART.min(export.max_payload) / info.block_size * info.block_size,
             first: export,
         });
         let of_thread = Arc::clone(&connections);
@@ -175,8 +175,8 @@ impl NbdDisk {
     /// Reason why the disk cannot be recovered after a crash, if it cannot.
     #[must_use]
     pub fn unfenced(&self) -> Option<&'static str> {
-        let is_settled = self.connections().connector.spec.settle.is_some();
-        (!self.info.read_only && !is_settled).then_some(UNSETTLED)
+        let has_settle_time = self.connections().connector.spec.settle.is_some();
+        (!self.info.read_only && !has_settle_time).then_some(NO_SETTLE_TIME)
     }
 
     /// Describes the export for the operator: `NBD with 4 connections, flushes, FUA, write zeroes`.
@@ -202,8 +202,8 @@ impl NbdDisk {
 fn info(spec: &NbdSpec, export: &Export, size: u64) -> Result<DiskInfo, OpenError> {
     let disk = || spec.to_string();
     let block_size = spec.block_size.unwrap_or(512);
-    if export.least > block_size || export.most < block_size {
-        return Err(OpenError::BlockSize { disk: disk(), least: export.least, block_size });
+    if export.min_block > block_size || export.max_payload < block_size {
+        return Err(OpenError::BlockSize { disk: disk(), min_block: export.min_block, block_size });
     }
     let blocks = size / u64::from(block_size);
     if blocks == 0 || !size.is_multiple_of(u64::from(block_size)) || size > i64::MAX as u64 {
@@ -230,21 +230,21 @@ impl Disk for NbdDisk {
         self.connections().shared.name.clone()
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        tell_extents(self.connections(), offset, len, tell);
+    fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
+        report_extents(self.connections(), offset, len, report);
     }
 
     fn is_full(&self) -> bool {
         self.connections().shared.is_full.load(Ordering::Relaxed)
     }
 
-    fn has_lost(&self) -> bool {
-        self.connections().shared.unflushed.lock().has_lost
+    fn has_lost_writes(&self) -> bool {
+        self.connections().shared.unflushed.lock().has_lost_writes
     }
 
-    fn keep(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
-        let kept = KeptExport::new(&self.info, self.has_lost());
-        Ok(serde_json::json!({ KEY: kept }))
+    fn checkpoint(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
+        let saved = SavedExport::new(&self.info, self.has_lost_writes());
+        Ok(serde_json::json!({ KEY: saved }))
     }
 
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
@@ -267,7 +267,7 @@ impl Disk for NbdDisk {
         let mut there = self.export().size;
         // Open connections do not report a new size, so the size is queried on a new connection.
         if there == self.info.bytes() || bytes.is_some_and(|bytes| bytes > there) {
-            match connections.connector.look(&connections.shared.stop) {
+            match connections.connector.query_export(&connections.shared.stop) {
                 Ok(export) => there = export.size,
                 Err(error) => {
                     return Err(ResizeError::System { disk, source: io::Error::other(error) });

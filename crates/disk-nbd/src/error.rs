@@ -12,7 +12,7 @@ pub enum OpenError {
     Spec {
         /// The specification as given.
         spec: String,
-        /// The mistake.
+        /// Cause of the error.
         why: String,
     },
     /// The server is unreachable.
@@ -20,7 +20,7 @@ pub enum OpenError {
     Connect {
         /// Specification of the export.
         disk: String,
-        /// The system's reason.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The peer is not an NBD server, or refuses the export.
@@ -54,15 +54,15 @@ pub enum OpenError {
     },
     /// The server's minimum request is larger than a block.
     #[error(
-        "{disk}: the minimum request of the server is {least} bytes, and the block size is \
+        "{disk}: the minimum request of the server is {min_block} bytes, and the block size is \
          {block_size}; {}",
-        if *.least <= 4096 { "use `block-size=4096`" } else { "a disk supports at most 4096" }
+        if *.min_block <= 4096 { "use `block-size=4096`" } else { "a disk supports at most 4096" }
     )]
     BlockSize {
         /// Specification of the export.
         disk: String,
         /// Minimum request size of the server in bytes.
-        least: u32,
+        min_block: u32,
         /// Block size in bytes.
         block_size: u32,
     },
@@ -71,7 +71,7 @@ pub enum OpenError {
     NotThatDisk {
         /// Specification of the export.
         disk: String,
-        /// The reason.
+        /// Cause of the failure.
         why: String,
     },
     /// No thread or file descriptor is available.

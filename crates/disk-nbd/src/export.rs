@@ -10,10 +10,10 @@ pub(crate) struct Export {
     /// Transmission flags: [`transmission`].
     pub(crate) flags: u16,
     /// Minimum and preferred block size of requests in bytes.
-    pub(crate) least: u32,
+    pub(crate) min_block: u32,
     pub(crate) preferred: u32,
     /// Maximum payload of a request in bytes.
-    pub(crate) most: u32,
+    pub(crate) max_payload: u32,
     /// Structured replies were negotiated.
     pub(crate) structured: bool,
     /// Context id of `base:allocation`, if negotiated.
@@ -27,9 +27,9 @@ impl Export {
         Self {
             size,
             flags,
-            least: 1,
+            min_block: 1,
             preferred: 4096,
-            most: MAX_PAYLOAD,
+            max_payload: MAX_PAYLOAD,
             structured: false,
             allocation: None,
         }
@@ -40,14 +40,15 @@ impl Export {
     }
 
     /// Sets the block sizes that the server announces. Returns false if they are invalid.
-    pub(crate) fn set_sizes(&mut self, least: u32, preferred: u32, most: u32) -> bool {
-        let sane = least.is_power_of_two()
+    pub(crate) fn set_sizes(&mut self, min_block: u32, preferred: u32, max_payload: u32) -> bool {
+        let sane = min_block.is_power_of_two()
             && preferred.is_power_of_two()
-            && least <= preferred
-            && least <= 64 << 10
-            && most >= least;
+            && min_block <= preferred
+            && min_block <= 64 << 10
+            && max_payload >= min_block;
         if sane {
-            (self.least, self.preferred, self.most) = (least, preferred, most.min(MAX_PAYLOAD));
+            (self.min_block, self.preferred, self.max_payload) =
+                (min_block, preferred, max_payload.min(MAX_PAYLOAD));
         }
         sane
     }
@@ -74,7 +75,7 @@ impl Export {
         if connections > 1 && !self.has(transmission::CAN_MULTI_CONN) {
             return Some("several connections");
         }
-        if self.least > before.least || self.most < part {
+        if self.min_block > before.min_block || self.max_payload < part {
             return Some("the request sizes that it had");
         }
         None
@@ -88,14 +89,14 @@ mod tests {
     #[test]
     fn sizes_that_make_no_sense_are_refused() {
         let mut export = Export::new(1 << 20, 0);
-        for (least, preferred, most) in
+        for (min_block, preferred, max_payload) in
             [(0, 1, 2), (3, 4, 8), (512, 256, 4096), (1 << 17, 1 << 17, 1 << 20), (4096, 4096, 512)]
         {
-            assert!(!export.set_sizes(least, preferred, most));
+            assert!(!export.set_sizes(min_block, preferred, max_payload));
             assert_eq!(export, Export::new(1 << 20, 0));
         }
         assert!(export.set_sizes(1, 4096, u32::MAX));
-        assert_eq!(export.most, MAX_PAYLOAD);
+        assert_eq!(export.max_payload, MAX_PAYLOAD);
     }
 
     #[test]

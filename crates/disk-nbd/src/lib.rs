@@ -20,7 +20,7 @@
 //! | `connect`, `negotiate`, `export` | connecting, handshake, properties of the export |
 //! | `stream` | socket input and output |
 //! | `tls`, `tls_proxy` | TLS in the handshake and afterwards |
-//! | `kept` | crash recovery |
+//! | `recovery` | crash recovery |
 //!
 //! The wire format is in `shadowbell-nbd`, which the server in `shadowbell-export` uses too.
 //!
@@ -87,12 +87,12 @@ mod coverage;
 mod disk;
 mod error;
 mod export;
-mod kept;
 mod link;
 mod negotiate;
 mod queue;
 mod receiver;
 mod reconnect;
+mod recovery;
 mod replay;
 mod shared;
 mod stream;

@@ -7,7 +7,7 @@ use crate::shared::Shared;
 use crate::stream::Stream;
 use crate::subrequest::{Owner, Subrequest, Subrequests};
 use crate::unflushed::{Entry, Flush};
-use crate::user::{Ended, User};
+use crate::user::{SubrequestResult, User};
 use rustix::io::Errno;
 use shadowbell_disk::{DiskError, Lists};
 use shadowbell_nbd::wire::{self, command};
@@ -30,7 +30,7 @@ const BATCH: usize = 64;
 /// while the request was in flight.
 const MAX_BREAKS: u32 = 4;
 /// Maximum number of free buffers to keep, for each size.
-const KEPT: usize = 64;
+const MAX_POOLED_BUFFERS: usize = 64;
 /// Buffer sizes in bytes.
 const SIZES: [usize; 3] = [4 << 10, 32 << 10, 256 << 10];
 
@@ -50,7 +50,7 @@ pub(crate) enum Loss {
 }
 
 /// Queue that is receiving: its number on the connection, and the list for its completions.
-pub(crate) type Own<'a> = (u32, &'a mut Vec<Ended>);
+pub(crate) type CallerResults<'a> = (u32, &'a mut Vec<SubrequestResult>);
 
 struct Connection {
     stream: Stream,
@@ -98,7 +98,7 @@ impl Link {
     /// Removes a queue with its unsent subrequests.
     pub(crate) fn leave(&mut self, user: u32) {
         for slot in self.parts.all(|part| part.owner.is_some_and(|owner| owner.user == user)) {
-            self.drop_part(slot);
+            self.drop_subrequest(slot);
         }
         if let Some(place) = self.users.get_mut(user as usize) {
             *place = None;
@@ -129,7 +129,7 @@ impl Link {
     pub(crate) fn buffer(&mut self, len: usize) -> Vec<u8> {
         let class = SIZES.iter().zip(&mut self.buffers).find(|(size, _)| len <= **size);
         let mut buffer = match class {
-            Some((size, kept)) => kept.pop().unwrap_or_else(|| Vec::with_capacity(*size)),
+            Some((size, saved)) => saved.pop().unwrap_or_else(|| Vec::with_capacity(*size)),
             None => Vec::with_capacity(len),
         };
         buffer.resize(len, 0);
@@ -137,13 +137,13 @@ impl Link {
     }
 
     /// Returns a buffer to the pool of free buffers.
-    pub(crate) fn give_back(&mut self, buffer: Vec<u8>) {
+    pub(crate) fn recycle(&mut self, buffer: Vec<u8>) {
         let class =
             SIZES.iter().zip(&mut self.buffers).find(|(size, _)| buffer.capacity() == **size);
-        if let Some((_, kept)) = class
-            && kept.len() < KEPT
+        if let Some((_, saved)) = class
+            && saved.len() < MAX_POOLED_BUFFERS
         {
-            kept.push(buffer);
+            saved.push(buffer);
         }
     }
 
@@ -168,20 +168,20 @@ impl Link {
                 && (!part.is_sent || part.is_read())
             {
                 sum = (sum.0 + 1, sum.1 + u64::from(part.len));
-                self.drop_part(slot);
+                self.drop_subrequest(slot);
             }
         }
         sum
     }
 
     /// Drops a subrequest. If it has been sent, its reply will be discarded.
-    fn drop_part(&mut self, slot: u32) {
+    fn drop_subrequest(&mut self, slot: u32) {
         match self.parts.get_mut(slot) {
             Some(part) if part.is_sent => self.parts.disown(slot),
             _ => {
                 self.waiting.remove(slot);
                 if let Some(part) = self.parts.remove(slot) {
-                    self.give_back(part.data);
+                    self.recycle(part.data);
                 }
             }
         }
@@ -205,15 +205,17 @@ impl Link {
     }
 
     /// Sends waiting subrequests, as far as the limits and the socket buffer allow.
-    pub(crate) fn pump(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
+    pub(crate) fn pump(&mut self, shared: &Shared, mut caller: Option<CallerResults<'_>>) {
         let outcome = self.begin(shared).and_then(|()| self.send());
         if let Err(loss) = outcome {
             // Replies that the server sent before it closed the connection are still valid.
             let lost = match loss {
-                Loss::Socket(Errno::PIPE | Errno::CONNRESET) => self.take(shared, &mut own).err(),
+                Loss::Socket(Errno::PIPE | Errno::CONNRESET) => {
+                    self.take(shared, &mut caller).err()
+                }
                 _ => None,
             };
-            self.lose(shared, &lost.unwrap_or(loss), own);
+            self.set_lost(shared, &lost.unwrap_or(loss), caller);
         }
     }
 
@@ -235,7 +237,7 @@ impl Link {
             if part.command == command::FLUSH || part.changes() {
                 let mut unflushed = shared.unflushed.lock();
                 if part.command == command::FLUSH {
-                    part.flushes = unflushed.end();
+                    part.flushes = unflushed.next_number();
                 } else if unflushed.is_full() {
                     unflushed.is_waited_for = true;
                     break;
@@ -305,24 +307,28 @@ impl Link {
         Ok(())
     }
 
-    /// Receives all available replies. Completions of the queue `own` are added to its list, and
+    /// Receives all available replies. Completions of the queue `caller` are added to its list, and
     /// completions of other queues to their completion queues.
-    pub(crate) fn receive(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
+    pub(crate) fn receive(&mut self, shared: &Shared, mut caller: Option<CallerResults<'_>>) {
         if self.in_flight == 0 {
             return;
         }
-        if let Err(loss) = self.take(shared, &mut own) {
-            self.lose(shared, &loss, own);
+        if let Err(loss) = self.take(shared, &mut caller) {
+            self.set_lost(shared, &loss, caller);
         }
     }
 
     /// Handles a hang-up: processes the replies received before it, then ends the connection.
     pub(crate) fn hung_up(&mut self, shared: &Shared) {
         let loss = self.take(shared, &mut None).err().unwrap_or(Loss::End);
-        self.lose(shared, &loss, None);
+        self.set_lost(shared, &loss, None);
     }
 
-    fn take(&mut self, shared: &Shared, own: &mut Option<Own<'_>>) -> Result<(), Loss> {
+    fn take(
+        &mut self,
+        shared: &Shared,
+        caller: &mut Option<CallerResults<'_>>,
+    ) -> Result<(), Loss> {
         let mut ended = Vec::new();
         let outcome = loop {
             let Some(connection) = &mut self.connection else { break Ok(()) };
@@ -353,21 +359,21 @@ impl Link {
                 // The server has not executed the request. The request waits for the next
                 // connection.
                 is_ending = true;
-                self.again(part);
+                self.resubmit(part);
                 continue;
             }
-            self.finish(part, error, shared, own);
+            self.finish(part, error, shared, caller);
         }
         if is_ending { outcome.and(Err(Loss::Shutdown)) } else { outcome }
     }
 
     /// Returns a subrequest to the waiting list. Drops it instead if it has no owner and does not
     /// change the export.
-    fn again(&mut self, mut part: Subrequest) {
+    fn resubmit(&mut self, mut part: Subrequest) {
         if part.owner.is_none() && !part.changes() {
-            return self.give_back(part.data);
+            return self.recycle(part.data);
         }
-        part.begin_again();
+        part.restart();
         let number = part.number;
         let slot = self.parts.insert(part);
         if let Some(part) = self.parts.get_mut(slot) {
@@ -376,13 +382,19 @@ impl Link {
         self.waiting.push_front(WAITING, slot);
     }
 
-    fn finish(&mut self, part: Subrequest, error: u32, shared: &Shared, own: &mut Option<Own<'_>>) {
+    fn finish(
+        &mut self,
+        part: Subrequest,
+        error: u32,
+        shared: &Shared,
+        caller: &mut Option<CallerResults<'_>>,
+    ) {
         let Subrequest { command, flags, offset, len, mut data, owner, flushes, .. } = part;
         let changes = matches!(command, command::WRITE | command::WRITE_ZEROES | command::TRIM);
         if changes && error == 0 {
             shared.is_full.store(false, Ordering::Relaxed);
             let mut unflushed = shared.unflushed.lock();
-            if unflushed.keeps(flags) {
+            if unflushed.must_record(flags) {
                 let data = Arc::new(std::mem::take(&mut data));
                 unflushed.add(Entry { command, flags, offset, len, data });
                 shared.flush_soon(&mut unflushed);
@@ -393,15 +405,15 @@ impl Link {
             if owner.is_none() {
                 unflushed.flush = Flush::None;
             }
-            let goes_on = error == 0 && unflushed.flushed(flushes);
+            let can_continue = error == 0 && unflushed.flushed(flushes);
             // An automatic flush has no owner to which its error could be reported.
             let is_lost = error != 0 && owner.is_none();
             shared.flush_soon(&mut unflushed);
             drop(unflushed);
             if is_lost {
-                shared.lose();
+                shared.set_lost();
             }
-            if goes_on {
+            if can_continue {
                 shared.wake_users();
             }
         }
@@ -414,10 +426,10 @@ impl Link {
                 shared.is_full.store(true, Ordering::Relaxed);
             }
             let Owner { user, task, at } = owner;
-            let gives = reads || command == command::BLOCK_STATUS;
-            let data = if gives { std::mem::take(&mut data) } else { Vec::new() };
-            let ended = Ended { task, at, len, result, data };
-            match own {
+            let returns_data = reads || command == command::BLOCK_STATUS;
+            let data = if returns_data { std::mem::take(&mut data) } else { Vec::new() };
+            let ended = SubrequestResult { task, at, len, result, data };
+            match caller {
                 Some((number, into)) if *number == user => into.push(ended),
                 _ => {
                     if let Some(Some(user)) = self.users.get(user as usize) {
@@ -426,16 +438,21 @@ impl Link {
                 }
             }
         }
-        self.give_back(data);
+        self.recycle(data);
     }
 
     /// Ends the connection. Requests in flight wait for the next connection.
-    pub(crate) fn lose(&mut self, shared: &Shared, loss: &Loss, mut own: Option<Own<'_>>) {
+    pub(crate) fn set_lost(
+        &mut self,
+        shared: &Shared,
+        loss: &Loss,
+        mut caller: Option<CallerResults<'_>>,
+    ) {
         let Some(connection) = self.connection.take() else { return };
         for user in self.users.iter().flatten() {
             user.forget(connection.stream.as_fd());
         }
-        connection.stream.end();
+        connection.stream.shut_down();
         let is_broken = matches!(loss, Loss::Violation(_));
         let sent = self.parts.all(|part| part.is_sent);
         warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
@@ -446,25 +463,25 @@ impl Link {
             part.breaks += u32::from(is_broken);
             let is_own_flush = part.command == command::FLUSH && part.owner.is_none();
             if is_own_flush {
-                shared.unflushed.lock().flush = Flush::Wanted;
+                shared.unflushed.lock().flush = Flush::Requested;
             }
             // A cancelled read is dropped. A write without an owner is sent again, because the
             // server may have executed it.
             if part.owner.is_none() && !part.changes() {
                 if let Some(part) = self.parts.remove(slot) {
-                    self.give_back(part.data);
+                    self.recycle(part.data);
                 }
             } else if part.breaks >= MAX_BREAKS {
                 if let Some(part) = self.parts.remove(slot) {
                     let error = wire::NbdError::Io as u32;
-                    self.finish(part, error, shared, &mut own);
+                    self.finish(part, error, shared, &mut caller);
                 }
             } else {
-                part.begin_again();
+                part.restart();
                 self.waiting.push_front(WAITING, slot);
             }
         }
-        shared.lost();
+        shared.connection_lost();
     }
 }
 

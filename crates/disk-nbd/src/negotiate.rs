@@ -9,9 +9,9 @@ use shadowbell_tls::{Session, SessionError};
 use std::io::{self, Read, Write};
 
 /// Maximum length of an option reply. Names and texts have at most 4096 bytes.
-const MAX_ANSWER: u32 = 16 << 10;
+const MAX_REPLY_LEN: u32 = 16 << 10;
 /// Maximum number of replies to one option.
-const MAX_ANSWERS: usize = 64;
+const MAX_REPLIES: usize = 64;
 /// Magic after the greeting of an oldstyle server.
 const OLDSTYLE: u64 = 0x0000_4202_8186_1253;
 
@@ -29,25 +29,25 @@ pub enum NegotiationError {
     #[error("the server supports only the oldstyle protocol; start one with `fixed newstyle`")]
     Oldstyle,
     /// The export does not exist.
-    #[error("the server has no such export{}; `nbdinfo --list` shows its exports", told(.0))]
+    #[error("the server has no such export{}; `nbdinfo --list` shows its exports", server_message(.0))]
     Unknown(String),
     /// The server requires TLS.
     #[error(
         "the server requires TLS{}; write `nbds:` and `tls-certificates=DIR`",
-        told(.0)
+        server_message(.0)
     )]
     TlsRequired(String),
     /// The server does not support TLS.
     #[error(
         "the server does not support TLS{}; configure its certificates, or write `nbd:`",
-        told(.0)
+        server_message(.0)
     )]
     NoTls(String),
     /// The TLS handshake failed.
     #[error("the TLS handshake failed: {0}")]
     Tls(SessionError),
     /// The server refuses the export.
-    #[error("the server refuses the export{}", told(.0))]
+    #[error("the server refuses the export{}", server_message(.0))]
     Refused(String),
     /// The server violates the protocol.
     #[error("the server violates the protocol: {0}")]
@@ -64,7 +64,7 @@ impl From<io::Error> for NegotiationError {
 }
 
 /// Formats the server's message as the end of a sentence.
-fn told(text: &str) -> String {
+fn server_message(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(" (it says: {text})") }
 }
 
@@ -78,7 +78,7 @@ pub(crate) struct Greeted {
 ///
 /// # Errors
 /// [`NegotiationError`].
-pub(crate) fn ask_for_tls(stream: &mut (impl Read + Write)) -> Result<(), NegotiationError> {
+pub(crate) fn request_tls(stream: &mut (impl Read + Write)) -> Result<(), NegotiationError> {
     send_option(stream, option::STARTTLS, &[])?;
     match receive(stream, option::STARTTLS)? {
         (answer::ACK, data) if data.is_empty() => Ok(()),
@@ -106,7 +106,7 @@ pub(crate) fn negotiate(
         (kind, _) if kind & answer::ERROR != 0 => false,
         _ => return Err(NegotiationError::Protocol("a reply does not match its option")),
     };
-    let allocation = if structured { ask_for_allocation(stream, name)? } else { None };
+    let allocation = if structured { negotiate_allocation(stream, name)? } else { None };
     let mut go = Vec::new();
     put_string(&mut go, name);
     go.extend(1_u16.to_be_bytes());
@@ -122,7 +122,7 @@ pub(crate) fn negotiate(
 }
 
 /// Requests the context `base:allocation`. Returns its id if the server supports it.
-fn ask_for_allocation(
+fn negotiate_allocation(
     stream: &mut (impl Read + Write),
     name: &str,
 ) -> Result<Option<u32>, NegotiationError> {
@@ -132,7 +132,7 @@ fn ask_for_allocation(
     put_string(&mut wanted, BASE_ALLOCATION);
     send_option(stream, option::SET_META_CONTEXT, &wanted)?;
     let mut found = None;
-    for _ in 0..MAX_ANSWERS {
+    for _ in 0..MAX_REPLIES {
         match receive(stream, option::SET_META_CONTEXT)? {
             (answer::META_CONTEXT, data) => {
                 let mut reader = Reader(&data);
@@ -155,7 +155,7 @@ fn ask_for_allocation(
 ///
 /// # Errors
 /// [`NegotiationError`].
-pub(crate) fn ask(
+pub(crate) fn request_export(
     stream: &mut (impl Read + Write),
     name: &str,
 ) -> Result<Export, NegotiationError> {
@@ -207,7 +207,7 @@ fn receive(stream: &mut impl Read, to: u32) -> Result<(u32, Vec<u8>), Negotiatio
         return Err(NegotiationError::Protocol("a reply belongs to no option"));
     }
     let (kind, len) = (reader.u32().unwrap_or(0), reader.u32().unwrap_or(u32::MAX));
-    if len > MAX_ANSWER {
+    if len > MAX_REPLY_LEN {
         return Err(NegotiationError::Protocol("a reply is too long"));
     }
     let mut data = vec![0; len as usize];
@@ -219,15 +219,15 @@ fn receive(stream: &mut impl Read, to: u32) -> Result<(u32, Vec<u8>), Negotiatio
 fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, NegotiationError> {
     let mut export: Option<Export> = None;
     let mut sizes = None;
-    for _ in 0..MAX_ANSWERS {
+    for _ in 0..MAX_REPLIES {
         let (kind, data) = receive(stream, to)?;
         let mut reader = Reader(&data);
         match kind {
             answer::ACK => {
                 let broken = NegotiationError::Protocol("it does not describe the export");
                 let mut export = export.ok_or(broken)?;
-                if let Some((least, preferred, most)) = sizes
-                    && !export.set_sizes(least, preferred, most)
+                if let Some((min_block, preferred, max_payload)) = sizes
+                    && !export.set_sizes(min_block, preferred, max_payload)
                 {
                     let why = "its block sizes are invalid";
                     return Err(NegotiationError::Protocol(why));
@@ -302,19 +302,19 @@ mod tests {
 
     /// A server with scripted output.
     struct Script {
-        says: io::Cursor<Vec<u8>>,
-        heard: Vec<u8>,
+        replies: io::Cursor<Vec<u8>>,
+        sent: Vec<u8>,
     }
 
     impl Read for Script {
         fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-            self.says.read(into)
+            self.replies.read(into)
         }
     }
 
     impl Write for Script {
         fn write(&mut self, from: &[u8]) -> io::Result<usize> {
-            self.heard.extend(from);
+            self.sent.extend(from);
             Ok(from.len())
         }
 
@@ -330,8 +330,8 @@ mod tests {
         out
     }
 
-    fn with(says: Vec<u8>) -> Result<Export, NegotiationError> {
-        let mut script = Script { says: io::Cursor::new(says), heard: Vec::new() };
+    fn with(replies: Vec<u8>) -> Result<Export, NegotiationError> {
+        let mut script = Script { replies: io::Cursor::new(replies), sent: Vec::new() };
         let greeted = greet(&mut script)?;
         negotiate(&mut script, "disk", greeted)
     }
@@ -345,38 +345,38 @@ mod tests {
 
     #[test]
     fn an_export_is_agreed_on() {
-        let mut says = greeting(3);
-        put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
+        let mut replies = greeting(3);
+        put_answer(&mut replies, option::STRUCTURED_REPLY, answer::ACK, &[]);
         let context = [&[0, 0, 0, 7], BASE_ALLOCATION.as_bytes()].concat();
-        put_answer(&mut says, option::SET_META_CONTEXT, answer::META_CONTEXT, &context);
-        put_answer(&mut says, option::SET_META_CONTEXT, answer::ACK, &[]);
+        put_answer(&mut replies, option::SET_META_CONTEXT, answer::META_CONTEXT, &context);
+        put_answer(&mut replies, option::SET_META_CONTEXT, answer::ACK, &[]);
         let flags = transmission::HAS_FLAGS | transmission::SEND_FLUSH;
-        put_answer(&mut says, option::GO, answer::INFO, &[0, 2, b'a']);
-        put_answer(&mut says, option::GO, answer::INFO, &export_info(1 << 30, flags));
+        put_answer(&mut replies, option::GO, answer::INFO, &[0, 2, b'a']);
+        put_answer(&mut replies, option::GO, answer::INFO, &export_info(1 << 30, flags));
         let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
         for size in [512_u32, 65536, 1 << 20] {
             sizes.extend(size.to_be_bytes());
         }
-        put_answer(&mut says, option::GO, answer::INFO, &sizes);
-        put_answer(&mut says, option::GO, answer::ACK, &[]);
-        let export = with(says).unwrap();
+        put_answer(&mut replies, option::GO, answer::INFO, &sizes);
+        put_answer(&mut replies, option::GO, answer::ACK, &[]);
+        let export = with(replies).unwrap();
         assert_eq!((export.size, export.structured), (1 << 30, true));
         assert_eq!(export.allocation, Some(7));
-        assert_eq!((export.least, export.preferred, export.most), (512, 65536, 1 << 20));
+        assert_eq!((export.min_block, export.preferred, export.max_payload), (512, 65536, 1 << 20));
         assert!(export.has(transmission::SEND_FLUSH) && !export.has(transmission::SEND_FUA));
     }
 
     #[test]
     fn a_server_without_go_is_negotiated_by_export_name() {
         for no_zeroes in [0, handshake::NO_ZEROES] {
-            let mut says = greeting(handshake::FIXED_NEWSTYLE | no_zeroes);
-            put_answer(&mut says, option::STRUCTURED_REPLY, answer::ERR_UNSUP, &[]);
-            put_answer(&mut says, option::GO, answer::ERR_UNSUP, b"what?");
-            let before = says.clone();
-            says.extend((1_u64 << 20).to_be_bytes());
-            says.extend(1_u16.to_be_bytes());
-            says.extend(vec![0; if no_zeroes == 0 { 124 } else { 0 }]);
-            let export = with(says).unwrap();
+            let mut replies = greeting(handshake::FIXED_NEWSTYLE | no_zeroes);
+            put_answer(&mut replies, option::STRUCTURED_REPLY, answer::ERR_UNSUP, &[]);
+            put_answer(&mut replies, option::GO, answer::ERR_UNSUP, b"what?");
+            let before = replies.clone();
+            replies.extend((1_u64 << 20).to_be_bytes());
+            replies.extend(1_u16.to_be_bytes());
+            replies.extend(vec![0; if no_zeroes == 0 { 124 } else { 0 }]);
+            let export = with(replies).unwrap();
             assert_eq!((export.size, export.flags, export.structured), (1 << 20, 1, false));
             assert!(matches!(with(before), Err(NegotiationError::Unknown(_))));
         }
@@ -387,21 +387,21 @@ mod tests {
         let mut oldstyle = MAGIC.to_be_bytes().to_vec();
         oldstyle.extend(OLDSTYLE.to_be_bytes());
         oldstyle.extend([0; 200]);
-        for (says, words) in [
+        for (replies, words) in [
             (b"SSH-2.0-OpenSSH_9.2p1 Debian".to_vec(), "no NBD server"),
             (oldstyle, "oldstyle protocol"),
             (greeting(0), "oldstyle protocol"),
             (greeting(1), "connection failed"),
         ] {
-            let error = with(says).unwrap_err().to_string();
+            let error = with(replies).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         }
         let refused = |kind: u32, text: &[u8]| {
-            let mut says = greeting(3);
-            put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
-            put_answer(&mut says, option::SET_META_CONTEXT, answer::ERR_UNSUP, &[]);
-            put_answer(&mut says, option::GO, kind, text);
-            with(says).unwrap_err().to_string()
+            let mut replies = greeting(3);
+            put_answer(&mut replies, option::STRUCTURED_REPLY, answer::ACK, &[]);
+            put_answer(&mut replies, option::SET_META_CONTEXT, answer::ERR_UNSUP, &[]);
+            put_answer(&mut replies, option::GO, kind, text);
+            with(replies).unwrap_err().to_string()
         };
         let error = refused(answer::ERR_UNKNOWN, b"no\nsuch\x1bthing");
         assert!(error.contains("no such export (it says: no such thing)"), "{error}");
@@ -412,20 +412,20 @@ mod tests {
     #[test]
     fn replies_that_violate_the_protocol_are_refused() {
         let broken = |parts: &[(u32, u32, Vec<u8>)]| {
-            let mut says = greeting(3);
-            put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
-            put_answer(&mut says, option::SET_META_CONTEXT, answer::ERR_UNSUP, &[]);
-            parts.iter().for_each(|(to, kind, data)| put_answer(&mut says, *to, *kind, data));
-            with(says).unwrap_err().to_string()
+            let mut replies = greeting(3);
+            put_answer(&mut replies, option::STRUCTURED_REPLY, answer::ACK, &[]);
+            put_answer(&mut replies, option::SET_META_CONTEXT, answer::ERR_UNSUP, &[]);
+            parts.iter().for_each(|(to, kind, data)| put_answer(&mut replies, *to, *kind, data));
+            with(replies).unwrap_err().to_string()
         };
         let go = option::GO;
         assert!(broken(&[(go, answer::ACK, vec![])]).contains("describe the export"));
         assert!(broken(&[(option::LIST, answer::ACK, vec![])]).contains("belongs to no option"));
         assert!(broken(&[(go, answer::INFO, vec![0])]).contains("too short"));
         assert!(broken(&[(go, answer::INFO, vec![0, 0, 1])]).contains("too short"));
-        let long = vec![0; MAX_ANSWER as usize + 1];
+        let long = vec![0; MAX_REPLY_LEN as usize + 1];
         assert!(broken(&[(go, answer::INFO, long)]).contains("too long"));
-        let endless = vec![(go, answer::INFO, export_info(1, 1)); MAX_ANSWERS + 1];
+        let endless = vec![(go, answer::INFO, export_info(1, 1)); MAX_REPLIES + 1];
         assert!(broken(&endless).contains("too many replies"));
         let mut odd = info::BLOCK_SIZE.to_be_bytes().to_vec();
         odd.extend([0; 12]);

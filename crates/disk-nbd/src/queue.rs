@@ -4,7 +4,7 @@ use crate::connections::Handle;
 use crate::link::Link;
 use crate::subrequest::{Owner, Subrequest};
 use crate::task::Task;
-use crate::user::{Ended, User};
+use crate::user::{SubrequestResult, User};
 use parking_lot::Mutex;
 use shadowbell_disk::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks};
 use shadowbell_memory::Segments;
@@ -32,7 +32,7 @@ pub(crate) struct NbdQueue {
     bytes: u64,
     parts: u32,
     /// Scratch buffer for completions.
-    ended: Vec<Ended>,
+    ended: Vec<SubrequestResult>,
 }
 
 impl NbdQueue {
@@ -70,26 +70,26 @@ impl NbdQueue {
         let mut link = link.lock();
         if receives {
             link.receive(&connections.shared, Some((*number, ended)));
-            for Ended { task: key, at, len, result, data } in ended.drain(..) {
+            for SubrequestResult { task: key, at, len, result, data } in ended.drain(..) {
                 *parts = parts.saturating_sub(1);
                 *bytes = bytes.saturating_sub(u64::from(len));
                 if let Some(task) = tasks.get_mut(key) {
                     task.ended(at, result, &data);
-                    if task.is_over(connections.part) {
-                        tasks.end(key);
+                    if task.is_finished(connections.part) {
+                        tasks.finish(key);
                     } else if task.next(connections.part).is_some() {
                         // The write has ended; its flush is started next.
                         tasks.wait(key);
                     }
                 }
-                link.give_back(data);
+                link.recycle(data);
             }
         }
         while let Some(key) = tasks.first_waiting() {
             let Some(task) = tasks.get_mut(key) else { break };
             let Some(next) = task.next(connections.part) else {
-                if task.is_over(connections.part) {
-                    tasks.end(key);
+                if task.is_finished(connections.part) {
+                    tasks.finish(key);
                 }
                 tasks.stop_waiting(key);
                 continue;
@@ -100,7 +100,7 @@ impl NbdQueue {
             let len = if next.has_data { next.len as usize } else { 0 };
             let mut buffer = link.buffer(len);
             if let Err(error) = task.fill(next.at, &mut buffer) {
-                link.give_back(buffer);
+                link.recycle(buffer);
                 task.outcome = Err(error);
                 continue;
             }
@@ -125,7 +125,7 @@ impl Queue for NbdQueue {
             request.op,
             Op::Flush | Op::Write { fua: true } | Op::WriteZeroes { fua: true, .. }
         );
-        if is_durable && connections.shared.unflushed.lock().has_lost {
+        if is_durable && connections.shared.unflushed.lock().has_lost_writes {
             return Submitted::Done(Err(DiskError::Io(libc::EIO)));
         }
         let mut task = match Task::new(request, &connections.first, self.reads_zeroes) {
@@ -154,7 +154,7 @@ impl Queue for NbdQueue {
                 break;
             }
         }
-        while let Some((tag, task)) = self.tasks.take_over() {
+        while let Some((tag, task)) = self.tasks.take_finished() {
             done(tag, task.outcome, task.data);
         }
     }
@@ -175,11 +175,11 @@ impl Queue for NbdQueue {
             // All subrequests of the request have been sent, and sent writes cannot be cancelled.
             return;
         }
-        task.under_way = task.under_way.saturating_sub(count);
+        task.in_flight = task.in_flight.saturating_sub(count);
         task.outcome = task.outcome.and(Err(DiskError::Cancelled));
-        let is_over = task.is_over(connections.part);
+        let is_finished = task.is_finished(connections.part);
         self.tasks.stop_waiting(key);
-        if is_over && self.tasks.end(key) {
+        if is_finished && self.tasks.finish(key) {
             // `reap` will end the request. The signal makes the I/O thread call it.
             self.user.completions.signal();
         }

@@ -10,7 +10,7 @@ const INPUT: usize = 128 << 10;
 /// Minimum length of long data. A long reply is received separately: its header into the input
 /// buffer, and its data directly to their destination. Data in the input buffer have to be copied
 /// once more.
-const LONG: usize = 16 << 10;
+const MIN_DIRECT_READ: usize = 16 << 10;
 /// Length of a reply header with the offset of a data chunk.
 const HEAD: usize = 20 + 8;
 /// Maximum number of extent bytes to keep per reply, eight bytes for each extent. The rest of the
@@ -192,7 +192,7 @@ impl Receiver {
             // mode for long data. The end of a chunked reply does not change the mode.
             match (self.state, next) {
                 (State::Head | State::Payload { .. }, State::Data { left, .. }) => {
-                    self.is_long = left >= LONG;
+                    self.is_long = left >= MIN_DIRECT_READ;
                 }
                 (State::Head, State::Text { .. }) => self.is_long = false,
                 _ => {}
@@ -392,17 +392,22 @@ mod tests {
         for structured in [false, true] {
             let mut table = Subrequests::default();
             let mut bytes = Vec::new();
-            let long = 4 * LONG as u32;
+            let long = 4 * MIN_DIRECT_READ as u32;
             for _ in 0..8 {
-                let slot =
-                    table.insert(Subrequest::new(command::READ, 0, 0, long, vec![0; 4 * LONG]));
+                let slot = table.insert(Subrequest::new(
+                    command::READ,
+                    0,
+                    0,
+                    long,
+                    vec![0; 4 * MIN_DIRECT_READ],
+                ));
                 table.get_mut(slot).unwrap().is_sent = true;
                 let cookie = table.request(slot).unwrap().cookie;
                 match structured {
                     true => bytes.extend(Head::data(cookie, 0, long, true).bytes()),
                     false => bytes.extend(Head::simple(cookie, Ok(())).bytes()),
                 }
-                bytes.extend(vec![7; 4 * LONG]);
+                bytes.extend(vec![7; 4 * MIN_DIRECT_READ]);
             }
             let slot = table.insert(Subrequest::new(command::WRITE, 0, 0, 512, vec![0; 512]));
             table.get_mut(slot).unwrap().is_sent = true;

@@ -18,9 +18,9 @@ use tracing::{error, info, warn};
 const FIRST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(2);
 /// Longest delay between two attempts while the server accepts connections.
-const SHORT: Duration = Duration::from_millis(200);
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
 /// Interval between two warnings that the server is unavailable.
-const SAY_AGAIN: Duration = Duration::from_secs(60);
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// Maximum wait for replies on the remaining connections after one was lost.
 const DRAIN: Duration = Duration::from_secs(10);
 /// Maximum duration of a replay.
@@ -31,33 +31,33 @@ pub(crate) fn run(connections: &Connections) {
     let _guard = AbortOnPanic::new();
     let shared = &connections.shared;
     let mut pause = FIRST;
-    let mut since: Option<Instant> = None;
-    let mut said: Option<Instant> = None;
+    let mut lost_since: Option<Instant> = None;
+    let mut reported_at: Option<Instant> = None;
     loop {
         if connections.links.iter().all(|link| link.lock().is_connected()) {
             flush(connections);
-            if !watch(connections, None) {
+            if !wait(connections, None) {
                 break;
             }
             continue;
         }
-        let lost = *since.get_or_insert_with(Instant::now);
+        let lost = *lost_since.get_or_insert_with(Instant::now);
         match reconnect(connections) {
             Ok(()) => {
                 pause = FIRST;
                 if connections.links.iter().all(|link| link.lock().is_connected()) {
                     let took = lost.elapsed();
                     info!("{}: reconnected after {} ms", shared.name, took.as_millis());
-                    (since, said) = (None, None);
+                    (lost_since, reported_at) = (None, None);
                 }
             }
-            Err(Failure { why, most }) => {
-                if said.is_none_or(|said| said.elapsed() >= SAY_AGAIN) {
+            Err(Failure { why, max_pause }) => {
+                if reported_at.is_none_or(|reported_at| reported_at.elapsed() >= REPORT_INTERVAL) {
                     warn!("{}: requests wait for a new connection: {why}", shared.name);
-                    said = Some(Instant::now());
+                    reported_at = Some(Instant::now());
                 }
-                pause = pause.min(most);
-                if !watch(connections, Some(pause)) {
+                pause = pause.min(max_pause);
+                if !wait(connections, Some(pause)) {
                     break;
                 }
                 pause *= 2;
@@ -67,9 +67,9 @@ pub(crate) fn run(connections: &Connections) {
     for link in &connections.links {
         if let Some(stream) = link.lock().stream() {
             let (flags, offset) = (0, 0);
-            let leave = Request { flags, command: command::DISC, cookie: 0, offset, len: 0 };
+            let disconnect = Request { flags, command: command::DISC, cookie: 0, offset, len: 0 };
             // A server that does not receive this request sees the end of the connection anyway.
-            let _ = stream.send(&[IoSlice::new(&leave.encode())]);
+            let _ = stream.send(&[IoSlice::new(&disconnect.encode())]);
         }
     }
 }
@@ -80,8 +80,8 @@ fn flush(connections: &Connections) {
     let Some(link) = connections.links.first() else { return };
     let mut link = link.lock();
     let mut unflushed = connections.shared.unflushed.lock();
-    if unflushed.flush == Flush::Wanted {
-        unflushed.flush = Flush::UnderWay;
+    if unflushed.flush == Flush::Requested {
+        unflushed.flush = Flush::InFlight;
         drop(unflushed);
         link.push_flush();
         link.pump(&connections.shared, None);
@@ -89,7 +89,7 @@ fn flush(connections: &Connections) {
 }
 
 /// Waits for an event, but at most for `pause`. Returns false if the disk was closed.
-fn watch(connections: &Connections, pause: Option<Duration>) -> bool {
+fn wait(connections: &Connections, pause: Option<Duration>) -> bool {
     let shared = &connections.shared;
     let until = pause.map(|pause| Instant::now() + pause);
     loop {
@@ -103,7 +103,7 @@ fn watch(connections: &Connections, pause: Option<Duration>) -> bool {
         fds.extend(connected().map(|stream| PollFd::new(stream, PollFlags::RDHUP)));
         // This thread also waits for the reply to a flush that it has sent.
         let flushing = match connections.links.first() {
-            Some(link) if shared.unflushed.lock().flush == Flush::UnderWay => link.lock().busy(),
+            Some(link) if shared.unflushed.lock().flush == Flush::InFlight => link.lock().busy(),
             _ => None,
         };
         if let Some((stream, sends)) = &flushing {
@@ -147,7 +147,7 @@ fn watch(connections: &Connections, pause: Option<Duration>) -> bool {
 /// Reason for a failed attempt to connect, and the longest delay before the next attempt.
 struct Failure {
     why: String,
-    most: Duration,
+    max_pause: Duration,
 }
 
 /// Makes a new connection in place of a lost one.
@@ -160,20 +160,20 @@ fn reconnect(connections: &Connections) -> Result<(), Failure> {
     let (stream, export) = connections
         .connector
         .connect(&shared.stop)
-        .map_err(|error| Failure { why: error.to_string(), most: LONGEST })?;
+        .map_err(|error| Failure { why: error.to_string(), max_pause: LONGEST })?;
     if let Some(what) = export.lacks(&connections.first, connections.part, connections.links.len())
     {
         let why = format!(
             "the server no longer supports {what}; start it with the same options as before"
         );
-        return Err(Failure { why, most: LONGEST });
+        return Err(Failure { why, max_pause: LONGEST });
     }
     if shared.is_recovering() {
-        write_again(connections, &stream, export.structured)
-            .map_err(|why| Failure { why, most: SHORT })?;
+        resend(connections, &stream, export.structured)
+            .map_err(|why| Failure { why, max_pause: FIRST_PAUSE })?;
         if !shared.recovered(losses) {
             let why = "another connection was lost meanwhile".to_owned();
-            return Err(Failure { why, most: SHORT });
+            return Err(Failure { why, max_pause: FIRST_PAUSE });
         }
     }
     let before = std::mem::replace(&mut *shared.export.lock(), export.clone()).size;
@@ -215,7 +215,7 @@ fn drain(connections: &Connections) {
         if left.is_zero() {
             for (link, _) in connections.links.iter().zip(&busy).filter(|(_, busy)| busy.is_some())
             {
-                link.lock().lose(shared, &Loss::Silent, None);
+                link.lock().set_lost(shared, &Loss::Silent, None);
             }
             return;
         }
@@ -233,7 +233,7 @@ fn drain(connections: &Connections) {
 }
 
 /// Replays the requests that the server has answered and may have lost.
-fn write_again(connections: &Connections, stream: &Stream, structured: bool) -> Result<(), String> {
+fn resend(connections: &Connections, stream: &Stream, structured: bool) -> Result<(), String> {
     let shared = &connections.shared;
     let entries = shared.unflushed.lock().entries();
     let outcome = match &entries {
@@ -251,7 +251,7 @@ fn write_again(connections: &Connections, stream: &Stream, structured: bool) -> 
     match outcome {
         Ok(count) => shared.unflushed.lock().replayed += count,
         Err(why) => {
-            shared.lose();
+            shared.set_lost();
             error!(
                 "{}: writes since the last flush may be lost: {why}; flushes fail until the disk \
                  is opened again",

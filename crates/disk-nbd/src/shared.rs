@@ -56,7 +56,7 @@ impl Shared {
     /// Records a lost connection. The caller holds the lock of that connection. The reconnection
     /// thread takes the same lock, so it sees either the requests that were sent before or this
     /// flag.
-    pub(crate) fn lost(&self) {
+    pub(crate) fn connection_lost(&self) {
         self.losses.fetch_add(1, Ordering::AcqRel);
         self.is_recovering.store(true, Ordering::Release);
         self.wake.signal();
@@ -75,19 +75,19 @@ impl Shared {
 
     /// Requests an automatic flush if there are enough unflushed writes.
     pub(crate) fn flush_soon(&self, unflushed: &mut Unflushed) {
-        if unflushed.wants_flush() {
-            unflushed.flush = Flush::Wanted;
+        if unflushed.needs_flush() {
+            unflushed.flush = Flush::Requested;
             self.wake.signal();
         }
     }
 
     /// Discards the unflushed writes as lost. The caller must not hold their lock.
-    pub(crate) fn lose(&self) {
-        let goes_on = self.unflushed.lock().lose();
+    pub(crate) fn set_lost(&self) {
+        let can_continue = self.unflushed.lock().set_lost();
         if let Some(changed) = &*self.on_loss.lock() {
             changed();
         }
-        if goes_on {
+        if can_continue {
             self.wake_users();
         }
     }

@@ -35,7 +35,7 @@ impl Stream {
     }
 
     /// Shuts the connection down, for all users of the socket.
-    pub(crate) fn end(&self) {
+    pub(crate) fn shut_down(&self) {
         // Fails harmlessly if the connection has ended already.
         let _ = shutdown(&self.0, Shutdown::Both);
     }

@@ -74,7 +74,7 @@ impl Subrequest {
     }
 
     /// Resets the state of a partial reply.
-    pub(crate) fn begin_again(&mut self) {
+    pub(crate) fn restart(&mut self) {
         self.is_sent = false;
         self.error = None;
         self.errors = 0;
@@ -100,7 +100,7 @@ impl Subrequest {
 /// the use count of that place.
 #[derive(Debug, Default)]
 pub(crate) struct Subrequests {
-    places: Vec<(u32, Option<Subrequest>)>,
+    slots: Vec<(u32, Option<Subrequest>)>,
     free: Vec<u32>,
     next: u64,
     /// Places of the subrequests, by queue number. Each request of a queue has its own list.
@@ -112,10 +112,10 @@ impl Subrequests {
         part.number = self.next;
         self.next += 1;
         let owner = part.owner;
-        let slot = self.free.pop().unwrap_or(self.places.len() as u32);
-        match self.places.get_mut(slot as usize) {
+        let slot = self.free.pop().unwrap_or(self.slots.len() as u32);
+        match self.slots.get_mut(slot as usize) {
             Some(place) => place.1 = Some(part),
-            None => self.places.push((0, Some(part))),
+            None => self.slots.push((0, Some(part))),
         }
         if let Some(Owner { user, task, .. }) = owner {
             if user as usize >= self.owned.len() {
@@ -129,15 +129,15 @@ impl Subrequests {
     }
 
     pub(crate) fn get(&self, slot: u32) -> Option<&Subrequest> {
-        self.places.get(slot as usize)?.1.as_ref()
+        self.slots.get(slot as usize)?.1.as_ref()
     }
 
     pub(crate) fn get_mut(&mut self, slot: u32) -> Option<&mut Subrequest> {
-        self.places.get_mut(slot as usize)?.1.as_mut()
+        self.slots.get_mut(slot as usize)?.1.as_mut()
     }
 
     pub(crate) fn remove(&mut self, slot: u32) -> Option<Subrequest> {
-        let (uses, place) = self.places.get_mut(slot as usize)?;
+        let (uses, place) = self.slots.get_mut(slot as usize)?;
         let part = place.take()?;
         *uses = uses.wrapping_add(1);
         self.free.push(slot);
@@ -164,7 +164,7 @@ impl Subrequests {
 
     /// Wire form of a subrequest.
     pub(crate) fn request(&self, slot: u32) -> Option<wire::Request> {
-        let (uses, part) = self.places.get(slot as usize)?;
+        let (uses, part) = self.slots.get(slot as usize)?;
         let part = part.as_ref()?;
         Some(wire::Request {
             flags: part.flags,
@@ -178,7 +178,7 @@ impl Subrequests {
     /// Finds the sent subrequest with this cookie.
     pub(crate) fn find(&self, cookie: u64) -> Option<u32> {
         let slot = cookie as u32;
-        let (uses, part) = self.places.get(slot as usize)?;
+        let (uses, part) = self.slots.get(slot as usize)?;
         let is_it = *uses == (cookie >> 32) as u32 && part.as_ref().is_some_and(|p| p.is_sent);
         is_it.then_some(slot)
     }
@@ -187,7 +187,7 @@ impl Subrequests {
     /// created.
     pub(crate) fn all(&self, holds: impl Fn(&Subrequest) -> bool) -> VecDeque<u32> {
         let mut found: Vec<(u64, u32)> = Vec::new();
-        for (slot, (_, part)) in self.places.iter().enumerate() {
+        for (slot, (_, part)) in self.slots.iter().enumerate() {
             if let Some(part) = part
                 && holds(part)
             {

@@ -7,7 +7,7 @@ use shadowbell_nbd::wire::{command, flag, transmission};
 
 /// Maximum length of a subrequest without data, in bytes. A slow server gets a long request in
 /// pieces.
-const MAX_BARE: u64 = 64 << 20;
+const MAX_NO_DATA: u64 = 64 << 20;
 
 /// Kind of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ enum Action {
     /// Writes zeroes as data.
     Fill,
     /// A request without data, with this command.
-    Bare(u16),
+    NoData(u16),
     Flush,
 }
 
@@ -32,11 +32,11 @@ pub(crate) struct Task {
     offset: u64,
     len: u64,
     /// Number of bytes for which a subrequest was started.
-    begun: u64,
+    started: u64,
     /// True if a flush has to follow, because the server does not support FUA.
     flushes_after: bool,
     /// Number of subrequests in flight.
-    pub(crate) under_way: u32,
+    pub(crate) in_flight: u32,
     pub(crate) outcome: Result<(), DiskError>,
     pub(crate) data: Segments,
 }
@@ -78,11 +78,11 @@ impl Task {
             Op::WriteZeroes { deallocate, fua } => {
                 durable = fua;
                 let action =
-                    if zeroes { Action::Bare(command::WRITE_ZEROES) } else { Action::Fill };
+                    if zeroes { Action::NoData(command::WRITE_ZEROES) } else { Action::Fill };
                 (action, if deallocate || !zeroes { 0 } else { flag::NO_HOLE })
             }
             // The range reads as zeroes whether or not the server deallocates it.
-            Op::Discard if reads_zeroes => (Action::Bare(command::WRITE_ZEROES), 0),
+            Op::Discard if reads_zeroes => (Action::NoData(command::WRITE_ZEROES), 0),
             // After NBD's trim, reads would return undefined data. Discarded blocks of a disk must
             // read as zeroes, so the discard is ignored.
             Op::Discard => return Err(Ok(())),
@@ -94,19 +94,19 @@ impl Task {
             flags: if at_once { flags | flag::FUA } else { flags },
             offset: if action == Action::Flush { 0 } else { request.offset },
             len: if action == Action::Flush { 0 } else { request.len },
-            begun: 0,
+            started: 0,
             flushes_after: action == Action::Flush
                 || (durable && !at_once && has(transmission::SEND_FLUSH)),
-            under_way: 0,
+            in_flight: 0,
             outcome: Ok(()),
             data: Segments::new(),
         })
     }
 
-    /// Returns the next subrequest, with at most `most` bytes of data. `None` if all were started,
-    /// or if the flush has to wait for those in flight.
-    pub(crate) fn next(&self, most: u32) -> Option<Next> {
-        let left = self.len.saturating_sub(self.begun);
+    /// Returns the next subrequest, with at most `max_len` bytes of data. `None` if all were
+    /// started, or if the flush has to wait for those in flight.
+    pub(crate) fn next(&self, max_len: u32) -> Option<Next> {
+        let left = self.len.saturating_sub(self.started);
         if self.outcome.is_err() {
             return None;
         }
@@ -119,29 +119,29 @@ impl Task {
                 at: self.len,
                 has_data: false,
             };
-            return (self.flushes_after && self.under_way == 0).then_some(flush);
+            return (self.flushes_after && self.in_flight == 0).then_some(flush);
         }
         let (command, has_data) = match self.action {
             Action::Read | Action::Compare | Action::Verify => (command::READ, true),
             Action::Write | Action::Fill => (command::WRITE, true),
-            Action::Bare(command) => (command, false),
+            Action::NoData(command) => (command, false),
             Action::Flush => (command::FLUSH, false),
         };
-        let most = if has_data { u64::from(most) } else { MAX_BARE };
+        let max_len = if has_data { u64::from(max_len) } else { MAX_NO_DATA };
         Some(Next {
             command,
             flags: self.flags,
-            offset: self.offset + self.begun,
-            len: left.min(most) as u32,
-            at: self.begun,
+            offset: self.offset + self.started,
+            len: left.min(max_len) as u32,
+            at: self.started,
             has_data,
         })
     }
 
     /// Records that `next` was started.
     pub(crate) fn began(&mut self, next: &Next) {
-        self.begun += u64::from(next.len);
-        self.under_way += 1;
+        self.started += u64::from(next.len);
+        self.in_flight += 1;
         if next.command == command::FLUSH {
             self.flushes_after = false;
         }
@@ -161,7 +161,7 @@ impl Task {
 
     /// Processes the end of the subrequest at `at`. `data` are the data that it has read.
     pub(crate) fn ended(&mut self, at: u64, result: Result<(), DiskError>, data: &[u8]) {
-        self.under_way = self.under_way.saturating_sub(1);
+        self.in_flight = self.in_flight.saturating_sub(1);
         let result = result.and_then(|()| match self.action {
             Action::Read => self.data.write_from(at as usize, data).ok_or(DiskError::BadBuffer),
             Action::Compare => {
@@ -175,7 +175,7 @@ impl Task {
     }
 
     /// True if no subrequest is in flight, and none is left to start.
-    pub(crate) fn is_over(&self, most: u32) -> bool {
-        self.under_way == 0 && self.next(most).is_none()
+    pub(crate) fn is_finished(&self, max_len: u32) -> bool {
+        self.in_flight == 0 && self.next(max_len).is_none()
     }
 }

@@ -56,19 +56,19 @@ struct TlsProxy {
 
 /// Main loop of the proxy thread. Runs until one of the two sockets is closed, then closes both.
 fn run(mut proxy: TlsProxy, name: &str) {
-    match proxy.carry() {
+    match proxy.forward() {
         Ok(()) => debug!("{name}: TLS connection closed"),
         // The I/O threads only see that the connection ends, so the reason is logged here.
         Err(error) => warn!("{name}: TLS connection to the server failed: {error}"),
     }
     proxy.session.close();
     let _ = proxy.session.flush(&mut Raw(&proxy.server));
-    proxy.server.end();
-    proxy.user.end();
+    proxy.server.shut_down();
+    proxy.user.shut_down();
 }
 
 impl TlsProxy {
-    fn carry(&mut self) -> io::Result<()> {
+    fn forward(&mut self) -> io::Result<()> {
         // Both directions are tried before the first wait. The session may hold bytes that it has
         // read from the socket already.
         let (mut from_server, mut from_user) = (true, true);

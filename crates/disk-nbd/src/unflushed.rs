@@ -37,8 +37,8 @@ impl Entry {
 pub(crate) enum Flush {
     #[default]
     None,
-    Wanted,
-    UnderWay,
+    Requested,
+    InFlight,
 }
 
 #[derive(Debug, Default)]
@@ -51,13 +51,13 @@ pub(crate) struct Unflushed {
     first: u64,
     bytes: u64,
     /// Limit of `bytes`. With 0, replay is disabled and no data are kept.
-    most: u64,
+    max_bytes: u64,
     /// True if the server does not support flushes.
     is_needless: bool,
     /// State of the automatic flush, which the reconnection thread sends.
     pub(crate) flush: Flush,
     /// True if data were lost and could not be replayed. From then on, flushes fail.
-    pub(crate) has_lost: bool,
+    pub(crate) has_lost_writes: bool,
     /// True if a queue waits because the limit was reached.
     pub(crate) is_waited_for: bool,
     /// Number of replayed requests.
@@ -65,9 +65,9 @@ pub(crate) struct Unflushed {
 }
 
 impl Unflushed {
-    /// Creates a list that holds at most `most` bytes.
-    pub(crate) fn new(most: u64) -> Self {
-        Self { most, ..Self::default() }
+    /// Creates a list that holds at most `max_bytes` bytes.
+    pub(crate) fn new(max_bytes: u64) -> Self {
+        Self { max_bytes, ..Self::default() }
     }
 
     /// Creates a list for a server without flushes. It stays empty, because the server offers no
@@ -78,13 +78,13 @@ impl Unflushed {
 
     /// True if a request with these flags has to be [added](Self::add). A FUA write is durable, but
     /// it has to be added if an earlier entry exists: the replay of that entry could overwrite it.
-    pub(crate) fn keeps(&self, flags: u16) -> bool {
+    pub(crate) fn must_record(&self, flags: u16) -> bool {
         !self.is_needless && (flags & flag::FUA == 0 || !self.entries.is_empty())
     }
 
     /// Adds an answered request.
     pub(crate) fn add(&mut self, mut entry: Entry) {
-        if self.most == 0 {
+        if self.max_bytes == 0 {
             // Without replay, only the last entry is kept, without data. It records that unflushed
             // writes exist.
             entry.data = Arc::default();
@@ -99,12 +99,12 @@ impl Unflushed {
     }
 
     /// Number of the next entry.
-    pub(crate) fn end(&self) -> u64 {
+    pub(crate) fn next_number(&self) -> u64 {
         self.first + self.entries.len() as u64
     }
 
-    /// Removes the entries before `end` after a flush. [`end`](Self::end) had this value when the
-    /// flush was sent. Returns true if waiting queues can continue.
+    /// Removes the entries before `end` after a flush. [`next_number`](Self::next_number) had this
+    /// value when the flush was sent. Returns true if waiting queues can continue.
     pub(crate) fn flushed(&mut self, end: u64) -> bool {
         while self.first < end
             && let Some(entry) = self.entries.pop_front()
@@ -116,25 +116,25 @@ impl Unflushed {
     }
 
     /// True if an automatic flush should be sent. This is so before the limit is reached.
-    pub(crate) fn wants_flush(&self) -> bool {
-        self.most != 0 && self.flush == Flush::None && self.bytes > self.most / 2
+    pub(crate) fn needs_flush(&self) -> bool {
+        self.max_bytes != 0 && self.flush == Flush::None && self.bytes > self.max_bytes / 2
     }
 
     /// True if the limit is reached. Writes then have to wait for a flush.
     pub(crate) fn is_full(&self) -> bool {
-        self.most != 0 && self.bytes > self.most
+        self.max_bytes != 0 && self.bytes > self.max_bytes
     }
 
     /// Entries to replay. `None` if entries exist whose data were not kept and are therefore lost.
     pub(crate) fn entries(&self) -> Option<Vec<Entry>> {
-        let is_kept = self.most != 0 || self.entries.is_empty();
+        let is_kept = self.max_bytes != 0 || self.entries.is_empty();
         is_kept.then(|| self.entries.iter().cloned().collect())
     }
 
     /// Discards all unflushed writes as lost. Returns true if waiting queues can continue.
-    pub(crate) fn lose(&mut self) -> bool {
-        self.has_lost = true;
-        let end = self.end();
+    pub(crate) fn set_lost(&mut self) -> bool {
+        self.has_lost_writes = true;
+        let end = self.next_number();
         self.flushed(end)
     }
 }
@@ -158,37 +158,37 @@ mod tests {
         let mut unflushed = Unflushed::new(1 << 20);
         unflushed.add(write(0, 0));
         unflushed.add(write(4096, 0));
-        let sent = unflushed.end();
+        let sent = unflushed.next_number();
         unflushed.add(write(8192, 0));
         assert!(!unflushed.flushed(sent));
         assert_eq!(offsets(&unflushed), [8192]);
         assert!(!unflushed.flushed(sent));
         assert_eq!(offsets(&unflushed), [8192]);
-        unflushed.flushed(unflushed.end());
+        unflushed.flushed(unflushed.next_number());
         assert_eq!((offsets(&unflushed), unflushed.bytes), (vec![], 0));
     }
 
     #[test]
     fn a_durable_write_is_recorded_only_after_unflushed_ones() {
         let mut unflushed = Unflushed::new(1 << 20);
-        assert!(!unflushed.keeps(flag::FUA) && unflushed.keeps(0));
+        assert!(!unflushed.must_record(flag::FUA) && unflushed.must_record(0));
         unflushed.add(write(0, 0));
-        assert!(unflushed.keeps(flag::FUA));
-        assert!(!Unflushed::needless().keeps(0));
+        assert!(unflushed.must_record(flag::FUA));
+        assert!(!Unflushed::needless().must_record(0));
     }
 
     #[test]
     fn a_full_journal_requests_a_flush_and_is_bounded() {
         let mut unflushed = Unflushed::new(16 << 10);
         unflushed.add(write(0, 0));
-        assert!(!unflushed.wants_flush());
+        assert!(!unflushed.needs_flush());
         unflushed.add(write(0, 0));
-        assert!(unflushed.wants_flush() && !unflushed.is_full());
+        assert!(unflushed.needs_flush() && !unflushed.is_full());
         unflushed.add(write(0, 0));
         unflushed.add(write(0, 0));
         assert!(unflushed.is_full());
         unflushed.is_waited_for = true;
-        assert!(unflushed.flushed(unflushed.end()));
+        assert!(unflushed.flushed(unflushed.next_number()));
         assert!(!unflushed.is_full() && !unflushed.is_waited_for);
     }
 
@@ -202,11 +202,11 @@ mod tests {
         assert!(
             unflushed.entries().is_none() && unflushed.entries.len() == 1 && !unflushed.is_full()
         );
-        let end = unflushed.end();
+        let end = unflushed.next_number();
         unflushed.add(write(0, 0));
         unflushed.flushed(end);
         assert!(unflushed.entries().is_none());
-        unflushed.flushed(unflushed.end());
+        unflushed.flushed(unflushed.next_number());
         assert!(unflushed.entries().is_some());
     }
 

@@ -21,14 +21,14 @@ const MAX_SETTLE: Duration = Duration::from_secs(3600);
 
 /// Address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum ServerAddress {
     /// Host name or address, and port.
     Tcp { host: String, port: u16 },
     /// UNIX socket.
     Unix(PathBuf),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ServerAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
@@ -67,7 +67,7 @@ pub(crate) struct Secure {
 /// | `settle` | a time, as `5s` or `1500ms`: how long the server may still execute writes of a dead client; recovery after a crash waits for that time | no recovery |
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdSpec {
-    pub(crate) place: Place,
+    pub(crate) server_address: ServerAddress,
     pub(crate) export: String,
     pub(crate) read_only: bool,
     pub(crate) block_size: Option<u32>,
@@ -100,9 +100,13 @@ impl NbdSpec {
 impl fmt::Display for NbdSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nbd = if self.secure.is_some() { "nbds" } else { "nbd" };
-        match &self.place {
-            place @ Place::Tcp { .. } => write!(f, "{nbd}://{place}/{}", self.export),
-            place @ Place::Unix(_) => write!(f, "{nbd}+unix:///{}?socket={place}", self.export),
+        match &self.server_address {
+            server_address @ ServerAddress::Tcp { .. } => {
+                write!(f, "{nbd}://{server_address}/{}", self.export)
+            }
+            server_address @ ServerAddress::Unix(_) => {
+                write!(f, "{nbd}+unix:///{}?socket={server_address}", self.export)
+            }
         }
     }
 }
@@ -119,7 +123,7 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
         return Err(format!("the name of its export has more than {MAX_STRING} bytes"));
     }
     let mut made = NbdSpec {
-        place: Place::Unix(PathBuf::new()),
+        server_address: ServerAddress::Unix(PathBuf::new()),
         export,
         read_only: false,
         block_size: None,
@@ -194,12 +198,12 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
         (false, None) if hostname.is_none() => None,
         (false, _) => return Err("TLS options need `nbds:` instead of `nbd:`".to_owned()),
     };
-    made.place = match (scheme, socket) {
+    made.server_address = match (scheme, socket) {
         ("nbd+unix", Some("")) => return Err("its `socket` is empty; give the path of one".into()),
         ("nbd+unix", Some(_)) if !authority.is_empty() => {
             return Err(format!("it names the host `{authority}` and a socket; {form}"));
         }
-        ("nbd+unix", Some(path)) => Place::Unix(self::path("socket", path)?),
+        ("nbd+unix", Some(path)) => ServerAddress::Unix(self::path("socket", path)?),
         ("nbd+unix", None) => return Err(format!("it lacks a socket; {form}")),
         ("nbd", None) => tcp(authority)?,
         ("nbd", Some(_)) => {
@@ -242,7 +246,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
     })
 }
 
-fn tcp(authority: &str) -> Result<Place, String> {
+fn tcp(authority: &str) -> Result<ServerAddress, String> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
             let (host, after) =
@@ -268,7 +272,7 @@ fn tcp(authority: &str) -> Result<Place, String> {
             _ => return Err(format!("`{text}` is no port")),
         },
     };
-    Ok(Place::Tcp { host: host.to_owned(), port })
+    Ok(ServerAddress::Tcp { host: host.to_owned(), port })
 }
 
 #[cfg(test)]
@@ -277,18 +281,26 @@ mod tests {
 
     #[test]
     fn exports_are_understood() {
-        let tcp = |host: &str, port| Place::Tcp { host: host.into(), port };
-        for (spec, place, export) in [
+        let tcp = |host: &str, port| ServerAddress::Tcp { host: host.into(), port };
+        for (spec, server_address, export) in [
             ("nbd://server/disk", tcp("server", PORT), "disk"),
             ("nbd://server", tcp("server", PORT), ""),
             ("nbd://server:99/a%20b/c", tcp("server", 99), "a b/c"),
             ("nbd://[::1]:7/x", tcp("::1", 7), "x"),
             ("nbd://[::1]", tcp("::1", PORT), ""),
-            ("nbd+unix:///disk?socket=/run/a.sock", Place::Unix("/run/a.sock".into()), "disk"),
-            ("nbd+unix://?socket=a%3Fb", Place::Unix("a?b".into()), ""),
+            (
+                "nbd+unix:///disk?socket=/run/a.sock",
+                ServerAddress::Unix("/run/a.sock".into()),
+                "disk",
+            ),
+            ("nbd+unix://?socket=a%3Fb", ServerAddress::Unix("a?b".into()), ""),
         ] {
             let parsed = NbdSpec::parse(spec).unwrap();
-            assert_eq!((&parsed.place, &parsed.export[..]), (&place, export), "{spec}");
+            assert_eq!(
+                (&parsed.server_address, &parsed.export[..]),
+                (&server_address, export),
+                "{spec}"
+            );
         }
         let parsed =
             NbdSpec::parse("nbd://s/x?read-only=on&block-size=4096&connections=2&replay=1MiB")
@@ -309,7 +321,7 @@ mod tests {
         assert_eq!(parsed.to_string(), "nbds://s:10809/x");
         let spec = "nbds+unix:///?socket=/a&tls-certificates=c&tls-hostname=s.example";
         let parsed = NbdSpec::parse(spec).unwrap();
-        assert_eq!(parsed.place, Place::Unix("/a".into()));
+        assert_eq!(parsed.server_address, ServerAddress::Unix("/a".into()));
         assert_eq!(parsed.secure.unwrap().hostname.as_deref(), Some("s.example"));
         assert!(NbdSpec::is_one("nbds://a") && NbdSpec::is_one("nbd:") && !NbdSpec::is_one("nbd"));
         assert!(!NbdSpec::is_one("nbdx:a"));

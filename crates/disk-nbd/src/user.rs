@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Completed subrequest.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct SubrequestResult {
     pub(crate) task: u32,
     /// Offset of the subrequest in the data of the request, and its length.
     pub(crate) at: u64,
@@ -20,7 +20,7 @@ pub(crate) struct Ended {
 
 /// Disk queue on a connection.
 pub(crate) struct User {
-    pub(crate) completions: CompletionQueue<Ended>,
+    pub(crate) completions: CompletionQueue<SubrequestResult>,
     /// Readable while `completions` or the connection's socket is readable.
     wakes: OwnedFd,
 }

@@ -34,7 +34,7 @@ fn submit(queue: &mut dyn Queue, tag: u32, op: Op, offset: u64, len: u64, data: 
 }
 
 /// Waits until all requests have completed, and returns their results.
-fn end(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
+fn wait_completed(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
     let mut ended = Vec::new();
     while queue.pending() > 0 {
         queue.reap(&mut |tag, result, _| ended.push((tag, result)));
@@ -202,7 +202,7 @@ fn unflushed_writes_survive_a_kill_of_the_server() {
         for (at, byte) in [(0, 0), (512, 4), (1024, 5), (1536, 3), (4096, 2)] {
             assert_eq!(durable[at..at + 512], [byte; 512], "{at}");
         }
-        assert!(!disk.has_lost());
+        assert!(!disk.has_lost_writes());
         assert_eq!(disk.counters()[3], ("requests_replayed", 4));
         // Flushed data are not replayed.
         fake.kill();
@@ -226,7 +226,7 @@ fn a_flush_fails_after_a_loss_without_replay() {
     fake.kill();
     fake.start();
     assert_eq!(read(&mut *queue, 0, 512), Ok(vec![1; 512]));
-    assert!(disk.has_lost());
+    assert!(disk.has_lost_writes());
     assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
     assert_eq!(write_durably(&mut *queue, 0, &[1; 512]), Err(DiskError::Io(5)));
     assert_eq!(write(&mut *queue, 0, &[1; 512]), Ok(()));
@@ -245,7 +245,7 @@ fn a_refused_replay_is_a_loss() {
     fake.change(|manner| manner.errors = [(command::WRITE, 28)].into());
     fake.start();
     assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
-    assert!(disk.has_lost());
+    assert!(disk.has_lost_writes());
     assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
 }
 
@@ -268,7 +268,7 @@ fn a_full_replay_buffer_is_flushed() {
     fake.wait(|counts| counts[&command::FLUSH] > flushes);
     write(&mut *queue, 0, &[1; 4096]).unwrap();
     fake.change(|manner| manner.errors.clear());
-    assert!(disk.has_lost());
+    assert!(disk.has_lost_writes());
     assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
 }
 
@@ -331,7 +331,7 @@ fn a_load_survives_repeated_kills_of_the_server() {
                 assert!(fake.durable()[part * MIB..][..MIB] == model, "part {part}");
             }
         });
-        assert!(!disk.has_lost());
+        assert!(!disk.has_lost_writes());
         assert!(disk.counters()[3].1 > 0, "nothing was ever to be written again");
     }
 }
@@ -344,16 +344,16 @@ fn requests_of_a_lost_connection_are_replayed() {
     let (mut one, mut two) = (disk.queue().unwrap(), disk.queue().unwrap());
     write(&mut *one, 0, &[1; 512]).unwrap();
     write(&mut *two, 512, &[2; 512]).unwrap();
-    fake.change(|manner| manner.holds = true);
+    fake.change(|manner| manner.condition = true);
     let bytes = memory(1024);
     bytes.write_from(0, &[3; 1024]).unwrap();
     let fua = false;
     submit(&mut *one, 1, Op::Write { fua }, 0, 512, segments(&bytes, 0, 512));
     submit(&mut *two, 2, Op::Write { fua }, 512, 512, segments(&bytes, 512, 512));
-    fake.hang_up(0);
-    fake.change(|manner| manner.holds = false);
-    assert_eq!(end(&mut *one), [(1, Ok(()))]);
-    assert_eq!(end(&mut *two), [(2, Ok(()))]);
+    fake.disconnect(0);
+    fake.change(|manner| manner.condition = false);
+    assert_eq!(wait_completed(&mut *one), [(1, Ok(()))]);
+    assert_eq!(wait_completed(&mut *two), [(2, Ok(()))]);
     assert_eq!(fake.cache()[..1024], [3; 1024]);
     assert_eq!(disk.counters()[1..3], [("connections_lost", 1), ("reconnections", 1)]);
 }
@@ -388,7 +388,7 @@ fn requests_are_cancelled_without_a_server() {
     let mut fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();
-    fake.change(|manner| manner.holds = true);
+    fake.change(|manner| manner.condition = true);
     let bytes = memory(MIB);
     bytes.write_from(0, &[9; MIB]).unwrap();
     let write_op = Op::Write { fua: false };
@@ -416,7 +416,7 @@ fn requests_are_cancelled_without_a_server() {
         }
         queue.reap(&mut |_, result, _| assert_eq!(result, Err(DiskError::Cancelled)));
     }
-    fake.change(|manner| manner.holds = false);
+    fake.change(|manner| manner.condition = false);
     fake.start();
     assert_eq!(read(&mut *queue, 0, MIB), Ok(vec![0; MIB]));
     assert_eq!(fake.count(command::WRITE), 0);
@@ -431,7 +431,7 @@ fn a_hundred_thousand_requests_are_cancelled_at_once() {
     let fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();
-    fake.change(|manner| manner.holds = true);
+    fake.change(|manner| manner.condition = true);
     let bytes = memory(512);
     for tag in 0..MANY {
         let mut data = segments(&bytes, 0, 512);
@@ -441,11 +441,11 @@ fn a_hundred_thousand_requests_are_cancelled_at_once() {
     queue.commit();
     // The last request is cancelled first: the worst order for a search from the front.
     (0..MANY).rev().for_each(|tag| queue.cancel(tag));
-    let mut ended = end(&mut *queue);
+    let mut ended = wait_completed(&mut *queue);
     assert!(ended.iter().all(|(_, result)| *result == Err(DiskError::Cancelled)));
     ended.sort_unstable_by_key(|(tag, _)| *tag);
     assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
-    fake.change(|manner| manner.holds = false);
+    fake.change(|manner| manner.condition = false);
     assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
 }
 
@@ -468,7 +468,7 @@ fn a_queue_without_requests_is_silent() {
 
 #[test]
 fn requests_fail_on_a_server_with_wrong_replies() {
-    let lies: [common::Lie; 8] = [
+    let lies: [common::Violation; 8] = [
         |_| Some(vec![0xff; 64]),
         |request| Some(Head::simple(request.cookie ^ 1 << 40, Ok(())).bytes().to_vec()),
         |request| Some(Head::done(request.cookie ^ 1).bytes().to_vec()),
@@ -489,14 +489,14 @@ fn requests_fail_on_a_server_with_wrong_replies() {
         },
         |request| Some(Head::simple(request.cookie, Ok(())).bytes().to_vec()),
     ];
-    for lie in lies {
+    for violation in lies {
         let fake = Fake::new(MIB, ALL);
         let disk = fake.open("connections=1");
         let mut queue = disk.queue().unwrap();
-        fake.change(|manner| manner.lie = Some(lie));
+        fake.change(|manner| manner.violation = Some(violation));
         assert_eq!(read(&mut *queue, 0, 512), Err(DiskError::Io(5)));
         assert!(fake.connections() >= 4);
-        fake.change(|manner| manner.lie = None);
+        fake.change(|manner| manner.violation = None);
         assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
     }
 }
@@ -540,6 +540,6 @@ fn a_restarted_server_with_fewer_features_is_not_used() {
     }
     assert_eq!((queue.pending(), fake.count(command::READ)), (1, 0));
     fake.change(|manner| manner.flags = ALL);
-    assert_eq!(end(&mut *queue), [(1, Ok(()))]);
+    assert_eq!(wait_completed(&mut *queue), [(1, Ok(()))]);
     assert_eq!(fake.cache()[0], 1);
 }

@@ -4,7 +4,7 @@
 use shadowbell_disk::{Disk, DiskError, Op, Request};
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
 use shadowbell_memory::Segments;
-use shadowbell_testing::certificates::{Authority, End, Wish};
+use shadowbell_testing::certificates::{Authority, CertificatePurpose, CertificateSpec};
 use shadowbell_testing::disks::{
     Random, batch, content, flush, memory, read, run, run_one, segments, write,
 };
@@ -208,7 +208,7 @@ fn qemu_nbd_killed_and_restarted() {
         child = start("qemu-nbd", &arguments, &socket).unwrap();
     }
     assert_eq!(flush(&mut *queue), Ok(()));
-    assert!(content(&disk) == model && !disk.has_lost());
+    assert!(content(&disk) == model && !disk.has_lost_writes());
     let discard = run_one(&mut *queue, Op::Discard, 0, 2 << 20, Segments::new());
     assert_eq!(discard, Ok(()));
     assert!(content(&disk) == vec![0; 2 * MIB]);
@@ -295,7 +295,7 @@ struct Certificates {
 impl Certificates {
     fn new() -> Self {
         let made = Self { authority: Authority::new(), directory: tempfile::tempdir().unwrap() };
-        made.authority.put_all(made.directory.path());
+        made.authority.write_all(made.directory.path());
         made
     }
 
@@ -355,16 +355,20 @@ fn each_tls_error_has_its_message() {
     let text = refused(own, "&tls-hostname=other.example");
     assert!(text.contains("not for this host but for localhost, 127.0.0.1, "), "{text}");
     let stranger = tempfile::tempdir().unwrap();
-    Authority::new().put_all(stranger.path());
+    Authority::new().write_all(stranger.path());
     let text = refused(stranger.path(), "");
     assert!(text.contains("not signed by the CA in ca-cert.pem"), "{text}");
     // gnutls closes the connection of a client without a certificate, or with a certificate of
     // another CA.
     let nobody = tempfile::tempdir().unwrap();
-    certificates.authority.put_ca(nobody.path());
+    certificates.authority.write_ca(nobody.path());
     let text = refused(nobody.path(), "");
     assert!(text.contains("TLS handshake failed") || text.contains("connection failed"), "{text}");
-    Authority::new().put(nobody.path(), End::Client, &Wish::default());
+    Authority::new().write_certificate(
+        nobody.path(),
+        CertificatePurpose::Client,
+        &CertificateSpec::default(),
+    );
     let text = refused(nobody.path(), "");
     assert!(text.contains("TLS handshake failed") || text.contains("connection failed"), "{text}");
     let empty = tempfile::tempdir().unwrap();

@@ -19,7 +19,7 @@ pub(crate) struct DisconnectMonitor {
 
 #[derive(Default)]
 struct DisconnectState {
-    gone: AtomicBool,
+    disconnected: AtomicBool,
     /// Events that wake the owners of the disk's queues.
     events: Mutex<Vec<Weak<EventFd>>>,
 }
@@ -47,8 +47,8 @@ impl DisconnectMonitor {
         events.push(Arc::downgrade(event));
     }
 
-    pub(crate) fn is_gone(&self) -> bool {
-        self.state.gone.load(Ordering::Acquire)
+    pub(crate) fn is_disconnected(&self) -> bool {
+        self.state.disconnected.load(Ordering::Acquire)
     }
 }
 
@@ -74,7 +74,7 @@ fn wait(socket: &OwnedFd, stop: &EventFd, state: &DisconnectState) {
             return;
         }
         if socket.revents().intersects(ended) {
-            state.gone.store(true, Ordering::Release);
+            state.disconnected.store(true, Ordering::Release);
             return state
                 .events
                 .lock()

@@ -2,13 +2,13 @@
 
 use crate::disconnect::DisconnectMonitor;
 use crate::dma_share::DmaShares;
-use crate::kept;
 use crate::queue::{NoDevice, NvmeQueue};
+use crate::recovery;
 use crate::shared::NvmeDiskShared;
 use crate::transfer_stats::DiskTransferStats;
 use parking_lot::Mutex;
 use serde_json::Value;
-use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Extent, Queue, Tell};
+use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Extent, Queue, ReportExtent};
 use shadowbell_driver::{AttachError, AttachOptions, Controller, Namespace, SpinPolicy, Transport};
 use shadowbell_state::Descriptors;
 use std::sync::{Arc, OnceLock};
@@ -17,7 +17,7 @@ use std::{fmt, io};
 use thiserror::Error;
 
 /// Maximum number of allocated ranges that one command reports.
-const MOST: usize = 64;
+const MAX_RANGES: usize = 64;
 
 /// Options for opening a namespace as a disk.
 #[derive(Clone, Debug)]
@@ -147,15 +147,15 @@ impl NvmeDisk {
 
     /// True if `state` is the checkpoint of an SSD namespace.
     #[must_use]
-    pub fn is_kept_by(state: &Value) -> bool {
-        kept::is_kept_by(state)
+    pub fn is_checkpoint(state: &Value) -> bool {
+        recovery::is_checkpoint(state)
     }
 
-    /// True if a dead process [stored](Disk::keep) this disk as `state`. Opening the disk has reset
-    /// the SSD, so no request of the dead process can reach the disk or memory any more.
+    /// True if a dead process [stored](Disk::checkpoint) this disk as `state`. Opening the disk has
+    /// reset the SSD, so no request of the dead process can reach the disk or memory any more.
     #[must_use]
-    pub fn is_that(&self, state: &Value) -> bool {
-        kept::is_that(state, &self.0.info, &self.0.namespace)
+    pub fn is_same_disk(&self, state: &Value) -> bool {
+        recovery::is_same_disk(state, &self.0.info, &self.0.namespace)
     }
 
     /// The namespace of the SSD.
@@ -183,7 +183,7 @@ impl Disk for NvmeDisk {
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
         let mut controller = self.0.controller.lock();
         let pair = match controller.take_queue_pair() {
-            _ if self.0.disconnect.is_gone() => return Ok(Box::new(NoDevice)),
+            _ if self.0.disconnect.is_disconnected() => return Ok(Box::new(NoDevice)),
             Some(pair) => pair,
             // The pair replaces the queue pair of a dropped queue.
             None => match controller.create_queue_pair(self.0.depth) {
@@ -202,14 +202,15 @@ impl Disk for NvmeDisk {
         self.0.name.clone()
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         let Self(shared) = self;
         let size = u64::from(shared.info.block_size);
         let (mut at, end) = (offset, offset.saturating_add(len));
         while at < end && self.reports_allocated() {
             let admin = shared.controller.lock().admin();
             let blocks = at / size..end.div_ceil(size);
-            let Ok(found) = admin.allocated_blocks(shared.namespace.nsid(), blocks, MOST) else {
+            let Ok(found) = admin.allocated_blocks(shared.namespace.nsid(), blocks, MAX_RANGES)
+            else {
                 break;
             };
             let known = found.until.saturating_mul(size).min(end);
@@ -217,14 +218,14 @@ impl Disk for NvmeDisk {
                 let from = range.start.saturating_mul(size).clamp(at, known);
                 let to = range.end.saturating_mul(size).clamp(from, known);
                 for extent in [Extent::hole(from - at), Extent::data(to - from)] {
-                    if extent.len != 0 && !tell(extent) {
+                    if extent.len != 0 && !report(extent) {
                         return;
                     }
                 }
                 at = to;
             }
             if at < known {
-                if !tell(Extent::hole(known - at)) {
+                if !report(Extent::hole(known - at)) {
                     return;
                 }
                 at = known;
@@ -234,12 +235,12 @@ impl Disk for NvmeDisk {
             }
         }
         if at < end {
-            tell(Extent::data(end - at));
+            report(Extent::data(end - at));
         }
     }
 
-    fn keep(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
-        Ok(kept::keep(&self.0.info, &self.0.namespace))
+    fn checkpoint(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
+        Ok(recovery::checkpoint(&self.0.info, &self.0.namespace))
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {

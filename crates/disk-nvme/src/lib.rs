@@ -10,7 +10,7 @@
 //! | `task` | a request as NVMe commands, and the meaning of their statuses |
 //! | `shared` | state shared by all queues of a disk |
 //! | `dma_share` | guest memory that the SSD accesses directly |
-//! | `kept` | crash recovery |
+//! | `recovery` | crash recovery |
 //! | `disconnect` | detection of a removed or disconnected SSD |
 //! | `transfer_stats` | counters of zero-copy and copied transfers |
 //!
@@ -42,8 +42,8 @@
 mod disconnect;
 mod disk;
 mod dma_share;
-mod kept;
 mod queue;
+mod recovery;
 mod shared;
 mod task;
 mod transfer_stats;

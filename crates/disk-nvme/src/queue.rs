@@ -20,11 +20,11 @@ const LARGE: u64 = 128 << 10;
 /// Number of large buffers.
 const LARGE_COUNT: usize = 16;
 /// Maximum number of memory pieces of a zero-copy request. Each piece needs a separate command.
-const PIECES: usize = 8;
+const MAX_SEGMENTS: usize = 8;
 
 /// Command in a slot of the queue pair.
 #[derive(Clone, Copy, Default)]
-struct Part {
+struct Subrequest {
     task: u32,
     at: u64,
     len: u64,
@@ -44,9 +44,9 @@ pub(crate) struct NvmeQueue {
     used: Vec<Buffer>,
     /// Requests. A request in the waiting list has commands to submit.
     tasks: Tasks<Task>,
-    parts: Box<[Part]>,
+    parts: Box<[Subrequest]>,
     /// True after the SSD was removed or disconnected.
-    gone: bool,
+    disconnected: bool,
     transfers: TransferStats,
     published: Arc<QueueTransferStats>,
 }
@@ -56,16 +56,16 @@ impl NvmeQueue {
         let event = Arc::new(pair.waker()?);
         shared.disconnect.add(&event);
         let block = u64::from(shared.info.block_size);
-        let most = shared.namespace.max_transfer_bytes().max(block);
+        let max_len = shared.namespace.max_transfer_bytes().max(block);
         let buffers = |count, size: u64| {
             let pool = shared.controller.lock().buffers(count, size as usize);
             pool.map_err(io::Error::other)
         };
-        let small = buffers(pair.capacity(), SMALL.min(most))?;
-        let large = buffers(LARGE_COUNT, LARGE.min(most / block * block))?;
+        let small = buffers(pair.capacity(), SMALL.min(max_len))?;
+        let large = buffers(LARGE_COUNT, LARGE.min(max_len / block * block))?;
         Ok(Self {
             bounds: shared.info.bounds(),
-            parts: vec![Part::default(); pair.capacity()].into(),
+            parts: vec![Subrequest::default(); pair.capacity()].into(),
             pair,
             event,
             small,
@@ -73,7 +73,7 @@ impl NvmeQueue {
             dma: DmaShare::new(shared.shares.clone()),
             used: Vec::new(),
             tasks: Tasks::default(),
-            gone: false,
+            disconnected: false,
             transfers: TransferStats::default(),
             published: shared.transfers.join(),
             shared,
@@ -94,8 +94,10 @@ impl NvmeQueue {
             let next = task.next();
             let (len, own) = match next {
                 Next::Nothing => return true,
-                Next::Bare => (u64::MAX, None),
-                Next::Own { left } => (left.min(task.most(large.buffer_size() as u64, size)), None),
+                Next::NoData => (u64::MAX, None),
+                Next::PrivateBuffer { left } => {
+                    (left.min(task.max_len(large.buffer_size() as u64, size)), None)
+                }
                 Next::Data { at, left } => match in_place(dma, used, task, at, left, shared) {
                     Some(buffer) => (buffer.len() as u64, Some(buffer)),
                     None => ((left as u64).min(large.buffer_size() as u64), None),
@@ -103,7 +105,7 @@ impl NvmeQueue {
             };
             let in_place = own.is_some();
             let mut buffer = own;
-            if !in_place && next != Next::Bare {
+            if !in_place && next != Next::NoData {
                 let needs = task.needs(len);
                 let pool = if needs <= small.buffer_size() as u64 { small } else { large };
                 let Some(mut taken) = pool.take() else { return false };
@@ -126,7 +128,7 @@ impl NvmeQueue {
                     transfers.in_place += u64::from(in_place);
                     transfers.copied += u64::from(!in_place && matches!(next, Next::Data { .. }));
                     if let Some(part) = parts.get_mut(token.index()) {
-                        *part = Part { task: key, at, len, in_place };
+                        *part = Subrequest { task: key, at, len, in_place };
                     }
                 }
                 Err(refused) => {
@@ -144,13 +146,14 @@ impl NvmeQueue {
                 return;
             }
             self.tasks.stop_waiting(key);
-            self.check_over(key);
+            self.check_finished(key);
         }
     }
 
     /// Ends a task that failed before a command was submitted. No completion would end it.
-    fn check_over(&mut self, key: u32) {
-        if self.tasks.get_mut(key).is_some_and(|task| task.is_over()) && self.tasks.end(key) {
+    fn check_finished(&mut self, key: u32) {
+        if self.tasks.get_mut(key).is_some_and(|task| task.is_finished()) && self.tasks.finish(key)
+        {
             // `reap` will end the task. The event makes the I/O thread call it.
             self.event.signal();
         }
@@ -174,8 +177,8 @@ impl NvmeQueue {
         {
             outcome = task.take(part.at, part.len, buffer.bytes());
         }
-        task.ended(outcome);
-        task.is_over().then_some(part.task)
+        task.complete(outcome);
+        task.is_finished().then_some(part.task)
     }
 
     /// Returns a task to the caller.
@@ -187,14 +190,14 @@ impl NvmeQueue {
 
     /// Fails all tasks after the SSD was removed or disconnected. No completions would end them.
     fn fail(&mut self, why: &dyn std::fmt::Display) {
-        if !std::mem::replace(&mut self.gone, true) {
+        if !std::mem::replace(&mut self.disconnected, true) {
             tracing::error!("{}: {why}", self.shared.name);
         }
         let keys: Vec<u32> = self.tasks.keys().collect();
         for key in keys {
             if let Some(task) = self.tasks.get_mut(key) {
                 task.outcome = Err(no_device());
-                self.tasks.end(key);
+                self.tasks.finish(key);
             }
         }
     }
@@ -215,7 +218,7 @@ fn in_place(
     shared: &NvmeDiskShared,
 ) -> Option<Buffer> {
     let pieces = task.data.pieces();
-    if pieces.len() > PIECES {
+    if pieces.len() > MAX_SEGMENTS {
         return None;
     }
     let mut skip = at;
@@ -228,8 +231,8 @@ fn in_place(
     })?;
     let address = piece.address() + skip;
     let (memory, offset) = dma.find(address, &task.data)?;
-    let most = usize::try_from(shared.namespace.max_transfer_bytes()).unwrap_or(usize::MAX);
-    let len = (piece.len() - skip).min(left).min(memory.mapping().len() - offset).min(most);
+    let max_len = usize::try_from(shared.namespace.max_transfer_bytes()).unwrap_or(usize::MAX);
+    let len = (piece.len() - skip).min(left).min(memory.mapping().len() - offset).min(max_len);
     // A data pointer must be aligned to four bytes, and a command transfers whole blocks.
     let whole = len - len % shared.info.block_size as usize;
     if whole == 0 || !address.is_multiple_of(4) {
@@ -252,7 +255,7 @@ impl Queue for NvmeQueue {
         if let Err(error) = request.check(&self.bounds, data) {
             return Submitted::Done(Err(error));
         }
-        if self.gone {
+        if self.disconnected {
             return Submitted::Done(Err(no_device()));
         }
         let NvmeDiskShared { namespace, info, .. } = &*self.shared;
@@ -265,13 +268,13 @@ impl Queue for NvmeQueue {
         if self.tasks.first_waiting().is_some() || !self.start(key) {
             self.tasks.wait(key);
         } else {
-            self.check_over(key);
+            self.check_finished(key);
         }
         Submitted::Pending
     }
 
     fn commit(&mut self) {
-        if self.gone {
+        if self.disconnected {
             return;
         }
         self.start_waiting();
@@ -284,7 +287,7 @@ impl Queue for NvmeQueue {
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
-        while !self.gone {
+        while !self.disconnected {
             let mut any = false;
             for _ in 0..self.parts.len() {
                 let Some(completion) = self.pair.pop() else { break };
@@ -295,7 +298,7 @@ impl Queue for NvmeQueue {
             }
             if !any {
                 // All completions that arrived before the disconnection have been processed.
-                if self.shared.disconnect.is_gone() {
+                if self.shared.disconnect.is_disconnected() {
                     self.fail(&"removed or disconnected; start the server again when it is back");
                 }
                 break;
@@ -309,7 +312,7 @@ impl Queue for NvmeQueue {
             }
             fence(Ordering::SeqCst);
         }
-        while let Some((tag, task)) = self.tasks.take_over() {
+        while let Some((tag, task)) = self.tasks.take_finished() {
             done(tag, task.outcome, task.data);
         }
     }
@@ -324,7 +327,7 @@ impl Queue for NvmeQueue {
         }
         task.outcome = Err(DiskError::Cancelled);
         self.tasks.stop_waiting(key);
-        self.check_over(key);
+        self.check_finished(key);
     }
 
     fn memory_changed(&mut self, table: &DmaTable) {

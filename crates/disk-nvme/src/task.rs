@@ -55,9 +55,9 @@ pub(crate) struct Task {
     offset: u64,
     len: u64,
     /// Number of bytes for which a command was submitted.
-    begun: u64,
+    submitted: u64,
     /// Number of commands in flight.
-    pub(crate) under_way: u32,
+    pub(crate) in_flight: u32,
     pub(crate) outcome: Result<(), DiskError>,
     pub(crate) data: Segments,
 }
@@ -68,11 +68,11 @@ pub(crate) enum Next {
     /// No further command.
     Nothing,
     /// A command without data.
-    Bare,
+    NoData,
     /// A command that transfers data of the task, from byte `at` on. `left` bytes remain in total.
     Data { at: usize, left: usize },
     /// A command with a buffer of the queue. `left` bytes of the disk remain to be processed.
-    Own { left: u64 },
+    PrivateBuffer { left: u64 },
 }
 
 impl Task {
@@ -109,8 +109,8 @@ impl Task {
             offset: request.offset,
             // A flush has no range. The length of one makes the task submit one command.
             len: if action == Action::Flush { 1 } else { request.len },
-            begun: 0,
-            under_way: 0,
+            submitted: 0,
+            in_flight: 0,
             outcome: Ok(()),
             data: Segments::new(),
         })
@@ -118,24 +118,24 @@ impl Task {
 
     /// Selects the next command.
     pub(crate) fn next(&self) -> Next {
-        let left = self.len.saturating_sub(self.begun);
+        let left = self.len.saturating_sub(self.submitted);
         if left == 0 || self.outcome.is_err() {
             return Next::Nothing;
         }
         match self.action {
-            Action::Flush | Action::Verify | Action::WriteZeroes { .. } => Next::Bare,
+            Action::Flush | Action::Verify | Action::WriteZeroes { .. } => Next::NoData,
             Action::Read | Action::Write { .. } => {
-                Next::Data { at: self.begun as usize, left: left as usize }
+                Next::Data { at: self.submitted as usize, left: left as usize }
             }
             Action::Compare | Action::ReadAndDrop | Action::Fill { .. } | Action::Deallocate => {
-                Next::Own { left }
+                Next::PrivateBuffer { left }
             }
         }
     }
 
     /// True if no command is in flight or left to submit.
-    pub(crate) fn is_over(&self) -> bool {
-        self.under_way == 0 && self.next() == Next::Nothing
+    pub(crate) fn is_finished(&self) -> bool {
+        self.in_flight == 0 && self.next() == Next::Nothing
     }
 
     /// Builds the command for at most the next `len` bytes. Also returns the number of bytes that
@@ -146,9 +146,9 @@ impl Task {
         len: u64,
     ) -> Result<(Command, u64), DiskError> {
         let size = u64::from(namespace.block_size());
-        let len = len.min(self.len.saturating_sub(self.begun));
-        let lba = (self.offset + self.begun) / size;
-        let blocks = |most: u64| u32::try_from((len / size).min(most)).unwrap_or(u32::MAX);
+        let len = len.min(self.len.saturating_sub(self.submitted));
+        let lba = (self.offset + self.submitted) / size;
+        let blocks = |max_len: u64| u32::try_from((len / size).min(max_len)).unwrap_or(u32::MAX);
         let fua = |command: Command, fua: bool| if fua { command.with_fua() } else { command };
         let data = blocks(u64::from(u32::MAX));
         let bare = blocks(MAX_BLOCKS);
@@ -178,7 +178,7 @@ impl Task {
     pub(crate) fn fill(&self, buffer: &mut Buffer, len: u64, size: u32) -> Result<(), DiskError> {
         match self.action {
             Action::Write { .. } => {
-                let (at, len) = (self.begun as usize, len as usize);
+                let (at, len) = (self.submitted as usize, len as usize);
                 self.data.copy_to(at, buffer.bytes(), 0, len).ok_or(DiskError::BadBuffer)
             }
             Action::Fill { .. } => {
@@ -188,7 +188,7 @@ impl Task {
             Action::Deallocate => {
                 let size = u64::from(size);
                 let blocks = u32::try_from(len / size).map_err(|_| DiskError::OutOfRange)?;
-                let slba = (self.offset + self.begun) / size;
+                let slba = (self.offset + self.submitted) / size;
                 let range = DsmRange { attributes: 0, blocks, slba };
                 let fits = buffer.copy_from(0, range.as_bytes());
                 if fits { Ok(()) } else { Err(DiskError::BadBuffer) }
@@ -199,7 +199,7 @@ impl Task {
 
     /// Maximum number of bytes of the disk that one command can cover with a queue buffer of
     /// `buffer` bytes.
-    pub(crate) fn most(&self, buffer: u64, size: u32) -> u64 {
+    pub(crate) fn max_len(&self, buffer: u64, size: u32) -> u64 {
         match self.action {
             // The buffer contains only one range.
             Action::Deallocate => MAX_BLOCKS * u64::from(size),
@@ -218,9 +218,9 @@ impl Task {
     /// Records that a command for the next `len` bytes was submitted. Returns its offset in the
     /// task.
     pub(crate) fn began(&mut self, len: u64) -> u64 {
-        let at = self.begun;
-        self.begun += len;
-        self.under_way += 1;
+        let at = self.submitted;
+        self.submitted += len;
+        self.in_flight += 1;
         at
     }
 
@@ -236,8 +236,8 @@ impl Task {
     }
 
     /// Records the end of a command.
-    pub(crate) fn ended(&mut self, outcome: Result<(), DiskError>) {
-        self.under_way = self.under_way.saturating_sub(1);
+    pub(crate) fn complete(&mut self, outcome: Result<(), DiskError>) {
+        self.in_flight = self.in_flight.saturating_sub(1);
         self.outcome = self.outcome.and(outcome);
     }
 }
@@ -246,6 +246,6 @@ impl Task {
 pub(crate) fn outcome(status: Status) -> Result<(), DiskError> {
     // The bits More (M) and Command Retry Delay (CRD) are dropped, because they refer to the SSD's
     // own log and clock.
-    let kept = if status.dnr() { status.code().with_dnr() } else { status.code() };
-    if status.is_success() { Ok(()) } else { Err(DiskError::Device(kept.bits())) }
+    let saved = if status.dnr() { status.code().with_dnr() } else { status.code() };
+    if status.is_success() { Ok(()) } else { Err(DiskError::Device(saved.bits())) }
 }

@@ -1,7 +1,7 @@
 //! Tests with three layers in one process. A driver uses a virtual controller; the disk of that
 //! controller is an SSD; the SSD is an emulated controller over a disk that records its requests.
 
-use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tell};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, ReportExtent, Request, Submitted};
 use shadowbell_disk_file::{MemDisk, NullDisk};
 use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_driver::{
@@ -56,7 +56,7 @@ impl Disk for Spy {
         "spy".into()
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    fn extents(&self, offset: u64, len: u64, tell: &mut ReportExtent<'_>) {
         self.mem.extents(offset, len, tell);
     }
 }
@@ -438,7 +438,7 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
 #[test]
 fn allocated_blocks_of_the_ssd_are_reported_to_the_guest() {
     let mut spy = Spy::new(1, 512);
-    spy.mem = MemDisk::lasting(1 << 20, 512).unwrap();
+    spy.mem = MemDisk::recoverable(1 << 20, 512).unwrap();
     let mut written = vec![false; 256];
     let mut dice = Dice(7);
     // Each piece has 2 MiB, the size of a huge page, because memory is allocated in such pages.

@@ -7,7 +7,7 @@ use crate::pool::Pool;
 use crate::queue::QcowQueue;
 use crate::recovery::{self, SavedFiles, SavedImage, refused};
 use serde::Deserialize;
-use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Queue, Tell, Wait};
+use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Queue, ReportExtent, Wait};
 use shadowbell_disk_file::{FileOptions, ImageFile};
 use shadowbell_state::Descriptors;
 use std::path::{Path, PathBuf};
@@ -41,8 +41,8 @@ impl Qcow2Disk {
     }
 
     /// Recovers the image of a dead process, which opened it with the same options and stored
-    /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can
-    /// reach the image any more. Calls `wait` repeatedly until then.
+    /// `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead process
+    /// can reach the image any more. Calls `wait` repeatedly until then.
     ///
     /// # Errors
     /// [`OpenError`] if the image has been replaced, or `wait` gives up.
@@ -74,7 +74,7 @@ impl Qcow2Disk {
 
     /// True if `state` is the checkpoint of a qcow2 image.
     #[must_use]
-    pub fn is_kept_by(state: &serde_json::Value) -> bool {
+    pub fn is_checkpoint(state: &serde_json::Value) -> bool {
         state.get(KEY).is_some()
     }
 
@@ -152,11 +152,11 @@ impl Disk for Qcow2Disk {
         self.path.display().to_string()
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        self.pool.image().extents(offset, len, tell);
+    fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
+        self.pool.image().extents(offset, len, report);
     }
 
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
+    fn checkpoint(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         let system = |source| CheckpointError::System { disk: self.name(), source };
         let image = self.pool.image();
         let kept = recovery::save(image, fds).map_err(system)?;
@@ -175,8 +175,8 @@ impl Disk for Qcow2Disk {
         self.pool.image().is_full()
     }
 
-    fn has_lost(&self) -> bool {
-        self.pool.image().has_lost()
+    fn has_lost_writes(&self) -> bool {
+        self.pool.image().has_lost_writes()
     }
 }
 

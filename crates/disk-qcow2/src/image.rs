@@ -7,7 +7,7 @@ use crate::open::Opened;
 use crate::ranges::RangeLocks;
 use crate::storage::{IoBuffer, is_full};
 use parking_lot::Mutex;
-use shadowbell_disk::{DiskError, DiskInfo, Extent, Op, Request, Tell};
+use shadowbell_disk::{DiskError, DiskInfo, Extent, Op, ReportExtent, Request};
 use shadowbell_disk_file::{ImageBytes, ImageFile};
 use shadowbell_memory::contain_panic;
 use std::io;
@@ -115,10 +115,10 @@ impl Image {
 
     /// Reports which bytes are allocated, in the image or in its backing files. If the look-up
     /// fails, the bytes are reported as allocated.
-    pub(crate) fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    pub(crate) fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         let (mut at, end) = (offset, offset.saturating_add(len));
         if self.is_checking() {
-            tell(Extent { len, allocated: true });
+            report(Extent { len, allocated: true });
             return;
         }
         while at < end {
@@ -129,13 +129,13 @@ impl Image {
                 self.contained(|| {
                     goes_on = self.format.extents(piece.clone(), &mut |len, allocated| {
                         done += len;
-                        tell(Extent { len, allocated })
+                        report(Extent { len, allocated })
                     });
                     Ok(())
                 })
             });
             if outcome.is_err() && goes_on && done < end {
-                tell(Extent { len: end - done, allocated: true });
+                report(Extent { len: end - done, allocated: true });
                 return;
             }
             if !goes_on {
@@ -165,7 +165,7 @@ impl Image {
 
     /// Returns unused clusters by `give`.
     fn return_clusters(&self, give: impl FnOnce() -> io::Result<()>) {
-        if self.info.read_only || self.check().is_err() || self.has_lost() {
+        if self.info.read_only || self.check().is_err() || self.has_lost_writes() {
             return;
         }
         if let Err(error) = self.contained(|| give().map_err(|error| self.error_of(0, &error))) {
@@ -235,7 +235,7 @@ impl Image {
         }
     }
 
-    pub(crate) fn has_lost(&self) -> bool {
+    pub(crate) fn has_lost_writes(&self) -> bool {
         self.lost() != 0 || self.broken.load(Ordering::Relaxed)
     }
 

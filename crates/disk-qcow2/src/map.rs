@@ -354,7 +354,7 @@ mod tests {
                 map.close(2 * CLUSTER, 4 * CLUSTER);
                 closed.store(true, Ordering::SeqCst);
             });
-            wait::moment();
+            wait::short_pause();
             assert!(!closed.load(Ordering::SeqCst));
             assert_eq!(map.enter(2 * CLUSTER, 512, false), None, "it is closing");
             map.leave(entered);

@@ -223,7 +223,7 @@ fn a_truncated_file_returns_errors_and_no_zeroes() {
     flush(&mut *queue).unwrap();
     std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
     assert_eq!(read(&mut *queue, 512 << 10, 4096), Err(DiskError::Io(libc::EIO)));
-    assert!(disk.has_lost());
+    assert!(disk.has_lost_writes());
     assert_eq!(write(&mut *queue, 0, &[1; 512]), Err(DiskError::Io(libc::EIO)));
     assert_eq!(flush(&mut *queue), Err(DiskError::Io(libc::EIO)));
     drop((queue, disk));

@@ -193,7 +193,7 @@ fn a_recoverable_image_is_overwritten_after_its_tables_are_saved() {
     let directory = directory();
     let path = image(directory.path(), 64 * MIB);
     let disk = open(&path, "");
-    disk.keep(&mut shadowbell_state::Descriptors::default()).unwrap();
+    disk.checkpoint(&mut shadowbell_state::Descriptors::default()).unwrap();
     let mut queue = disk.queue().unwrap();
     for n in 0..20_u8 {
         let at = u64::from(n) * CLUSTER;
@@ -366,7 +366,7 @@ fn a_truncated_file_is_detected_on_the_fast_path() {
             false => read(&mut *queue, at, 4096).map(drop),
         };
         assert_eq!(outcome, Err(DiskError::Io(libc::EIO)));
-        assert!(disk.has_lost());
+        assert!(disk.has_lost_writes());
         drop((queue, disk));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2);
     }

@@ -29,8 +29,8 @@ fn killed(path: &Path) -> std::path::PathBuf {
 /// Checkpoint of the disk for the next process.
 fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
     let mut fds = Descriptors::default();
-    let state = disk.keep(&mut fds).unwrap();
-    assert!(Qcow2Disk::is_kept_by(&state));
+    let state = disk.checkpoint(&mut fds).unwrap();
+    assert!(Qcow2Disk::is_checkpoint(&state));
     (state, fds)
 }
 

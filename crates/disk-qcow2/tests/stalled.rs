@@ -65,7 +65,7 @@ fn hung_storage_delays_no_other_image() {
     // A cancelled request ends early or completes normally.
     (0..200).step_by(3).for_each(|tag| waits.cancel(tag));
     waits.reap(&mut |tag, result, _| ended[tag as usize] = Some(result));
-    mount.go_on();
+    mount.resume();
     while waits.pending() > 0 {
         wait(&*waits);
         waits.reap(&mut |tag, result, _| {

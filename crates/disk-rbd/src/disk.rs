@@ -1,8 +1,8 @@
 //! RBD image as a disk.
 
 use crate::error::OpenError;
-use crate::kept::{KEY, KeptImage, addresses, reach, refused};
 use crate::queue::RbdQueue;
+use crate::recovery::{KEY, SavedImage, addresses, reach, refused};
 use crate::shared::{Opened, Shared};
 use crate::sys::{Cache, Failure, Image};
 use crate::uri::RbdSpec;
@@ -28,37 +28,37 @@ impl RbdDisk {
     /// # Errors
     /// [`OpenError`]: the message says what is wrong and what to do.
     pub fn open(spec: &RbdSpec) -> Result<Self, OpenError> {
-        Self::open_without(spec, &[], true)
+        Self::open_excluding(spec, &[], true)
     }
 
     /// Opens the image without a cache in this process. A write completes when the cluster has
-    /// stored it, so [checkpoints](Disk::keep) for crash recovery cost nothing in addition.
+    /// stored it, so [checkpoints](Disk::checkpoint) for crash recovery cost nothing in addition.
     ///
     /// # Errors
     /// [`OpenError`].
-    pub fn open_lasting(spec: &RbdSpec) -> Result<Self, OpenError> {
-        Self::open_without(spec, &[], false)
+    pub fn open_recoverable(spec: &RbdSpec) -> Result<Self, OpenError> {
+        Self::open_excluding(spec, &[], false)
     }
 
     /// Recovers the disk of a dead process, which opened it by the same specification and stored
-    /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can
-    /// reach the image any more. Calls `wait` repeatedly until then, and while the cluster is
+    /// `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead process
+    /// can reach the image any more. Calls `wait` repeatedly until then, and while the cluster is
     /// unreachable.
     ///
     /// # Errors
     /// [`OpenError`] if the image has been replaced, or `wait` gives up.
     pub fn recover(spec: &RbdSpec, state: &Value, wait: Wait<'_>) -> Result<Self, OpenError> {
-        let kept = match state.get(KEY).map(KeptImage::deserialize) {
-            Some(Ok(kept)) => kept,
+        let saved = match state.get(KEY).map(SavedImage::deserialize) {
+            Some(Ok(saved)) => saved,
             Some(Err(error)) => return Err(refused(spec, error.to_string())),
             None => return Err(refused(spec, "its stored state is not that of an RBD image")),
         };
-        let out = if is_wrong(WrongOrder::NoFence) { Vec::new() } else { kept.addresses.clone() };
+        let out = if is_wrong(WrongOrder::NoFence) { Vec::new() } else { saved.addresses.clone() };
         let named = spec.clone();
-        let mut disk = reach(spec, wait, move || Self::open_without(&named, &out, false))?;
+        let mut disk = reach(spec, wait, move || Self::open_excluding(&named, &out, false))?;
         let now = disk.0.info.blocks;
         disk.0.info =
-            kept.with_previous_properties(&disk.0.info).map_err(|why| refused(spec, why))?;
+            saved.with_previous_properties(&disk.0.info).map_err(|why| refused(spec, why))?;
         if disk.0.info.blocks != now
             && let Some(image) = &disk.0.opened.image
         {
@@ -69,12 +69,12 @@ impl RbdDisk {
 
     /// True if `state` is the checkpoint of an RBD disk.
     #[must_use]
-    pub fn is_kept_by(state: &Value) -> bool {
+    pub fn is_checkpoint(state: &Value) -> bool {
         state.get(KEY).is_some()
     }
 
     /// Opens the image. Before that, the cluster has to block the clients `dead`.
-    fn open_without(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
+    fn open_excluding(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
         let open = |caches| {
@@ -127,7 +127,7 @@ impl Disk for RbdDisk {
 
     /// Starts checkpoints. From now on, a write completes when the cluster has stored it; with a
     /// cache, each write is followed by a flush for that purpose.
-    fn keep(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
+    fn checkpoint(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         let Shared { opened, info } = &self.0;
         let Some(image) = &opened.image else {
             return Err(CheckpointError::Unfenced { disk: self.name(), why: "it is closed" });
@@ -144,14 +144,14 @@ impl Disk for RbdDisk {
             }
             opened.lasts.store(true, Ordering::Relaxed);
         }
-        Ok(json!({ KEY: KeptImage::new(info, clients) }))
+        Ok(json!({ KEY: SavedImage::new(info, clients) }))
     }
 
     fn is_full(&self) -> bool {
         self.0.opened.is_full.load(Ordering::Relaxed)
     }
 
-    fn takes_new_size(&self) -> bool {
+    fn take_size_change(&self) -> bool {
         self.0.opened.image.as_ref().is_some_and(Image::take_changed)
     }
 

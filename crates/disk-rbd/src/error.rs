@@ -11,7 +11,7 @@ pub enum OpenError {
     Spec {
         /// The specification as given.
         spec: String,
-        /// The mistake.
+        /// Cause of the error.
         why: String,
     },
     /// Ceph's libraries are not installed, or cannot be loaded.
@@ -22,7 +22,7 @@ pub enum OpenError {
     Library {
         /// Specification of the image.
         disk: String,
-        /// The system's reason.
+        /// Error of the dynamic linker.
         why: String,
     },
     /// A call of Ceph's libraries failed.
@@ -40,7 +40,7 @@ pub enum OpenError {
     NotThatDisk {
         /// Specification of the image.
         disk: String,
-        /// The reason.
+        /// Cause of the failure.
         why: String,
     },
     /// The size of the image is not valid for a disk.

@@ -12,13 +12,13 @@ use std::time::Duration;
 const LONGEST: Duration = Duration::from_secs(5);
 
 /// Counts of images in this process.
-struct There {
+struct OpenImages {
     open: usize,
     /// Number of images that are being closed.
     closing: usize,
 }
 
-static THERE: Mutex<There> = Mutex::new(There { open: 0, closing: 0 });
+static OPEN_IMAGES: Mutex<OpenImages> = Mutex::new(OpenImages { open: 0, closing: 0 });
 static CHANGED: Condvar = Condvar::new();
 
 /// Entry of one image in the counts. Dropping it means that the image is closed.
@@ -28,31 +28,31 @@ pub(crate) struct Counted {
 
 impl Counted {
     pub(crate) fn new() -> Self {
-        THERE.lock().open += 1;
+        OPEN_IMAGES.lock().open += 1;
         Self { is_closing: false }
     }
 
     /// Marks the image as being closed.
     pub(crate) fn closes(&mut self) {
         if !std::mem::replace(&mut self.is_closing, true) {
-            THERE.lock().closing += 1;
+            OPEN_IMAGES.lock().closing += 1;
         }
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        let mut there = THERE.lock();
-        there.open -= 1;
-        there.closing -= usize::from(self.is_closing);
+        let mut images = OPEN_IMAGES.lock();
+        images.open -= 1;
+        images.closing -= usize::from(self.is_closing);
         CHANGED.notify_all();
     }
 }
 
 /// Waits, with a limit, until no image is being closed. Returns true if no image is open.
 pub(crate) fn wait() -> bool {
-    let mut there = THERE.lock();
-    let is_closing = |there: &mut There| there.closing != 0;
-    let _ = CHANGED.wait_while_for(&mut there, is_closing, LONGEST);
-    there.open == 0
+    let mut images = OPEN_IMAGES.lock();
+    let is_closing = |images: &mut OpenImages| images.closing != 0;
+    let _ = CHANGED.wait_while_for(&mut images, is_closing, LONGEST);
+    images.open == 0
 }

@@ -9,7 +9,7 @@
 //! | `shared` | shared state of a disk's queues |
 //! | `queue` | queue of an I/O thread |
 //! | `sys` | librados and librbd, loaded when the first image is opened |
-//! | `kept` | crash recovery |
+//! | `recovery` | crash recovery |
 //! | `exit` | exit of the process while images are open |
 //!
 //! Ceph is required neither to build nor to install this crate: its libraries are loaded (`dlopen`)
@@ -22,8 +22,8 @@
 //! Flushed data and FUA writes are durable; other data may be in librbd's cache in this process. A
 //! FUA write bypasses the cache. A flush follows each Write Zeroes with FUA. It also follows each
 //! FUA write, unless the cache has the policy `rbd_cache_policy=writearound`. If the image was
-//! opened [without the cache](RbdDisk::open_lasting), all completed writes are durable. While the
-//! cluster is unreachable, requests wait in Ceph's client.
+//! opened [without the cache](RbdDisk::open_recoverable), all completed writes are durable. While
+//! the cluster is unreachable, requests wait in Ceph's client.
 //!
 //! # Full cluster
 //!
@@ -44,14 +44,14 @@
 //! its object, so it is atomic for all clients of the cluster. It requires an image whose stripe
 //! unit is a multiple of the block size, as it is by default.
 //!
-//! Ceph reports size changes ([`Disk::takes_new_size`](shadowbell_disk::Disk::takes_new_size)).
+//! Ceph reports size changes ([`Disk::take_size_change`](shadowbell_disk::Disk::take_size_change)).
 #![deny(unsafe_code)]
 
 mod disk;
 mod error;
 mod exit;
-mod kept;
 mod queue;
+mod recovery;
 mod shared;
 #[allow(unsafe_code)]
 mod sys;

@@ -1,7 +1,7 @@
 //! Queue of an I/O thread on an image. Each request is executed by one or several calls of librbd.
 
 use crate::shared::Shared;
-use crate::sys::{Cache, Call, Ended};
+use crate::sys::{Cache, Call, CallResult};
 use shadowbell_disk::{Bounds, CompletionQueue, DiskError, Op, Queue, Request, Submitted, Tasks};
 use shadowbell_memory::Segments;
 use std::collections::HashMap;
@@ -22,8 +22,8 @@ struct Task {
     request: Request,
     data: Segments,
     /// Number of bytes for which calls were started.
-    begun: u64,
-    under_way: u32,
+    submitted: u64,
+    in_flight: u32,
     outcome: Result<(), DiskError>,
     /// True if the data of each call have to be durable when the call completes.
     fua: bool,
@@ -45,7 +45,7 @@ pub(crate) struct RbdQueue {
     shared: Shared,
     bounds: Bounds,
     /// Completions, which Ceph's threads add.
-    completions: Arc<CompletionQueue<Ended>>,
+    completions: Arc<CompletionQueue<CallResult>>,
     /// Requests. A request in the waiting list has calls to start.
     tasks: Tasks<Task>,
     /// Number of tasks so far.
@@ -53,14 +53,14 @@ pub(crate) struct RbdQueue {
     subrequests: HashMap<u64, Subrequest>,
     next: u64,
     bytes: u64,
-    ended: Vec<Ended>,
+    ended: Vec<CallResult>,
 }
 
 impl Task {
     /// True if all calls were started, or if no more calls are needed because the task has failed.
-    fn is_begun(&self) -> bool {
+    fn is_all_submitted(&self) -> bool {
         self.outcome.is_err()
-            || (self.begun == self.request.len && !(self.flushes_after && self.under_way == 0))
+            || (self.submitted == self.request.len && !(self.flushes_after && self.in_flight == 0))
     }
 }
 
@@ -101,14 +101,14 @@ impl RbdQueue {
     fn begin(&mut self) {
         while let Some(key) = self.tasks.first_waiting() {
             let Some(task) = self.tasks.get_mut(key) else { break };
-            if task.is_begun() {
-                if task.under_way == 0 {
-                    self.tasks.end(key);
+            if task.is_all_submitted() {
+                if task.in_flight == 0 {
+                    self.tasks.finish(key);
                 }
                 self.tasks.stop_waiting(key);
                 continue;
             }
-            let left = task.request.len - task.begun;
+            let left = task.request.len - task.submitted;
             let (call, len, held) = match task.request.op {
                 _ if left == 0 => (Call::Flush, 0, 0),
                 Op::Read | Op::Compare | Op::Verify => (Call::Read, left.min(DATA), left.min(DATA)),
@@ -125,7 +125,7 @@ impl RbdQueue {
             }
             let mut buffer = vec![0; held as usize];
             if matches!(call, Call::Write { .. } | Call::CompareAndWrite)
-                && task.data.read_into(task.begun as usize, &mut buffer).is_none()
+                && task.data.read_into(task.submitted as usize, &mut buffer).is_none()
             {
                 task.outcome = Err(DiskError::BadBuffer);
                 continue;
@@ -136,10 +136,10 @@ impl RbdQueue {
             let id = self.next;
             self.next += 1;
             let number = task.number;
-            self.subrequests.insert(id, Subrequest { task: key, number, at: task.begun, len });
-            let offset = task.request.offset + task.begun;
-            task.begun += len;
-            task.under_way += 1;
+            self.subrequests.insert(id, Subrequest { task: key, number, at: task.submitted, len });
+            let offset = task.request.offset + task.submitted;
+            task.submitted += len;
+            task.in_flight += 1;
             self.bytes += held;
             if let Some(image) = &self.shared.opened.image {
                 image.start(id, &call, offset, buffer, &self.completions);
@@ -147,8 +147,8 @@ impl RbdQueue {
         }
     }
 
-    fn end(&mut self, ended: Ended) {
-        let Ended { id, value, buffer } = ended;
+    fn end(&mut self, ended: CallResult) {
+        let CallResult { id, value, buffer } = ended;
         self.bytes -= buffer.len() as u64;
         let Some(Subrequest { task: key, number, at, len }) = self.subrequests.remove(&id) else {
             return;
@@ -156,8 +156,8 @@ impl RbdQueue {
         let task = self.tasks.get_mut(key).filter(|task| task.number == number);
         // The task of a cancelled read may have ended. Then only the buffers of the call had to be
         // released.
-        let Some(task) = task.filter(|task| task.under_way != 0) else { return };
-        task.under_way -= 1;
+        let Some(task) = task.filter(|task| task.in_flight != 0) else { return };
+        task.in_flight -= 1;
         let full = &self.shared.opened.is_full;
         let result = match (value, task.request.op) {
             (..0, op) => Err(status(value, matches!(op, Op::Read | Op::Compare | Op::Verify))),
@@ -184,7 +184,7 @@ impl RbdQueue {
             full.store(true, Ordering::Relaxed);
         }
         task.outcome = task.outcome.and(result);
-        if task.under_way == 0 {
+        if task.in_flight == 0 {
             // The waiting task will start the flush that follows the calls, or end.
             self.tasks.wait(key);
         }
@@ -238,8 +238,8 @@ impl Queue for RbdQueue {
             number: self.count,
             request,
             data: data.take(),
-            begun: 0,
-            under_way: 0,
+            submitted: 0,
+            in_flight: 0,
             outcome: Ok(()),
             fua,
             flushes_after,
@@ -259,7 +259,7 @@ impl Queue for RbdQueue {
 
     fn commit(&mut self) {
         self.begin();
-        if self.tasks.any_over() {
+        if self.tasks.has_finished() {
             self.completions.signal();
         }
     }
@@ -270,7 +270,7 @@ impl Queue for RbdQueue {
         ended.drain(..).for_each(|ended| self.end(ended));
         self.ended = ended;
         self.begin();
-        while let Some((tag, task)) = self.tasks.take_over() {
+        while let Some((tag, task)) = self.tasks.take_finished() {
             done(tag, task.outcome, task.data);
         }
     }
@@ -281,13 +281,13 @@ impl Queue for RbdQueue {
         let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
         // A started write cannot be cancelled, because the next write of the host must come after
         // it.
-        if task.is_cancelled || (task.is_begun() && !reads) {
+        if task.is_cancelled || (task.is_all_submitted() && !reads) {
             return;
         }
         task.is_cancelled = true;
         task.outcome = task.outcome.and(Err(DiskError::Cancelled));
         if reads {
-            task.under_way = 0;
+            task.in_flight = 0;
         }
         self.tasks.wait_first(key);
         // `reap` will end the request. The signal makes the I/O thread call it.

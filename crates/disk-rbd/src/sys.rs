@@ -5,7 +5,7 @@ use crate::error::CONNECTING;
 use crate::exit::{self, Counted};
 use crate::uri::RbdSpec;
 use libloading::Library;
-use shadowbell_disk::{CompletionQueue, tell_new_size};
+use shadowbell_disk::{CompletionQueue, notify_resize};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -116,7 +116,7 @@ unsafe extern "C" {
 }
 
 /// Exit callback. The C library calls it in `exit`, or when `main` returns.
-extern "C" fn process_ends(status: c_int, _: *mut c_void) {
+extern "C" fn on_process_exit(status: c_int, _: *mut c_void) {
     if !exit::wait() {
         // SAFETY: ends the process without running any other code.
         unsafe { libc::_exit(status) }
@@ -136,7 +136,7 @@ fn api() -> Result<&'static Api, String> {
         // The callback is registered after the libraries were loaded, so it is called before their
         // destructors.
         // SAFETY: the function has the required signature, and is never unloaded.
-        unsafe { on_exit(process_ends, null_mut()) };
+        unsafe { on_exit(on_process_exit, null_mut()) };
         // The threads of the libraries may run after every image is closed, so the libraries are
         // never unloaded.
         std::mem::forget((rados, rbd));
@@ -201,7 +201,7 @@ unsafe impl Sync for Image {}
 
 /// Completed call.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct CallResult {
     pub(crate) id: u64,
     /// Return value; negative for an error number.
     pub(crate) value: i64,
@@ -213,7 +213,7 @@ pub(crate) struct Ended {
 struct Running {
     id: u64,
     buffer: Vec<u8>,
-    to: Arc<CompletionQueue<Ended>>,
+    to: Arc<CompletionQueue<CallResult>>,
     api: &'static Api,
     /// Offset at which a comparison has found a difference. Ceph writes it.
     mismatch: u64,
@@ -223,11 +223,11 @@ struct Running {
 extern "C" fn changed(argument: *mut c_void) {
     // SAFETY: `argument` is the flag of an image, which stays open until the watch is removed.
     unsafe { &*argument.cast::<AtomicBool>() }.store(true, Ordering::Release);
-    tell_new_size();
+    notify_resize();
 }
 
 /// Callback for a completed call. One of Ceph's threads calls it.
-extern "C" fn done(completion: Handle, argument: *mut c_void) {
+extern "C" fn on_completion(completion: Handle, argument: *mut c_void) {
     // SAFETY: `argument` is the box from `Image::start`. Ceph passes it back once.
     let running = unsafe { Box::from_raw(argument.cast::<Running>()) };
     let Running { id, buffer, to, api, .. } = *running;
@@ -237,7 +237,7 @@ extern "C" fn done(completion: Handle, argument: *mut c_void) {
         (api.rbd_aio_release)(completion);
         value
     };
-    to.push(Ended { id, value: value as i64, buffer });
+    to.push(CallResult { id, value: value as i64, buffer });
 }
 
 fn c_text(text: impl AsRef<[u8]>) -> CString {
@@ -284,7 +284,7 @@ impl Image {
         image.set_senders();
         // SAFETY: as above.
         check(CONNECTING, unsafe { (api.rados_connect)(image.cluster) })?;
-        image.keep_out(dead)?;
+        image.blocklist(dead)?;
         let pool = c_text(&spec.pool);
         // SAFETY: as above.
         check("opening the pool", unsafe {
@@ -347,7 +347,7 @@ impl Image {
 
     /// Adds clients to the cluster's blocklist, with the default expiry. Then waits for the
     /// cluster's new map.
-    fn keep_out(&self, dead: &[String]) -> Result<(), Failure> {
+    fn blocklist(&self, dead: &[String]) -> Result<(), Failure> {
         for client in dead {
             let address = c_text(client);
             // SAFETY: as in `open`; the text is only read.
@@ -392,7 +392,7 @@ impl Image {
     /// Sets the flag that the size may have changed, without a notification from Ceph.
     pub(crate) fn set_changed(&self) {
         self.has_changed.store(true, Ordering::Release);
-        tell_new_size();
+        notify_resize();
     }
 
     /// Returns and clears the flag, which is set if the size may have changed.
@@ -460,7 +460,7 @@ impl Image {
         call: &Call,
         offset: u64,
         buffer: Vec<u8>,
-        to: &Arc<CompletionQueue<Ended>>,
+        to: &Arc<CompletionQueue<CallResult>>,
     ) {
         let api = self.api;
         let running = Box::new(Running { id, buffer, to: Arc::clone(to), api, mismatch: 0 });
@@ -469,7 +469,7 @@ impl Image {
         // SAFETY: `running` is a box. `done` frees it, or the code below does if Ceph does not
         // accept the call. The buffer in it does not move until then.
         let value = unsafe {
-            match (api.rbd_aio_create_completion)(running.cast(), done, &mut completion) {
+            match (api.rbd_aio_create_completion)(running.cast(), on_completion, &mut completion) {
                 0.. => {
                     let len = (*running).buffer.len();
                     let bytes = (*running).buffer.as_mut_ptr().cast::<c_char>();
@@ -512,7 +512,7 @@ impl Image {
         if value < 0 {
             // SAFETY: Ceph has not accepted the box.
             let Running { id, buffer, to, .. } = *unsafe { Box::from_raw(running) };
-            to.push(Ended { id, value: value.into(), buffer });
+            to.push(CallResult { id, value: value.into(), buffer });
         }
     }
 }

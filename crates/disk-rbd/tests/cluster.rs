@@ -6,8 +6,8 @@ use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_disk_rbd::{OpenError, RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
 use shadowbell_testing::disks::{
-    Random, assert_none_completes, batch, begin, content, ended, flush, memory, read, segments,
-    wait, write,
+    Random, assert_none_completes, batch, content, flush, memory, read, segments, submit_pending,
+    wait, wait_completed, write,
 };
 use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait::{self, LIMIT};
@@ -16,7 +16,7 @@ use std::process::Command;
 
 const MIB: u64 = 1 << 20;
 /// Environment variable that tells the test program to run as the child process that ends.
-const ENDS: &str = "SHADOWBELL_TEST_RBD_ENDS";
+const CHILD_EXITS: &str = "SHADOWBELL_TEST_RBD_ENDS";
 
 /// Configuration file of the cluster, if there is a cluster.
 fn conf() -> Option<String> {
@@ -96,9 +96,9 @@ fn a_new_size_is_notified_once() {
     let Some(conf) = conf() else { return };
     image(&conf, "told", "4M");
     let disk = open(&conf, "told");
-    assert!(!disk.takes_new_size());
+    assert!(!disk.take_size_change());
     rbd(&conf, &["resize", "--no-progress", "told", "--size", "8M"]);
-    wait::until("a change of the size", || disk.takes_new_size());
+    wait::until("a change of the size", || disk.take_size_change());
     assert_eq!(disk.resized(None).unwrap().info().bytes(), 8 * MIB);
 }
 
@@ -148,7 +148,7 @@ fn an_unequal_block_is_not_written() {
     assert_eq!(swap(&mut *taken, 0, 5, 6), Err(DiskError::ReadOnly));
     // `keep` makes the disk recoverable: from now on, a write is durable before it completes.
     // Compare-and-write must also succeed in that mode.
-    disk.keep(&mut Descriptors::default()).unwrap();
+    disk.checkpoint(&mut Descriptors::default()).unwrap();
     assert_eq!(swap(&mut *queue, 0, 5, 6), Ok(()));
 }
 
@@ -174,7 +174,7 @@ fn a_block_across_objects_has_no_compare_and_write() {
 /// moves between them, and without one.
 #[test]
 fn two_clients_increment_the_same_block() {
-    const EACH: u64 = 100;
+    const PER_THREAD: u64 = 100;
     let Some(conf) = conf() else { return };
     for (name, features) in [("count", "layering,exclusive-lock"), ("free", "layering")] {
         let _ = Command::new("rbd").args(["-c", &conf, "rm", "--no-progress", name]).output();
@@ -185,7 +185,7 @@ fn two_clients_increment_the_same_block() {
                     let disk = open(&conf, name);
                     let mut queue = disk.queue().unwrap();
                     let (mut added, mut lost) = (0, 0);
-                    while added < EACH {
+                    while added < PER_THREAD {
                         let now = read(&mut *queue, 512, 512).unwrap();
                         let now = u64::from_le_bytes(now[..8].try_into().unwrap());
                         match swap(&mut *queue, 512, now, now + 1) {
@@ -202,7 +202,7 @@ fn two_clients_increment_the_same_block() {
         println!("{name}: another client came first {lost} times");
         let disk = open(&conf, name);
         let sum = read(&mut *disk.queue().unwrap(), 512, 512).unwrap();
-        assert_eq!(sum[..8], (2 * EACH).to_le_bytes(), "{name}");
+        assert_eq!(sum[..8], (2 * PER_THREAD).to_le_bytes(), "{name}");
     }
 }
 
@@ -210,7 +210,7 @@ fn two_clients_increment_the_same_block() {
 #[test]
 fn a_process_ends_when_its_images_are_closed() {
     let Some(conf) = conf() else { return };
-    if std::env::var_os(ENDS).is_some() {
+    if std::env::var_os(CHILD_EXITS).is_some() {
         let disk = open(&conf, "ends");
         assert_eq!(write(&mut *disk.queue().unwrap(), 0, &[1; 512]), Ok(()));
         drop(disk);
@@ -219,7 +219,7 @@ fn a_process_ends_when_its_images_are_closed() {
     image(&conf, "ends", "4M");
     for round in 0..10 {
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "a_process_ends_when_its_images_are_closed"]).env(ENDS, "1");
+        child.args(["--exact", "a_process_ends_when_its_images_are_closed"]).env(CHILD_EXITS, "1");
         let output = child.output().unwrap();
         assert_eq!(output.status.code(), Some(7), "{round}: {output:?}");
         let status = Command::new("rbd").args(["-c", &conf, "status", "ends"]).output().unwrap();
@@ -254,8 +254,8 @@ fn recovery_has_unflushed_writes_and_fences_the_dead_process() {
         rbd(&conf, &["create", name, "--size", "4M", "--image-feature", features]);
         let spec = RbdSpec::parse(&format!("rbd:rbd/{name}?conf={conf}")).unwrap();
         let dead = RbdDisk::open(&spec).unwrap();
-        let state = dead.keep(&mut Descriptors::default()).unwrap();
-        assert!(RbdDisk::is_kept_by(&state), "{state}");
+        let state = dead.checkpoint(&mut Descriptors::default()).unwrap();
+        assert!(RbdDisk::is_checkpoint(&state), "{state}");
         let mut old = dead.queue().unwrap();
         assert_eq!(flush(&mut *old), Ok(()));
         for n in 0..16 {
@@ -278,7 +278,7 @@ fn recovery_has_unflushed_writes_and_fences_the_dead_process() {
     }
     // If `wait` returns false, recovery fails.
     let spec = RbdSpec::parse(&format!("rbd:rbd/kept?conf={conf}")).unwrap();
-    let state = open(&conf, "kept").keep(&mut Descriptors::default()).unwrap();
+    let state = open(&conf, "kept").checkpoint(&mut Descriptors::default()).unwrap();
     let refused = RbdDisk::recover(&spec, &state, &|| false).unwrap_err();
     assert!(refused.to_string().contains("the wait was given up"), "{refused}");
     rbd(&conf, &["resize", "--no-progress", "--allow-shrink", "kept", "--size", "2M"]);
@@ -365,10 +365,10 @@ fn durable_writes_wait_for_a_hung_cluster() {
         for (name, value) in settings {
             rbd(&conf, &["config", "image", "set", "rbd/waits", name, value]);
         }
-        let open = if lasting { RbdDisk::open_lasting } else { RbdDisk::open };
+        let open = if lasting { RbdDisk::open_recoverable } else { RbdDisk::open };
         let disk = open(&RbdSpec::parse(&format!("rbd:rbd/waits?conf={conf}")).unwrap()).unwrap();
         if is_kept {
-            disk.keep(&mut Descriptors::default()).unwrap();
+            disk.checkpoint(&mut Descriptors::default()).unwrap();
         }
         let mut queue = disk.queue().unwrap();
         // The first write acquires the lock of the image.
@@ -378,10 +378,10 @@ fn durable_writes_wait_for_a_hung_cluster() {
         let stopped = Stopped::all(&conf);
         let request = Request { op, offset: 4096, len: 4096 };
         let len = if matches!(op, Op::Write { .. }) { 4096 } else { 0 };
-        begin(&mut *queue, 7, &request, segments(&bytes, 0, len));
+        submit_pending(&mut *queue, 7, &request, segments(&bytes, 0, len));
         let case = format!("{op:?}, lasting: {lasting}, {settings:?}, kept: {is_kept}");
         match answered {
-            true => assert_eq!(ended(&mut *queue, 1), [(7, Ok(()))], "{case}"),
+            true => assert_eq!(wait_completed(&mut *queue, 1), [(7, Ok(()))], "{case}"),
             false => assert_none_completes(&mut *queue),
         }
         drop(stopped);
@@ -411,7 +411,7 @@ fn requests_to_a_hung_cluster_can_be_cancelled() {
     let long = 4 << 20;
     let submit = |queue: &mut dyn Queue, tag, op, offset: u64, len: u64| {
         let data = segments(&bytes, 0, len as usize);
-        begin(queue, tag, &Request { op, offset, len }, data);
+        submit_pending(queue, tag, &Request { op, offset, len }, data);
     };
     submit(&mut *queue, 0, Op::Read, 0, 4096);
     submit(&mut *queue, 1, Op::Read, 4096, 4096);
@@ -428,7 +428,7 @@ fn requests_to_a_hung_cluster_can_be_cancelled() {
         queue.cancel(tag);
     }
     wait(&*queue);
-    let mut cancelled = ended(&mut *queue, 2);
+    let mut cancelled = wait_completed(&mut *queue, 2);
     assert_none_completes(&mut *queue);
     cancelled.sort_unstable_by_key(|(tag, _)| *tag);
     assert_eq!(cancelled, [0, LAST].map(|tag| (tag, Err(DiskError::Cancelled))));
@@ -441,7 +441,7 @@ fn requests_to_a_hung_cluster_can_be_cancelled() {
             for tag in 0..3000 {
                 let op = if tag % 2 == 0 { Op::Read } else { Op::Write { fua: false } };
                 let request = Request { op, offset: u64::from(tag) * 4096, len: 4096 };
-                begin(&mut *queue, tag, &request, segments(&bytes, 0, 4096));
+                submit_pending(&mut *queue, tag, &request, segments(&bytes, 0, 4096));
             }
             told.send(()).unwrap();
             while queue.pending() > 0 {

@@ -5,7 +5,8 @@
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request};
 use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_testing::disks::{
-    assert_none_completes, begin, ended, flush, memory, read, run_one, segments, wait, write,
+    assert_none_completes, flush, memory, read, run_one, segments, submit_pending, wait,
+    wait_completed, write,
 };
 use shadowbell_testing::programs::skipped;
 use shadowbell_testing::wait;
@@ -65,14 +66,14 @@ fn a_full_cluster_fails_or_delays_writes() {
         return;
     }
     ceph(&conf, "rbd", &["create", "fill", "--size", "256M"]);
-    says_so(&conf);
+    reports_full(&conf);
     waits_with_a_cache(&conf);
 }
 
 /// Without a cache in this process, a write that allocates space fails with `NoSpace`, and all
 /// other requests succeed.
-fn says_so(conf: &str) {
-    let disk = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
+fn reports_full(conf: &str) {
+    let disk = RbdDisk::open_recoverable(&spec(conf, "fill")).unwrap();
     let mut queue = disk.queue().unwrap();
     for at in [0, 4 * MIB] {
         assert_eq!(write(&mut *queue, at, &[7; MIB as usize]), Ok(()));
@@ -110,7 +111,7 @@ fn says_so(conf: &str) {
     assert_eq!(discard(&mut *queue), Ok(()));
     assert_eq!(read(&mut *queue, 4 * MIB, 4096), Ok(vec![0; 4096]));
     // A disk can be opened on a full cluster.
-    let second = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
+    let second = RbdDisk::open_recoverable(&spec(conf, "fill")).unwrap();
     let mut other = second.queue().unwrap();
     assert_eq!(read(&mut *other, 4096, 4096), Ok(vec![8; 4096]));
     assert_eq!(write(&mut *other, 20 * MIB, &[1; 4096]), no_room);
@@ -132,7 +133,7 @@ fn waits_with_a_cache(conf: &str) {
     ceph(conf, "rbd", &["config", "image", "set", "rbd/own", "rbd_cache", "true"]);
     let disks = [
         RbdDisk::open(&spec(conf, "fill")).unwrap(),
-        RbdDisk::open_lasting(&spec(conf, "own")).unwrap(),
+        RbdDisk::open_recoverable(&spec(conf, "own")).unwrap(),
     ];
     let mut queues = disks.each_ref().map(|disk| disk.queue().unwrap());
     for queue in &mut queues {
@@ -144,7 +145,7 @@ fn waits_with_a_cache(conf: &str) {
         let bytes = memory(4 * MIB as usize);
         let submit = |queue: &mut dyn Queue, tag, op, offset: u64, len: u64| {
             let data = segments(&bytes, 0, len as usize);
-            begin(queue, tag, &Request { op, offset, len }, data);
+            submit_pending(queue, tag, &Request { op, offset, len }, data);
         };
         // More requests than the cache and the buffers of the queue have room for. So the last ones
         // are not submitted.
@@ -158,7 +159,7 @@ fn waits_with_a_cache(conf: &str) {
         let mut reads = disk.queue().unwrap();
         assert_eq!(read(&mut *reads, 200 * MIB, 4096), Ok(vec![0; 4096]));
         queue.cancel(39);
-        assert_eq!(ended(&mut **queue, 1), [(39, Err(DiskError::Cancelled))]);
+        assert_eq!(wait_completed(&mut **queue, 1), [(39, Err(DiskError::Cancelled))]);
         assert_none_completes(&mut **queue);
     }
     drop(full);

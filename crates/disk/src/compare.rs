@@ -5,7 +5,7 @@ use shadowbell_memory::{Segments, SharedBytes};
 
 /// Number of bytes that are copied and compared at once. Private copies are compared, because other
 /// threads and the guest may change both sides during the comparison.
-const PIECE: usize = 4096;
+const CHUNK: usize = 4096;
 
 /// Compares `len` bytes of `data` from `offset` with `disk` from `at`.
 ///
@@ -18,10 +18,10 @@ pub fn compare(
     at: usize,
     len: usize,
 ) -> Result<(), DiskError> {
-    let (mut ours, mut theirs) = ([0; PIECE], [0; PIECE]);
+    let (mut ours, mut theirs) = ([0; CHUNK], [0; CHUNK]);
     let mut done = 0;
     while done < len {
-        let n = (len - done).min(PIECE);
+        let n = (len - done).min(CHUNK);
         data.read_into(offset + done, &mut theirs[..n]).ok_or(DiskError::BadBuffer)?;
         disk.read_into(at + done, &mut ours[..n]).ok_or(DiskError::BadBuffer)?;
         if ours[..n] != theirs[..n] {

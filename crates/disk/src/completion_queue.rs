@@ -206,12 +206,12 @@ mod tests {
     #[test]
     fn no_wake_up_is_lost() {
         const THREADS: usize = 4;
-        const EACH: usize = 20_000;
+        const PER_THREAD: usize = 20_000;
         let queue = Arc::new(CompletionQueue::new().unwrap());
         let push = |thread: usize| {
             let queue = Arc::clone(&queue);
             std::thread::spawn(move || {
-                for n in 0..EACH {
+                for n in 0..PER_THREAD {
                     queue.push((thread, n));
                     if n % 7 == 0 {
                         std::thread::yield_now();
@@ -221,7 +221,7 @@ mod tests {
         };
         let threads: Vec<_> = (0..THREADS).map(push).collect();
         let (mut next, mut taken) = ([0; THREADS], Vec::new());
-        while next != [EACH; THREADS] {
+        while next != [PER_THREAD; THREADS] {
             wait::readable("a signal", queue.as_fd());
             queue.take(&mut taken);
             for (thread, n) in taken.drain(..) {

@@ -1,7 +1,7 @@
 //! The traits [`Disk`] and [`Queue`]: a disk, and one thread's queue on it.
 
 use crate::checkpoint_error::CheckpointError;
-use crate::extent::{Extent, Tell};
+use crate::extent::{Extent, ReportExtent};
 use crate::info::DiskInfo;
 use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
@@ -55,8 +55,8 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
 
     /// True if completed writes may be lost because the kernel could not write them back. Then
     /// every flush fails until the disk is opened again. Must not block. Default: false.
-    fn has_lost(&self) -> bool {
-        self.inner().is_some_and(|inner| inner.has_lost())
+    fn has_lost_writes(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.has_lost_writes())
     }
 
     /// Performance counters of the disk by name, for the operator. Default: none.
@@ -64,20 +64,20 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         self.inner().map_or_else(Vec::new, |inner| inner.counters())
     }
 
-    /// Reports the allocation state of `len` bytes from byte `offset` on: calls `tell` with
-    /// consecutive extents without gaps until `len` bytes are reported or `tell` returns false.
+    /// Reports the allocation state of `len` bytes from byte `offset` on: calls `report` with
+    /// consecutive extents without gaps until `len` bytes are reported or `report` returns false.
     /// Neighbouring extents may have the same state.
     ///
     /// Bytes written before the call are reported as allocated, unless they were discarded or
     /// zeroed since. Bytes written or discarded during the call may be reported either way.
     ///
     /// May block on the storage and take long, so I/O threads must not call it. The time between
-    /// two calls of `tell` is bounded. Default: all bytes are allocated.
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    /// two calls of `report` is bounded. Default: all bytes are allocated.
+    fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         match self.inner() {
-            Some(inner) => inner.extents(offset, len, tell),
+            Some(inner) => inner.extents(offset, len, report),
             None if len != 0 => {
-                tell(Extent::data(len));
+                report(Extent::data(len));
             }
             None => {}
         }
@@ -96,17 +96,17 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
 
     /// True if the storage has signalled a possible size change since the last call;
     /// [`resized`](Self::resized) then finds the new size. Must not block. Default: false.
-    fn takes_new_size(&self) -> bool {
-        self.inner().is_some_and(|inner| inner.takes_new_size())
+    fn take_size_change(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.take_size_change())
     }
 
-    /// Returns this disk writable (`taken`) or read-only. Like [`resized`](Self::resized), it
+    /// Returns this disk writable (`accepted`) or read-only. Like [`resized`](Self::resized), it
     /// shares the storage and does not change this disk. Default: [`ResizeError::Opened`].
     ///
     /// # Errors
     /// [`ResizeError`].
-    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
-        let _ = taken;
+    fn with_writes(&self, accepted: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        let _ = accepted;
         Err(ResizeError::Opened { disk: self.name() })
     }
 
@@ -117,16 +117,17 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`CheckpointError`].
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
+    fn checkpoint(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         match self.inner() {
-            Some(inner) => inner.keep(fds),
+            Some(inner) => inner.checkpoint(fds),
             None => Err(CheckpointError::Mortal { disk: self.name() }),
         }
     }
 
-    /// Sets the callback for changes of the state that [`keep`](Self::keep) returns. The thread
-    /// that detects a change calls it, before any host can see the change. A disk and the disks
-    /// [made from it](Self::resized) share one callback: the one set last. Default: no changes.
+    /// Sets the callback for changes of the state that [`checkpoint`](Self::checkpoint) returns.
+    /// The thread that detects a change calls it, before any host can see the change. A disk and
+    /// the disks [made from it](Self::resized) share one callback: the one set last. Default: no
+    /// changes.
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
         if let Some(inner) = self.inner() {
             inner.on_change(changed);
@@ -210,7 +211,7 @@ pub trait Queue {
     }
 
     /// True if the caller has to call [`begin_turn`](Self::begin_turn).
-    fn takes_turns(&self) -> bool {
+    fn schedules_sources(&self) -> bool {
         false
     }
 
@@ -221,7 +222,7 @@ pub trait Queue {
     }
 
     /// True if the queue benefits from [`prefetch_hint`](Self::prefetch_hint).
-    fn wants_prefetch_hints(&self) -> bool {
+    fn uses_prefetch_hints(&self) -> bool {
         false
     }
 

@@ -46,7 +46,7 @@ pub enum OpenError {
     },
     /// The process that opens images on request refused this image.
     #[error("{path}: {why}")]
-    NotGiven {
+    OpenRefused {
         /// Path of the file.
         path: String,
         /// Reason of the refusal.
@@ -57,7 +57,7 @@ pub enum OpenError {
     Unreadable {
         /// Path of the file.
         path: String,
-        /// The system's reason.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The path is neither a regular file nor a block device.
@@ -145,7 +145,7 @@ pub enum OpenError {
     NotDirect {
         /// Path of the file.
         path: String,
-        /// The reason.
+        /// Cause of the failure.
         why: String,
     },
     /// `aio=io_uring` was given, but the process may not use io_uring.
@@ -157,7 +157,7 @@ pub enum OpenError {
     Ring {
         /// Path of the file.
         path: String,
-        /// The system's reason.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// State from another process belongs to a different disk than this specification.
@@ -175,7 +175,7 @@ pub enum OpenError {
         path: String,
         /// The operation that failed.
         what: &'static str,
-        /// The system's reason.
+        /// Error of the operating system.
         source: io::Error,
     },
 }

@@ -24,4 +24,4 @@ impl Extent {
 }
 
 /// Callback that receives consecutive extents. Returns true to receive more.
-pub type Tell<'a> = dyn FnMut(Extent) -> bool + 'a;
+pub type ReportExtent<'a> = dyn FnMut(Extent) -> bool + 'a;

@@ -24,7 +24,7 @@ pub enum ImageFormat {
 
 impl ImageFormat {
     /// Number of bytes from the start of an image that the detection needs.
-    pub const LOOKS_AT: usize = 512;
+    pub const DETECTION_BYTES: usize = 512;
 
     /// Detects the format by the first bytes of an image; `None` means raw.
     #[must_use]
@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn image_formats_are_detected_by_their_first_bytes() {
-        let mut vdi = [0; ImageFormat::LOOKS_AT];
+        let mut vdi = [0; ImageFormat::DETECTION_BYTES];
         vdi[0x40..0x44].copy_from_slice(&0xbeda_107f_u32.to_le_bytes());
         for (start, format) in [
             (&b"QFI\xfb\0\0\0\x03"[..], Some(ImageFormat::Qcow2)),

@@ -36,7 +36,7 @@ pub use compare::compare;
 pub use completion_queue::CompletionQueue;
 pub use disk::{Disk, Queue, Wait};
 pub use error::{MAX_MEMORY, OpenError};
-pub use extent::{Extent, Tell};
+pub use extent::{Extent, ReportExtent};
 pub use format::ImageFormat;
 pub use index_lists::Lists;
 pub use info::DiskInfo;
@@ -44,7 +44,7 @@ pub use merged_fd::merge;
 pub use metadata::{Metadata, MetadataBuffer, MetadataFormat};
 pub use request::{DiskError, Op, Request, Submitted};
 pub use request_table::{NotIndexed, TagIndex, Tasks};
-pub use resize::{ResizeError, SizeNews, tell_new_size};
+pub use resize::{ResizeError, SizeChanges, notify_resize};
 pub use size::{format_size, parse_size};
 pub use zoned::{ZoneFormat, ZoneReport, Zones};
 

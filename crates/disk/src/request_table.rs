@@ -52,7 +52,7 @@ pub struct NotIndexed;
 /// Number of the list of waiting requests; see [`Lists`].
 const WAITING: u32 = 0;
 /// Number of the list of ended requests.
-const OVER: u32 = 1;
+const FINISHED: u32 = 1;
 
 /// Table of the requests of a [`Queue`](crate::Queue), each with a small number as its key. A
 /// request may be in the waiting list, which is ordered, or in the list of ended requests, which
@@ -61,7 +61,7 @@ const OVER: u32 = 1;
 /// All operations except `keys` take constant time.
 #[derive(Debug)]
 pub struct Tasks<T> {
-    places: Vec<Option<(u32, T)>>,
+    slots: Vec<Option<(u32, T)>>,
     free: Vec<u32>,
     by_tag: TagIndex<u32>,
     lists: Lists,
@@ -70,7 +70,7 @@ pub struct Tasks<T> {
 impl<T> Default for Tasks<T> {
     fn default() -> Self {
         Self {
-            places: Vec::new(),
+            slots: Vec::new(),
             free: Vec::new(),
             by_tag: TagIndex::default(),
             lists: Lists::default(),
@@ -81,7 +81,7 @@ impl<T> Default for Tasks<T> {
 impl<T> Tasks<T> {
     /// Number of requests.
     pub fn len(&self) -> usize {
-        self.places.len() - self.free.len()
+        self.slots.len() - self.free.len()
     }
 
     /// True if there is no request.
@@ -91,10 +91,10 @@ impl<T> Tasks<T> {
 
     /// Adds a request with this tag. Returns its key.
     pub fn insert(&mut self, tag: u32, task: T) -> u32 {
-        let key = self.free.pop().unwrap_or(self.places.len() as u32);
-        match self.places.get_mut(key as usize) {
+        let key = self.free.pop().unwrap_or(self.slots.len() as u32);
+        match self.slots.get_mut(key as usize) {
             Some(place) => *place = Some((tag, task)),
-            None => self.places.push(Some((tag, task))),
+            None => self.slots.push(Some((tag, task))),
         }
         self.by_tag.set(tag, key);
         key
@@ -102,26 +102,26 @@ impl<T> Tasks<T> {
 
     /// Returns a request by its key.
     pub fn get_mut(&mut self, key: u32) -> Option<&mut T> {
-        self.places.get_mut(key as usize)?.as_mut().map(|(_, task)| task)
+        self.slots.get_mut(key as usize)?.as_mut().map(|(_, task)| task)
     }
 
     /// Returns the tag of a request.
     pub fn tag_of(&self, key: u32) -> Option<u32> {
-        self.places.get(key as usize)?.as_ref().map(|(tag, _)| *tag)
+        self.slots.get(key as usize)?.as_ref().map(|(tag, _)| *tag)
     }
 
     /// Returns the key of the request with this tag.
     pub fn find(&self, tag: u32) -> Option<u32> {
         let has_it = |place: &Option<(u32, T)>| place.as_ref().is_some_and(|(of, _)| *of == tag);
         match self.by_tag.get(tag) {
-            Ok(key) => key.filter(|key| self.places.get(*key as usize).is_some_and(has_it)),
-            Err(_) => self.places.iter().position(has_it).map(|key| key as u32),
+            Ok(key) => key.filter(|key| self.slots.get(*key as usize).is_some_and(has_it)),
+            Err(_) => self.slots.iter().position(has_it).map(|key| key as u32),
         }
     }
 
     /// Iterates over the keys of all requests.
     pub fn keys(&self) -> impl Iterator<Item = u32> {
-        (0..).zip(&self.places).filter_map(|(key, place)| place.as_ref().map(|_| key))
+        (0..).zip(&self.slots).filter_map(|(key, place)| place.as_ref().map(|_| key))
     }
 
     /// Appends the request to the waiting list. No effect if the request is in a list already.
@@ -133,7 +133,7 @@ impl<T> Tasks<T> {
 
     /// Puts the request at the front of the waiting list. No effect if the request has ended.
     pub fn wait_first(&mut self, key: u32) {
-        if self.lists.list_of(key) != Some(OVER) {
+        if self.lists.list_of(key) != Some(FINISHED) {
             self.lists.push_front(WAITING, key);
         }
     }
@@ -151,28 +151,28 @@ impl<T> Tasks<T> {
     }
 
     /// Moves the request to the list of ended requests. Returns false if it was there already.
-    pub fn end(&mut self, key: u32) -> bool {
-        let is_new = self.lists.list_of(key) != Some(OVER);
+    pub fn finish(&mut self, key: u32) -> bool {
+        let is_new = self.lists.list_of(key) != Some(FINISHED);
         if is_new {
-            self.lists.push_back(OVER, key);
+            self.lists.push_back(FINISHED, key);
         }
         is_new
     }
 
     /// True if any request has ended.
-    pub fn any_over(&self) -> bool {
-        !self.lists.is_empty(OVER)
+    pub fn has_finished(&self) -> bool {
+        !self.lists.is_empty(FINISHED)
     }
 
     /// Removes and returns the next ended request, with its tag.
-    pub fn take_over(&mut self) -> Option<(u32, T)> {
-        let key = self.lists.first(OVER)?;
+    pub fn take_finished(&mut self) -> Option<(u32, T)> {
+        let key = self.lists.first(FINISHED)?;
         self.remove(key)
     }
 
     /// Removes a request and returns it with its tag.
     pub fn remove(&mut self, key: u32) -> Option<(u32, T)> {
-        let taken = self.places.get_mut(key as usize)?.take()?;
+        let taken = self.slots.get_mut(key as usize)?.take()?;
         self.lists.remove(key);
         self.free.push(key);
         Some(taken)
@@ -211,14 +211,14 @@ mod tests {
         assert_eq!(tasks.first_waiting(), Some(keys[1]));
         tasks.wait_first(keys[3]);
         assert_eq!(tasks.first_waiting(), Some(keys[3]));
-        assert!(tasks.end(keys[3]) && !tasks.end(keys[3]) && tasks.any_over());
+        assert!(tasks.finish(keys[3]) && !tasks.finish(keys[3]) && tasks.has_finished());
         tasks.wait(keys[3]);
         tasks.wait_first(keys[3]);
         tasks.stop_waiting(keys[3]);
         assert_eq!(tasks.first_waiting(), Some(keys[1]));
-        assert!(tasks.end(keys[0]));
-        assert_eq!((tasks.take_over(), tasks.take_over()), (Some((3, ())), Some((0, ()))));
-        assert_eq!((tasks.take_over(), tasks.len(), tasks.any_over()), (None, 2, false));
+        assert!(tasks.finish(keys[0]));
+        assert_eq!((tasks.take_finished(), tasks.take_finished()), (Some((3, ())), Some((0, ()))));
+        assert_eq!((tasks.take_finished(), tasks.len(), tasks.has_finished()), (None, 2, false));
         assert!(tasks.keys().eq([keys[1], keys[2]]));
     }
 }

@@ -1,10 +1,10 @@
 //! Changes of a disk's size or write protection: errors, and notification of size changes.
 //!
-//! A disk whose storage signals a new size sets a flag ([`Disk::takes_new_size`]) and calls
-//! [`tell_new_size`]. The thread that applies size changes sleeps in [`SizeNews::wait`] and then
+//! A disk whose storage signals a new size sets a flag ([`Disk::take_size_change`]) and calls
+//! [`notify_resize`]. The thread that applies size changes sleeps in [`SizeChanges::wait`] and then
 //! checks all disks.
 //!
-//! [`Disk::takes_new_size`]: crate::Disk::takes_new_size
+//! [`Disk::take_size_change`]: crate::Disk::take_size_change
 
 use parking_lot::{Condvar, Mutex};
 use std::io;
@@ -89,27 +89,27 @@ pub enum ResizeError {
 }
 
 /// Number of notifications so far, from all disks of the process.
-static NEWS: Mutex<u64> = Mutex::new(0);
+static RESIZES: Mutex<u64> = Mutex::new(0);
 static CHANGED: Condvar = Condvar::new();
 
 /// Wakes all waiting threads, because a disk may have a new size or because a waiting thread has to
 /// end.
-pub fn tell_new_size() {
-    *NEWS.lock() += 1;
+pub fn notify_resize() {
+    *RESIZES.lock() += 1;
     CHANGED.notify_all();
 }
 
 /// Position of one waiting thread in the sequence of notifications.
 #[derive(Debug, Default)]
-pub struct SizeNews(u64);
+pub struct SizeChanges(u64);
 
-impl SizeNews {
+impl SizeChanges {
     /// Blocks until there is a notification that the previous call did not see.
     pub fn wait(&mut self) {
-        let mut news = NEWS.lock();
-        let mut is_old = |news: &mut u64| *news == self.0;
-        CHANGED.wait_while(&mut news, &mut is_old);
-        self.0 = *news;
+        let mut changes = RESIZES.lock();
+        let mut is_old = |changes: &mut u64| *changes == self.0;
+        CHANGED.wait_while(&mut changes, &mut is_old);
+        self.0 = *changes;
     }
 }
 
@@ -119,11 +119,11 @@ mod tests {
 
     #[test]
     fn a_waiter_gets_earlier_and_later_size_changes() {
-        tell_new_size();
-        let mut news = SizeNews::default();
-        news.wait();
-        let teller = std::thread::spawn(tell_new_size);
-        news.wait();
+        notify_resize();
+        let mut changes = SizeChanges::default();
+        changes.wait();
+        let teller = std::thread::spawn(notify_resize);
+        changes.wait();
         teller.join().unwrap();
     }
 }

@@ -8,12 +8,12 @@ use bytesize::ByteSize;
 /// A sentence for the operator, if the text is not a size, or the size is zero or more than 8 EiB
 /// less one byte.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let bad = || format!("`{text}` is no size; write for example `512MiB`, `10GiB` or `1TiB`");
+    let invalid = || format!("`{text}` is no size; write for example `512MiB`, `10GiB` or `1TiB`");
     let unit = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').trim();
     let binary = matches!(unit, "k" | "K" | "m" | "M" | "g" | "G" | "t" | "T" | "p" | "P");
     let parsed =
         if binary { format!("{text}iB").parse::<ByteSize>() } else { text.parse::<ByteSize>() };
-    let bytes = parsed.map_err(|_| bad())?.as_u64();
+    let bytes = parsed.map_err(|_| invalid())?.as_u64();
     if bytes == 0 {
         return Err("its size is zero".to_owned());
     }

@@ -41,18 +41,18 @@ impl ZoneFormat {
     /// Minimum zone size.
     pub const SMALLEST: u64 = 64 << 10;
     /// Maximum number of zones. A scan of that many zones takes a fraction of a millisecond.
-    pub const MOST: u64 = 1 << 18;
+    pub const MAX_ZONES: u64 = 1 << 18;
 
     /// Format with zones of this size. The zones are writable up to their end, and all of them can
     /// be open. `None` if the size is not supported.
     #[must_use]
     pub fn new(size: u64) -> Option<Self> {
-        let format = Self::whole(size);
+        let format = Self::unchecked(size);
         format.check(512).is_ok().then_some(format)
     }
 
     /// Creates a format like [`new`](Self::new), without a check of the size.
-    fn whole(size: u64) -> Self {
+    fn unchecked(size: u64) -> Self {
         Self {
             size,
             capacity: size,
@@ -106,7 +106,7 @@ impl ZoneFormat {
         let size = options.iter().find(|(name, _)| *name == "zoned");
         let (_, size) = size
             .ok_or_else(|| format!("the option `{name}` needs a zone size, as in `zoned=64MiB`"))?;
-        let mut format = Self::whole(parse_size(size)?);
+        let mut format = Self::unchecked(parse_size(size)?);
         let mut seen = Vec::new();
         for (name, value) in options {
             if seen.contains(&name) {

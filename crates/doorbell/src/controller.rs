@@ -1,9 +1,9 @@
 //! Controller end of a doorbell.
 //!
-//! Operations: [`look`] while polling, [`arm`] and [`recheck`] before a sleep, [`disarm`] after it.
+//! Operations: [`poll`] while polling, [`arm`] and [`recheck`] before a sleep, [`disarm`] after it.
 //! The rules behind them are in the documentation of the crate.
 //!
-//! [`look`]: SqTail::look
+//! [`poll`]: SqTail::poll
 //! [`arm`]: SqTail::arm
 //! [`recheck`]: SqTail::recheck
 //! [`disarm`]: SqTail::disarm
@@ -221,8 +221,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
     }
 
     #[inline]
-    fn look(&mut self, limit: u32) -> Result<u16, InvalidDoorbell> {
-        self.counters.as_ref().looks.add(1);
+    fn poll(&mut self, limit: u32) -> Result<u16, InvalidDoorbell> {
+        self.counters.as_ref().polls.add(1);
         let moved = self.take(limit)?;
         self.counters.as_ref().found_new.add(u64::from(moved));
         Ok(self.state.last)
@@ -416,11 +416,11 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     ///
     /// A value outside of the ring. It is reported once, until there is a valid value.
     #[inline]
-    pub fn look(&mut self) -> Result<u16, InvalidDoorbell> {
-        self.doorbell.look(RingSize::MAX)
+    pub fn poll(&mut self) -> Result<u16, InvalidDoorbell> {
+        self.doorbell.poll(RingSize::MAX)
     }
 
-    /// Value that [`look`](Self::look) would return now. The value is not accepted, so it is only a
+    /// Value that [`poll`](Self::poll) would return now. The value is not accepted, so it is only a
     /// hint for prefetches. Returns the last value if the current one is invalid or its source is
     /// not decided.
     #[inline]
@@ -442,7 +442,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     ///
     /// # Errors
     ///
-    /// Errors of [`look`](Self::look). The round then does not end in a sleep.
+    /// Errors of [`poll`](Self::poll). The round then does not end in a sleep.
     #[inline]
     pub fn recheck<T: Cell, F: Fence>(
         &mut self,
@@ -481,8 +481,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
     /// A value outside of the ring or past `tail`. It is reported once, until there is a valid
     /// value.
     #[inline]
-    pub fn look(&mut self, tail: u16) -> Result<u16, InvalidDoorbell> {
-        self.doorbell.look(self.doorbell.posted(tail))
+    pub fn poll(&mut self, tail: u16) -> Result<u16, InvalidDoorbell> {
+        self.doorbell.poll(self.doorbell.posted(tail))
     }
 
     /// Second phase before a sleep: reads the head again, after the fence has made EventIdx
@@ -490,7 +490,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
     ///
     /// # Errors
     ///
-    /// Errors of [`look`](Self::look). The round then does not end in a sleep.
+    /// Errors of [`poll`](Self::poll). The round then does not end in a sleep.
     #[inline]
     pub fn recheck<T: Cell, F: Fence>(
         &mut self,

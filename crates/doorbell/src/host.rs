@@ -39,16 +39,16 @@ impl Predicate {
 
 /// Doorbell that this host rings: a submission queue's tail or a completion queue's head.
 ///
-/// Initially it is a plain doorbell, for which every update is an MMIO write. After [`mirror`], its
-/// values are stored in the shadow entry as well. After [`trust`], the MMIO write is omitted if
-/// EventIdx does not request it.
+/// Initially it is a plain doorbell, for which every update is an MMIO write. After
+/// [`attach_shadow`], its values are stored in the shadow entry as well. After [`enable_shadow`],
+/// the MMIO write is omitted if EventIdx does not request it.
 ///
 /// An EventIdx that is not a position of the ring requests no MMIO write, because the condition of
 /// NVMe Base 2.2, B.5.1 is never met for it. Polling controllers such as SPDK's store such a value,
 /// and handle a doorbell write on a slow path.
 ///
-/// [`mirror`]: Self::mirror
-/// [`trust`]: Self::trust
+/// [`attach_shadow`]: Self::attach_shadow
+/// [`enable_shadow`]: Self::enable_shadow
 #[derive(Debug)]
 pub struct HostDoorbell<C, F = FullFence> {
     current: u16,
@@ -108,8 +108,9 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     /// From now on every update is stored in the shadow entry *and* written to the register. So
     /// while it executes the command, the controller can switch from the register to the entry at
     /// any time without missing an update, even with commands in flight. An entry of an earlier
-    /// Doorbell Buffer Config gets the updates as well, until [`trust`](Self::trust).
-    pub fn mirror(&mut self, value: C, event_idx: C) {
+    /// Doorbell Buffer Config gets the updates as well, until
+    /// [`enable_shadow`](Self::enable_shadow).
+    pub fn attach_shadow(&mut self, value: C, event_idx: C) {
         if event_idx.load_relaxed() as u16 <= self.last {
             event_idx.store_release(u32::from(self.current));
         }
@@ -119,10 +120,10 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// Relies on the shadow entry and EventIdx from now on, after Doorbell Buffer Config has
-    /// completed successfully. Without a [`mirror`], this has no effect.
+    /// completed successfully. Without [`attach_shadow`], this has no effect.
     ///
-    /// [`mirror`]: Self::mirror
-    pub fn trust(&mut self) {
+    /// [`attach_shadow`]: Self::attach_shadow
+    pub fn enable_shadow(&mut self) {
         if let Some(shadow) = &mut self.shadow {
             shadow.trusted = true;
             shadow.old = None;
@@ -131,7 +132,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
 
     /// Drops the shadow entry, because Doorbell Buffer Config failed, or because a controller reset
     /// has disabled both buffers.
-    pub fn forget(&mut self) {
+    pub fn detach_shadow(&mut self) {
         self.shadow = None;
         self.deferred = None;
     }

@@ -83,7 +83,7 @@ shared_counters! {
     /// Counters of a doorbell's controller end.
     ControllerStats counted by ControllerCounters {
         /// Number of looks while polling.
-        looks,
+        polls,
         /// Number of looks that found a new value.
         found_new,
         /// Number of times that EventIdx was moved while polling, so that the host does not pass

@@ -36,8 +36,8 @@ fn busy(entries: u32, predicate: Predicate, depth: u32, batch: u32, total: u64) 
     let size = RingSize::new(entries).unwrap();
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
     let mut host: HostDoorbell<&AtomicU32> = HostDoorbell::new(0);
-    host.mirror(&shadow, &event_idx);
-    host.trust();
+    host.attach_shadow(&shadow, &event_idx);
+    host.enable_shadow();
     let mut tail = SqTail::new(size, &register);
     tail.enable(&shadow, &event_idx).unwrap();
 
@@ -56,7 +56,7 @@ fn busy(entries: u32, predicate: Predicate, depth: u32, batch: u32, total: u64) 
             }
         }
         if random.below(3) > 0 {
-            assert_eq!(tail.look(), Ok((submitted % u64::from(entries)) as u16));
+            assert_eq!(tail.poll(), Ok((submitted % u64::from(entries)) as u16));
             seen = submitted;
         }
         completed += u64::from(random.below((seen - completed) as u32 + 1));
@@ -143,8 +143,8 @@ fn acknowledging_completions_rings_never() {
             let size = RingSize::new(entries).unwrap();
             let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
             let mut host: HostDoorbell<&AtomicU32> = HostDoorbell::new(0);
-            host.mirror(&shadow, &event_idx);
-            host.trust();
+            host.attach_shadow(&shadow, &event_idx);
+            host.enable_shadow();
             let mut head = CqHead::new(size, &register);
             head.enable(&shadow, &event_idx, 0).unwrap();
             let mut random = Random(u64::from(entries));
@@ -152,7 +152,7 @@ fn acknowledging_completions_rings_never() {
             let at = |count: u64| (count % u64::from(entries)) as u16;
             while posted < u64::from(entries) * 20 {
                 // The controller posts only as many completions as it knows room for.
-                assert_eq!(head.look(at(posted)), Ok(at(acknowledged)));
+                assert_eq!(head.poll(at(posted)), Ok(at(acknowledged)));
                 let free = depth - (posted - acknowledged) as u32;
                 posted += u64::from(1 + random.below(free)).min(u64::from(free));
                 let fresh = (posted - acknowledged) as u32;

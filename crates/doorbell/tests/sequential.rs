@@ -38,7 +38,7 @@ enum Step {
     /// The host submits this number of entries, if there is room.
     Submit(u32),
     /// The controller polls.
-    Look,
+    Poll,
     /// This number of fetched commands complete, if there are as many.
     Complete(u32),
     /// The controller goes to sleep, if it is idle.
@@ -51,19 +51,19 @@ enum Step {
     /// Doorbell Buffer Config has completed.
     Completed,
     /// An earlier trapped write arrives late.
-    Late,
+    LateWrite,
 }
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (1u32..6).prop_map(Step::Submit),
-        4 => Just(Step::Look),
+        4 => Just(Step::Poll),
         3 => (1u32..6).prop_map(Step::Complete),
         3 => Just(Step::Sleep),
         3 => (1u32..6).prop_map(Step::SleepAgainst),
         1 => Just(Step::Enable),
         1 => Just(Step::Completed),
-        1 => Just(Step::Late),
+        1 => Just(Step::LateWrite),
     ]
 }
 
@@ -108,11 +108,11 @@ fn the_documentation_example_works() {
 
     // The host, before and after the Doorbell Buffer Config command.
     let mut host: HostDoorbell<&AtomicU32> = HostDoorbell::new(0);
-    host.mirror(&shadow, &event_idx);
+    host.attach_shadow(&shadow, &event_idx);
     // The controller executes the command.
     let mut tail = SqTail::new(RingSize::new(1024).unwrap(), &register);
     tail.enable(&shadow, &event_idx).unwrap();
-    host.trust();
+    host.enable_shadow();
 
     // The controller is idle, and goes to sleep.
     let mut sleeper: Sleeper<&AtomicU32> = Sleeper::new(&state);
@@ -129,10 +129,10 @@ fn the_documentation_example_works() {
 
     // The controller polls again, and the host does not ring any more.
     drop(asleep);
-    assert_eq!(tail.look(), Ok(1));
+    assert_eq!(tail.poll(), Ok(1));
     for at in 2..1000 {
         assert!(!host.publish(at));
-        assert_eq!(tail.look(), Ok(at));
+        assert_eq!(tail.poll(), Ok(at));
     }
 }
 
@@ -165,7 +165,7 @@ proptest! {
         // The host mirrors its values from the start. The command may be executed at any time, or
         // never.
         let mut page = 0;
-        host.borrow_mut().doorbell.mirror(pages[page].0, pages[page].1);
+        host.borrow_mut().doorbell.attach_shadow(pages[page].0, pages[page].1);
         let (mut enabled, mut trusted) = (false, false);
         let mut fetched = 0u64;
         for step in steps {
@@ -180,7 +180,7 @@ proptest! {
                     if trusted {
                         // Another Doorbell Buffer Config is submitted.
                         (enabled, trusted, page) = (false, false, 1 - page);
-                        host.borrow_mut().doorbell.mirror(pages[page].0, pages[page].1);
+                        host.borrow_mut().doorbell.attach_shadow(pages[page].0, pages[page].1);
                     } else if !enabled {
                         tail.enable(pages[page].0, pages[page].1).unwrap();
                         enabled = true;
@@ -188,11 +188,11 @@ proptest! {
                 }
                 Step::Completed => {
                     if enabled {
-                        host.borrow_mut().doorbell.trust();
+                        host.borrow_mut().doorbell.enable_shadow();
                         trusted = true;
                     }
                 }
-                Step::Late => {
+                Step::LateWrite => {
                     // A late write can only occur with a host that no longer uses the register.
                     let host = host.borrow();
                     if tail.state().truth == shadowbell_doorbell::Truth::Shadow
@@ -201,8 +201,8 @@ proptest! {
                         let _ = host.waker.ring(&register, u32::from(old));
                     }
                 }
-                Step::Look => {
-                    tail.look().unwrap();
+                Step::Poll => {
+                    tail.poll().unwrap();
                 }
                 Step::Sleep | Step::SleepAgainst(_) => {
                     if let Step::SleepAgainst(count) = step {
@@ -239,7 +239,7 @@ proptest! {
             prop_assert!(fetched <= host.borrow().submitted, "the tail moved backwards");
         }
         // At the end, the controller sees all entries.
-        tail.look().unwrap();
+        tail.poll().unwrap();
         prop_assert_eq!(tail.last(), host.borrow().doorbell.current());
     }
 
@@ -263,7 +263,7 @@ proptest! {
             } else {
                 register.load(Ordering::Relaxed)
             };
-            match tail.look() {
+            match tail.poll() {
                 Ok(seen) => prop_assert!(u32::from(seen) < entries),
                 Err(InvalidDoorbell { value }) => {
                     prop_assert_eq!(value, expected);

@@ -17,7 +17,7 @@ use crate::io_queues::io_queue_memory;
 use crate::namespace::Namespace;
 use crate::options::AttachOptions;
 use crate::queue_pair::QueuePair;
-use crate::recovery::{WatchIntervals, Watchdog, Watched};
+use crate::recovery::{WatchIntervals, Watchdog, WatchedController};
 use crate::transport::Transport;
 use std::sync::{Arc, Weak};
 
@@ -135,9 +135,9 @@ fn create_queues(
     let requested = request_events(&controller.enabled.admin, &info.identity);
     requested.map_err(at("Asynchronous Event Request"))?;
     if options.recovery.enabled {
-        let watched: Weak<dyn Watched> = Arc::<AttachedController>::downgrade(controller);
+        let target: Weak<dyn WatchedController> = Arc::<AttachedController>::downgrade(controller);
         let (tick, status) = (controller.ticks.tick, controller.recovery.watch);
-        let watchdog = Watchdog::spawn(watched, WatchIntervals { tick, status });
+        let watchdog = Watchdog::spawn(target, WatchIntervals { tick, status });
         controller.set_watchdog(watchdog.map_err(AttachError::Thread)?);
     }
     Ok(queues)

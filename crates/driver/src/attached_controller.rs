@@ -175,14 +175,14 @@ impl AdminCommands for AttachedController {
 impl Drop for AttachedController {
     fn drop(&mut self) {
         // If the controller had failed, the failure is in the log already.
-        let was_over = self.state().over().is_some();
+        let had_failed = self.state().failure().is_some();
         match self.shut_down() {
             Ok(()) => {}
-            Err(error) if was_over => tracing::debug!("{error}"),
+            Err(error) if had_failed => tracing::debug!("{error}"),
             Err(error) => tracing::warn!("{error}"),
         }
         if self.state().phase() == Phase::Lost {
-            let bytes = self.info.io_memory.keep();
+            let bytes = self.info.io_memory.leak();
             tracing::warn!(
                 "{} may still use its I/O queues, so their memory ({bytes} bytes) is kept",
                 self.name()

@@ -6,7 +6,7 @@ use shadowbell_spec::opcode::{DataTransfer, NvmOpcode, data_transfer};
 use shadowbell_spec::protection::GuardKind;
 
 /// Upper limit of the bytes that one command transfers, even if the controller accepts more.
-pub(crate) const MOST_BYTES: u64 = 1 << 29;
+pub(crate) const MAX_BYTES: u64 = 1 << 29;
 /// The bits of [`Command::transfer`] that count bytes. The upper two bits mark an entry with tags
 /// ([`TagSource`]). If a mark is set, `transfer` exceeds every transfer limit, so the fast path
 /// refuses the command. Only refused commands are examined for marks, so plain commands cost
@@ -211,7 +211,7 @@ impl Command {
         self
     }
 
-    /// Sets the number of transferred bytes, which the caller keeps below [`MOST_BYTES`]. The tag
+    /// Sets the number of transferred bytes, which the caller keeps below [`MAX_BYTES`]. The tag
     /// bits above it are retained.
     pub(crate) const fn set_transfer(&mut self, bytes: u32) {
         self.transfer = self.transfer & !BYTES | bytes & BYTES;

@@ -5,7 +5,7 @@
 //! plain to shadow doorbells while commands are in flight.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane, identify_controller};
-use crate::command::MOST_BYTES;
+use crate::command::MAX_BYTES;
 use crate::controller_info::ControllerInfo;
 use crate::device::Device;
 use crate::error::CommandError;
@@ -23,23 +23,23 @@ const EVENT_REQUESTS: u8 = 4;
 
 /// Transfer limit of one command. MDTS counts pages of CAP.MPSMIN (Base 2.1, 5.1.13.2.1).
 pub(crate) fn max_transfer(device: &Device, identity: &IdentifyController, wanted: u64) -> u64 {
-    let most = match identity.mdts {
+    let max = match identity.mdts {
         0 => u64::MAX,
         mdts => 1u64
             .checked_shl(12 + u32::from(device.cap.mpsmin()) + u32::from(mdts))
             .unwrap_or(u64::MAX),
     };
-    wanted.min(most).min(MOST_BYTES)
+    wanted.min(max).min(MAX_BYTES)
 }
 
 /// Set Features, Number of Queues (07h): requests `wanted` queue pairs, returns the granted number.
 pub(crate) fn request_queues(admin: &AdminPlane, wanted: u16) -> Result<u16, CommandError> {
-    let ask = NumberOfQueues::new().with_nsq(wanted - 1).with_ncq(wanted - 1);
-    let answer = admin.set_feature(fid::NUMBER_OF_QUEUES, 0, ask.into_bits())?;
-    let answer = NumberOfQueues::from_bits(answer);
+    let request = NumberOfQueues::new().with_nsq(wanted - 1).with_ncq(wanted - 1);
+    let granted_queues = admin.set_feature(fid::NUMBER_OF_QUEUES, 0, request.into_bits())?;
+    let granted_queues = NumberOfQueues::from_bits(granted_queues);
     // The values are 0's based, so at least one queue of each kind is granted. Queues beyond the
     // requested number are ignored.
-    let granted = answer.nsq().min(answer.ncq()).saturating_add(1).min(wanted);
+    let granted = granted_queues.nsq().min(granted_queues.ncq()).saturating_add(1).min(wanted);
     if granted < wanted {
         tracing::info!("asked for {wanted} queue pairs, got {granted}");
     }
@@ -90,10 +90,10 @@ fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
     // The admin queue is shadowed as well (Base 2.1, "Doorbell Buffer Config command"), but some
     // controllers, such as SPDK's, leave it out. So for the admin queue, the driver always writes
     // both the shadow doorbells and the registers.
-    admin.queue.mirror(sq, cq);
+    admin.queue.attach_shadow(sq, cq);
     let config = Sqe::dbbuf_config(DoorbellBufferConfig { shadow, event_idx }, 0);
     admin.succeed(config, AdminData::None).map(|_| pages).map_err(|error| {
-        admin.queue.forget_shadow();
+        admin.queue.detach_shadow();
         error.to_string()
     })
 }
@@ -141,7 +141,7 @@ pub(crate) fn request_events(
 /// # Errors
 /// The reason, if the transport now leads to another controller, or the controller grants or
 /// supports less than before.
-pub(crate) fn configure_again(admin: &AdminPlane, info: &ControllerInfo) -> Result<(), String> {
+pub(crate) fn reconfigure(admin: &AdminPlane, info: &ControllerInfo) -> Result<(), String> {
     let why = |error: CommandError| error.to_string();
     let identity = identify_controller(admin).map_err(why)?;
     if (identity.sn, identity.mn) != (info.identity.sn, info.identity.mn) {

@@ -20,7 +20,7 @@ pub(crate) enum Phase {
     /// Being reset, by the thread that holds the lock of the I/O queues.
     Resetting,
     /// Removed or unreachable.
-    Gone,
+    Removed,
 }
 
 impl Phase {
@@ -30,7 +30,7 @@ impl Phase {
             1 => Self::Closing,
             2 => Self::Disabled,
             4 => Self::Resetting,
-            5 => Self::Gone,
+            5 => Self::Removed,
             _ => Self::Lost,
         }
     }
@@ -52,7 +52,7 @@ pub(crate) enum Condition {
     Detached,
     /// The controller failed or was removed. If `quiet` is true, the controller no longer accesses
     /// shared memory.
-    Over { quiet: bool },
+    Failed { quiet: bool },
 }
 
 /// State of a controller that is enabled or about to be enabled.
@@ -63,13 +63,13 @@ pub(crate) struct ControllerState {
     /// Number of completed controller resets.
     generation: AtomicU32,
     /// Cause of a failure; unset if the program detached the controller.
-    over: OnceLock<Arc<str>>,
+    failure: OnceLock<Arc<str>>,
 }
 
 impl ControllerState {
     pub(crate) fn new() -> Self {
         let (epoch, generation) = (AtomicU32::new(Phase::Live as u32), AtomicU32::new(0));
-        Self { epoch, generation, over: OnceLock::new() }
+        Self { epoch, generation, failure: OnceLock::new() }
     }
 
     /// The epoch word, which changes when the state changes or a timeout tick passes. The call
@@ -82,10 +82,10 @@ impl ControllerState {
     /// Decodes the state. The load has acquire ordering: everything that another thread wrote
     /// before it changed the state is visible afterwards.
     pub(crate) fn condition(&self) -> Condition {
-        match (self.phase(), self.over.get()) {
+        match (self.phase(), self.failure.get()) {
             (Phase::Live, _) => Condition::Live,
             (Phase::Resetting, _) => Condition::Resetting,
-            (phase, Some(_)) => Condition::Over { quiet: phase == Phase::Disabled },
+            (phase, Some(_)) => Condition::Failed { quiet: phase == Phase::Disabled },
             (_, None) => Condition::Detached,
         }
     }
@@ -122,7 +122,7 @@ impl ControllerState {
 
     /// Marks the controller as failed; `quiet` if it could be disabled.
     pub(crate) fn set_unusable(&self, why: &str, quiet: bool) {
-        self.over.get_or_init(|| why.into());
+        self.failure.get_or_init(|| why.into());
         self.set_phase(if quiet { Phase::Disabled } else { Phase::Lost });
     }
 
@@ -133,17 +133,17 @@ impl ControllerState {
         if self.phase() != from {
             return false;
         }
-        self.over.get_or_init(|| why.into());
-        let gone = |epoch: u32| {
-            let gone = (epoch & !PHASE | Phase::Gone as u32).wrapping_add(EPOCH);
-            (Phase::of(epoch) == from).then_some(gone)
+        self.failure.get_or_init(|| why.into());
+        let removed = |epoch: u32| {
+            let removed = (epoch & !PHASE | Phase::Removed as u32).wrapping_add(EPOCH);
+            (Phase::of(epoch) == from).then_some(removed)
         };
-        self.epoch.fetch_update(Ordering::AcqRel, Ordering::Acquire, gone).is_ok()
+        self.epoch.fetch_update(Ordering::AcqRel, Ordering::Acquire, removed).is_ok()
     }
 
     /// Cause of the failure; `None` if the controller works or the program detached it.
-    pub(crate) fn over(&self) -> Option<&Arc<str>> {
-        self.over.get()
+    pub(crate) fn failure(&self) -> Option<&Arc<str>> {
+        self.failure.get()
     }
 
     /// Checks that queue `qid` is usable. A caller that holds the lock of the I/O queues sees no
@@ -151,13 +151,13 @@ impl ControllerState {
     pub(crate) fn usable(&self, qid: u16) -> Result<(), QueueError> {
         match self.condition() {
             Condition::Live => Ok(()),
-            Condition::Over { .. } => Err(QueueError::Failed { qid, why: self.failure_reason() }),
+            Condition::Failed { .. } => Err(QueueError::Failed { qid, why: self.failure_reason() }),
             Condition::Resetting | Condition::Detached => Err(QueueError::Detached { qid }),
         }
     }
 
     /// Cause of the failure, with a default text if none was recorded.
     pub(crate) fn failure_reason(&self) -> Arc<str> {
-        self.over.get().cloned().unwrap_or_else(|| "it was closed".into())
+        self.failure.get().cloned().unwrap_or_else(|| "it was closed".into())
     }
 }

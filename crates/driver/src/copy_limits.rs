@@ -33,16 +33,16 @@ impl CopyLimits {
 
     /// The maximum number of blocks that one command copies from contiguous blocks.
     #[must_use]
-    pub fn most(&self) -> u32 {
+    pub fn max(&self) -> u32 {
         let ranges = u32::try_from(self.ranges).unwrap_or(u32::MAX);
         self.blocks.min(self.range_blocks.saturating_mul(ranges))
     }
 
     /// Splits `blocks` blocks from `lba` on into source ranges of one command. If `blocks` exceeds
-    /// [`most`](Self::most), the ranges cover only the first [`most`](Self::most) blocks.
+    /// [`max`](Self::max), the ranges cover only the first [`max`](Self::max) blocks.
     pub fn split(&self, lba: u64, blocks: u32) -> impl Iterator<Item = CopyRange> + use<> {
         let step = self.range_blocks.clamp(1, 1 << 16);
-        let left = blocks.min(self.most());
+        let left = blocks.min(self.max());
         (0..left.div_ceil(step)).map(move |index| {
             let at = index * step;
             let nlb0 = ((left - at).min(step) - 1) as u16;
@@ -79,13 +79,13 @@ mod tests {
             let ranges = limits.split(lba, blocks);
             ranges.map(|range| (range.slba, u32::from(range.nlb0) + 1)).collect::<Vec<_>>()
         };
-        assert_eq!((LIMITS.most(), CopyLimits { ranges: 2, ..LIMITS }.most()), (250, 200));
+        assert_eq!((LIMITS.max(), CopyLimits { ranges: 2, ..LIMITS }.max()), (250, 200));
         assert_eq!(split(LIMITS, 7, 100), [(7, 100)]);
         assert_eq!(split(LIMITS, 7, 101), [(7, 100), (107, 1)]);
         assert_eq!(split(LIMITS, 7, 1000), [(7, 100), (107, 100), (207, 50)]);
         assert_eq!(split(LIMITS, 7, 0), []);
         let all = CopyLimits { ranges: 256, range_blocks: 65535, blocks: u32::MAX };
-        assert_eq!(all.most(), 256 * 65535);
+        assert_eq!(all.max(), 256 * 65535);
         assert_eq!(split(all, 0, u32::MAX).len(), 256);
     }
 }

@@ -124,12 +124,12 @@ impl Device {
         }
     }
 
-    /// Waits until CSTS satisfies `there`.
+    /// Waits until CSTS satisfies `is_reached`.
     fn wait(
         &self,
         limit: Duration,
-        fatal_matters: bool,
-        there: impl Fn(Csts) -> bool,
+        stop_if_fatal: bool,
+        is_reached: impl Fn(Csts) -> bool,
     ) -> Result<(), StateError> {
         let began = Instant::now();
         let mut pause = Duration::from_micros(20);
@@ -141,10 +141,10 @@ impl Device {
             if csts.into_bits() == u32::MAX {
                 return Err(StateError::Absent);
             }
-            if there(csts) {
+            if is_reached(csts) {
                 return Ok(());
             }
-            if fatal_matters && csts.cfs() {
+            if stop_if_fatal && csts.cfs() {
                 return Err(StateError::Fatal);
             }
             if waited >= limit {

@@ -102,7 +102,7 @@ impl EnabledController {
     pub(crate) fn shut_down(&self, limit: Duration) -> Result<(), DetachError> {
         let mut io_queues = self.io_queues();
         let (admin, phase) = (&self.admin, self.state.phase());
-        if !matches!(phase, Phase::Live | Phase::Gone) {
+        if !matches!(phase, Phase::Live | Phase::Removed) {
             return self.outcome(phase);
         }
         self.state.set_phase(Phase::Closing);
@@ -138,7 +138,7 @@ impl EnabledController {
 
     /// Result of a shutdown for a controller that is already closed or failed.
     fn outcome(&self, phase: Phase) -> Result<(), DetachError> {
-        let Some(why) = self.state.over() else { return Ok(()) };
+        let Some(why) = self.state.failure() else { return Ok(()) };
         let (device, why) = (self.admin.name().to_owned(), why.to_string());
         Err(match phase {
             Phase::Lost => DetachError::Lost { device, why },
@@ -150,13 +150,13 @@ impl EnabledController {
 impl Drop for EnabledController {
     fn drop(&mut self) {
         // If the controller was attached, it has been shut down already.
-        if matches!(self.state.phase(), Phase::Live | Phase::Gone)
+        if matches!(self.state.phase(), Phase::Live | Phase::Removed)
             && let Err(error) = self.shut_down(self.admin.device.timeouts.shutdown)
         {
             tracing::warn!("{error}");
         }
         if self.state.phase() == Phase::Lost {
-            let bytes = self.admin.keep_memory();
+            let bytes = self.admin.leak_memory();
             tracing::warn!(
                 "{} may still use its admin queues, so their memory ({bytes} bytes) is kept",
                 self.admin.name()

@@ -229,13 +229,13 @@ impl IoQueueTable {
     }
 
     /// Records that a controller reset has deleted all I/O queues in the controller.
-    pub(crate) fn forget_live(&mut self) {
+    pub(crate) fn clear_live(&mut self) {
         self.live.clear();
     }
 
     /// Ends the quarantine of queue pairs, after the controller was disabled and no longer uses any
     /// queue.
-    pub(crate) fn end_quarantine(&mut self) {
+    pub(crate) fn release_quarantined(&mut self) {
         self.quarantined.clear();
     }
 
@@ -279,8 +279,8 @@ pub(crate) fn doorbells(
     if let Some(shadows) = info.shadow.as_ref().and_then(|pages| pages.of(qid)) {
         for ((doorbell, shadow), size) in doorbells.iter_mut().zip(shadows).zip(sizes) {
             doorbell.set_ring(size);
-            doorbell.mirror(shadow);
-            doorbell.trust();
+            doorbell.attach_shadow(shadow);
+            doorbell.enable_shadow();
         }
     }
     doorbells

@@ -39,9 +39,9 @@ pub struct Namespace {
     max_blocks: u32,
     /// Block limit of a plain command on blocks with or without metadata; 0 if the blocks are
     /// unusable.
-    plain_blocks: u32,
+    max_plain_blocks: u32,
     /// Transfer limit of one command in bytes.
-    pub(crate) most_bytes: u64,
+    pub(crate) max_bytes: u64,
     metadata: Option<BlockMetadata>,
     blocks: u64,
     max_transfer: u64,
@@ -71,25 +71,25 @@ impl Namespace {
             (None, _) => Some("has an invalid block size"),
             (_, Err(what)) => Some(what),
             (Some(size), _) if size > max_transfer => Some("has blocks longer than a transfer"),
-            (_, Ok(Some(metadata))) if !metadata.is_protection_alone() => {
+            (_, Ok(Some(metadata))) if !metadata.is_protection_only() => {
                 Some("has metadata that are more than protection information")
             }
             _ => None,
         };
         let block_shift = size.map_or(9, u64::trailing_zeros);
-        let plain_blocks = match unusable {
+        let max_plain_blocks = match unusable {
             None => (max_transfer >> block_shift).min(MAX_BLOCKS) as u32,
             Some(_) => 0,
         };
         let mut namespace = Self {
             nsid,
             block_shift,
-            max_blocks: if metadata.is_none() { plain_blocks } else { 0 },
-            plain_blocks,
-            most_bytes: max_transfer,
+            max_blocks: if metadata.is_none() { max_plain_blocks } else { 0 },
+            max_plain_blocks,
+            max_bytes: max_transfer,
             metadata,
             blocks: identity.nsze,
-            max_transfer: u64::from(plain_blocks) << block_shift,
+            max_transfer: u64::from(max_plain_blocks) << block_shift,
             // NSATTR bit 0: the namespace is write protected (NVM 1.1).
             read_only: identity.nsattr & 1 != 0,
             oncs: controller.oncs,
@@ -318,8 +318,8 @@ impl Namespace {
         // Blocks with 64-bit guards need source range entries of another format, which the driver
         // does not support.
         let is_narrow = |metadata: BlockMetadata| metadata.guard() == GuardKind::Crc16;
-        let knows = self.unusable.is_none() && self.metadata.is_none_or(is_narrow);
-        self.copies.filter(|_| knows)
+        let is_plain = self.unusable.is_none() && self.metadata.is_none_or(is_narrow);
+        self.copies.filter(|_| is_plain)
     }
 
     /// Copy: copies the blocks of `sources`, one range after the other, to consecutive blocks from
@@ -386,7 +386,7 @@ impl Namespace {
     #[inline]
     fn rw(&self, opcode: NvmOpcode, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         let zero_based = blocks.wrapping_sub(1);
-        if zero_based >= self.max_blocks || !self.holds(lba, blocks) {
+        if zero_based >= self.max_blocks || !self.contains(lba, blocks) {
             return self.rw_slow(opcode, lba, blocks);
         }
         let transfer = blocks << self.block_shift;
@@ -397,7 +397,7 @@ impl Namespace {
     #[cold]
     fn rw_slow(&self, opcode: NvmOpcode, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         let zero_based = blocks.wrapping_sub(1);
-        if zero_based >= self.plain_blocks || !self.holds(lba, blocks) {
+        if zero_based >= self.max_plain_blocks || !self.contains(lba, blocks) {
             return Err(self.refuse(lba, blocks, true));
         }
         if opcode == NvmOpcode::Compare {
@@ -431,14 +431,14 @@ impl Namespace {
         let Ok(zero_based) = u16::try_from(blocks.wrapping_sub(1)) else {
             return Err(self.refuse(lba, blocks, false));
         };
-        if !self.holds(lba, blocks) {
+        if !self.contains(lba, blocks) {
             return Err(self.refuse(lba, blocks, false));
         }
         Ok(Command::rw(opcode, self.nsid, lba, zero_based, 0))
     }
 
     #[inline]
-    fn holds(&self, lba: u64, blocks: u32) -> bool {
+    fn contains(&self, lba: u64, blocks: u32) -> bool {
         lba.checked_add(blocks.into()).is_some_and(|end| end <= self.blocks)
     }
 
@@ -451,7 +451,7 @@ impl Namespace {
         if count == 0 || count > MAX_BLOCKS {
             return RequestError::Blocks { blocks: count };
         }
-        if !self.holds(lba, blocks) {
+        if !self.contains(lba, blocks) {
             return RequestError::PastEnd {
                 lba,
                 end: lba.saturating_add(count),

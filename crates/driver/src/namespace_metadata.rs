@@ -73,7 +73,7 @@ impl Namespace {
     ) -> Result<MetadataCommand, RequestError> {
         let command = self.without_data(opcode, lba, blocks)?;
         let command = self.of_metadata(command, lba, blocks, fields)?;
-        let most = command.most_blocks(self.most_bytes);
+        let most = command.max_blocks_of(self.max_bytes);
         if u64::from(blocks) > most {
             let bytes = u64::from(blocks) * u64::from(self.block_size());
             return Err(RequestError::TooLong { bytes, max: most * u64::from(self.block_size()) });

@@ -384,7 +384,7 @@ fn copies_on_the_emulated_controller() {
     block_on(async {
         // Discards use the same buffers as copies, whose ranges are longer.
         on.discard(&[DsmRange { attributes: 0, blocks: 1, slba: 9000 }]).await.unwrap();
-        let all: Vec<_> = limits.split(0, limits.most()).collect();
+        let all: Vec<_> = limits.split(0, limits.max()).collect();
         on.copy(4096, &all).await.unwrap();
         on.copy(8000, &[range(7, 1); 128]).await.unwrap();
         on.copy(1, &[range(0, 100)]).await.unwrap();

@@ -91,25 +91,25 @@ impl InProcess {
 
     fn failed(
         &self,
-        doing: &'static str,
+        operation: &'static str,
         source: impl Into<shadowbell_driver::BoxError>,
     ) -> TransportError {
-        TransportError::Failed { device: self.name.clone(), doing, source: source.into() }
+        TransportError::Failed { device: self.name.clone(), operation, source: source.into() }
     }
 
     /// Calls `start`, and waits until its completion callback is called.
     fn wait(
         &self,
-        doing: &'static str,
+        operation: &'static str,
         start: impl FnOnce(Box<dyn FnOnce() + Send>) -> Result<(), TransportError>,
     ) -> Result<(), TransportError> {
         let (sender, receiver) = sync_channel(1);
         start(Box::new(move || {
             let _ = sender.send(());
         }))?;
-        receiver.recv_timeout(RELEASE_TIMEOUT).map_err(|_| TransportError::Gone {
+        receiver.recv_timeout(RELEASE_TIMEOUT).map_err(|_| TransportError::Disconnected {
             device: self.name.clone(),
-            doing,
+            operation,
             source: "the commands in flight do not end".into(),
         })
     }

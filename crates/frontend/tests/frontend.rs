@@ -9,7 +9,7 @@ use shadowbell_frontend::{ControllerDevice, InProcess};
 use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::{Status, regs};
 use shadowbell_testing::wait::LIMIT;
-use shadowbell_vfio_user::client::{Options, Share};
+use shadowbell_vfio_user::client::{DmaRange, Options};
 use shadowbell_vfio_user::device::region;
 use shadowbell_vfio_user::server::Handle;
 use shadowbell_vfio_user::{Client, Listener, Reactor};
@@ -124,8 +124,14 @@ fn unshared_memory_is_reported_once_for_each_client() {
     for _ in 0..2 {
         let client = Client::connect(server.socket(), Options::default()).unwrap();
         server.expect(ClientEvent::Attached);
-        let memory =
-            Share { iova: 0, len: 1 << 20, readable: true, writable: true, fd: None, fd_offset: 0 };
+        let memory = DmaRange {
+            iova: 0,
+            len: 1 << 20,
+            readable: true,
+            writable: true,
+            fd: None,
+            fd_offset: 0,
+        };
         client.dma_map(&memory).unwrap();
         assert!(server.events.try_recv().is_err(), "not before a guest uses the controller");
         for enable in [1_u32, 0, 1] {
@@ -143,7 +149,7 @@ fn an_empty_memory_file_is_reported() {
     let client = Client::connect(server.socket(), Options::default()).unwrap();
     server.expect(ClientEvent::Attached);
     let file = Mapping::shared("guest", 1 << 20).unwrap();
-    let memory = Share {
+    let memory = DmaRange {
         iova: 0,
         len: 1 << 20,
         readable: true,

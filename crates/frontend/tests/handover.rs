@@ -10,9 +10,9 @@ use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::{Status, regs};
 use shadowbell_state::{Descriptors, Parcel};
 use shadowbell_testing::wait::LIMIT;
-use shadowbell_vfio_user::client::{Options, Share};
+use shadowbell_vfio_user::client::{DmaRange, Options};
 use shadowbell_vfio_user::device::{DmaUnmap, irq, region};
-use shadowbell_vfio_user::server::{Ended, SavedPort};
+use shadowbell_vfio_user::server::{RunEnd, SavedPort};
 use shadowbell_vfio_user::{Client, Listener, Reactor};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -34,7 +34,7 @@ fn device(controller: &Controller) -> Box<ControllerDevice> {
     Box::new(ControllerDevice::new(controller.clone(), Arc::new(|_| ())).unwrap())
 }
 
-type Running = JoinHandle<(Reactor, Ended)>;
+type Running = JoinHandle<(Reactor, RunEnd)>;
 
 fn run(mut reactor: Reactor) -> Running {
     std::thread::spawn(move || {
@@ -65,7 +65,7 @@ impl Server {
     fn freeze(&mut self) -> Reactor {
         self.handle.freeze();
         let (reactor, ended) = self.running.take().unwrap().join().unwrap();
-        assert_eq!(ended, Ended::Frozen);
+        assert_eq!(ended, RunEnd::Frozen);
         reactor
     }
 
@@ -83,7 +83,7 @@ impl Server {
         let mut new = Reactor::new(Default::default()).unwrap();
         new.restore(saved, parcel.descriptors(), device(&controller)).unwrap();
         parcel.finish().unwrap();
-        old.hand_over();
+        old.release_to_successor();
         self.controller = controller;
         self.resume(new);
         count
@@ -109,8 +109,8 @@ fn save_and_receive(old: &mut Reactor) -> (SavedPort, Parcel) {
     (saved.remove(0), parcel)
 }
 
-fn share<'a>(iova: u64, len: u64, fd: Option<BorrowedFd<'a>>, fd_offset: u64) -> Share<'a> {
-    Share { iova, len, readable: true, writable: true, fd, fd_offset }
+fn share<'a>(iova: u64, len: u64, fd: Option<BorrowedFd<'a>>, fd_offset: u64) -> DmaRange<'a> {
+    DmaRange { iova, len, readable: true, writable: true, fd, fd_offset }
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
         client.dma_map(&share(2 * n * PAGE, PAGE, pages.fd(), 2 * n * PAGE)).unwrap();
     }
     client.dma_map(&share(1 << 30, 4 * PAGE, other.fd(), 4 * PAGE)).unwrap();
-    let read = Share { writable: false, ..share(2 << 30, 2 * PAGE, read_only.fd(), 0) };
+    let read = DmaRange { writable: false, ..share(2 << 30, 2 * PAGE, read_only.fd(), 0) };
     client.dma_map(&read).unwrap();
     client.dma_map(&share(3 << 30, PAGE, None, 0)).unwrap();
     let events = [(); 3].map(|()| EventFd::new().unwrap());

@@ -9,10 +9,10 @@ use shadowbell_spec::admin::Identify;
 use shadowbell_spec::{Sqe, regs};
 use shadowbell_testing::guest::{Guest, MEMORY};
 use shadowbell_testing::wait;
-use shadowbell_vfio_user::client::{ClientError, Options, Share};
-use shadowbell_vfio_user::device::{Device, Done, region};
+use shadowbell_vfio_user::client::{ClientError, DmaRange, Options};
+use shadowbell_vfio_user::device::{Completer, Device, region};
 use shadowbell_vfio_user::migration::MigrationState;
-use shadowbell_vfio_user::server::Ended;
+use shadowbell_vfio_user::server::RunEnd;
 use shadowbell_vfio_user::{Client, Errno, Listener, Reactor};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -21,7 +21,7 @@ use std::thread::JoinHandle;
 struct Server {
     directory: tempfile::TempDir,
     handle: shadowbell_vfio_user::server::Handle,
-    running: Option<JoinHandle<Ended>>,
+    running: Option<JoinHandle<RunEnd>>,
 }
 
 impl Server {
@@ -105,7 +105,7 @@ fn a_suspended_guest_resumes_at_the_source() {
         guest.work(20);
         let (_, _, moved) = guest.suspend(1);
         assert!(moved.in_flight > 0, "{moved:?}");
-        guest.go_on();
+        guest.resume_at_source();
         guest.verify();
     }
 }
@@ -195,7 +195,7 @@ fn a_state_of_another_controller_is_refused() {
         assert_eq!(refused(client.set_migration_state(MigrationState::Stop)), Errno::INVAL);
     }
     drop(memory);
-    guest.go_on();
+    guest.resume_at_source();
     guest.verify();
 }
 
@@ -257,7 +257,7 @@ fn corrupt_migration_states_do_no_harm() {
 /// Shares memory from address 0 on.
 fn share(client: &Client, memory: &Mapping) {
     let (len, fd) = (memory.len() as u64, memory.fd());
-    let share = Share { iova: 0, len, readable: true, writable: true, fd, fd_offset: 0 };
+    let share = DmaRange { iova: 0, len, readable: true, writable: true, fd, fd_offset: 0 };
     client.dma_map(&share).unwrap();
 }
 
@@ -368,7 +368,7 @@ fn a_state_is_parsed_on_another_thread() {
     let migration = device.migration().unwrap();
     for len in [0, 100, 1 << 20] {
         let (sender, parsed) = std::sync::mpsc::channel();
-        let done = Done::new(move |outcome| {
+        let done = Completer::new(move |outcome| {
             sender.send((outcome, std::thread::current().id())).unwrap();
         });
         migration.load_state(vec![0x5a; len], done);

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// slightly longer polling would have avoided a sleep, otherwise it shrinks.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptivePoll {
-    most: Duration,
+    max: Duration,
     window: Duration,
 }
 
@@ -14,10 +14,10 @@ impl AdaptivePoll {
     /// First window after a short sleep, and smallest useful window.
     pub const FIRST: Duration = Duration::from_micros(8);
 
-    /// Creates a window of at most `most`, with the length `first`.
+    /// Creates a window of at most `max`, with the length `first`.
     #[must_use]
-    pub fn new(most: Duration, first: Duration) -> Self {
-        Self { most, window: first.min(most) }
+    pub fn new(max: Duration, first: Duration) -> Self {
+        Self { max, window: first.min(max) }
     }
 
     /// Current length of the window.
@@ -28,13 +28,13 @@ impl AdaptivePoll {
 
     /// Sets the window to its maximum, after polling for the maximum has found the event.
     pub fn open(&mut self) {
-        self.window = self.most;
+        self.window = self.max;
     }
 
     /// Adapts the window to the duration of a sleep.
     pub fn slept(&mut self, slept: Duration) {
-        self.window = if slept < self.most {
-            (self.window * 2).max(Self::FIRST).min(self.most)
+        self.window = if slept < self.max {
+            (self.window * 2).max(Self::FIRST).min(self.max)
         } else if self.window <= Self::FIRST {
             Duration::ZERO
         } else {

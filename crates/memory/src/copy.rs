@@ -19,7 +19,7 @@ use std::ptr::copy;
 
 /// Smallest length in bytes from which the loops of this module are faster than `memmove`, in both
 /// directions.
-const LONG: usize = 8 << 10;
+const MIN_STREAMED: usize = 8 << 10;
 
 /// True if a write of `len` bytes to a memory-backed disk uses non-temporal stores
 /// ([`Segments::copy_to_large`]), which do not need a prefetch of the destination.
@@ -28,7 +28,7 @@ const LONG: usize = 8 << 10;
 #[inline]
 #[must_use]
 pub fn bypasses_caches(len: usize) -> bool {
-    len >= LONG && has_streams()
+    len >= MIN_STREAMED && has_streams()
 }
 
 /// Copies `len` bytes of a disk that exceeds the caches to a buffer. The ranges may overlap.
@@ -38,7 +38,7 @@ pub fn bypasses_caches(len: usize) -> bool {
 #[inline]
 pub(crate) unsafe fn from_disk(from: *const u8, into: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len >= LONG && can_use_streams(from, into, len) {
+    if len >= MIN_STREAMED && can_use_streams(from, into, len) {
         // SAFETY: the caller guarantees the ranges. `can_use_streams` checked that they are
         // disjoint and that the processor has AVX2.
         return unsafe { x86_64::copy_prefetched(from, into, len) };
@@ -56,7 +56,7 @@ pub(crate) unsafe fn from_disk(from: *const u8, into: *mut u8, len: usize) {
 #[inline]
 pub(crate) unsafe fn to_disk(from: *const u8, into: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len >= LONG && can_use_streams(from, into, len) {
+    if len >= MIN_STREAMED && can_use_streams(from, into, len) {
         // SAFETY: the caller guarantees the ranges. `can_use_streams` checked that they are
         // disjoint and that the processor has AVX2.
         return unsafe { x86_64::copy_non_temporal(from, into, len) };
@@ -220,10 +220,11 @@ mod tests {
     #[test]
     fn every_byte_is_copied_and_no_other_is_touched() {
         const EDGE: usize = 512;
-        let source = pattern(LONG * 5);
+        let source = pattern(MIN_STREAMED * 5);
         for copier in [from_disk as Copier, to_disk] {
-            let lens = [LONG, 2 * LONG].map(|len| [len - 1, len, len + 1, len + 300]);
-            for len in [0, 1, 4 * LONG - 7].into_iter().chain(lens.into_iter().flatten()) {
+            let lens =
+                [MIN_STREAMED, 2 * MIN_STREAMED].map(|len| [len - 1, len, len + 1, len + 300]);
+            for len in [0, 1, 4 * MIN_STREAMED - 7].into_iter().chain(lens.into_iter().flatten()) {
                 for (skip, shift) in [(0, 0), (1, 0), (0, 1), (31, 33), (63, 64), (100, 255)] {
                     let mut target = vec![0xa5; 2 * EDGE + len];
                     let (from, into) = (&source[skip..], &mut target[shift..]);
@@ -243,7 +244,7 @@ mod tests {
     /// The buffer of an in-process host can be the disk's own memory, so the ranges may overlap.
     #[test]
     fn overlapping_ranges_are_copied_correctly() {
-        let len = 2 * LONG;
+        let len = 2 * MIN_STREAMED;
         for copier in [from_disk as Copier, to_disk] {
             for (from, into) in [(0, 0), (0, 1), (1, 0), (0, 4096), (4096, 0), (0, len - 1)] {
                 let mut both = pattern(2 * len);

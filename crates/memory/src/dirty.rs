@@ -24,15 +24,15 @@ const MAX_CHUNKS: usize = 1 << 20;
 /// Memory that logs share.
 #[derive(Debug)]
 struct Quota {
-    most: usize,
+    max: usize,
     used: AtomicUsize,
 }
 
 static PROCESS: Quota = Quota::new(MAX_CHUNKS);
 
 impl Quota {
-    const fn new(most: usize) -> Self {
-        Self { most, used: AtomicUsize::new(0) }
+    const fn new(max: usize) -> Self {
+        Self { max, used: AtomicUsize::new(0) }
     }
 }
 
@@ -47,7 +47,7 @@ impl Charge {
     /// Takes one more chunk, if the log's share permits it.
     fn take(&mut self) -> bool {
         let others = self.quota.used.load(Ordering::Relaxed).saturating_sub(self.count);
-        let is_permitted = self.count < self.quota.most.saturating_sub(others) / 2;
+        let is_permitted = self.count < self.quota.max.saturating_sub(others) / 2;
         if is_permitted {
             self.count += 1;
             self.quota.used.fetch_add(1, Ordering::Relaxed);
@@ -55,7 +55,7 @@ impl Charge {
         is_permitted
     }
 
-    fn give_back(&mut self, count: usize) {
+    fn release(&mut self, count: usize) {
         self.count -= count;
         self.quota.used.fetch_sub(count, Ordering::Relaxed);
     }
@@ -63,7 +63,7 @@ impl Charge {
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.give_back(self.count);
+        self.release(self.count);
     }
 }
 
@@ -97,7 +97,7 @@ impl Pages {
 
     /// Removes all chunks.
     fn clear(&mut self) -> BTreeMap<u64, [u64; WORDS]> {
-        self.charge.give_back(self.charge.count);
+        self.charge.release(self.charge.count);
         std::mem::take(&mut self.chunks)
     }
 
@@ -151,7 +151,7 @@ impl Pages {
             }
             if words.iter().all(|word| *word == 0) {
                 self.chunks.remove(&number);
-                self.charge.give_back(1);
+                self.charge.release(1);
             }
         }
         !self.all
@@ -176,7 +176,7 @@ impl DirtyLog {
     /// range must not be empty or overflow.
     pub fn take(&self, iova: u64, len: u64, unit: u64, bitmap: &mut [u64]) {
         let end = iova.saturating_add(len.saturating_sub(1));
-        let most = bitmap.len();
+        let max = bitmap.len();
         let mut set = |bit: u64| {
             let word = usize::try_from(bit / 64).ok().and_then(|word| bitmap.get_mut(word));
             if let Some(word) = word {
@@ -190,7 +190,7 @@ impl DirtyLog {
         };
         if !self.0.lock().take(iova >> PAGE_SHIFT, end >> PAGE_SHIFT, &mut set_page) {
             let units = (end - iova) / unit + 1;
-            (0..units.min(64 * most as u64)).for_each(set);
+            (0..units.min(64 * max as u64)).for_each(set);
         }
     }
 }
@@ -220,7 +220,7 @@ impl ViewPages {
 mod tests {
     use super::*;
 
-    fn taken(log: &DirtyLog, iova: u64, len: u64, unit: u64) -> Vec<u64> {
+    fn take_units(log: &DirtyLog, iova: u64, len: u64, unit: u64) -> Vec<u64> {
         let units = len.div_ceil(unit);
         let mut bitmap = vec![0; units.div_ceil(64) as usize];
         log.take(iova, len, unit, &mut bitmap);
@@ -235,16 +235,16 @@ mod tests {
         log.add(0x1fff, 2);
         log.add(5 << 20, 0);
         log.add(0x3f_f000, 0x2000);
-        assert_eq!(taken(&log, 0x1000, 0x1000, 4096), [0]);
-        assert_eq!(taken(&log, 0x1000, 0x3000, 4096), [1], "the other one was taken");
-        assert!(taken(&log, 0x1000, 0x3000, 4096).is_empty());
+        assert_eq!(take_units(&log, 0x1000, 0x1000, 4096), [0]);
+        assert_eq!(take_units(&log, 0x1000, 0x3000, 4096), [1], "the other one was taken");
+        assert!(take_units(&log, 0x1000, 0x3000, 4096).is_empty());
         // Units that are larger and smaller than a page, and a range that starts in the middle of a
         // page.
-        assert_eq!(taken(&log, 0, 8 << 20, 1 << 20), [3, 4]);
+        assert_eq!(take_units(&log, 0, 8 << 20, 1 << 20), [3, 4]);
         log.add(0x2000, 1);
-        assert_eq!(taken(&log, 0x1c00, 0x1000, 1024), [1, 2, 3]);
+        assert_eq!(take_units(&log, 0x1c00, 0x1000, 1024), [1, 2, 3]);
         log.add(u64::MAX - 10, 11);
-        assert_eq!(taken(&log, u64::MAX - 4095, 4095, 4096), [0]);
+        assert_eq!(take_units(&log, u64::MAX - 4095, 4095, 4096), [0]);
     }
 
     #[test]
@@ -256,7 +256,7 @@ mod tests {
         two.add(0x9000, 1);
         one.add_to_log(&log);
         two.add_to_log(&log);
-        assert_eq!(taken(&log, 0, 1 << 20, 4096), [1, 9]);
+        assert_eq!(take_units(&log, 0, 1 << 20, 4096), [1, 9]);
     }
 
     #[test]
@@ -291,9 +291,9 @@ mod tests {
         }
         assert!(log.0.lock().chunks.is_empty());
         log.add(1 << 50, 1);
-        assert_eq!(taken(&log, 0x5000, 0x2000, 4096), [0, 1], "all of it");
-        assert_eq!(taken(&log, 0x5000, 0x2000, 4096), [0, 1], "from now on");
+        assert_eq!(take_units(&log, 0x5000, 0x2000, 4096), [0, 1], "all of it");
+        assert_eq!(take_units(&log, 0x5000, 0x2000, 4096), [0, 1], "from now on");
         // Units of any size.
-        assert_eq!(taken(&log, 0, u64::MAX, 1 << 62), [0, 1, 2, 3]);
+        assert_eq!(take_units(&log, 0, u64::MAX, 1 << 62), [0, 1, 2, 3]);
     }
 }

@@ -26,10 +26,10 @@ impl Entry {
     }
 }
 
-/// Maximum number of maps in a chunk of a table. Two neighbouring chunks with at most `FEW` maps
-/// together are merged.
+/// Maximum number of maps in a chunk of a table. Two neighbouring chunks with at most `MAX_MERGED`
+/// maps together are merged.
 const CHUNK: usize = 512;
-const FEW: usize = CHUNK / 4;
+const MAX_MERGED: usize = CHUNK / 4;
 
 /// Immutable snapshot of all maps, sorted by address.
 ///
@@ -63,7 +63,7 @@ impl DmaTable {
     /// have to count the touched places: see [`page_tables`].
     #[must_use]
     pub fn is_sparse(&self) -> bool {
-        self.reach > page_tables::MATTERS
+        self.reach > page_tables::MIN_BYTES_TO_CHECK
     }
 
     fn entries(&self) -> impl Iterator<Item = &Entry> + '_ {
@@ -170,8 +170,8 @@ impl DmaTable {
             }
             let stays = |e: &Entry| e.start < first || e.last > last;
             if !chunk.iter().all(stays) {
-                let gone = chunk.iter().filter(|e| !stays(e)).map(Entry::reach);
-                self.reach = self.reach.saturating_sub(gone.fold(0, u64::saturating_add));
+                let removed = chunk.iter().filter(|e| !stays(e)).map(Entry::reach);
+                self.reach = self.reach.saturating_sub(removed.fold(0, u64::saturating_add));
                 Arc::make_mut(chunk).retain(stays);
             }
             if chunk.is_empty() {
@@ -184,7 +184,7 @@ impl DmaTable {
         // chunks long.
         for index in [from, from.saturating_sub(1)] {
             if let Some([one, two]) = self.chunks.get_mut(index..index + 2)
-                && one.len() + two.len() <= FEW
+                && one.len() + two.len() <= MAX_MERGED
             {
                 Arc::make_mut(one).extend_from_slice(two);
                 self.chunks.remove(index + 1);
@@ -417,7 +417,7 @@ impl View {
     /// Address of `[iova, iova + len)` in this process, by the map of the last lookup. `None` if
     /// `len` is 0, the range is not completely in that map, or the map does not allow the access.
     #[inline]
-    pub(crate) fn translate_again(
+    pub(crate) fn translate_last_hit(
         &self,
         iova: u64,
         len: usize,
@@ -440,12 +440,12 @@ impl View {
         if let Some((ptr, left)) = hit.find(iova, write) {
             return Ok((ptr, left.min(len as u64) as usize));
         }
-        self.translate_anew(iova, len, write)
+        self.translate_slow(iova, len, write)
     }
 
     /// Slow path of [`translate`](Self::translate), for a map other than the last one, and for a
     /// write that is logged.
-    fn translate_anew(
+    fn translate_slow(
         &self,
         iova: u64,
         len: usize,
@@ -558,7 +558,7 @@ mod tests {
             assert!(table.ranges().eq(model.iter().map(|(start, len)| (*start, *len))));
             assert_eq!((table.len(), table.is_empty()), (model.len(), model.is_empty()));
             assert!(table.chunks.iter().all(|chunk| !chunk.is_empty() && chunk.len() <= CHUNK));
-            let worst = model.len() * 2 / FEW + 3;
+            let worst = model.len() * 2 / MAX_MERGED + 3;
             assert!(table.chunks.len() <= worst, "{} for {}", table.chunks.len(), model.len());
         };
         for n in (0..COUNT).map(scattered) {
@@ -619,16 +619,16 @@ mod tests {
     #[test]
     fn a_table_detects_that_its_page_tables_may_exceed_the_limit() {
         let mut space = DmaSpace::default();
-        let large = memory(page_tables::MATTERS);
+        let large = memory(page_tables::MIN_BYTES_TO_CHECK);
         let is_sparse = |space: &DmaSpace| space.table().is_sparse();
-        space.map(0, page_tables::MATTERS / 2, &large).unwrap();
+        space.map(0, page_tables::MIN_BYTES_TO_CHECK / 2, &large).unwrap();
         assert!(!is_sparse(&space));
-        space.map(1 << 50, page_tables::MATTERS / 2, &large).unwrap();
+        space.map(1 << 50, page_tables::MIN_BYTES_TO_CHECK / 2, &large).unwrap();
         assert!(is_sparse(&space));
-        space.unmap(1 << 50, page_tables::MATTERS / 2).unwrap();
+        space.unmap(1 << 50, page_tables::MIN_BYTES_TO_CHECK / 2).unwrap();
         assert!(!is_sparse(&space));
         // A few single pages can need as many page tables as large maps.
-        let few = page_tables::MATTERS / page_tables::SPAN / 4;
+        let few = page_tables::MIN_BYTES_TO_CHECK / page_tables::SPAN / 4;
         (0..few).for_each(|n| space.map(1 << 50 | n << 12, 4096, &large).unwrap());
         assert!(is_sparse(&space));
         space.unmap(0, u64::MAX).unwrap();

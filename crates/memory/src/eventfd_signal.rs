@@ -31,7 +31,7 @@ const MEASURED_SIGNALS: u32 = 256;
 const PENALTY: Duration = Duration::from_secs(60);
 
 /// Idle time after which the thread ends.
-const IDLE: Duration = Duration::from_secs(10);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Descriptor that a peer sent. Its owner defers the close, because the peer can make a close take
 /// any time.
@@ -120,10 +120,10 @@ impl PeerEvent {
         if self.account.is_expensive(began) && THREAD.signal(self) {
             return;
         }
-        self.signal_here(began);
+        self.signal_directly(began);
     }
 
-    fn signal_here(&self, began: Instant) {
+    fn signal_directly(&self, began: Instant) {
         self.account.count(began, || {
             if notifier::is_available() {
                 notifier::notify(self.fd.as_fd(), &self.id);
@@ -192,11 +192,11 @@ impl Thread {
                 // The flag is cleared first: a signal that is requested from now on must be sent
                 // separately.
                 event.queued.store(false, Ordering::Release);
-                event.signal_here(Instant::now());
+                event.signal_directly(Instant::now());
                 drop(event);
                 state = self.state.lock();
             }
-            let timed_out = self.wake.wait_for(&mut state, IDLE).timed_out();
+            let timed_out = self.wake.wait_for(&mut state, IDLE_TIMEOUT).timed_out();
             if timed_out && state.queue.is_empty() {
                 state.runs = false;
                 return;

@@ -69,7 +69,7 @@ pub use error::{DataPointerError, DmaError, Fault};
 pub use event::{Edge, Edges, EventFd};
 pub use eventfd_signal::{PeerDescriptor, Signals};
 pub use file_status::FileStatus;
-pub use mapping::{End, HUGE_PAGE, MapError, Mapping, Protection};
+pub use mapping::{DeferredRelease, HUGE_PAGE, MapError, Mapping, Protection};
 pub use notifier::prepare as prepare_signals;
 pub use ring::Ring;
 pub use segments::{Segment, Segments};

@@ -67,16 +67,16 @@ pub struct Mapping {
     protection: Protection,
     fd_offset: u64,
     /// Resources of the mapping; `None` only during the drop.
-    held: Option<Held>,
-    end: Option<Box<dyn End>>,
+    region: Option<Region>,
+    end: Option<Box<dyn DeferredRelease>>,
 }
 
 /// Resources that are released at the end of a mapping.
-struct Held {
+struct Region {
     guard: Option<sigbus::Guard>,
     ptr: NonNull<u8>,
     /// Bytes of address space: whole pages of the file.
-    taken: usize,
+    reserved: usize,
     /// Page size in bytes.
     page: usize,
     fd: Option<File>,
@@ -101,9 +101,9 @@ impl AsFd for File {
 ///
 /// The last release of a file frees its pages. The peer determines their number and location, so a
 /// release can take long.
-pub trait End: Send + Sync {
-    /// Drops `what` later, on a thread that no other thread waits for.
-    fn drop_later(self: Box<Self>, what: Box<dyn Send>);
+pub trait DeferredRelease: Send + Sync {
+    /// Drops `object` later, on a thread that no other thread waits for.
+    fn drop_later(self: Box<Self>, object: Box<dyn Send>);
 }
 
 // SAFETY: the mapping is plain memory without thread affinity. All access is by `SharedBytes`, by
@@ -112,7 +112,7 @@ unsafe impl Send for Mapping {}
 // SAFETY: as for `Send`. A `&Mapping` gives no reference into the memory.
 unsafe impl Sync for Mapping {}
 // SAFETY: a range can be unmapped on any thread.
-unsafe impl Send for Held {}
+unsafe impl Send for Region {}
 
 impl Mapping {
     /// Maps `len` bytes of the file `fd` from `offset` (a multiple of the page size), shared with
@@ -156,7 +156,7 @@ impl Mapping {
         protection: Protection,
     ) -> Result<Arc<Self>, MapError> {
         let mut mapping = Self::from_fd(&fd, offset, len, protection)?;
-        mapping.keep(File::Own(fd));
+        mapping.set_fd(File::Own(fd));
         Ok(mapping)
     }
 
@@ -171,20 +171,20 @@ impl Mapping {
         protection: Protection,
     ) -> Result<Arc<Self>, MapError> {
         let mut mapping = Self::from_fd(&*fd, offset, len, protection)?;
-        mapping.keep(File::Peer(fd));
+        mapping.set_fd(File::Peer(fd));
         Ok(mapping)
     }
 
-    fn keep(self: &mut Arc<Self>, fd: File) {
+    fn set_fd(self: &mut Arc<Self>, fd: File) {
         // The mapping was just created, so this is the only reference.
-        if let Some(held) = Arc::get_mut(self).and_then(|mapping| mapping.held.as_mut()) {
-            held.fd = Some(fd);
+        if let Some(region) = Arc::get_mut(self).and_then(|mapping| mapping.region.as_mut()) {
+            region.fd = Some(fd);
         }
     }
 
     /// Releases the mapping by `end` when the last reference is dropped. Has an effect only while
     /// the caller holds the only reference.
-    pub fn end_by(self: &mut Arc<Self>, end: impl End + 'static) {
+    pub fn release_by(self: &mut Arc<Self>, end: impl DeferredRelease + 'static) {
         if let Some(mapping) = Arc::get_mut(self) {
             mapping.end = Some(Box::new(end));
         }
@@ -294,14 +294,14 @@ impl Mapping {
         let ptr = ptr.map_err(|e| system(e.into()))?;
         let ptr = NonNull::new(ptr.cast::<u8>())
             .ok_or_else(|| system(io::Error::other("mapped at address 0")))?;
-        let taken = len.next_multiple_of(peers.unwrap_or(1));
+        let reserved = len.next_multiple_of(peers.unwrap_or(1));
         let page = peers.unwrap_or_else(page_size);
-        let mut held = Held { guard: None, ptr, taken, page, fd: fd.map(File::Own) };
+        let mut region = Region { guard: None, ptr, reserved, page, fd: fd.map(File::Own) };
         if let Some(page) = peers {
             let guard = sigbus::guard(ptr.as_ptr() as usize, len, page);
-            held.guard = Some(guard.map_err(system)?);
+            region.guard = Some(guard.map_err(system)?);
         }
-        Ok(Arc::new(Self { ptr, len, protection, fd_offset, held: Some(held), end: None }))
+        Ok(Arc::new(Self { ptr, len, protection, fd_offset, region: Some(region), end: None }))
     }
 
     /// Length in bytes.
@@ -313,8 +313,8 @@ impl Mapping {
     /// Bytes of address space that the mapping occupies: whole pages of the file, which may be
     /// huge.
     #[must_use]
-    pub fn taken(&self) -> usize {
-        self.held.as_ref().map_or(0, |held| held.taken)
+    pub fn reserved(&self) -> usize {
+        self.region.as_ref().map_or(0, |region| region.reserved)
     }
 
     /// Always false: a mapping has at least one page. Complements [`len`](Self::len).
@@ -339,7 +339,7 @@ impl Mapping {
     /// ([`Mapping::shared`], [`Mapping::from_own_fd`]).
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.held.as_ref()?.fd.as_ref().map(AsFd::as_fd)
+        self.region.as_ref()?.fd.as_ref().map(AsFd::as_fd)
     }
 
     /// Offset in the file at which the mapping starts, in bytes.
@@ -363,7 +363,7 @@ impl Mapping {
     }
 
     fn guard(&self) -> Option<&sigbus::Guard> {
-        self.held.as_ref()?.guard.as_ref()
+        self.region.as_ref()?.guard.as_ref()
     }
 
     /// Address of the first byte in this process. A driver over `vfio` or an in-process transport
@@ -398,14 +398,14 @@ impl Mapping {
     /// Frees the page tables of a shared file. The memory keeps its content. A thread that accesses
     /// the memory during the call waits for a short time.
     pub(crate) fn drop_page_tables(&self) {
-        let Some(held) = &self.held else { return };
+        let Some(region) = &self.region else { return };
         // Huge pages need few page tables. A range with replaced pages is no longer one mapping.
-        if held.guard.is_none() || self.is_poisoned() || held.page != page_size() {
+        if region.guard.is_none() || self.is_poisoned() || region.page != page_size() {
             return;
         }
-        held.drop_page_entries();
-        for start in (0..held.taken).step_by(EMPTY_STEP) {
-            let len = EMPTY_STEP.min(held.taken - start);
+        region.drop_page_entries();
+        for start in (0..region.reserved).step_by(EMPTY_STEP) {
+            let len = EMPTY_STEP.min(region.reserved - start);
             // SAFETY: the range lies inside this mapping of a shared file. The first call maps
             // the same part of the file a second time at another address. The second call moves
             // the new mapping to the old address atomically: the bytes are the same before and
@@ -448,19 +448,19 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         crate::reclaim::count_unmapping(self.len);
-        if let (Some(end), Some(held)) = (self.end.take(), self.held.take()) {
-            end.drop_later(Box::new(held));
+        if let (Some(end), Some(region)) = (self.end.take(), self.region.take()) {
+            end.drop_later(Box::new(region));
         }
     }
 }
 
-impl Held {
+impl Region {
     /// Drops the page table entries of a shared file in steps.
     fn drop_page_entries(&self) {
         let least = STEP.next_multiple_of(self.page);
         let (mut start, mut piece) = (0, least);
-        while start < self.taken {
-            let (len, began) = (piece.min(self.taken - start), Instant::now());
+        while start < self.reserved {
+            let (len, began) = (piece.min(self.reserved - start), Instant::now());
             // SAFETY: the range lies inside this mapping; the pages belong to the file and stay
             // there.
             let _ = unsafe {
@@ -474,18 +474,18 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for Region {
     fn drop(&mut self) {
         // If a large range were unmapped in one step, other changes of the address space would wait
         // for it.
-        if self.guard.is_some() && self.taken > STEP {
+        if self.guard.is_some() && self.reserved > STEP {
             self.drop_page_entries();
         }
         // The range must leave the SIGBUS registry before another mapping can use its address.
         self.guard = None;
         // SAFETY: this object mapped the range, and every `SharedBytes` into it held an `Arc` of
         // its mapping, so no access is possible any more.
-        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.taken) };
+        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.reserved) };
     }
 }
 

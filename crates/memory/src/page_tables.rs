@@ -8,15 +8,15 @@
 //! tables are freed when there are more than the allocated memory needs. The memory keeps its
 //! content, and the next access to a page costs a page fault of a microsecond.
 //!
-//! A thread checks the page tables. It exists only while enough memory is shared (`MATTERS`) for
-//! the page tables to exceed the limit. Two events trigger a check:
+//! A thread checks the page tables. It exists only while enough memory is shared
+//! (`MIN_BYTES_TO_CHECK`) for the page tables to exceed the limit. Two events trigger a check:
 //!
 //! * *Touches of a peer's memory.* A touch allocates at most two page tables, and only by a page
 //!   fault. Therefore a thread that works for a peer with enough memory
 //!   ([`DmaTable::is_sparse`](crate::DmaTable::is_sparse)) counts the touched places and calls
-//!   [`ask`] after [`TOUCHES_PER_CHECK`] of them. If the process had page faults since the last
-//!   check, the thread waits for another check and for the removal of excess page tables. So
-//!   between two checks it allocates at most two page tables for each of the
+//!   [`request_check`] after [`TOUCHES_PER_CHECK`] of them. If the process had page faults since
+//!   the last check, the thread waits for another check and for the removal of excess page tables.
+//!   So between two checks it allocates at most two page tables for each of the
 //!   [`TOUCHES_PER_CHECK`] places.
 //! * *Time*, for touches that are not counted, by admin commands and queues. There are few of those
 //!   per controller. Checks take place 100 to 200 times per second while a thread that touches such
@@ -42,9 +42,10 @@ pub const SPAN: u64 = 2 << 20;
 const TABLE: u64 = 4096;
 
 /// Total size of mappings in bytes from which on their page tables can exceed the limit.
-pub(crate) const MATTERS: u64 = ALLOWED / TABLE * SPAN;
+pub(crate) const MIN_BYTES_TO_CHECK: u64 = ALLOWED / TABLE * SPAN;
 
-/// Number of places of a peer's memory that a thread may touch before it has to call [`ask`].
+/// Number of places of a peer's memory that a thread may touch before it has to call
+/// [`request_check`].
 pub const TOUCHES_PER_CHECK: u64 = 2048;
 /// Number of page faults of the process since the last check below which no further check is
 /// needed.
@@ -74,9 +75,9 @@ static GATE: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
 
 /// Requested check of the page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Look(u64);
+pub struct Check(u64);
 
-impl Look {
+impl Check {
     /// True if the check is finished and the excess page tables are freed.
     #[must_use]
     pub fn is_over(self) -> bool {
@@ -88,7 +89,7 @@ impl Look {
 /// that touch the memory have to count their touches.
 #[must_use]
 pub fn may_exceed_limit(ranges: impl IntoIterator<Item = u64>) -> bool {
-    ranges.into_iter().map(reach).fold(0, u64::saturating_add) > MATTERS
+    ranges.into_iter().map(reach).fold(0, u64::saturating_add) > MIN_BYTES_TO_CHECK
 }
 
 /// Upper bound of the bytes that the page tables of a range of `len` bytes can map.
@@ -102,14 +103,14 @@ pub(crate) fn reach(len: u64) -> u64 {
 /// to wait before it touches more, or `None` if no check is necessary. Costs a system call, and a
 /// wakeup if a check is requested.
 #[must_use]
-pub fn ask() -> Option<Look> {
+pub fn request_check() -> Option<Check> {
     if !CHECKER_RUNS.load(SeqCst) || faults().saturating_sub(FAULTS.load(SeqCst)) < FEW_FAULTS {
         return None;
     }
-    let look = Look(STARTED_CHECKS.load(SeqCst) + 1);
+    let check = Check(STARTED_CHECKS.load(SeqCst) + 1);
     *GATE.0.lock() = true;
     GATE.1.notify_all();
-    Some(look)
+    Some(check)
 }
 
 /// Number that changes when page tables of a peer's memory are freed, whether the memory stays
@@ -192,9 +193,9 @@ pub fn watch(mapping: &Arc<Mapping>) {
     let mut registry = REGISTRY.lock();
     registry.mappings.push(Arc::downgrade(mapping));
     registry.bytes = registry.bytes.saturating_add(len);
-    if registry.bytes > MATTERS && !CHECKER_RUNS.load(SeqCst) {
+    if registry.bytes > MIN_BYTES_TO_CHECK && !CHECKER_RUNS.load(SeqCst) {
         registry.count();
-        if registry.bytes > MATTERS {
+        if registry.bytes > MIN_BYTES_TO_CHECK {
             let thread = std::thread::Builder::new().name("page-tables".into());
             // The flag is set before the start, because the thread may end before `spawn` returns.
             CHECKER_RUNS.store(true, SeqCst);
@@ -223,13 +224,13 @@ fn run() {
     let (mut wait, mut before, mut floor, mut looks) = (MIN_CHECK_INTERVAL, 0, 0, 0u32);
     loop {
         wait_for_awake_thread(wait);
-        let look = STARTED_CHECKS.fetch_add(1, SeqCst) + 1;
+        let check = STARTED_CHECKS.fetch_add(1, SeqCst) + 1;
         FAULTS.store(faults(), SeqCst);
         looks = looks.wrapping_add(1);
         if looks.is_multiple_of(64) {
             let mut registry = REGISTRY.lock();
             registry.count();
-            if registry.bytes <= MATTERS {
+            if registry.bytes <= MIN_BYTES_TO_CHECK {
                 CHECKER_RUNS.store(false, SeqCst);
                 return;
             }
@@ -246,7 +247,7 @@ fn run() {
             (wait * 2).min(MAX_CHECK_INTERVAL)
         };
         before = now;
-        FINISHED_CHECKS.store(look, SeqCst);
+        FINISHED_CHECKS.store(check, SeqCst);
     }
 }
 
@@ -261,9 +262,9 @@ fn trim(now: u64) -> u64 {
             there.insert((status.device, status.inode), status.allocated);
         }
     }
-    let honest = there.into_values().fold(0u64, u64::saturating_add) / SPAN * TABLE;
-    if now <= honest.saturating_add(ALLOWED) {
-        return honest;
+    let resident = there.into_values().fold(0u64, u64::saturating_add) / SPAN * TABLE;
+    if now <= resident.saturating_add(ALLOWED) {
+        return resident;
     }
     reclaim::count_freed_tables();
     for mapping in &mappings {
@@ -289,7 +290,7 @@ mod tests {
     use shadowbell_testing::wait::{self, LIMIT};
 
     /// Serializes the tests, because they all share the page tables of the process.
-    static ALONE: Mutex<()> = Mutex::new(());
+    static SERIAL: Mutex<()> = Mutex::new(());
 
     fn sparse(len: u64) -> Arc<Mapping> {
         let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
@@ -299,7 +300,7 @@ mod tests {
 
     #[test]
     fn dropped_page_tables_keep_the_memory() {
-        let _alone = ALONE.lock();
+        let _serial = SERIAL.lock();
         let places = || (0..8usize << 30).step_by(SPAN as usize);
         let lines = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
         // Other tests may add and free page tables and mappings at the same time, so the test is
@@ -326,7 +327,7 @@ mod tests {
     /// touches between two checks, however slow the checking thread is.
     #[test]
     fn page_tables_are_bounded_if_callers_wait_for_the_check() {
-        let _alone = ALONE.lock();
+        let _serial = SERIAL.lock();
         let _awake = Awake::new();
         let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 16 << 30).unwrap();
@@ -336,15 +337,15 @@ mod tests {
         mappings.iter().for_each(watch);
         let places =
             |mapping: usize| (0..16usize << 30).step_by(SPAN as usize).map(move |p| (mapping, p));
-        let (mut most, mut waits) = (0, 0);
+        let (mut max, mut waits) = (0, 0);
         for (n, (mapping, place)) in (0..16).flat_map(places).enumerate() {
             assert_eq!(mappings[mapping].bytes().read::<u8>(place), Some(0));
             if (n as u64 + 1).is_multiple_of(TOUCHES_PER_CHECK) {
-                most = most.max(in_use().saturating_sub(before));
+                max = max.max(in_use().saturating_sub(before));
                 let until = std::time::Instant::now() + LIMIT;
-                if let Some(look) = ask() {
+                if let Some(check) = request_check() {
                     waits += 1;
-                    while !look.is_over() {
+                    while !check.is_over() {
                         assert!(std::time::Instant::now() < until, "no checks run");
                         std::thread::yield_now();
                     }
@@ -352,24 +353,24 @@ mod tests {
             }
         }
         // Without the limit, the page tables would have 512 MiB. Those of other tests are included.
-        assert!(most <= ALLOWED + 2 * TOUCHES_PER_CHECK * TABLE + (4 << 20), "{most}");
+        assert!(max <= ALLOWED + 2 * TOUCHES_PER_CHECK * TABLE + (4 << 20), "{max}");
         assert!(waits > 8, "{waits}");
         // Memory that was touched before has page tables. So it causes no page fault, and the
         // thread does not wait.
-        let look = ask();
-        while look.is_some_and(|look| !look.is_over()) {
+        let check = request_check();
+        while check.is_some_and(|check| !check.is_over()) {
             std::thread::yield_now();
         }
         for _ in 0..TOUCHES_PER_CHECK {
             assert_eq!(mappings[15].bytes().read::<u8>((16 << 30) - 1), Some(0));
         }
-        assert_eq!(ask(), None);
+        assert_eq!(request_check(), None);
     }
 
     /// The client uses any number of ranges of the same memory.
     #[test]
     fn sparse_access_stays_within_the_page_table_quota() {
-        let _alone = ALONE.lock();
+        let _serial = SERIAL.lock();
         let awake = Awake::new();
         let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 16 << 30).unwrap();
@@ -377,18 +378,18 @@ mod tests {
         let map = |_| Mapping::from_fd(&fd, 0, 16 << 30, Protection::ReadWrite).unwrap();
         let mappings: Vec<_> = (0..16).map(map).collect();
         mappings.iter().for_each(watch);
-        let mut most = 0;
+        let mut max = 0;
         for mapping in &mappings {
             for place in (0..16usize << 30).step_by(SPAN as usize) {
                 assert_eq!(mapping.bytes().read::<u8>(place), Some(0));
             }
-            most = most.max(in_use());
+            max = max.max(in_use());
         }
         // Without the limit, the page tables would have 512 MiB. Their maximum between two checks
         // depends on the machine.
         let until = std::time::Instant::now() + LIMIT;
         while in_use() > before + 2 * ALLOWED {
-            assert!(std::time::Instant::now() < until, "{} of at most {most}", in_use());
+            assert!(std::time::Instant::now() < until, "{} of at most {max}", in_use());
             wait::pause();
         }
         // No checks run while no thread is awake. They continue when a thread is awake again.

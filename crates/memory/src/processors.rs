@@ -5,7 +5,8 @@ use std::sync::OnceLock;
 
 static STORED: OnceLock<CpuSet> = OnceLock::new();
 
-/// CPU affinity of the first thread of this process. After [`settle`], the value that it stored.
+/// CPU affinity of the first thread of this process. After [`store_affinity`], the value that it
+/// stored.
 #[must_use]
 pub fn processors() -> CpuSet {
     STORED.get().copied().unwrap_or_else(query)
@@ -16,7 +17,7 @@ pub fn processors() -> CpuSet {
 ///
 /// The allocator of glibc also queries the number of processors when several threads exist.
 /// Therefore its limit of arenas is set to the value that it would compute.
-pub fn settle() {
+pub fn store_affinity() {
     let processors = STORED.get_or_init(query);
     #[cfg(target_env = "gnu")]
     {
@@ -44,7 +45,7 @@ mod tests {
             pinned.set(one);
             rustix::thread::sched_setaffinity(None, &pinned).unwrap();
             assert!(processors() == all);
-            settle();
+            store_affinity();
             assert!(processors() == all);
         })
         .join()

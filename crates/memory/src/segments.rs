@@ -192,7 +192,7 @@ impl Segments {
     /// for most commands. Otherwise returns false and changes nothing.
     #[inline(always)]
     pub(crate) fn set_whole(&mut self, view: &View, iova: u64, len: usize, write: bool) -> bool {
-        let Some(ptr) = view.translate_again(iova, len, write) else { return false };
+        let Some(ptr) = view.translate_last_hit(iova, len, write) else { return false };
         self.hold(view, write);
         self.total = len;
         // Overwriting the first entry is faster than clearing the list and adding an entry.
@@ -222,7 +222,7 @@ impl Segments {
 
     /// Appends `len` bytes that repeat `bytes`. That memory exists as long as the process, and its
     /// content is never read.
-    pub(crate) fn push_again(&mut self, bytes: &'static SharedBytes, len: usize) {
+    pub(crate) fn push_repeated(&mut self, bytes: &'static SharedBytes, len: usize) {
         let Some(ptr) = NonNull::new(bytes.as_ptr()).filter(|_| !bytes.is_empty()) else { return };
         let mut done = 0;
         while done < len {

@@ -168,7 +168,7 @@ fn bit_bucket(
         // If the memory is not available, the controller completes the command as if it did not
         // support the descriptor type.
         let bucket = bucket().ok_or(DataPointerError::SglType(descriptor.identifier))?;
-        into.push_again(bucket, take);
+        into.push_repeated(bucket, take);
         *left -= take;
     }
     Ok(())

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 /// Largest number of guarded ranges: about the number of mappings that a process may have.
 const SLOTS: usize = 65_536;
 /// Largest number of mappings of peers' memory that can be guarded at a time.
-pub const MOST: u64 = SLOTS as u64;
+pub const MAX_GUARDED: u64 = SLOTS as u64;
 
 struct Slot {
     /// Sequence lock of the slot: odd during a change, and a new even number afterwards. Fields are
@@ -305,7 +305,7 @@ mod tests {
     /// After a fault, only the maps of peers that may be affected must be searched.
     #[test]
     fn losses_are_counted_by_peer() {
-        let lose = |peers: &[u32]| {
+        let new_losses = |peers: &[u32]| {
             let fd = memfd_create("lost", MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&fd, 4096).unwrap();
             let bytes = Mapping::from_fd(&fd, 0, 4096, Protection::ReadWrite).unwrap().bytes();
@@ -318,11 +318,11 @@ mod tests {
             let after = [700, 701, 702].map(losses);
             [0, 1, 2].map(|n| after[n] - before[n])
         };
-        assert_eq!(lose(&[700]), [1, 0, 0]);
-        assert_eq!(lose(&[701, 701]), [0, 1, 0]);
-        assert_eq!(lose(&[702 + 1024]), [0, 0, 1], "as good as the same");
-        assert_eq!(lose(&[]), [0, 0, 0]);
-        assert_eq!(lose(&[700, 702]), [1, 1, 1], "of several: everybody looks");
+        assert_eq!(new_losses(&[700]), [1, 0, 0]);
+        assert_eq!(new_losses(&[701, 701]), [0, 1, 0]);
+        assert_eq!(new_losses(&[702 + 1024]), [0, 0, 1], "as good as the same");
+        assert_eq!(new_losses(&[]), [0, 0, 0]);
+        assert_eq!(new_losses(&[700, 702]), [1, 1, 1], "of several: everybody looks");
     }
 
     /// While the handler looks up a fault, slots are reused for ranges of other peers. If the

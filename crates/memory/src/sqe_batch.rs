@@ -14,7 +14,7 @@ use crate::shared::store_words;
 #[derive(Debug)]
 pub struct SqeBatch {
     lines: Box<[Line; Self::ROOM]>,
-    held: usize,
+    staged: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -28,21 +28,21 @@ impl SqeBatch {
     /// Creates an empty batch.
     #[must_use]
     pub fn new() -> Self {
-        Self { lines: Box::new([Line([0; 8]); Self::ROOM]), held: 0 }
+        Self { lines: Box::new([Line([0; 8]); Self::ROOM]), staged: 0 }
     }
 
     /// Number of entries in the batch.
     #[inline]
     #[must_use]
-    pub fn held(&self) -> usize {
-        self.held
+    pub fn staged(&self) -> usize {
+        self.staged
     }
 
     /// True if the batch has no room for another entry.
     #[inline]
     #[must_use]
     pub fn is_full(&self) -> bool {
-        self.held >= Self::ROOM
+        self.staged >= Self::ROOM
     }
 
     /// Adds the eight words of an entry. The batch must not be full; otherwise entries are lost.
@@ -50,8 +50,8 @@ impl SqeBatch {
     pub fn push(&mut self, words: [u64; 8]) {
         debug_assert!(!self.is_full(), "there is room in the batch");
         // The modulo operation lets the compiler omit the bounds check.
-        let line: *mut Line = &mut self.lines[self.held % Self::ROOM];
-        self.held += 1;
+        let line: *mut Line = &mut self.lines[self.staged % Self::ROOM];
+        self.staged += 1;
         // SAFETY: a line has 64 bytes.
         unsafe { store_words(line.cast(), words) };
     }
@@ -63,11 +63,11 @@ impl SqeBatch {
     /// If `first` is outside the ring, or the memory is read-only.
     #[inline]
     pub fn flush(&mut self, ring: &Ring<64>, first: u32) {
-        let held = std::mem::take(&mut self.held).min(Self::ROOM);
+        let staged = std::mem::take(&mut self.staged).min(Self::ROOM);
         let to_end = ring.entries().saturating_sub(first) as usize;
-        self.write(ring, first, 0, held.min(to_end));
-        if held > to_end {
-            self.write(ring, 0, to_end, held - to_end);
+        self.write(ring, first, 0, staged.min(to_end));
+        if staged > to_end {
+            self.write(ring, 0, to_end, staged - to_end);
         }
     }
 
@@ -119,9 +119,9 @@ mod tests {
                 assert!(!batch.is_full());
                 batch.push(words(n << 16 | i));
             }
-            assert_eq!(batch.held() as u64, count);
+            assert_eq!(batch.staged() as u64, count);
             batch.flush(&ring, next);
-            assert_eq!(batch.held(), 0);
+            assert_eq!(batch.staged(), 0);
             for i in 0..count {
                 let at = (next + i as u32) % 64;
                 assert_eq!(ring.read::<[u64; 8]>(at), words(n << 16 | i), "{n} {i}");

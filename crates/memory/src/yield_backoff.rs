@@ -22,7 +22,7 @@ pub struct YieldBackoff {
 /// Time between two yields.
 const YIELD_INTERVAL: Duration = Duration::from_micros(3);
 /// Duration of a yield that shows that another thread has run. Most interrupts are shorter.
-const OTHER_RAN: Duration = Duration::from_micros(5);
+const MIN_OTHER_RUN: Duration = Duration::from_micros(5);
 /// Duration of a yield that shows that a compute-bound thread has run.
 const SLICE: Duration = Duration::from_micros(500);
 /// Pause after a yield to a compute-bound thread, as a multiple of that yield's duration.
@@ -31,7 +31,7 @@ const PAUSE: u32 = 16;
 impl YieldBackoff {
     /// Shortest wait before the first yield. If an event arrives earlier, the thread is not in a
     /// system call.
-    pub const AFTER: Duration = Duration::from_micros(2);
+    pub const MIN_WAIT: Duration = Duration::from_micros(2);
 
     /// Creates the state of a thread that starts to poll.
     #[must_use]
@@ -52,7 +52,7 @@ impl YieldBackoff {
         clock: impl Fn() -> Instant,
         yields: impl FnOnce(),
     ) -> bool {
-        if waited < Self::AFTER {
+        if waited < Self::MIN_WAIT {
             return false;
         }
         let before = clock();
@@ -64,7 +64,7 @@ impl YieldBackoff {
         let took = after.saturating_duration_since(before);
         let is_slice = took >= SLICE;
         self.next = after + if is_slice { took * PAUSE } else { YIELD_INTERVAL };
-        took >= OTHER_RAN && !is_slice
+        took >= MIN_OTHER_RUN && !is_slice
     }
 }
 
@@ -81,25 +81,25 @@ mod tests {
 
     /// Polling thread in virtual time.
     struct Poller {
-        way: YieldBackoff,
+        yield_backoff: YieldBackoff,
         now: Cell<Instant>,
         yields: u32,
     }
 
     impl Poller {
         fn new() -> Self {
-            let way = YieldBackoff::new();
-            Self { now: Cell::new(way.next), way, yields: 0 }
+            let yield_backoff = YieldBackoff::new();
+            Self { now: Cell::new(yield_backoff.next), yield_backoff, yields: 0 }
         }
 
         /// Yields after `waited` µs, while other threads are runnable that run for `others` µs.
         fn polls(&mut self, waited: u64, others: u64) -> bool {
-            let Self { way, now, yields } = self;
+            let Self { yield_backoff, now, yields } = self;
             let runs = || {
                 *yields += 1;
                 now.set(now.get() + Duration::from_micros(others));
             };
-            way.backoff_by(Duration::from_micros(waited), || now.get(), runs)
+            yield_backoff.backoff_by(Duration::from_micros(waited), || now.get(), runs)
         }
 
         fn computes(&mut self, micros: u64) {

@@ -13,7 +13,7 @@ use std::time::Instant;
 const GRANULES: usize = 256;
 const WINDOW: u64 = (GRANULES * GRANULE) as u64;
 /// Maximum number of descriptors of one command.
-const MOST: usize = 4096;
+const MAX_DESCRIPTORS: usize = 4096;
 
 const DATA_BLOCK: u8 = 0x00;
 const BIT_BUCKET: u8 = 0x10;
@@ -92,7 +92,7 @@ fn naive(
             }
             let count = segment.len as usize / 16;
             seen += count;
-            if seen > MOST {
+            if seen > MAX_DESCRIPTORS {
                 return Err("too many");
             }
             let mut next = None;
@@ -427,12 +427,12 @@ fn an_endless_sgl_is_refused() {
     let first = Descriptor { len: u32::MAX / 16 * 16, ..first };
     assert_eq!(status(first, 512), Err(too_many));
     // The maximum number of data blocks, and one more.
-    for i in 0..MOST as u64 {
+    for i in 0..MAX_DESCRIPTORS as u64 {
         let block = Descriptor::new(DATA_BLOCK, BASE + (100 << 12) + i % 7 * 512, 16);
         peer.put(BASE + i * 16, &block.encode());
     }
     let list = |count: usize| Descriptor::new(LAST_SEGMENT, BASE, count * 16);
-    assert_eq!(status(list(MOST - 1), (MOST - 1) * 16), Ok(()));
-    assert_eq!(status(list(MOST), MOST * 16), Err(too_many));
+    assert_eq!(status(list(MAX_DESCRIPTORS - 1), (MAX_DESCRIPTORS - 1) * 16), Ok(()));
+    assert_eq!(status(list(MAX_DESCRIPTORS), MAX_DESCRIPTORS * 16), Err(too_many));
     assert!(since.elapsed() < LIMIT);
 }

@@ -29,13 +29,13 @@ pub fn replace<T>(
     let new = tempfile::NamedTempFile::new_in(directory_of(file));
     let mut new = new.with_context(name).map_err(bad_input)?;
     let outcome = write(new.as_file_mut())?;
-    let keep = || -> io::Result<()> {
+    let commit = || -> io::Result<()> {
         let mode = std::fs::metadata(file).map_or(0o644, |about| about.permissions().mode());
         new.as_file().set_permissions(Permissions::from_mode(mode & 0o777))?;
         new.as_file().sync_all()?;
         new.persist(file)?;
         Ok(())
     };
-    keep().with_context(name).map_err(bad_input)?;
+    commit().with_context(name).map_err(bad_input)?;
     Ok(outcome)
 }

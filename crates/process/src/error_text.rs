@@ -25,7 +25,7 @@ const PHRASES: [(&str, &str); 17] = [
 
 /// Replaces phrases of Rust libraries in `text`.
 #[must_use]
-pub fn plain(text: &str) -> String {
+pub fn without_rust_terms(text: &str) -> String {
     let mut plain = text.to_owned();
     for (rust, words) in PHRASES {
         if plain.contains(rust) {
@@ -38,16 +38,16 @@ pub fn plain(text: &str) -> String {
 /// Removes the error numbers that Rust appends to error texts of the system: ` (os error 13)`.
 #[must_use]
 pub fn without_numbers(text: &str) -> Cow<'_, str> {
-    const BEGIN: &str = " (os error ";
+    const PREFIX: &str = " (os error ";
     let mut plain = String::new();
     let mut rest = text;
-    while let Some((before, after)) = rest.split_once(BEGIN) {
+    while let Some((before, after)) = rest.split_once(PREFIX) {
         let end = after.find(|c: char| !c.is_ascii_digit() && c != '-').unwrap_or(after.len());
         plain.push_str(before);
         rest = match after[end..].strip_prefix(')').filter(|_| end > 0) {
             Some(rest) => rest,
             None => {
-                plain.push_str(BEGIN);
+                plain.push_str(PREFIX);
                 after
             }
         };
@@ -88,7 +88,7 @@ mod tests {
             ("99 is not in 1..=64", "99 is not in the range 1 to 64"),
             ("`x` is no size", "`x` is no size"),
         ] {
-            assert_eq!(plain(rust), words);
+            assert_eq!(without_rust_terms(rust), words);
         }
     }
 }

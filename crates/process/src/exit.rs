@@ -7,7 +7,7 @@ use std::io;
 use std::process::ExitCode;
 
 /// Success.
-pub const FINE: u8 = 0;
+pub const SUCCESS: u8 = 0;
 /// Failure during execution.
 pub const FAILED: u8 = 1;
 /// Unusable input: the command line, a configuration file, or a disk or path that they name. The
@@ -64,7 +64,7 @@ pub fn conflict(error: impl Into<anyhow::Error>) -> anyhow::Error {
 #[must_use]
 pub fn status(error: &anyhow::Error) -> u8 {
     if is_broken_pipe(error) {
-        FINE
+        SUCCESS
     } else {
         error.downcast_ref::<WithStatus>().map_or(FAILED, |WithStatus(status, _)| *status)
     }
@@ -156,7 +156,7 @@ mod tests {
     fn a_closed_output_pipe_is_no_failure() {
         let error =
             anyhow::Error::new(io::Error::from(io::ErrorKind::BrokenPipe)).context("printing");
-        assert_eq!(status(&error), FINE);
+        assert_eq!(status(&error), SUCCESS);
         #[derive(Debug, thiserror::Error)]
         #[error("the server is gone")]
         struct Gone(#[source] io::Error);

@@ -172,9 +172,10 @@ impl LogThread {
         self.shared.line_added.notify_one();
     }
 
-    /// Waits until all queued lines are written, but at most for `most`. Returns false on timeout.
-    pub(crate) fn finish(&self, most: Duration) -> bool {
-        let until = Instant::now() + most;
+    /// Waits until all queued lines are written, but at most for `timeout`. Returns false on
+    /// timeout.
+    pub(crate) fn finish(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
         let mut lines = self.shared.lines.lock();
         lines.is_unlimited = true;
         self.shared.line_added.notify_one();
@@ -250,20 +251,20 @@ impl Allowance {
     }
 
     /// Returns the number of bytes that may be written now. If it is too small for the next line,
-    /// which has `wanted` bytes, returns the time at which the line may be written. A line longer
-    /// than the burst uses a whole burst, and its excess is charged to the following lines.
-    fn of(&mut self, wanted: usize, now: Instant) -> Result<usize, Instant> {
+    /// which has `requested` bytes, returns the time at which the line may be written. A line
+    /// longer than the burst uses a whole burst, and its excess is charged to the following lines.
+    fn of(&mut self, requested: usize, now: Instant) -> Result<usize, Instant> {
         let passed = now.saturating_duration_since(self.since);
         self.since = now;
         let (rate, burst) = (self.rate_limit.per_second as f64, self.rate_limit.burst as f64);
         self.bytes = (self.bytes + passed.as_secs_f64() * rate).min(burst);
-        let wanted = (wanted as f64).min(burst);
-        if self.bytes >= wanted {
+        let requested = (requested as f64).min(burst);
+        if self.bytes >= requested {
             return Ok(self.bytes as usize);
         }
         // The wait is long enough for the bytes of 10 ms at least, so that not every line causes a
         // wake-up.
-        let missing = (wanted - self.bytes).max(rate / 100.0);
+        let missing = (requested - self.bytes).max(rate / 100.0);
         Err(now + Duration::from_secs_f64(missing / rate))
     }
 

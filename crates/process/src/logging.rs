@@ -31,7 +31,7 @@ const QUEUE_BYTES_VERBOSE: usize = 16 << 20;
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// True after the log thread was started.
-static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+static IS_STARTED: AtomicBool = AtomicBool::new(false);
 /// Log of this process, set by [`start`].
 static LOG: OnceLock<LogThread> = OnceLock::new();
 /// Filter of this process, set by [`start`].
@@ -146,9 +146,9 @@ pub fn start(args: &Args, timed: bool) {
 }
 
 /// Starts the log thread. It also writes the lines that were queued before.
-pub fn begin() {
+pub fn start_thread() {
     if let Some(log) = LOG.get()
-        && !HAS_BEGUN.swap(true, Ordering::Relaxed)
+        && !IS_STARTED.swap(true, Ordering::Relaxed)
     {
         // If this thread cannot be started, the threads of a server cannot be started either, and
         // that error is reported.
@@ -171,7 +171,7 @@ pub fn final_message(text: &str) {
 
 /// Waits until all queued lines are written, for two seconds at most.
 pub fn finish() {
-    begin();
+    start_thread();
     if let Some(log) = LOG.get() {
         let _ = log.finish(FINISH_TIMEOUT);
     }

@@ -21,18 +21,18 @@ pub const STOPPING: &str = "STOPPING=1";
 pub const WATCHDOG: &str = "WATCHDOG=1";
 
 /// Sends a notification, if there is a service manager. Ignores failures.
-pub fn tell(state: &str) {
-    tell_with(state, SendFlags::NOSIGNAL);
+pub fn send(state: &str) {
+    send_with_flags(state, SendFlags::NOSIGNAL);
 }
 
 /// Sends a notification without blocking. It is lost if the queue of the service manager is full.
-pub fn tell_now(state: &str) {
-    tell_with(state, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+pub fn try_send(state: &str) {
+    send_with_flags(state, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
-fn tell_with(state: &str, flags: SendFlags) {
+fn send_with_flags(state: &str, flags: SendFlags) {
     if let Some(socket) = std::env::var_os("NOTIFY_SOCKET") {
-        let _ = tell_at(&socket, state, flags);
+        let _ = send_to(&socket, state, flags);
     }
 }
 
@@ -75,7 +75,7 @@ fn interval(us: u64, pid: u64, own: u32) -> Option<Duration> {
 /// # Errors
 /// The message cannot be sent. The service manager does not report whether it stores the
 /// descriptor.
-pub fn keep(state: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
+pub fn store_fd(state: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
     let socket = std::env::var_os("NOTIFY_SOCKET").ok_or(io::ErrorKind::NotFound)?;
     let (ours, address) = socket_to(&socket)?;
     let fds = [fd];
@@ -87,7 +87,7 @@ pub fn keep(state: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-fn tell_at(socket: &OsStr, state: &str, flags: SendFlags) -> rustix::io::Result<()> {
+fn send_to(socket: &OsStr, state: &str, flags: SendFlags) -> rustix::io::Result<()> {
     let (ours, address) = socket_to(socket)?;
     sendto(&ours, state.as_bytes(), flags, &address)?;
     Ok(())

@@ -10,7 +10,7 @@ static DIRECTORY: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::current
 
 /// Reads the attributes. Must be called after the process has changed its user and before it enters
 /// its sandbox.
-pub fn settle() {
+pub fn store_initial_state() {
     LazyLock::force(&USER);
     LazyLock::force(&DIRECTORY);
 }

@@ -181,14 +181,14 @@ impl EndSignals {
     }
 
     /// Waits until the service has to end, one of the `others` of [`catch`](Self::catch) arrives,
-    /// the descriptor `beside` is readable, or the deadline has passed.
+    /// the descriptor `extra_fd` is readable, or the deadline has passed.
     ///
     /// # Errors
     /// Errors of the system.
     pub fn wait_or_readable(
         &mut self,
-        beside: Option<BorrowedFd<'_>>,
-        until: Option<Instant>,
+        extra_fd: Option<BorrowedFd<'_>>,
+        deadline: Option<Instant>,
     ) -> io::Result<Wake> {
         loop {
             if self.signals.close.is_closed() {
@@ -205,17 +205,17 @@ impl EndSignals {
                 Some(signal) => return Ok(Wake::Signal(signal)),
                 None => {}
             }
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
                 return Ok(Wake::Time);
             }
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             let ready = {
-                let fds = beside.into_iter().chain([self.signals.as_fd()]);
+                let fds = extra_fd.into_iter().chain([self.signals.as_fd()]);
                 let mut fds: Vec<_> =
                     fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
                 match poll(&mut fds, left.as_ref()) {
-                    Ok(_) => beside.is_some() && !fds[0].revents().is_empty(),
+                    Ok(_) => extra_fd.is_some() && !fds[0].revents().is_empty(),
                     Err(Errno::INTR) => false,
                     Err(errno) => return Err(errno.into()),
                 }

@@ -78,7 +78,7 @@ pub(super) fn open_one(
     lasting: bool,
     named: impl Fn(Option<&str>) -> Option<anyhow::Result<Arc<dyn Disk>>>,
 ) -> anyhow::Result<Config> {
-    let open = if lasting { disk_open::open_lasting } else { disk_open::open };
+    let open = if lasting { disk_open::open_recoverable } else { disk_open::open };
     let location = served.absolute_socket();
     let location = location.to_string_lossy();
     let config = served.controller.open_by(&location, |nth, spec| {

@@ -27,7 +27,9 @@ use shadowbell_config::controller_config::{DiskConfig, nsids};
 use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::limits::{self, Group};
 use shadowbell_config::server_config::SocketConfig;
-use shadowbell_controller::{Death, NamespaceConfig, Recorder, SavedController, SeenNamespace};
+use shadowbell_controller::{
+    CauseOfDeath, NamespaceConfig, Recorder, SavedController, SeenNamespace,
+};
 use shadowbell_disk::Disk;
 use shadowbell_state::{Descriptors, LastingChange, VERSION};
 use shadowbell_supervisor::checkpoint::{COMPLETE, Change};
@@ -65,7 +67,7 @@ pub(super) struct UnattachedEntry {
     pub(super) spec: String,
     /// Death of the process whose item this is, until the disk is recovered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) died: Option<Death>,
+    pub(super) died: Option<CauseOfDeath>,
 }
 
 /// A controller in the checkpoint.
@@ -82,7 +84,7 @@ pub(super) struct ControllerEntry {
     pub(super) changing: Vec<u32>,
     /// Death of the process whose items these are, until the controller is recovered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) died: Option<Death>,
+    pub(super) died: Option<CauseOfDeath>,
 }
 
 /// A disk in the checkpoint, and the properties of its namespace.
@@ -278,7 +280,7 @@ impl Checkpointer {
     ) -> anyhow::Result<()> {
         // Disks without support for recovery are found before any item is sent.
         for disk in controllers.iter().flat_map(|served| served.disks()) {
-            disk.keep(&mut Descriptors::default())?;
+            disk.checkpoint(&mut Descriptors::default())?;
         }
         self.kept.store.begin((FENCE, &[self.fence.as_fd()]))?;
         controllers.iter().zip(ports).try_for_each(|(served, port)| {
@@ -654,7 +656,7 @@ impl LiveCheckpoint {
 
 fn put_disk(store: &CheckpointStore, key: &str, disk: &dyn Disk) -> anyhow::Result<()> {
     let mut fds = Descriptors::default();
-    let state = disk.keep(&mut fds)?;
+    let state = disk.checkpoint(&mut fds)?;
     Ok(store.put_state(key, &state, &fds)?)
 }
 

@@ -146,7 +146,7 @@ impl LogWriter {
             .flatten()
             .unwrap_or_default();
         let disk = match event {
-            ServerEvent::Controller(Event::Full(nsid) | Event::Lost(nsid)) => {
+            ServerEvent::Controller(Event::Full(nsid) | Event::WritesLost(nsid)) => {
                 self.disk(index, nsid)
             }
             _ => None,
@@ -189,7 +189,7 @@ impl LogWriter {
                  or the limit on the size of files that stands against it; nothing has to be started again",
                 disk.unwrap_or_default()
             ),
-            ServerEvent::Controller(Event::Lost(nsid)) => error!(
+            ServerEvent::Controller(Event::WritesLost(nsid)) => error!(
                 "{name}: the system could not write to {} what the guest has written to namespace \
                  {nsid}, and some of it may be lost: its flushes fail (Write Fault) until the disk \
                  is served again. Check its storage and the system's log first",
@@ -214,7 +214,9 @@ impl LogWriter {
             ServerEvent::Controller(Event::QueueCreated(_)) | ServerEvent::End => {}
             // Event kinds that this match does not know are logged as they are.
             ServerEvent::Controller(event) => info!("{name}: {event:?}"),
-            ServerEvent::Lost => warn!("{name}: events were lost, because the log was too slow"),
+            ServerEvent::Lost => {
+                warn!("{name}: events were lost, because the log was too slow")
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ use super::recovery_job::{Job, JobContext, Recovered, RecoveredController};
 use super::registry::Registry;
 use super::server::Server;
 use parking_lot::Mutex;
-use shadowbell_controller::Death;
+use shadowbell_controller::CauseOfDeath;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -171,7 +171,7 @@ fn serve(
     if let Err(error) = namespace_requests::begin_one(&served, changes) {
         warn!("{}: requests of its pool are not served: {error}", served.name);
     }
-    let of = if death == Death::Planned { "quiesced" } else { "dead" };
+    let of = if death == CauseOfDeath::Planned { "quiesced" } else { "dead" };
     info!(
         "recovered from the checkpoint of a {of} process: {}, commands in flight: {replays}",
         served.name

@@ -195,7 +195,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     running_exports::read_certificates(&config.exports)?;
     // Before other threads are started, and before any untrusted data is read.
     let contained = sandbox::enter(&asked, &config, link)?;
-    logging::begin();
+    logging::start_thread();
     phases.ended("sandbox");
     let (mut server, endpoints, late) = match (supervisor, &checkpointer) {
         (Some((Role::Recover, link)), Some(checkpointer)) => {
@@ -260,7 +260,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         }
         None => {
             launch_hint::show(&config);
-            notify::tell(&notify::ready(&server.registry().summary()));
+            notify::send(&notify::ready(&server.registry().summary()));
         }
     }
     let late = late.map(|late| late.start(&server)).transpose()?;
@@ -275,7 +275,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         }
     };
     if link.is_none() {
-        notify::tell(notify::STOPPING);
+        notify::send(notify::STOPPING);
     }
     // Bounds the wait for an unresponsive disk. If the supervisor is dead, no process would kill
     // this one.
@@ -345,8 +345,8 @@ fn wait<'a>(
             // A signal to the process group reaches the supervisor too, which sends `READ`.
             Wake::Signal(SIGHUP) if link.is_some() => {}
             Wake::Signal(SIGHUP) => {
-                notify::tell(&notify::reloading());
-                reload(Box::new(|outcome| notify::tell(&notify::ready(outcome))));
+                notify::send(&notify::reloading());
+                reload(Box::new(|outcome| notify::send(&notify::ready(outcome))));
             }
             Wake::Signal(_) => report(server),
             Wake::Readable => {

@@ -35,7 +35,7 @@ impl Liveness {
         let registry = Arc::clone(server.registry());
         server.visit(move || {
             let status = notify::status(&registry.summary());
-            notify::tell_now(&format!("{}\n{status}", notify::WATCHDOG));
+            notify::try_send(&format!("{}\n{status}", notify::WATCHDOG));
         });
     }
 }

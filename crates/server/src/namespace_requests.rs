@@ -331,7 +331,7 @@ impl Carrier {
         if command.sanact == Sanitize::EXIT_FAILURE {
             self.pool.change(|index| {
                 if index.sanitize.phase == Phase::Failed {
-                    index.sanitize.phase = Phase::FailureLeft;
+                    index.sanitize.phase = Phase::FailureModeExited;
                 }
             })?;
             return Ok(self.match_controller()?);

@@ -113,8 +113,8 @@ fn stop_exports(server: &Server) -> std::sync::mpsc::Receiver<Infallible> {
             changes.exports().stop();
             drop(sender);
         };
-        // Without a thread the channel is closed by the drop of the closure, and the exports are
-        // in use until the end of the process, as are their locks.
+        // If the thread cannot be started, the dropped closure closes the channel. The exports, and
+        // so their locks, then last until the process ends.
         if let Err(error) = thread::Builder::new().name("sb-exports-end".into()).spawn(stop) {
             info!("the exports end with this process: {error}");
         }
@@ -151,7 +151,7 @@ fn quiesce_controllers(
 fn why_incomplete(server: &Server) -> anyhow::Error {
     let recoverable = || {
         for disk in server.disks() {
-            disk.keep(&mut Descriptors::default())
+            disk.checkpoint(&mut Descriptors::default())
                 .context("not all disks can be recovered; stop the server and start it again")?;
         }
         anyhow::Ok(())

@@ -2,7 +2,7 @@
 //! out of the thread for good.
 
 use parking_lot::{Condvar, Mutex};
-use shadowbell_vfio_user::server::{Ended, Handle, Reactor};
+use shadowbell_vfio_user::server::{Handle, Reactor, RunEnd};
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -25,7 +25,7 @@ enum State {
     Serving { rest: bool },
     /// Paused, and not taken out yet.
     Resting(Box<Reactor>),
-    /// Taken out, or ended.
+    /// The reactor was taken out, or has ended.
     Away,
 }
 
@@ -99,7 +99,7 @@ impl Shared {
             let outcome = reactor.run();
             let mut state = self.state.lock();
             match outcome {
-                Ok(Ended::Frozen) if matches!(*state, State::Serving { rest: true }) => {
+                Ok(RunEnd::Frozen) if matches!(*state, State::Serving { rest: true }) => {
                     *state = State::Resting(Box::new(reactor));
                     self.changed.notify_all();
                     drop(state);
@@ -109,8 +109,8 @@ impl Shared {
                     }
                 }
                 // The pause has timed out, so the reactor continues.
-                Ok(Ended::Frozen) => {}
-                Ok(Ended::Stopped) | Err(_) => {
+                Ok(RunEnd::Frozen) => {}
+                Ok(RunEnd::Stopped) | Err(_) => {
                     *state = State::Away;
                     self.changed.notify_all();
                     drop(state);

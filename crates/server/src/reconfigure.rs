@@ -177,7 +177,7 @@ impl Changes {
     /// # Errors
     /// The disk cannot be opened.
     pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
-        if self.lasting { disk_open::open_lasting(spec) } else { disk_open::open(spec) }
+        if self.lasting { disk_open::open_recoverable(spec) } else { disk_open::open(spec) }
     }
 
     /// Opens everything that a controller needs, without serving it.

@@ -34,7 +34,7 @@ use super::worker_link::WorkerLink;
 use anyhow::{Context, bail};
 use shadowbell_config::limits;
 use shadowbell_config::server_config::ServerConfig;
-use shadowbell_controller::{Death, Pool, SavedController};
+use shadowbell_controller::{CauseOfDeath, Pool, SavedController};
 use shadowbell_state::{AbortPoint, READABLE, StateError, abort_point};
 use shadowbell_supervisor::checkpoint::{COMPLETE, Checkpoint};
 use shadowbell_supervisor::protocol::to_supervisor;
@@ -179,7 +179,7 @@ pub(super) fn recover(
         warn!("the doorbell trace has ended: {error:#}");
     }
     let (of, count, left) = (
-        if death == Death::Planned { "quiesced" } else { "dead" },
+        if death == CauseOfDeath::Planned { "quiesced" } else { "dead" },
         recovered.len(),
         openers.left(),
     );
@@ -221,10 +221,15 @@ struct Plan {
 }
 
 impl Plan {
-    fn of(config: &ServerConfig, complete: &Complete, mut items: Checkpoint, death: Death) -> Self {
+    fn of(
+        config: &ServerConfig,
+        complete: &Complete,
+        mut items: Checkpoint,
+        death: CauseOfDeath,
+    ) -> Self {
         let quiesced = take_quiesced(&mut items);
         let of_process = |index: &usize| match quiesced.controllers.contains(index) {
-            true => Death::Planned,
+            true => CauseOfDeath::Planned,
             false => death,
         };
         // Number after a point, in the key of a disk's item.

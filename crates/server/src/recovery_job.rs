@@ -17,7 +17,7 @@ use serde_json::Value;
 use shadowbell_config::controller_config::ConfigureError;
 use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::server_config::SocketConfig;
-use shadowbell_controller::{Config, Controller, Death, Pool, SavedController};
+use shadowbell_controller::{CauseOfDeath, Config, Controller, Pool, SavedController};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::{ControllerDevice, check_memory};
 use shadowbell_process::exit;
@@ -61,7 +61,7 @@ pub(super) struct ControllerJob {
     pub(super) index: usize,
     /// Entry in the dead process's checkpoint.
     pub(super) entry: ControllerEntry,
-    pub(super) death: Death,
+    pub(super) death: CauseOfDeath,
     /// Configuration, unless the checkpoint has it.
     pub(super) asked: Option<SocketConfig>,
     pub(super) items: Items,
@@ -71,7 +71,7 @@ pub(super) struct ControllerJob {
 pub(super) struct DiskJob {
     pub(super) id: String,
     pub(super) entry: UnattachedEntry,
-    pub(super) death: Death,
+    pub(super) death: CauseOfDeath,
     pub(super) items: Items,
 }
 
@@ -92,7 +92,7 @@ pub(super) struct RecoveredController {
     /// Namespaces whose change the guest may not have been notified of.
     pub(super) changing: Vec<u32>,
     /// Death of the process that had it.
-    pub(super) death: Death,
+    pub(super) death: CauseOfDeath,
     /// Number of commands that are executed again.
     pub(super) replays: usize,
     /// Keys of the dead process's items.
@@ -156,7 +156,7 @@ impl ControllerJob {
         let config = wait.until_open(|| {
             let opened = asked.controller.open_by(&location(&asked), |nth, spec| {
                 if uses == Uses::Socket || is_final.get() {
-                    return disk_open::open_lasting(spec);
+                    return disk_open::open_recoverable(spec);
                 }
                 let missing = || anyhow!("the state lacks the disk of a namespace");
                 let key = disks.get(nth).ok_or_else(missing).map_err(DiskSpecError::Device)?.key();
@@ -164,7 +164,7 @@ impl ControllerJob {
                     Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
                         is_final.set(true);
                         lose(exit::line(&error.into_error()));
-                        disk_open::open_lasting(spec)
+                        disk_open::open_recoverable(spec)
                     }
                     outcome => outcome,
                 }
@@ -288,7 +288,7 @@ impl DiskJob {
                 Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
                     let why = exit::line(&error.into_error());
                     warn!("disk {id} cannot be recovered, and is opened anew: {why}");
-                    disk_open::open_lasting(&spec)
+                    disk_open::open_recoverable(&spec)
                 }
                 outcome => outcome,
             };
@@ -357,10 +357,10 @@ impl<'a> Waits<'a> {
         spec: &str,
         items: &Items,
         key: &str,
-        death: Death,
+        death: CauseOfDeath,
     ) -> Result<Arc<dyn Disk>, DiskSpecError> {
         let (state, mut fds): (Value, _) = decode(items, key).map_err(DiskSpecError::Device)?;
-        let has_quiesced = death == Death::Planned;
+        let has_quiesced = death == CauseOfDeath::Planned;
         let waits = |what: &str| {
             if self.since.elapsed() >= TELL {
                 self.tell(what);
@@ -401,7 +401,7 @@ fn port(items: &Items, index: usize) -> anyhow::Result<(SavedPort, Descriptors)>
         }
         let file = item.copy()?.1.into_iter().next();
         if let Some((number, file)) = checkpoint_items::client_file_number(key).zip(file) {
-            fds.put_lasting(number, file);
+            fds.add_lasting(number, file);
         }
     }
     Ok((port, fds))

@@ -132,7 +132,7 @@ impl Registry {
         text
     }
 
-    /// Begins with controllers that wait: each with its new index.
+    /// Registers the controllers that wait for their disks, each with its new index.
     pub(super) fn begin_waiting<'a>(&self, all: impl Iterator<Item = (usize, &'a SocketConfig)>) {
         let mut waiting: Vec<_> = all
             .map(|(index, asked)| WaitingController {

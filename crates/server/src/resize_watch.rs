@@ -1,14 +1,14 @@
 //! Automatic resize of namespaces whose storage has changed its size.
 //!
 //! Only disks whose storage reports a size change are resized automatically
-//! (`Disk::takes_new_size`). For all other disks the operator runs `ctl disk resize`, which
+//! (`Disk::take_size_change`). For all other disks the operator runs `ctl disk resize`, which
 //! performs the same operation.
 
 use super::disks::ListedDisk;
 use super::namespaces::NamespaceChange;
 use super::reconfigure::Changes;
 use super::server::Server;
-use shadowbell_disk::{SizeNews, tell_new_size};
+use shadowbell_disk::{SizeChanges, notify_resize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use tracing::warn;
@@ -34,12 +34,12 @@ impl ResizeWatch {
 impl Drop for ResizeWatch {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Release);
-        tell_new_size();
+        notify_resize();
     }
 }
 
 fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
-    let mut news = SizeNews::default();
+    let mut news = SizeChanges::default();
     loop {
         news.wait();
         if is_over.load(Ordering::Acquire) {
@@ -52,7 +52,7 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
 }
 
 fn look(changes: &Changes) {
-    let ids = |disk: ListedDisk| disk.open.disk.takes_new_size().then_some(disk.id);
+    let ids = |disk: ListedDisk| disk.open.disk.take_size_change().then_some(disk.id);
     for id in changes.disks().into_iter().filter_map(ids) {
         if let Err(error) = changes.change_disk(&id, &NamespaceChange::Size(None)) {
             warn!(

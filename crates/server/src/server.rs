@@ -161,7 +161,7 @@ impl Server {
     /// one hangs.
     pub(super) fn visit(&self, ended: impl FnOnce() + Send + 'static) {
         let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
-        self.pool.visit(move || handle.visit(ended));
+        self.pool.check_liveness(move || handle.check_liveness(ended));
     }
 
     /// All disks: those of controllers, and those that no controller has.

@@ -5,7 +5,7 @@ use super::path_broker;
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_config::server_config::canonical_path;
-use shadowbell_controller::Death;
+use shadowbell_controller::CauseOfDeath;
 use shadowbell_process::exit::bad_input;
 use shadowbell_supervisor::checkpoint::Checkpoint;
 use shadowbell_supervisor::client::SupervisorClient;
@@ -33,7 +33,7 @@ pub(super) struct Received {
     pub(super) items: Checkpoint,
     /// How its process ended. `None`: the process still serves, and the checkpoint is only to be
     /// checked.
-    pub(super) death: Option<Death>,
+    pub(super) death: Option<CauseOfDeath>,
 }
 
 /// Connection to the supervisor. It is closed when the supervisor dies.
@@ -74,7 +74,7 @@ impl WorkerLink {
     /// The supervisor has died, or a packet is invalid.
     pub(super) fn checkpoint(&self) -> anyhow::Result<Option<Received>> {
         let mut items = Checkpoint::default();
-        let mut death = Some(Death::Killed);
+        let mut death = Some(CauseOfDeath::Killed);
         while let Some(packet) = protocol::receive(&self.0, false)? {
             match packet.letter {
                 to_worker::CHECKPOINT => {
@@ -85,8 +85,8 @@ impl WorkerLink {
                 }
                 to_worker::END => return Ok(None),
                 to_worker::CHECK => death = None,
-                to_worker::FAULT => death = Some(Death::Fault),
-                to_worker::QUIESCED => death = Some(Death::Planned),
+                to_worker::FAULT => death = Some(CauseOfDeath::Fault),
+                to_worker::QUIESCED => death = Some(CauseOfDeath::Planned),
                 _ => {}
             }
         }

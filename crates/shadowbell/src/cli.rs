@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand};
 use shadowbell_nvme_tools::{
     attach_many, bench, bind, demo, inspect, manage, trace, transfer, verify,
 };
-use shadowbell_process::error_text::plain;
+use shadowbell_process::error_text::without_rust_terms;
 use shadowbell_process::{exit, logging};
 use std::ffi::OsString;
 use std::io::{self, IsTerminal};
@@ -158,7 +158,7 @@ pub fn main() -> ExitCode {
     logging::start(&cli.logging, cli.verb.is_service());
     // `serve` starts the logging thread itself, because it must be single-threaded before that.
     if !matches!(cli.verb, Verb::Serve(_)) {
-        logging::begin();
+        logging::start_thread();
     }
     finish(cli.verb.run())
 }
@@ -217,7 +217,7 @@ fn refuse(error: &clap::Error) -> ExitCode {
     }
     let text = error.render();
     let text = if io::stderr().is_terminal() { text.ansi().to_string() } else { text.to_string() };
-    logging::final_message(&plain(&text));
+    logging::final_message(&without_rust_terms(&text));
     ExitCode::from(exit::BAD_INPUT)
 }
 

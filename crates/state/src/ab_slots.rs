@@ -95,11 +95,11 @@ impl AbSlots {
         file: &File,
         understand: impl Fn(&[u8]) -> Option<T>,
     ) -> Option<Newest<T>> {
-        let places = (0..2).filter_map(|place| {
+        let slots = (0..2).filter_map(|place| {
             let (number, body) = self.whole(file, place)?;
             Some(Newest { number, place, value: understand(&body)? })
         });
-        places.max_by_key(|newest| newest.number)
+        slots.max_by_key(|newest| newest.number)
     }
 
     /// Writes a body to the slot `place` with the sequence number `number`, and synchronises it

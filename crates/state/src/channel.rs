@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 /// Number of descriptors per message. Linux allows up to 253 (`SCM_MAX_FD`).
-const TOGETHER: usize = 128;
+const MAX_FDS_PER_MESSAGE: usize = 128;
 
 // The functions use `read` and `write`. The standard library uses other system calls for sockets,
 // which the sandbox (seccomp) would also have to allow.
@@ -43,9 +43,10 @@ pub(crate) fn receive_bytes(socket: &UnixStream, mut bytes: &mut [u8]) -> io::Re
 
 /// Sends descriptors in batches, each with one byte of data.
 pub(crate) fn send_fds(socket: &UnixStream, fds: &[&OwnedFd]) -> io::Result<()> {
-    for some in fds.chunks(TOGETHER) {
+    for some in fds.chunks(MAX_FDS_PER_MESSAGE) {
         let some: Vec<_> = some.iter().map(|fd| fd.as_fd()).collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TOGETHER))];
+        let mut space =
+            [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS_PER_MESSAGE))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !control.push(SendAncillaryMessage::ScmRights(&some)) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -67,7 +68,8 @@ pub(crate) fn receive_fds(socket: &UnixStream, count: usize) -> Result<Vec<Owned
     while fds.len() < count {
         let before = fds.len();
         let mut byte = [0];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TOGETHER))];
+        let mut space =
+            [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS_PER_MESSAGE))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut bytes = [IoSliceMut::new(&mut byte)];
         let received = match recvmsg(socket, &mut bytes, &mut control, RecvFlags::CMSG_CLOEXEC) {

@@ -81,7 +81,7 @@ impl Descriptors {
 /// Lasting descriptors.
 impl Descriptors {
     /// Adds a lasting descriptor, for this snapshot and later ones.
-    pub fn put_lasting(&mut self, number: u64, fd: OwnedFd) {
+    pub fn add_lasting(&mut self, number: u64, fd: OwnedFd) {
         self.lasting.push(LastingChange::Put(number, fd));
     }
 

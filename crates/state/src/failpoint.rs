@@ -49,7 +49,7 @@ points! {
     /// The replayed command was recorded again.
     ReplayRecorded = "replay-recorded",
     /// An exclusive command has ended, but its outcome is not stored.
-    AloneEnded = "alone-ended",
+    ExclusiveEnded = "exclusive-ended",
     /// The outcome of an exclusive command was stored.
     Decided = "decided",
     /// Registers, queues or the admin queue have changed.
@@ -188,10 +188,10 @@ mod armed {
     fn armed() -> Option<&'static Armed> {
         static ARMED: OnceLock<Option<Armed>> = OnceLock::new();
         let read = || {
-            let (asked, sign) = asked()?;
-            let (name, times) = asked.split_once(':').unwrap_or((&asked, "1"));
+            let (selected, sign) = selected()?;
+            let (name, times) = selected.split_once(':').unwrap_or((&selected, "1"));
             let point = AbortPoint::ALL.iter().find(|point| point.name() == name);
-            let point = *point.unwrap_or_else(|| panic!("{asked}: there is no such point"));
+            let point = *point.unwrap_or_else(|| panic!("{selected}: there is no such point"));
             Some(Armed { point, left: AtomicU32::new(times.parse().unwrap_or(1)), sign })
         };
         ARMED.get_or_init(read).as_ref()
@@ -203,7 +203,7 @@ mod armed {
             if let Some(sign) = &armed.sign {
                 let _ = std::fs::write(sign, armed.point.name());
             }
-            die(Signal::KILL);
+            kill_self(Signal::KILL);
         }
     }
 
@@ -213,16 +213,16 @@ mod armed {
     }
 
     /// Reads the selected failpoint, and the name of the file to create when the process dies.
-    fn asked() -> Option<(String, Option<String>)> {
-        if let Ok(asked) = std::env::var("SHADOWBELL_ABORT_AT") {
-            return Some((asked, None));
+    fn selected() -> Option<(String, Option<String>)> {
+        if let Ok(selected) = std::env::var("SHADOWBELL_ABORT_AT") {
+            return Some((selected, None));
         }
         let file = std::env::var("SHADOWBELL_ABORT_FILE").ok()?;
         // The rename is atomic, so only one process gets the file.
         let taken = format!("{file}.{}", std::process::id());
         std::fs::rename(&file, &taken).ok()?;
-        let asked = std::fs::read_to_string(&taken).ok()?;
-        let (mine, others) = asked.split_once('\n').unwrap_or((&asked, ""));
+        let selected = std::fs::read_to_string(&taken).ok()?;
+        let (mine, others) = selected.split_once('\n').unwrap_or((&selected, ""));
         if !others.is_empty() {
             std::fs::write(&taken, others).ok()?;
             std::fs::rename(&taken, &file).ok()?;
@@ -231,7 +231,7 @@ mod armed {
     }
 
     /// Kills the process. Parks the thread until the signal takes effect.
-    fn die(by: Signal) -> ! {
+    fn kill_self(by: Signal) -> ! {
         let _ = rustix::process::kill_process(rustix::process::getpid(), by);
         loop {
             std::thread::park();
@@ -241,7 +241,7 @@ mod armed {
     pub(super) fn command(step: CommandStep, lba: u64) {
         static DEADLY: OnceLock<Vec<(CommandStep, u64)>> = OnceLock::new();
         let read = || {
-            let asked = std::env::var("SHADOWBELL_ABORT_COMMAND").unwrap_or_default();
+            let selected = std::env::var("SHADOWBELL_ABORT_COMMAND").unwrap_or_default();
             let one = |text: &str| {
                 let (step, lba) = text.split_once(':')?;
                 let step = match step {
@@ -251,17 +251,17 @@ mod armed {
                 };
                 Some((step, lba.parse().ok()?))
             };
-            let each = asked.split(',').filter(|text| !text.is_empty());
+            let each = selected.split(',').filter(|text| !text.is_empty());
             each.map(|text| one(text).unwrap_or_else(|| panic!("{text}: not a command"))).collect()
         };
         if DEADLY.get_or_init(read).contains(&(step, lba)) {
-            die(Signal::ABORT);
+            kill_self(Signal::ABORT);
         }
     }
 
     pub(super) fn wrong_order() -> Option<WrongOrder> {
-        static WRONG: OnceLock<Option<WrongOrder>> = OnceLock::new();
-        *WRONG.get_or_init(|| match std::env::var("SHADOWBELL_WRONG_ORDER").ok()?.as_str() {
+        static SELECTED: OnceLock<Option<WrongOrder>> = OnceLock::new();
+        *SELECTED.get_or_init(|| match std::env::var("SHADOWBELL_WRONG_ORDER").ok()?.as_str() {
             "freed-before-posted" => Some(WrongOrder::FreedBeforePosted),
             "stored-before-freed" => Some(WrongOrder::StoredBeforeFreed),
             "no-fence" => Some(WrongOrder::NoFence),

@@ -14,8 +14,8 @@ use std::os::unix::net::UnixStream;
 
 const MAGIC: [u8; 8] = *b"SBELLST\0";
 /// Maximum size of a state. A server with a thousand controllers needs much less.
-const MOST_BYTES: u64 = 1 << 30;
-const MOST_FDS: u64 = 1 << 20;
+const MAX_BYTES: u64 = 1 << 30;
+const MAX_FDS: u64 = 1 << 20;
 /// Size of the header in bytes: magic, version, number of descriptors, length.
 const HEAD: usize = 24;
 
@@ -190,7 +190,7 @@ impl Head {
             return Err(StateError::Version(word(8)));
         }
         let (fds, bytes) = (u64::from(word(12)), u64::from(word(16)) | u64::from(word(20)) << 32);
-        if let Some(too_large) = [(fds, MOST_FDS), (bytes, MOST_BYTES)]
+        if let Some(too_large) = [(fds, MAX_FDS), (bytes, MAX_BYTES)]
             .into_iter()
             .find_map(|(is, most)| (is > most).then_some(is))
         {
@@ -206,7 +206,7 @@ mod tests {
     use std::fs::File;
     use std::io::{Read, Seek, Write};
 
-    fn travel(parcel: Parcel) -> Result<Parcel, StateError> {
+    fn send_and_receive(parcel: Parcel) -> Result<Parcel, StateError> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let sender = std::thread::spawn(move || parcel.send(&ours));
         let received = Parcel::receive(&theirs);
@@ -225,7 +225,7 @@ mod tests {
         }
         parcel.add("numbers", true, &refs).unwrap();
         parcel.add("long", false, &"x".repeat(1 << 20)).unwrap();
-        let mut parcel = travel(parcel).unwrap();
+        let mut parcel = send_and_receive(parcel).unwrap();
         let refs: Vec<crate::descriptors::FdRef> = parcel.take("numbers").unwrap().unwrap();
         for (n, fd) in (0..700_u32).zip(&refs) {
             let mut file = File::from(parcel.descriptors().take(*fd).unwrap());
@@ -243,10 +243,10 @@ mod tests {
     fn unknown_sections_are_ignored_or_refused() {
         let mut parcel = Parcel::new();
         parcel.add("extra", false, &1).unwrap();
-        travel(parcel).unwrap().finish().unwrap();
+        send_and_receive(parcel).unwrap().finish().unwrap();
         let mut parcel = Parcel::new();
         parcel.add("future", true, &1).unwrap();
-        let error = travel(parcel).unwrap().finish().unwrap_err().to_string();
+        let error = send_and_receive(parcel).unwrap().finish().unwrap_err().to_string();
         assert!(error.contains("does not support the mandatory section future"), "{error}");
         let mut parcel = Parcel::new();
         parcel.add("number", true, &1).unwrap();

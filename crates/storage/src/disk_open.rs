@@ -53,7 +53,7 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
 ///
 /// # Errors
 /// [`DiskSpecError`].
-pub fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+pub fn open_recoverable(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Supervisor)
 }
 
@@ -138,7 +138,7 @@ fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskS
         let spec = RbdSpec::parse(spec)?;
         let disk = match lifetime {
             Lifetime::Process => RbdDisk::open(&spec)?,
-            Lifetime::Supervisor => RbdDisk::open_lasting(&spec)?,
+            Lifetime::Supervisor => RbdDisk::open_recoverable(&spec)?,
         };
         return Ok(Arc::new(disk));
     }
@@ -167,7 +167,7 @@ fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskS
 fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let open = match lifetime {
         Lifetime::Process => shadowbell_disk_file::open,
-        Lifetime::Supervisor => shadowbell_disk_file::open_lasting,
+        Lifetime::Supervisor => shadowbell_disk_file::open_recoverable,
     };
     let file = FileSpec::parse(spec)?;
     let opened = match &file {

@@ -49,9 +49,9 @@ fn recover_unlimited(
     has_quiesced: bool,
     wait: Wait<'_>,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    if NvmeDisk::is_kept_by(state) {
+    if NvmeDisk::is_checkpoint(state) {
         let disk = attach_again(spec, wait)?;
-        if !disk.is_that(state) {
+        if !disk.is_same_disk(state) {
             let why = "another disk than before, or its size has changed".to_owned();
             return Err(
                 shadowbell_disk::OpenError::NotThatDisk { disk: spec.to_owned(), why }.into()
@@ -59,13 +59,13 @@ fn recover_unlimited(
         }
         return Ok(disk);
     }
-    if NbdDisk::is_kept_by(state) {
+    if NbdDisk::is_checkpoint(state) {
         return Ok(Arc::new(NbdDisk::recover(&NbdSpec::parse(spec)?, state, has_quiesced, wait)?));
     }
-    if RbdDisk::is_kept_by(state) {
+    if RbdDisk::is_checkpoint(state) {
         return Ok(Arc::new(RbdDisk::recover(&RbdSpec::parse(spec)?, state, wait)?));
     }
-    if Qcow2Disk::is_kept_by(state)
+    if Qcow2Disk::is_checkpoint(state)
         && let Some(FileSpec { path, options, .. }) = FileSpec::parse(spec)?
     {
         return Ok(Arc::new(Qcow2Disk::recover(&path, &options, state, fds, wait)?));
@@ -161,8 +161,9 @@ mod tests {
         let path = directory.path().join("disk.img");
         std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
         for (options, needs) in [("", false), ("?read-only=on", true)] {
-            let disk = disk_open::open_lasting(&format!("{}{options}", path.display())).unwrap();
-            let state = disk.keep(&mut Descriptors::default()).unwrap();
+            let disk =
+                disk_open::open_recoverable(&format!("{}{options}", path.display())).unwrap();
+            let state = disk.checkpoint(&mut Descriptors::default()).unwrap();
             assert_eq!(needs_process_fence(&state), needs, "{options}: {state}");
         }
     }

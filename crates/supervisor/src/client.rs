@@ -126,7 +126,7 @@ pub fn program(option: &str, path: &Path) -> anyhow::Result<PathBuf> {
     Ok(full)
 }
 
-/// Socket names of all supervisors in this network namespace.
+/// Names of the abstract sockets of all supervisors in this network namespace.
 fn names() -> io::Result<Vec<String>> {
     let list = std::fs::read_to_string("/proc/net/unix")?;
     let names = list.lines().filter_map(|line| line.rsplit_once(" @").map(|(_, name)| name));

@@ -160,7 +160,7 @@ impl FdStore {
         let _ = set_socket_send_buffer_size(&write, ROOM);
         for (end, fd) in [("w", &write), ("r", &read)] {
             let state = format!("FDSTORE=1\nFDNAME={}\nFDPOLL=0", name(generation, end));
-            notify::keep(&state, fd.as_fd())?;
+            notify::store_fd(&state, fd.as_fd())?;
         }
         Ok(Self {
             write,
@@ -287,7 +287,7 @@ impl FdStore {
 
 fn forget(generation: u64) {
     for end in ["w", "r"] {
-        notify::tell(&format!("FDSTOREREMOVE=1\nFDNAME={}", name(generation, end)));
+        notify::send(&format!("FDSTOREREMOVE=1\nFDNAME={}", name(generation, end)));
     }
 }
 

@@ -266,7 +266,7 @@ impl Supervisor {
             self.over = Some(exit::FAILED);
             return;
         }
-        notify::tell(notify::STOPPING);
+        notify::send(notify::STOPPING);
         match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
             None => {}
             Some(Step::Starting | Step::Checking) => {
@@ -348,9 +348,9 @@ impl Supervisor {
         }
         self.replacement_serves();
         if std::mem::replace(&mut self.is_ready, true) {
-            notify::tell(&notify::status(status));
+            notify::send(&notify::status(status));
         } else {
-            notify::tell(&notify::ready(status));
+            notify::send(&notify::ready(status));
         }
     }
 

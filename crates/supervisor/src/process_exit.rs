@@ -73,7 +73,7 @@ impl Supervisor {
         }
         let now = Instant::now();
         self.died.get_or_insert(now);
-        notify::tell(&notify::status(
+        notify::send(&notify::status(
             "the server process has died; another one is about to recover",
         ));
         match self.deaths.add(now, served, is_killed, self.left.is_some()) {

@@ -155,7 +155,7 @@ pub mod open_broker {
     pub const REFUSED: u8 = b'r';
 
     const ACCESS: [(Access, &str); 3] =
-        [(Access::Read, "r"), (Access::Write, "w"), (Access::WriteAlone, "x")];
+        [(Access::Read, "r"), (Access::Write, "w"), (Access::WriteExclusive, "x")];
 
     /// Encodes an access.
     pub fn access(access: Access) -> &'static str {

@@ -13,7 +13,7 @@ impl Supervisor {
     /// Records a reload request (SIGHUP).
     pub(super) fn read_again(&mut self) {
         if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
-            notify::tell(&notify::reloading());
+            notify::send(&notify::reloading());
         }
     }
 
@@ -37,7 +37,7 @@ impl Supervisor {
         // A signal that came during the reload has set `Reading::Wanted` again, which stays.
         let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
         if self.reading.take_if(told).is_some() {
-            notify::tell(&notify::ready(outcome));
+            notify::send(&notify::ready(outcome));
         }
     }
 
@@ -64,7 +64,7 @@ impl Supervisor {
             }
             Due::Lost => return log_line("error: the hung process did not end after SIGABRT"),
         }
-        notify::tell(notify::WATCHDOG);
+        notify::send(notify::WATCHDOG);
     }
 
     /// Feeds the watchdog after the server process's answer to a liveness check.
@@ -73,7 +73,7 @@ impl Supervisor {
         if let (Some(watchdog), Some(pid)) = (&mut self.watchdog, pid)
             && watchdog.answered(pid)
         {
-            notify::tell(&format!("{}\n{}", notify::WATCHDOG, notify::status(status)));
+            notify::send(&format!("{}\n{}", notify::WATCHDOG, notify::status(status)));
         }
     }
 }

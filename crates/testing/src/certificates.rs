@@ -17,7 +17,7 @@ pub struct Authority {
 
 /// Purpose of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum CertificatePurpose {
     /// A server.
     Server,
     /// A client.
@@ -26,7 +26,7 @@ pub enum End {
 
 /// Properties of a certificate, including defects.
 #[derive(Clone, Debug, Default)]
-pub struct Wish<'a> {
+pub struct CertificateSpec<'a> {
     /// Host names and addresses of the certificate.
     pub names: &'a [&'a str],
     /// True if the certificate has expired.
@@ -65,7 +65,7 @@ impl Authority {
     /// # Panics
     ///
     /// If it cannot be written.
-    pub fn put_ca(&self, directory: &Path) {
+    pub fn write_ca(&self, directory: &Path) {
         fs::write(directory.join("ca-cert.pem"), &self.pem).expect("a directory for certificates");
     }
 
@@ -74,24 +74,29 @@ impl Authority {
     /// # Panics
     ///
     /// If they cannot be created or written.
-    pub fn put(&self, directory: &Path, end: End, wish: &Wish<'_>) {
-        let names: Vec<String> = wish.names.iter().map(|name| (*name).to_owned()).collect();
+    pub fn write_certificate(
+        &self,
+        directory: &Path,
+        purpose: CertificatePurpose,
+        spec: &CertificateSpec<'_>,
+    ) {
+        let names: Vec<String> = spec.names.iter().map(|name| (*name).to_owned()).collect();
         let mut params = CertificateParams::new(names).expect("names");
         params.distinguished_name.push(DnType::CommonName, "a test");
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![match end {
-            End::Server => ExtendedKeyUsagePurpose::ServerAuth,
-            End::Client => ExtendedKeyUsagePurpose::ClientAuth,
+        params.extended_key_usages = vec![match purpose {
+            CertificatePurpose::Server => ExtendedKeyUsagePurpose::ServerAuth,
+            CertificatePurpose::Client => ExtendedKeyUsagePurpose::ClientAuth,
         }];
-        if wish.has_expired {
+        if spec.has_expired {
             params.not_before = date_time_ymd(2001, 1, 1);
             params.not_after = date_time_ymd(2002, 1, 1);
         }
         let key = KeyPair::generate().expect("a key");
         let certificate = params.signed_by(&key, &self.issuer).expect("a certificate");
-        let name = match end {
-            End::Server => "server",
-            End::Client => "client",
+        let name = match purpose {
+            CertificatePurpose::Server => "server",
+            CertificatePurpose::Client => "client",
         };
         let write = |what: &str, text: String| {
             let path = directory.join(format!("{name}-{what}.pem"));
@@ -105,11 +110,15 @@ impl Authority {
     ///
     /// # Panics
     ///
-    /// Like [`put`](Self::put).
-    pub fn put_all(&self, directory: &Path) {
-        self.put_ca(directory);
+    /// Like [`write_certificate`](Self::write_certificate).
+    pub fn write_all(&self, directory: &Path) {
+        self.write_ca(directory);
         let names = &["localhost", "127.0.0.1", "::1"];
-        self.put(directory, End::Server, &Wish { names, ..Wish::default() });
-        self.put(directory, End::Client, &Wish::default());
+        self.write_certificate(
+            directory,
+            CertificatePurpose::Server,
+            &CertificateSpec { names, ..CertificateSpec::default() },
+        );
+        self.write_certificate(directory, CertificatePurpose::Client, &CertificateSpec::default());
     }
 }

@@ -80,13 +80,13 @@ pub fn content(disk: &dyn Disk) -> Vec<u8> {
 }
 
 /// Submits one request. The request must still be pending afterwards.
-pub fn begin(queue: &mut dyn Queue, tag: u32, request: &Request, mut data: Segments) {
+pub fn submit_pending(queue: &mut dyn Queue, tag: u32, request: &Request, mut data: Segments) {
     assert_eq!(queue.submit(tag, request, &mut data), Submitted::Pending, "{request:?}");
     queue.commit();
 }
 
 /// Waits until `count` requests have completed. Returns their results in the order of completion.
-pub fn ended(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskError>)> {
+pub fn wait_completed(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskError>)> {
     let mut all = Vec::new();
     crate::wait::until("the ends of requests", || {
         queue.reap(&mut |tag, result, _| all.push((tag, result)));
@@ -97,7 +97,7 @@ pub fn ended(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskEr
 
 /// Asserts that no request completes within a short time.
 pub fn assert_none_completes(queue: &mut dyn Queue) {
-    crate::wait::moment();
+    crate::wait::short_pause();
     queue.reap(&mut |tag, result, _| panic!("request {tag} has ended: {result:?}"));
 }
 

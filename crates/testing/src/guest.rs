@@ -6,7 +6,7 @@ use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig};
 use shadowbell_spec::regs::{self, Cc, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Cqe, Sqe};
-use shadowbell_vfio_user::client::{Client, ClientError, Share};
+use shadowbell_vfio_user::client::{Client, ClientError, DmaRange};
 use shadowbell_vfio_user::device::{irq, region};
 use shadowbell_vfio_user::migration::MigrationState;
 use std::collections::{BTreeMap, BTreeSet};
@@ -143,7 +143,7 @@ impl Guest {
 
     /// Shares the memory with the device, and connects the interrupts.
     fn connect(&self) {
-        let share = Share {
+        let share = DmaRange {
             iova: 0,
             len: MEMORY,
             readable: true,
@@ -402,7 +402,7 @@ impl Guest {
     }
 
     /// Resumes the guest at the source, instead of migrating it.
-    pub fn go_on(&mut self) {
+    pub fn resume_at_source(&mut self) {
         self.client.set_migration_state(MigrationState::Running).expect("the device runs again");
     }
 

@@ -54,7 +54,7 @@ impl Storage {
     /// # Panics
     ///
     /// If the outside program does not answer.
-    pub fn go_on(&self) {
+    pub fn resume(&self) {
         self.request("go-on");
     }
 

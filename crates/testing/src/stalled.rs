@@ -58,10 +58,10 @@ impl Stalled {
 
     /// Answers a request that has no result data.
     fn end_of(&self, reply: ReplyEmpty) {
-        if self.over.is_some() { reply.ok() } else { self.keep(reply) }
+        if self.over.is_some() { reply.ok() } else { self.hold_reply(reply) }
     }
 
-    fn keep(&self, reply: impl Send + 'static) {
+    fn hold_reply(&self, reply: impl Send + 'static) {
         self.unanswered.lock().push(Box::new(reply));
     }
 }
@@ -97,7 +97,7 @@ impl Filesystem for Stalled {
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
         if !self.as_image && ino == FILE && self.opened.load(Ordering::SeqCst) {
-            return self.keep(reply);
+            return self.hold_reply(reply);
         }
         reply.attr(&Duration::ZERO, &self.attributes(ino));
     }
@@ -147,7 +147,7 @@ impl Filesystem for Stalled {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let Some(over) = &self.over else { return self.keep(reply) };
+        let Some(over) = &self.over else { return self.hold_reply(reply) };
         let mut data = vec![0; size as usize];
         match over.read_at(&mut data, offset) {
             Ok(read) => reply.data(data.get(..read).unwrap_or_default()),
@@ -207,7 +207,7 @@ impl Filesystem for Stalled {
         _: fuser::PollFlags,
         reply: ReplyPoll,
     ) {
-        self.keep(reply);
+        self.hold_reply(reply);
     }
 }
 
@@ -239,7 +239,7 @@ pub struct Mount {
 /// Permits one mount at a time. If a process is forked while a file of a mount is open, the child
 /// inherits that file, and closes it before it executes the next daemon. The close hangs, and until
 /// its end the child also holds all sockets.
-static ALONE: Mutex<()> = Mutex::new(());
+static SERIAL: Mutex<()> = Mutex::new(());
 
 impl Mount {
     /// Mounts the file system. Returns `None` without `/dev/fuse` or without root. `test` is the
@@ -265,7 +265,7 @@ impl Mount {
     }
 
     /// Mounts the file system with a file that passes requests through to the file `image`.
-    /// Requests hang only between [`stall`](Self::stall) and [`go_on`](Self::go_on).
+    /// Requests hang only between [`stall`](Self::stall) and [`resume`](Self::resume).
     ///
     /// # Panics
     ///
@@ -290,7 +290,7 @@ impl Mount {
             crate::programs::skipped("needs /dev/fuse and root");
             return None;
         }
-        let alone = ALONE.lock();
+        let alone = SERIAL.lock();
         let directory = tempfile::tempdir().unwrap();
         let mut daemon = Command::new(std::env::current_exe().unwrap());
         daemon.envs(what.iter().copied());
@@ -344,7 +344,7 @@ impl Mount {
     /// # Panics
     ///
     /// If the daemon has ended.
-    pub fn go_on(&self) {
+    pub fn resume(&self) {
         self.signal(Signal::CONT);
     }
 

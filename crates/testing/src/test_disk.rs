@@ -2,7 +2,7 @@
 
 use crate::wait;
 use parking_lot::Mutex;
-use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tell};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, ReportExtent, Request, Submitted};
 use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::{EventFd, Segments};
 use std::io;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// Instructions for a [`TestDisk`], and the requests that it received.
 #[derive(Debug, Default)]
-pub struct Orders {
+pub struct Instructions {
     /// If true, all requests are held.
     pub hold: bool,
     /// Requests at this byte are held.
@@ -39,7 +39,7 @@ pub struct TestDisk {
     /// True if the disk reports a volatile write cache.
     pub cache: bool,
     /// Instructions, and received requests.
-    pub orders: Arc<Mutex<Orders>>,
+    pub instructions: Arc<Mutex<Instructions>>,
 }
 
 impl TestDisk {
@@ -51,7 +51,7 @@ impl TestDisk {
     #[must_use]
     pub fn new(blocks: u64, block_size: u32) -> Self {
         let mem = MemDisk::new(blocks, block_size).unwrap();
-        Self { mem, cache: false, orders: Arc::default() }
+        Self { mem, cache: false, instructions: Arc::default() }
     }
 
     /// Creates a disk of zeroes that reports unwritten bytes as holes.
@@ -61,15 +61,15 @@ impl TestDisk {
     /// If the shape is invalid.
     #[must_use]
     pub fn sparse(blocks: u64, block_size: u32) -> Self {
-        let mem = MemDisk::lasting(blocks, block_size).unwrap();
-        Self { mem, cache: false, orders: Arc::default() }
+        let mem = MemDisk::recoverable(blocks, block_size).unwrap();
+        Self { mem, cache: false, instructions: Arc::default() }
     }
 
     /// Changes the instructions. Held requests continue if the new instructions permit it.
-    pub fn order(&self, order: impl FnOnce(&mut Orders)) {
-        let mut orders = self.orders.lock();
-        order(&mut orders);
-        for wake in &orders.wakes {
+    pub fn instruct(&self, instruct: impl FnOnce(&mut Instructions)) {
+        let mut instructions = self.instructions.lock();
+        instruct(&mut instructions);
+        for wake in &instructions.wakes {
             wake.signal();
         }
     }
@@ -77,7 +77,7 @@ impl TestDisk {
     /// All requests that arrived, in order.
     #[must_use]
     pub fn seen(&self) -> Vec<Request> {
-        self.orders.lock().seen.clone()
+        self.instructions.lock().seen.clone()
     }
 
     /// Waits until this number of requests have arrived.
@@ -100,7 +100,7 @@ impl Disk for TestDisk {
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
         let wake = EventFd::new()?;
-        self.orders.lock().wakes.push(wake.try_clone()?);
+        self.instructions.lock().wakes.push(wake.try_clone()?);
         Ok(Box::new(TestQueue {
             disk: self.clone(),
             inner: self.mem.queue()?,
@@ -113,8 +113,8 @@ impl Disk for TestDisk {
         "test".into()
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        while self.orders.lock().hold_extents {
+    fn extents(&self, offset: u64, len: u64, tell: &mut ReportExtent<'_>) {
+        while self.instructions.lock().hold_extents {
             wait::pause();
         }
         self.mem.extents(offset, len, tell);
@@ -130,18 +130,18 @@ struct TestQueue {
 
 impl TestQueue {
     fn run(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Result<(), DiskError> {
-        if self.disk.orders.lock().unavailable {
+        if self.disk.instructions.lock().unavailable {
             return Err(DiskError::Io(19));
         }
         if !matches!(request.op, Op::Read | Op::Flush) {
-            let mut orders = self.disk.orders.lock();
-            let left = orders.failures;
-            if let Some(error) = orders.fail.filter(|_| left != Some(0)) {
-                orders.failures = left.map(|left| left - 1);
+            let mut instructions = self.disk.instructions.lock();
+            let left = instructions.failures;
+            if let Some(error) = instructions.fail.filter(|_| left != Some(0)) {
+                instructions.failures = left.map(|left| left - 1);
                 return Err(error);
             }
         }
-        let beyond = self.disk.orders.lock().fail_beyond;
+        let beyond = self.disk.instructions.lock().fail_beyond;
         if request.op == Op::Read && beyond.is_some_and(|beyond| request.offset >= beyond) {
             return Err(DiskError::Io(5));
         }
@@ -155,9 +155,9 @@ impl TestQueue {
 impl Queue for TestQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         let hold = {
-            let mut orders = self.disk.orders.lock();
-            orders.seen.push(*request);
-            orders.hold || orders.hold_at == Some(request.offset)
+            let mut instructions = self.disk.instructions.lock();
+            instructions.seen.push(*request);
+            instructions.hold || instructions.hold_at == Some(request.offset)
         };
         if hold {
             self.held.push((tag, *request, data.take()));
@@ -169,8 +169,8 @@ impl Queue for TestQueue {
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         self.wake.drain();
         let (hold, hold_at) = {
-            let orders = self.disk.orders.lock();
-            (orders.hold, orders.hold_at)
+            let instructions = self.disk.instructions.lock();
+            (instructions.hold, instructions.hold_at)
         };
         if hold {
             return;

@@ -16,17 +16,17 @@ pub const LIMIT: Duration = Duration::from_secs(300);
 /// Pause between two polls of a state.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Length of [`moment`].
-const MOMENT: Duration = Duration::from_millis(50);
+/// Length of [`short_pause`].
+const SHORT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Polls `is_so` until it returns true.
+/// Polls `is_reached` until it returns true.
 ///
 /// # Panics
 ///
 /// After [`LIMIT`]. The message contains `what`, the event that did not happen.
 #[track_caller]
-pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    until_some(what, || is_so().then_some(()));
+pub fn until(what: &str, mut is_reached: impl FnMut() -> bool) {
+    until_some(what, || is_reached().then_some(()));
 }
 
 /// Polls `get` until it returns a value.
@@ -96,6 +96,6 @@ pub fn pause() {
 /// For a test that an event does *not* happen, such as the completion of a held command; or for a
 /// test in which another thread has to reach a blocking call. On a busy machine the time may be too
 /// short. Then the test may miss a fault, but it never fails without a fault.
-pub fn moment() {
-    std::thread::sleep(MOMENT);
+pub fn short_pause() {
+    std::thread::sleep(SHORT_PAUSE);
 }

@@ -1,7 +1,7 @@
 //! Client and server sessions that are connected without sockets, and configuration errors.
 
 use proptest::prelude::*;
-use shadowbell_testing::certificates::{Authority, End, Wish};
+use shadowbell_testing::certificates::{Authority, CertificatePurpose, CertificateSpec};
 use shadowbell_tls::{CertificateError, ClientTls, MOST_PENDING, ServerTls, Session, SessionError};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, Read, Write};
@@ -136,7 +136,7 @@ fn random(len: usize) -> Vec<u8> {
 
 #[test]
 fn data_is_transferred_in_both_directions() {
-    let place = Place::new(|path| Authority::new().put_all(path));
+    let place = Place::new(|path| Authority::new().write_all(path));
     let mut ends = Ends::new(&place.client(), &place.server(), "localhost", 5000);
     ends.agree().unwrap();
     let data = random(600_000);
@@ -148,7 +148,7 @@ fn data_is_transferred_in_both_directions() {
 /// The peer reads nothing, so output accumulates. The memory for it is limited.
 #[test]
 fn a_session_has_bounded_memory() {
-    let place = Place::new(|path| Authority::new().put_all(path));
+    let place = Place::new(|path| Authority::new().write_all(path));
     let mut ends = Ends::new(&place.client(), &place.server(), "127.0.0.1", 5000);
     ends.agree().unwrap();
     let data = random(4 * MOST_PENDING);
@@ -161,7 +161,7 @@ fn a_session_has_bounded_memory() {
 
 #[test]
 fn orderly_and_abrupt_ends_are_distinguished() {
-    let place = Place::new(|path| Authority::new().put_all(path));
+    let place = Place::new(|path| Authority::new().write_all(path));
     for is_orderly in [true, false] {
         let mut ends = Ends::new(&place.client(), &place.server(), "localhost", 50_000);
         ends.agree().unwrap();
@@ -185,47 +185,47 @@ fn orderly_and_abrupt_ends_are_distinguished() {
 #[test]
 fn each_failed_handshake_has_its_message() {
     let (authority, stranger) = (Authority::new(), Authority::new());
-    let good = Place::new(|path| authority.put_all(path));
+    let good = Place::new(|path| authority.write_all(path));
     let faults = |client: &Place, server: &Place, name: &str| {
         Ends::new(&client.client(), &server.server(), name, 50_000).agree().unwrap_err()
     };
     let names = &["a.example", "10.1.2.3"];
-    let server_with = |wish: Wish<'_>| {
+    let server_with = |spec: CertificateSpec<'_>| {
         Place::new(|path| {
-            authority.put_ca(path);
-            authority.put(path, End::Server, &wish);
+            authority.write_ca(path);
+            authority.write_certificate(path, CertificatePurpose::Server, &spec);
         })
     };
-    let other = server_with(Wish { names, ..Wish::default() });
+    let other = server_with(CertificateSpec { names, ..CertificateSpec::default() });
     let [client, _] = faults(&good, &other, "localhost");
     let text = client.unwrap().to_string();
     assert!(text.ends_with("not for this host but for a.example, 10.1.2.3"), "{text}");
-    let nameless = server_with(Wish::default());
+    let nameless = server_with(CertificateSpec::default());
     let [client, _] = faults(&good, &nameless, "localhost");
     assert!(client.unwrap().to_string().contains("subjectAltName"));
-    let old = server_with(Wish { names: &["localhost"], has_expired: true });
+    let old = server_with(CertificateSpec { names: &["localhost"], has_expired: true });
     let [client, server] = faults(&good, &old, "localhost");
     assert_eq!(client, Some(SessionError::Expired));
     assert_eq!(server, Some(SessionError::Refused("it has expired")));
     // Both ends have certificates of different CAs.
-    let strange = Place::new(|path| stranger.put_all(path));
+    let strange = Place::new(|path| stranger.write_all(path));
     let [client, server] = faults(&good, &strange, "localhost");
     assert_eq!(client, Some(SessionError::Issuer));
     assert_eq!(server, Some(SessionError::Refused("it does not know the CA that has signed it")));
     // The client has no certificate, a certificate of another CA, or the certificate of a server.
-    let nobody = Place::new(|path| authority.put_ca(path));
+    let nobody = Place::new(|path| authority.write_ca(path));
     let [client, server] = faults(&nobody, &good, "localhost");
     assert_eq!((client, server), (Some(SessionError::Wanted), Some(SessionError::None)));
     let foreign = Place::new(|path| {
-        authority.put_ca(path);
-        stranger.put(path, End::Client, &Wish::default());
+        authority.write_ca(path);
+        stranger.write_certificate(path, CertificatePurpose::Client, &CertificateSpec::default());
     });
     let [client, server] = faults(&foreign, &good, "localhost");
     assert_eq!(server, Some(SessionError::Issuer));
     assert!(matches!(client, Some(SessionError::Refused(_))), "{client:?}");
     let disguised = Place::new(|path| {
-        authority.put_ca(path);
-        authority.put(path, End::Server, &Wish::default());
+        authority.write_ca(path);
+        authority.write_certificate(path, CertificatePurpose::Server, &CertificateSpec::default());
         std::fs::rename(path.join("server-cert.pem"), path.join("client-cert.pem")).unwrap();
         std::fs::rename(path.join("server-key.pem"), path.join("client-key.pem")).unwrap();
     });
@@ -237,8 +237,8 @@ fn each_failed_handshake_has_its_message() {
 #[test]
 fn clients_without_certificates_are_accepted_on_request() {
     let authority = Authority::new();
-    let good = Place::new(|path| authority.put_all(path));
-    let nobody = Place::new(|path| authority.put_ca(path));
+    let good = Place::new(|path| authority.write_all(path));
+    let nobody = Place::new(|path| authority.write_ca(path));
     let server = ServerTls::load(good.0.path(), true).unwrap();
     Ends::new(&nobody.client(), &server, "::1", 50_000).agree().unwrap();
 }
@@ -254,7 +254,7 @@ fn an_incomplete_directory_is_refused_with_the_reason() {
     let text = load(&place);
     assert!(text.contains("ca-cert.pem cannot be read"), "{text}");
     assert!(text.ends_with("contain ca-cert.pem, server-cert.pem and server-key.pem"), "{text}");
-    authority.put_all(place.0.path());
+    authority.write_all(place.0.path());
     assert!(ServerTls::load(place.0.path(), false).is_ok());
     std::fs::copy(place.path("client-key.pem"), place.path("server-key.pem")).unwrap();
     let text = load(&place);
@@ -267,7 +267,7 @@ fn an_incomplete_directory_is_refused_with_the_reason() {
     // A certificate without its key is an error. It does not count as a client without a
     // certificate.
     let half = Place::new(|path| {
-        authority.put_all(path);
+        authority.write_all(path);
         std::fs::remove_file(path.join("client-key.pem")).unwrap();
     });
     let error = ClientTls::load(half.0.path()).unwrap_err();
@@ -283,7 +283,7 @@ proptest! {
     fn random_bytes_end_the_session(
         bytes in prop::collection::vec(any::<u8>(), 1..300), late: bool, flip in 0..400_usize
     ) {
-        let place = Place::new(|path| Authority::new().put_all(path));
+        let place = Place::new(|path| Authority::new().write_all(path));
         let mut ends = Ends::new(&place.client(), &place.server(), "localhost", 50_000);
         if late {
             ends.agree().unwrap();

@@ -122,11 +122,11 @@ mod tests {
 
     #[test]
     fn version_data_of_qemu_are_parsed() {
-        let said =
+        let shown =
             br#"{"capabilities": {"migration": {"pgsize": 4096, "max_bitmap_size": 268435456},
             "max_msg_fds": 8, "max_data_xfer_size": 1048576, "pgsizes": 4096,
             "max_dma_maps": 1000, "write_multiple": true}}"#;
-        let capabilities = Capabilities::from_version_data(said).unwrap();
+        let capabilities = Capabilities::from_version_data(shown).unwrap();
         assert_eq!(
             capabilities,
             Capabilities {
@@ -141,22 +141,22 @@ mod tests {
 
     #[test]
     fn version_data_have_the_expected_text() {
-        let said = Capabilities { max_msg_fds: 16, write_multiple: true, ..Default::default() };
+        let shown = Capabilities { max_msg_fds: 16, write_multiple: true, ..Default::default() };
         assert_eq!(
-            said.to_version_data(),
+            shown.to_version_data(),
             b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":1048576,\
               \"max_dma_maps\":65535,\"write_multiple\":true}}\0"
         );
-        assert_eq!(Capabilities::from_version_data(&said.to_version_data()).unwrap(), said);
+        assert_eq!(Capabilities::from_version_data(&shown.to_version_data()).unwrap(), shown);
         let migration = Some(MigrationCapability::of_server(1 << 20));
-        let said = Capabilities { migration, ..Default::default() };
-        let text = String::from_utf8(said.to_version_data()).unwrap();
+        let shown = Capabilities { migration, ..Default::default() };
+        let text = String::from_utf8(shown.to_version_data()).unwrap();
         let migration = r#","migration":{"pgsize":4096,"max_bitmap_size":1048576}}}"#;
         assert!(text.trim_end_matches('\0').ends_with(migration), "{text}");
     }
 
     #[test]
-    fn nonsense_is_an_error() {
+    fn invalid_capabilities_are_errors() {
         for nonsense in [
             &b"{"[..],
             b"garbage\0",

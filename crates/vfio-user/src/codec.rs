@@ -128,8 +128,8 @@ impl Decoder {
     /// buffer is not empty, if the caller has called [`decode`](Self::decode) until it returned
     /// `None`.
     pub fn space(&mut self) -> &mut [u8] {
-        let held = self.end - self.start;
-        if held == 0 {
+        let buffered = self.end - self.start;
+        if buffered == 0 {
             self.start = 0;
             self.end = 0;
             if self.buffer.len() > BUFFER_LEN {
@@ -144,7 +144,7 @@ impl Decoder {
         if self.start + wanted > self.buffer.len() || self.end == self.buffer.len() {
             self.buffer.copy_within(self.start..self.end, 0);
             self.start = 0;
-            self.end = held;
+            self.end = buffered;
             if wanted > self.buffer.len() {
                 self.buffer.resize(wanted, 0);
             }
@@ -163,8 +163,8 @@ impl Decoder {
         }
         // If the current message ends before the new bytes, the new descriptors belong to a later
         // message.
-        let held = self.end - self.start;
-        let is_next = self.header().is_some_and(|header| (header.size as usize) < held);
+        let buffered = self.end - self.start;
+        let is_next = self.header().is_some_and(|header| (header.size as usize) < buffered);
         let before = if is_next { 0 } else { self.pending_fds };
         self.pending_fds += fds.len();
         if before + fds.len() > MAX_MESSAGE_FDS {
@@ -232,7 +232,7 @@ impl Decoder {
 
     /// Last `len` bytes that were decoded. The result is valid only directly after
     /// [`decode`](Self::decode).
-    pub(crate) fn handed_out(&self, len: usize) -> &[u8] {
+    pub(crate) fn consumed(&self, len: usize) -> &[u8] {
         let begin = self.start.saturating_sub(len);
         self.buffer.get(begin..self.start).unwrap_or_default()
     }
@@ -241,19 +241,19 @@ impl Decoder {
     /// bytes.
     pub(crate) fn space_of(&mut self, room: usize) -> &mut [u8] {
         let _ = self.space();
-        let held = self.held();
+        let buffered = self.buffered();
         if self.buffer.len() - self.end < room {
             self.buffer.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, held);
-            if self.buffer.len() < held + room {
-                self.buffer.resize(held + room, 0);
+            (self.start, self.end) = (0, buffered);
+            if self.buffer.len() < buffered + room {
+                self.buffer.resize(buffered + room, 0);
             }
         }
         self.buffer.get_mut(self.end..).unwrap_or_default()
     }
 
     /// Number of bytes that were received and not decoded yet.
-    pub(crate) fn held(&self) -> usize {
+    pub(crate) fn buffered(&self) -> usize {
         self.end - self.start
     }
 
@@ -293,8 +293,8 @@ impl Decoder {
     }
 
     fn header(&self) -> Option<Header> {
-        let held = self.buffer.get(self.start..self.end)?;
-        Header::read_from_prefix(held).ok().map(|(header, _)| header)
+        let buffered = self.buffer.get(self.start..self.end)?;
+        Header::read_from_prefix(buffered).ok().map(|(header, _)| header)
     }
 
     /// Takes the descriptors of the message that ends at the current position. If a receive also

@@ -9,8 +9,8 @@ use shadowbell_state::Descriptors;
 
 use crate::Errno;
 use crate::capabilities::DEFAULT_MAX_DMA_MAPS;
+pub use crate::completer::Completer;
 use crate::descriptor::{Closer, PeerFd};
-pub use crate::done::Done;
 use crate::handover::{RestoreError, SaveError};
 use crate::migration::Migration;
 use crate::shared_socket::SharedSocket;
@@ -211,24 +211,24 @@ pub struct Peer {
 }
 
 /// Source of a completion callback for a register write, see [`Device::region_write`].
-pub struct Later<'a> {
-    make: &'a mut dyn FnMut() -> Option<Done>,
+pub struct Deferral<'a> {
+    make_completer: &'a mut dyn FnMut() -> Option<Completer>,
 }
 
-impl<'a> Later<'a> {
-    /// Wraps `make`, which returns a callback on its first call, and `None` afterwards.
-    pub fn new(make: &'a mut dyn FnMut() -> Option<Done>) -> Self {
-        Self { make }
+impl<'a> Deferral<'a> {
+    /// Wraps `make_completer`, which returns a callback on its first call, and `None` afterwards.
+    pub fn new(make_completer: &'a mut dyn FnMut() -> Option<Completer>) -> Self {
+        Self { make_completer }
     }
 
     /// Creates the completion callback of the write. If `region_write` then returns `Ok`, the reply
     /// is sent when the callback completes, with its result. A second call returns `None`.
-    pub fn done(&mut self) -> Option<Done> {
-        (self.make)()
+    pub fn completer(&mut self) -> Option<Completer> {
+        (self.make_completer)()
     }
 }
 
-impl fmt::Debug for Later<'_> {
+impl fmt::Debug for Deferral<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Later")
     }
@@ -237,8 +237,8 @@ impl fmt::Debug for Later<'_> {
 /// Device behind a server.
 ///
 /// All methods are called on the reactor's thread, one at a time, and must not block. A method that
-/// may have to wait for I/O in flight gets a [`Done`], which any thread may complete. While a
-/// [`Done`] is outstanding, the server calls no other method of this device. It serves the
+/// may have to wait for I/O in flight gets a [`Completer`], which any thread may complete. While a
+/// [`Completer`] is outstanding, the server calls no other method of this device. It serves the
 /// reactor's other devices.
 ///
 /// All arguments come from an untrusted peer. Only what the documentation of a method says was
@@ -277,7 +277,7 @@ pub trait Device: Send {
     /// completes `done` when no thread accesses the client's memory any more, and the next client
     /// is accepted then. Called once for each [`connected`](Device::connected). The server only
     /// logs the result of `done`.
-    fn disconnected(&mut self, done: Done);
+    fn disconnected(&mut self, done: Completer);
 
     /// Reads `data.len()` bytes (at least one) from a region with an index below
     /// [`DeviceInfo::regions`]. `offset` plus the length does not overflow, but may exceed the size
@@ -286,26 +286,27 @@ pub trait Device: Send {
 
     /// Writes `data` to a region; the range is checked as for [`region_read`](Device::region_read).
     ///
-    /// If the write has to wait (a function level reset), the device takes a callback from `later`.
+    /// If the write has to wait (a function level reset), the device takes a callback from
+    /// `deferral`.
     fn region_write(
         &mut self,
         region: u32,
         offset: u64,
         data: &[u8],
-        later: &mut Later<'_>,
+        deferral: &mut Deferral<'_>,
     ) -> Result<(), Errno>;
 
     /// True if a thread of the device should poll this client's socket beside the reactor. A device
     /// requests this if that thread sleeps and most messages are doorbell writes that wake it. The
     /// server calls this when all messages are handled, unless the client's [`SharedSocket`]
     /// already exists.
-    fn wants_shared_socket(&mut self) -> bool {
+    fn requests_shared_socket(&mut self) -> bool {
         false
     }
 
     /// Passes the client's socket to the device, after
-    /// [`wants_shared_socket`](Self::wants_shared_socket) has returned true. Writes that the second
-    /// thread handles do not reach [`region_write`](Self::region_write).
+    /// [`requests_shared_socket`](Self::requests_shared_socket) has returned true. Writes that the
+    /// second thread handles do not reach [`region_write`](Self::region_write).
     fn share_socket(&mut self, socket: SharedSocket) {
         drop(socket);
     }
@@ -317,15 +318,15 @@ pub trait Device: Send {
     fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno>;
 
     /// Removes memory, and completes `done` when no thread accesses it any more.
-    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done);
+    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Completer);
 
     /// Applies all requests so far. The server calls this after a few requests, before it sends
     /// their replies. So a device can apply several maps together.
-    fn settle(&mut self) {}
+    fn publish(&mut self) {}
 
     /// Resets the device to its power-on state, and then completes `done`. DMA maps and eventfds
     /// stay, because they belong to the client.
-    fn reset(&mut self, done: Done);
+    fn reset(&mut self, done: Completer);
 
     /// Callbacks for migration, if the device supports it.
     fn migration(&mut self) -> Option<&mut dyn Migration> {
@@ -333,8 +334,8 @@ pub trait Device: Send {
     }
 
     /// Serializes the state of the device and of its client for the next server process. `fds` gets
-    /// duplicates of the client's descriptors. No [`Done`] is outstanding. The device may be used
-    /// afterwards.
+    /// duplicates of the client's descriptors. No [`Completer`] is outstanding. The device may be
+    /// used afterwards.
     ///
     /// # Errors
     ///
@@ -346,7 +347,7 @@ pub trait Device: Send {
 
     /// Serializes the state like [`save`](Self::save), for a checkpoint, which replaces the
     /// previous one. The cost of a checkpoint must not depend on the number of earlier messages. So
-    /// of [lasting](Descriptors::put_lasting) descriptors, `fds` gets only changes.
+    /// of [lasting](Descriptors::add_lasting) descriptors, `fds` gets only changes.
     ///
     /// # Errors
     ///
@@ -357,7 +358,7 @@ pub trait Device: Send {
 
     /// Prepares the device for a new sequence of checkpoints. The next [`record`](Self::record)
     /// must include all lasting descriptors, because the receiver does not have any yet.
-    fn begin_records(&mut self) {}
+    fn reset_checkpoint(&mut self) {}
 
     /// Restores the state of [`save`](Self::save) or [`record`](Self::record). Called once, before
     /// any other method. The previous server process may still resume, so this must have no effect

@@ -10,7 +10,7 @@ use tracing::warn;
 const BURST: u32 = 16;
 
 /// Interval after which one more message is allowed.
-const EACH: Duration = Duration::from_secs(10);
+const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Rate limit of log messages that a client can cause. All clients of a device share one limit, so
 /// a client cannot evade it by connecting again.
@@ -46,7 +46,7 @@ impl LogLimit {
     pub fn allow(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock();
         let added = *state.added.get_or_insert(now);
-        let periods = now.saturating_duration_since(added).as_secs() / EACH.as_secs();
+        let periods = now.saturating_duration_since(added).as_secs() / INTERVAL.as_secs();
         if periods > 0 {
             let more = u32::try_from(periods).unwrap_or(BURST);
             state.left = state.left.saturating_add(more).min(BURST);

@@ -7,7 +7,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::Errno;
-use crate::done::Done;
+use crate::completer::Completer;
 
 /// Maximum length of a migration stream in bytes. The stream is parsed only when it is complete,
 /// and parsing may temporarily need thirty times as much memory.
@@ -151,14 +151,14 @@ impl MigrationState {
 
 /// Migration callbacks of a device. The server stores the state, and calls the methods in a valid
 /// order. As for [`Device`](crate::Device), no method may block, and none is called while a
-/// [`Done`] is outstanding.
+/// [`Completer`] is outstanding.
 ///
 /// The stream does not contain the state of the client's connection. The client at the destination
 /// maps its memory and connects its interrupts, before it changes the device's state to RUNNING.
 pub trait Migration {
     /// RUNNING to STOP: starts no new work, and completes `done` when no work is in flight. If it
     /// fails, the device stays in RUNNING.
-    fn stop(&mut self, done: Done);
+    fn stop(&mut self, done: Completer);
 
     /// STOP to RUNNING.
     ///
@@ -174,7 +174,7 @@ pub trait Migration {
 
     /// STOP to RESUMING: discards the state, so that another one can be loaded. State that belongs
     /// to the client stays.
-    fn forget_state(&mut self, done: Done);
+    fn discard_state(&mut self, done: Completer);
 
     /// RESUMING to STOP: parses `stream`, which comes from an untrusted client, and completes
     /// `done`. A long stream takes time, so another thread parses it. The server then calls
@@ -182,7 +182,7 @@ pub trait Migration {
     ///
     /// If the stream is not a valid state for the device, `done` completes with an error. The
     /// device is then unusable until a reset.
-    fn load_state(&mut self, stream: Vec<u8>, done: Done);
+    fn load_state(&mut self, stream: Vec<u8>, done: Completer);
 
     /// Uses the state that was parsed last.
     ///
@@ -191,7 +191,7 @@ pub trait Migration {
     fn use_state(&mut self) -> Result<(), Errno>;
 
     /// Starts to log the pages that the device writes: at least those in `ranges`, or all if
-    /// `ranges` is empty. The server then calls [`settle_log`](Self::settle_log). All writes after
+    /// `ranges` is empty. The server then calls [`sync_log`](Self::sync_log). All writes after
     /// its completion are logged.
     ///
     /// # Errors
@@ -206,7 +206,7 @@ pub trait Migration {
 
     /// Completes `done` when the log contains all writes up to now. The server then calls
     /// [`take_log`](Self::take_log).
-    fn settle_log(&mut self, done: Done);
+    fn sync_log(&mut self, done: Completer);
 
     /// Sets a bit in `bitmap` for each unit of the report's range that was written, and clears the
     /// log of the range. The server has checked the arguments: the bitmap has the required size,

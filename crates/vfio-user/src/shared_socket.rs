@@ -25,7 +25,7 @@ pub(crate) trait SocketOwner: Send + Sync {
     fn poll_writes(&self, write: &mut dyn FnMut(u32, u64, &[u8]) -> bool) -> PolledWrites;
 
     /// Called when the [`SharedSocket`] is dropped.
-    fn give_back(&self);
+    fn stop_sharing(&self);
 }
 
 /// Socket of a client that a second thread polls in addition to the reactor. The client's messages
@@ -61,7 +61,7 @@ impl SharedSocket {
 
 impl Drop for SharedSocket {
     fn drop(&mut self) {
-        self.0.give_back();
+        self.0.stop_sharing();
     }
 }
 

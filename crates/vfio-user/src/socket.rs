@@ -33,7 +33,7 @@ pub(crate) enum Received {
 
 /// Result of one receive call.
 #[derive(Debug)]
-pub(crate) struct Arrival {
+pub(crate) struct RecvOutput {
     pub(crate) bytes: usize,
     /// True if the buffer was not filled.
     pub(crate) is_short: bool,
@@ -43,7 +43,7 @@ pub(crate) struct Arrival {
     pub(crate) fds_lost: bool,
 }
 
-impl Arrival {
+impl RecvOutput {
     /// True if bytes were received without descriptors.
     pub(crate) fn is_plain(&self) -> bool {
         self.bytes != 0 && self.fds.is_empty() && !self.fds_lost
@@ -57,8 +57,8 @@ pub(crate) fn receive_some(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
     closer: &Arc<Closer>,
-) -> Result<Arrival, Errno> {
-    receive_how(socket, into, closer, RecvFlags::empty())
+) -> Result<RecvOutput, Errno> {
+    receive_with(socket, into, closer, RecvFlags::empty())
 }
 
 /// Receives like [`receive_some`], but the data stay in the socket. The next call returns the data
@@ -67,8 +67,8 @@ pub(crate) fn peek_some(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
     closer: &Arc<Closer>,
-) -> Result<Arrival, Errno> {
-    receive_how(socket, into, closer, RecvFlags::PEEK)
+) -> Result<RecvOutput, Errno> {
+    receive_with(socket, into, closer, RecvFlags::PEEK)
 }
 
 /// Sets the offset of the next [`peek_some`], from the first unread byte (SO_PEEK_OFF). Later calls
@@ -89,11 +89,11 @@ pub(crate) fn discard(
     while left != 0 {
         let room = scratch.get_mut(..left.min(4096)).unwrap_or_default();
         match receive_some(socket, room, inspector.closer()) {
-            Ok(Arrival { bytes: 0, .. }) | Err(Errno::AGAIN) => break,
-            Ok(arrival) => {
-                left -= arrival.bytes;
+            Ok(RecvOutput { bytes: 0, .. }) | Err(Errno::AGAIN) => break,
+            Ok(output) => {
+                left -= output.bytes;
                 // These are duplicates of descriptors that an earlier peek has returned.
-                drop(inspector.inspect(arrival.fds));
+                drop(inspector.inspect(output.fds));
             }
             Err(errno) => return Err(errno),
         }
@@ -101,12 +101,12 @@ pub(crate) fn discard(
     Ok(len - left)
 }
 
-fn receive_how(
+fn receive_with(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
     closer: &Arc<Closer>,
-    how: RecvFlags,
-) -> Result<Arrival, Errno> {
+    flags: RecvFlags,
+) -> Result<RecvOutput, Errno> {
     // The buffer has space for the kernel's maximum. Otherwise the kernel would close the remaining
     // descriptors on this thread, and that may block.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
@@ -114,7 +114,7 @@ fn receive_how(
     let room = into.len();
     let mut buffers = [IoSliceMut::new(into)];
     let received = loop {
-        match recvmsg(socket, &mut buffers, &mut control, how | RecvFlags::CMSG_CLOEXEC) {
+        match recvmsg(socket, &mut buffers, &mut control, flags | RecvFlags::CMSG_CLOEXEC) {
             Err(Errno::INTR) => continue,
             other => break other?,
         }
@@ -126,7 +126,7 @@ fn receive_how(
         }
     }
     let fds_lost = received.flags.contains(ReturnFlags::CTRUNC);
-    Ok(Arrival { bytes: received.bytes, is_short: received.bytes < room, fds, fds_lost })
+    Ok(RecvOutput { bytes: received.bytes, is_short: received.bytes < room, fds, fds_lost })
 }
 
 /// Receives available data into `decoder`. `inspector` checks the descriptors.
@@ -135,23 +135,27 @@ pub(crate) fn receive(
     decoder: &mut Decoder,
     inspector: &Inspector,
 ) -> Result<Received, Errno> {
-    let arrival = receive_some(socket, decoder.space(), inspector.closer())?;
-    Ok(take_in(arrival, decoder, inspector))
+    let output = receive_some(socket, decoder.space(), inspector.closer())?;
+    Ok(take_in(output, decoder, inspector))
 }
 
 /// Passes the result of a receive to the decoder.
-pub(crate) fn take_in(arrival: Arrival, decoder: &mut Decoder, inspector: &Inspector) -> Received {
-    let fds = inspector.inspect(arrival.fds);
-    if arrival.fds_lost {
+pub(crate) fn take_in(
+    output: RecvOutput,
+    decoder: &mut Decoder,
+    inspector: &Inspector,
+) -> Received {
+    let fds = inspector.inspect(output.fds);
+    if output.fds_lost {
         return Received::FdsLost;
     }
-    if arrival.bytes == 0 {
+    if output.bytes == 0 {
         return Received::Closed;
     }
     // A receive also ends at a message with descriptors. So even if the buffer is not full, the
     // socket may have more data.
-    let drained = arrival.is_short && fds.is_empty();
-    decoder.advance(arrival.bytes, fds);
+    let drained = output.is_short && fds.is_empty();
+    decoder.advance(output.bytes, fds);
     Received::Bytes { drained }
 }
 

@@ -101,7 +101,7 @@ fn a_silent_or_slow_client_is_disconnected() {
     let mut slow = Raw::connect(&path);
     let message = slow.message(command::VERSION, 0, &[&[0; 4000]]);
     let is_dropped = message.into_iter().any(|byte| {
-        wait::moment();
+        wait::short_pause();
         slow.stream.write_all(&[byte]).is_err()
     });
     assert!(is_dropped, "it has had time for all of it");
@@ -277,7 +277,7 @@ fn a_slow_reader_gets_all_replies() {
             asker.write_all(&read).unwrap();
         }
     });
-    wait::moment();
+    wait::short_pause();
     for _ in 0..200 {
         assert_eq!(raw.reply().ok().len(), 16 + 0x8000);
     }

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::*;
-use shadowbell_vfio_user::client::{Client, ClientError, Options, Share, ShortWrite};
+use shadowbell_vfio_user::client::{Client, ClientError, DmaRange, Options, ShortWrite};
 use shadowbell_vfio_user::device::{DmaUnmap, IrqAction, irq};
 use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::command;
@@ -113,7 +113,7 @@ fn registers_are_read_and_written_in_order() {
 fn memory_interrupts_and_reset_reach_the_device() {
     let (_server, client, shared) = served();
     let memory = memfd(0x4000);
-    let share = Share {
+    let share = DmaRange {
         iova: 0x7f00_0000_0000,
         len: 0x2000,
         readable: true,
@@ -122,7 +122,7 @@ fn memory_interrupts_and_reset_reach_the_device() {
         fd_offset: 0x1000,
     };
     client.dma_map(&share).unwrap();
-    let error = client.dma_map(&Share { fd: None, ..share }).unwrap_err();
+    let error = client.dma_map(&DmaRange { fd: None, ..share }).unwrap_err();
     assert!(matches!(error, ClientError::Refused { errno: Errno::OPNOTSUPP, .. }), "{error}");
     let range = DmaUnmap::Range { iova: share.iova, len: share.len };
     client.dma_unmap(range).unwrap();
@@ -158,7 +158,7 @@ fn the_shared_file_arrives_at_the_device() {
     let memory = memfd(0x1000);
     rustix::io::pwrite(&memory, b"hello", 0).unwrap();
     let fd = Some(memory.as_fd());
-    let share = Share { iova: 0, len: 0x1000, readable: true, writable: true, fd, fd_offset: 0 };
+    let share = DmaRange { iova: 0, len: 0x1000, readable: true, writable: true, fd, fd_offset: 0 };
     client.dma_map(&share).unwrap();
     let maps = shared.maps.lock().unwrap();
     let mut data = [0; 5];
@@ -225,7 +225,7 @@ fn a_waiting_client_times_out_or_is_served() {
         let path = path.clone();
         move || Client::connect(&path, Options::default()).unwrap().device_info().unwrap()
     });
-    wait::moment();
+    wait::short_pause();
     drop(first);
     waiting.join().unwrap();
 }
@@ -270,7 +270,7 @@ fn excess_dma_maps_are_refused_by_the_client() {
     let map = |iova| {
         let fd = Some(memory.as_fd());
         let (readable, writable) = (true, true);
-        client.dma_map(&Share { iova, len: 0x1000, readable, writable, fd, fd_offset: 0 })
+        client.dma_map(&DmaRange { iova, len: 0x1000, readable, writable, fd, fd_offset: 0 })
     };
     for n in 0..u64::from(MAX_MAPS) {
         map(n << 12).unwrap();

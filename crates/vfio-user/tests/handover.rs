@@ -237,7 +237,7 @@ fn every_request_is_answered_once_across_replacements() {
                 }
                 _ => {
                     let new = server.successor(&mut old, &[&shared]);
-                    old.hand_over();
+                    old.release_to_successor();
                     server.run(new);
                 }
             }
@@ -381,7 +381,7 @@ fn a_freeze_waits_for_the_request_in_flight_only() {
     raw.assert_silent();
     assert_eq!(shared.log().last().unwrap(), "slow write", "the reset waits");
     let new = server.successor(&mut old, &[&shared, &other]);
-    old.hand_over();
+    old.release_to_successor();
     server.run(new);
     shared.wait_held().ok();
     assert_eq!(raw.reply().header.id, 2);
@@ -403,7 +403,7 @@ fn a_freeze_waits_for_a_disconnect_in_progress() {
     let mut old = server.frozen();
     assert_eq!(shared.log(), ["connected, 8 fds", "disconnected"]);
     let new = server.successor(&mut old, &[&shared]);
-    old.hand_over();
+    old.release_to_successor();
     server.run(new);
     next.negotiate();
     assert_eq!(shared.log()[2..], ["connected, 8 fds"]);
@@ -416,7 +416,7 @@ fn the_successor_notices_a_client_that_left_meanwhile() {
     let mut old = server.freeze();
     let new = server.successor(&mut old, &[&shared]);
     drop(raw);
-    old.hand_over();
+    old.release_to_successor();
     assert_eq!(shared.log(), ["connected, 8 fds"]);
     server.run(new);
     shared.wait_log("disconnected");
@@ -432,7 +432,7 @@ fn the_socket_file_exists_until_the_last_server_ends() {
     let mut waiting = Raw::connect(&path);
     let new = server.successor(&mut old, &[&shared]);
     new.handle().freeze();
-    old.hand_over();
+    old.release_to_successor();
     server.run(new);
     // The freeze was requested before this server ran, so it quiesces immediately.
     let new = server.frozen();
@@ -473,7 +473,7 @@ fn a_successor_keeps_the_negotiated_limits() {
     let mut old = server.freeze();
     server.limits.max_data_xfer_size = 64;
     let new = server.successor(&mut old, &[&shared]);
-    old.hand_over();
+    old.release_to_successor();
     server.run(new);
     raw.write(0, &[7; 0x4000]).ok();
     assert_eq!(raw.read(0, 0x4000).ok()[16..], [7; 0x4000]);

@@ -5,7 +5,7 @@ mod common;
 
 use common::*;
 use shadowbell_vfio_user::Client;
-use shadowbell_vfio_user::client::{Options, Share};
+use shadowbell_vfio_user::client::{DmaRange, Options};
 use shadowbell_vfio_user::device::DmaUnmap;
 use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
@@ -18,7 +18,7 @@ fn open_descriptors() -> usize {
 fn a_client_of_every_kind(path: &std::path::Path) {
     let client = Client::connect(path, Options::default()).unwrap();
     let memory = memfd(0x1000);
-    let share = Share {
+    let share = DmaRange {
         iova: 0,
         len: 0x1000,
         readable: true,

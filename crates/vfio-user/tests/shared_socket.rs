@@ -588,7 +588,7 @@ fn a_frozen_server_has_taken_the_socket_back() {
     assert_eq!(poller.polled().len(), polled, "the poller is not woken");
     assert_eq!(doorbell_writes(&shared).len(), 1);
     let new = server.successor(&mut old, &[&shared]);
-    old.hand_over();
+    old.release_to_successor();
     server.run(new);
     let writes = wait_doorbell_writes(&shared, 6);
     assert_eq!(writes[1..], [(1, true), (2, true), (3, true), (4, true), (5, true)]);
@@ -622,7 +622,7 @@ fn messages_received_by_the_poller_are_handed_over() {
     let mut old = server.frozen();
     assert!(shared.maps.lock().unwrap().is_empty());
     let new = server.successor(&mut old, &[&shared, &other_shared]);
-    old.hand_over();
+    old.release_to_successor();
     server.run(new);
     raw.reply().ok();
     assert_eq!(shared.maps.lock().unwrap().len(), 1);

@@ -126,7 +126,7 @@ fn disconnected_is_called_after_the_request_in_flight() {
     let mut next = Raw::connect(&path);
     let hello = next.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
     next.send(&hello);
-    wait::moment();
+    wait::short_pause();
     assert_eq!(shared.log()[1..], ["reset"]);
     done.ok();
     shared.wait_log("disconnected");
@@ -154,7 +154,7 @@ fn a_disconnect_right_after_a_message_is_noticed() {
     let last = raw.message(command::REGION_WRITE, posted, &[last.as_bytes(), &[1]]);
     raw.send(&last);
     drop(raw);
-    wait::moment();
+    wait::short_pause();
     done.ok();
     shared.wait_log("disconnected");
 }
@@ -210,7 +210,7 @@ fn removing_a_device_disconnects_and_removes_the_socket() {
     let gone = server.handle.remove(port);
     raw.assert_closed();
     let done = shared.wait_held();
-    wait::moment();
+    wait::short_pause();
     assert!(gone.try_recv().is_err(), "the device is still releasing its client");
     assert!(!path.exists());
     done.ok();

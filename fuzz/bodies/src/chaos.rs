@@ -23,17 +23,17 @@ use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 128;
 /// Maximum number of turns of an operation.
-const TURNS: usize = 20_000;
+const MAX_TURNS: usize = 20_000;
 /// Number of repetitions of an operation in a flood.
 const FLOOD: u64 = 128;
 /// Bus address far from all other maps.
-const FAR: u64 = 1 << 48;
+const FAR_ADDRESS: u64 = 1 << 48;
 /// Fill byte of pages that are not shared.
 const GUARD: u8 = 0xa5;
 /// Number of pages behind the guest's memory that are never shared.
 const GUARDS: u64 = 4;
 /// Parts of memory that are shared and unmapped as a whole: first page, number of pages.
-const PARTS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
+const REGIONS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
 
 /// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
@@ -71,12 +71,12 @@ struct Guest {
     memory: SharedBytes,
     /// The same bytes as `memory`, mapped for reading.
     to_read: SharedBytes,
-    parts: [Part; PARTS.len()],
+    parts: [Part; REGIONS.len()],
     /// Expected contents of all memory: as recorded by `remember`, with the guest's later writes.
     /// `check` compares the parts that the controller must not write.
     image: Vec<u8>,
     /// Buffer of the same length, into which all memory is read.
-    spare: Cell<Vec<u8>>,
+    snapshot: Cell<Vec<u8>>,
     /// True between the end of a reset and the next possible enable, when the controller must not
     /// write.
     frozen: bool,
@@ -120,29 +120,29 @@ impl Guest {
             test_disk,
             memory,
             to_read,
-            parts: [Part::Away; PARTS.len()],
+            parts: [Part::Away; REGIONS.len()],
             image: Vec::new(),
-            spare: Cell::default(),
+            snapshot: Cell::default(),
             frozen: true,
             tails: [0; 4],
             irq: EventFd::new().expect("an eventfd"),
         };
         guest.image = guest.all();
-        for part in 0..PARTS.len() {
+        for part in 0..REGIONS.len() {
             guest.share(part, true);
         }
         guest
     }
 
     fn all(&self) -> Vec<u8> {
-        let mut all = self.spare.take();
+        let mut all = self.snapshot.take();
         all.resize(self.memory.len(), 0);
         self.memory.read_into(0, &mut all).expect("all of it");
         all
     }
 
     fn share(&mut self, part: usize, writable: bool) {
-        let (first, pages) = PARTS[part];
+        let (first, pages) = REGIONS[part];
         let memory = if writable { &self.memory } else { &self.to_read };
         let bytes = memory.slice((first * PAGE) as usize, (pages * PAGE) as usize);
         let bytes = bytes.expect("a part");
@@ -155,7 +155,7 @@ impl Guest {
     }
 
     fn take_back(&mut self, part: usize) {
-        let (first, pages) = PARTS[part];
+        let (first, pages) = REGIONS[part];
         let done = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&done);
         let outcome = self.controller.unmap_dma(command::page(first), pages * PAGE, move || {
@@ -163,7 +163,7 @@ impl Guest {
         });
         assert_eq!(outcome.is_ok(), self.parts[part] != Part::Away, "{outcome:?}");
         if outcome.is_ok() {
-            self.until(&done, "memory is not given back");
+            self.run_until(&done, "memory is not given back");
             self.parts[part] = Part::Away;
             self.remember();
         }
@@ -172,7 +172,7 @@ impl Guest {
     /// Records the contents of protected memory.
     fn remember(&mut self) {
         let now = self.all();
-        self.spare.set(std::mem::replace(&mut self.image, now));
+        self.snapshot.set(std::mem::replace(&mut self.image, now));
     }
 
     /// Compares all protected memory with its recorded contents.
@@ -183,7 +183,7 @@ impl Guest {
             assert!(now[range.clone()] == self.image[range], "page {first} and on: {why}");
         };
         same(PAGES, GUARDS, "memory that was never shared was written");
-        for (part, (first, pages)) in self.parts.iter().zip(PARTS) {
+        for (part, (first, pages)) in self.parts.iter().zip(REGIONS) {
             match part {
                 Part::Away => same(first, pages, "memory that was taken back was written"),
                 Part::SharedToRead => same(first, pages, "memory for reading was written"),
@@ -193,7 +193,7 @@ impl Guest {
                 Part::Shared => {}
             }
         }
-        self.spare.set(now);
+        self.snapshot.set(now);
     }
 
     /// Writes to the guest's memory.
@@ -207,8 +207,8 @@ impl Guest {
     }
 
     /// Takes turns until the I/O thread is idle.
-    fn settle(&mut self) {
-        for _ in 0..TURNS {
+    fn run_until_idle(&mut self) {
+        for _ in 0..MAX_TURNS {
             if !self.turns.turn() {
                 return;
             }
@@ -216,15 +216,15 @@ impl Guest {
         panic!("there is always something to do");
     }
 
-    fn until(&mut self, done: &AtomicBool, what: &str) {
+    fn run_until(&mut self, done: &AtomicBool, what: &str) {
         for _ in 0..4 {
-            self.settle();
+            self.run_until_idle();
             if done.load(Ordering::SeqCst) {
                 return;
             }
             // The operation may wait for requests that the disk completes only when the program
             // tells it to.
-            self.test_disk.state().end_all();
+            self.test_disk.state().complete_all();
         }
         panic!("{what}");
     }
@@ -263,26 +263,26 @@ impl Guest {
             let size = u32::from(source.of(&[3u16, 1, 7, 15, 63])) << 16;
             let mut cq = shadowbell_spec::Sqe::new(0x05, qid, 0).with_prps(command::cq_at(qid), 0);
             (cq.cdw10, cq.cdw11) = (size | u32::from(qid), 3 | u32::from(qid) << 16);
-            self.put(0, &cq);
+            self.store_command(0, &cq);
             self.ring(0, false);
-            self.settle();
+            self.run_until_idle();
             let mut sq = shadowbell_spec::Sqe::new(0x01, qid, 0).with_prps(command::sq_at(qid), 0);
             (sq.cdw10, sq.cdw11) = (size | u32::from(qid), 1 | u32::from(qid) << 16);
-            self.put(0, &sq);
+            self.store_command(0, &sq);
             self.ring(0, false);
-            self.settle();
+            self.run_until_idle();
         }
         if shadow {
             let sqe = shadowbell_spec::Sqe::new(0x7c, 9, 0)
                 .with_prps(command::SHADOW, command::EVENT_IDX);
-            self.put(0, &sqe);
+            self.store_command(0, &sqe);
             self.ring(0, false);
-            self.settle();
+            self.run_until_idle();
         }
     }
 
     /// Stores a command at the probable next entry of this queue.
-    fn put(&mut self, qid: u16, sqe: &shadowbell_spec::Sqe) {
+    fn store_command(&mut self, qid: u16, sqe: &shadowbell_spec::Sqe) {
         let tail = self.tails[usize::from(qid)];
         self.poke(command::sq_at(qid) + u64::from(tail) * 64, sqe.as_bytes());
         // The length of the queue is unknown. Some queues have 16 entries.
@@ -304,7 +304,7 @@ impl Guest {
                 let qid = source.of(&[0, 1, 1, 1, 2, 3]);
                 for _ in 0..1 + source.below(4) {
                     let sqe = command::command(source, qid == 0);
-                    self.put(qid, &sqe);
+                    self.store_command(qid, &sqe);
                 }
                 self.ring(qid, source.rarely(4));
             }
@@ -345,9 +345,9 @@ impl Guest {
                 let mut data = vec![0; len];
                 self.controller.read(source.near(&[0, 0x1c, 0x38, 0x1000]), &mut data);
             }
-            15 => self.take_back(source.below(PARTS.len())),
+            15 => self.take_back(source.below(REGIONS.len())),
             16 => {
-                let part = source.below(PARTS.len());
+                let part = source.below(REGIONS.len());
                 let writable = !source.rarely(4);
                 if self.parts[part] == Part::Away {
                     self.share(part, writable);
@@ -383,7 +383,7 @@ impl Guest {
             }
         }
         if !source.rarely(3) {
-            self.settle();
+            self.run_until_idle();
         }
         let csts = self.csts();
         assert!(!csts.rdy() || !self.frozen, "CSTS.RDY is set after a reset: {csts:?}");
@@ -393,7 +393,7 @@ impl Guest {
     fn map_and_unmap(&self) {
         let page = self.memory.slice(0, PAGE as usize).expect("a page");
         for n in 0..FLOOD {
-            let at = FAR + n * PAGE;
+            let at = FAR_ADDRESS + n * PAGE;
             self.controller.map_dma(at, PAGE, &page).expect("nothing else is there");
             self.controller.unmap_dma(at, PAGE, || ()).expect("a mapped page");
         }
@@ -415,25 +415,25 @@ impl Guest {
                 };
                 self.write32(regs::CC, cc & !1);
                 for _ in 0..4 {
-                    self.settle();
+                    self.run_until_idle();
                     if !self.csts().rdy() {
                         done.store(true, Ordering::SeqCst);
                         break;
                     }
-                    self.test_disk.state().end_all();
+                    self.test_disk.state().complete_all();
                 }
             }
         }
-        self.until(&done, "a reset does not end");
+        self.run_until(&done, "a reset does not end");
         if kind == 1 {
-            self.parts = [Part::Away; PARTS.len()];
+            self.parts = [Part::Away; REGIONS.len()];
         }
         self.frozen = true;
         self.remember();
-        self.settle();
+        self.run_until_idle();
         self.check();
         if kind == 1 {
-            (0..PARTS.len()).for_each(|part| self.share(part, true));
+            (0..REGIONS.len()).for_each(|part| self.share(part, true));
         }
     }
 
@@ -442,8 +442,8 @@ impl Guest {
         self.check();
         // An operation may wait for the end of another operation.
         for _ in 0..8 {
-            self.test_disk.state().end_flushes();
-            self.settle();
+            self.test_disk.state().complete_flushes();
+            self.run_until_idle();
         }
         assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests without a command");
     }

@@ -10,7 +10,7 @@ use rustix::net::{
 };
 use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::Client;
-use shadowbell_vfio_user::client::{Options, Share, ShortWrite};
+use shadowbell_vfio_user::client::{DmaRange, Options, ShortWrite};
 use shadowbell_vfio_user::device::DmaUnmap;
 use shadowbell_vfio_user::wire::{self, Header, command as verb};
 use std::io::IoSlice;
@@ -28,10 +28,10 @@ pub fn run(input: &[u8]) {
     let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let (ours, theirs) = pair.expect("a pair of sockets");
     let questions: Vec<u16> = (0..1 + source.below(QUESTIONS))
-        .map(|n| if n == 0 { verb::VERSION } else { source.of(&ASKED) })
+        .map(|n| if n == 0 { verb::VERSION } else { source.of(&REQUESTS) })
         .collect();
     for (id, question) in questions.iter().enumerate() {
-        answer(&mut source, &ours, id as u16, *question);
+        reply(&mut source, &ours, id as u16, *question);
     }
     // The server sends no further reply.
     let _ = shutdown(&ours, Shutdown::Write);
@@ -40,12 +40,12 @@ pub fn run(input: &[u8]) {
     limits.step("client");
     let Ok(client) = client else { return };
     for question in &questions[1..] {
-        ask(&client, *question);
+        send_request(&client, *question);
         limits.step("client");
     }
 }
 
-const ASKED: [u16; 10] = [
+const REQUESTS: [u16; 10] = [
     verb::DEVICE_GET_REGION_INFO,
     verb::DEVICE_GET_REGION_IO_FDS,
     verb::DEVICE_GET_INFO,
@@ -59,7 +59,7 @@ const ASKED: [u16; 10] = [
 ];
 
 /// Sends a request and ignores its result. The request must end.
-fn ask(client: &Client, question: u16) {
+fn send_request(client: &Client, question: u16) {
     let mut data = [0; 64];
     match question {
         verb::DEVICE_GET_REGION_INFO => {
@@ -81,7 +81,7 @@ fn ask(client: &Client, question: u16) {
             let _ = client.region_write_multi(&[write, write], false);
         }
         verb::DMA_MAP => {
-            let share = Share {
+            let share = DmaRange {
                 iova: 0x1000,
                 len: 4096,
                 readable: true,
@@ -97,7 +97,7 @@ fn ask(client: &Client, question: u16) {
 }
 
 /// Writes the reply to a request into the socket.
-fn answer(source: &mut Source<'_>, socket: &OwnedFd, id: u16, question: u16) {
+fn reply(source: &mut Source<'_>, socket: &OwnedFd, id: u16, question: u16) {
     let mut payload = match question {
         verb::VERSION => version(source),
         verb::DEVICE_GET_INFO => {
@@ -140,7 +140,7 @@ fn answer(source: &mut Source<'_>, socket: &OwnedFd, id: u16, question: u16) {
     if source.rarely(8) {
         // A command of the server, sent between two replies.
         let id = source.u16();
-        say(source, socket, Header { id, command: 11, size: 0, flags: 0, error: 0 }, &[], 0);
+        send(source, socket, Header { id, command: 11, size: 0, flags: 0, error: 0 }, &[], 0);
     }
     let failed = source.rarely(8);
     let header = Header {
@@ -151,10 +151,10 @@ fn answer(source: &mut Source<'_>, socket: &OwnedFd, id: u16, question: u16) {
         error: if failed { source.near(&[22, 0, 4095, 4096]) as u32 } else { 0 },
     };
     let fds = if source.rarely(3) { 1 + source.below(20) } else { 0 };
-    say(source, socket, header, &payload, fds);
+    send(source, socket, header, &payload, fds);
 }
 
-fn say(source: &mut Source<'_>, socket: &OwnedFd, header: Header, payload: &[u8], fds: usize) {
+fn send(source: &mut Source<'_>, socket: &OwnedFd, header: Header, payload: &[u8], fds: usize) {
     let len = (wire::HEADER_LEN + payload.len()) as u64;
     let size = if source.rarely(16) { source.near(&[len, 16]) } else { len } as u32;
     let bytes = [Header { size, ..header }.as_bytes(), payload].concat();

@@ -61,7 +61,7 @@ fn shape(source: &mut Source<'_>, device: &Device) {
 }
 
 fn options(source: &mut Source<'_>) -> AttachOptions {
-    const SHORT: Duration = Duration::from_millis(4);
+    const SHORT_TIMEOUT: Duration = Duration::from_millis(4);
     let recovery = if source.bool() { Recovery::OFF } else { Recovery::default() };
     AttachOptions {
         queue_pairs: source.of(&[1, 2, 4]),
@@ -76,7 +76,12 @@ fn options(source: &mut Source<'_>) -> AttachOptions {
         spin: SpinPolicy { max: Duration::from_micros(10), adaptive: false },
         max_transfer_bytes: 1 << 16,
         page_size: source.of(&[None, None, Some(4096), Some(65536)]),
-        timeouts: Timeouts { ready: Some(SHORT), admin: SHORT, io: SHORT, shutdown: SHORT },
+        timeouts: Timeouts {
+            ready: Some(SHORT_TIMEOUT),
+            admin: SHORT_TIMEOUT,
+            io: SHORT_TIMEOUT,
+            shutdown: SHORT_TIMEOUT,
+        },
         recovery: Recovery { repeats: 1, ..recovery },
     }
 }

@@ -14,7 +14,7 @@ use crate::limits::Limits;
 use crate::source::Source;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
-use shadowbell_disk_file::{Direct, End, FileDisk, FileOptions, Script};
+use shadowbell_disk_file::{CallOutcome, Direct, FileDisk, FileOptions, Script};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,9 +28,9 @@ const BLOCKS: usize = 1280;
 const TAGS: u32 = 8;
 const QUEUES: usize = 2;
 /// Maximum number of blocks of a request: more than one piece of a bounce buffer.
-const MOST: usize = 600;
+const MAX_BLOCKS: usize = 600;
 /// Distance of the buffers of two requests in bytes. It leaves room for an unaligned buffer.
-const SLOT: usize = MOST * BLOCK + 4096;
+const SLOT: usize = MAX_BLOCKS * BLOCK + 4096;
 /// Maximum number of rounds until all requests must have ended.
 const ROUNDS: usize = 400;
 
@@ -80,7 +80,7 @@ struct Pending {
     blocks: Vec<Block>,
     /// Numbers of injected errors and of started syncs when the request was submitted.
     injected: u64,
-    begun: u64,
+    started: u64,
     cancelled: bool,
 }
 
@@ -95,8 +95,8 @@ struct User {
     next: u64,
     injected: u64,
     /// Number of started syncs, the sync in flight, and the last sync that succeeded.
-    begun: u64,
-    good: u64,
+    started: u64,
+    succeeded: u64,
     lost: bool,
     /// The file, opened a second time by the disk.
     file: OwnedFd,
@@ -123,8 +123,8 @@ impl User {
             pending: Default::default(),
             next: 1,
             injected: 0,
-            begun: 0,
-            good: 0,
+            started: 0,
+            succeeded: 0,
             lost: false,
             file,
         }
@@ -137,13 +137,13 @@ impl User {
             7..=11 => {
                 for _ in 0..1 + source.below(3) {
                     let n = source.below(self.script.waiting(queue).max(1));
-                    let how = self.how(source);
-                    self.script.end(queue, n, how);
+                    let outcome = self.outcome(source);
+                    self.script.end(queue, n, outcome);
                 }
             }
             12 => {
                 for n in (0..self.script.waiting(queue)).rev() {
-                    self.script.end(queue, n, End::Made);
+                    self.script.end(queue, n, CallOutcome::Executed);
                 }
             }
             13 => {
@@ -167,25 +167,25 @@ impl User {
     }
 
     /// Result of a call. Most calls succeed.
-    fn how(&mut self, source: &mut Source<'_>) -> End {
+    fn outcome(&mut self, source: &mut Source<'_>) -> CallOutcome {
         match source.below(8) {
             0 => {
                 self.injected += 1;
-                End::Failed(source.of(&ERRORS))
+                CallOutcome::Failed(source.of(&ERRORS))
             }
             1 => {
                 let most = source.of(&[BLOCK, 1, 4096, 0, 777, 1 << 18]);
                 // With direct I/O, a transfer of less than a block counts as a transfer of nothing,
                 // which is an error.
                 self.injected += u64::from(most == 0 || self.direct);
-                End::Short(most)
+                CallOutcome::Partial(most)
             }
-            _ => End::Made,
+            _ => CallOutcome::Executed,
         }
     }
 
     fn begin_sync(&mut self) {
-        self.begun += u64::from(self.script.begin_sync());
+        self.started += u64::from(self.script.begin_sync());
     }
 
     fn end_sync(&mut self, result: i32) {
@@ -196,7 +196,7 @@ impl User {
             self.injected += 1;
             self.lost |= !self.direct && !PASSING.contains(&-result);
         } else if !self.lost {
-            self.good = self.begun;
+            self.succeeded = self.started;
         }
     }
 
@@ -218,7 +218,7 @@ impl User {
             _ => source.of(&[Op::Compare, Op::Verify]),
         };
         let count = match source.below(16) {
-            0 => MOST,
+            0 => MAX_BLOCKS,
             1 => 513,
             _ => 1 + source.below(16),
         };
@@ -231,13 +231,13 @@ impl User {
             Request { op, offset: (range.start * BLOCK) as u64, len: (range.len() * BLOCK) as u64 };
         let at = Self::slot(queue, tag) + source.of(&[0, 0, 0, 4]);
         let word = self.next;
-        self.next += MOST as u64;
+        self.next += MAX_BLOCKS as u64;
         if matches!(op, Op::Write { .. }) {
-            self.put(at, (word..).take(count));
+            self.fill(at, (word..).take(count));
         } else if op == Op::Compare {
             let blocks = self.blocks[range.clone()].iter();
             let words: Vec<u64> = blocks.map(|block| block.word.unwrap_or(u64::MAX)).collect();
-            self.put(at, words.into_iter());
+            self.fill(at, words.into_iter());
             if source.rarely(4) {
                 let byte = at + source.below(count * BLOCK);
                 self.buffers.write_from(byte, &[0xee]).expect("room");
@@ -257,10 +257,10 @@ impl User {
             }
         }
         let blocks = self.blocks[range].to_vec();
-        let (injected, begun) = (self.injected, self.begun);
-        let pending = Pending { request, at, word, blocks, injected, begun, cancelled: false };
+        let (injected, started) = (self.injected, self.started);
+        let pending = Pending { request, at, word, blocks, injected, started, cancelled: false };
         match self.queues[queue].submit(tag, &request, &mut data) {
-            Submitted::Done(result) => self.ended(&pending, result),
+            Submitted::Done(result) => self.complete(&pending, result),
             Submitted::Pending => {
                 self.pending[queue].insert(tag, pending);
             }
@@ -269,7 +269,7 @@ impl User {
     }
 
     /// Fills each block of a buffer with its word.
-    fn put(&self, at: usize, words: impl Iterator<Item = u64>) {
+    fn fill(&self, at: usize, words: impl Iterator<Item = u64>) {
         let mut bytes = Vec::with_capacity(BLOCKS * BLOCK);
         for word in words {
             let block = [word.to_le_bytes(); BLOCK / 8];
@@ -284,12 +284,12 @@ impl User {
     }
 
     fn reap(&mut self, queue: usize) {
-        let mut ended = Vec::new();
-        self.queues[queue].reap(&mut |tag, result, _| ended.push((tag, result)));
-        for (tag, result) in ended {
+        let mut complete = Vec::new();
+        self.queues[queue].reap(&mut |tag, result, _| complete.push((tag, result)));
+        for (tag, result) in complete {
             let pending = self.pending[queue].remove(&tag);
             let pending = pending.unwrap_or_else(|| panic!("tag {tag} ends, and is not pending"));
-            self.ended(&pending, result);
+            self.complete(&pending, result);
         }
         self.count(queue);
     }
@@ -299,7 +299,7 @@ impl User {
         first..first + count
     }
 
-    fn ended(&mut self, pending: &Pending, result: Result<(), DiskError>) {
+    fn complete(&mut self, pending: &Pending, result: Result<(), DiskError>) {
         let Pending { request, .. } = pending;
         let excused = pending.cancelled || pending.injected != self.injected || self.lost;
         match result {
@@ -318,7 +318,10 @@ impl User {
             _ => false,
         };
         if ok && durable {
-            assert!(self.good > pending.begun, "{request:?} succeeds, and no sync has since");
+            assert!(
+                self.succeeded > pending.started,
+                "{request:?} succeeds, and no sync has since"
+            );
         }
         let range = Self::range(request);
         match request.op {
@@ -370,20 +373,20 @@ impl User {
             for queue in 0..QUEUES {
                 self.queues[queue].commit();
                 for n in (0..self.script.waiting(queue)).rev() {
-                    self.script.end(queue, n, End::Made);
+                    self.script.end(queue, n, CallOutcome::Executed);
                 }
                 self.begin_sync();
                 self.end_sync(0);
                 self.reap(queue);
             }
             if self.pending.iter().all(BTreeMap::is_empty) {
-                return self.look_at_all();
+                return self.check_all_blocks();
             }
         }
         panic!("requests do not come to their end");
     }
 
-    fn look_at_all(&mut self) {
+    fn check_all_blocks(&mut self) {
         let mut bytes = vec![0; BLOCKS * BLOCK];
         let len = rustix::io::pread(&self.file, &mut bytes, 0).expect("to read");
         assert_eq!(len, bytes.len());

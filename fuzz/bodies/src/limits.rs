@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Maximum memory that is allocated in addition to the amount before the program.
-const HELD: usize = 48 << 20;
+const MAX_ALLOCATED: usize = 48 << 20;
 /// Maximum CPU time of a step. With the address sanitizer, a step takes several times as long.
 const TIME: Duration = Duration::from_secs(1);
 /// Maximum number of messages that wait for an I/O thread: some for each admin command in flight,
@@ -64,7 +64,7 @@ impl Limits {
             let _ = std::fs::write(path, steps.to_string());
         }
         let held = ALLOCATOR.allocated().saturating_sub(self.allocated);
-        assert!(held <= HELD, "{body}: {held} bytes are held after a step");
+        assert!(held <= MAX_ALLOCATED, "{body}: {held} bytes are held after a step");
         let now = time();
         let took = now.saturating_sub(self.time.replace(now));
         assert!(took <= TIME, "{body}: a step took {took:?}");
@@ -72,7 +72,7 @@ impl Limits {
 
     /// Checks the limits of [`step`](Self::step), and those of an I/O thread and a controller.
     pub(crate) fn step_of(&self, body: &str, turns: &mut Turns, controller: &Controller) {
-        let (messages, notices) = (turns.most_messages(), controller.most_notices());
+        let (messages, notices) = (turns.max_messages(), controller.max_notices());
         assert!(messages <= MESSAGES, "{body}: {messages} messages have waited for a worker");
         assert!(notices <= NOTICES, "{body}: {notices} notices have waited for the control plane");
         self.step(body);

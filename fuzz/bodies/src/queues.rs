@@ -19,7 +19,7 @@ use crate::command::PAGE;
 use crate::limits::Limits;
 use crate::source::Source;
 use crate::test_disk::{self, BLOCK, BLOCKS};
-use data::{MOST, Pointer};
+use data::{MAX_DATA, Pointer};
 use host::{Command, Expect, Host, Kind, QUEUES};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{CopyRange, DsmRange};
@@ -127,7 +127,7 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
     let nsid = source.of(&[1, 1, 1, 1, 1, 1, 2, 0, u32::MAX]);
     let mut sqe = Sqe::new(opcode, host.next_cid(), nsid);
     let mut wrong = nsid != 1 && (nsid != u32::MAX || opcode != 0x00);
-    let blocks = 1 + source.below(MOST / BLOCK as usize) as u64;
+    let blocks = 1 + source.below(MAX_DATA / BLOCK as usize) as u64;
     let slba = match source.below(8) {
         0..=5 => source.below((BLOCKS - blocks + 1) as usize) as u64,
         6 => BLOCKS - blocks,
@@ -219,7 +219,7 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
         host.poke(*at, bytes);
     }
     let writes = if opcode == 0x02 { pointer.pieces } else { Vec::new() };
-    host.put(qid, &sqe, Command { slot: Some(slot), writes, kind, expect });
+    host.store_command(qid, &sqe, Command { slot: Some(slot), writes, kind, expect });
 }
 
 fn zero_range() -> CopyRange {
@@ -250,7 +250,7 @@ fn submit_admin(host: &mut Host, source: &mut Source<'_>) {
             pointer = Pointer::prps(source, &mut sqe, at, PAGE as usize);
         }
         0x02 => {
-            let dwords = 1 + source.below(MOST / 4) as u32;
+            let dwords = 1 + source.below(MAX_DATA / 4) as u32;
             sqe.cdw10 = source.of(&[1, 2, 3, 4, 5, 0, 0x0d]) | (dwords - 1) << 16;
             sqe.cdw12 = source.of(&[0, 4, 64, 512, 3, 1 << 20]);
             pointer = Pointer::prps(source, &mut sqe, at, dwords as usize * 4);
@@ -282,6 +282,6 @@ fn submit_admin(host: &mut Host, source: &mut Source<'_>) {
         host.poke(*at, bytes);
     }
     let command = Command { slot: Some(slot), writes: pointer.pieces, kind, expect: Expect::Any };
-    host.put(0, &sqe, command);
+    host.store_command(0, &sqe, command);
     host.ring_sq(0);
 }

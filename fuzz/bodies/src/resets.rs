@@ -30,7 +30,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 const ACTIONS: usize = 128;
 /// Maximum number of turns of an operation.
-const TURNS: usize = 20_000;
+const MAX_TURNS: usize = 20_000;
 /// Number of entries of each I/O queue.
 const ENTRIES: u32 = 32;
 const QUEUES: u16 = 2;
@@ -40,7 +40,7 @@ const COPY_RANGES: u64 = PAGES - 2;
 const DSM_RANGES: u64 = PAGES - 1;
 /// Maximum number of disk requests in flight beyond the quota, of commands that need many requests:
 /// multi-step commands and Copy.
-const OF_MANY: usize = 32 + 32;
+const MAX_MULTI_STEP_REQUESTS: usize = 32 + 32;
 const CC: u32 = 0x0046_0000;
 
 /// Runs the program that `input` encodes.
@@ -100,10 +100,10 @@ struct Guest {
     memory: SharedBytes,
     quota: usize,
     /// True if each command needs at most one disk request.
-    plain: bool,
+    single_request: bool,
     life: Life,
     /// True if the reset in progress also unmaps the memory.
-    forgets: bool,
+    unmaps: bool,
     /// True if the contents of the queues are unknown, after forbidden operations of the host.
     blind: bool,
     sqs: BTreeMap<u16, Sq>,
@@ -112,7 +112,7 @@ struct Guest {
     /// Contents of all memory when the controller was disabled.
     image: Vec<u8>,
     /// Buffer of the same length, into which all memory is read.
-    spare: Cell<Vec<u8>>,
+    snapshot: Cell<Vec<u8>>,
     /// An unmap of the memory for data: the flag that confirms it, and the contents at that time.
     away: Option<(Arc<AtomicBool>, Option<Vec<u8>>)>,
     cid: u16,
@@ -147,15 +147,15 @@ impl Guest {
             test_disk,
             memory,
             quota,
-            plain: source.bool(),
+            single_request: source.bool(),
             life: Life::Off,
-            forgets: false,
+            unmaps: false,
             blind: false,
             sqs: BTreeMap::new(),
             cqs: BTreeMap::new(),
             admin: BTreeMap::new(),
             image: Vec::new(),
-            spare: Cell::default(),
+            snapshot: Cell::default(),
             away: None,
             cid: 0,
         };
@@ -186,7 +186,7 @@ impl Guest {
     }
 
     fn all(&self) -> Vec<u8> {
-        let mut all = self.spare.take();
+        let mut all = self.snapshot.take();
         all.resize(self.memory.len(), 0);
         self.memory.read_into(0, &mut all).expect("all of it");
         all
@@ -218,7 +218,7 @@ impl Guest {
 
     /// Enables the controller, and creates its queues.
     fn enable(&mut self) {
-        self.settle();
+        self.run_until_idle();
         self.memory.fill(0, (DATA * PAGE) as usize, 0).expect("memory");
         let mut state = self.test_disk.state();
         state.fail.clear();
@@ -234,7 +234,7 @@ impl Guest {
             self.read32(regs::CSTS)
         );
         self.life = Life::On;
-        (self.blind, self.forgets) = (false, false);
+        (self.blind, self.unmaps) = (false, false);
         let entries = command::ADMIN_ENTRIES;
         self.sqs.insert(0, Sq { entries, ..Sq::default() });
         self.cqs.insert(0, Cq { entries, head: 0, phase: true });
@@ -242,10 +242,10 @@ impl Guest {
             let mut sqe = Sqe::new(0x05, 0, 0).with_prps(command::cq_at(qid), 0);
             (sqe.cdw10, sqe.cdw11) = (u32::from(qid) | (ENTRIES - 1) << 16, 1);
             assert!(self.submit_admin(sqe, Kind::Other));
-            self.settle();
+            self.run_until_idle();
             self.cqs.insert(qid, Cq { entries: ENTRIES, head: 0, phase: true });
             self.create(qid);
-            self.settle();
+            self.run_until_idle();
             assert!(self.sqs.contains_key(&qid), "queue {qid} can not be created");
         }
     }
@@ -259,14 +259,14 @@ impl Guest {
 
     /// Submits an admin command. Returns true if the queue had a free entry.
     fn submit_admin(&mut self, sqe: Sqe, kind: Kind) -> bool {
-        let Some(cid) = self.put(0, sqe) else { return false };
+        let Some(cid) = self.store_command(0, sqe) else { return false };
         self.admin.insert(cid, kind);
         self.ring(0);
         true
     }
 
     /// Stores a command in a queue, if the queue has a free entry.
-    fn put(&mut self, qid: u16, sqe: Sqe) -> Option<u16> {
+    fn store_command(&mut self, qid: u16, sqe: Sqe) -> Option<u16> {
         let sq = self.sqs.get_mut(&qid)?;
         let next = (sq.tail + 1) % sq.entries;
         if next == sq.head {
@@ -290,7 +290,7 @@ impl Guest {
     fn act(&mut self, source: &mut Source<'_>) {
         // This write may have ended the reset. Doorbells that are written after the end have no
         // effect.
-        self.note_end();
+        self.check_reset_end();
         if matches!(self.life, Life::Off) && !source.rarely(4) {
             self.enable();
         }
@@ -298,8 +298,8 @@ impl Guest {
             0..=8 => {
                 let qid = 1 + source.below(usize::from(QUEUES)) as u16;
                 for _ in 0..1 + source.below(8) {
-                    let sqe = io(source, self.plain);
-                    self.put(qid, sqe);
+                    let sqe = io(source, self.single_request);
+                    self.store_command(qid, sqe);
                 }
                 self.ring(qid);
             }
@@ -326,10 +326,10 @@ impl Guest {
             16 | 17 => self.change_queue(source),
             18 | 19 => {
                 self.begin_reset(source);
-                self.note_end();
+                self.check_reset_end();
             }
             20 => self.move_memory(),
-            21 => self.settle(),
+            21 => self.run_until_idle(),
             22 => {
                 // Commands that are in the queues during the reset must be dropped as well.
                 (1..=QUEUES).for_each(|qid| self.ring(qid));
@@ -390,9 +390,9 @@ impl Guest {
             3 => {
                 self.controller.disconnect(then);
                 self.life = Life::Ending(Some(done));
-                self.forgets = true;
+                self.unmaps = true;
             }
-            4 if !self.plain => {
+            4 if !self.single_request => {
                 // Starts a shutdown, and does not wait for its end.
                 self.write32(regs::CC, CC | 0x4001);
                 self.turn();
@@ -421,7 +421,7 @@ impl Guest {
 
     /// Unmaps the memory for data, or shares it again.
     fn move_memory(&mut self) {
-        if self.forgets {
+        if self.unmaps {
             return;
         }
         match self.away.take() {
@@ -451,21 +451,21 @@ impl Guest {
         if let Some((_, image)) = &mut self.away {
             *image = Some(now[(DATA * PAGE) as usize..].to_vec());
         }
-        self.spare.set(now);
+        self.snapshot.set(now);
     }
 
     fn turn(&mut self) -> bool {
         let busy = self.turns.turn();
         let at_disk = self.test_disk.state().deferred();
-        let most = self.quota + if self.plain { 0 } else { OF_MANY };
+        let most = self.quota + if self.single_request { 0 } else { MAX_MULTI_STEP_REQUESTS };
         assert!(at_disk <= most, "{at_disk} requests at the disk, of {most}");
-        self.look_at_completions();
-        self.note_end();
+        self.check_completions();
+        self.check_reset_end();
         busy
     }
 
-    fn settle(&mut self) {
-        for _ in 0..TURNS {
+    fn run_until_idle(&mut self) {
+        for _ in 0..MAX_TURNS {
             if !self.turn() {
                 return;
             }
@@ -473,7 +473,7 @@ impl Guest {
         panic!("there is always something to do");
     }
 
-    fn look_at_completions(&mut self) {
+    fn check_completions(&mut self) {
         if self.blind {
             return;
         }
@@ -521,7 +521,7 @@ impl Guest {
     }
 
     /// Checks whether the reset in progress has ended.
-    fn note_end(&mut self) {
+    fn check_reset_end(&mut self) {
         self.note_away();
         let over = match &self.life {
             Life::Ending(Some(done)) => done.load(Ordering::SeqCst),
@@ -537,8 +537,8 @@ impl Guest {
         self.cqs.clear();
         self.admin.clear();
         let now = self.all();
-        self.spare.set(std::mem::replace(&mut self.image, now));
-        if std::mem::take(&mut self.forgets) {
+        self.snapshot.set(std::mem::replace(&mut self.image, now));
+        if std::mem::take(&mut self.unmaps) {
             if let Some((done, _)) = self.away.take() {
                 assert!(done.load(Ordering::SeqCst), "memory is forgotten, and not given back");
             }
@@ -558,7 +558,7 @@ impl Guest {
         assert!(!off || now == self.image, "memory was written after a reset");
         let same = away.is_none_or(|image| now[(DATA * PAGE) as usize..] == *image);
         assert!(same, "memory was written that was given back");
-        self.spare.set(now);
+        self.snapshot.set(now);
     }
 
     /// Executes a last reset.
@@ -574,22 +574,22 @@ impl Guest {
             self.life = Life::Ending(Some(done));
         }
         for _ in 0..8 {
-            self.settle();
+            self.run_until_idle();
             let given = self.away.as_ref().is_none_or(|(done, _)| done.load(Ordering::SeqCst));
             if matches!(self.life, Life::Off) && given {
                 return self.check();
             }
             assert!(!prompt, "a reset waits for a cancellable request");
-            self.test_disk.state().end_all();
+            self.test_disk.state().complete_all();
         }
         panic!("a reset does not end");
     }
 }
 
 /// A well-formed command that needs one request or many, or takes several steps.
-fn io(source: &mut Source<'_>, plain: bool) -> Sqe {
+fn io(source: &mut Source<'_>, single_request: bool) -> Sqe {
     const ALL: [u8; 10] = [0x02, 0x02, 0x01, 0x01, 0x05, 0x0c, 0x08, 0x00, 0x09, 0x19];
-    let opcode = source.of(if plain { &ALL[..7] } else { &ALL });
+    let opcode = source.of(if single_request { &ALL[..7] } else { &ALL });
     let nsid = if opcode == 0 { source.of(&[1, u32::MAX]) } else { source.of(&[1, 1, 2]) };
     let data =
         |source: &mut Source<'_>| page(DATA + source.below((COPY_RANGES - DATA) as usize) as u64);

@@ -40,33 +40,33 @@ use zerocopy::IntoBytes;
 /// Number of actions of one program.
 const ACTIONS: usize = 64;
 /// Maximum number of turns of an operation.
-const TURNS: usize = 2000;
+const MAX_TURNS: usize = 2000;
 /// Number of consecutive idle turns after which server and client are idle.
-const QUIET: usize = 2;
+const IDLE_TURNS: usize = 2;
 /// Number of turns that a client's disconnect takes.
-const LEAVING: usize = 12;
+const DISCONNECT_TURNS: usize = 12;
 
 /// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
     let mut source = Source::new(input);
-    let mut visit = Visit::new(&mut source);
+    let mut connection = Connection::new(&mut source);
     if !source.rarely(8) {
-        visit.introduce();
+        connection.introduce();
     }
     if !source.rarely(4) {
-        visit.enable();
+        connection.enable();
     }
     for _ in 0..ACTIONS {
         if source.is_empty() {
             break;
         }
-        visit.act(&mut source);
-        limits.step_of("session", &mut visit.turns, &visit.controller);
+        connection.act(&mut source);
+        limits.step_of("session", &mut connection.turns, &connection.controller);
     }
-    visit.finish();
-    drop(visit);
+    connection.finish();
+    drop(connection);
     // The closer thread closes some descriptors, so they may be open for a short time.
     let until = wait::deadline();
     while descriptors() > before {
@@ -78,7 +78,7 @@ pub fn run(input: &[u8]) {
 }
 
 /// A controller behind a socket, and its client.
-struct Visit {
+struct Connection {
     turns: Turns,
     controller: Controller,
     reactor: Reactor,
@@ -97,7 +97,7 @@ struct Visit {
     tails: [u32; 4],
 }
 
-impl Visit {
+impl Connection {
     fn new(source: &mut Source<'_>) -> Self {
         let (pool, turns) = Pool::driven(Polling::Never).expect("a worker");
         let disk = Arc::new(MemDisk::new(128, 512).expect("a disk"));
@@ -115,7 +115,7 @@ impl Visit {
         let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).expect("a memfd");
         ftruncate(&file, PAGE * PAGES).expect("memory");
         let memory = Mapping::from_fd(&file, 0, PAGE * PAGES, Protection::ReadWrite);
-        let mut visit = Self {
+        let mut connection = Self {
             turns,
             controller,
             reactor,
@@ -128,8 +128,8 @@ impl Visit {
             cut: false,
             tails: [0; 4],
         };
-        visit.connect();
-        visit
+        connection.connect();
+        connection
     }
 
     fn connect(&mut self) {
@@ -143,11 +143,11 @@ impl Visit {
     }
 
     /// Disconnects, and waits until the server has released the client.
-    fn leave(&mut self) {
+    fn disconnect(&mut self) {
         self.socket = None;
         // The disconnect takes one turn each for the reactor's end of file, the I/O thread's reset,
         // the confirmation, and one more. Then a waiting client is accepted.
-        for _ in 0..LEAVING {
+        for _ in 0..DISCONNECT_TURNS {
             self.step();
         }
     }
@@ -161,11 +161,11 @@ impl Visit {
 
     /// Takes turns of server and client until both are idle.
     fn pump(&mut self) {
-        let mut quiet = 0;
-        for _ in 0..TURNS {
-            let busy = self.step() | self.hear();
-            quiet = if busy { 0 } else { quiet + 1 };
-            if quiet == QUIET {
+        let mut idle = 0;
+        for _ in 0..MAX_TURNS {
+            let busy = self.step() | self.receive();
+            idle = if busy { 0 } else { idle + 1 };
+            if idle == IDLE_TURNS {
                 return;
             }
         }
@@ -173,7 +173,7 @@ impl Visit {
     }
 
     /// Reads replies. Returns true if there were any. The kernel closes the descriptors in them.
-    fn hear(&mut self) -> bool {
+    fn receive(&mut self) -> bool {
         let Some(socket) = self.socket.as_ref().filter(|_| !self.deaf) else { return false };
         let mut bytes = [0u8; 4096];
         match rustix::io::read(socket, &mut bytes) {
@@ -183,7 +183,7 @@ impl Visit {
                 true
             }
             Ok(len) => {
-                self.frames.heard(&bytes[..len]);
+                self.frames.record_received(&bytes[..len]);
                 true
             }
             Err(Errno::AGAIN) => false,
@@ -206,10 +206,10 @@ impl Visit {
     }
 
     fn send_all(&mut self, mut bytes: &[u8], mut fds: &[OwnedFd]) {
-        for _ in 0..TURNS {
+        for _ in 0..MAX_TURNS {
             let Some(socket) = &self.socket else { return };
             let mut space =
-                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(messages::MOST_FDS))];
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(messages::MAX_FDS))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
             if !borrowed.is_empty() {
@@ -227,7 +227,7 @@ impl Visit {
                 // The server waits until the client reads replies.
                 Err(Errno::AGAIN) => self.deaf = false,
                 Err(Errno::PIPE | Errno::CONNRESET) => {
-                    self.hear();
+                    self.receive();
                     self.socket = None;
                     return;
                 }
@@ -239,20 +239,20 @@ impl Visit {
     }
 
     /// Sends one complete message of the usual form.
-    fn tell(&mut self, command: u16, payload: &[&[u8]], fds: &[OwnedFd]) {
+    fn send_message(&mut self, command: u16, payload: &[&[u8]], fds: &[OwnedFd]) {
         self.send(&messages::message(command, 0, payload), fds, 1);
         self.pump();
     }
 
     fn introduce(&mut self) {
         let json = br#"{"capabilities":{"max_msg_fds":16,"write_multiple":true}}"#;
-        self.tell(verb::VERSION, &[&[0, 0, 1, 0], json, &[0]], &[]);
+        self.send_message(verb::VERSION, &[&[0, 0, 1, 0], json, &[0]], &[]);
     }
 
     /// Shares the memory, turns bus mastering on and enables the controller, as a guest does.
     fn enable(&mut self) {
         let file = self.file.try_clone().expect("a descriptor");
-        self.tell(verb::DMA_MAP, &[&messages::dma_map(BASE, PAGES * PAGE, 0, 3)], &[file]);
+        self.send_message(verb::DMA_MAP, &[&messages::dma_map(BASE, PAGES * PAGE, 0, 3)], &[file]);
         self.write(7, 4, &6u16.to_le_bytes());
         let aqa = (command::ADMIN_ENTRIES - 1) * 0x1_0001;
         self.write(0, shadowbell_spec::regs::AQA, &aqa.to_le_bytes());
@@ -267,7 +267,7 @@ impl Visit {
         self.set_state(3);
         let before = self.frames.last_reply();
         let ask = MigData { argsz: 0, size: 1 << 19 };
-        self.tell(verb::MIG_DATA_READ, &[ask.as_bytes()], &[]);
+        self.send_message(verb::MIG_DATA_READ, &[ask.as_bytes()], &[]);
         let reply = self.frames.last_reply();
         let stream = if reply == before { Vec::new() } else { reply };
         let mut stream = stream.get(24..).unwrap_or_default().to_vec();
@@ -279,7 +279,7 @@ impl Visit {
         }
         self.set_state(4);
         let head = MigData { argsz: 0, size: stream.len() as u32 };
-        self.tell(verb::MIG_DATA_WRITE, &[head.as_bytes(), &stream], &[]);
+        self.send_message(verb::MIG_DATA_WRITE, &[head.as_bytes(), &stream], &[]);
         self.set_state(source.of(&[2, 2, 1, 3]));
     }
 
@@ -287,18 +287,18 @@ impl Visit {
         let flags = feature_flags::SET | feature::MIG_DEVICE_STATE;
         let head = DeviceFeature { argsz: 16, flags };
         let state = DeviceState { state, data_fd: 0 };
-        self.tell(verb::DEVICE_FEATURE, &[head.as_bytes(), state.as_bytes()], &[]);
+        self.send_message(verb::DEVICE_FEATURE, &[head.as_bytes(), state.as_bytes()], &[]);
     }
 
     fn write(&mut self, region: u32, offset: u64, data: &[u8]) {
         let access = messages::access(region, offset, data.len() as u32);
-        self.tell(verb::REGION_WRITE, &[&access, data], &[]);
+        self.send_message(verb::REGION_WRITE, &[&access, data], &[]);
     }
 
     fn act(&mut self, source: &mut Source<'_>) {
         match source.below(21) {
             0..=5 => self.submit(source),
-            6..=12 => self.say(source),
+            6..=12 => self.send_any_message(source),
             13 => self.scribble(source),
             14 => {
                 let bytes = source.bytes(64);
@@ -321,7 +321,7 @@ impl Visit {
                 }
             }
             18 => {
-                self.leave();
+                self.disconnect();
                 self.connect();
                 self.introduce();
             }
@@ -332,14 +332,14 @@ impl Visit {
             self.pump();
         }
         if self.socket.is_none() {
-            self.leave();
+            self.disconnect();
             self.connect();
             self.introduce();
         }
     }
 
     /// Sends a complete or truncated message with descriptors.
-    fn say(&mut self, source: &mut Source<'_>) {
+    fn send_any_message(&mut self, source: &mut Source<'_>) {
         let (mut bytes, fds, odd) = messages::any(source, &self.file);
         if odd {
             self.frames.forfeit();
@@ -407,6 +407,6 @@ impl Visit {
         if self.socket.is_some() {
             self.frames.check_answered();
         }
-        self.leave();
+        self.disconnect();
     }
 }

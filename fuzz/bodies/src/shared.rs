@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown};
 use shadowbell_testing::wait;
 use shadowbell_vfio_user::device::{
-    Device, DmaMap, DmaUnmap, Done, IrqInfo, Later, RegionInfo, SetIrqs,
+    Completer, Deferral, Device, DmaMap, DmaUnmap, IrqInfo, RegionInfo, SetIrqs,
 };
 use shadowbell_vfio_user::wire::command as verb;
 use shadowbell_vfio_user::{Listener, Reactor, SharedSocket};
@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 /// Number of actions of one program.
 const ACTIONS: usize = 96;
 /// Maximum number of turns of an operation.
-const TURNS: usize = 400;
+const MAX_TURNS: usize = 400;
 /// Offset of the numbered writes.
 const DOORBELL: u64 = 0x1000;
 
@@ -41,16 +41,16 @@ pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
     let mut source = Source::new(input);
-    let mut visit = Visit::new(&mut source);
+    let mut connection = Connection::new(&mut source);
     for _ in 0..ACTIONS {
         if source.is_empty() {
             break;
         }
-        visit.act(&mut source);
+        connection.act(&mut source);
         limits.step("shared");
     }
-    visit.finish();
-    drop(visit);
+    connection.finish();
+    drop(connection);
     // The closer thread closes some descriptors, so they may be open for a short time.
     let until = wait::deadline();
     while descriptors() > before {
@@ -93,7 +93,7 @@ impl Device for Port {
         Ok(IrqInfo { count: 4, eventfd: true, ..IrqInfo::default() })
     }
 
-    fn disconnected(&mut self, done: Done) {
+    fn disconnected(&mut self, done: Completer) {
         let socket = self.0.lock().socket.take();
         drop(socket);
         done.ok();
@@ -109,7 +109,7 @@ impl Device for Port {
         _: u32,
         offset: u64,
         data: &[u8],
-        _: &mut Later<'_>,
+        _: &mut Deferral<'_>,
     ) -> Result<(), Errno> {
         if offset == DOORBELL {
             self.0.lock().write(data);
@@ -117,7 +117,7 @@ impl Device for Port {
         Ok(())
     }
 
-    fn wants_shared_socket(&mut self) -> bool {
+    fn requests_shared_socket(&mut self) -> bool {
         let seen = self.0.lock();
         seen.wants && seen.socket.is_none()
     }
@@ -135,16 +135,16 @@ impl Device for Port {
         Ok(())
     }
 
-    fn dma_unmap(&mut self, _: DmaUnmap, done: Done) {
+    fn dma_unmap(&mut self, _: DmaUnmap, done: Completer) {
         done.ok();
     }
 
-    fn reset(&mut self, done: Done) {
+    fn reset(&mut self, done: Completer) {
         done.ok();
     }
 }
 
-struct Visit {
+struct Connection {
     reactor: Reactor,
     seen: Arc<Mutex<Seen>>,
     listener: OwnedFd,
@@ -158,7 +158,7 @@ struct Visit {
     unsure: bool,
 }
 
-impl Visit {
+impl Connection {
     fn new(source: &mut Source<'_>) -> Self {
         let mut reactor = Reactor::new(limits(source));
         let listener = listen();
@@ -171,7 +171,7 @@ impl Visit {
         let epoll = Arc::new(rustix::event::epoll::create(flags).expect("an epoll instance"));
         let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).expect("a memfd");
         ftruncate(&file, 1 << 17).expect("memory");
-        let mut visit = Self {
+        let mut connection = Self {
             reactor: reactor.expect("a reactor"),
             seen,
             listener,
@@ -182,8 +182,8 @@ impl Visit {
             next: 0,
             unsure: false,
         };
-        visit.connect();
-        visit
+        connection.connect();
+        connection
     }
 
     fn connect(&mut self) {
@@ -198,7 +198,7 @@ impl Visit {
         self.pump();
     }
 
-    fn leave(&mut self) {
+    fn disconnect(&mut self) {
         self.socket = None;
         for _ in 0..8 {
             self.serve();
@@ -230,18 +230,18 @@ impl Visit {
     }
 
     fn pump(&mut self) {
-        let mut quiet = 0;
-        for _ in 0..TURNS {
+        let mut idle = 0;
+        for _ in 0..MAX_TURNS {
             self.serve();
-            quiet = if self.hear() { 0 } else { quiet + 1 };
-            if quiet == 3 {
+            idle = if self.receive() { 0 } else { idle + 1 };
+            if idle == 3 {
                 return;
             }
         }
         panic!("there is always something to do");
     }
 
-    fn hear(&mut self) -> bool {
+    fn receive(&mut self) -> bool {
         let Some(socket) = &self.socket else { return false };
         let mut bytes = [0u8; 4096];
         match rustix::io::read(socket, &mut bytes) {
@@ -251,7 +251,7 @@ impl Visit {
                 true
             }
             Ok(len) => {
-                self.frames.heard(&bytes[..len]);
+                self.frames.record_received(&bytes[..len]);
                 true
             }
             Err(Errno::AGAIN) => false,
@@ -260,10 +260,10 @@ impl Visit {
     }
 
     fn send(&mut self, mut bytes: &[u8], mut fds: &[OwnedFd]) {
-        for _ in 0..TURNS {
+        for _ in 0..MAX_TURNS {
             let Some(socket) = &self.socket else { return };
             let mut space =
-                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(messages::MOST_FDS))];
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(messages::MAX_FDS))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
             if !borrowed.is_empty() {
@@ -280,14 +280,14 @@ impl Visit {
                 }
                 Err(Errno::AGAIN) => {}
                 Err(Errno::PIPE | Errno::CONNRESET) => {
-                    self.hear();
+                    self.receive();
                     self.socket = None;
                     return;
                 }
                 Err(errno) => panic!("{errno}"),
             }
             self.serve();
-            self.hear();
+            self.receive();
         }
         panic!("the server takes no more bytes");
     }
@@ -355,7 +355,7 @@ impl Visit {
                         self.unsure = true;
                     }
                 } else {
-                    self.leave();
+                    self.disconnect();
                     self.connect();
                 }
             }
@@ -365,7 +365,7 @@ impl Visit {
             self.pump();
         }
         if self.socket.is_none() {
-            self.leave();
+            self.disconnect();
             self.connect();
         }
     }
@@ -397,7 +397,7 @@ impl Visit {
             let seen = self.seen.lock().next;
             assert!(self.has_seen_all(), "writes are lost: {seen:#x}, not {:#x}", self.next);
         }
-        self.leave();
+        self.disconnect();
         let socket = self.seen.lock().socket.take();
         drop(socket);
     }

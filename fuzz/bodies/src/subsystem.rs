@@ -78,7 +78,7 @@ struct Reserved {
 
 /// A reservation command.
 #[derive(Clone, Copy, Debug)]
-enum Ask {
+enum ReservationCommand {
     Register { key: u64 },
     Unregister { key: Option<u64> },
     Replace { key: Option<u64>, new: u64 },
@@ -93,7 +93,7 @@ fn is_of_all(kind: u8) -> bool {
 }
 
 impl Reserved {
-    fn holds(&self, host: u64) -> bool {
+    fn is_holder(&self, host: u64) -> bool {
         match self.held {
             None => false,
             Some((kind, _)) if is_of_all(kind) => self.keys.contains_key(&host),
@@ -105,14 +105,14 @@ impl Reserved {
     fn rights(&self, host: Option<u64>) -> (bool, bool) {
         let Some((kind, _)) = self.held else { return (true, true) };
         let is_registrant = host.is_some_and(|host| self.keys.contains_key(&host));
-        if host.is_some_and(|host| self.holds(host)) || is_registrant && kind > 2 {
+        if host.is_some_and(|host| self.is_holder(host)) || is_registrant && kind > 2 {
             return (true, true);
         }
         (kind % 2 == 1, false)
     }
 
     fn unregister(&mut self, host: u64) {
-        let held = self.holds(host);
+        let held = self.is_holder(host);
         self.keys.remove(&host);
         let goes_on = self.held.is_some_and(|(kind, _)| is_of_all(kind)) && !self.keys.is_empty();
         if held && !goes_on {
@@ -126,36 +126,39 @@ impl Reserved {
         chosen.into_iter().for_each(|host| self.unregister(host));
     }
 
-    fn carry_out(&mut self, host: u64, ask: Ask) -> Result<(), Status> {
+    fn apply(&mut self, host: u64, command: ReservationCommand) -> Result<(), Status> {
         let own = self.keys.get(&host).copied();
         let known = |key: Option<u64>| match own {
             Some(own) if key.is_none_or(|key| key == own) => Ok(()),
             _ => Err(CONFLICT),
         };
-        match ask {
-            Ask::Register { key: 0 } | Ask::Replace { new: 0, .. } => return Err(INVALID),
-            Ask::Register { key } if own.is_some_and(|own| own != key) => return Err(CONFLICT),
-            Ask::Register { key } => drop(self.keys.insert(host, key)),
-            Ask::Unregister { key } => {
+        match command {
+            ReservationCommand::Register { key: 0 }
+            | ReservationCommand::Replace { new: 0, .. } => return Err(INVALID),
+            ReservationCommand::Register { key } if own.is_some_and(|own| own != key) => {
+                return Err(CONFLICT);
+            }
+            ReservationCommand::Register { key } => drop(self.keys.insert(host, key)),
+            ReservationCommand::Unregister { key } => {
                 known(key)?;
                 self.unregister(host);
             }
-            Ask::Replace { key, new } => {
+            ReservationCommand::Replace { key, new } => {
                 if key.is_some() || own.is_some() {
                     known(key)?;
                 }
                 self.keys.insert(host, new);
             }
-            Ask::Acquire { key, kind } => {
+            ReservationCommand::Acquire { key, kind } => {
                 known(Some(key))?;
                 match self.held {
                     None => self.held = Some((kind, host)),
-                    Some((present, _)) if present == kind && self.holds(host) => {}
+                    Some((present, _)) if present == kind && self.is_holder(host) => {}
                     Some(_) => return Err(CONFLICT),
                 }
                 return Ok(());
             }
-            Ask::Preempt { key, of, kind } => {
+            ReservationCommand::Preempt { key, of, kind } => {
                 known(Some(key))?;
                 let holder = self.held.filter(|(kind, _)| !is_of_all(*kind));
                 match (self.held, holder) {
@@ -174,18 +177,18 @@ impl Reserved {
                     _ => self.unregister_all(|_, key| key == of),
                 }
             }
-            Ask::Release { key, kind } => {
+            ReservationCommand::Release { key, kind } => {
                 known(Some(key))?;
                 match self.held {
-                    Some((present, _)) if self.holds(host) && present != kind => {
+                    Some((present, _)) if self.is_holder(host) && present != kind => {
                         return Err(INVALID);
                     }
-                    Some(_) if self.holds(host) => self.held = None,
+                    Some(_) if self.is_holder(host) => self.held = None,
                     _ => {}
                 }
                 return Ok(());
             }
-            Ask::Clear { key } => {
+            ReservationCommand::Clear { key } => {
                 known(Some(key))?;
                 self.keys.clear();
                 self.held = None;
@@ -321,8 +324,8 @@ impl Field {
         match source.below(16) {
             0..=5 => self.reserve(which, source),
             6..=12 => self.transfer(which, source),
-            13 => self.change_way(which, source),
-            14 => self.become_another(which, source),
+            13 => self.change_ana_state(which, source),
+            14 => self.change_host(which, source),
             _ => self.reset(which),
         }
     }
@@ -332,7 +335,7 @@ impl Field {
     }
 
     /// Status with which the ANA state refuses a command, if it does.
-    fn no_way(&self, which: usize, nsid: u32) -> Option<Status> {
+    fn refused_by_ana(&self, which: usize, nsid: u32) -> Option<Status> {
         self.hosts[which].states[nsid as usize - 1].refusal()
     }
 
@@ -344,17 +347,17 @@ impl Field {
         let ignores = source.rarely(3);
         let given = (!ignores).then_some(key);
         let aborts = source.bool();
-        let (opcode, cdw10, first, second, ask) = match source.below(7) {
-            0 => (0x0d, 0, key, other, Ask::Register { key: other }),
-            1 => (0x0d, 1, key, other, Ask::Unregister { key: given }),
-            2 => (0x0d, 2, key, other, Ask::Replace { key: given, new: other }),
-            3 => (0x11, 0, key, other, Ask::Acquire { key, kind }),
+        let (opcode, cdw10, first, second, command) = match source.below(7) {
+            0 => (0x0d, 0, key, other, ReservationCommand::Register { key: other }),
+            1 => (0x0d, 1, key, other, ReservationCommand::Unregister { key: given }),
+            2 => (0x0d, 2, key, other, ReservationCommand::Replace { key: given, new: other }),
+            3 => (0x11, 0, key, other, ReservationCommand::Acquire { key, kind }),
             4 => {
                 let action = if aborts { 2 } else { 1 };
-                (0x11, action, key, other, Ask::Preempt { key, of: other, kind })
+                (0x11, action, key, other, ReservationCommand::Preempt { key, of: other, kind })
             }
-            5 => (0x15, 0, key, other, Ask::Release { key, kind }),
-            _ => (0x15, 1, key, other, Ask::Clear { key }),
+            5 => (0x15, 0, key, other, ReservationCommand::Release { key, kind }),
+            _ => (0x15, 1, key, other, ReservationCommand::Clear { key }),
         };
         let is_register = opcode == 0x0d;
         let iekey = u32::from(is_register && ignores) << 3;
@@ -364,12 +367,12 @@ impl Field {
         self.poke(which, LIST, &list);
         let sqe = Sqe { cdw10: cdw10 | iekey | rtype, ..Sqe::new(opcode, 1, nsid) };
         let (status, _) = self.execute(which, 1, sqe.with_prps(LIST, 0));
-        let expected = match (self.no_way(which, nsid), self.hosts[which].id) {
+        let expected = match (self.refused_by_ana(which, nsid), self.hosts[which].id) {
             (Some(refused), _) => Err(refused),
             (None, None) => Err(Status::HOST_ID_NOT_INITIALIZED),
-            (None, Some(host)) => self.reserved[nsid as usize - 1].carry_out(host, ask),
+            (None, Some(host)) => self.reserved[nsid as usize - 1].apply(host, command),
         };
-        assert_eq!(status.code(), expected.err().unwrap_or(Status::SUCCESS), "{ask:?}");
+        assert_eq!(status.code(), expected.err().unwrap_or(Status::SUCCESS), "{command:?}");
     }
 
     /// Executes a command that reads or writes, and checks its status.
@@ -406,7 +409,7 @@ impl Field {
         };
         let (status, _) = self.execute(which, 1, sqe);
         let refused =
-            |nsid: u32, may: bool| self.no_way(which, nsid).or((!may).then_some(CONFLICT));
+            |nsid: u32, may: bool| self.refused_by_ana(which, nsid).or((!may).then_some(CONFLICT));
         let expected = match sqe.nsid {
             u32::MAX => (1..=NAMESPACES)
                 .find_map(|nsid| refused(nsid, self.reserved[nsid as usize - 1].rights(host).1)),
@@ -425,7 +428,7 @@ impl Field {
         }
     }
 
-    fn change_way(&mut self, which: usize, source: &mut Source<'_>) {
+    fn change_ana_state(&mut self, which: usize, source: &mut Source<'_>) {
         // A change of a group without a namespace has no effect.
         let group = 1 + source.below(NAMESPACES as usize + 1) as u32;
         let state = source.of(&AnaState::ALL);
@@ -441,7 +444,7 @@ impl Field {
         self.until("a change of a way", |_| done.load(Ordering::Acquire));
     }
 
-    fn become_another(&mut self, which: usize, source: &mut Source<'_>) {
+    fn change_host(&mut self, which: usize, source: &mut Source<'_>) {
         // Two hosts may have the same identifier.
         let id = source.of(&[0_u64, 1, 2, 3, 3]);
         self.poke(which, LIST, &id.to_le_bytes());
@@ -473,7 +476,7 @@ impl Field {
         for nsid in 1..=NAMESPACES {
             let sqe = Sqe { cdw10: 1023, ..Sqe::new(0x0e, 1, nsid) }.with_prps(DATA, 0);
             let (status, _) = self.execute(which, 1, sqe);
-            let refused = self.no_way(which, nsid);
+            let refused = self.refused_by_ana(which, nsid);
             assert_eq!(status.code(), refused.unwrap_or(Status::SUCCESS));
             if refused.is_some() {
                 continue;
@@ -487,7 +490,7 @@ impl Field {
             let count = usize::from(u16::from_le_bytes(head.regctl));
             for bytes in rest.chunks_exact(size_of::<RegisteredController>()).take(count) {
                 let one = RegisteredController::read_from_bytes(bytes).expect("a controller");
-                assert_eq!(one.rcsts & 1 == 1, its.holds(one.hostid), "{one:?}");
+                assert_eq!(one.rcsts & 1 == 1, its.is_holder(one.hostid), "{one:?}");
                 seen.insert(one.hostid, one.rkey);
             }
             assert_eq!(seen, its.keys, "the registrants of {nsid}");

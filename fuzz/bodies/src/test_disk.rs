@@ -3,7 +3,9 @@
 
 use crate::source::Source;
 use parking_lot::{Mutex, MutexGuard};
-use shadowbell_disk::{Disk, DiskError, DiskInfo, Extent, Op, Queue, Request, Submitted, Tell};
+use shadowbell_disk::{
+    Disk, DiskError, DiskInfo, Extent, Op, Queue, ReportExtent, Request, Submitted,
+};
 use shadowbell_memory::Segments;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -54,20 +56,20 @@ impl TestDiskState {
 
     /// Ends all flushes. A disabled controller flushes at a shutdown. A reset or disconnect does
     /// not wait for this flush, because it accesses no memory.
-    pub(crate) fn end_flushes(&mut self) {
+    pub(crate) fn complete_flushes(&mut self) {
         while let Some(at) = self.deferred.iter().position(|(.., is_flush)| *is_flush) {
             self.end(at);
         }
     }
 
     /// Ends all requests.
-    pub(crate) fn end_all(&mut self) {
+    pub(crate) fn complete_all(&mut self) {
         while !self.deferred.is_empty() {
             self.end(0);
         }
     }
 
-    fn carry_out(&mut self, request: &Request, data: &Segments) -> Result<(), DiskError> {
+    fn execute(&mut self, request: &Request, data: &Segments) -> Result<(), DiskError> {
         let Request { op, offset, len } = *request;
         let end = offset.checked_add(len).expect("a range");
         assert!(end <= BLOCKS * BLOCK, "beyond the end: {request:?}");
@@ -147,13 +149,13 @@ impl Disk for TestDisk {
     }
 
     /// Reports data and holes of odd lengths, regardless of writes: the bodies do not compare them.
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         let (mut at, end) = (offset, offset + len);
         while at < end {
             let next = (at / 1100 + 1) * 1100;
             let extent = Extent { len: next.min(end) - at, allocated: (at / 1100) % 2 == 1 };
             at += extent.len;
-            if !tell(extent) {
+            if !report(extent) {
                 return;
             }
         }
@@ -172,7 +174,7 @@ impl Queue for TestQueue {
         assert!(!self.pending.iter().any(|(other, ..)| *other == tag), "tag {tag} is in use");
         let mut state = self.disk.state();
         if !state.defer {
-            return Submitted::Done(state.carry_out(request, data));
+            return Submitted::Done(state.execute(request, data));
         }
         state.deferred.push_back((self.number, tag, matches!(request.op, Op::Flush)));
         self.pending.push((tag, *request, data.take()));
@@ -190,7 +192,7 @@ impl Queue for TestQueue {
             let outcome = if cancelled {
                 Err(DiskError::Cancelled)
             } else {
-                self.disk.state().carry_out(&request, &data)
+                self.disk.state().execute(&request, &data)
             };
             done(tag, outcome, data);
         }

@@ -24,7 +24,7 @@ const ACTIONS: usize = 96;
 const SECTOR: usize = 512;
 const SECTORS: usize = 256;
 /// Parts of the guest's memory: address and number of bytes. The last two parts are adjacent.
-const PARTS: [(u64, usize); 3] = [(0, 0x8000), (0x10_0000, 0x1_0000), (0x11_0000, 0x4000)];
+const REGIONS: [(u64, usize); 3] = [(0, 0x8000), (0x10_0000, 0x1_0000), (0x11_0000, 0x4000)];
 /// Maximum number of entries of the queue.
 const ENTRIES: u16 = 64;
 const TABLE: u64 = 0;
@@ -91,7 +91,7 @@ struct Descriptor {
 type Pieces = Vec<(u64, usize)>;
 
 /// A valid request, or one with a known error.
-struct Asked {
+struct Submitted {
     head: u16,
     status_at: u64,
     status: u8,
@@ -104,8 +104,8 @@ struct Asked {
 
 struct Guest {
     queue: Queue,
-    memory: [SharedBytes; PARTS.len()],
-    files: [OwnedFd; PARTS.len()],
+    memory: [SharedBytes; REGIONS.len()],
+    files: [OwnedFd; REGIONS.len()],
     inflight: SharedBytes,
     inflight_file: OwnedFd,
     /// Expected contents of the disk, if known.
@@ -125,13 +125,14 @@ struct Guest {
 
 impl Guest {
     fn new(disk: &BlockDevice) -> Self {
-        let files = PARTS.map(|(_, len)| {
+        let files = REGIONS.map(|(_, len)| {
             let file: OwnedFd = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
             ftruncate(&file, len as u64).expect("room");
             file
         });
         let memory = std::array::from_fn(|n| {
-            let mapping = Mapping::from_fd(&files[n], 0, PARTS[n].1 as u64, Protection::ReadWrite);
+            let mapping =
+                Mapping::from_fd(&files[n], 0, REGIONS[n].1 as u64, Protection::ReadWrite);
             mapping.expect("memory").bytes()
         });
         let mut queue = Queue::new(disk, "fuzz").expect("a queue");
@@ -159,7 +160,7 @@ impl Guest {
     /// Shares all memory with the queue.
     fn share(&mut self) {
         let files = self.files.iter().map(|file| file.try_clone().expect("a descriptor"));
-        let regions = files.zip(PARTS).map(|(file, (address, len))| Region {
+        let regions = files.zip(REGIONS).map(|(file, (address, len))| Region {
             address,
             len,
             file: File::from(file),
@@ -172,7 +173,7 @@ impl Guest {
 
     /// Restarts the queue.
     fn restart(&mut self, source: &mut Source<'_>) {
-        self.memory[0].fill(0, PARTS[0].1, 0).expect("memory");
+        self.memory[0].fill(0, REGIONS[0].1, 0).expect("memory");
         self.inflight.fill(0, INFLIGHT, 0).expect("memory");
         let (descriptors, available, used) = (TABLE, AVAILABLE, USED);
         let place = Place { entries: self.entries, descriptors, available, used };
@@ -183,7 +184,7 @@ impl Guest {
     }
 
     fn poke(&self, at: u64, bytes: &[u8]) {
-        for (memory, (address, len)) in self.memory.iter().zip(PARTS) {
+        for (memory, (address, len)) in self.memory.iter().zip(REGIONS) {
             let from = at.wrapping_sub(address);
             if from < len as u64 && bytes.len() as u64 <= len as u64 - from {
                 memory.write_from(from as usize, bytes).expect("memory");
@@ -193,7 +194,7 @@ impl Guest {
 
     fn peek(&self, at: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        for (memory, (address, size)) in self.memory.iter().zip(PARTS) {
+        for (memory, (address, size)) in self.memory.iter().zip(REGIONS) {
             let from = at.wrapping_sub(address);
             if from < size as u64 && len as u64 <= size as u64 - from {
                 memory.read_into(from as usize, &mut bytes).expect("memory");
@@ -208,7 +209,7 @@ impl Guest {
     }
 
     fn all(&self) -> Vec<Vec<u8>> {
-        PARTS.iter().map(|(address, len)| self.peek(*address, *len)).collect()
+        REGIONS.iter().map(|(address, len)| self.peek(*address, *len)).collect()
     }
 
     fn write_descriptor(&mut self, table: u64, index: u16, descriptor: Descriptor) {
@@ -232,11 +233,11 @@ impl Guest {
 
     fn act(&mut self, source: &mut Source<'_>) {
         match source.below(20) {
-            0..=7 => self.ask(source),
+            0..=7 => self.submit_known(source),
             8..=11 => self.confuse(source),
             12 => {
                 // After a random write, the contents of descriptors and rings are unknown.
-                let at = source.below(PARTS[0].1) as u64;
+                let at = source.below(REGIONS[0].1) as u64;
                 let bytes = source.bytes(64);
                 self.poke(at, &bytes);
                 (self.wild, self.fresh, self.disk) = (true, false, None);
@@ -261,7 +262,7 @@ impl Guest {
         let before = self.all();
         let served = self.queue.serve();
         let now = self.all();
-        let rings = (0, PARTS[0].1 as u64);
+        let rings = (0, REGIONS[0].1 as u64);
         let overlaps = |(at, len): (u64, u64)| at < rings.1 && len > 0;
         if self.wild || self.writable.iter().any(|range| overlaps(*range)) {
             // The data of a reply may have overwritten descriptors.
@@ -269,7 +270,7 @@ impl Guest {
             return served.is_ok();
         }
         const CHUNK: usize = 256;
-        for ((was, is), (address, _)) in before.iter().zip(&now).zip(PARTS) {
+        for ((was, is), (address, _)) in before.iter().zip(&now).zip(REGIONS) {
             if was == is {
                 continue;
             }
@@ -294,7 +295,7 @@ impl Guest {
     }
 
     /// Submits requests with known results.
-    fn ask(&mut self, source: &mut Source<'_>) {
+    fn submit_known(&mut self, source: &mut Source<'_>) {
         if !self.fresh {
             self.restart(source);
         }
@@ -306,18 +307,18 @@ impl Guest {
         let used = self.peek16(USED + 2);
         assert_eq!(used, self.available, "requests are not answered");
         let count = 1 + source.below(AT_ONCE);
-        let asked: Vec<Asked> = if self.disk.is_none() {
+        let submitted: Vec<Submitted> = if self.disk.is_none() {
             vec![self.wipe(source)]
         } else {
             (0..count).map(|n| self.request(source, n)).collect()
         };
         if source.rarely(3) {
-            self.take_over(source, &asked);
+            self.simulate_crash(source, &submitted);
         }
         assert!(self.notify(), "a queue that makes sense is refused");
         let now = self.peek16(USED + 2);
-        assert_eq!(now.wrapping_sub(used), asked.len() as u16, "requests that are answered");
-        let mut answers: Vec<(u32, u32)> = (0..asked.len() as u16)
+        assert_eq!(now.wrapping_sub(used), submitted.len() as u16, "requests that are answered");
+        let mut answers: Vec<(u32, u32)> = (0..submitted.len() as u16)
             .map(|n| {
                 let at = USED + 4 + 8 * u64::from(used.wrapping_add(n) % self.entries);
                 let entry = self.peek(at, 8);
@@ -325,12 +326,12 @@ impl Guest {
                 (word(0).expect("four"), word(4).expect("four"))
             })
             .collect();
-        for asked in asked {
-            let at = answers.iter().position(|(head, _)| *head == u32::from(asked.head));
+        for submitted in submitted {
+            let at = answers.iter().position(|(head, _)| *head == u32::from(submitted.head));
             let (_, len) = answers.swap_remove(at.expect("each request is answered once"));
-            assert_eq!(self.peek(asked.status_at, 1), [asked.status], "the status");
-            assert_eq!(len, asked.len, "bytes to look at");
-            let mut wanted = asked.read.iter().flat_map(|(pieces, data)| {
+            assert_eq!(self.peek(submitted.status_at, 1), [submitted.status], "the status");
+            assert_eq!(len, submitted.len, "bytes to look at");
+            let mut wanted = submitted.read.iter().flat_map(|(pieces, data)| {
                 let mut rest = &data[..];
                 pieces.iter().map(move |(at, len)| {
                     let (piece, others) = rest.split_at(*len);
@@ -339,24 +340,24 @@ impl Guest {
                 })
             });
             assert!(wanted.all(|(at, piece)| self.peek(at, piece.len()) == piece), "a read");
-            if let (Some((at, data)), Some(disk)) = (asked.write, &mut self.disk) {
+            if let (Some((at, data)), Some(disk)) = (submitted.write, &mut self.disk) {
                 disk[at..at + data.len()].copy_from_slice(&data);
             }
         }
     }
 
     /// Simulates a process that has taken some of these requests and then died.
-    fn take_over(&mut self, source: &mut Source<'_>, asked: &[Asked]) {
+    fn simulate_crash(&mut self, source: &mut Source<'_>, submitted: &[Submitted]) {
         // A process that has started the queue has recorded the start in the in-flight memory.
         self.queue.replace().expect("a queue");
         let version = self.inflight.load_u64_acquire(8).expect("a word").to_ne_bytes();
         if version[..2] == [0; 2] {
             return;
         }
-        let taken = source.below(asked.len() + 1);
+        let taken = source.below(submitted.len() + 1);
         let first = source.of(&[0, 1, 1 << 40]);
-        for (asked, number) in asked.iter().take(taken).zip(first..) {
-            let at = 16 + MARK * usize::from(asked.head);
+        for (submitted, number) in submitted.iter().take(taken).zip(first..) {
+            let at = 16 + MARK * usize::from(submitted.head);
             self.inflight.store_u64_release(at + 8, number).expect("a word");
             let mark = u64::from_ne_bytes([1, 0, 0, 0, 0, 0, 0, 0]);
             self.inflight.store_u64_release(at, mark).expect("a word");
@@ -379,18 +380,18 @@ impl Guest {
     }
 
     /// A request that zeroes the whole disk, so that the contents are known.
-    fn wipe(&mut self, source: &mut Source<'_>) -> Asked {
+    fn wipe(&mut self, source: &mut Source<'_>) -> Submitted {
         let mut segment = 0u64.to_le_bytes().to_vec();
         segment.extend((SECTORS as u32).to_le_bytes());
         segment.extend([0; 4]);
-        let at = PARTS[1].0;
+        let at = REGIONS[1].0;
         self.poke(at, &segment);
         self.disk = Some(vec![0; SECTORS * SECTOR]);
         let head = self.chain(source, 0, (13, 0), &[(at, segment.len())], &[]);
-        Asked { head: head.0, status_at: head.1, status: 0, read: None, len: 1, write: None }
+        Submitted { head: head.0, status_at: head.1, status: 0, read: None, len: 1, write: None }
     }
 
-    fn request(&mut self, source: &mut Source<'_>, n: usize) -> Asked {
+    fn request(&mut self, source: &mut Source<'_>, n: usize) -> Submitted {
         let sectors = source.below(16);
         let first = n * PART + source.below(PART - sectors + 1);
         let (offset, len) = (first * SECTOR, sectors * SECTOR);
@@ -400,15 +401,15 @@ impl Guest {
         let sector = if beyond { far } else { first as u64 };
         let failed = u8::from(beyond);
         let known = self.disk.clone();
-        let mut asked =
-            Asked { head: 0, status_at: 0, status: failed, read: None, len: 1, write: None };
+        let mut submitted =
+            Submitted { head: 0, status_at: 0, status: failed, read: None, len: 1, write: None };
         let kind = source.of(&[0u32, 0, 0, 1, 1, 1, 4, 8, 99]);
         let (head, status_at) = match kind {
             0 => {
                 if !beyond {
-                    asked.len += len as u32;
+                    submitted.len += len as u32;
                     let data = known.map(|disk| disk[offset..offset + len].to_vec());
-                    asked.read = data.map(|data| (pieces.clone(), data));
+                    submitted.read = data.map(|data| (pieces.clone(), data));
                 }
                 self.chain(source, n, (kind, sector), &[], &pieces)
             }
@@ -421,15 +422,15 @@ impl Guest {
                     rest = others;
                 }
                 if !beyond {
-                    asked.write = Some((offset, data));
+                    submitted.write = Some((offset, data));
                 }
                 self.chain(source, n, (kind, sector), &pieces, &[])
             }
             8 => {
                 let mut id = b"fuzz".to_vec();
                 id.resize(id.len().min(len), 0);
-                asked.status = 0;
-                asked.len = 1 + len.min(20) as u32;
+                submitted.status = 0;
+                submitted.len = 1 + len.min(20) as u32;
                 let mut whole = b"fuzz".to_vec();
                 whole.resize(20, 0);
                 let mut left = whole.len().min(len);
@@ -439,20 +440,20 @@ impl Guest {
                     left -= left.min(*len);
                 }
                 whole.truncate(len.min(20));
-                asked.read = Some((known, whole));
+                submitted.read = Some((known, whole));
                 self.chain(source, n, (kind, sector), &[], &pieces)
             }
             _ => {
-                asked.status = if kind == 4 { 0 } else { 2 };
+                submitted.status = if kind == 4 { 0 } else { 2 };
                 self.chain(source, n, (kind, sector), &[], &[])
             }
         };
         // A sector whose byte offset overflows is refused for any request type.
         if sector.checked_mul(SECTOR as u64).is_none() {
-            (asked.status, asked.len, asked.read) = (1, 1, None);
+            (submitted.status, submitted.len, submitted.read) = (1, 1, None);
         }
-        (asked.head, asked.status_at) = (head, status_at);
-        asked
+        (submitted.head, submitted.status_at) = (head, status_at);
+        submitted
     }
 
     /// Creates a chain with a header, data and a status, in one table or two. Returns its head, and
@@ -524,14 +525,15 @@ impl Guest {
             let index = source.below(usize::from(ENTRIES)) as u16;
             let (address, len) = if flags & INDIRECT != 0 {
                 let address = match source.below(8) {
-                    0 => source.near(&[TABLE, PARTS[1].0, PARTS[0].1 as u64]),
+                    0 => source.near(&[TABLE, REGIONS[1].0, REGIONS[0].1 as u64]),
                     _ => TABLES + APART * source.below(8) as u64,
                 };
                 self.wild |=
                     !(TABLES..TABLES + 8 * APART).contains(&address) || !address.is_multiple_of(16);
                 (address, source.near(&[16, 64, 160, 0, 1024, 1 << 20]) as u32)
             } else {
-                let ends = [PARTS[1].0, PARTS[2].0 - 8, PARTS[2].0, HEADERS, PARTS[2].0 + 0x3ff0];
+                let ends =
+                    [REGIONS[1].0, REGIONS[2].0 - 8, REGIONS[2].0, HEADERS, REGIONS[2].0 + 0x3ff0];
                 (source.near(&ends), source.near(&[16, 512, 1, 4096, 0, 0x1_0000]) as u32)
             };
             let next = source.near(&[1, 2, index.into(), 63]) as u16;
@@ -542,7 +544,7 @@ impl Guest {
         let mut header = kind.to_le_bytes().to_vec();
         header.extend([0; 4]);
         header.extend(source.near(&[0, 1, 255, 256]).to_le_bytes());
-        self.poke(source.of(&[HEADERS, PARTS[1].0]), &header);
+        self.poke(source.of(&[HEADERS, REGIONS[1].0]), &header);
         for _ in 0..1 + source.below(6) {
             self.offer(source.near(&[0, 1, 2, 3, 15, 63]) as u16);
         }
@@ -555,7 +557,7 @@ impl Guest {
 
     /// Sets an invalid address of the queue.
     fn misplace(&mut self, source: &mut Source<'_>) {
-        let ends = [0u64, 0x1000, PARTS[0].1 as u64 - 2, PARTS[1].0, PARTS[2].0 - 4];
+        let ends = [0u64, 0x1000, REGIONS[0].1 as u64 - 2, REGIONS[1].0, REGIONS[2].0 - 4];
         let place = Place {
             entries: source.near(&[64, 0, 1, 1024, 3, 32768]) as u16,
             descriptors: source.near(&ends),
@@ -593,7 +595,7 @@ impl Guest {
                 self.confuse(source);
                 let _ = self.queue.has_lost_memory();
                 let file: OwnedFd = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
-                let size = PARTS[part].1 as u64;
+                let size = REGIONS[part].1 as u64;
                 ftruncate(&file, size).expect("room");
                 let mapping = Mapping::from_fd(&file, 0, size, Protection::ReadWrite);
                 self.memory[part] = mapping.expect("memory").bytes();
@@ -616,10 +618,10 @@ fn inflight(queue: &mut Queue) -> (SharedBytes, OwnedFd) {
 
 /// Pieces of memory for `len` bytes of a request. Some cross the border of two parts.
 fn pieces(source: &mut Source<'_>, n: usize, len: usize) -> Pieces {
-    let mut at = PARTS[1].0 + (n * 0x4000) as u64 + u64::from(source.u8());
+    let mut at = REGIONS[1].0 + (n * 0x4000) as u64 + u64::from(source.u8());
     if n == AT_ONCE - 1 {
         // The data of the last request end in the next part.
-        at = PARTS[2].0 - source.of(&[0x100, 1, 0x1000, 0]);
+        at = REGIONS[2].0 - source.of(&[0x100, 1, 0x1000, 0]);
     }
     let (mut left, mut pieces) = (len, Vec::new());
     while left > 0 {
@@ -627,7 +629,7 @@ fn pieces(source: &mut Source<'_>, n: usize, len: usize) -> Pieces {
         let most = if last { left } else { 1 + source.below(left) };
         let most = if last { most } else { most.min(source.of(&[SECTOR, 1, 4096])) };
         // A descriptor may cross two parts, but the test accesses each part separately.
-        let border = PARTS[2].0;
+        let border = REGIONS[2].0;
         let most = if at < border { most.min((border - at) as usize) } else { most };
         pieces.push((at, most));
         (at, left) = (at + most as u64, left - most);

@@ -195,11 +195,11 @@ pub(crate) fn check(
         ensure!(log.contains("no usable path"), "{log}");
         guest.sh("dmesg -c >/dev/null", LIMIT).map(drop)
     });
-    report.check("the load has no error", |_| ended(guest));
+    report.check("the load has no error", |_| wait_for_end(guest));
 }
 
 /// Waits for the end of the load, which must have succeeded.
-pub(crate) fn ended(guest: &mut Guest) -> Result<()> {
+pub(crate) fn wait_for_end(guest: &mut Guest) -> Result<()> {
     let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
                 sleep 0.1; done; tail -n 20 /tmp/fio.out; code=$(cat /tmp/fio.done || echo 99); \
                 rm -f /tmp/enough /tmp/fio.done; exit $code";

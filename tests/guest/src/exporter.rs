@@ -26,7 +26,7 @@ impl Exporter {
         Ok(exporter)
     }
 
-    /// Stops the server with SIGSTOP. It answers no request until [`Exporter::go_on`].
+    /// Stops the server with SIGSTOP. It answers no request until [`Exporter::resume`].
     pub(crate) fn stall(&self) -> Result<()> {
         self.signal(Signal::STOP)?;
         // The signal is delivered asynchronously, and the process may still send a reply. Therefore
@@ -41,7 +41,7 @@ impl Exporter {
     }
 
     /// Continues the server, which then answers the requests that arrived meanwhile.
-    pub(crate) fn go_on(&self) -> Result<()> {
+    pub(crate) fn resume(&self) -> Result<()> {
         self.signal(Signal::CONT)
     }
 

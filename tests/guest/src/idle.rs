@@ -20,16 +20,16 @@ struct Used {
 
 /// Prefix of the names of the kernel's io_uring worker threads. An idle one wakes up every five
 /// seconds to check whether to exit. A process cannot prevent that, so these wakeups do not count.
-const KERNELS_OWN: &str = "iou-wrk-";
+const KERNEL_WORKER_PREFIX: &str = "iou-wrk-";
 
 /// Wait before the check. The kernel's worker threads for slow io_uring operations (flush, hole
 /// punching) exit after five idle seconds, and the control socket's time limit for the head of a
 /// request, of ten seconds, may still run after the statistics were read.
-const SETTLE: Duration = Duration::from_secs(12);
+const SETTLE_TIME: Duration = Duration::from_secs(12);
 
 /// Waits, and then fails if the process or its children use CPU time within three seconds.
 pub(crate) fn check(process: u32) -> Result<()> {
-    sleep(SETTLE);
+    sleep(SETTLE_TIME);
     idle_now(process)
 }
 
@@ -51,7 +51,7 @@ impl Used {
     fn since(&self, before: &Self) -> Option<String> {
         let switches = self.switches.saturating_sub(before.switches);
         let ticks = self.ticks.saturating_sub(before.ticks);
-        let allowed = u64::from(self.name.starts_with(KERNELS_OWN));
+        let allowed = u64::from(self.name.starts_with(KERNEL_WORKER_PREFIX));
         (switches > allowed || ticks > 0)
             .then(|| format!("{}: {switches} context switches, {ticks} clock ticks", self.name))
     }

@@ -74,8 +74,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.check(
         "a namespace is added, resized and removed, five times, while fio verifies",
         |_| {
-            guest.sh(&beside(&main), LIMIT)?;
-            let mut watch = Watch::start(&mut guest, run, &added)?;
+            guest.sh(&background_load(&main), LIMIT)?;
+            let mut watch = SizePoll::start(&mut guest, run, &added)?;
             for round in 0..ROUNDS {
                 let other = run.image(&format!("other{round}.img"), SMALL)?;
                 let spec = json!({ "disk": other.display().to_string() });
@@ -112,7 +112,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         for what in ["add", "resize", "remove"] {
             let of = |time: &dyn Fn(&Change, &EventTimes) -> Duration| {
                 let both = changes.iter().zip(&event_times).filter(|(change, _)| change.what == what);
-                middle_and_most(both.map(|(change, event_times)| time(change, event_times)).collect())
+                median_and_max(both.map(|(change, event_times)| time(change, event_times)).collect())
             };
             println!(
                 "   {what}: event posted after {}, call answered after {}; Linux's last command {} \
@@ -136,7 +136,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 }
 
 /// Shell command that reads and writes the other namespace until the file /tmp/enough exists.
-fn beside(main: &str) -> String {
+fn background_load(main: &str) -> String {
     format!(
         "(until [ -e /tmp/enough ]; do \
             fio --name=beside --filename=/dev/{main} --rw=randrw --bs=4k --iodepth=4 --size=8m \
@@ -158,7 +158,7 @@ fn bytes(guest: &mut Guest, disk: &str) -> Result<u64> {
 }
 
 /// Formats times as `MEDIAN (at most MAXIMUM)`.
-fn middle_and_most(mut times: Vec<Duration>) -> String {
+fn median_and_max(mut times: Vec<Duration>) -> String {
     times.sort();
     let ms = |time: Option<&Duration>| time.map_or(0.0, |time| time.as_secs_f64() * 1e3);
     format!("{:.1} ms (at most {:.1})", ms(times.get(times.len() / 2)), ms(times.last()))
@@ -209,13 +209,13 @@ fn request(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Res
 
 /// A loop in the guest that polls the size of a disk and writes each new number of sectors to the
 /// serial port.
-struct Watch {
+struct SizePoll {
     log: PathBuf,
     /// Number of log lines that were already read.
     lines_read: usize,
 }
 
-impl Watch {
+impl SizePoll {
     fn start(guest: &mut Guest, run: &RunDir, disk: &str) -> Result<Self> {
         let size = format!("/sys/block/{disk}/size");
         // The loop runs only shell built-ins, because the start of a process is slow in the guest.

@@ -56,8 +56,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         nvme(guest_ref, "attach-ns /dev/nvme0 -n 1 -c 1")?;
         refused(guest_ref, "attach-ns /dev/nvme0 -n 1 -c 1", &[ALREADY_ATTACHED])?;
         nvme(guest_ref, "attach-ns /dev/nvme0 -n 2 -c 1")?;
-        there(guest_ref, "nvme0n1", Some(512))?;
-        there(guest_ref, "nvme0n2", Some(4096))?;
+        wait_for_disk(guest_ref, "nvme0n1", Some(512))?;
+        wait_for_disk(guest_ref, "nvme0n2", Some(4096))?;
         guest_ref.sh(
             "dd if=/dev/urandom of=/tmp/data bs=1M count=4 2>/dev/null && \
              for disk in nvme0n1 nvme0n2; do \
@@ -70,15 +70,15 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     });
     report.check("a detached namespace keeps its data", |_| {
         nvme(guest_ref, "detach-ns /dev/nvme0 -n 2 -c 1")?;
-        there(guest_ref, "nvme0n2", None)?;
+        wait_for_disk(guest_ref, "nvme0n2", None)?;
         nvme(guest_ref, "attach-ns /dev/nvme0 -n 2 -c 1")?;
-        there(guest_ref, "nvme0n2", Some(4096))?;
+        wait_for_disk(guest_ref, "nvme0n2", Some(4096))?;
         let same = "dd if=/dev/nvme0n2 bs=1M count=4 iflag=direct 2>/dev/null | cmp - /tmp/data";
         guest_ref.sh(same, LIMIT).map(drop)
     });
     report.check("a format changes the block size and zeroes the namespace", |_| {
         nvme(guest_ref, "format /dev/nvme0 -n 1 --lbaf=1 --ses=1 --force")?;
-        there(guest_ref, "nvme0n1", Some(4096))?;
+        wait_for_disk(guest_ref, "nvme0n1", Some(4096))?;
         zeroes(guest_ref, "nvme0n1")
     });
     report.check("a sanitize operation erases all namespaces", |_| {
@@ -89,7 +89,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             nvme(guest_ref, &format!("sanitize /dev/nvme0 {how}"))?;
             sanitized(guest_ref)?;
             for name in ["nvme0n1", "nvme0n2"] {
-                there(guest_ref, name, Some(4096))?;
+                wait_for_disk(guest_ref, name, Some(4096))?;
                 zeroes(guest_ref, name)?;
             }
         }
@@ -100,7 +100,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     });
     report.check("a deleted namespace does not exist any more", |_| {
         nvme(guest_ref, "delete-ns /dev/nvme0 -n 1")?;
-        there(guest_ref, "nvme0n1", None)?;
+        wait_for_disk(guest_ref, "nvme0n1", None)?;
         refused(guest_ref, "delete-ns /dev/nvme0 -n 1", &[INVALID_NAMESPACE])?;
         ensure!(allocated(guest_ref)? == 1, "list-ns --all");
         Ok(())
@@ -119,7 +119,7 @@ fn allocated(guest: &mut Guest) -> Result<usize> {
 }
 
 /// Waits until the guest has this disk with the given block size, or (`None`) no longer has it.
-fn there(guest: &mut Guest, name: &str, block_size: Option<u32>) -> Result<()> {
+fn wait_for_disk(guest: &mut Guest, name: &str, block_size: Option<u32>) -> Result<()> {
     let wanted = match block_size {
         Some(bytes) => format!("[ \"$(blockdev --getss /dev/{name} 2>/dev/null)\" = {bytes} ]"),
         None => format!("[ ! -b /dev/{name} ]"),

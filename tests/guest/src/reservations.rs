@@ -61,7 +61,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         one.writes_all_the_time()?;
         other.acquire(Some(&one))?;
         other.write('2')?;
-        one.has_lost()?;
+        one.wait_for_failed_write()?;
         other.reads('2')?;
         one.reads('2')?;
         one.is_excluded()?;
@@ -225,7 +225,7 @@ impl ReservationHost {
     }
 
     /// Waits until a write of the background loop has failed.
-    fn has_lost(&mut self) -> Result<()> {
+    fn wait_for_failed_write(&mut self) -> Result<()> {
         let script =
             "for try in $(seq 600); do [ -e /tmp/lost ] && exit 0; sleep 0.1; done; exit 1";
         self.guest.sh(script, LIMIT).context("writes did not fail").map(drop)

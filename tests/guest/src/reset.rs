@@ -85,7 +85,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         start_reads(&mut guest, &dev)?;
         writer.start(&mut guest, &dev, 60)?;
         guest.send("reboot -f")?;
-        back_again(&mut guest, &mut dev)?;
+        wait_for_boot(&mut guest, &mut dev)?;
         disk.check()?;
         patrol(&mut guest)?;
         writer.verify()
@@ -94,7 +94,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         start_reads(&mut guest, &dev)?;
         writer.start(&mut guest, &dev, 60)?;
         guest.qmp("system_reset", json!({}))?;
-        back_again(&mut guest, &mut dev)?;
+        wait_for_boot(&mut guest, &mut dev)?;
         disk.check()?;
         patrol(&mut guest)?;
         writer.verify()
@@ -138,7 +138,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 }
 
 /// Waits for the next boot in the same QEMU. After the boot, the disk may have another name.
-fn back_again(guest: &mut Guest, dev: &mut String) -> Result<()> {
+fn wait_for_boot(guest: &mut Guest, dev: &mut String) -> Result<()> {
     guest.wait_reboot()?;
     *dev = names(guest, 0)?.1;
     // The check reads from the disk, because the block device may exist before it works.

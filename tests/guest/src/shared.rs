@@ -106,7 +106,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             guest.sh("sleep 1; echo 1 > /sys/bus/pci/rescan", LIMIT)?;
             names(&mut guest, 0)?;
         }
-        ana::ended(&mut guest)
+        ana::wait_for_end(&mut guest)
     });
     report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 2));
     let one = names(&mut guest, 0).map_or(one, |(name, _)| name);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use shadowbell_guest::ack::Promises;
+use shadowbell_guest::ack::Acknowledged;
 use shadowbell_guest::{Guest, RunDir, tool};
 use shadowbell_testing::wait::LIMIT;
 
@@ -32,7 +32,7 @@ impl Writer {
 
     /// Starts a session in the background and waits until writes are being acknowledged.
     pub(crate) fn start(&mut self, guest: &mut Guest, disk: &str, seconds: u64) -> Result<()> {
-        let before = self.promises()?.writes;
+        let before = self.acknowledged()?.writes;
         // Generations are higher than in all previous sessions, so an older generation identifies a
         // stale write.
         let generation = self.sessions * GENERATIONS;
@@ -48,7 +48,7 @@ impl Writer {
             LIMIT,
         )?;
         let deadline = Instant::now() + LIMIT;
-        while self.promises()?.writes < before + 50 {
+        while self.acknowledged()?.writes < before + 50 {
             if Instant::now() > deadline {
                 let said = guest.sh("cat /tmp/writer.out", LIMIT)?;
                 bail!("no write was acknowledged; output of the writer: {said}");
@@ -68,29 +68,29 @@ impl Writer {
     /// Compares the image with all writes that were acknowledged in all sessions. Returns the
     /// number of these writes.
     pub(crate) fn verify(&self) -> Result<u64> {
-        let promises = self.promises()?;
-        if promises.slots.is_empty() {
+        let acknowledged = self.acknowledged()?;
+        if acknowledged.slots.is_empty() {
             bail!("no write was ever acknowledged");
         }
-        if !promises.failures.is_empty() {
-            bail!("in the guest: {}", promises.failures.join("; "));
+        if !acknowledged.failures.is_empty() {
+            bail!("in the guest: {}", acknowledged.failures.join("; "));
         }
-        let broken = promises.broken(&self.image, SEED)?;
+        let broken = acknowledged.broken(&self.image, SEED)?;
         if !broken.is_empty() {
             let some = broken.iter().take(8).cloned().collect::<Vec<_>>().join("\n");
-            bail!("{} of {} slots are broken:\n{some}", broken.len(), promises.slots.len());
+            bail!("{} of {} slots are broken:\n{some}", broken.len(), acknowledged.slots.len());
         }
-        Ok(promises.writes)
+        Ok(acknowledged.writes)
     }
 
     /// Writes that were acknowledged so far.
-    fn promises(&self) -> Result<Promises> {
+    fn acknowledged(&self) -> Result<Acknowledged> {
         let log = match fs::read(&self.log) {
             Ok(log) => log,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(error).with_context(|| self.log.display().to_string()),
         };
-        Ok(Promises::parse(&String::from_utf8_lossy(&log)))
+        Ok(Acknowledged::parse(&String::from_utf8_lossy(&log)))
     }
 }
 

@@ -56,13 +56,13 @@ impl Attack {
 pub enum Kind {
     /// Hostile attack: all bounds apply.
     Hostile,
-    /// Honest neighbours with a high load: the victim's median latency may be three times its
-    /// median alone.
+    /// Honest neighbours with a high load. The limit of the victim's median latency is three times
+    /// its median without neighbours.
     Honest,
     /// Attack on an export: all bounds apply. The victim and the attackers are clients of one
     /// `shadowbell export`.
     Export,
-    /// Control measurement without an attack on the server: the load of this machine alone.
+    /// Control measurement: the same load on this machine, without an attack on the server.
     Control,
 }
 

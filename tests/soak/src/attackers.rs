@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
-use super::tally::{Tally, add};
+use super::counters::{Counters, add};
 use shadowbell_hostile::attack::{Attack, Clock, Field, Kind};
 use shadowbell_hostile::attacks;
 use shadowbell_hostile::server::LogReader;
@@ -83,7 +83,7 @@ impl Attacker {
         directory: &Path,
         stop: &AtomicBool,
         exclusive: &Mutex<()>,
-        tally: &Tally,
+        counters: &Counters,
     ) {
         let attacks = attacks_for(self.disk);
         // Each attacker begins with another attack, so that different attacks run concurrently.
@@ -93,16 +93,16 @@ impl Attacker {
             }
             if ONE_AT_A_TIME.contains(&attack.name) {
                 if let Ok(_exclusive) = exclusive.try_lock() {
-                    self.execute(attack, directory, tally);
+                    self.execute(attack, directory, counters);
                 }
             } else {
-                self.execute(attack, directory, tally);
+                self.execute(attack, directory, counters);
             }
             sleep(PAUSE);
         }
     }
 
-    fn execute(&self, attack: &Attack, directory: &Path, tally: &Tally) {
+    fn execute(&self, attack: &Attack, directory: &Path, counters: &Counters) {
         let mut field = Field {
             sockets: vec![self.socket.clone()],
             directory: directory.to_owned(),
@@ -112,15 +112,15 @@ impl Attacker {
             done: 0,
             refused: 0,
         };
-        add(&tally.attacks, 1);
+        add(&counters.attacks, 1);
         if let Err(error) = (attack.run)(&mut field) {
-            tally.record_cut_short(format!("{}: {error:#}", attack.name));
+            counters.record_aborted(format!("{}: {error:#}", attack.name));
         }
-        field.resets.iter().for_each(|time| tally.record_reset(*time));
+        field.resets.iter().for_each(|time| counters.record_reset(*time));
         // A disconnected guest has no controller to reset.
         for guest in &mut field.guests {
             if let Ok(time) = guest.reset() {
-                tally.record_reset(time);
+                counters.record_reset(time);
             }
         }
     }

@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::counters::value;
 use super::load::{Load, Meter, Pace, STALL};
-use super::places::Places;
+use super::slots::SlotMap;
 use super::supervised::SupervisedServer;
-use super::tally::value;
 
 /// Totals of all clients.
 #[derive(Debug, Default, Clone, Copy)]
@@ -47,14 +47,14 @@ pub(crate) fn work(
     let mut loads = Vec::new();
     for (number, kind) in supervised.kinds().iter().enumerate() {
         let name = format!("controller {number} ({})", kind.name());
-        let places = Places::new(number as u64, kind.persistence(), seed, pace(number).flush_every);
-        let load = Load::attach(&name, &supervised.server.socket(number), places, pace(number));
+        let slots = SlotMap::new(number as u64, kind.persistence(), seed, pace(number).flush_every);
+        let load = Load::attach(&name, &supervised.server.socket(number), slots, pace(number));
         loads.push(load.with_context(|| name.clone())?);
     }
     let meters: Vec<Meter> = loads.iter().map(|_| Meter::default()).collect();
     let stop = AtomicBool::new(false);
     let began = Instant::now();
-    let (outcome, places) = scope(|threads| {
+    let (outcome, slots) = scope(|threads| {
         let (meters, stop) = (&meters, &stop);
         let loads = loads.into_iter().zip(meters);
         let loads: Vec<_> =
@@ -65,8 +65,8 @@ pub(crate) fn work(
             // A failed run ends the server, so the clients do not wait for its completions.
             supervised.server.kill();
         }
-        let places: Vec<_> = loads.into_iter().map(|load| load.join().ok().flatten()).collect();
-        (outcome, places)
+        let slots: Vec<_> = loads.into_iter().map(|load| load.join().ok().flatten()).collect();
+        (outcome, slots)
     });
     *totals = Totals::of(&meters, began);
     outcome?;
@@ -77,11 +77,11 @@ pub(crate) fn work(
     ensure!(supervised.server.terminate(STALL)?.is_some(), "SIGTERM does not end the server");
     // This process reads the images after the server's end, so the data cannot come from the
     // server's caches.
-    for (number, places) in places.into_iter().enumerate() {
-        let mut places = places.with_context(|| format!("controller {number} has no client"))?;
+    for (number, slots) in slots.into_iter().enumerate() {
+        let mut slots = slots.with_context(|| format!("controller {number} has no client"))?;
         if let Some(image) = supervised.image(number) {
             let bytes = fs::read(&image).with_context(|| image.display().to_string())?;
-            places.compare(&bytes).with_context(|| image.display().to_string())?;
+            slots.compare(&bytes).with_context(|| image.display().to_string())?;
         }
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! Honest guests: each writes its disk, and verifies the written data.
 //!
-//! A disk is divided into places. In each turn a guest writes the next place. At the same time it
-//! reads the place of the previous turn, and a place that was written long ago. Each block contains
+//! A disk is divided into slots. In each turn a guest writes the next slot. At the same time it
+//! reads the slot of the previous turn, and a slot that was written long ago. Each block contains
 //! the number of its controller, its own number and the turn of the write. Every 64 turns a guest
 //! disconnects and connects again, like a reboot.
 
@@ -13,8 +13,8 @@ use anyhow::{Context, Result, bail};
 use shadowbell_spec::Sqe;
 use zerocopy::IntoBytes;
 
+use super::counters::{Counters, add};
 use super::pattern::pattern;
-use super::tally::{Tally, add};
 use shadowbell_hostile::peer::guest::{BASE, Guest, PAGE};
 use shadowbell_hostile::victim::hurry;
 
@@ -30,21 +30,21 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 const CONNECTION_CHECK_AFTER: Duration = Duration::from_secs(1);
 /// Polling interval of each guest.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Number of places of a disk, and number of blocks of the largest place.
-const PLACES: u64 = 32;
-const PLACE_BLOCKS: u64 = 32;
+/// Number of slots of a disk, and number of blocks of the largest slot.
+const SLOTS: u64 = 32;
+const SLOT_BLOCKS: u64 = 32;
 const BLOCK: u64 = 512;
-/// Size of a disk with these places.
+/// Size of a disk with these slots.
 pub(crate) const DISK: &str = "1MiB";
-pub(crate) const DISK_BYTES: u64 = PLACES * PLACE_BLOCKS * BLOCK * 2;
+pub(crate) const DISK_BYTES: u64 = SLOTS * SLOT_BLOCKS * BLOCK * 2;
 /// Memory size of a guest: rings and three buffers.
 const MEMORY: u64 = 1 << 20;
 /// Number of entries of the I/O queue.
 const ENTRIES: u16 = 16;
 
-/// Number of blocks of a place.
-fn blocks(place: u64) -> u64 {
-    1 + place * 7 % PLACE_BLOCKS
+/// Number of blocks of a slot.
+fn blocks(slot: u64) -> u64 {
+    1 + slot * 7 % SLOT_BLOCKS
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -64,7 +64,7 @@ impl Buffer {
 struct Pending {
     cid: u16,
     buffer: Buffer,
-    place: u64,
+    slot: u64,
     is_read: bool,
 }
 
@@ -75,8 +75,8 @@ pub(crate) struct HonestGuest {
     socket: PathBuf,
     guest: Guest,
     buffers: [Buffer; 3],
-    /// Turn of the last write of each place.
-    generations: [u64; PLACES as usize],
+    /// Turn of the last write of each slot.
+    generations: [u64; SLOTS as usize],
     turn: u64,
     pending: Vec<Pending>,
     began: Instant,
@@ -90,7 +90,7 @@ fn attach(socket: &Path) -> Result<(Guest, [Buffer; 3])> {
     guest.create_queue(ENTRIES)?;
     let mut buffers = [Buffer::default(); 3];
     for buffer in &mut buffers {
-        let (prp1, prp2) = guest.buffer(PLACE_BLOCKS * BLOCK)?;
+        let (prp1, prp2) = guest.buffer(SLOT_BLOCKS * BLOCK)?;
         *buffer = Buffer { prp1, prp2 };
     }
     Ok((guest, buffers))
@@ -107,7 +107,7 @@ impl HonestGuest {
             socket,
             guest,
             buffers,
-            generations: [0; PLACES as usize],
+            generations: [0; SLOTS as usize],
             turn: 0,
             pending: Vec::new(),
             began: now,
@@ -117,45 +117,45 @@ impl HonestGuest {
     }
 
     /// Takes completions, and starts the next turn when it is due.
-    fn step(&mut self, tally: &Tally) -> Result<()> {
-        self.take(tally)?;
+    fn step(&mut self, counters: &Counters) -> Result<()> {
+        self.take(counters)?;
         if self.pending.is_empty() && Instant::now() >= self.due {
             self.due = (self.due + TURN).max(Instant::now());
             if (self.turn + 1 + self.number).is_multiple_of(TURNS_ATTACHED) {
-                self.reconnect(tally)?;
+                self.reconnect(counters)?;
             }
             self.begin_turn()?;
         }
         Ok(())
     }
 
-    fn reconnect(&mut self, tally: &Tally) -> Result<()> {
+    fn reconnect(&mut self, counters: &Counters) -> Result<()> {
         let began = Instant::now();
         // A controller has one client at a time, so the guest closes its old connection first.
         self.guest.link.hang_up()?;
         (self.guest, self.buffers) = attach(&self.socket).context("reconnecting")?;
-        add(&tally.attached, 1);
-        tally.record_duration(began.elapsed());
+        add(&counters.attached, 1);
+        counters.record_duration(began.elapsed());
         Ok(())
     }
 
     fn begin_turn(&mut self) -> Result<()> {
-        let written = self.turn % PLACES;
-        let before = (self.turn + PLACES - 1) % PLACES;
-        let long_ago = (self.turn + PLACES / 2) % PLACES;
+        let written = self.turn % SLOTS;
+        let before = (self.turn + SLOTS - 1) % SLOTS;
+        let long_ago = (self.turn + SLOTS / 2) % SLOTS;
         let generation = self.turn + 1;
         let [first, second, third] = self.buffers;
         for n in 0..blocks(written) {
-            let words = pattern(self.number, written * PLACE_BLOCKS + n, generation);
+            let words = pattern(self.number, written * SLOT_BLOCKS + n, generation);
             let at = first.offset() + (n * BLOCK) as usize;
             self.guest.memory.write_from(at, words.as_bytes()).context("the buffer")?;
         }
         self.push(written, first, false)?;
         self.push(before, second, true)?;
         self.push(long_ago, third, true)?;
-        // The reads of this turn are at other places.
-        if let Some(place) = self.generations.get_mut(written as usize) {
-            *place = generation;
+        // The reads of this turn are at other slots.
+        if let Some(slot) = self.generations.get_mut(written as usize) {
+            *slot = generation;
         }
         self.turn += 1;
         self.began = Instant::now();
@@ -163,22 +163,22 @@ impl HonestGuest {
         queue.ring(link)
     }
 
-    fn push(&mut self, place: u64, buffer: Buffer, is_read: bool) -> Result<()> {
-        let (slba, nlb0) = (place * PLACE_BLOCKS, blocks(place) as u16 - 1);
+    fn push(&mut self, slot: u64, buffer: Buffer, is_read: bool) -> Result<()> {
+        let (slba, nlb0) = (slot * SLOT_BLOCKS, blocks(slot) as u16 - 1);
         let sqe = if is_read { Sqe::read(1, slba, nlb0, 0) } else { Sqe::write(1, slba, nlb0, 0) };
         let (queue, _) = self.guest.queue(0)?;
         // One or two pages need no PRP list.
-        let prp2 = match (blocks(place) * BLOCK).div_ceil(PAGE) {
+        let prp2 = match (blocks(slot) * BLOCK).div_ceil(PAGE) {
             1 => 0,
             2 => buffer.prp1 + PAGE,
             _ => buffer.prp2,
         };
         let cid = queue.push(sqe.with_prps(buffer.prp1, prp2))?;
-        self.pending.push(Pending { cid, buffer, place, is_read });
+        self.pending.push(Pending { cid, buffer, slot, is_read });
         Ok(())
     }
 
-    fn take(&mut self, tally: &Tally) -> Result<()> {
+    fn take(&mut self, counters: &Counters) -> Result<()> {
         if self.pending.is_empty() {
             return Ok(());
         }
@@ -190,38 +190,40 @@ impl HonestGuest {
             let pending = self.pending.remove(at);
             if !cqe.status().is_success() {
                 let what = if pending.is_read { "read" } else { "write" };
-                bail!("the {what} of place {}: {}", pending.place, cqe.status());
+                bail!("the {what} of slot {}: {}", pending.slot, cqe.status());
             }
             done.push(pending);
         }
         let waited = self.began.elapsed();
         if !done.is_empty() {
             queue.consumed(link)?;
-            tally.record_duration(waited);
+            counters.record_duration(waited);
         } else if waited > TIMEOUT {
             bail!("{} commands have no completion after {TIMEOUT:?}", self.pending.len());
         } else if waited > CONNECTION_CHECK_AFTER && link.is_closed() {
             bail!("the server has closed the connection");
         }
-        add(&tally.commands, done.len() as u64);
-        done.iter().filter(|pending| pending.is_read).try_for_each(|read| self.check(read, tally))
+        add(&counters.commands, done.len() as u64);
+        done.iter()
+            .filter(|pending| pending.is_read)
+            .try_for_each(|read| self.check(read, counters))
     }
 
     /// Verifies the data of a read.
-    fn check(&self, read: &Pending, tally: &Tally) -> Result<()> {
-        let generation = self.generations.get(read.place as usize).copied().unwrap_or_default();
-        let mut found = vec![0; (blocks(read.place) * BLOCK) as usize];
+    fn check(&self, read: &Pending, counters: &Counters) -> Result<()> {
+        let generation = self.generations.get(read.slot as usize).copied().unwrap_or_default();
+        let mut found = vec![0; (blocks(read.slot) * BLOCK) as usize];
         self.guest.memory.read_into(read.buffer.offset(), &mut found).context("the buffer")?;
         for (n, found) in found.chunks(BLOCK as usize).enumerate() {
-            let block = read.place * PLACE_BLOCKS + n as u64;
+            let block = read.slot * SLOT_BLOCKS + n as u64;
             let wanted = pattern(self.number, block, generation);
             if found != wanted.as_bytes() {
-                add(&tally.bad_blocks, 1);
+                add(&counters.bad_blocks, 1);
                 let word = |at: usize| {
                     let bytes = found.get(at * 8..at * 8 + 8).unwrap_or_default();
                     u64::from_le_bytes(bytes.try_into().unwrap_or_default())
                 };
-                tally.add_message(format!(
+                counters.add_message(format!(
                     "controller {}: block {block} is not of turn {generation}, but of controller \
                      {}, block {}, turn {}",
                     self.number,
@@ -231,26 +233,26 @@ impl HonestGuest {
                 ));
             }
         }
-        add(&tally.blocks, blocks(read.place));
+        add(&counters.blocks, blocks(read.slot));
         Ok(())
     }
 
     /// Waits for commands in flight, and reads the whole disk once more.
-    fn finish(&mut self, tally: &Tally) -> Result<()> {
+    fn finish(&mut self, counters: &Counters) -> Result<()> {
         while !self.pending.is_empty() {
-            self.take(tally)?;
+            self.take(counters)?;
             sleep(POLL_INTERVAL);
         }
         let [first, second, third] = self.buffers;
-        for at in (0..PLACES).step_by(3) {
-            for (place, buffer) in (at..PLACES).zip([first, second, third]) {
-                self.push(place, buffer, true)?;
+        for at in (0..SLOTS).step_by(3) {
+            for (slot, buffer) in (at..SLOTS).zip([first, second, third]) {
+                self.push(slot, buffer, true)?;
             }
             self.began = Instant::now();
             let (queue, link) = self.guest.queue(0)?;
             queue.ring(link)?;
             while !self.pending.is_empty() {
-                self.take(tally)?;
+                self.take(counters)?;
                 // Shorter than the polling interval, because many guests finish one after another.
                 sleep(POLL_INTERVAL / 4);
             }
@@ -260,14 +262,14 @@ impl HonestGuest {
 
     fn run_unless_failed(
         &mut self,
-        tally: &Tally,
-        run: impl FnOnce(&mut Self, &Tally) -> Result<()>,
+        counters: &Counters,
+        run: impl FnOnce(&mut Self, &Counters) -> Result<()>,
     ) {
         if !self.has_failed
-            && let Err(error) = run(self, tally)
+            && let Err(error) = run(self, counters)
         {
             self.has_failed = true;
-            tally.error(format!("controller {}: {error:#}", self.number));
+            counters.error(format!("controller {}: {error:#}", self.number));
         }
     }
 }
@@ -282,14 +284,14 @@ pub(crate) fn check_responds(socket: &Path) -> Result<()> {
     guest.link.hang_up()
 }
 
-/// Runs the turns of these guests until `until`. Then reads all places that they have written.
-pub(crate) fn drive(guests: &mut [HonestGuest], until: Instant, tally: &Tally) {
+/// Runs the turns of these guests until `until`. Then reads all slots that they have written.
+pub(crate) fn drive(guests: &mut [HonestGuest], until: Instant, counters: &Counters) {
     hurry();
     while Instant::now() < until && guests.iter().any(|guest| !guest.has_failed) {
-        guests.iter_mut().for_each(|guest| guest.run_unless_failed(tally, HonestGuest::step));
+        guests.iter_mut().for_each(|guest| guest.run_unless_failed(counters, HonestGuest::step));
         sleep(POLL_INTERVAL);
     }
-    guests.iter_mut().for_each(|guest| guest.run_unless_failed(tally, HonestGuest::finish));
+    guests.iter_mut().for_each(|guest| guest.run_unless_failed(counters, HonestGuest::finish));
 }
 
 #[cfg(test)]
@@ -298,11 +300,11 @@ mod tests {
 
     #[test]
     fn no_turn_reads_the_place_that_it_writes_and_all_places_fit() {
-        for turn in 0..PLACES {
-            let reads = [(turn + PLACES - 1) % PLACES, (turn + PLACES / 2) % PLACES];
-            assert!(!reads.contains(&(turn % PLACES)));
+        for turn in 0..SLOTS {
+            let reads = [(turn + SLOTS - 1) % SLOTS, (turn + SLOTS / 2) % SLOTS];
+            assert!(!reads.contains(&(turn % SLOTS)));
         }
-        assert!((0..PLACES).all(|place| (1..=PLACE_BLOCKS).contains(&blocks(place))));
+        assert!((0..SLOTS).all(|slot| (1..=SLOT_BLOCKS).contains(&blocks(slot))));
         assert_eq!(DISK_BYTES, 1 << 20);
     }
 }

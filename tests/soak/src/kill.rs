@@ -157,7 +157,7 @@ struct Gaps {
     /// Time from a kill until the next server process exists.
     until_next: Times,
     /// Time without a completion between two kills, while no process was killed.
-    without: Times,
+    idle_gaps: Times,
     phases: Option<Phases>,
     totals: Totals,
 }
@@ -193,7 +193,7 @@ impl Gaps {
             ("all disk types", &all),
             ("next process killed, too", &self.double),
             ("until the next process exists", &self.until_next),
-            ("without a kill", &self.without),
+            ("without a kill", &self.idle_gaps),
         ];
         for (name, times) in kinds.chain(rest) {
             let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
@@ -261,7 +261,7 @@ fn kill(
         // Random moment of the kill: any is valid.
         sleep(MIN_SERVED + MAX_RANDOM_DELAY.mul_f64(random.share()));
         let old = arguments.control.then(|| OldData::read(supervised)).flatten();
-        gaps.without.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
+        gaps.idle_gaps.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
         let how = match random.below(OTHER_SIGNAL_EVERY) {
             0 if random.below(2) == 0 => Signal::ABORT,
             0 => Signal::ILL,
@@ -289,7 +289,7 @@ fn kill(
         })?;
         gaps.add(meters, is_double);
         if let Some(old) = old {
-            old.put_back()?;
+            old.restore()?;
         }
         if Instant::now() >= line {
             line += LINE_INTERVAL;
@@ -318,7 +318,7 @@ impl OldData {
     }
 
     /// Writes the older data into the image, like a stale write.
-    fn put_back(&self) -> Result<()> {
+    fn restore(&self) -> Result<()> {
         use std::os::unix::fs::FileExt;
         let file = fs::OpenOptions::new().write(true).open(&self.image)?;
         file.write_all_at(&self.bytes, 0).context("putting old data back")

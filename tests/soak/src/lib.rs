@@ -4,17 +4,17 @@
 
 mod attackers;
 mod clients;
+mod counters;
 mod honest;
 pub mod kill;
 mod load;
 mod neighbours;
 mod pattern;
 mod phases;
-mod places;
 mod qcow2;
 mod random;
+mod slots;
 mod supervised;
-mod tally;
 mod times;
 mod upgrade;
 

@@ -17,9 +17,9 @@ use shadowbell_driver::{
     SpinPolicy, Timeouts, VfioUser,
 };
 
+use super::counters::add;
 use super::pattern::BLOCK;
-use super::places::{Kind, Op, PLACE_BYTES, Places};
-use super::tally::add;
+use super::slots::{Kind, Op, SLOT_BYTES, SlotMap};
 
 /// Time without a completion after which commands count as lost, as in Linux
 /// (`nvme_core.io_timeout`).
@@ -87,7 +87,7 @@ pub(crate) struct Load {
     pool: BufferPool,
     depth: usize,
     rest: Duration,
-    places: Places,
+    slots: SlotMap,
     /// Operation and submission time of each command in flight, by slot of the queue.
     in_flight: Vec<Option<(Op, Instant)>>,
     scratch: Vec<u8>,
@@ -101,7 +101,7 @@ impl Load {
     /// # Errors
     ///
     /// Attaching failed.
-    pub(crate) fn attach(name: &str, socket: &Path, places: Places, pace: Pace) -> Result<Self> {
+    pub(crate) fn attach(name: &str, socket: &Path, slots: SlotMap, pace: Pace) -> Result<Self> {
         let Pace { depth, rest, .. } = pace;
         let transport = VfioUser::connect(socket, STALL)?;
         let options = AttachOptions {
@@ -114,7 +114,7 @@ impl Load {
         let mut controller = Controller::attach(std::sync::Arc::new(transport), &options)?;
         let queue = controller.take_queue_pair().context("no queue pair")?;
         let namespace = controller.namespace(1).context("no namespace")?.clone();
-        let pool = controller.buffers(depth as usize, PLACE_BYTES)?;
+        let pool = controller.buffers(depth as usize, SLOT_BYTES)?;
         if queue.capacity() < depth as usize || !queue.has_interrupt() {
             bail!("{name}: a queue of {} entries, or without an interrupt", queue.capacity());
         }
@@ -127,21 +127,21 @@ impl Load {
             pool,
             depth: depth as usize,
             rest,
-            places,
+            slots,
             in_flight,
             scratch: Vec::new(),
             last: Instant::now(),
         })
     }
 
-    /// Runs until `stop` is set, and then reads all places once more. Returns the model of the
-    /// places.
-    pub(crate) fn run(mut self, stop: &AtomicBool, meter: &Meter) -> Option<Places> {
+    /// Runs until `stop` is set, and then reads all slots once more. Returns the model of the
+    /// slots.
+    pub(crate) fn run(mut self, stop: &AtomicBool, meter: &Meter) -> Option<SlotMap> {
         let outcome = self.work(stop, meter).and_then(|()| self.read_all(meter));
         if let Err(error) = &outcome {
             *lock(&meter.failure) = Some(format!("{}: {error:#}", self.name));
         }
-        outcome.is_ok().then_some(self.places)
+        outcome.is_ok().then_some(self.slots)
     }
 
     fn work(&mut self, stop: &AtomicBool, meter: &Meter) -> Result<()> {
@@ -150,7 +150,7 @@ impl Load {
         while !stop.load(Ordering::Relaxed) {
             let now = Instant::now();
             while self.queue.outstanding() < self.depth {
-                let op = self.places.draw();
+                let op = self.slots.draw();
                 self.submit(op, now)?;
             }
             self.take(meter)?;
@@ -175,7 +175,7 @@ impl Load {
         loop {
             let now = Instant::now();
             while self.queue.outstanding() < self.depth
-                && let Some(op) = self.places.read(nth)
+                && let Some(op) = self.slots.read(nth)
             {
                 nth += 1;
                 self.submit(op, now)?;
@@ -212,7 +212,7 @@ impl Load {
                 self.namespace.read(first, blocks)?
             }
             Kind::Write => {
-                self.places.content(op, &mut self.scratch);
+                self.slots.content(op, &mut self.scratch);
                 if !buffer.copy_from(0, &self.scratch) {
                     bail!("a buffer is too short");
                 }
@@ -277,7 +277,7 @@ impl Load {
                 bail!("a read has come back without its buffer");
             }
         }
-        add(&meter.blocks, self.places.completed(op, &self.scratch)?);
+        add(&meter.blocks, self.slots.completed(op, &self.scratch)?);
         Ok(())
     }
 }

@@ -13,8 +13,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use shadowbell_bench::workspace;
 
 use super::attackers::{Attacker, Disk};
+use super::counters::{Counters, value};
 use super::honest::{self, DISK, DISK_BYTES, HonestGuest, TIMEOUT, drive};
-use super::tally::{Tally, value};
 use shadowbell_harness::Report;
 use shadowbell_hostile::server::{LogReader, Server};
 use shadowbell_hostile::watch::{Usage, usage};
@@ -71,7 +71,7 @@ struct Soak {
     server: Server,
     honest: Vec<HonestGuest>,
     attackers: Vec<Attacker>,
-    tally: Tally,
+    counters: Counters,
     /// Resource usage of the server before the first attack, and the maximum during the attacks.
     before: Usage,
     peak: Usage,
@@ -123,15 +123,15 @@ impl Soak {
             attackers.len(),
             began.elapsed().as_secs_f64()
         );
-        let (tally, peak) = (Tally::default(), before);
-        Ok(Self { server, honest, attackers, tally, before, peak, began: Instant::now() })
+        let (counters, peak) = (Counters::default(), before);
+        Ok(Self { server, honest, attackers, counters, before, peak, began: Instant::now() })
     }
 
     /// Runs attackers and honest guests for the duration `time`, checks that the server answers a
     /// new client, and ends the server.
     fn work(&mut self, time: Duration) -> EndResults {
-        let Self { server, honest, attackers, tally, peak, began, .. } = self;
-        let (server, tally) = (server, &*tally);
+        let Self { server, honest, attackers, counters, peak, began, .. } = self;
+        let (server, counters) = (server, &*counters);
         *began = Instant::now();
         let until = *began + time;
         let (stop, exclusive) = (AtomicBool::new(false), Mutex::new(()));
@@ -139,12 +139,12 @@ impl Soak {
         let (stop, exclusive, directory) = (&stop, &exclusive, directory.as_path());
         scope(|threads| {
             for attacker in attackers.iter() {
-                threads.spawn(move || attacker.run(directory, stop, exclusive, tally));
+                threads.spawn(move || attacker.run(directory, stop, exclusive, counters));
             }
             let share = honest.len().div_ceil(DRIVERS);
             let drivers: Vec<_> = honest
                 .chunks_mut(share)
-                .map(|guests| threads.spawn(move || drive(guests, until, tally)))
+                .map(|guests| threads.spawn(move || drive(guests, until, counters)))
                 .collect();
             let mut line = *began + LINE_INTERVAL;
             while drivers.iter().any(|driver| !driver.is_finished()) {
@@ -154,11 +154,11 @@ impl Soak {
                 peak.page_tables = peak.page_tables.max(now.page_tables);
                 if Instant::now() >= line {
                     line += LINE_INTERVAL;
-                    print_line(tally, began.elapsed(), now, server.logged());
+                    print_line(counters, began.elapsed(), now, server.logged());
                 }
             }
             if drivers.into_iter().any(|driver| driver.join().is_err()) {
-                tally.error("a thread of honest guests panicked".to_owned());
+                counters.error("a thread of honest guests panicked".to_owned());
             }
             let final_check =
                 server.check().and_then(|()| honest::check_responds(&server.socket(0)));
@@ -173,20 +173,20 @@ impl Soak {
     }
 
     fn check_results(&self, report: &mut Report, end: EndResults) {
-        let tally = &self.tally;
+        let counters = &self.counters;
         println!(
             "{} commands, {} blocks verified, {} reconnects; the longest of these took {:.0} ms",
-            value(&tally.commands),
-            value(&tally.blocks),
-            value(&tally.attached),
-            tally.longest().as_secs_f64() * 1e3
+            value(&counters.commands),
+            value(&counters.blocks),
+            value(&counters.attached),
+            counters.longest().as_secs_f64() * 1e3
         );
         println!(
             "{} attacks, of which {} ended early{}; longest reset {:.0} ms",
-            value(&tally.attacks),
-            value(&tally.cut_short),
-            tally.last_cut_short().map_or_else(String::new, |why| format!(" (the last: {why})")),
-            tally.longest_reset().as_secs_f64() * 1e3
+            value(&counters.attacks),
+            value(&counters.aborted),
+            counters.last_aborted().map_or_else(String::new, |why| format!(" (the last: {why})")),
+            counters.longest_reset().as_secs_f64() * 1e3
         );
         let memory = self.peak.memory.saturating_sub(self.before.memory);
         let page_tables = self.peak.page_tables.saturating_sub(self.before.page_tables);
@@ -198,14 +198,14 @@ impl Soak {
             self.server.logged() >> 10
         );
         let name = format!("no error, and no command that takes {} s", TIMEOUT.as_secs());
-        report.check(&name, |_| match value(&tally.errors) {
-            0 if value(&tally.commands) > 0 => Ok(()),
-            errors => bail!("{errors} errors:\n{}", tally.messages().join("\n")),
+        report.check(&name, |_| match value(&counters.errors) {
+            0 if value(&counters.commands) > 0 => Ok(()),
+            errors => bail!("{errors} errors:\n{}", counters.messages().join("\n")),
         });
         report.check("every block has the data that were written", |_| {
-            match value(&tally.bad_blocks) {
-                0 if value(&tally.blocks) > 0 => Ok(()),
-                bad => bail!("{bad} bad blocks:\n{}", tally.messages().join("\n")),
+            match value(&counters.bad_blocks) {
+                0 if value(&counters.blocks) > 0 => Ok(()),
+                bad => bail!("{bad} bad blocks:\n{}", counters.messages().join("\n")),
             }
         });
         let bound = MAX_GROWTH * self.attackers.len() as u64;
@@ -224,16 +224,16 @@ impl Soak {
     }
 }
 
-fn print_line(tally: &Tally, time: Duration, now: Usage, logged: u64) {
+fn print_line(counters: &Counters, time: Duration, now: Usage, logged: u64) {
     println!(
         "{:6.0} s  {} commands, {} errors, {} bad blocks, longest since the last line {:.0} ms; {} attacks; the \
          server has {} MiB, {} MiB of page tables and {} KiB of log",
         time.as_secs_f64(),
-        value(&tally.commands),
-        value(&tally.errors),
-        value(&tally.bad_blocks),
-        tally.longest_since_last_call().as_secs_f64() * 1e3,
-        value(&tally.attacks),
+        value(&counters.commands),
+        value(&counters.errors),
+        value(&counters.bad_blocks),
+        counters.longest_since_last_call().as_secs_f64() * 1e3,
+        value(&counters.attacks),
         now.memory >> 20,
         now.page_tables >> 20,
         logged >> 10

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::places::{DISK_BYTES, Persistence};
+use super::slots::{DISK_BYTES, Persistence};
 use shadowbell_hostile::server::{LogReader, Server};
 
 /// Disk type.
@@ -29,7 +29,7 @@ pub(crate) enum DiskKind {
 }
 
 /// Time for which an NBD server may still execute requests of a dead process (option `settle`).
-const SETTLE: &str = "50ms";
+const SETTLE_TIME: &str = "50ms";
 
 impl DiskKind {
     pub(crate) const ALL: [Self; 4] = [Self::Direct, Self::PageCache, Self::Memory, Self::Null];
@@ -101,7 +101,7 @@ impl DiskKind {
             Self::Qcow2 => format!("{}?direct=on&format=qcow2", image.display()),
             Self::VfioUser => format!("vfio-user:{}/1", backend.display()),
             Self::Nbd => {
-                format!("nbd+unix:///?socket={}&settle={SETTLE}", backend.display())
+                format!("nbd+unix:///?socket={}&settle={SETTLE_TIME}", backend.display())
             }
             Self::Direct => format!("{}?direct=on", image.display()),
             Self::PageCache => format!("{}?direct=off", image.display()),

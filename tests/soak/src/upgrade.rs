@@ -116,7 +116,7 @@ struct Measurements {
     /// Longest command of a client at each upgrade.
     commands: Times,
     /// Time without a completion between two upgrades, while none runs.
-    without: Times,
+    idle_gaps: Times,
     totals: Totals,
 }
 
@@ -145,7 +145,7 @@ impl Measurements {
         let rest = [
             ("all disk types", &all),
             ("longest command of any controller", &self.commands),
-            ("without an upgrade", &self.without),
+            ("without an upgrade", &self.idle_gaps),
         ];
         for (name, times) in kinds.chain(rest) {
             let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
@@ -196,7 +196,9 @@ fn upgrade(
         }
         // Random moment of the upgrade: any is valid.
         sleep(MIN_INTERVAL + MAX_RANDOM_DELAY.mul_f64(random.share()));
-        measured.without.append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
+        measured
+            .idle_gaps
+            .append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
         let program = next.next().context("no program")?;
         let requester = programs.first().context("no program")?;
         match request_upgrade(requester, supervised.server.id(), program)? {

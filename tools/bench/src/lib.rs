@@ -26,10 +26,10 @@
 //! ratios within a round.
 #![forbid(unsafe_code)]
 
+mod attachments;
 mod certificates;
 pub mod figures;
 mod fio;
-mod held;
 mod load;
 mod machine;
 mod memcpy;

@@ -140,7 +140,7 @@ impl Load<'_> {
 
     /// Starts a server for this load.
     pub(crate) fn serve(&self, settings: &Settings) -> Result<Server> {
-        let start = if self.supervisor { Server::start_kept } else { Server::start };
+        let start = if self.supervisor { Server::start_supervised } else { Server::start };
         let server = start(&settings.binary, &[self.disk], &self.serve_options(settings))?;
         if self.fill {
             let mut command = child(&settings.binary);

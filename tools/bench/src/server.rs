@@ -30,7 +30,11 @@ impl Server {
     }
 
     /// Serves these disks with a supervisor, so that acknowledged writes survive a crash.
-    pub(crate) fn start_kept(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
+    pub(crate) fn start_supervised(
+        binary: &Path,
+        disks: &[&str],
+        options: &[String],
+    ) -> Result<Self> {
         Self::start_by(binary, disks, options)
     }
 

@@ -74,12 +74,12 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
         return Ok(());
     }
     let began = Instant::now();
-    let mut look: &(dyn Fn(&str, &mut Done) -> Result<()> + Sync) =
+    let mut look: &(dyn Fn(&str, &mut TargetResult) -> Result<()> + Sync) =
         &|target, done| search(target, arguments.seconds, done);
     let plainly;
     if arguments.plain {
         let program = build_programs()?;
-        plainly = move |target: &str, done: &mut Done| {
+        plainly = move |target: &str, done: &mut TargetResult| {
             search_plainly(&program, target, arguments.seconds, done)
         };
         look = &plainly;
@@ -101,13 +101,13 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
 
 /// Result of a target.
 #[derive(Debug, Default)]
-struct Done {
+struct TargetResult {
     time: Duration,
     /// Number of programs, and of their steps.
     programs: u64,
     steps: u64,
     /// libFuzzer's coverage: edges, and features.
-    places: u64,
+    coverage: u64,
     features: u64,
 }
 
@@ -116,17 +116,17 @@ fn table() -> Table {
     Table::new("Fuzzed targets", &columns)
 }
 
-impl Done {
+impl TargetResult {
     fn add_to(&self, table: &mut Table, target: &str) {
         let per_second = |count: u64| (count as f64 / self.time.as_secs_f64().max(0.001)) as u64;
-        let Self { time, programs, steps, places, features } = self;
+        let Self { time, programs, steps, coverage, features } = self;
         let cells = [
             time.as_secs(),
             *programs,
             per_second(*programs),
             *steps,
             per_second(*steps),
-            *places,
+            *coverage,
             *features,
         ];
         let row = json!({
@@ -135,7 +135,7 @@ impl Done {
             "seconds": time.as_secs_f64(),
             "programs": programs,
             "steps": steps,
-            "places": places,
+            "places": coverage,
             "features": features,
         });
         let name = std::iter::once(target.to_owned());
@@ -148,7 +148,7 @@ impl Done {
             let rest = line.split_once(after)?.1.trim_start();
             rest.split(|c: char| !c.is_ascii_digit()).next()?.parse::<u64>().ok()
         };
-        self.places = number(" cov: ").unwrap_or(self.places);
+        self.coverage = number(" cov: ").unwrap_or(self.coverage);
         self.features = number(" ft: ").unwrap_or(self.features);
         self.programs = number("stat::number_of_executed_units:").unwrap_or(self.programs);
     }
@@ -157,16 +157,16 @@ impl Done {
 /// Fuzzes the targets, `at_once` at a time, in order.
 fn search_all(
     targets: &[String],
-    look: &(dyn Fn(&str, &mut Done) -> Result<()> + Sync),
+    look: &(dyn Fn(&str, &mut TargetResult) -> Result<()> + Sync),
     at_once: usize,
-) -> Vec<(String, Done, Result<()>)> {
+) -> Vec<(String, TargetResult, Result<()>)> {
     let next = AtomicUsize::new(0);
     let outcomes = Mutex::new(Vec::new());
     std::thread::scope(|threads| {
         for _ in 0..at_once.min(targets.len()) {
             threads.spawn(|| {
                 while let Some(target) = targets.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let mut done = Done::default();
+                    let mut done = TargetResult::default();
                     let outcome = look(target, &mut done);
                     let mut outcomes = outcomes.lock().unwrap_or_else(PoisonError::into_inner);
                     outcomes.push((target.clone(), done, outcome));
@@ -223,9 +223,9 @@ fn prepare() -> Result<()> {
 }
 
 /// Fuzzes a target with libFuzzer.
-fn search(target: &str, seconds: u32, done: &mut Done) -> Result<()> {
+fn search(target: &str, seconds: u32, done: &mut TargetResult) -> Result<()> {
     let corpus = root().join("fuzz/corpus").join(target);
-    begin(&corpus)?;
+    seed_corpus(&corpus)?;
     let mut command = nightly();
     command.args(["fuzz", "run", "--sanitizer", "address", target]).arg(&corpus);
     let seeds = root().join("fuzz/seeds").join(target);
@@ -242,7 +242,7 @@ fn search(target: &str, seconds: u32, done: &mut Done) -> Result<()> {
         bail!("{target} does not build");
     }
     let began = Instant::now();
-    let outcome = watch(target, &mut command, done);
+    let outcome = run_and_print(target, &mut command, done);
     done.time = began.elapsed();
     let text = std::fs::read_to_string(steps.path()).unwrap_or_default();
     done.steps = text.trim().parse().unwrap_or(0);
@@ -264,7 +264,12 @@ fn build_programs() -> Result<PathBuf> {
 }
 
 /// Fuzzes a target without libFuzzer.
-fn search_plainly(program: &Path, target: &str, seconds: u32, done: &mut Done) -> Result<()> {
+fn search_plainly(
+    program: &Path,
+    target: &str,
+    seconds: u32,
+    done: &mut TargetResult,
+) -> Result<()> {
     let (corpus, artifacts) = (root().join("fuzz/corpus"), root().join("fuzz/artifacts"));
     let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let seed = since_epoch.map_or(1, |time| time.as_millis() as u64);
@@ -293,7 +298,7 @@ fn once(target: &str, input: &Path) -> Result<()> {
     let mut command = nightly();
     command.args(["fuzz", "run", "--sanitizer", "address", target]).arg(input);
     command.arg("--").args(limits());
-    watch(target, &mut command, &mut Done::default())
+    run_and_print(target, &mut command, &mut TargetResult::default())
 }
 
 /// Options of the address sanitizer. Leaks of the driver are ignored, because the driver never
@@ -312,7 +317,7 @@ fn limits() -> [String; 4] {
 }
 
 /// Creates an initial corpus of pseudo-random programs, if there is none.
-fn begin(corpus: &Path) -> Result<()> {
+fn seed_corpus(corpus: &Path) -> Result<()> {
     std::fs::create_dir_all(corpus).with_context(|| corpus.display().to_string())?;
     if std::fs::read_dir(corpus)?.next().is_some() {
         return Ok(());
@@ -333,7 +338,7 @@ fn begin(corpus: &Path) -> Result<()> {
 }
 
 /// Runs a command, and prints the relevant lines of its output.
-fn watch(target: &str, command: &mut Command, done: &mut Done) -> Result<()> {
+fn run_and_print(target: &str, command: &mut Command, done: &mut TargetResult) -> Result<()> {
     command.env("ASAN_OPTIONS", sanitizer(target));
     let suppressions = root().join("fuzz/leaks.txt");
     command.env("LSAN_OPTIONS", format!("suppressions={}", suppressions.display()));
@@ -396,12 +401,12 @@ mod tests {
 
     #[test]
     fn the_output_of_libfuzzer_is_parsed() {
-        let mut done = Done::default();
+        let mut done = TargetResult::default();
         done.read("#7\tNEW    cov: 12 ft: 34 corp: 2/2b exec/s: 0");
         done.read("#81920\tDONE   cov: 1371 ft: 7215 corp: 598/640Kb lim: 4096 exec/s: 20");
         done.read("stat::number_of_executed_units: 81920");
         done.read("stat::average_exec_per_sec:     20");
-        assert_eq!((done.places, done.features, done.programs), (1371, 7215, 81920));
+        assert_eq!((done.coverage, done.features, done.programs), (1371, 7215, 81920));
     }
 
     #[test]

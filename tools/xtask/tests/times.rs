@@ -146,7 +146,7 @@ fn dependence_on_a_time_is_detected() {
         assert!(depends_on_a_time(line), "{line}");
     }
     for line in [
-        "wait::moment();",
+        "wait::short_pause();",
         "turns.sleep();",
         "std::thread::sleep(PAUSE);",
         "let until = Instant::now() + Duration::from_secs(60);",

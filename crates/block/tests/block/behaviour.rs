@@ -89,14 +89,14 @@ fn a_partial_write_waits_for_requests_on_the_same_block() {
     let backing = TestDisk::new(64, 512);
     let device = device(&backing, &BlockOptions::default());
     let disk = device.queue().unwrap();
-    backing.order(|orders| orders.hold = true);
+    backing.instruct(|instructions| instructions.hold = true);
     // The disk holds the flush, so the flush cannot complete in this time.
     assert!(disk.block_on_for(disk.flush(), Duration::from_millis(5)).is_none());
-    backing.order(|orders| orders.hold = false);
+    backing.instruct(|instructions| instructions.hold = false);
     assert!(matches!(disk.block_on_for(disk.flush(), wait::LIMIT), Some(Ok(()))));
-    backing.order(|orders| {
-        orders.hold = true;
-        orders.seen.clear();
+    backing.instruct(|instructions| {
+        instructions.hold = true;
+        instructions.seen.clear();
     });
     let whole_data = [7; 1024];
     let mut whole = Box::pin(disk.write(0, &whole_data, false));
@@ -112,7 +112,7 @@ fn a_partial_write_waits_for_requests_on_the_same_block() {
     let seen = backing.seen();
     assert_eq!(seen.len(), 2, "{seen:?}");
     assert_eq!((seen[1].op, seen[1].offset), (Op::Read, 1536));
-    backing.order(|orders| orders.hold = false);
+    backing.instruct(|instructions| instructions.hold = false);
     block_on(&[&disk, &other], async {
         whole.await.unwrap();
         part.await.unwrap();
@@ -131,7 +131,7 @@ fn a_write_with_a_dropped_future_holds_its_range_and_buffer() {
     options.small_buffers = 1;
     let device = device(&backing, &options);
     let disk = device.queue().unwrap();
-    backing.order(|orders| orders.hold = true);
+    backing.instruct(|instructions| instructions.hold = true);
     let data = [7; 512];
     let mut whole = Box::pin(disk.write(0, &data, false));
     begin(&mut whole);
@@ -146,7 +146,7 @@ fn a_write_with_a_dropped_future_holds_its_range_and_buffer() {
     begin(&mut buffer);
     disk.turn();
     assert_eq!(backing.seen().len(), 1, "there is but one buffer");
-    backing.order(|orders| orders.hold = false);
+    backing.instruct(|instructions| instructions.hold = false);
     block_on(&[&disk, &other], async {
         part.await.unwrap();
         buffer.await.unwrap();
@@ -166,21 +166,21 @@ fn a_long_write_that_is_dropped_is_forgotten_in_order() {
     let disk = open(&backing, &options);
     let long = vec![7; 1 << 20];
     for round in 0..20 {
-        backing.order(|orders| orders.hold = true);
+        backing.instruct(|instructions| instructions.hold = true);
         let mut write = Box::pin(disk.write(1, &long, false));
         begin(&mut write);
         backing.expect(1);
         drop(write);
-        backing.order(|orders| {
-            orders.hold = false;
-            orders.seen.clear();
+        backing.instruct(|instructions| {
+            instructions.hold = false;
+            instructions.seen.clear();
         });
         let mark = [round; 2000];
         disk.block_on(disk.write(100, &mark, false)).unwrap();
         let mut back = [0; 2000];
         disk.block_on(disk.read(100, &mut back)).unwrap();
         assert_eq!(back, mark);
-        backing.order(|orders| orders.seen.clear());
+        backing.instruct(|instructions| instructions.seen.clear());
     }
 }
 
@@ -191,12 +191,12 @@ fn more_requests_than_places_are_served_in_turn() {
     let mut options = BlockOptions::default();
     options.small_buffers = 3;
     let disk = open(&backing, &options);
-    backing.order(|orders| orders.hold = true);
+    backing.instruct(|instructions| instructions.hold = true);
     let data = [1; 512];
     let mut requests: Vec<_> =
         (0..REQUESTS).map(|i| Box::pin(disk.write(i as u64 * 512, &data, false))).collect();
     requests.iter_mut().for_each(begin);
-    backing.order(|orders| orders.hold = false);
+    backing.instruct(|instructions| instructions.hold = false);
     disk.block_on(async {
         for request in requests {
             request.await.unwrap();
@@ -218,7 +218,7 @@ fn disk_errors_are_returned_and_no_buffer_is_lost() {
         (DiskError::NoSpace, Errno::NOSPC),
         (DiskError::ReadOnly, Errno::PERM),
     ] {
-        backing.order(|orders| orders.fail = Some(error));
+        backing.instruct(|instructions| instructions.fail = Some(error));
         for _ in 0..20 {
             let error = disk.block_on(disk.write(100, &[1; 100_000], false)).unwrap_err();
             assert_eq!(error.errno(), errno, "{error}");
@@ -226,7 +226,7 @@ fn disk_errors_are_returned_and_no_buffer_is_lost() {
             assert!(disk.block_on(disk.write_zeroes(1, 100_000, Zeroes::default())).is_err());
             disk.block_on(disk.read(100, &mut [0; 100_000])).unwrap();
         }
-        backing.order(|orders| orders.fail = None);
+        backing.instruct(|instructions| instructions.fail = None);
         disk.block_on(disk.write(100, &[1; 100_000], false)).unwrap();
     }
 }
@@ -250,14 +250,14 @@ fn retryable_errors_are_retried_a_limited_number_of_times() {
         (DiskError::Cancelled, 1, 1),
         (DiskError::NoSpace, 1, 1),
     ] {
-        backing.order(|orders| {
-            orders.seen.clear();
-            (orders.fail, orders.failures) = (Some(error), Some(failures));
+        backing.instruct(|instructions| {
+            instructions.seen.clear();
+            (instructions.fail, instructions.failures) = (Some(error), Some(failures));
         });
         let outcome = disk.block_on(disk.write(512, &[failures as u8; 512], false));
         assert_eq!(outcome.is_ok(), attempts > failures, "{error:?} {failures} times: {outcome:?}");
         assert_eq!(backing.seen().len() as u32, attempts, "{error:?} {failures} times");
-        backing.order(|orders| (orders.fail, orders.failures) = (None, None));
+        backing.instruct(|instructions| (instructions.fail, instructions.failures) = (None, None));
         if outcome.is_ok() {
             let mut data = [0; 512];
             disk.block_on(disk.read(512, &mut data)).unwrap();
@@ -294,13 +294,13 @@ fn zeroes_are_written_if_the_disk_does_not_support_write_zeroes() {
     let backing = TestDisk::new(4096, 512);
     let disk = open(&backing, &BlockOptions::default());
     disk.block_on(disk.write(0, &[7; 1 << 20], false)).unwrap();
-    backing.order(|orders| orders.fail = Some(DiskError::Unsupported));
+    backing.instruct(|instructions| instructions.fail = Some(DiskError::Unsupported));
     let fast = Zeroes { fast_only: true, ..Zeroes::default() };
     let error = disk.block_on(disk.write_zeroes(0, 1 << 20, fast)).unwrap_err();
     assert_eq!(error.errno(), Errno::NOTSUP, "{error}");
-    backing.order(|orders| orders.fail = None);
+    backing.instruct(|instructions| instructions.fail = None);
     assert_eq!(disk.block_on(disk.write_zeroes(0, 4096, fast)).unwrap_err().errno(), Errno::NOTSUP);
-    backing.order(|orders| orders.seen.clear());
+    backing.instruct(|instructions| instructions.seen.clear());
     disk.block_on(disk.write_zeroes(10, 1_000_000, Zeroes::default())).unwrap();
     assert!(backing.seen().iter().all(|seen| matches!(seen.op, Op::Read | Op::Write { .. })));
     let mut back = vec![1; 1 << 20];
@@ -325,10 +325,10 @@ fn a_waker_is_called_only_on_completion() {
     }
     let waker = Waker::from(Arc::new(Count));
     let mut context = Context::from_waker(&waker);
-    backing.order(|orders| orders.hold = true);
+    backing.instruct(|instructions| instructions.hold = true);
     assert!(read.as_mut().poll(&mut context).is_pending());
     assert!(!disk.turn() && WOKEN.load(Ordering::SeqCst) == 0);
-    backing.order(|orders| orders.hold = false);
+    backing.instruct(|instructions| instructions.hold = false);
     assert!(disk.turn());
     assert_eq!(WOKEN.load(Ordering::SeqCst), 1);
     assert!(matches!(read.as_mut().poll(&mut context), Poll::Ready(Ok(()))));
@@ -345,13 +345,13 @@ fn a_request_that_does_not_end_fails_and_keeps_its_range() {
     options.timeout = Duration::from_secs(3);
     let device = device(&backing, &options);
     let (disk, other) = (device.queue().unwrap(), device.queue().unwrap());
-    backing.order(|orders| orders.hold_at = Some(0));
+    backing.instruct(|instructions| instructions.hold_at = Some(0));
     let error = disk.block_on(disk.write(0, &[1; 512], false)).unwrap_err();
     assert!(matches!(error, BlockError::TimedOut), "{error}");
     let mut part = Box::pin(other.write(3, &[2], false));
     begin(&mut part);
     other.block_on(other.write(600, &[2], false)).unwrap();
-    backing.order(|orders| orders.hold_at = None);
+    backing.instruct(|instructions| instructions.hold_at = None);
     block_on(&[&disk, &other], part).unwrap().unwrap();
     let mut back = [0; 5];
     disk.block_on(disk.read(0, &mut back)).unwrap();
@@ -364,7 +364,7 @@ fn a_queue_that_is_dropped_waits_for_its_requests() {
     let backing = TestDisk::new(64, 512);
     let device = device(&backing, &BlockOptions::default());
     let disk = device.queue().unwrap();
-    backing.order(|orders| orders.hold = true);
+    backing.instruct(|instructions| instructions.hold = true);
     let data = [5; 512];
     let mut write = Box::pin(disk.write(0, &data, false));
     begin(&mut write);
@@ -372,8 +372,8 @@ fn a_queue_that_is_dropped_waits_for_its_requests() {
     let order = {
         let backing = backing.clone();
         std::thread::spawn(move || {
-            wait::moment();
-            backing.order(|orders| orders.hold = false);
+            wait::short_pause();
+            backing.instruct(|instructions| instructions.hold = false);
         })
     };
     drop(disk);

@@ -130,16 +130,16 @@ fn copies_outside_of_the_disk_are_refused() {
 #[test]
 fn storage_errors_of_a_copy_are_returned() {
     let rig = Rig::new(8);
-    rig.backing.order(|orders| orders.fail = Some(DiskError::NoSpace));
+    rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::NoSpace));
     let error = rig.disk.block_on(rig.disk.copy(0, 4 * MIB, 3 * MIB)).unwrap_err();
     assert_eq!(error.errno(), Errno::NOSPC, "{error}");
-    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::Io(5)));
     assert_eq!(
         rig.disk.block_on(rig.disk.copy(1, 4 * MIB, 3 * MIB)).unwrap_err().errno(),
         Errno::IO
     );
     rig.verify();
-    rig.backing.order(|orders| orders.fail = None);
+    rig.backing.instruct(|instructions| instructions.fail = None);
     let mut rig = rig;
     rig.copy(0, 4 * MIB, 3 * MIB);
 }

@@ -64,7 +64,7 @@ fn failed_and_refused_direct_writes_return_the_buffer() {
     let backing = TestDisk::new(4096, 512);
     let disk = open(&backing);
     let buffers = disk.buffers(1, 4096).unwrap();
-    backing.order(|orders| orders.fail = Some(DiskError::NoSpace));
+    backing.instruct(|instructions| instructions.fail = Some(DiskError::NoSpace));
     let write = disk.block_on(disk.write_direct(0, 4096, buffers.take().unwrap(), false));
     assert_eq!(write.unwrap_err().disk(), Some(DiskError::NoSpace));
     assert_eq!(buffers.available(), 1);
@@ -84,7 +84,7 @@ fn a_write_of_a_part_waits_for_a_direct_one() {
     let backing = TestDisk::new(4096, 512);
     let disk = open(&backing);
     let buffers = disk.buffers(1, 4096).unwrap();
-    backing.order(|orders| orders.hold = true);
+    backing.instruct(|instructions| instructions.hold = true);
     let mut buffer = buffers.take().unwrap();
     buffer.fill(1);
     let mut whole = Box::pin(disk.write_direct(0, 4096, buffer, false));
@@ -93,7 +93,7 @@ fn a_write_of_a_part_waits_for_a_direct_one() {
     assert!(whole.as_mut().poll(&mut context).is_pending());
     assert!(part.as_mut().poll(&mut context).is_pending());
     backing.expect(1);
-    backing.order(|orders| orders.hold = false);
+    backing.instruct(|instructions| instructions.hold = false);
     disk.block_on(async {
         whole.await.unwrap();
         part.await.unwrap();
@@ -111,14 +111,14 @@ fn the_buffer_of_a_dropped_future_is_returned_on_completion() {
     let backing = TestDisk::new(4096, 512);
     let disk = open(&backing);
     let buffers = disk.buffers(1, 4096).unwrap();
-    backing.order(|orders| orders.hold = true);
+    backing.instruct(|instructions| instructions.hold = true);
     let mut read = Box::pin(disk.read_direct(0, 4096, buffers.take().unwrap()));
     let poll = read.as_mut().poll(&mut Context::from_waker(Waker::noop()));
     assert!(matches!(poll, Poll::Pending));
     backing.expect(1);
     drop(read);
     assert_eq!(buffers.available(), 0);
-    backing.order(|orders| orders.hold = false);
+    backing.instruct(|instructions| instructions.hold = false);
     wait::until("the return of the buffer", || {
         disk.turn();
         buffers.available() != 0

@@ -111,7 +111,7 @@ pub enum Phase {
     /// The operation has failed.
     Failed,
     /// A sanitize operation failed, and the host has ended the failure state by Exit Failure Mode.
-    FailureLeft,
+    FailureModeExited,
 }
 
 impl Index {
@@ -146,7 +146,7 @@ impl Index {
                     Phase::InProgress => SanitizePhase::InProgress(parts.max(self.sanitized())),
                     Phase::Successful => SanitizePhase::Successful,
                     Phase::Failed => SanitizePhase::Failed,
-                    Phase::FailureLeft => SanitizePhase::FailureLeft,
+                    Phase::FailureModeExited => SanitizePhase::FailureModeExited,
                 },
                 command: Sanitize::from_dwords(dword10, dword11),
                 passes,

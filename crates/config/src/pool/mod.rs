@@ -23,7 +23,7 @@ pub use spec::PoolSpec;
 use anyhow::{Context, anyhow};
 use index::{Index, MOST, VACANT};
 use parking_lot::Mutex;
-use shadowbell_controller::{NamespacePool, PoolDone, PoolOrder, PoolPort, PoolState};
+use shadowbell_controller::{NamespacePool, PoolCallback, PoolOrder, PoolPort, PoolState};
 use shadowbell_disk_file::ImageFile;
 use shadowbell_process::exit::bad_input;
 use std::collections::BTreeMap;
@@ -51,9 +51,9 @@ pub struct HostPool {
     /// Progress of a sanitize operation, in 65536ths.
     parts: AtomicU16,
     port: OnceLock<PoolPort>,
-    orders: Sender<(PoolOrder, PoolDone)>,
+    orders: Sender<(PoolOrder, PoolCallback)>,
     /// Receiver of `orders`. The thread that executes requests takes it.
-    waiting: Mutex<Option<Receiver<(PoolOrder, PoolDone)>>>,
+    waiting: Mutex<Option<Receiver<(PoolOrder, PoolCallback)>>>,
 }
 
 #[derive(Debug)]
@@ -173,7 +173,7 @@ impl HostPool {
     }
 
     /// Receiver of requests, for the thread that executes them. `None` after the first call.
-    pub fn take_orders(&self) -> Option<Receiver<(PoolOrder, PoolDone)>> {
+    pub fn take_orders(&self) -> Option<Receiver<(PoolOrder, PoolCallback)>> {
         self.waiting.lock().take()
     }
 }
@@ -188,7 +188,7 @@ impl NamespacePool for HostPool {
         let _ = self.port.set(port);
     }
 
-    fn order(&self, order: PoolOrder, done: PoolDone) {
+    fn order(&self, order: PoolOrder, done: PoolCallback) {
         // Without a receiver, `done` is dropped, which ends the request.
         let _ = self.orders.send((order, done));
     }

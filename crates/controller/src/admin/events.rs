@@ -61,7 +61,7 @@ impl AsyncEvents {
         // If the host has not read the log page of an earlier occurrence, the new occurrence needs
         // no event of its own: the page that the host reads covers both.
         let is_known = self.unread.contains(&event) || self.pending.contains(&event);
-        if !is_known && self.wants(event) && self.pending.len() < MAX_PENDING {
+        if !is_known && self.is_enabled(event) && self.pending.len() < MAX_PENDING {
             self.pending.push_back(event);
         }
         self.report()
@@ -81,7 +81,7 @@ impl AsyncEvents {
     pub(crate) fn configure(&mut self, config: AsyncEventConfig) -> Option<Completion> {
         self.config = config;
         let mut pending = std::mem::take(&mut self.pending);
-        pending.retain(|event| self.wants(*event));
+        pending.retain(|event| self.is_enabled(*event));
         self.pending = pending;
         self.report()
     }
@@ -132,7 +132,7 @@ impl AsyncEvents {
 
     /// True if the event is enabled (Base 2.1, 5.1.25.1, "Asynchronous Event Configuration").
     /// Error events cannot be disabled.
-    fn wants(&self, event: AsyncEvent) -> bool {
+    fn is_enabled(&self, event: AsyncEvent) -> bool {
         let warnings = CriticalWarning::from_bits(self.config.smart());
         match event {
             AsyncEvent::SPARE_BELOW_THRESHOLD => warnings.spare(),
@@ -152,7 +152,7 @@ impl AsyncEvents {
 
 /// Minimum interval between two events of a namespace. Without it, each failed write would raise an
 /// event.
-const AGAIN: Duration = Duration::from_secs(60);
+const MIN_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Time of the last event of each namespace, by NSID.
 #[derive(Debug, Default)]
@@ -161,7 +161,7 @@ pub(crate) struct RateLimit(BTreeMap<u32, Instant>);
 impl RateLimit {
     /// Returns true if an event of `nsid` at `now` may be reported.
     pub(crate) fn allows(&mut self, nsid: u32, now: Instant) -> bool {
-        let is_old = |at: &Instant| now.saturating_duration_since(*at) < AGAIN;
+        let is_old = |at: &Instant| now.saturating_duration_since(*at) < MIN_INTERVAL;
         if self.0.get(&nsid).is_some_and(is_old) {
             return false;
         }
@@ -181,7 +181,7 @@ mod tests {
     const CHANGED: AsyncEvent = AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED;
     const HOT: AsyncEvent = AsyncEvent::TEMPERATURE_THRESHOLD;
 
-    fn all_wanted() -> AsyncEvents {
+    fn all_enabled() -> AsyncEvents {
         let mut events = AsyncEvents::default();
         events.configure(AsyncEventConfig::from_bits(u32::MAX));
         events
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn a_type_is_masked_until_its_log_page_is_read() {
-        let mut events = all_wanted();
+        let mut events = all_enabled();
         (1..=4).for_each(|cid| assert_eq!(events.request(cid), Ok(None)));
         assert_eq!(events.raise(VALUE), completes(1, VALUE));
         assert_eq!(events.raise(VALUE), None, "the log page will tell of both");
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn reading_between_report_and_next_request() {
-        let mut events = all_wanted();
+        let mut events = all_enabled();
         assert_eq!(events.request(1), Ok(None));
         assert_eq!(events.raise(CHANGED), completes(1, CHANGED));
         assert_eq!(events.log_read(CHANGED.lid, false), None);
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn a_reset_clears_events_requests_and_masks() {
-        let mut events = all_wanted();
+        let mut events = all_enabled();
         assert_eq!(events.request(1), Ok(None));
         assert_eq!(events.raise(VALUE), completes(1, VALUE));
         events.raise(REGISTER);

@@ -204,7 +204,7 @@ pub(crate) struct Features {
     /// Keep Alive Timeout in milliseconds; 0 if disabled.
     keep_alive: u32,
     /// Advanced Command Retry Enable: the host supports the status Command Interrupted.
-    knows_interrupted: bool,
+    supports_interrupted: bool,
     /// Copy Descriptor Formats Enable: bit n for format n, whose ranges have a source NSID.
     copy_formats: u16,
 }
@@ -241,7 +241,7 @@ impl Features {
             events: AsyncEventConfig::new(),
             clock: Clock { millis: 0, at: now_ms, set: false },
             keep_alive: 0,
-            knows_interrupted: false,
+            supports_interrupted: false,
             copy_formats: 0,
         }
     }
@@ -290,21 +290,21 @@ impl Features {
             events: self.events.into_bits(),
             clock: (self.clock.millis, self.clock.at, self.clock.set),
             keep_alive: self.keep_alive,
-            knows_interrupted: self.knows_interrupted,
+            supports_interrupted: self.supports_interrupted,
             copy_formats: self.copy_formats,
         }
     }
 
     /// Prepares a [snapshot](Self::save) for migration to a machine with another clock: stores the
     /// current value of the Timestamp feature in it.
-    pub(crate) fn leave_clock(saved: &mut SavedFeatures) {
+    pub(crate) fn detach_clock(saved: &mut SavedFeatures) {
         let (millis, at, _) = &mut saved.clock;
         *millis = millis.wrapping_add(now_ms().saturating_sub(*at)) & MILLIS;
         *at = 0;
     }
 
-    /// Adapts a snapshot that [`leave_clock`](Self::leave_clock) has prepared to the clock of this
-    /// machine.
+    /// Adapts a snapshot that [`detach_clock`](Self::detach_clock) has prepared to the clock of
+    /// this machine.
     pub(crate) fn join_clock(saved: &mut SavedFeatures) {
         saved.clock.1 = now_ms();
     }
@@ -326,7 +326,7 @@ impl Features {
             events: AsyncEventConfig::from_bits(saved.events),
             clock: Clock { millis, at, set },
             keep_alive: saved.keep_alive,
-            knows_interrupted: saved.knows_interrupted,
+            supports_interrupted: saved.supports_interrupted,
             copy_formats: saved.copy_formats,
         }
     }
@@ -337,7 +337,7 @@ impl Features {
     }
 
     /// Drops the values of namespace `nsid`, which was replaced or removed.
-    pub(crate) fn forget_namespace(&mut self, nsid: u32) {
+    pub(crate) fn clear_namespace(&mut self, nsid: u32) {
         self.error_recovery.remove(&nsid);
     }
 
@@ -445,7 +445,7 @@ impl Features {
                 let data = data.ok_or(invalid_field())?;
                 let (wanted, _) =
                     HostBehaviorSupport::read_from_prefix(data).map_err(|_| invalid_field())?;
-                (self.knows_interrupted, self.copy_formats) = host_behavior(&wanted)?;
+                (self.supports_interrupted, self.copy_formats) = host_behavior(&wanted)?;
                 effect = Effect::CopyFormats(self.copy_formats);
             }
             // Identify lists one combination of I/O command sets, at index 0.
@@ -527,7 +527,7 @@ impl Features {
                 return Ok(Get { dw0: 0, data: Some(data) });
             }
             fid::HOST_BEHAVIOR_SUPPORT => {
-                let acre = values.knows_interrupted.into();
+                let acre = values.supports_interrupted.into();
                 let (lbafee, cdfe) = extended_and_copy(values.copy_formats);
                 let behavior =
                     HostBehaviorSupport { acre, lbafee, cdfe, ..HostBehaviorSupport::default() };
@@ -665,39 +665,39 @@ pub(crate) const KEEP_ALIVE_GRANULARITY_MS: u32 = 1000;
 #[derive(Debug, Default)]
 pub(crate) struct KeepAlive {
     /// Timeout and expiry time.
-    until: Option<(Duration, Instant)>,
+    expires_at: Option<(Duration, Instant)>,
     /// Time of the next scheduled check.
-    look: Option<Instant>,
+    check_at: Option<Instant>,
 }
 
 impl KeepAlive {
     /// Sets the timeout; 0 disables the timer.
     pub(crate) fn set(&mut self, milliseconds: u32, now: Instant) {
         let timeout = Duration::from_millis(milliseconds.into());
-        self.until = (milliseconds != 0).then(|| (timeout, now + timeout));
+        self.expires_at = (milliseconds != 0).then(|| (timeout, now + timeout));
     }
 
     /// Restarts the timer after a command of the host, or after a time in which the controller
     /// could not process commands.
     pub(crate) fn restart(&mut self, now: Instant) {
-        if let Some((timeout, until)) = &mut self.until {
-            *until = now + *timeout;
+        if let Some((timeout, expires_at)) = &mut self.expires_at {
+            *expires_at = now + *timeout;
         }
     }
 
     /// Returns true if the timer has expired, and then disables it.
     pub(crate) fn expires(&mut self, now: Instant) -> bool {
-        self.until.take_if(|(_, until)| *until <= now).is_some()
+        self.expires_at.take_if(|(_, expires_at)| *expires_at <= now).is_some()
     }
 
     /// Time for which the caller has to schedule a check; `None` if an earlier check suffices.
-    pub(crate) fn next_look(&mut self, now: Instant) -> Option<Instant> {
-        let (_, until) = self.until?;
-        if self.look.is_some_and(|look| now < look && look <= until) {
+    pub(crate) fn next_check(&mut self, now: Instant) -> Option<Instant> {
+        let (_, expires_at) = self.expires_at?;
+        if self.check_at.is_some_and(|check_at| now < check_at && check_at <= expires_at) {
             return None;
         }
-        self.look = Some(until);
-        self.look
+        self.check_at = Some(expires_at);
+        self.check_at
     }
 }
 

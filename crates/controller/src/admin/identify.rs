@@ -9,7 +9,7 @@ use super::{
 };
 use crate::config::{Config, PCI_VENDOR_ID};
 use crate::namespace::{
-    COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises, placeholder,
+    COPY_BYTES, COPY_RANGES, Guarantees, IEEE_OUI, Namespace, Namespaces, placeholder,
 };
 use crate::pool::{PoolNamespace, PoolState};
 use crate::subsystem::{MAX_ANA_GROUPS, Member};
@@ -101,7 +101,7 @@ impl Identity {
                 controller.nn = namespaces.highest();
                 // Base 2.1, "Maximum Number of Allowed Namespaces": nonzero with ANA reporting.
                 controller.mnan = if controller.cmic.anars() { controller.nn } else { 0 };
-                controller.vwc.set_vwcp(namespaces.promises.volatile_cache);
+                controller.vwc.set_vwcp(namespaces.guarantees.volatile_cache);
                 Ok(page(&*controller))
             }
             cns::ACTIVE_NAMESPACES => list(nsid, nsids()),
@@ -120,7 +120,7 @@ impl Identity {
                 }
             }
             cns::CSI_CONTROLLER if cmd.csi == csi::NVM => {
-                Ok(page(&nvm_controller(&namespaces.promises)))
+                Ok(page(&nvm_controller(&namespaces.guarantees)))
             }
             cns::CSI_CONTROLLER if cmd.csi == csi::ZONED => Ok(page(&zoned_controller(namespaces))),
             cns::CSI_ACTIVE_NAMESPACES if matches!(cmd.csi, csi::NVM | csi::ZONED) => {
@@ -264,10 +264,10 @@ fn controller(config: &Config) -> IdentifyController {
     controller
 }
 
-fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
+fn nvm_controller(guarantees: &Guarantees) -> IdentifyNvmController {
     // Without WZSL, hosts limit Write Zeroes to MDTS. The controller has no such limit: a command
     // may have up to 65536 blocks.
-    let pages = (promises.zeroes / 4096).max(1);
+    let pages = (guarantees.zeroes / 4096).max(1);
     IdentifyNvmController {
         wzsl: pages.ilog2() as u8,
         wusl: (COMMAND_BYTES / 4096).ilog2() as u8,
@@ -450,7 +450,7 @@ fn allocated_namespace(nsid: u32, namespaces: &Namespaces, state: &PoolState) ->
     let own = state.get(nsid);
     let mut found = match (namespaces.get(nsid), own) {
         (Some(namespace), _) => identify_namespace(namespace),
-        (None, Some(own)) => identify_namespace(&detached(own, &namespaces.promises)),
+        (None, Some(own)) => identify_namespace(&detached(own, &namespaces.guarantees)),
         (None, None) => return IdentifyNamespace::default(),
     };
     if let Some(own) = own {
@@ -460,8 +460,8 @@ fn allocated_namespace(nsid: u32, namespaces: &Namespaces, state: &PoolState) ->
 }
 
 /// Namespace structure of a detached namespace, with the values that it will have when attached.
-fn detached(own: &PoolNamespace, promises: &Promises) -> Namespace {
-    Namespace::new(own.nsid, &placeholder(own), promises)
+fn detached(own: &PoolNamespace, guarantees: &Guarantees) -> Namespace {
+    Namespace::new(own.nsid, &placeholder(own), guarantees)
 }
 
 fn format_of(own: &PoolNamespace) -> BlockFormat {

@@ -38,7 +38,7 @@ pub(crate) struct ErrorRecord {
 
 /// Maximum number of different statuses that are counted. The limit is necessary because a
 /// passthrough disk may return arbitrary statuses.
-const MOST_KINDS: usize = 64;
+const MAX_STATUSES: usize = 64;
 
 /// Error Information log: newest errors and counters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -55,7 +55,7 @@ impl ErrorLog {
     pub(crate) fn push(&mut self, record: ErrorRecord) {
         self.count = self.count.saturating_add(1);
         let status = record.status.code().bits();
-        if self.kinds.contains_key(&status) || self.kinds.len() < MOST_KINDS {
+        if self.kinds.contains_key(&status) || self.kinds.len() < MAX_STATUSES {
             *self.kinds.entry(status).or_default() += 1;
         }
         self.entries.truncate(ERROR_LOG_ENTRIES - 1);
@@ -103,7 +103,7 @@ impl ErrorLog {
         let entry = |bytes: &Vec<u8>| ErrorLogEntry::read_from_bytes(bytes).ok();
         let entries: Option<VecDeque<_>> = saved.entries.iter().map(entry).collect();
         let entries = entries.filter(|entries| entries.len() <= ERROR_LOG_ENTRIES)?;
-        let kinds = saved.kinds.iter().copied().take(MOST_KINDS).collect();
+        let kinds = saved.kinds.iter().copied().take(MAX_STATUSES).collect();
         Some(Self { entries, count: saved.count, kinds })
     }
 
@@ -543,12 +543,12 @@ pub(crate) struct ReservationLog {
     /// Notifications (number, type and NSID), oldest first.
     notices: VecDeque<(u64, u8, u32)>,
     /// Number of the last notification.
-    made: u64,
+    last_number: u64,
 }
 
 impl ReservationLog {
     /// Adds a notification, unless its type is masked. Returns true if an event has to be raised.
-    pub(crate) fn tell(&mut self, nsid: u32, kind: u8) -> bool {
+    pub(crate) fn add_notification(&mut self, nsid: u32, kind: u8) -> bool {
         if self.mask(nsid) & 1 << kind != 0 {
             return false;
         }
@@ -556,8 +556,8 @@ impl ReservationLog {
             self.notices.pop_front();
         }
         // After an overflow the number continues with 1, because 0 means "no notification".
-        self.made = self.made.checked_add(1).unwrap_or(1);
-        self.notices.push_back((self.made, kind, nsid));
+        self.last_number = self.last_number.checked_add(1).unwrap_or(1);
+        self.notices.push_back((self.last_number, kind, nsid));
         true
     }
 
@@ -590,7 +590,7 @@ impl ReservationLog {
     }
 
     /// Drops mask and notifications of namespace `nsid`, which was replaced or removed.
-    pub(crate) fn forget_namespace(&mut self, nsid: u32) {
+    pub(crate) fn clear_namespace(&mut self, nsid: u32) {
         self.masks.remove(&nsid);
         self.notices.retain(|(_, _, of)| *of != nsid);
     }
@@ -599,14 +599,14 @@ impl ReservationLog {
     pub(crate) fn save(&self, host: Vec<u8>, ana: SavedAna) -> SavedSharing {
         let masks = self.masks.iter().map(|(nsid, mask)| (*nsid, *mask)).collect();
         let notices = self.notices.iter().copied().collect();
-        SavedSharing { host, masks, notices, notices_made: self.made, ana }
+        SavedSharing { host, masks, notices, last_notice: self.last_number, ana }
     }
 
     /// Restores a snapshot of [`save`](Self::save).
     pub(crate) fn restore(saved: &SavedSharing) -> Self {
-        let SavedSharing { masks, notices, notices_made, .. } = saved;
+        let SavedSharing { masks, notices, last_notice, .. } = saved;
         let notices = notices.iter().copied().take(MAX_NOTICES).collect();
-        Self { masks: masks.iter().copied().collect(), notices, made: *notices_made }
+        Self { masks: masks.iter().copied().collect(), notices, last_number: *last_notice }
     }
 }
 

@@ -50,45 +50,47 @@ const fn firmware_revision() -> [u8; 8] {
 }
 
 /// Divisor for the long-term share of a controller's admin commands: one fifth of a CPU.
-const SHARE: u32 = 5;
+const CPU_SHARE_DIVISOR: u32 = 5;
 /// CPU time of a full budget, which commands can use without delay after an idle time.
 const BURST: Duration = Duration::from_millis(50);
 /// CPU time that must be available again before a controller with an exhausted budget resumes.
 const REFILL: Duration = Duration::from_millis(2);
 /// Minimum interval between log messages about an exhausted budget.
-const SAY_AGAIN: Duration = Duration::from_secs(60);
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// CPU time budget of a controller's admin commands. It refills at the rate of [`SHARE`], up to
-/// [`BURST`]. A host in normal operation does not exhaust it. If the budget is exhausted, commands
-/// are delayed and do not fail.
+/// CPU time budget of a controller's admin commands. It refills at the rate of
+/// [`CPU_SHARE_DIVISOR`], up to [`BURST`]. A host in normal operation does not exhaust it. If the
+/// budget is exhausted, commands are delayed and do not fail.
 #[derive(Debug)]
 pub(crate) struct Budget {
     /// Time when the budget is full again. The CPU time used so far is the time until then, divided
-    /// by `SHARE`.
+    /// by `CPU_SHARE_DIVISOR`.
     full_at: Option<Instant>,
     /// Time before which no command is executed.
     resume_at: Option<Instant>,
-    said: Option<Instant>,
+    reported_at: Option<Instant>,
 }
 
 impl Budget {
     pub(crate) const fn new() -> Self {
-        Self { full_at: None, resume_at: None, said: None }
+        Self { full_at: None, resume_at: None, reported_at: None }
     }
 
     /// Charges CPU time. Returns true if the budget is exhausted and the caller should log this; at
-    /// most once per [`SAY_AGAIN`].
+    /// most once per [`REPORT_INTERVAL`].
     pub(crate) fn spend(&mut self, used: Duration, now: Instant) -> bool {
-        let full_at = self.full_at.map_or(now, |at| at.max(now)) + used * SHARE;
+        let full_at = self.full_at.map_or(now, |at| at.max(now)) + used * CPU_SHARE_DIVISOR;
         self.full_at = Some(full_at);
         let missing = full_at.saturating_duration_since(now);
-        if missing <= BURST * SHARE {
+        if missing <= BURST * CPU_SHARE_DIVISOR {
             return false;
         }
-        self.resume_at = Some(now + (missing - BURST * SHARE) + REFILL * SHARE);
-        let is_new = self.said.is_none_or(|at| now.saturating_duration_since(at) >= SAY_AGAIN);
+        self.resume_at =
+            Some(now + (missing - BURST * CPU_SHARE_DIVISOR) + REFILL * CPU_SHARE_DIVISOR);
+        let is_new =
+            self.reported_at.is_none_or(|at| now.saturating_duration_since(at) >= REPORT_INTERVAL);
         if is_new {
-            self.said = Some(now);
+            self.reported_at = Some(now);
         }
         is_new
     }
@@ -145,18 +147,18 @@ mod tests {
     fn a_flood_gets_a_fifth_of_a_cpu_and_normal_load_is_not_limited() {
         let (mut budget, start) = (Budget::new(), Instant::now());
         let turn = Duration::from_micros(100);
-        let (mut now, mut used, mut said) = (start, Duration::ZERO, 0);
+        let (mut now, mut used, mut reported_at) = (start, Duration::ZERO, 0);
         while now - start < Duration::from_secs(130) {
             if let Some(until) = budget.wait_until(now) {
                 now = until;
             }
             now += turn;
             used += turn;
-            said += u32::from(budget.spend(turn, now));
+            reported_at += u32::from(budget.spend(turn, now));
         }
-        let fifth = (now - start) / SHARE;
+        let fifth = (now - start) / CPU_SHARE_DIVISOR;
         assert!(used >= fifth && used <= fifth + BURST + turn, "{used:?}");
-        assert_eq!(said, 3, "once a minute");
+        assert_eq!(reported_at, 3, "once a minute");
 
         // A booting guest: a thousand commands of 20 us within half a second.
         let mut budget = Budget::new();

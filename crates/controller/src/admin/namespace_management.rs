@@ -108,7 +108,7 @@ pub(crate) fn attachment(
     sqe: &Sqe,
     data: Option<&[u8]>,
     state: &PoolState,
-    (cntlid, is_given, is_again): (u16, bool, bool),
+    (cntlid, is_given, is_repeat): (u16, bool, bool),
 ) -> Result<PoolAct, Status> {
     let command = NamespaceAttachment::decode(sqe);
     let list = data.and_then(|data| ControllerList::read_from_bytes(data).ok());
@@ -125,10 +125,10 @@ pub(crate) fn attachment(
         return Err(Status::CONTROLLER_LIST_INVALID.with_dnr());
     }
     match act {
-        PoolAct::Attach(_) if is_attached && !is_again => {
+        PoolAct::Attach(_) if is_attached && !is_repeat => {
             Err(Status::NAMESPACE_ALREADY_ATTACHED.with_dnr())
         }
-        PoolAct::Detach(_) if !is_attached && !is_again => {
+        PoolAct::Detach(_) if !is_attached && !is_repeat => {
             Err(Status::NAMESPACE_NOT_ATTACHED.with_dnr())
         }
         act => Ok(act),

@@ -22,12 +22,12 @@ use zerocopy::{FromBytes, IntoBytes};
 
 /// Maximum total size of the events in bytes. The limit is small because every checkpoint of the
 /// controller contains the events.
-const MOST_BYTES: usize = 8 << 10;
+const MAX_BYTES: usize = 8 << 10;
 /// Interval of SMART / Health snapshots. At least one per 24 hours is required.
 const SNAPSHOT_EVERY: Duration = Duration::from_secs(23 * 3600);
 /// Number of bytes that [`Action::EstablishAndHeader`](action::ESTABLISH_AND_HEADER) returns.
 const HEADER: usize = size_of::<PersistentEventLog>();
-const _: () = assert!(HEADER + MOST_BYTES <= (PELS as usize) << 16);
+const _: () = assert!(HEADER + MAX_BYTES <= (PELS as usize) << 16);
 
 /// Supported event types.
 const TYPES: [u8; 7] = [
@@ -41,17 +41,17 @@ const TYPES: [u8; 7] = [
 ];
 
 /// Code and name of a vendor-specific event.
-pub(crate) type Own = (u16, &'static str);
+pub(crate) type VendorEventCode = (u16, &'static str);
 /// Recovery by the next process after a crash.
-pub(crate) const RECOVERED: Own = (1, "recovered");
+pub(crate) const RECOVERED: VendorEventCode = (1, "recovered");
 /// Fatal state until a reset.
-pub(crate) const FATAL: Own = (2, "fatal");
+pub(crate) const FATAL: VendorEventCode = (2, "fatal");
 /// Move to a dedicated I/O thread.
-pub(crate) const ISOLATED: Own = (3, "isolated");
+pub(crate) const ISOLATED: VendorEventCode = (3, "isolated");
 
 /// Controller identifier, timestamp, age and power cycles at the time of an event.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Moment {
+pub(crate) struct EventContext {
     /// Identifier of the controller to which the event belongs.
     pub(crate) cntlid: u16,
     pub(crate) timestamp: u64,
@@ -80,7 +80,7 @@ pub(crate) struct EventLog {
 }
 
 impl EventLog {
-    fn push(&mut self, event: u8, at: &Moment, parts: &[&[u8]]) {
+    fn push(&mut self, event: u8, at: &EventContext, parts: &[&[u8]]) {
         let data: usize = parts.iter().map(|part| part.len()).sum();
         let head = PersistentEvent {
             event,
@@ -95,7 +95,7 @@ impl EventLog {
         parts.iter().for_each(|part| all.extend_from_slice(part));
         self.bytes += all.len();
         self.events.push_back(all);
-        while self.bytes > MOST_BYTES
+        while self.bytes > MAX_BYTES
             && let Some(oldest) = self.events.pop_front()
         {
             self.bytes -= oldest.len();
@@ -103,7 +103,7 @@ impl EventLog {
     }
 
     /// Adds a Power-on or Reset event.
-    pub(crate) fn enabled(&mut self, at: &Moment) {
+    pub(crate) fn enabled(&mut self, at: &EventContext) {
         let information = ResetInformation {
             cntlid: at.cntlid.into(),
             power_cycle: u32::try_from(at.power_cycles).unwrap_or(u32::MAX).into(),
@@ -116,7 +116,12 @@ impl EventLog {
     }
 
     /// Adds a Timestamp Change event. `previous` is the timestamp before the change.
-    pub(crate) fn timestamp_changed(&mut self, at: &Moment, previous: u64, since_reset: Duration) {
+    pub(crate) fn timestamp_changed(
+        &mut self,
+        at: &EventContext,
+        previous: u64,
+        since_reset: Duration,
+    ) {
         let change = TimestampChange {
             previous: previous.into(),
             since_reset_ms: (since_reset.as_millis() as u64).into(),
@@ -125,19 +130,19 @@ impl EventLog {
     }
 
     /// Adds a Telemetry Log Create event with the header of the telemetry log page.
-    pub(crate) fn telemetry_created(&mut self, at: &Moment, header: &[u8]) {
+    pub(crate) fn telemetry_created(&mut self, at: &EventContext, header: &[u8]) {
         self.push(event_type::TELEMETRY_CREATED, at, &[header]);
     }
 
     /// Adds a Sanitize Start event. `dwords` are dwords 10 and 11 of the command.
-    pub(crate) fn sanitize_started(&mut self, at: &Moment, sanicap: u32, dwords: (u32, u32)) {
+    pub(crate) fn sanitize_started(&mut self, at: &EventContext, sanicap: u32, dwords: (u32, u32)) {
         let (cdw10, cdw11) = (dwords.0.into(), dwords.1.into());
         let start = SanitizeStart { sanicap: sanicap.into(), cdw10, cdw11 };
         self.push(event_type::SANITIZE_START, at, &[start.as_bytes()]);
     }
 
     /// Adds a Sanitize Completion event.
-    pub(crate) fn sanitize_ended(&mut self, at: &Moment, log: &SanitizeLog) {
+    pub(crate) fn sanitize_ended(&mut self, at: &EventContext, log: &SanitizeLog) {
         let completion = SanitizeCompletion {
             sprog: log.sprog.into(),
             sstat: log.sstat.into_bits().into(),
@@ -147,7 +152,12 @@ impl EventLog {
     }
 
     /// Adds a vendor-specific event with a description.
-    pub(crate) fn own(&mut self, at: &Moment, (code, name): Own, text: &str) {
+    pub(crate) fn add_vendor_event(
+        &mut self,
+        at: &EventContext,
+        (code, name): VendorEventCode,
+        text: &str,
+    ) {
         let text = &text.as_bytes()[..text.len().min(200)];
         let head = |data_type, len: usize| VendorEvent {
             code: code.into(),
@@ -172,7 +182,7 @@ impl EventLog {
     }
 
     /// Adds a SMART / Health Log Snapshot event.
-    pub(crate) fn snapshot(&mut self, at: &Moment, health: &SmartHealth, now: Instant) {
+    pub(crate) fn snapshot(&mut self, at: &EventContext, health: &SmartHealth, now: Instant) {
         self.snapshot_at = Some(now);
         self.push(event_type::SMART, at, &[health.as_bytes()]);
     }
@@ -190,7 +200,7 @@ impl EventLog {
         &mut self,
         command: &GetLogPage,
         names: &Names,
-        at: &Moment,
+        at: &EventContext,
     ) -> Result<Vec<u8>, Status> {
         match command.lsp & 0b11 {
             action::READ => {
@@ -217,7 +227,7 @@ impl EventLog {
         }
     }
 
-    fn establish(&mut self, names: &Names, at: &Moment) -> Vec<u8> {
+    fn establish(&mut self, names: &Names, at: &EventContext) -> Vec<u8> {
         self.generation = self.generation.wrapping_add(1);
         let mut head = PersistentEventLog {
             lid: lid::PERSISTENT_EVENTS,
@@ -269,13 +279,13 @@ impl EventLog {
             let is_whole = PersistentEvent::read_from_prefix(event).is_ok_and(|(head, data)| {
                 usize::from(head.el.get()) == data.len() && TYPES.contains(&head.event)
             });
-            if is_whole && log.bytes + event.len() <= MOST_BYTES {
+            if is_whole && log.bytes + event.len() <= MAX_BYTES {
                 log.bytes += event.len();
                 log.events.push_back(event.clone());
             }
         }
         let context = saved.context.as_ref().map(|context| context.0.clone());
-        log.context = context.filter(|page| (HEADER..=HEADER + MOST_BYTES).contains(&page.len()));
+        log.context = context.filter(|page| (HEADER..=HEADER + MAX_BYTES).contains(&page.len()));
         let ago = |ms| Instant::now().checked_sub(Duration::from_millis(ms));
         log.snapshot_at = saved.snapshot_ms.and_then(ago);
         log
@@ -286,8 +296,12 @@ impl EventLog {
 mod tests {
     use super::*;
 
-    const AT: Moment =
-        Moment { cntlid: 5, timestamp: 77, powered: Duration::from_secs(7200), power_cycles: 3 };
+    const AT: EventContext = EventContext {
+        cntlid: 5,
+        timestamp: 77,
+        powered: Duration::from_secs(7200),
+        power_cycles: 3,
+    };
     const NAMES: Names = Names { sn: [b'S'; 20], mn: [b'M'; 40], subnqn: [b'N'; 256] };
 
     fn ask(log: &mut EventLog, lsp: u8) -> Result<Vec<u8>, Status> {
@@ -333,7 +347,7 @@ mod tests {
         let information = ResetInformation::read_from_bytes(information).unwrap();
         assert_eq!((information.cntlid.get(), information.power_on_ms.get()), (5, 7_200_000));
         // An event after the context was established is only in the next context.
-        log.own(&AT, RECOVERED, "by another process");
+        log.add_vendor_event(&AT, RECOVERED, "by another process");
         assert_eq!(ask(&mut log, action::ESTABLISH).unwrap_err().code(), error);
         let read = ask(&mut log, action::READ).unwrap();
         assert_eq!(events(&read), all);
@@ -361,7 +375,7 @@ mod tests {
         log.snapshot(&AT, &SmartHealth::default(), now);
         assert!(!log.wants_snapshot(now) && log.wants_snapshot(now + SNAPSHOT_EVERY));
         (0..10_000).for_each(|_| log.enabled(&AT));
-        assert_eq!(log.len(), MOST_BYTES / 68);
+        assert_eq!(log.len(), MAX_BYTES / 68);
         let page = ask(&mut log, action::ESTABLISH).unwrap();
         assert_eq!(events(&page).len(), log.len());
         let mut saved = log.save();

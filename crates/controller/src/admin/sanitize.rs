@@ -70,7 +70,7 @@ pub(crate) fn page(status: &SanitizeStatus) -> SanitizeLog {
         SanitizePhase::Never => (sos::NEVER, SanitizeLog::NO_PROGRESS),
         SanitizePhase::InProgress(parts) => (sos::IN_PROGRESS, parts.min(0xfffe)),
         SanitizePhase::Successful => (sos::SUCCESSFUL, SanitizeLog::NO_PROGRESS),
-        SanitizePhase::Failed | SanitizePhase::FailureLeft => {
+        SanitizePhase::Failed | SanitizePhase::FailureModeExited => {
             (sos::FAILED, SanitizeLog::NO_PROGRESS)
         }
     };

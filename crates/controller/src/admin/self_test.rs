@@ -26,7 +26,7 @@ const SHORT_TIME: Duration = Duration::from_secs(90);
 const SHORT_PIECES: (u64, u64) = (32, 64 << 10);
 const EXTENDED_PIECES: (u64, u64) = (8192, 1 << 20);
 /// Pause after a piece, as a multiple of the time that the piece took.
-const REST: u32 = 3;
+const PAUSE_FACTOR: u32 = 3;
 
 /// Segment numbers.
 mod segment {
@@ -69,7 +69,7 @@ struct Run {
     failure: Option<Failure>,
     began: Instant,
     /// Piece that an I/O thread is verifying, and start time.
-    under_way: Option<(Piece, Instant)>,
+    in_progress: Option<(Piece, Instant)>,
     next_at: Instant,
 }
 
@@ -128,7 +128,7 @@ impl SelfTest {
             piece: 0,
             failure,
             began: now,
-            under_way: None,
+            in_progress: None,
             next_at: now,
         });
         Ok(())
@@ -140,20 +140,20 @@ impl SelfTest {
     }
 
     /// True if no I/O thread is verifying a piece.
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.run.as_ref().is_none_or(|run| run.under_way.is_none())
+    pub(crate) fn is_idle(&self) -> bool {
+        self.run.as_ref().is_none_or(|run| run.in_progress.is_none())
     }
 
     /// Time of the next piece; `None` while a piece is being verified or without an operation.
     pub(crate) fn next_at(&self) -> Option<Instant> {
-        self.run.as_ref().filter(|run| run.under_way.is_none()).map(|run| run.next_at)
+        self.run.as_ref().filter(|run| run.in_progress.is_none()).map(|run| run.next_at)
     }
 
     /// Starts the next piece, if it is due. Ends the operation if no piece is left.
     pub(crate) fn next(&mut self, media: &[Medium], now: Instant, hours: u64) -> Option<Piece> {
         loop {
             let run = self.run.as_mut()?;
-            if run.under_way.is_some() || now < run.next_at {
+            if run.in_progress.is_some() || now < run.next_at {
                 return None;
             }
             let most = if run.code == stc::SHORT { SHORT_TIME } else { EXTENDED_TIME };
@@ -167,7 +167,7 @@ impl SelfTest {
             let medium = media.iter().find(|medium| medium.nsid == nsid);
             match medium.and_then(|medium| piece(run.code, medium, run.piece)) {
                 Some(piece) => {
-                    run.under_way = Some((piece, now));
+                    run.in_progress = Some((piece, now));
                     return Some(piece);
                 }
                 None => {
@@ -184,9 +184,9 @@ impl SelfTest {
             return;
         }
         let Some(run) = &mut self.run else { return };
-        let Some((piece, since)) = run.under_way.take() else { return };
+        let Some((piece, since)) = run.in_progress.take() else { return };
         run.piece += 1;
-        run.next_at = now + now.saturating_duration_since(since) * REST;
+        run.next_at = now + now.saturating_duration_since(since) * PAUSE_FACTOR;
         // Invalid Field means that the namespace was removed, which is no failure.
         let is_failure = !status.is_success() && status.code() != Status::INVALID_FIELD;
         if is_failure && run.failure.is_none() {
@@ -201,7 +201,7 @@ impl SelfTest {
         if self.run.as_ref().is_some_and(|run| run.code == stc::SHORT) {
             self.finish(result::ABORTED_BY_RESET, hours);
         } else if let Some(run) = &mut self.run {
-            run.under_way = None;
+            run.in_progress = None;
         }
     }
 
@@ -284,7 +284,7 @@ impl SelfTest {
                 .failure
                 .map(|(segment, at, status)| (segment, at, Status::from_bits(status))),
             began: now.checked_sub(Duration::from_millis(run.for_ms)).unwrap_or(now),
-            under_way: None,
+            in_progress: None,
             next_at: now,
         });
         let ended = |bytes: &Vec<u8>| SelfTestResult::read_from_bytes(bytes).ok();
@@ -351,11 +351,11 @@ mod tests {
     ];
 
     /// Verifies all remaining pieces; each ends with the status of `outcome`.
-    fn go_on(test: &mut SelfTest, outcome: impl Fn(Piece) -> Status) -> Vec<Piece> {
+    fn run_all(test: &mut SelfTest, outcome: impl Fn(Piece) -> Status) -> Vec<Piece> {
         let mut all = Vec::new();
         while let Some(at) = test.next_at() {
             let Some(piece) = test.next(&MEDIA, at, 7) else { break };
-            assert!(!test.is_quiet() && test.next(&MEDIA, at, 7).is_none());
+            assert!(!test.is_idle() && test.next(&MEDIA, at, 7).is_none());
             let run = test.run();
             test.verified(run, outcome(piece), 9, at);
             all.push(piece);
@@ -389,7 +389,7 @@ mod tests {
         let again = test.command(stc::EXTENDED, 0, &MEDIA, (false, 0)).unwrap_err();
         assert_eq!(again.code(), Status::SELF_TEST_IN_PROGRESS);
         assert_eq!(test.page(&MEDIA).operation, stc::SHORT);
-        assert_eq!(go_on(&mut test, |_| Status::SUCCESS).len(), 33);
+        assert_eq!(run_all(&mut test, |_| Status::SUCCESS).len(), 33);
         let page = test.page(&MEDIA);
         assert_eq!((page.operation, page.completion), (stc::NONE, 0));
         assert_eq!((page.results[0].dsts, page.results[0].poh.get()), (0x10, 7));
@@ -399,14 +399,14 @@ mod tests {
             0 => Status::SUCCESS,
             _ => Status::UNRECOVERED_READ,
         };
-        assert_eq!(go_on(&mut test, fails).len(), 512);
+        assert_eq!(run_all(&mut test, fails).len(), 512);
         let ended = test.page(&MEDIA).results[0];
         assert_eq!((ended.dsts, ended.segment, ended.nsid.get()), (0x27, 3, 1));
         assert_eq!((ended.flba.get(), ended.sct, ended.sc), (2048, 2, 0x81));
         assert_eq!(ended.valid.into_bits(), 0xf);
         // The operation tests only the controller, which has a critical warning.
         test.command(stc::SHORT, 0, &MEDIA, (true, 0)).unwrap();
-        assert!(go_on(&mut test, |_| Status::SUCCESS).is_empty());
+        assert!(run_all(&mut test, |_| Status::SUCCESS).is_empty());
         let ended = test.page(&MEDIA).results[0];
         assert_eq!((ended.dsts, ended.segment, ended.valid.into_bits()), (0x17, 2, 0));
         for code in [0, 3, stc::VENDOR] {
@@ -415,7 +415,7 @@ mod tests {
         assert!(test.command(stc::SHORT, 2, &MEDIA, (false, 0)).is_err());
         (0..30).for_each(|_| {
             test.command(stc::SHORT, 0, &MEDIA, (false, 0)).unwrap();
-            go_on(&mut test, |_| Status::SUCCESS);
+            run_all(&mut test, |_| Status::SUCCESS);
         });
         assert!(test.page(&MEDIA).results.iter().all(|ended| ended.dsts == 0x10));
     }
@@ -443,7 +443,7 @@ mod tests {
         test.command(stc::ABORT, 0, &MEDIA, (false, 5)).unwrap();
         let page = test.page(&MEDIA);
         assert_eq!((page.results[0].dsts, page.results[1].dsts), (0x21, 0x12));
-        assert!(test.is_quiet() && test.next_at().is_none());
+        assert!(test.is_idle() && test.next_at().is_none());
         // Abort without an operation in progress has no effect.
         test.command(stc::ABORT, 0, &MEDIA, (false, 5)).unwrap();
         assert_eq!(test.page(&MEDIA), page);

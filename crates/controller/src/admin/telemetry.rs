@@ -10,10 +10,10 @@ use shadowbell_state::Bytes;
 use zerocopy::IntoBytes;
 
 /// Maximum size of the three data areas together, in bytes.
-const MOST_BYTES: usize = 16 << 10;
+const MAX_BYTES: usize = 16 << 10;
 /// Maximum size of the first data area in bytes. A controller-initiated capture has only this area,
 /// because every checkpoint of the controller contains the capture.
-const MOST_OF_FIRST: usize = 4 << 10;
+const MAX_FIRST_AREA: usize = 4 << 10;
 
 /// Captured telemetry data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,8 +34,8 @@ pub(crate) type Areas = [String; 3];
 pub(crate) struct Telemetry {
     host: Capture,
     host_generation: u8,
-    own: Capture,
-    own_generation: u8,
+    controller_initiated: Capture,
+    controller_initiated_generation: u8,
     /// True if the host has not read the controller-initiated data yet.
     is_new: bool,
 }
@@ -44,7 +44,7 @@ impl Capture {
     fn new(reason: &str, areas: &[String]) -> Self {
         let mut capture = Self { reason: reason.to_owned(), ..Self::default() };
         for (place, text) in areas.iter().enumerate() {
-            let most = if place == 0 { MOST_OF_FIRST } else { MOST_BYTES };
+            let most = if place == 0 { MAX_FIRST_AREA } else { MAX_BYTES };
             let room = most.saturating_sub(capture.data.len());
             let mut text = text.as_bytes();
             if text.len() > room {
@@ -67,7 +67,7 @@ impl Capture {
 
     fn restore((Bytes(data), last_blocks, reason): &(Bytes, [u16; 3], String)) -> Self {
         let blocks = data.len() / TELEMETRY_BLOCK;
-        let fits = data.len() <= MOST_BYTES
+        let fits = data.len() <= MAX_BYTES
             && data.len() % TELEMETRY_BLOCK == 0
             && last_blocks.is_sorted()
             && usize::from(last_blocks[2]) == blocks
@@ -86,10 +86,10 @@ impl Telemetry {
     }
 
     /// Captures controller-initiated data.
-    pub(crate) fn capture_own(&mut self, reason: &str, summary: &str) {
+    pub(crate) fn capture_controller_initiated(&mut self, reason: &str, summary: &str) {
         let reason: String = reason.chars().take(120).collect();
-        self.own = Capture::new(&reason, &[summary.to_owned()]);
-        self.own_generation = self.own_generation.wrapping_add(1);
+        self.controller_initiated = Capture::new(&reason, &[summary.to_owned()]);
+        self.controller_initiated_generation = self.controller_initiated_generation.wrapping_add(1);
         self.is_new = true;
     }
 
@@ -101,7 +101,7 @@ impl Telemetry {
     /// Log page with identifier `of`.
     pub(crate) fn page(&self, of: u8, ieee: [u8; 3]) -> Vec<u8> {
         let by_host = of == lid::TELEMETRY_HOST;
-        let capture = if by_host { &self.host } else { &self.own };
+        let capture = if by_host { &self.host } else { &self.controller_initiated };
         let mut header = TelemetryHeader {
             lid: of,
             ieee,
@@ -113,7 +113,7 @@ impl Telemetry {
                 TelemetryHeader::CONTROLLER
             },
             controller_available: self.is_new.into(),
-            controller_generation: self.own_generation,
+            controller_generation: self.controller_initiated_generation,
             ..TelemetryHeader::default()
         };
         let reason = capture.reason.as_bytes();
@@ -125,8 +125,8 @@ impl Telemetry {
         SavedTelemetry {
             host: self.host.save(),
             host_generation: self.host_generation,
-            own: self.own.save(),
-            own_generation: self.own_generation,
+            controller_initiated: self.controller_initiated.save(),
+            controller_initiated_generation: self.controller_initiated_generation,
             is_new: self.is_new,
         }
     }
@@ -136,8 +136,8 @@ impl Telemetry {
         Self {
             host: Capture::restore(&saved.host),
             host_generation: saved.host_generation,
-            own: Capture::restore(&saved.own),
-            own_generation: saved.own_generation,
+            controller_initiated: Capture::restore(&saved.controller_initiated),
+            controller_initiated_generation: saved.controller_initiated_generation,
             is_new: saved.is_new,
         }
     }
@@ -184,21 +184,31 @@ mod tests {
     #[test]
     fn controller_initiated_telemetry_is_available_until_it_is_read() {
         let mut telemetry = Telemetry::default();
-        telemetry.capture_own(&"why ".repeat(100), &text(3));
-        let (own, data) = header(&telemetry, lid::TELEMETRY_CONTROLLER);
-        assert_eq!((own.controller_available, own.controller_generation), (1, 1));
+        telemetry.capture_controller_initiated(&"why ".repeat(100), &text(3));
+        let (controller_initiated, data) = header(&telemetry, lid::TELEMETRY_CONTROLLER);
+        assert_eq!(
+            (controller_initiated.controller_available, controller_initiated.controller_generation),
+            (1, 1)
+        );
         // The host scope field is at the offset where the host-initiated page has its generation
         // field.
-        assert_eq!((own.host_scope, own.host_generation, own.blocks()), (0, 1, 1));
+        assert_eq!(
+            (
+                controller_initiated.host_scope,
+                controller_initiated.host_generation,
+                controller_initiated.blocks()
+            ),
+            (0, 1, 1)
+        );
         assert!(data.starts_with(text(3).as_bytes()));
         let (host, _) = header(&telemetry, lid::TELEMETRY_HOST);
         assert_eq!((host.controller_available, host.controller_generation), (1, 1));
         telemetry.was_read();
         let restored = Telemetry::restore(&telemetry.save());
-        let (own, again) = header(&restored, lid::TELEMETRY_CONTROLLER);
-        assert_eq!((own.controller_available, again), (0, data));
+        let (controller_initiated, again) = header(&restored, lid::TELEMETRY_CONTROLLER);
+        assert_eq!((controller_initiated.controller_available, again), (0, data));
         let mut saved = telemetry.save();
-        saved.own.1 = [9, 1, 1];
+        saved.controller_initiated.1 = [9, 1, 1];
         let restored = Telemetry::restore(&saved);
         assert_eq!(header(&restored, lid::TELEMETRY_CONTROLLER).0.blocks(), 0);
     }

@@ -32,7 +32,7 @@ pub(crate) enum Outcome {
     /// Write these data to host memory, then complete the command.
     Data(Data),
     /// The control plane calls [`AdminPort::complete`] later.
-    Later,
+    Pending,
     /// Asynchronous Event Request: completes when an event occurs, or never. No completion queue
     /// entry is reserved for it.
     Unplaced,
@@ -83,12 +83,12 @@ pub(crate) struct Orders {
     /// Complete these commands.
     pub(crate) completions: Vec<AdminCompletion>,
     /// Write these data to host memory, and complete their commands.
-    pub(crate) answers: Vec<(Sqe, Data)>,
+    pub(crate) replies: Vec<(Sqe, Data)>,
 }
 
 impl Orders {
     pub(crate) fn is_empty(&self) -> bool {
-        let Self { detach, attach, table, latches, shadow, acq, completions, answers } = self;
+        let Self { detach, attach, table, latches, shadow, acq, completions, replies } = self;
         detach.is_none()
             && attach.is_none()
             && table.is_none()
@@ -96,7 +96,7 @@ impl Orders {
             && shadow.is_none()
             && acq.is_none()
             && completions.is_empty()
-            && answers.is_empty()
+            && replies.is_empty()
     }
 }
 
@@ -127,8 +127,8 @@ impl AdminPort {
         self.open
     }
 
-    /// Closes the queue for a reset or shutdown, and drops pending completions. The admin queue server drops
-    /// `latch` when it no longer accesses the queue.
+    /// Closes the queue for a reset or shutdown, and drops pending completions. The admin queue
+    /// server drops `latch` when it no longer accesses the queue.
     pub(super) fn close(&mut self, latch: Latch) {
         self.open = false;
         let latches = std::mem::take(&mut self.orders.latches);
@@ -183,7 +183,7 @@ impl AdminPort {
     /// ACQ has to be written before CC.EN. QEMU's `nvme://` driver writes ACQ afterwards, because
     /// the compiler reorders its register writes. It works with controllers that use the completion
     /// queue only from the first command on, so this controller does that too.
-    pub(super) fn place_cq(&mut self, acq: u64) -> bool {
+    pub(super) fn set_cq_address(&mut self, acq: u64) -> bool {
         let is_possible = self.open && !self.used;
         if is_possible {
             self.orders.acq = Some(acq);
@@ -198,9 +198,9 @@ impl AdminPort {
     }
 
     /// Writes data to host memory and completes a command with a reserved completion queue entry.
-    pub(super) fn answer(&mut self, sqe: Sqe, data: Data) {
+    pub(super) fn reply(&mut self, sqe: Sqe, data: Data) {
         if self.open {
-            self.orders.answers.push((sqe, data));
+            self.orders.replies.push((sqe, data));
         }
     }
 
@@ -264,7 +264,7 @@ pub(super) struct AdminCheckpoint {
     /// Submission queue position after the last started command.
     head: u16,
     /// Commands in flight, without Asynchronous Event Requests, which are stored elsewhere.
-    under_way: Vec<Sqe>,
+    in_flight: Vec<Sqe>,
     /// Completed commands whose completions may not be posted yet.
     ended: Vec<AdminCompletion>,
     /// Completion queue position after the last post.
@@ -277,8 +277,8 @@ pub(super) struct AdminCheckpoint {
 
 impl Default for AdminCheckpoint {
     fn default() -> Self {
-        let (under_way, ended) = (Vec::new(), Vec::new());
-        Self { head: 0, under_way, ended, tail: 0, phase: true, replays: 0 }
+        let (in_flight, ended) = (Vec::new(), Vec::new());
+        Self { head: 0, in_flight, ended, tail: 0, phase: true, replays: 0 }
     }
 }
 
@@ -290,13 +290,13 @@ impl AdminCheckpoint {
             // A replayed command is already in the list of commands in flight.
             self.replays -= 1;
             if !stays {
-                self.under_way.retain(|other| other.cid != sqe.cid);
+                self.in_flight.retain(|other| other.cid != sqe.cid);
             }
             return;
         }
         self.head = ((u32::from(self.head) + 1) % entries.max(1)) as u16;
         if stays {
-            self.under_way.push(*sqe);
+            self.in_flight.push(*sqe);
         }
     }
 
@@ -306,8 +306,8 @@ impl AdminCheckpoint {
     }
 
     pub(super) fn end(&mut self, completion: AdminCompletion) {
-        if let Some(at) = self.under_way.iter().position(|sqe| sqe.cid == completion.cid) {
-            self.under_way.remove(at);
+        if let Some(at) = self.in_flight.iter().position(|sqe| sqe.cid == completion.cid) {
+            self.in_flight.remove(at);
         }
         self.ended.push(completion);
     }
@@ -352,7 +352,7 @@ impl AdminCheckpoint {
             },
             used,
             lacks_cq: !used,
-            under_way: self.under_way.iter().map(|sqe| Bytes(sqe.as_bytes().to_vec())).collect(),
+            in_flight: self.in_flight.iter().map(|sqe| Bytes(sqe.as_bytes().to_vec())).collect(),
         }
     }
 
@@ -364,8 +364,8 @@ impl AdminCheckpoint {
         ((tail, phase), to_post): ((u16, bool), impl Iterator<Item = u16>),
     ) -> Self {
         use zerocopy::FromBytes;
-        let under_way: Vec<_> = saved
-            .under_way
+        let in_flight: Vec<_> = saved
+            .in_flight
             .iter()
             .filter_map(|bytes| Sqe::read_from_bytes(&bytes.0).ok())
             .collect();
@@ -377,8 +377,8 @@ impl AdminCheckpoint {
         let posted = saved.cq.staged.len().saturating_sub(to_post.count());
         Self {
             head: saved.sq.head,
-            replays: under_way.len(),
-            under_way,
+            replays: in_flight.len(),
+            in_flight,
             ended: saved.cq.staged.iter().skip(posted).map(ended).collect(),
             tail,
             phase,

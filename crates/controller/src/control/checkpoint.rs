@@ -123,7 +123,7 @@ impl Control {
         // The generation counts the resets of this controller, so the value from the other machine
         // is not used.
         let generation = self.lifecycle.generation.wrapping_add(1);
-        self.take_over(cx, &SavedControl { generation, ..control.clone() })?;
+        self.restore_state(cx, &SavedControl { generation, ..control.clone() })?;
         self.quiesce.step = Step::Quiesced;
         if let Some(admin) = admin {
             self.registers.check_enable().map_err(RestoreError::Invalid)?;
@@ -146,11 +146,11 @@ impl Control {
         if self.lifecycle.generation != 0 || self.lifecycle.phase != Phase::Disabled {
             return Err(RestoreError::Invalid("the controller is in use already"));
         }
-        self.take_over(cx, control)
+        self.restore_state(cx, control)
     }
 
     /// Restores everything except the queues, into a controller in any state.
-    fn take_over(&mut self, cx: &Context, control: &SavedControl) -> Result<(), RestoreError> {
+    fn restore_state(&mut self, cx: &Context, control: &SavedControl) -> Result<(), RestoreError> {
         self.restore_sharing(cx, &control.sharing);
         let errors = ErrorLog::restore(&control.errors);
         self.port.errors = errors.ok_or(RestoreError::Invalid("the error log"))?;
@@ -204,7 +204,7 @@ impl Control {
         self.port.checkpoint = AdminCheckpoint::recover(saved, queue.to_post());
         self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
         self.poll_admin_doorbells(cx);
-        self.tell_ana(cx);
+        self.report_ana_changes(cx);
     }
 }
 
@@ -289,7 +289,7 @@ impl Control {
         let replays =
             self.queues.recover(cx, control.granted, parts, eventfds, &restoring, journal)?;
         if cx.shared.is_exclusive() {
-            self.exclusive.want();
+            self.exclusive.request();
         }
         Ok(replays)
     }
@@ -337,34 +337,34 @@ impl Control {
         admin_is_quiet: bool,
         deferred: &mut Deferred,
     ) {
-        if self.quiesce.step != Step::Requested || !admin_is_quiet || !self.is_quiet(cx) {
+        if self.quiesce.step != Step::Requested || !admin_is_quiet || !self.is_idle(cx) {
             return;
         }
         self.quiesce.step = Step::Leaving;
-        let (controller, latch) = (cx.shared.id, cx.latch(Notice::Left));
+        let (controller, latch) = (cx.shared.id, cx.latch(Notice::QueuesDetached));
         cx.route.begin_quiesce(&cx.pool, self.queues.workers(), |to| {
             let departure = Departure { to, latch: latch.clone() };
-            Message::Leave { controller, departure }
+            Message::MoveAway { controller, departure }
         });
         deferred.latches.push(latch);
     }
 
     /// True if no operation is in progress for which a quiesce has to wait.
-    pub(super) fn is_quiet(&self, cx: &Context) -> bool {
-        self.lifecycle.is_quiet()
+    pub(super) fn is_idle(&self, cx: &Context) -> bool {
+        self.lifecycle.is_idle()
             && !self.memory.is_awaited()
-            && self.commands.is_quiet()
-            && cx.lba_status.is_quiet()
-            && self.queues.is_quiet()
-            && self.namespace_changes.is_quiet()
-            && self.exclusive.is_quiet()
+            && self.commands.is_idle()
+            && cx.lba_status.is_idle()
+            && self.queues.is_idle()
+            && self.namespace_changes.is_idle()
+            && self.exclusive.is_idle()
             && !self.port.has_orders()
             && !cx.route.is_leaving()
     }
 
     /// Completes the quiesce after the queues have left their I/O threads, or returns the queues
     /// if the quiesce was cancelled.
-    pub(super) fn queues_left(&mut self, cx: &Context, deferred: &mut Deferred) {
+    pub(super) fn queues_detached(&mut self, cx: &Context, deferred: &mut Deferred) {
         match self.quiesce.step {
             Step::Leaving => {
                 self.quiesce.step = Step::Quiesced;
@@ -372,8 +372,8 @@ impl Control {
             }
             Step::Returning => {
                 cx.route.end_quiesce(&cx.pool);
-                let is_wanted = !self.quiesce.waiting.is_empty();
-                self.quiesce.step = if is_wanted { Step::Requested } else { Step::Running };
+                let is_requested = !self.quiesce.waiting.is_empty();
+                self.quiesce.step = if is_requested { Step::Requested } else { Step::Running };
             }
             Step::Running | Step::Requested | Step::Quiesced => {}
         }
@@ -386,7 +386,7 @@ impl Control {
         self.quiesce.step = match self.quiesce.step {
             Step::Running | Step::Requested => Step::Running,
             Step::Leaving | Step::Returning => {
-                cx.route.cancel_quiesce(&cx.pool, || Message::Stay { controller });
+                cx.route.cancel_quiesce(&cx.pool, || Message::CancelMove { controller });
                 Step::Returning
             }
             Step::Quiesced => {
@@ -451,7 +451,7 @@ impl Control {
         cx.route.divert(&cx.pool, worker, self.queues.workers(), |from| {
             let latch = cx.latch(Notice::Relocated { from });
             let departure = Departure { to: to.clone(), latch };
-            Message::Leave { controller: cx.shared.id, departure }
+            Message::MoveAway { controller: cx.shared.id, departure }
         });
         Ok(())
     }

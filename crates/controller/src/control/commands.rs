@@ -2,7 +2,7 @@
 
 use super::admin_port::{AdminPort, Data, Executed, Outcome};
 use super::diagnostics::{Diagnostics, hours, media};
-use super::io_queues::{IoQueues, QueueEnvironment, ended};
+use super::io_queues::{IoQueues, QueueEnvironment, ended_notice};
 use super::lifecycle_state::{Deferred, Lifecycle};
 use super::memory::HostMemory;
 use super::namespace_state::{Ana, check_ana_state};
@@ -15,7 +15,7 @@ use crate::admin::logs::{ChangedList, ReservationLog};
 use crate::admin::{ABORT_LIMIT, OutOfBandCommand, TEMPERATURE};
 use crate::config::Config;
 use crate::context::Context;
-use crate::control_thread::TakesTurns;
+use crate::control_thread::TurnTask;
 use crate::event::Event;
 use crate::lba_status::{self, LbaStatusServer, Question};
 use crate::notice::Operation;
@@ -85,9 +85,9 @@ impl AdminCommands {
     }
 
     /// True if no command waits for an I/O thread or for the pool.
-    pub(super) fn is_quiet(&self) -> bool {
-        let is_quiet = self.diagnostics.self_test.is_quiet() && self.pool.is_quiet();
-        self.aborts == 0 && !self.configures_shadow && is_quiet
+    pub(super) fn is_idle(&self) -> bool {
+        let is_idle = self.diagnostics.self_test.is_idle() && self.pool.is_idle();
+        self.aborts == 0 && !self.configures_shadow && is_idle
     }
 
     /// Snapshot of feature values and Changed Attached Namespace List.
@@ -103,9 +103,9 @@ impl AdminCommands {
     }
 
     /// Drops the state of namespace `nsid`, which was replaced or removed.
-    pub(super) fn forget_namespace(&mut self, nsid: u32, hours: u64) {
-        self.features.forget_namespace(nsid);
-        self.reservations.forget_namespace(nsid);
+    pub(super) fn clear_namespace(&mut self, nsid: u32, hours: u64) {
+        self.features.clear_namespace(nsid);
+        self.reservations.clear_namespace(nsid);
         self.diagnostics.self_test.namespace_removed(nsid, hours);
     }
 
@@ -257,8 +257,9 @@ impl AdminCommands {
         let before = self.features.timestamp();
         let set = self.features.set(&command, sqe.nsid, data.as_deref(), &limits)?;
         if command.fid == fid::TIMESTAMP {
-            let (moment, since) = (self.moment(env.lifecycle), env.lifecycle.reset_at.elapsed());
-            self.diagnostics.events.timestamp_changed(&moment, before, since);
+            let (context, since) =
+                (self.event_context(env.lifecycle), env.lifecycle.reset_at.elapsed());
+            self.diagnostics.events.timestamp_changed(&context, before, since);
         }
         let shared = &env.cx.shared;
         match set.effect {
@@ -281,7 +282,7 @@ impl AdminCommands {
                     let overriding = env.overriding.as_ref().map(|o| o.queues());
                     let operation = Operation::Flush { cid: sqe.cid };
                     env.queues.flush(cx, &queue, operation, overriding);
-                    return Ok(Outcome::Later);
+                    return Ok(Outcome::Pending);
                 }
             }
             Effect::AsyncEventConfig(config) => {
@@ -345,14 +346,14 @@ impl AdminCommands {
         env.memory.shadow = Some(pages);
         env.port.change_shadow(Some(pages));
         let operation = Operation::ShadowDoorbells { cid: sqe.cid };
-        let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
+        let latch = env.cx.latch(ended_notice(env.lifecycle.generation, operation));
         env.cx.send_all(env.queues.workers(), |controller| Message::Shadow {
             controller,
             pages: Some(pages),
             latch: latch.clone(),
         });
         env.deferred.latches.push(latch);
-        Ok(Outcome::Later)
+        Ok(Outcome::Pending)
     }
 
     /// Completes Doorbell Buffer Config.
@@ -379,10 +380,10 @@ impl AdminCommands {
         }
         self.aborts += 1;
         let operation = Operation::Abort { cid: sqe.cid };
-        let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
+        let latch = env.cx.latch(ended_notice(env.lifecycle.generation, operation));
         let controller = env.cx.shared.id;
         env.cx.send(worker, Message::Abort { controller, sqid, cid, latch });
-        Ok(Outcome::Later)
+        Ok(Outcome::Pending)
     }
 
     /// Completes Abort; `status` is Command Abort Requested if the command was aborted.
@@ -399,8 +400,8 @@ impl AdminCommands {
     /// retry of the host cannot free space. The specification has no other report for a thinly
     /// provisioned namespace (NVM 1.1, "Capacity Exceeded"). Available Spare stays unchanged: it
     /// describes wear, and monitoring in the guest would report a failing disk. The owner of the
-    /// storage gets [`Event::Full`], or [`Event::Lost`] if cached data of a namespace could not be
-    /// written back.
+    /// storage gets [`Event::Full`], or [`Event::WritesLost`] if cached data of a namespace could
+    /// not be written back.
     pub(super) fn command_failed(
         &mut self,
         cx: &Context,
@@ -416,9 +417,9 @@ impl AdminCommands {
                 deferred.event(Event::Full(nsid));
             }
         } else if status.code() == Status::WRITE_FAULT {
-            for namespace in cx.serving().iter().filter(|ns| ns.disk().has_lost()) {
+            for namespace in cx.serving().iter().filter(|ns| ns.disk().has_lost_writes()) {
                 if self.losses.allows(namespace.nsid(), now) {
-                    deferred.event(Event::Lost(namespace.nsid()));
+                    deferred.event(Event::WritesLost(namespace.nsid()));
                 }
             }
         }
@@ -447,7 +448,7 @@ impl AdminCommands {
             return port.fail(cid, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(), sqe.nsid);
         }
         let len = decode::GetLbaStatus::decode(&sqe).length() as usize;
-        port.answer(sqe, Data { bytes, len, dw0: 0, log: None });
+        port.reply(sqe, Data { bytes, len, dw0: 0, log: None });
     }
 
     /// Checks and starts Get LBA Status. The module `lba_status` then queries the disk, in several
@@ -501,11 +502,11 @@ impl AdminCommands {
             return Ok(Outcome::NotYet);
         }
         if env.cx.lba_status.begin(question) {
-            let server: Arc<dyn TakesTurns> = Arc::<LbaStatusServer>::clone(&env.cx.lba_status);
+            let server: Arc<dyn TurnTask> = Arc::<LbaStatusServer>::clone(&env.cx.lba_status);
             let control = env.cx.pool.control().clone();
             let schedule = move || control.schedule(Arc::downgrade(&server));
             env.deferred.callbacks.push(Box::new(schedule));
         }
-        Ok(Outcome::Later)
+        Ok(Outcome::Pending)
     }
 }

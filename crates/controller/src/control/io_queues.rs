@@ -155,7 +155,7 @@ impl IoQueues {
     }
 
     /// Clears the set of I/O threads, after all of them have detached the controller.
-    pub(super) fn forget_workers(&mut self) {
+    pub(super) fn clear_workers(&mut self) {
         self.workers.clear();
     }
 
@@ -169,7 +169,7 @@ impl IoQueues {
     }
 
     /// True if no queue is being created or deleted.
-    pub(super) fn is_quiet(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         self.sqs.values().all(|sq| sq.state == QueueState::Live)
             && self.cqs.values().all(|cq| cq.state == QueueState::Live)
     }
@@ -206,7 +206,7 @@ impl IoQueues {
     ) {
         let worker = self.workers().next().unwrap_or_else(|| cx.pool.least_loaded());
         self.workers.insert(worker);
-        let latch = cx.latch(ended(env.generation, operation));
+        let latch = cx.latch(ended_notice(env.generation, operation));
         let context = env.context(cx, overriding);
         cx.send(worker, Message::Flush { context, latch });
     }
@@ -223,7 +223,7 @@ impl IoQueues {
     ) {
         let worker = self.workers().next().unwrap_or_else(|| cx.pool.least_loaded());
         self.workers.insert(worker);
-        let latch = cx.latch(ended(env.generation, operation));
+        let latch = cx.latch(ended_notice(env.generation, operation));
         let context = env.context(cx, overriding);
         cx.send(worker, Message::Verify { context, piece, latch });
     }
@@ -240,7 +240,7 @@ impl IoQueues {
         }
         for (qid, record) in std::mem::take(&mut self.cqs) {
             cx.shared.set_owner(qid, DoorbellKind::Cq, None);
-            cx.pool.unplace(record.worker);
+            cx.pool.unassign_queue(record.worker);
         }
         self.workers.clear();
         self.granted = (cx.config.io_queues, cx.config.io_queues);
@@ -288,7 +288,7 @@ impl IoQueues {
 }
 
 /// Notice at the end of an operation. The status is success, unless an I/O thread replaces it.
-pub(super) fn ended(generation: u64, operation: Operation) -> Notice {
+pub(super) fn ended_notice(generation: u64, operation: Operation) -> Notice {
     Notice::Ended { generation, operation, status: Status::SUCCESS }
 }
 
@@ -345,15 +345,15 @@ impl IoQueues {
             return Err(Status::INVALID_INTERRUPT_VECTOR.with_dnr());
         }
         let vector = command.ien.then_some(command.iv);
-        let worker = cx.pool.place();
+        let worker = cx.pool.assign_queue();
         let state = QueueState::Creating;
         self.cqs.insert(command.qid, CqRecord { layout, vector, worker, state });
         self.workers.insert(worker);
         let context = env.context(cx, overriding);
         let operation = Operation::CreateCq { qid: command.qid, cid: sqe.cid };
-        let latch = cx.latch(ended(env.generation, operation));
+        let latch = cx.latch(ended_notice(env.generation, operation));
         cx.send(worker, Message::CreateCq { context, layout, vector, latch });
-        Ok(Outcome::Later)
+        Ok(Outcome::Pending)
     }
 
     /// Completes Create I/O Completion Queue after the I/O thread has created the queue or failed.
@@ -366,7 +366,7 @@ impl IoQueues {
     ) {
         let Some(cq) = self.cqs.get_mut(&qid) else { return };
         if !status.is_success() {
-            cx.pool.unplace(cq.worker);
+            cx.pool.unassign_queue(cq.worker);
             self.cqs.remove(&qid);
             return port.fail(cid, status, 0);
         }
@@ -401,10 +401,11 @@ impl IoQueues {
         let layout = self.check_layout::<{ Sqe::SIZE }>(env, sqe, shape)?;
         let (qid, cqid, state) = (command.qid, command.cqid, QueueState::Creating);
         self.sqs.insert(qid, SqRecord { layout, cqid, worker, state });
-        let latch = cx.latch(ended(env.generation, Operation::CreateSq { qid, cid: sqe.cid }));
+        let latch =
+            cx.latch(ended_notice(env.generation, Operation::CreateSq { qid, cid: sqe.cid }));
         let controller = cx.shared.id;
         cx.send(worker, Message::CreateSq { controller, layout, cqid, latch });
-        Ok(Outcome::Later)
+        Ok(Outcome::Pending)
     }
 
     /// Completes Create I/O Submission Queue after the I/O thread has created the queue or failed.
@@ -441,7 +442,7 @@ impl IoQueues {
         let Some(record) = record else { return Err(Status::INVALID_QID.with_dnr()) };
         record.state = QueueState::Deleting;
         cx.shared.set_owner(qid, DoorbellKind::Sq, None);
-        let notice = ended(generation, Operation::DeleteSq { qid, cid: sqe.cid });
+        let notice = ended_notice(generation, Operation::DeleteSq { qid, cid: sqe.cid });
         let message = |controller, latch| Message::DeleteSq { controller, qid, latch };
         Ok(delete(cx, record.worker, notice, message, deferred))
     }
@@ -475,7 +476,7 @@ impl IoQueues {
         }
         record.state = QueueState::Deleting;
         cx.shared.set_owner(qid, DoorbellKind::Cq, None);
-        let notice = ended(generation, Operation::DeleteCq { qid, cid: sqe.cid });
+        let notice = ended_notice(generation, Operation::DeleteCq { qid, cid: sqe.cid });
         let message = |controller, latch| Message::DeleteCq { controller, qid, latch };
         Ok(delete(cx, record.worker, notice, message, deferred))
     }
@@ -488,7 +489,7 @@ impl IoQueues {
         (qid, cid): (u16, u16),
     ) {
         if let Some(record) = self.cqs.remove(&qid) {
-            cx.pool.unplace(record.worker);
+            cx.pool.unassign_queue(record.worker);
         }
         cx.trace(Kind::QueueDeleted, qid | COMPLETION_QUEUE, 0, 0);
         clear_register(cx, qid, DoorbellKind::Cq);
@@ -508,7 +509,7 @@ fn delete(
     let latch = cx.latch(notice);
     cx.send(worker, message(cx.shared.id, latch.clone()));
     deferred.latches.push(latch);
-    Outcome::Later
+    Outcome::Pending
 }
 
 /// Clears a doorbell register, because the next queue with this identifier starts at 0.
@@ -576,7 +577,7 @@ impl IoQueues {
             let queues = queues.ok_or(RestoreError::Invalid("an I/O queue"))?;
             stopovers.push(stopover(cx, serving, queues)?);
         }
-        self.own(cx);
+        self.route_doorbells(cx);
         cx.route.begin_quiesced(stopovers);
         Ok(())
     }
@@ -609,7 +610,7 @@ impl IoQueues {
             replays += queues.replays();
             stopovers.push(stopover(cx, serving, queues)?);
         }
-        self.own(cx);
+        self.route_doorbells(cx);
         cx.route.begin_quiesced(stopovers);
         Ok(replays)
     }
@@ -651,9 +652,9 @@ impl IoQueues {
     }
 
     /// Routes the doorbells of all queues to their I/O threads.
-    fn own(&self, cx: &Context) {
+    fn route_doorbells(&self, cx: &Context) {
         for (qid, cq) in &self.cqs {
-            cx.pool.place_at(cq.worker);
+            cx.pool.assign_queue_to(cq.worker);
             cx.shared.set_owner(*qid, DoorbellKind::Cq, Some(cx.route.resolve(cq.worker)));
         }
         for (qid, sq) in &self.sqs {

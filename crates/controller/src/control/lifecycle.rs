@@ -3,7 +3,7 @@
 use super::Control;
 use super::admin_port::Attach;
 use super::diagnostics::hours;
-use super::io_queues::{QueueEnvironment, ended};
+use super::io_queues::{QueueEnvironment, ended_notice};
 use super::lifecycle_state::{Callback, Deferred, Phase, Shutdown, Step, Waiter};
 use super::registers::Registers;
 use crate::admin::identify::SHUTDOWN_MICROSECONDS;
@@ -130,7 +130,7 @@ impl Control {
             Shutdown::Leaving | Shutdown::FlushingAgain => self.flush_for_shutdown(cx),
             Shutdown::Flushing => {
                 self.detach_flushed(cx, deferred);
-                cx.shared.irqs.forget_pending();
+                cx.shared.irqs.clear_pending();
                 self.lifecycle.shutdown = Shutdown::None;
                 self.lifecycle.shutdown_limit = None;
                 self.registers.csts.set_shst(regs::SHST_COMPLETE);
@@ -143,12 +143,12 @@ impl Control {
     fn detach_flushed(&mut self, cx: &Context, deferred: &mut Deferred) {
         // The notice has the previous generation, so the control plane ignores it.
         let before = self.lifecycle.generation.wrapping_sub(1);
-        let latch = cx.latch(ended(before, Operation::Reset));
+        let latch = cx.latch(ended_notice(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {
             controller,
             latch: latch.clone(),
         });
-        self.queues.forget_workers();
+        self.queues.clear_workers();
         deferred.latches.push(latch);
     }
 
@@ -164,7 +164,7 @@ impl Control {
         if cx.shared.mapped {
             cx.pool.control().poll_doorbells(cx.shared.id, None);
         }
-        let latch = cx.latch(ended(self.lifecycle.generation, operation));
+        let latch = cx.latch(ended_notice(self.lifecycle.generation, operation));
         self.port.close(latch.clone());
         let controller = cx.shared.id;
         cx.route.hurry(&cx.pool, || Message::Hurry { controller });
@@ -209,7 +209,7 @@ impl Control {
         self.queues.reset(cx);
         let doorbells = cx.shared.doorbells();
         let _ = doorbells.fill(0, doorbells.len(), 0);
-        cx.shared.irqs.forget_pending();
+        cx.shared.irqs.clear_pending();
         cx.shared.coalescing.reset();
         cx.shared.set_write_through(false);
         cx.shared.set_copy_formats(0);
@@ -218,7 +218,7 @@ impl Control {
         }
         self.commands.reset();
         self.commands.ana.begin(cx);
-        deferred.latches.extend(cx.lba_status.forget());
+        deferred.latches.extend(cx.lba_status.drop_all());
         self.port.events.clear();
         self.lifecycle.reset_at = Instant::now();
         self.lifecycle.phase = Phase::Disabled;
@@ -234,7 +234,7 @@ impl Control {
         cx.trace(Kind::Reset, 0, 0, 0);
         deferred.event(Event::Disabled);
         for waiter in std::mem::take(&mut self.lifecycle.waiting) {
-            self.reset_is_over(cx, waiter, deferred);
+            self.run_waiter(cx, waiter, deferred);
         }
         if self.registers.cc.en() {
             self.enable(cx, deferred);
@@ -245,7 +245,7 @@ impl Control {
     }
 
     /// Runs the action of a waiter after a reset.
-    fn reset_is_over(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
+    fn run_waiter(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
         match waiter {
             Waiter::Reset(done) => deferred.callbacks.push(done),
             Waiter::Disconnect(done) => {
@@ -276,7 +276,7 @@ impl Control {
                 deferred.callbacks.push(Box::new(cx.route.drop_quiesced()));
             }
             self.registers.power_on();
-            self.reset_is_over(cx, waiter, &mut deferred);
+            self.run_waiter(cx, waiter, &mut deferred);
         } else {
             self.lifecycle.waiting.push(waiter);
             self.begin_reset(cx, true, &mut deferred);
@@ -288,7 +288,7 @@ impl Control {
 /// Expiry of the Keep Alive Timer and of the time for a shutdown.
 impl Control {
     /// Checks the Keep Alive Timer and the time for a shutdown. Returns true if one has expired.
-    pub(crate) fn watch_host(
+    pub(crate) fn check_keep_alive(
         &mut self,
         cx: &Context,
         now: Instant,
@@ -312,28 +312,28 @@ impl Control {
         }
         let is_gone = timer.expires(now);
         if is_gone {
-            self.host_is_gone(cx, deferred);
+            self.handle_dead_host(cx, deferred);
         }
         is_gone
     }
 
     /// Time for which the caller has to schedule a timer turn for Keep Alive or background work.
     /// `None` if no turn is needed or one is already scheduled.
-    pub(crate) fn next_watch(&mut self, now: Instant) -> Option<Instant> {
+    pub(crate) fn next_timer(&mut self, now: Instant) -> Option<Instant> {
         let due = self.next_due().into_iter().chain(self.lifecycle.shutdown_limit);
-        self.commands.keep_alive().next_look(now).into_iter().chain(due).min()
+        self.commands.keep_alive().next_check(now).into_iter().chain(due).min()
     }
 
     /// Handles a dead host: adds an error log entry, enters a fatal state and stops command
     /// execution.
-    fn host_is_gone(&mut self, cx: &Context, deferred: &mut Deferred) {
+    fn handle_dead_host(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.port.no_command_failed(Status::KEEP_ALIVE_TIMER_EXPIRED);
         let why = "the Keep Alive Timer expired without a command from the host";
         self.fail(cx, why, deferred);
         // The queues are detached as at a reset, because the host can only reset the controller
         // now. The notice has the previous generation, so the control plane ignores it.
         let before = self.lifecycle.generation.wrapping_sub(1);
-        let latch = cx.latch(ended(before, Operation::Reset));
+        let latch = cx.latch(ended_notice(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {
             controller,
             latch: latch.clone(),

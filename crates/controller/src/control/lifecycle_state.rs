@@ -87,7 +87,7 @@ impl Lifecycle {
     }
 
     /// True if no reset or shutdown is in progress.
-    pub(super) fn is_quiet(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         self.phase != Phase::Resetting && self.shutdown == Shutdown::None && self.waiting.is_empty()
     }
 }
@@ -129,7 +129,7 @@ pub(super) enum Stage {
     /// I/O threads stop fetching, and commands in flight end.
     Pausing,
     /// One I/O thread executes its exclusive commands. The I/O threads in `left` follow.
-    Turns,
+    Executing,
     /// Changes are added to the checkpoint; after that, I/O threads write outcomes to the journal.
     Recording,
 }
@@ -137,7 +137,7 @@ pub(super) enum Stage {
 /// State of exclusive command execution.
 #[derive(Debug, Default)]
 pub(super) struct Exclusive {
-    pub(super) is_wanted: bool,
+    pub(super) is_requested: bool,
     pub(super) stage: Stage,
     /// I/O threads that may have queues of the controller.
     pub(super) workers: Vec<usize>,
@@ -148,13 +148,13 @@ pub(super) struct Exclusive {
 
 impl Exclusive {
     /// True if no exclusive command is waiting or running.
-    pub(super) fn is_quiet(&self) -> bool {
-        !self.is_wanted && self.stage == Stage::Nothing
+    pub(super) fn is_idle(&self) -> bool {
+        !self.is_requested && self.stage == Stage::Nothing
     }
 
     /// Requests a round, because an I/O thread has an exclusive command.
-    pub(super) fn want(&mut self) {
-        self.is_wanted = true;
+    pub(super) fn request(&mut self) {
+        self.is_requested = true;
     }
 }
 

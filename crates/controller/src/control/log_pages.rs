@@ -7,7 +7,7 @@ use super::lifecycle_state::Lifecycle;
 use super::namespace_state::groups;
 use crate::admin::TEMPERATURE;
 use crate::admin::logs::{self, Health, LogContext};
-use crate::admin::persistent_events::{Moment, Names};
+use crate::admin::persistent_events::{EventContext, Names};
 use crate::context::Context;
 use crate::namespace::IEEE_OUI;
 use crate::subsystem::Member;
@@ -67,7 +67,7 @@ impl AdminCommands {
         /// LSP value: Create Telemetry Host-Initiated Data.
         const CREATE: u8 = 1;
         logs::check(command, sqe.nsid)?;
-        let moment = self.moment(env.lifecycle);
+        let context = self.event_context(env.lifecycle);
         let names = || {
             let (sn, mn, subnqn) = self.identity.names();
             Names { sn, mn, subnqn }
@@ -76,7 +76,7 @@ impl AdminCommands {
         let page = match command.lid {
             lid::PERSISTENT_EVENTS => {
                 let names = names();
-                self.diagnostics.events.read(command, &names, &moment)?
+                self.diagnostics.events.read(command, &names, &context)?
             }
             of => {
                 let Diagnostics { telemetry, events, .. } = &mut self.diagnostics;
@@ -88,7 +88,7 @@ impl AdminCommands {
                         events.len(),
                     ));
                     let page = telemetry.page(of, [c, b, a]);
-                    events.telemetry_created(&moment, &page[..TELEMETRY_BLOCK]);
+                    events.telemetry_created(&context, &page[..TELEMETRY_BLOCK]);
                 }
                 telemetry.page(of, [c, b, a])
             }
@@ -106,8 +106,8 @@ impl AdminCommands {
     }
 
     /// Current time and identity for persistent events.
-    pub(super) fn moment(&self, lifecycle: &Lifecycle) -> Moment {
-        Moment {
+    pub(super) fn event_context(&self, lifecycle: &Lifecycle) -> EventContext {
+        EventContext {
             cntlid: self.identity.cntlid(),
             timestamp: self.features.timestamp(),
             powered: lifecycle.since.elapsed(),

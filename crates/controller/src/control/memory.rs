@@ -10,7 +10,7 @@ pub(super) struct HostMemory {
     space: DmaSpace,
     /// True if the controller may access host memory.
     enabled: bool,
-    nothing: Arc<DmaTable>,
+    empty: Arc<DmaTable>,
     /// Shadow Doorbell and EventIdx pages of Doorbell Buffer Config.
     pub(super) shadow: Option<(u64, u64)>,
     /// Callbacks by ticket number.
@@ -25,7 +25,7 @@ impl HostMemory {
         Self {
             space: DmaSpace::of_peer(peer),
             enabled: true,
-            nothing: Arc::default(),
+            empty: Arc::default(),
             shadow: None,
             releases: BTreeMap::new(),
             next_ticket: 0,
@@ -34,7 +34,7 @@ impl HostMemory {
 
     /// DMA table that the controller may use now; empty while access is disabled.
     pub(super) fn table(&self) -> &Arc<DmaTable> {
-        if self.enabled { self.space.table() } else { &self.nothing }
+        if self.enabled { self.space.table() } else { &self.empty }
     }
 
     /// DMA table of all maps, even while access is disabled.

@@ -44,7 +44,7 @@ pub use namespace_state::NamespaceError;
 pub(crate) use registers::RegisterImage;
 
 use crate::admin::OutOfBandCommand;
-use crate::admin::persistent_events::{FATAL, ISOLATED, Moment, Own, RECOVERED};
+use crate::admin::persistent_events::{EventContext, FATAL, ISOLATED, RECOVERED, VendorEventCode};
 use crate::context::Context;
 use crate::event::Event;
 use crate::notice::{Latch, MissedErrors, Notice, Operation};
@@ -54,7 +54,7 @@ use crate::worker::mailbox::Message;
 use admin_port::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use diagnostics::{hours, media, summary};
-use io_queues::{IoQueues, QueueEnvironment, ended};
+use io_queues::{IoQueues, QueueEnvironment, ended_notice};
 use lifecycle_state::{Exclusive, Lifecycle, Phase, Quiesce, Shutdown, Stage, Step};
 use memory::HostMemory;
 use namespace_state::NamespaceChanges;
@@ -74,7 +74,7 @@ pub(crate) struct Standing {
     /// True if commands are served.
     pub(crate) ready: bool,
     /// True if new commands may start, because no quiesce is requested.
-    pub(crate) begins: bool,
+    pub(crate) accepts_commands: bool,
     /// True if the controller is quiesced. Host memory must then not be written.
     pub(crate) quiesced: bool,
     /// CC.MPS in bytes.
@@ -169,7 +169,7 @@ impl Control {
             Effect::None => {}
             Effect::Configuration(before) => self.configure(cx, before, deferred),
             Effect::AdminCompletionQueue(acq) => {
-                if self.port.place_cq(acq) {
+                if self.port.set_cq_address(acq) {
                     self.registers.acq = acq;
                 } else {
                     tracing::debug!(offset, "ignored a write while the controller is enabled");
@@ -211,7 +211,7 @@ impl Control {
     }
 
     /// Reports an invalid value of an admin doorbell.
-    pub(crate) fn bad_admin_doorbell(&mut self) {
+    pub(crate) fn report_invalid_admin_doorbell(&mut self) {
         if self.is_ready() {
             self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
         }
@@ -265,9 +265,12 @@ impl Control {
     /// a command.
     pub(crate) fn admin_orders(&mut self, has_fetched: bool) -> (Orders, Standing) {
         let orders = self.port.take_orders(has_fetched);
-        let (ready, begins) = (self.is_ready(), self.quiesce.step == Step::Running);
+        let (ready, accepts_commands) = (self.is_ready(), self.quiesce.step == Step::Running);
         let quiesced = self.quiesce.step == Step::Quiesced;
-        (orders, Standing { ready, begins, quiesced, page_size: self.registers.page_size() })
+        (
+            orders,
+            Standing { ready, accepts_commands, quiesced, page_size: self.registers.page_size() },
+        )
     }
 
     /// Executes an admin command that was fetched in reset generation `generation`. `data` are the
@@ -381,12 +384,12 @@ impl Control {
                 }
             }
             // A reset drops the commands that wait for exclusive execution.
-            Notice::WantsExclusive if self.is_ready() => self.exclusive.want(),
-            Notice::WantsExclusive => {}
+            Notice::ExclusiveRequested if self.is_ready() => self.exclusive.request(),
+            Notice::ExclusiveRequested => {}
             Notice::AdminDoorbell => {}
             Notice::SlowTurns { took } => self.too_slow(cx, took, deferred),
-            Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
-            Notice::Left => self.queues_left(cx, deferred),
+            Notice::Relocated { from } => cx.route.send_deferred(&cx.pool, from),
+            Notice::QueuesDetached => self.queues_detached(cx, deferred),
             Notice::Stranded => {
                 self.fail(cx, "the dedicated I/O thread could not take over the queues", deferred);
             }
@@ -397,7 +400,7 @@ impl Control {
                 self.pool_ended(cx, (generation, cid), (status, dw0), deferred);
             }
             Notice::Sanitized => self.sanitized(cx, deferred),
-            Notice::Shared => self.pass_on_changes(cx, deferred),
+            Notice::Shared => self.forward_changes(cx, deferred),
             Notice::ReservationEnded { ticket, status } => {
                 self.end_reservation(cx, ticket, status);
             }
@@ -443,7 +446,7 @@ impl Control {
             Operation::Flush { cid } | Operation::Feature { cid } => port.fail(cid, status, 0),
             Operation::Pause | Operation::Exclusive => self.next_exclusive(cx, deferred),
             Operation::Recorded => self.exclusive_recorded(cx, deferred),
-            Operation::Settled => self.exclusive_settled(cx),
+            Operation::DecisionsJournaled => self.end_exclusive_round(cx),
             Operation::SelfTest { run, nsid } => self.verified(cx, (run, nsid), status),
             Operation::Shutdown => self.continue_shutdown(cx, deferred),
             Operation::Reset => self.end_reset(cx, deferred),
@@ -454,41 +457,41 @@ impl Control {
 /// Background work for diagnostics: self-test pieces, SMART / Health snapshots and persistent
 /// events.
 impl Control {
-    fn moment(&self) -> Moment {
-        self.commands.moment(&self.lifecycle)
+    fn event_context(&self) -> EventContext {
+        self.commands.event_context(&self.lifecycle)
     }
 
     /// Logs that the controller was enabled.
     fn log_enabled(&mut self) {
-        let moment = self.moment();
-        self.commands.diagnostics.events.enabled(&moment);
+        let context = self.event_context();
+        self.commands.diagnostics.events.enabled(&context);
     }
 
     /// Adds a vendor-specific persistent event, captures controller-initiated telemetry and raises
     /// the telemetry event.
-    fn log_own(&mut self, cx: &Context, own: Own, text: &str) {
-        let moment = self.moment();
+    fn log_vendor_event(&mut self, cx: &Context, vendor_event: VendorEventCode, text: &str) {
+        let context = self.event_context();
         let stats = cx.shared.stats(|_| None);
         let diagnostics = &mut self.commands.diagnostics;
-        diagnostics.events.own(&moment, own, text);
+        diagnostics.events.add_vendor_event(&context, vendor_event, text);
         let (errors, events) = (&self.port.errors, diagnostics.events.len());
         let summary = summary(&cx.config, &self.lifecycle, errors, &stats, events);
-        let reason = format!("{}: {text}", own.1);
-        diagnostics.telemetry.capture_own(&reason, &summary.unwrap_or_default());
+        let reason = format!("{}: {text}", vendor_event.1);
+        diagnostics.telemetry.capture_controller_initiated(&reason, &summary.unwrap_or_default());
         self.port.raise(AsyncEvent::TELEMETRY_LOG_CHANGED);
     }
 
     fn log_fatal(&mut self, cx: &Context, why: &str) {
-        self.log_own(cx, FATAL, why);
+        self.log_vendor_event(cx, FATAL, why);
     }
 
     fn log_recovered(&mut self, cx: &Context) {
-        self.log_own(cx, RECOVERED, "recovered by a new process after a crash");
+        self.log_vendor_event(cx, RECOVERED, "recovered by a new process after a crash");
     }
 
     fn log_isolated(&mut self, cx: &Context, took: Duration) {
         let text = format!("a pass took {took:?}: moved to a dedicated I/O thread");
-        self.log_own(cx, ISOLATED, &text);
+        self.log_vendor_event(cx, ISOLATED, &text);
     }
 
     /// Runs background work that is due: a self-test piece or a health snapshot. Returns true if
@@ -506,8 +509,8 @@ impl Control {
         if wants_snapshot {
             let (commands, env) = self.split(cx, deferred);
             let health = commands.health_page(&env);
-            let moment = commands.moment(env.lifecycle);
-            commands.diagnostics.events.snapshot(&moment, &health, now);
+            let context = commands.event_context(env.lifecycle);
+            commands.diagnostics.events.snapshot(&context, &health, now);
         }
         let hours = hours(&self.lifecycle);
         let self_test = &mut self.commands.diagnostics.self_test;
@@ -545,14 +548,14 @@ impl Control {
 impl Control {
     /// True if exclusive commands are waiting or running.
     pub(crate) fn has_exclusive(&self) -> bool {
-        !self.exclusive.is_quiet()
+        !self.exclusive.is_idle()
     }
 
     /// Starts a round of exclusive commands, if one is requested and none is running.
     pub(crate) fn advance_exclusive(&mut self, cx: &Context, deferred: &mut Deferred) {
         let quiesced = self.quiesce.step == Step::Quiesced;
         if self.exclusive.stage != Stage::Nothing
-            || !self.exclusive.is_wanted
+            || !self.exclusive.is_requested
             || !self.is_ready()
             || quiesced
         {
@@ -560,14 +563,14 @@ impl Control {
         }
         let workers = cx.route.everywhere(self.queues.workers());
         self.exclusive = Exclusive {
-            is_wanted: false,
+            is_requested: false,
             stage: Stage::Pausing,
             left: workers.clone(),
             workers,
             marks: cx.shared.uncorrectable(),
         };
         cx.shared.set_exclusive(true);
-        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Pause));
+        let latch = cx.latch(ended_notice(self.lifecycle.generation, Operation::Pause));
         for worker in &self.exclusive.workers {
             let (controller, latch) = (cx.shared.id, latch.clone());
             cx.pool.send(*worker, Message::Pause { controller, latch });
@@ -580,11 +583,11 @@ impl Control {
     fn next_exclusive(&mut self, cx: &Context, deferred: &mut Deferred) {
         let next = self.exclusive.left.pop();
         let (stage, operation) = match next {
-            Some(_) => (Stage::Turns, Operation::Exclusive),
+            Some(_) => (Stage::Executing, Operation::Exclusive),
             None => (Stage::Recording, Operation::Recorded),
         };
         self.exclusive.stage = stage;
-        let latch = cx.latch(ended(self.lifecycle.generation, operation));
+        let latch = cx.latch(ended_notice(self.lifecycle.generation, operation));
         if let Some(worker) = next {
             let (controller, latch) = (cx.shared.id, latch.clone());
             cx.pool.send(worker, Message::RunExclusive { controller, latch });
@@ -599,18 +602,19 @@ impl Control {
     /// repeat the commands otherwise.
     fn exclusive_recorded(&mut self, cx: &Context, deferred: &mut Deferred) {
         if Arc::ptr_eq(&self.exclusive.marks, &cx.shared.uncorrectable()) {
-            return self.exclusive_settled(cx);
+            return self.end_exclusive_round(cx);
         }
-        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Settled));
+        let latch =
+            cx.latch(ended_notice(self.lifecycle.generation, Operation::DecisionsJournaled));
         for worker in &self.exclusive.workers {
             let (controller, latch) = (cx.shared.id, latch.clone());
-            cx.pool.send(*worker, Message::Settle { controller, latch });
+            cx.pool.send(*worker, Message::JournalDecisions { controller, latch });
         }
         deferred.latches.push(latch);
     }
 
     /// Ends the round. All I/O threads resume.
-    fn exclusive_settled(&mut self, cx: &Context) {
+    fn end_exclusive_round(&mut self, cx: &Context) {
         self.exclusive.marks = Arc::default();
         self.exclusive.stage = Stage::Nothing;
         cx.shared.set_exclusive(false);

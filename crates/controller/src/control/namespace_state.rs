@@ -55,7 +55,7 @@ pub enum NamespaceError {
 }
 
 /// Callback at the end of a change.
-pub(crate) type Done = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
+pub(crate) type ChangeCallback = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
 
 /// Change in progress.
 pub(super) struct Change {
@@ -65,7 +65,7 @@ pub(super) struct Change {
     pub(super) publish_last: bool,
     /// True if the change is being undone.
     pub(super) undone: bool,
-    pub(super) done: Done,
+    pub(super) done: ChangeCallback,
 }
 
 /// Changes in progress, by NSID.
@@ -74,7 +74,7 @@ pub(super) struct NamespaceChanges(pub(super) BTreeMap<u32, Change>);
 
 impl NamespaceChanges {
     /// True if no change is in progress.
-    pub(super) fn is_quiet(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         self.0.is_empty()
     }
 }

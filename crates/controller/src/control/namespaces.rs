@@ -27,7 +27,7 @@
 use super::Control;
 use super::diagnostics::hours;
 use super::lifecycle_state::{Callback, Deferred, Phase, Step};
-use super::namespace_state::{Change, Done, NamespaceError, groups};
+use super::namespace_state::{Change, ChangeCallback, NamespaceError, groups};
 use crate::admin::logs::{AnaChanges, ReservationLog};
 use crate::admin::sanitize;
 use crate::config::{ConfigError, MAX_NAMESPACES, NamespaceConfig};
@@ -56,7 +56,7 @@ impl Control {
         cx: &Context,
         nsid: Option<u32>,
         config: &NamespaceConfig,
-        done: Done,
+        done: ChangeCallback,
     ) -> Result<(u32, Deferred), NamespaceError> {
         let there = cx.serving();
         let mut possible = 1..=MAX_NAMESPACES as u32;
@@ -75,7 +75,7 @@ impl Control {
             let (first, second) = (other.nsid().min(nsid), other.nsid().max(nsid));
             return Err(ConfigError::SameUuid { first, second }.into());
         }
-        let namespace = Namespace::new(nsid, config, &there.promises);
+        let namespace = Namespace::new(nsid, config, &there.guarantees);
         Ok((nsid, self.change(cx, nsid, Some(namespace), done)))
     }
 
@@ -84,7 +84,7 @@ impl Control {
         &mut self,
         cx: &Context,
         nsid: u32,
-        done: Done,
+        done: ChangeCallback,
     ) -> Result<Deferred, NamespaceError> {
         self.check_change(nsid)?;
         cx.serving().get(nsid).ok_or(NamespaceError::Missing(nsid))?;
@@ -97,14 +97,14 @@ impl Control {
         cx: &Context,
         nsid: u32,
         disk: Arc<dyn Disk>,
-        done: Done,
+        done: ChangeCallback,
     ) -> Result<Deferred, NamespaceError> {
         self.check_change(nsid)?;
         let there = cx.serving();
         let before = there.get(nsid).ok_or(NamespaceError::Missing(nsid))?;
         let config = NamespaceConfig { disk, uuid: before.uuid() };
         config.validate(nsid)?;
-        let after = Namespace::new(nsid, &config, &there.promises);
+        let after = Namespace::new(nsid, &config, &there.guarantees);
         let (before, after_size) = (before.info().block_size, after.info().block_size);
         if before != after_size {
             let disk = config.disk.name();
@@ -132,7 +132,7 @@ impl Control {
         cx: &Context,
         nsid: u32,
         after: Option<Namespace>,
-        done: Done,
+        done: ChangeCallback,
     ) -> Deferred {
         let before = cx.serving().get(nsid).cloned();
         let publish_last = blocks(after.as_ref()) >= blocks(before.as_ref());
@@ -156,7 +156,7 @@ impl Control {
         deferred: &mut Deferred,
     ) {
         let blocks = blocks(namespace.as_ref());
-        cx.shared.change_uncorrectable(|marks| marks.forget(nsid, blocks));
+        cx.shared.change_uncorrectable(|marks| marks.clear_marks(nsid, blocks));
         let namespaces = cx.serving().with(nsid, namespace);
         cx.serve(Arc::clone(&namespaces));
         let latch = cx.latch(Notice::NamespaceChanged { nsid, status: Status::SUCCESS });
@@ -183,7 +183,7 @@ impl Control {
             return;
         }
         if namespace.is_none() || cx.identified().get(nsid).is_none() {
-            self.commands.forget_namespace(nsid, hours(&self.lifecycle));
+            self.commands.clear_namespace(nsid, hours(&self.lifecycle));
         }
         cx.identify(cx.identified().with(nsid, namespace));
         self.announce_namespace(nsid);
@@ -224,11 +224,11 @@ impl Control {
         }
         let outcome = if undone { Err(NamespaceError::Open(nsid)) } else { Ok(()) };
         // The callback may open the disks again, so they are dropped before.
-        let told: Callback = Box::new(move || {
+        let on_disconnect: Callback = Box::new(move || {
             drop((before, after));
             done(outcome);
         });
-        deferred.callbacks.push(told);
+        deferred.callbacks.push(on_disconnect);
     }
 }
 
@@ -245,10 +245,10 @@ impl Control {
     ) {
         let sanitizing = self.commands.pool.ended();
         if let Some(command) = sanitizing.filter(|_| status.is_success()) {
-            let moment = self.commands.moment(&self.lifecycle);
+            let context = self.commands.event_context(&self.lifecycle);
             let dwords = (command.dword10(), command.ovrpat);
             let sanicap = sanitize::capabilities().into_bits();
-            self.commands.diagnostics.events.sanitize_started(&moment, sanicap, dwords);
+            self.commands.diagnostics.events.sanitize_started(&context, sanicap, dwords);
         }
         self.review_barred(cx, deferred);
         if generation != self.lifecycle.generation {
@@ -264,9 +264,9 @@ impl Control {
     pub(super) fn sanitized(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.review_barred(cx, deferred);
         if let Some(pool) = &cx.config.pool {
-            let moment = self.commands.moment(&self.lifecycle);
+            let context = self.commands.event_context(&self.lifecycle);
             let log = sanitize::page(&pool.state().sanitize);
-            self.commands.diagnostics.events.sanitize_ended(&moment, &log);
+            self.commands.diagnostics.events.sanitize_ended(&context, &log);
         }
         self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
     }
@@ -305,7 +305,7 @@ impl Control {
         };
         self.commands.ana.review(cx);
         member.set_ana_state(group, state);
-        self.tell_ana(cx);
+        self.report_ana_changes(cx);
         let ticket = self.commands.ana.next_ticket;
         self.commands.ana.next_ticket += 1;
         self.commands.ana.waiting.push((ticket, done));
@@ -335,7 +335,7 @@ impl Control {
     }
 
     /// Raises the ANA change event if a state differs from the last one that the host could know.
-    pub(super) fn tell_ana(&mut self, cx: &Context) {
+    pub(super) fn report_ana_changes(&mut self, cx: &Context) {
         if self.commands.ana.review(cx) && self.is_ready() {
             self.port.raise(AsyncEvent::ANA_CHANGE);
         }
@@ -350,7 +350,8 @@ impl Control {
     }
 
     /// Restores the ANA state of another process. The state of a group may have changed since it
-    /// was saved, so the caller must call [`tell_ana`](Self::tell_ana) when the admin queue exists.
+    /// was saved, so the caller must call [`report_ana_changes`](Self::report_ana_changes) when the
+    /// admin queue exists.
     fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
         self.commands.ana.changes = AnaChanges::restore(saved);
         if saved == &SavedAna::default() {
@@ -362,7 +363,7 @@ impl Control {
 /// Reservations: changes of the subsystem.
 impl Control {
     /// Forwards pending changes and notifications of the subsystem to I/O threads and to the host.
-    pub(super) fn pass_on_changes(&mut self, cx: &Context, deferred: &mut Deferred) {
+    pub(super) fn forward_changes(&mut self, cx: &Context, deferred: &mut Deferred) {
         let Some(member) = &cx.config.member else { return };
         for subsystem::Change { uuid, aborts, latch } in member.take_changes() {
             for worker in cx.route.everywhere(self.queues.workers()) {
@@ -372,12 +373,12 @@ impl Control {
             }
             deferred.latches.push(latch);
         }
-        for (uuid, kind) in member.take_told() {
+        for (uuid, kind) in member.take_notifications() {
             let namespaces = cx.identified();
             let found = namespaces.iter().find(|namespace| namespace.uuid() == uuid);
             if let Some(namespace) = found
                 && self.is_ready()
-                && self.commands.reservations.tell(namespace.nsid(), kind)
+                && self.commands.reservations.add_notification(namespace.nsid(), kind)
             {
                 self.port.raise(AsyncEvent::RESERVATION_LOG_PAGE);
             }
@@ -401,7 +402,7 @@ impl Control {
 
     pub(super) fn restore_sharing(&mut self, cx: &Context, saved: &SavedSharing) {
         let Some(member) = &cx.config.member else { return };
-        member.go_on();
+        member.resume();
         member.set_host(HostId::from_bytes(&saved.host));
         self.commands.reservations = ReservationLog::restore(saved);
         self.restore_ana(cx, &saved.ana);

@@ -6,7 +6,7 @@ use super::lifecycle_state::Deferred;
 use crate::admin::identify::{self, CNTLID};
 use crate::admin::{namespace_management, sanitize};
 use crate::context::Context;
-use crate::pool::{PoolAct, PoolDone, PoolOrder, PoolState};
+use crate::pool::{PoolAct, PoolCallback, PoolOrder, PoolState};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
 use shadowbell_spec::opcode::AdminOpcode;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 #[derive(Debug, Default)]
 pub(super) struct PoolCommands {
     /// True while the pool executes a command.
-    under_way: bool,
+    in_progress: bool,
     /// UUID of the namespace whose creation was started last. After a crash, the next process
     /// repeats the creation with the same UUID, so that no second namespace is created.
     creating: Option<[u8; 16]>,
@@ -29,8 +29,8 @@ pub(super) struct PoolCommands {
 
 impl PoolCommands {
     /// True if the pool executes no command.
-    pub(super) fn is_quiet(&self) -> bool {
-        !self.under_way
+    pub(super) fn is_idle(&self) -> bool {
+        !self.in_progress
     }
 
     pub(super) fn save(&self) -> Option<[u8; 16]> {
@@ -43,8 +43,8 @@ impl PoolCommands {
 
     /// UUID for a namespace to create. If the command is repeated after a crash, it is the previous
     /// UUID.
-    fn uuid(&mut self, is_again: bool) -> [u8; 16] {
-        let known = self.creating.filter(|_| is_again);
+    fn uuid(&mut self, is_repeat: bool) -> [u8; 16] {
+        let known = self.creating.filter(|_| is_repeat);
         *self.creating.insert(known.unwrap_or_else(random_uuid))
     }
 }
@@ -109,7 +109,7 @@ pub(super) struct OrderContext<'a> {
 impl PoolCommands {
     /// Ends the pool command in progress. Returns it if it is a Sanitize command.
     pub(super) fn ended(&mut self) -> Option<decode::Sanitize> {
-        self.under_way = false;
+        self.in_progress = false;
         self.sanitizing.take()
     }
 
@@ -123,44 +123,44 @@ impl PoolCommands {
         let cx = env.cx;
         let Some(pool) = &cx.config.pool else { return Err(Status::INVALID_OPCODE.with_dnr()) };
         let data = data.transpose()?;
-        if self.under_way {
+        if self.in_progress {
             return Ok(Outcome::NotYet);
         }
         let (state, identified) = (pool.state(), cx.identified());
         let is_given = |nsid: u32| identified.get(nsid).is_some() && state.get(nsid).is_none();
         let given = identified.iter().any(|namespace| is_given(namespace.nsid()));
-        let is_again = env.port.checkpoint.is_replayed();
+        let is_repeat = env.port.checkpoint.is_replayed();
         let act = match opcode {
             AdminOpcode::NamespaceManagement => {
-                let uuid = self.uuid(is_again);
+                let uuid = self.uuid(is_repeat);
                 let known = state.namespaces.iter().find(|namespace| namespace.uuid == uuid);
-                if let Some(known) = known.filter(|_| is_again) {
+                if let Some(known) = known.filter(|_| is_repeat) {
                     return Ok(Outcome::Done(known.nsid));
                 }
                 let of = (uuid, is_given(sqe.nsid));
                 let act = namespace_management::management(sqe, data.as_deref(), &state, of);
                 match act {
                     // The process that died has already deleted the namespace.
-                    Err(status) if is_again && status.code() == GONE => {
+                    Err(status) if is_repeat && status.code() == NO_SUCH_NAMESPACE => {
                         return Ok(Outcome::Done(0));
                     }
                     act => act?,
                 }
             }
             AdminOpcode::NamespaceAttachment => {
-                let of = (CNTLID, is_given(sqe.nsid), is_again);
+                let of = (CNTLID, is_given(sqe.nsid), is_repeat);
                 namespace_management::attachment(sqe, data.as_deref(), &state, of)?
             }
             AdminOpcode::FormatNvm => {
                 namespace_management::format(sqe, &state, (is_given(sqe.nsid), given))?
             }
             // The process that died has already started the operation.
-            _ if is_again && state.sanitize.command == decode::Sanitize::decode(sqe) => {
+            _ if is_repeat && state.sanitize.command == decode::Sanitize::decode(sqe) => {
                 return Ok(Outcome::Done(0));
             }
             _ => sanitize::sanitize(sqe, &state, given)?,
         };
-        self.under_way = true;
+        self.in_progress = true;
         self.sanitizing = match &act {
             PoolAct::Sanitize(command) if command.sanact != decode::Sanitize::EXIT_FAILURE => {
                 Some(*command)
@@ -173,22 +173,22 @@ impl PoolCommands {
             serving = serving.barring(nsid, Some(status));
         }
         cx.serve(serving);
-        let done = PoolDone {
+        let done = PoolCallback {
             control: cx.control.clone(),
             generation: env.generation,
             cid: sqe.cid,
-            is_told: false,
+            is_notified: false,
         };
-        let (pool, order) = (Arc::clone(pool), PoolOrder { act, is_again });
+        let (pool, order) = (Arc::clone(pool), PoolOrder { act, is_repeat });
         // The callback runs after the lock is released, when the checkpoint contains the command in
         // flight.
         env.deferred.callbacks.push(Box::new(move || pool.order(order, done)));
-        Ok(Outcome::Later)
+        Ok(Outcome::Pending)
     }
 }
 
 /// Status of a command for a namespace that does not exist.
-const GONE: Status = Status::INVALID_NAMESPACE_OR_FORMAT;
+const NO_SUCH_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT;
 
 /// Namespaces that are not served while the pool executes the command, each with the status of I/O
 /// commands for it.

@@ -3,7 +3,7 @@
 
 use super::admin_port::{Data, Executed, Outcome};
 use super::commands::{AdminCommands, CommandEnvironment};
-use super::io_queues::ended;
+use super::io_queues::ended_notice;
 use super::namespace_state::check_ana_state;
 use crate::admin::features::host_identifier_bytes;
 use crate::notice::Operation;
@@ -89,12 +89,12 @@ impl AdminCommands {
             return Err(INVALID);
         }
         let operation = Operation::Feature { cid: sqe.cid };
-        let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
+        let latch = env.cx.latch(ended_notice(env.lifecycle.generation, operation));
         let uuids = chosen.into_iter().map(|(_, uuid)| uuid).collect();
         let member = Arc::clone(member);
         let job = Job::Persist { uuids, persistent, latch };
         env.deferred.callbacks.push(Box::new(move || member.submit(job)));
-        Ok(Outcome::Later)
+        Ok(Outcome::Pending)
     }
 
     /// Executes Get Features; `None` if the feature is not one of this module.
@@ -160,9 +160,9 @@ fn set_host(
     let bytes = data.get(..host_identifier_bytes(command.cdw11)).ok_or(INVALID)?;
     let (cntlid, host) = (member.cntlid(), HostId::from_bytes(bytes));
     let operation = Operation::Feature { cid: sqe.cid };
-    let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
+    let latch = env.cx.latch(ended_notice(env.lifecycle.generation, operation));
     let member = Arc::clone(member);
     let job = Job::SetHost { cntlid, host, latch };
     env.deferred.callbacks.push(Box::new(move || member.submit(job)));
-    Ok(Outcome::Later)
+    Ok(Outcome::Pending)
 }

@@ -79,7 +79,7 @@ pub(super) struct Copy {
     /// Bytes of metadata before `at`. In the buffer, the metadata of each range follow its data.
     metadata_at: u64,
     /// In-flight requests of this phase.
-    left: u32,
+    remaining: u32,
     /// Lowest source range that failed in this phase, and its status.
     failed: Option<(u32, Status)>,
     /// True if the command is aborted or its namespace was removed.
@@ -108,7 +108,7 @@ impl Copy {
     }
 
     /// True if the copy ends once no request is in flight.
-    fn is_over(&self) -> bool {
+    fn is_finished(&self) -> bool {
         self.has_ended_early() || self.stride == Stride::Writing && !self.has_more()
     }
 
@@ -178,7 +178,7 @@ impl Copies {
     /// Records the end of a copy's request.
     pub(super) fn range_ended(&mut self, parent: u32, range: u32, status: Status) {
         let Some(copy) = self.list.iter_mut().find(|copy| copy.parent == parent) else { return };
-        copy.left = copy.left.saturating_sub(1);
+        copy.remaining = copy.remaining.saturating_sub(1);
         if !status.is_success() {
             copy.fail(range, status);
         }
@@ -210,8 +210,8 @@ impl Copies {
 
     /// True if this copy has a step that is possible without waiting.
     fn is_ready(&self, copy: &Copy) -> bool {
-        let next_stride = copy.is_over() || copy.buffer.is_some() || self.has_buffer();
-        copy.has_more() || copy.left == 0 && next_stride
+        let next_stride = copy.is_finished() || copy.buffer.is_some() || self.has_buffer();
+        copy.has_more() || copy.remaining == 0 && next_stride
     }
 }
 
@@ -318,7 +318,7 @@ impl Copies {
             next: 0,
             at: 0,
             metadata_at: 0,
-            left: 0,
+            remaining: 0,
             failed: None,
             cancelled: false,
         });
@@ -326,13 +326,13 @@ impl Copies {
 
     /// Number of further requests that may be submitted now.
     fn room(&self) -> u32 {
-        MAX_IN_FLIGHT.saturating_sub(self.list.iter().map(|copy| copy.left).sum())
+        MAX_IN_FLIGHT.saturating_sub(self.list.iter().map(|copy| copy.remaining).sum())
     }
 
     /// True if a step of a copy is possible without waiting.
     pub(super) fn can_advance(&self) -> bool {
         let has_room = self.room() != 0;
-        let ends = |copy: &Copy| copy.left == 0 && copy.is_over();
+        let ends = |copy: &Copy| copy.remaining == 0 && copy.is_finished();
         self.list.iter().any(|copy| ends(copy) || has_room && self.is_ready(copy))
     }
 
@@ -347,13 +347,13 @@ impl Copies {
         let mut list = std::mem::take(&mut self.list);
         let mut over = Vec::new();
         list.retain_mut(|copy| {
-            while *budget > 0 && room > 0 && !copy.is_over() && self.is_ready(copy) {
+            while *budget > 0 && room > 0 && !copy.is_finished() && self.is_ready(copy) {
                 if copy.buffer.is_none() {
                     copy.buffer = self.buffer();
                 }
                 copy.advance(namespaces, in_flight, budget, &mut room);
             }
-            if copy.left != 0 || !copy.is_over() {
+            if copy.remaining != 0 || !copy.is_finished() {
                 return true;
             }
             self.buffers.extend(copy.buffer.take());
@@ -419,7 +419,7 @@ impl Copy {
                 Submitted::Pending => {
                     *budget -= cost::of_request(len);
                     *room -= 1;
-                    self.left += 1;
+                    self.remaining += 1;
                     let owner = Owner::Range { copy: self.parent, range };
                     in_flight.insert(tag, InFlight::new(owner, index, kind));
                 }

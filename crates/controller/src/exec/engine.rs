@@ -33,13 +33,13 @@ pub(crate) enum Closed {
 }
 
 /// Upper bound of memory locations that a short command touches: its PRP list and three data pages.
-const PLACES: u64 = 4;
+const SHORT_LOCATIONS: u64 = 4;
 /// Upper bound of memory locations that a command's PRP or SGL list occupies. It also applies to
 /// commands that fail.
-pub(super) const MAX_PLACES: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
+pub(super) const MAX_LOCATIONS: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
 /// Limit of in-flight memory pieces that had no page table when they were submitted. Requests in
 /// flight can create page tables even after a reclaim, so their number is bounded.
-const FRESH_IN_FLIGHT: usize = 4096;
+const MAX_NEW_SPANS: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
 const WRITE: u8 = NvmOpcode::Write as u8;
@@ -65,7 +65,7 @@ pub(crate) struct Engine {
     pub(super) limits: Limits,
     pub(super) quota: Quota,
     /// Quota weight of a memory piece whose page table does not exist yet.
-    pub(super) fresh_weight: usize,
+    pub(super) new_span_weight: usize,
     /// Remaining budget of this pass, in units of [`cost`]. It is negative if the last command cost
     /// more than was left.
     pub(super) budget: i64,
@@ -79,9 +79,9 @@ pub(crate) struct Engine {
     pub(super) spans: TouchedSpans,
     pub(super) write_through: bool,
     /// True if a disk wants prefetch hints.
-    wants_hints: bool,
+    uses_hints: bool,
     /// True if a disk wants to know the submission queue of each request.
-    pub(super) takes_turns: bool,
+    pub(super) schedules_sources: bool,
     /// Namespaces by NSID - 1.
     pub(super) namespaces: Vec<NamespaceQueue>,
     pub(super) draining: Draining,
@@ -90,7 +90,7 @@ pub(crate) struct Engine {
     pub(super) last_tag: u32,
     pub(super) scratch: Segments,
     /// Emptied segment lists, pooled for their allocation.
-    pub(super) spare: Vec<Segments>,
+    pub(super) pooled_lists: Vec<Segments>,
     pub(super) copies: Copies,
     /// Copy descriptor formats that the host has enabled: bit n for format n.
     pub(super) copy_formats: Arc<AtomicU16>,
@@ -124,12 +124,12 @@ impl Engine {
         counters: Arc<PartCounters>,
     ) -> Self {
         let mut engine = Self {
-            wants_hints: want_hints(&namespaces),
-            takes_turns: take_turns(&namespaces),
+            uses_hints: use_hints(&namespaces),
+            schedules_sources: schedule_sources(&namespaces),
             view,
             limits: Limits { page_size, max_transfer, max_zeroes },
             quota,
-            fresh_weight: (quota.pieces / FRESH_IN_FLIGHT).max(1),
+            new_span_weight: (quota.pieces / MAX_NEW_SPANS).max(1),
             budget: 0,
             closed: 0,
             touched: 0,
@@ -141,7 +141,7 @@ impl Engine {
             in_flight: InFlightTable::default(),
             last_tag: 0,
             scratch: Segments::new(),
-            spare: Vec::new(),
+            pooled_lists: Vec::new(),
             copies: Copies::default(),
             copy_formats: Arc::default(),
             multi_step: MultiStepCommands::default(),
@@ -205,8 +205,8 @@ impl Engine {
     /// Charges the cost of `commands` short commands.
     #[inline]
     pub(crate) fn charge(&mut self, commands: u32) {
-        self.budget -= i64::from(commands) * cost::SHORT;
-        self.touched += u64::from(commands) * PLACES;
+        self.budget -= i64::from(commands) * cost::SHORT_COST;
+        self.touched += u64::from(commands) * SHORT_LOCATIONS;
     }
 
     /// True if there is budget left for another command.
@@ -299,7 +299,7 @@ impl Engine {
 
     /// [`start`](Self::start) for a command that a dead process may have executed in part.
     #[cold]
-    pub(crate) fn start_again(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+    pub(crate) fn restart(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(true));
         let started = self.start(sqe, sq, permit);
         self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(false));
@@ -330,8 +330,8 @@ impl Engine {
 
     /// True if a disk uses [`begin_turn`](Self::begin_turn).
     #[inline]
-    pub(crate) fn takes_turns(&self) -> bool {
-        self.takes_turns
+    pub(crate) fn schedules_sources(&self) -> bool {
+        self.schedules_sources
     }
 
     /// Tells the disks that the following requests belong to submission queue `sq`.
@@ -342,8 +342,8 @@ impl Engine {
 
     /// True if a disk uses the hints of [`Prefetch`](super::prefetch::Prefetch).
     #[inline]
-    pub(crate) fn wants_prefetch_hints(&self) -> bool {
-        self.wants_hints
+    pub(crate) fn uses_prefetch_hints(&self) -> bool {
+        self.uses_hints
     }
 
     /// Starts a command of submission queue `sq`.
@@ -359,9 +359,9 @@ impl Engine {
     #[cold]
     pub(crate) fn count_error(&mut self, status: Status) {
         self.budget -= cost::FAILURE;
-        self.touch(MAX_PLACES);
+        self.touch(MAX_LOCATIONS);
         // The command may have touched any part of its data before it failed.
-        self.spans.forget();
+        self.spans.clear();
         self.counters.io.errors.add(1);
         self.counters.io.media_errors.add(u64::from(is_media_error(status)));
     }
@@ -399,20 +399,20 @@ impl Engine {
 }
 
 /// True if a disk wants to know the submission queue of each request.
-pub(super) fn take_turns(namespaces: &[NamespaceQueue]) -> bool {
-    namespaces.iter().any(|namespace| namespace.queue.takes_turns())
+pub(super) fn schedule_sources(namespaces: &[NamespaceQueue]) -> bool {
+    namespaces.iter().any(|namespace| namespace.queue.schedules_sources())
 }
 
 /// True if a disk wants prefetch hints.
-fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
-    namespaces.iter().any(|namespace| namespace.queue.wants_prefetch_hints())
+fn use_hints(namespaces: &[NamespaceQueue]) -> bool {
+    namespaces.iter().any(|namespace| namespace.queue.uses_prefetch_hints())
 }
 
 /// Limits of the pool of emptied buffers: capacity of a buffer in pieces, and number of buffers.
 /// They suffice for the commands of common hosts. Larger buffers are freed, so that a guest's
 /// single large command does not occupy memory permanently.
-const SPARE_ROOM: usize = 512;
-const SPARE: usize = 256;
+const POOLED_CAPACITY: usize = 512;
+const MAX_POOLED: usize = 256;
 
 /// Progress and end of commands in flight.
 impl Engine {
@@ -465,9 +465,9 @@ impl Engine {
 
     /// Keeps an emptied buffer for reuse, within the limits.
     fn recycle(&mut self, mut data: Segments) {
-        if data.room() <= SPARE_ROOM && self.spare.len() < SPARE {
+        if data.room() <= POOLED_CAPACITY && self.pooled_lists.len() < MAX_POOLED {
             data.clear();
-            self.spare.push(data);
+            self.pooled_lists.push(data);
         }
     }
 
@@ -672,8 +672,8 @@ impl Engine {
         let is_removed = new.is_none();
         let new = new.unwrap_or_else(|| NamespaceQueue::absent(absence));
         let old = std::mem::replace(&mut self.namespaces[index], new);
-        self.wants_hints = want_hints(&self.namespaces);
-        self.takes_turns = take_turns(&self.namespaces);
+        self.uses_hints = use_hints(&self.namespaces);
+        self.schedules_sources = schedule_sources(&self.namespaces);
         self.review_marks();
         self.review_restrictions();
         if old.is_none() {
@@ -699,9 +699,9 @@ impl Engine {
         let mut over =
             multi_step.remove_namespace(index, |parent| is_of_all(in_flight.nsid(parent)));
         copies.cancel(|copy| {
-            let is_there = copy.uses(index);
-            over.extend(is_there.then_some(copy.parent));
-            is_there
+            let has_entry = copy.uses(index);
+            over.extend(has_entry.then_some(copy.parent));
+            has_entry
         });
         let mut dropped = Vec::new();
         in_flight.for_each(|tag, entry| {
@@ -730,7 +730,7 @@ impl Engine {
     }
 
     /// Drops all disk queues. The caller ensures that no request is in flight.
-    pub(crate) fn forget_namespaces(&mut self) {
+    pub(crate) fn drop_namespaces(&mut self) {
         self.namespaces.clear();
     }
 

@@ -39,8 +39,10 @@
 //! [`Decision::Try`]: crate::journal::Decision::Try
 
 use super::data_pointer::resolve_flagged;
-use super::engine::{Closed, Engine, MAX_PLACES, Started};
-use super::exclusive_state::{Asked, FUSE, Held, Marked, Parked, Running, Step, check_fused};
+use super::engine::{Closed, Engine, MAX_LOCATIONS, Started};
+use super::exclusive_state::{
+    FUSE, FusedProgress, Held, Marked, Parked, Running, Step, check_fused,
+};
 use super::in_flight::{CompletedCommand, InFlight, Kind, Owner};
 use super::namespace::{index_of, status_of};
 use crate::journal::Decision;
@@ -97,7 +99,7 @@ impl Engine {
 
     /// Grants exclusive execution to this I/O thread. It ends when the latch is released.
     pub(crate) fn grant_exclusive(&mut self, latch: Latch) {
-        self.exclusive.is_asked_for = false;
+        self.exclusive.is_requested = false;
         if self.exclusive.parked.is_empty() {
             return drop(latch);
         }
@@ -107,8 +109,8 @@ impl Engine {
     /// Queues the postponed decisions for the journal, after the uncorrectable blocks were
     /// recorded. The latch is released when the journal contains them. From then on, a recovery
     /// does not repeat the commands.
-    pub(crate) fn settle(&mut self, latch: Latch) {
-        self.exclusive.decided.append(&mut self.exclusive.late);
+    pub(crate) fn journal_decisions(&mut self, latch: Latch) {
+        self.exclusive.decided.append(&mut self.exclusive.pending_decisions);
         if !self.exclusive.decided.is_empty() {
             self.exclusive.settling = Some(latch);
         }
@@ -132,7 +134,7 @@ impl Engine {
     }
 
     /// Consequence of uncorrectable blocks for a command on blocks `from..to` of namespace `index`.
-    pub(super) fn look_at_marks(
+    pub(super) fn check_marks(
         &mut self,
         op: NvmOpcode,
         index: usize,
@@ -171,8 +173,8 @@ impl Engine {
         tag
     }
 
-    /// Parks the two commands of a fused operation and returns their entries. `was_asked` is true
-    /// if a dead process may have submitted the atomic disk request for them.
+    /// Parks the two commands of a fused operation and returns their entries. `maybe_submitted` is
+    /// true if a dead process may have submitted the atomic disk request for them.
     ///
     /// # Errors
     /// The statuses of the commands, if they are not a supported fused operation.
@@ -183,7 +185,7 @@ impl Engine {
         (first, second): (&Sqe, &Sqe),
         sq: usize,
         permits: (Permit, Permit),
-        was_asked: bool,
+        maybe_submitted: bool,
     ) -> Result<(u32, u32), FusedFailed> {
         if let Err(statuses) = check_fused(first, second) {
             return Err((permits, statuses));
@@ -192,8 +194,9 @@ impl Engine {
         let plain = |sqe: &Sqe| Sqe { flags: sqe.flags & !FUSE, ..*sqe };
         let second = Some((tags.1, plain(second)));
         let parked = Parked { second, ..Parked::new(tags.0, sq, plain(first)) };
-        if was_asked {
-            self.exclusive.park_begun(Parked { asked: Asked::Before, ..parked });
+        if maybe_submitted {
+            self.exclusive
+                .park_started(Parked { progress: FusedProgress::MaybeSubmitted, ..parked });
         } else {
             self.exclusive.park(parked);
         }
@@ -205,7 +208,7 @@ impl Engine {
     pub(crate) fn park_second(&mut self, second: &Sqe, sq: usize, permit: Permit) -> Started {
         let sqe = Sqe { flags: second.flags & !FUSE, ..*second };
         let tag = self.park_entry(&sqe, sq, permit);
-        self.exclusive.park_begun(Parked::new(tag, sq, sqe));
+        self.exclusive.park_started(Parked::new(tag, sq, sqe));
         self.review_quota();
         Started::Pending
     }
@@ -291,14 +294,14 @@ impl Engine {
         else {
             return;
         };
-        if *step != Step::Plain || parked.asked != Asked::No && !status.is_success() {
+        if *step != Step::Plain || parked.progress != FusedProgress::No && !status.is_success() {
             return self.step_ended((sq, cid), permit, status);
         }
         if *can_compare_and_write && status.is_success() {
-            return self.park_again(Asked::Now, (sq, cid), permit);
+            return self.repark(FusedProgress::Now, (sq, cid), permit);
         }
         let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
-        abort_point(AbortPoint::AloneEnded);
+        abort_point(AbortPoint::ExclusiveEnded);
         let Parked { tag, sqe, second, .. } = parked;
         let dw0 = std::mem::take(&mut self.exclusive.dw0);
         let written = self.exclusive.written.take().filter(|_| status.is_success());
@@ -328,7 +331,7 @@ impl Engine {
         if changes_marks {
             // Until the control plane has recorded the changed blocks, a recovery has to repeat the
             // command.
-            self.exclusive.late.push(end);
+            self.exclusive.pending_decisions.push(end);
         } else {
             // The decision about the first command of a pair comes last, because it implies the
             // second's.
@@ -389,15 +392,15 @@ impl Engine {
 }
 
 /// Statuses of the first and the second command.
-pub(super) type Ends = (Status, Status);
+pub(super) type PairStatus = (Status, Status);
 
 /// Statuses of the two commands if the Compare has failed with `status`.
-fn by_compare(status: Status) -> Ends {
+fn by_compare(status: Status) -> PairStatus {
     (status, Status::FUSED_FAILED)
 }
 
 /// Statuses of the two commands if the Write has failed with `status`.
-fn by_write(status: Status) -> Ends {
+fn by_write(status: Status) -> PairStatus {
     (Status::FUSED_FAILED, status)
 }
 
@@ -414,28 +417,30 @@ impl Engine {
     }
 
     /// Parks the running fused operation again, as the next command, for one more step: the atomic
-    /// disk request (after [`Decision::Try`] is in the journal) or [`Step::Look`].
-    fn park_again(&mut self, asked: Asked, (sq, cid): (usize, u16), permit: Permit) {
+    /// disk request (after [`Decision::Try`] is in the journal) or [`Step::CompareAgain`].
+    fn repark(&mut self, progress: FusedProgress, (sq, cid): (usize, u16), permit: Permit) {
         let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
-        abort_point(AbortPoint::AloneEnded);
+        abort_point(AbortPoint::ExclusiveEnded);
         let mut entry = InFlight::new(Owner::Command { sq, cid, permit }, 0, Kind::Other);
         entry.waiting = waiting;
         let entry = entry.at(parked.sqe.nsid, parked.sqe.cdw10_11());
         let tag = self.in_flight.next_tag();
         debug_assert_eq!(tag, parked.tag, "the entry freed last is reused first");
         self.in_flight.insert(tag, entry.of_requests());
-        if asked == Asked::Now {
+        if progress == FusedProgress::Now {
             self.exclusive.decided.push((tag, Decision::Try));
         }
-        self.exclusive.parked.push_front(Parked { asked, ..parked });
+        self.exclusive.parked.push_front(Parked { progress, ..parked });
     }
 
-    /// Starts the next step of a fused operation, the atomic request or [`Step::Look`]. Returns the
-    /// parked command if it is not fused or if neither step applies.
+    /// Starts the next step of a fused operation, the atomic request or [`Step::CompareAgain`].
+    /// Returns the parked command if it is not fused or if neither step applies.
     fn begin_fused_step(&mut self, parked: Parked) -> Option<Parked> {
-        let step = match parked.asked {
-            Asked::Differs => Step::Look,
-            Asked::Now | Asked::Before if self.can_compare_and_write(&parked.sqe) => {
+        let step = match parked.progress {
+            FusedProgress::Differs => Step::CompareAgain,
+            FusedProgress::Now | FusedProgress::MaybeSubmitted
+                if self.can_compare_and_write(&parked.sqe) =>
+            {
                 Step::CompareAndWrite
             }
             _ => return Some(parked),
@@ -447,7 +452,7 @@ impl Engine {
         self.exclusive.running = Some(Running { parked, waiting, step, can_compare_and_write });
         (self.exclusive.written, self.exclusive.dw0) = (None, 0);
         let prepared = match step {
-            Step::Look => self.prepare_look(&write),
+            Step::CompareAgain => self.prepare_compare(&write),
             _ => self.prepare_compare_and_write(&parked.sqe, &write),
         };
         match prepared {
@@ -461,15 +466,19 @@ impl Engine {
     }
 
     /// Builds the compare-and-write request; resolves the data of both commands into `scratch`.
-    fn prepare_compare_and_write(&mut self, compare: &Sqe, write: &Sqe) -> Result<Request, Ends> {
-        self.touch(2 * MAX_PLACES);
+    fn prepare_compare_and_write(
+        &mut self,
+        compare: &Sqe,
+        write: &Sqe,
+    ) -> Result<Request, PairStatus> {
+        self.touch(2 * MAX_LOCATIONS);
         if let Some(status) = self.refusal(NvmOpcode::Compare, compare) {
             return Err(by_compare(status));
         }
         if let Some(status) = self.refusal(NvmOpcode::Write, write) {
             return Err(by_write(status));
         }
-        let Self { namespaces, view, limits, scratch, spare, .. } = self;
+        let Self { namespaces, view, limits, scratch, pooled_lists, .. } = self;
         let namespace = &namespaces[compare.nsid as usize - 1];
         let (offset, len) = namespace.range(&RwFields::decode(compare)).map_err(by_compare)?;
         if namespace.is_read_only() {
@@ -478,7 +487,7 @@ impl Engine {
         let (bytes, page) = (len as usize, limits.page_size);
         resolve_flagged(view, compare, bytes, page, false, scratch).map_err(by_compare)?;
         scratch.truncate(bytes);
-        let mut new = spare.pop().unwrap_or_default();
+        let mut new = pooled_lists.pop().unwrap_or_default();
         let resolved = resolve_flagged(view, write, bytes, page, false, &mut new);
         resolved.map_err(by_write)?;
         new.truncate(bytes);
@@ -487,8 +496,8 @@ impl Engine {
         Ok(Request { op: Op::CompareAndWrite { fua }, offset, len })
     }
 
-    /// Builds the request for [`Step::Look`]: a Compare with the data of the Write.
-    fn prepare_look(&mut self, write: &Sqe) -> Result<Request, Ends> {
+    /// Builds the request for [`Step::CompareAgain`]: a Compare with the data of the Write.
+    fn prepare_compare(&mut self, write: &Sqe) -> Result<Request, PairStatus> {
         let Self { namespaces, view, limits, scratch, .. } = self;
         let at = (write.nsid as usize).checked_sub(1);
         let gone = by_compare(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
@@ -524,7 +533,7 @@ impl Engine {
             Submitted::Pending => {
                 let owner = Owner::Exclusive { sq, cid, permit };
                 let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
-                self.keep(tag, request.len, entry.in_pieces(pieces));
+                self.register_in_flight(tag, request.len, entry.in_pieces(pieces));
             }
         }
     }
@@ -541,12 +550,12 @@ impl Engine {
     fn step_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
         let Some(Running { parked, step, .. }) = &self.exclusive.running else { return };
         let is_different = status.code() == Status::COMPARE_FAILURE;
-        let ends = match (step, parked.asked) {
+        let ends = match (step, parked.progress) {
             _ if status.is_success() => (status, status),
             // The dead process's request may have succeeded before another user wrote.
-            (Step::Look, _) if is_different => by_compare(Status::INTERNAL.with_dnr()),
-            (_, Asked::Before) if is_different => {
-                return self.park_again(Asked::Differs, (sq, cid), permit);
+            (Step::CompareAgain, _) if is_different => by_compare(Status::INTERNAL.with_dnr()),
+            (_, FusedProgress::MaybeSubmitted) if is_different => {
+                return self.repark(FusedProgress::Differs, (sq, cid), permit);
             }
             (Step::CompareAndWrite, _)
                 if !is_different && status.code() != Status::ABORT_REQUESTED =>
@@ -559,9 +568,9 @@ impl Engine {
     }
 
     /// Ends the two commands of an operation that was one disk request, with these statuses.
-    fn fused_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, (first, other): Ends) {
+    fn fused_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, (first, other): PairStatus) {
         let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
-        abort_point(AbortPoint::AloneEnded);
+        abort_point(AbortPoint::ExclusiveEnded);
         let Parked { tag, sqe, second, .. } = parked;
         let mut entry = InFlight::new(Owner::Command { sq, cid, permit }, 0, Kind::Other);
         (entry.status, entry.waiting) = (first, waiting);

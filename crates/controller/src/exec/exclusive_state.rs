@@ -41,12 +41,12 @@ pub(super) const FUSE: u8 = 0b11;
 /// Progress of a fused operation on a disk with atomic compare-and-write
 /// (`exec/exclusive.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Asked {
+pub(super) enum FusedProgress {
     No,
     /// Submitted by this process, or about to be: the journal has [`Decision::Try`].
     Now,
     /// Possibly submitted by a dead process.
-    Before,
+    MaybeSubmitted,
     /// Possibly submitted by a dead process; the blocks differ from the Compare data now.
     Differs,
 }
@@ -59,13 +59,13 @@ pub(super) struct Parked {
     pub(super) sqe: Sqe,
     /// Entry and SQE of the Write that follows if the first command, a Compare, succeeds.
     pub(super) second: Option<(u32, Sqe)>,
-    pub(super) asked: Asked,
+    pub(super) progress: FusedProgress,
     pub(super) cancelled: bool,
 }
 
 impl Parked {
     pub(super) fn new(tag: u32, sq: usize, sqe: Sqe) -> Self {
-        Self { tag, sq, sqe, second: None, asked: Asked::No, cancelled: false }
+        Self { tag, sq, sqe, second: None, progress: FusedProgress::No, cancelled: false }
     }
 }
 
@@ -77,7 +77,7 @@ pub(super) enum Step {
     /// Compare and Write of a fused operation as one disk request.
     CompareAndWrite,
     /// Compare with the data of the Write, to detect if a dead process has written them.
-    Look,
+    CompareAgain,
 }
 
 /// Exclusive command in execution.
@@ -106,7 +106,7 @@ pub(super) struct Exclusive {
     /// Control plane, and the state that all I/O threads of the controller share; `None` until set.
     pub(super) with: Option<(ControlHandle, Arc<ControllerShared>)>,
     /// True if the control plane was asked for exclusive execution.
-    pub(super) is_asked_for: bool,
+    pub(super) is_requested: bool,
     pub(super) parked: VecDeque<Parked>,
     /// Grant of exclusive execution: nothing else is in flight until this latch is released.
     pub(super) granted: Option<Latch>,
@@ -120,8 +120,8 @@ pub(super) struct Exclusive {
     pub(super) ended: Vec<u32>,
     pub(super) decided: Vec<Decided>,
     /// Decisions to be written after the uncorrectable blocks are recorded.
-    pub(super) late: Vec<Decided>,
-    /// Latch that is released when the decisions of `late` are written.
+    pub(super) pending_decisions: Vec<Decided>,
+    /// Latch that is released when the decisions of `pending_decisions` are written.
     pub(super) settling: Option<Latch>,
     /// Uncorrectable blocks that the command in execution overwrites.
     pub(super) written: Option<BlockRange>,
@@ -160,21 +160,21 @@ impl Exclusive {
     /// Appends a parked command.
     pub(super) fn park(&mut self, parked: Parked) {
         self.parked.push_back(parked);
-        self.ask();
+        self.request();
     }
 
     /// Inserts a command before all others, because a dead process had begun it. The dead process
     /// executed it exclusively, so it has to end before any other command.
-    pub(super) fn park_begun(&mut self, parked: Parked) {
+    pub(super) fn park_started(&mut self, parked: Parked) {
         self.parked.push_front(parked);
-        self.ask();
+        self.request();
     }
 
-    fn ask(&mut self) {
+    fn request(&mut self) {
         if let Some((control, _)) = &self.with
-            && !std::mem::replace(&mut self.is_asked_for, true)
+            && !std::mem::replace(&mut self.is_requested, true)
         {
-            control.notify(Notice::WantsExclusive);
+            control.notify(Notice::ExclusiveRequested);
         }
     }
 
@@ -258,7 +258,7 @@ mod tests {
         for tag in [1, 2] {
             exclusive.park(Parked::new(tag, 0, Sqe::read(1, 0, 0, 0)));
         }
-        exclusive.park_begun(Parked::new(3, 0, Sqe::write(1, 0, 0, 0)));
+        exclusive.park_started(Parked::new(3, 0, Sqe::write(1, 0, 0, 0)));
         let order: Vec<_> = exclusive.parked.iter().map(|parked| parked.tag).collect();
         assert_eq!(order, [3, 1, 2]);
     }

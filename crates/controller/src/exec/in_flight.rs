@@ -177,11 +177,11 @@ impl InFlightTable {
     /// Number of entries in flight.
     #[inline]
     pub(super) fn len(&self) -> usize {
-        self.entries.len() - self.free.len() - usize::from(self.is_there(self.next))
+        self.entries.len() - self.free.len() - usize::from(self.has_entry(self.next))
     }
 
     /// True if the table has an entry of this index, in use or free.
-    fn is_there(&self, tag: u32) -> bool {
+    fn has_entry(&self, tag: u32) -> bool {
         (tag as usize) < self.entries.len()
     }
 
@@ -285,14 +285,14 @@ impl InFlightTable {
         self.by_command.remove(tag);
         self.by_queue.remove(tag);
         let next = std::mem::replace(&mut self.next, tag);
-        if self.is_there(next) {
+        if self.has_entry(next) {
             self.free.push(next);
         }
         self.bytes -= entry.kind.bytes();
         self.pieces -= entry.pieces;
         self.ended = self.ended.wrapping_add(1);
         if !self.waiting.is_empty() {
-            self.let_go(tag);
+            self.release(tag);
         }
         Some(entry)
     }
@@ -303,7 +303,7 @@ impl InFlightTable {
     }
 
     #[cold]
-    fn let_go(&mut self, tag: u32) {
+    fn release(&mut self, tag: u32) {
         drop(self.waiting.remove(&tag));
     }
 
@@ -387,7 +387,7 @@ pub(super) struct Appending {
 #[derive(Debug, Default)]
 pub(super) struct Appends {
     list: HashMap<u32, Appending>,
-    over: Vec<u32>,
+    finished: Vec<u32>,
 }
 
 impl Appends {
@@ -402,19 +402,19 @@ impl Appends {
     /// Records the end of a disk request, if its command is a Zone Append.
     pub(super) fn ended(&mut self, parent: u32) {
         if !self.list.is_empty() && self.list.contains_key(&parent) {
-            self.over.push(parent);
+            self.finished.push(parent);
         }
     }
 
     /// True if a command has ended and was not [taken](Self::take) yet.
     pub(super) fn has_ended(&self) -> bool {
-        !self.over.is_empty()
+        !self.finished.is_empty()
     }
 
     /// Takes the ended commands, with their entries.
     pub(super) fn take(&mut self) -> Vec<(u32, Appending)> {
-        let over = std::mem::take(&mut self.over);
-        over.into_iter().filter_map(|tag| Some((tag, self.list.remove(&tag)?))).collect()
+        let finished = std::mem::take(&mut self.finished);
+        finished.into_iter().filter_map(|tag| Some((tag, self.list.remove(&tag)?))).collect()
     }
 }
 
@@ -475,7 +475,7 @@ mod tests {
     use super::*;
 
     fn command(table: &mut InFlightTable, sq: usize, cid: u16) -> u32 {
-        let owner = Owner::Command { sq, cid, permit: Permit::of_nothing() };
+        let owner = Owner::Command { sq, cid, permit: Permit::detached() };
         insert(table, owner)
     }
 

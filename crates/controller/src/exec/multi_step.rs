@@ -70,7 +70,7 @@ impl MultiStepCommand {
     }
 
     /// True if no request is in flight or left to be submitted.
-    fn is_over(&self) -> bool {
+    fn is_finished(&self) -> bool {
         self.left == 0 && !self.has_more()
     }
 
@@ -159,7 +159,7 @@ impl MultiStepCommands {
             let mut room = MAX_IN_FLIGHT.saturating_sub(self.requests);
             command.advance(namespaces, in_flight, budget, &mut room);
             self.requests += command.left;
-            if command.is_over() {
+            if command.is_finished() {
                 return true;
             }
         }
@@ -178,7 +178,7 @@ impl MultiStepCommands {
     /// True if a step is possible without waiting.
     pub(super) fn can_advance(&self) -> bool {
         let has_room = self.requests < MAX_IN_FLIGHT;
-        self.list.iter().any(|command| command.is_over() || has_room && command.has_more())
+        self.list.iter().any(|command| command.is_finished() || has_room && command.has_more())
     }
 
     /// Advances commands within the budget. Returns the entries of the ended commands.
@@ -192,13 +192,13 @@ impl MultiStepCommands {
         let mut room = MAX_IN_FLIGHT.saturating_sub(self.requests);
         self.list.retain_mut(|command| {
             command.advance(namespaces, in_flight, budget, &mut room);
-            if command.is_over() {
+            if command.is_finished() {
                 if command.has_unsubmitted() {
                     in_flight.fail(command.parent, Status::ABORT_REQUESTED);
                 }
                 over.push(command.parent);
             }
-            !command.is_over()
+            !command.is_finished()
         });
         self.requests = MAX_IN_FLIGHT - room;
         over
@@ -399,9 +399,9 @@ impl FuaReads {
             if *budget > 0 {
                 command.advance(namespaces, in_flight, budget);
             }
-            let is_over = command.stage == Stage::Over;
-            over.extend(is_over.then_some(command.parent));
-            !is_over
+            let is_finished = command.stage == Stage::Over;
+            over.extend(is_finished.then_some(command.parent));
+            !is_finished
         });
         over
     }

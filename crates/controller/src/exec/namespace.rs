@@ -121,7 +121,7 @@ impl NamespaceQueue {
             long_from: long_from(9),
             absence: INACTIVE,
             extra: None,
-            queue: Box::new(Nothing),
+            queue: Box::new(InactiveQueue),
         }
     }
 
@@ -279,9 +279,9 @@ pub(super) fn prefetch_hint(
 }
 
 /// Disk queue of an inactive NSID. It receives no requests.
-struct Nothing;
+struct InactiveQueue;
 
-impl Queue for Nothing {
+impl Queue for InactiveQueue {
     fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
         Submitted::Done(Err(DiskError::OutOfRange))
     }
@@ -333,16 +333,16 @@ impl Queue for WriteThrough {
         self.0.set_replays(replays);
     }
 
-    fn takes_turns(&self) -> bool {
-        self.0.takes_turns()
+    fn schedules_sources(&self) -> bool {
+        self.0.schedules_sources()
     }
 
     fn begin_turn(&mut self, source: u32) {
         self.0.begin_turn(source);
     }
 
-    fn wants_prefetch_hints(&self) -> bool {
-        self.0.wants_prefetch_hints()
+    fn uses_prefetch_hints(&self) -> bool {
+        self.0.uses_prefetch_hints()
     }
 
     fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {

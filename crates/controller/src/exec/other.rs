@@ -20,7 +20,7 @@
 
 use super::copy::{ALWAYS_ENABLED, ParsedCopy, parse_copy};
 use super::data_pointer::{read_list, resolve_flagged, submit_any};
-use super::engine::{Engine, MAX_PLACES, Started};
+use super::engine::{Engine, MAX_LOCATIONS, Started};
 use super::exclusive_state::Marked;
 use super::in_flight::{Appending, InFlight, Kind, Owner};
 use super::multi_step::{FLUSH, MultiStepCommand, Part, piece};
@@ -63,7 +63,7 @@ impl Engine {
             return Started::Fused(permit);
         }
         if sqe.flags != 0 {
-            self.touch(MAX_PLACES);
+            self.touch(MAX_LOCATIONS);
         }
         if let Some(status) = self.refusal(op, sqe) {
             return Started::Failed(permit, status);
@@ -241,7 +241,7 @@ impl Engine {
     fn marks_of_copy(&mut self, copy: &ParsedCopy) -> Marked {
         let mut look = |op, (index, from, to): (usize, u64, u64)| {
             let shift = self.namespaces[index].block_shift;
-            self.look_at_marks(op, index, (from >> shift, to >> shift))
+            self.check_marks(op, index, (from >> shift, to >> shift))
         };
         for source in copy.sources() {
             if let Marked::Fails = look(NvmOpcode::Read, source) {
@@ -267,7 +267,7 @@ impl Engine {
         match submit_any(queue, tag, request, metadata.as_ref(), &mut self.scratch) {
             Submitted::Done(Ok(())) => {
                 self.count(kind);
-                self.long_done(request.len, permit)
+                self.finish_long(request.len, permit)
             }
             Submitted::Done(Err(error)) => {
                 self.budget -= cost::of_command(0);
@@ -275,7 +275,11 @@ impl Engine {
             }
             Submitted::Pending => {
                 let owner = Owner::Command { sq, cid: sqe.cid, permit };
-                self.keep(tag, 0, InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11()));
+                self.register_in_flight(
+                    tag,
+                    0,
+                    InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11()),
+                );
                 Started::Pending
             }
         }
@@ -372,7 +376,7 @@ impl Engine {
             NvmOpcode::ZoneManagementReceive => match self.zone_report(index, sqe) {
                 Ok(len) => {
                     self.count(Kind::Other);
-                    return self.long_done(len, permit);
+                    return self.finish_long(len, permit);
                 }
                 Err(status) => return Started::Failed(permit, status),
             },
@@ -479,7 +483,7 @@ impl Engine {
         match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
             Submitted::Done(Ok(())) => {
                 self.count(Kind::Other);
-                self.long_done(4096, permit)
+                self.finish_long(4096, permit)
             }
             Submitted::Done(Err(error)) => {
                 self.scratch.rewind();
@@ -488,7 +492,7 @@ impl Engine {
             Submitted::Pending => {
                 let owner = Owner::Command { sq, cid: sqe.cid, permit };
                 let entry = InFlight::new(owner, index, Kind::Other);
-                self.keep(tag, 0, entry.at(sqe.nsid, sqe.cdw10_11()));
+                self.register_in_flight(tag, 0, entry.at(sqe.nsid, sqe.cdw10_11()));
                 Started::Pending
             }
         }
@@ -516,7 +520,7 @@ impl Engine {
             Submitted::Pending => {
                 let pieces = self.scratch.pieces().len().max((request.len >> 12) as usize + 2);
                 let part = InFlight::new(Owner::Part { parent }, index, Kind::Other);
-                self.keep(tag, request.len, part.in_pieces(pieces));
+                self.register_in_flight(tag, request.len, part.in_pieces(pieces));
             }
             Submitted::Done(outcome) => {
                 self.scratch.rewind();
@@ -568,11 +572,11 @@ impl Engine {
     /// Status of a command that is refused because of a reservation or the ANA state.
     #[inline]
     pub(super) fn refusal(&self, op: NvmOpcode, sqe: &Sqe) -> Option<Status> {
-        if self.reservations.is_restricted { self.look_for_refusal(op, sqe) } else { None }
+        if self.reservations.is_restricted { self.check_refused(op, sqe) } else { None }
     }
 
     #[cold]
-    fn look_for_refusal(&self, op: NvmOpcode, sqe: &Sqe) -> Option<Status> {
+    fn check_refused(&self, op: NvmOpcode, sqe: &Sqe) -> Option<Status> {
         // A Flush of all namespaces is refused if one of the namespaces refuses it.
         if op == NvmOpcode::Flush && sqe.nsid == NSID_ALL {
             return self.namespaces.iter().find_map(|namespace| refused(op, namespace.access()));
@@ -611,10 +615,10 @@ impl Engine {
         let mut concerned = Vec::new();
         self.in_flight.for_each(|tag, entry| {
             let is_command = matches!(entry.owner, Owner::Command { .. } | Owner::Exclusive { .. });
-            let is_there = entry.nsid == nsid || entry.nsid == NSID_ALL || copies.uses(tag, index);
+            let has_entry = entry.nsid == nsid || entry.nsid == NSID_ALL || copies.uses(tag, index);
             // Reservation commands are excluded. Otherwise two of them could wait for each other
             // forever.
-            if is_command && is_there && !reservations.is_one(tag) {
+            if is_command && has_entry && !reservations.is_one(tag) {
                 concerned.push(tag);
             }
         });

@@ -72,7 +72,7 @@ pub(super) mod cost {
     const BYTES_SHIFT: u32 = 4;
 
     /// SGL descriptor with its piece of memory.
-    const PIECE: i64 = 24;
+    const PIECE_COST: i64 = 24;
 
     /// Failed command. The work before the failure is not known, and the error is written to the
     /// Error Information log.
@@ -80,12 +80,12 @@ pub(super) mod cost {
 
     /// Cost to resolve `pieces` pieces of memory.
     pub(crate) fn of_pieces(pieces: usize) -> i64 {
-        pieces as i64 * PIECE
+        pieces as i64 * PIECE_COST
     }
 
     /// Read or write of up to [`SHORT_BYTES`] that a disk completes inline. This upper bound is
     /// charged for every such command, whatever its size.
-    pub(crate) const SHORT: i64 = 300;
+    pub(crate) const SHORT_COST: i64 = 300;
     /// Maximum size of a short read or write, in bytes.
     pub(crate) const SHORT_BYTES: u64 = 8192;
 
@@ -103,7 +103,7 @@ pub(super) mod cost {
 }
 
 /// Maximum number of remembered spans: 128 GiB of memory.
-const MOST: u64 = 1 << 16;
+const MAX_SPANS: u64 = 1 << 16;
 /// Bytes per span, as a power of two.
 const SHIFT: u32 = page_tables::SPAN.trailing_zeros();
 
@@ -124,7 +124,7 @@ impl TouchedSpans {
     pub(super) fn resize(&mut self, bytes: u64) {
         let len = match bytes {
             0 => 0,
-            _ => (bytes >> SHIFT).clamp(1, MOST).next_power_of_two() as usize,
+            _ => (bytes >> SHIFT).clamp(1, MAX_SPANS).next_power_of_two() as usize,
         };
         if len != self.seen.len() {
             self.seen = vec![(0, 0); len];
@@ -133,7 +133,7 @@ impl TouchedSpans {
     }
 
     /// Forgets all touched spans.
-    pub(super) fn forget(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.generation = self.generation.wrapping_add(1);
         if self.generation == 0 {
             self.seen.fill((0, 0));
@@ -146,7 +146,7 @@ impl TouchedSpans {
         let epoch = page_tables::epoch();
         if epoch != self.epoch {
             self.epoch = epoch;
-            self.forget();
+            self.clear();
         }
         let mask = self.seen.len().wrapping_sub(1);
         let mut fresh = 0;

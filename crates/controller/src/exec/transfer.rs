@@ -91,7 +91,7 @@ impl Engine {
         let (mut pieces, mut places) = (0, 0);
         if SLOW {
             let Self { scratch, spans, budget, .. } = self;
-            let weight = (self.may_touch != u64::MAX).then_some(self.fresh_weight);
+            let weight = (self.may_touch != u64::MAX).then_some(self.new_span_weight);
             (pieces, places) = weigh_pieces(scratch, spans, budget, weight, sqe);
         }
         if SLOW && Self::is_fua_read(namespace, &request, sqe, self.write_through) {
@@ -108,7 +108,7 @@ impl Engine {
                 // The segments are not cleared: the next command most likely uses the same list
                 // entry and view, which saves reference counting.
                 self.count(kind);
-                if SLOW { self.long_done(request.len, permit) } else { Started::Done(permit) }
+                if SLOW { self.finish_long(request.len, permit) } else { Started::Done(permit) }
             }
             Submitted::Done(Err(error)) => {
                 self.scratch.rewind();
@@ -120,10 +120,10 @@ impl Engine {
                 if !SLOW {
                     pieces = (request.len >> 12) as usize + 2;
                     if self.may_touch != u64::MAX {
-                        pieces += self.touch_short(sqe, request.len) * (self.fresh_weight - 1);
+                        pieces += self.touch_short(sqe, request.len) * (self.new_span_weight - 1);
                     }
                 }
-                self.keep(tag, request.len, entry.in_pieces(pieces));
+                self.register_in_flight(tag, request.len, entry.in_pieces(pieces));
                 Started::Pending
             }
         }
@@ -170,7 +170,7 @@ impl Engine {
     pub(super) fn marks_of(&mut self, op: NvmOpcode, sqe: &Sqe) -> Marked {
         match blocks_of(&self.namespaces, sqe) {
             Some((index, blocks)) if self.namespaces[index].is_marked() => {
-                self.look_at_marks(op, index, blocks)
+                self.check_marks(op, index, blocks)
             }
             _ => Marked::No,
         }
@@ -205,7 +205,8 @@ impl Engine {
         let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
         self.in_flight.insert(tag, entry.in_pieces(pieces).of_requests());
         self.last_tag = tag;
-        let data = std::mem::replace(&mut self.scratch, self.spare.pop().unwrap_or_default());
+        let data =
+            std::mem::replace(&mut self.scratch, self.pooled_lists.pop().unwrap_or_default());
         let Self { fua_reads, namespaces, in_flight, .. } = self;
         let command = FuaRead::new((tag, sq), index, request, data);
         fua_reads.begin(command, namespaces, in_flight);
@@ -216,14 +217,14 @@ impl Engine {
 
     /// Charges the cost of a long command that has succeeded, and returns its outcome.
     #[inline(never)]
-    pub(super) fn long_done(&mut self, bytes: u64, permit: Permit) -> Started {
+    pub(super) fn finish_long(&mut self, bytes: u64, permit: Permit) -> Started {
         self.budget -= cost::of_command(bytes);
         Started::DoneLong(permit)
     }
 
     /// Registers a request of `bytes` bytes, which is now in flight on a disk.
-    pub(super) fn keep(&mut self, tag: u32, bytes: u64, entry: InFlight) {
-        self.scratch = self.spare.pop().unwrap_or_default();
+    pub(super) fn register_in_flight(&mut self, tag: u32, bytes: u64, entry: InFlight) {
+        self.scratch = self.pooled_lists.pop().unwrap_or_default();
         self.last_tag = tag;
         self.in_flight.insert(tag, entry);
         self.budget -= cost::of_request(bytes);
@@ -346,7 +347,7 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         let Self { scratch, spans, budget, .. } = self;
-        let weight = (self.may_touch != u64::MAX).then_some(self.fresh_weight);
+        let weight = (self.may_touch != u64::MAX).then_some(self.new_span_weight);
         let (pieces, places) = weigh_pieces(scratch, spans, budget, weight, sqe);
         let namespace: &NamespaceQueue = &self.namespaces[index];
         if Self::is_fua_read(namespace, &request, sqe, self.write_through) {
@@ -361,7 +362,7 @@ impl Engine {
         match submitted {
             Submitted::Done(Ok(())) => {
                 self.count(kind);
-                self.long_done(request.len, permit)
+                self.finish_long(request.len, permit)
             }
             Submitted::Done(Err(error)) => {
                 self.scratch.rewind();
@@ -370,7 +371,7 @@ impl Engine {
             Submitted::Pending => {
                 let owner = Owner::Command { sq, cid: sqe.cid, permit };
                 let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
-                self.keep(tag, request.len, entry.in_pieces(pieces));
+                self.register_in_flight(tag, request.len, entry.in_pieces(pieces));
                 Started::Pending
             }
         }

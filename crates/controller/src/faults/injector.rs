@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub(super) struct FaultState {
     injector: Mutex<Arc<Injector>>,
     /// True if the controller is fatal or removed and therefore fetches no commands.
-    dead: AtomicBool,
+    failed: AtomicBool,
 }
 
 impl FaultState {
     pub(super) fn new(injector: &Arc<Injector>) -> Self {
-        Self { injector: Mutex::new(Arc::clone(injector)), dead: AtomicBool::new(false) }
+        Self { injector: Mutex::new(Arc::clone(injector)), failed: AtomicBool::new(false) }
     }
 
     pub(super) fn arm(&self, injector: Arc<Injector>) {
@@ -27,12 +27,12 @@ impl FaultState {
         Arc::clone(&self.injector.lock())
     }
 
-    pub(super) fn set_dead(&self, dead: bool) {
-        self.dead.store(dead, Ordering::Release);
+    pub(super) fn set_failed(&self, failed: bool) {
+        self.failed.store(failed, Ordering::Release);
     }
 
-    pub(super) fn is_dead(&self) -> bool {
-        self.dead.load(Ordering::Acquire)
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
     }
 }
 

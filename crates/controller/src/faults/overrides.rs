@@ -12,7 +12,7 @@ use crate::interrupt::Coalescing;
 use crate::notice::{Condition, Notice};
 use crate::queue::{Cq, Permit, Sq};
 use crate::trace::Kind;
-use crate::worker::observer::{Observer, record, report_ended, report_error, trace_posted};
+use crate::worker::observer::{Observer, record, report_error, report_failure, trace_posted};
 use crate::worker::queue_set::{BURST, QueueOverride, QueueSet};
 use shadowbell_spec::regs::{self, Cc, Csts};
 use shadowbell_spec::status::Status;
@@ -160,7 +160,7 @@ impl FaultyQueues {
     }
 
     /// Posts delayed completions that are due.
-    fn end_delayed(&mut self, set: &mut QueueSet, now: Instant) {
+    fn post_delayed(&mut self, set: &mut QueueSet, now: Instant) {
         let QueueSet { sqs, cqs, shared, .. } = set;
         let is_stopped =
             |sq: usize| sqs.get(sq).and_then(Option::as_ref).is_none_or(|sq| sq.stopped);
@@ -292,7 +292,7 @@ impl QueueOverride for FaultyQueues {
         if cq.ring.is_none() {
             return 0;
         }
-        cq.look();
+        cq.poll_head();
         if cq.take_invalid().is_some() || cq.free() == 0 {
             // While faults are injected, an invalid head only blocks the queue and is not reported.
             sq.blocked = true;
@@ -301,7 +301,8 @@ impl QueueOverride for FaultyQueues {
         sq.blocked = false;
         engine.set_write_through(shared.is_write_through());
         let mut fetched = 0;
-        while sq.head != tail && fetched < BURST && engine.has_budget() && !self.state.is_dead() {
+        while sq.head != tail && fetched < BURST && engine.has_budget() && !self.state.has_failed()
+        {
             let before = sq.head;
             let pair = Pair { index, sq: &mut *sq, cq: &mut *cq };
             let more = self.fetch_one(&injector, engine, control, pair);
@@ -334,7 +335,7 @@ impl QueueOverride for FaultyQueues {
             let Some(pair) = pair(sqs, cqs, ended.sq) else { return };
             let cqe = pair.sq.complete(ended.cid, ended.status, ended.dw0);
             if !cqe.status().is_success() {
-                report_ended(control, pair.sq.layout.qid, &ended);
+                report_failure(control, pair.sq.layout.qid, &ended);
             }
             let fault = self.mark_of(ended.sq, ended.cid);
             let CompletedCommand { permit, .. } = ended;
@@ -345,7 +346,7 @@ impl QueueOverride for FaultyQueues {
 
     fn tick(&mut self, set: &mut QueueSet) {
         let now = Instant::now();
-        self.end_delayed(set, now);
+        self.post_delayed(set, now);
         self.start_stalled(set, now);
         self.end_hung(set, now);
     }
@@ -464,7 +465,7 @@ impl ControlOverride for FaultyControl {
     fn condition(&mut self, condition: Condition, ready: bool) -> Response {
         match condition {
             Condition::Fatal if ready => {
-                self.state.set_dead(true);
+                self.state.set_failed(true);
                 Response::Fail("a fault was injected")
             }
             Condition::SubsystemReset if ready => {
@@ -472,7 +473,7 @@ impl ControlOverride for FaultyControl {
                 Response::Reset
             }
             Condition::Removed => {
-                self.state.set_dead(true);
+                self.state.set_failed(true);
                 self.removed = true;
                 Response::Nothing
             }
@@ -486,6 +487,6 @@ impl ControlOverride for FaultyControl {
 
     fn reset_ended(&mut self) {
         // A reset ends the fatal state.
-        self.state.set_dead(self.removed);
+        self.state.set_failed(self.removed);
     }
 }

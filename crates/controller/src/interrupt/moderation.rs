@@ -26,7 +26,7 @@
 use std::time::{Duration, Instant};
 
 /// Maximum number of completions per interrupt.
-const MOST: u32 = 64;
+const MAX_TARGET: u32 = 64;
 /// Number of interrupts between two probes: initial and maximum.
 const PROBE_AFTER: (u32, u32) = (8, 1024);
 /// A host's run has ended when it has not submitted for this multiple of its usual pace.
@@ -40,17 +40,17 @@ pub(crate) struct HoldLimit {
     /// Maximum time after the latest completion.
     grace: Duration,
     /// Maximum time after the first completion, unless the host is busy submitting.
-    pub(crate) most: Duration,
+    pub(crate) max_hold: Duration,
 }
 
 impl HoldLimit {
     /// Limits without holding: every completion is announced at once.
-    pub(crate) const NONE: Self = Self { grace: Duration::ZERO, most: Duration::ZERO };
+    pub(crate) const NONE: Self = Self { grace: Duration::ZERO, max_hold: Duration::ZERO };
 
     /// Limits for an I/O thread that polls for up to `window`: a tenth of the window after each
     /// completion, the whole window in total. A thread with a long window expects an active host.
     pub(crate) fn of(window: Duration) -> Self {
-        Self { grace: window / 10, most: window }
+        Self { grace: window / 10, max_hold: window }
     }
 }
 
@@ -126,16 +126,20 @@ impl Moderation {
 
     /// Number of completions at which the next interrupt is raised; twice the target during a
     /// probe.
-    fn wanted(&self) -> u32 {
-        if self.until_probe == 0 { (self.target * 2).min(MOST) } else { self.target }
+    fn next_target(&self) -> u32 {
+        if self.until_probe == 0 { (self.target * 2).min(MAX_TARGET) } else { self.target }
     }
 
     /// Time after a submission within which the next one is expected. If the pace of the host is
     /// slower than the grace, the host may be waiting for each of its commands. Then this is only
     /// the grace.
     fn run_ends_after(&self) -> Duration {
-        let HoldLimit { grace, most } = self.limit;
-        if self.pace <= grace { self.pace.saturating_mul(PACES).clamp(grace, most) } else { grace }
+        let HoldLimit { grace, max_hold } = self.limit;
+        if self.pace <= grace {
+            self.pace.saturating_mul(PACES).clamp(grace, max_hold)
+        } else {
+            grace
+        }
     }
 
     /// Handles new completions at `now`; `count` completions in total are to be announced. Returns
@@ -148,7 +152,7 @@ impl Moderation {
         if self.announced_at.is_some_and(|at| now.duration_since(at) > self.run_ends_after()) {
             self.announced = 0;
         }
-        if count >= self.wanted() {
+        if count >= self.next_target() {
             self.see_submissions(now);
             self.announced = count;
             self.announced_at = Some(now);
@@ -167,17 +171,17 @@ impl Moderation {
         self.see_submissions(now);
         let Some(held) = self.held else { return false };
         let busy = held.submitted.is_some_and(|at| now.duration_since(at) < self.run_ends_after());
-        let most = if busy { self.limit.most * BUSY } else { self.limit.most };
-        let due = now.duration_since(held.since) >= most
+        let max_hold = if busy { self.limit.max_hold * BUSY } else { self.limit.max_hold };
+        let due = now.duration_since(held.since) >= max_hold
             || !busy && now.duration_since(held.grown) >= self.limit.grace;
         if due {
-            self.late(held.peak);
+            self.record_timeout(held.peak);
         }
         due
     }
 
     /// Ends the holding, because the interrupt was raised or is not needed any more.
-    pub(crate) fn let_go(&mut self) {
+    pub(crate) fn release(&mut self) {
         self.held = None;
     }
 
@@ -189,7 +193,7 @@ impl Moderation {
         }
         let Some(held) = &mut self.held else { return };
         if let Some(before) = held.submitted.replace(now) {
-            let sample = now.duration_since(before).min(self.limit.most);
+            let sample = now.duration_since(before).min(self.limit.max_hold);
             self.pace = if self.pace.is_zero() { sample } else { (self.pace * 7 + sample) / 8 };
         }
     }
@@ -198,7 +202,7 @@ impl Moderation {
         self.missed = None;
         if self.until_probe == 0 {
             // The probe was successful, so there may be even more completions to wait for.
-            self.target = self.wanted();
+            self.target = self.next_target();
             self.probe_after = PROBE_AFTER.0;
             self.until_probe = self.probe_after;
         } else {
@@ -208,7 +212,7 @@ impl Moderation {
 
     /// Handles an interrupt that was raised at the end of its hold time, with only `count`
     /// completions.
-    fn late(&mut self, count: u32) {
+    fn record_timeout(&mut self, count: u32) {
         let in_vain = self.until_probe == 0 && count <= self.target;
         if in_vain {
             self.probe_after = (self.probe_after * 2).min(PROBE_AFTER.1);
@@ -228,7 +232,7 @@ impl Moderation {
             }
             Some(before) => before,
         };
-        self.target = run.max(kept).clamp(1, MOST);
+        self.target = run.max(kept).clamp(1, MAX_TARGET);
         self.until_probe = self.probe_after;
         self.announced = 0;
     }
@@ -252,14 +256,14 @@ mod tests {
                 assert!(moderation.is_due(Instant::now() + GRACE));
                 depth
             });
-            moderation.let_go();
+            moderation.release();
             sizes.push(size);
         }
         (sizes, waits)
     }
 
     fn moderation() -> Moderation {
-        Moderation::new(HoldLimit { grace: GRACE, most: GRACE * 10 })
+        Moderation::new(HoldLimit { grace: GRACE, max_hold: GRACE * 10 })
     }
 
     #[test]
@@ -294,13 +298,13 @@ mod tests {
 
     #[test]
     fn a_held_interrupt_is_raised_after_its_limit() {
-        let mut moderation = Moderation::new(HoldLimit { grace: GRACE, most: GRACE * 2 });
+        let mut moderation = Moderation::new(HoldLimit { grace: GRACE, max_hold: GRACE * 2 });
         bursts(&mut moderation, 32, 100);
         assert!(!moderation.add(1, Instant::now()));
         let start = Instant::now();
         assert!(!moderation.is_due(start));
         assert!(moderation.is_due(start + GRACE + Duration::from_secs(1)));
-        moderation.let_go();
+        moderation.release();
         assert!(!moderation.is_holding());
         // The limit also applies if completions keep arriving, one per grace.
         bursts(&mut moderation, 32, 100);
@@ -373,7 +377,7 @@ mod tests {
                 raised = moderation.add(unannounced, at(time));
             }
             if raised {
-                moderation.let_go();
+                moderation.release();
                 interrupts += 1;
                 completions += unannounced;
                 time += 40 + 4 * u64::from(unannounced);
@@ -426,7 +430,7 @@ mod tests {
                 held_for += if due { Duration::ZERO } else { Duration::from_micros(1) };
             }
             interrupts += u32::from(due);
-            moderation.let_go();
+            moderation.release();
         }
         assert_eq!(interrupts, 10_000);
         assert!(held_for < Duration::from_millis(1), "{held_for:?}");

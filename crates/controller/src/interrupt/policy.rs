@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 /// Time limit of suppression if the I/O thread stays awake and the host consumes nothing. If the
 /// hold limit is longer, it applies instead.
-const SUPPRESSED_AT_MOST: Duration = Duration::from_micros(100);
+const MAX_SUPPRESSION: Duration = Duration::from_micros(100);
 
 /// Decision about completions that were just posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,10 +94,12 @@ impl InterruptPolicy {
     pub(crate) fn coalesce(&mut self, coalescing: &Coalescing) -> Option<Decision> {
         let line = self.line.as_ref()?;
         match coalescing.of(line.vector()) {
-            Wish::None => None,
-            Wish::AtOnce => Some(Decision::Raise),
-            Wish::Aggregate(wish) if self.unannounced >= wish.threshold => Some(Decision::Raise),
-            Wish::Aggregate(wish) => {
+            VectorCoalescing::None => None,
+            VectorCoalescing::AtOnce => Some(Decision::Raise),
+            VectorCoalescing::Aggregate(wish) if self.unannounced >= wish.threshold => {
+                Some(Decision::Raise)
+            }
+            VectorCoalescing::Aggregate(wish) => {
                 let until = *self.coalesced.get_or_insert_with(|| Instant::now() + wish.time);
                 let is_over = Instant::now() >= until;
                 Some(if is_over { Decision::Raise } else { Decision::Hold })
@@ -131,7 +133,7 @@ impl InterruptPolicy {
     }
 
     /// True if the coalescing time is over.
-    pub(crate) fn coalescing_is_over(&self, now: Instant) -> bool {
+    pub(crate) fn is_coalescing_expired(&self, now: Instant) -> bool {
         self.coalesced.is_some_and(|until| now >= until)
     }
 
@@ -147,7 +149,7 @@ impl InterruptPolicy {
         self.unannounced = self.unannounced.min(unread);
         if self.unannounced == 0 {
             self.suppressed = None;
-            self.moderation.let_go();
+            self.moderation.release();
             return Decision::Hold;
         }
         let due = match self.suppressed {
@@ -156,7 +158,7 @@ impl InterruptPolicy {
                 self.moderation.add(self.unannounced, now)
             }
             Some(since) => {
-                now.duration_since(since) >= self.moderation.limit().most.max(SUPPRESSED_AT_MOST)
+                now.duration_since(since) >= self.moderation.limit().max_hold.max(MAX_SUPPRESSION)
             }
             None => self.moderation.is_due(now),
         };
@@ -179,7 +181,7 @@ impl InterruptPolicy {
     pub(crate) fn raise(&mut self, unread: u32) {
         self.suppressed = None;
         self.coalesced = None;
-        self.moderation.let_go();
+        self.moderation.release();
         self.unannounced = 0;
         self.unconsumed = unread;
         if let Some(line) = &mut self.line {
@@ -201,7 +203,7 @@ pub(crate) struct Coalescing {
 
 /// Coalescing setting of a vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wish {
+pub(crate) enum VectorCoalescing {
     /// The host has set nothing: the controller moderates interrupts by itself.
     None,
     /// Interrupts are raised at once.
@@ -243,21 +245,21 @@ impl Coalescing {
     /// Coalescing setting of `vector`. A threshold or a time of 0 disables coalescing, and feature
     /// 09h can disable it for a single vector. Interrupts of vector 0, which the admin queue uses,
     /// are never aggregated, because the clause applies to I/O queues only.
-    pub(crate) fn of(&self, vector: u16) -> Wish {
+    pub(crate) fn of(&self, vector: u16) -> VectorCoalescing {
         let setting = self.setting.load(Ordering::Relaxed);
         let disabled = &self.disabled.get(usize::from(vector / 64));
         let disabled = disabled.map_or(0, |word| word.load(Ordering::Relaxed));
         if disabled >> (vector % 64) & 1 != 0 {
-            return Wish::AtOnce;
+            return VectorCoalescing::AtOnce;
         }
         if setting & CHOSEN == 0 {
-            return Wish::None;
+            return VectorCoalescing::None;
         }
         let (threshold, time) = (setting & 0xff, setting >> 8 & 0xff);
         if threshold == 0 || time == 0 || vector == 0 {
-            return Wish::AtOnce;
+            return VectorCoalescing::AtOnce;
         }
-        Wish::Aggregate(Aggregation {
+        VectorCoalescing::Aggregate(Aggregation {
             threshold: threshold + 1,
             time: Duration::from_micros(u64::from(time) * 100),
         })
@@ -301,7 +303,7 @@ mod tests {
         policy.raise(5);
         policy.posted(1);
         assert_eq!(policy.decide(), Decision::Hold);
-        let later = Instant::now() + SUPPRESSED_AT_MOST;
+        let later = Instant::now() + MAX_SUPPRESSION;
         assert_eq!(policy.decide_held(6, later), Decision::Raise);
         assert_eq!(policy.decide_held(0, later), Decision::Hold);
         assert!(!policy.is_holding());
@@ -345,7 +347,9 @@ mod tests {
         coalescing.set(2, 255);
         assert_eq!(policy.coalesce(&coalescing), Some(Decision::Hold));
         let until = policy.deadline().expect("a deadline");
-        assert!(!policy.coalescing_is_over(Instant::now()) && policy.coalescing_is_over(until));
+        assert!(
+            !policy.is_coalescing_expired(Instant::now()) && policy.is_coalescing_expired(until)
+        );
         policy.posted(2);
         let three_are_the_threshold = policy.coalesce(&coalescing);
         assert_eq!(three_are_the_threshold, Some(Decision::Raise));
@@ -354,20 +358,20 @@ mod tests {
     #[test]
     fn coalescing_is_per_vector_and_off_at_zero() {
         let c = Coalescing::default();
-        assert_eq!(c.of(1), Wish::None);
+        assert_eq!(c.of(1), VectorCoalescing::None);
         c.set(7, 3);
         let aggregation = Aggregation { threshold: 8, time: Duration::from_micros(300) };
-        assert_eq!(c.of(1), Wish::Aggregate(aggregation));
-        assert_eq!(c.of(0), Wish::AtOnce);
+        assert_eq!(c.of(1), VectorCoalescing::Aggregate(aggregation));
+        assert_eq!(c.of(0), VectorCoalescing::AtOnce);
         c.disable(1, true);
-        assert_eq!(c.of(1), Wish::AtOnce);
-        assert_eq!(c.of(65), Wish::Aggregate(aggregation));
+        assert_eq!(c.of(1), VectorCoalescing::AtOnce);
+        assert_eq!(c.of(65), VectorCoalescing::Aggregate(aggregation));
         c.disable(1, false);
-        assert_eq!(c.of(1), Wish::Aggregate(aggregation));
+        assert_eq!(c.of(1), VectorCoalescing::Aggregate(aggregation));
         c.disable(1000, true);
         c.set(7, 0);
-        assert_eq!(c.of(1), Wish::AtOnce);
+        assert_eq!(c.of(1), VectorCoalescing::AtOnce);
         c.reset();
-        assert_eq!(c.of(1), Wish::None);
+        assert_eq!(c.of(1), VectorCoalescing::None);
     }
 }

@@ -77,7 +77,7 @@ impl IrqTable {
     }
 
     /// Clears pending interrupts after their queues were deleted.
-    pub(crate) fn forget_pending(&self) {
+    pub(crate) fn clear_pending(&self) {
         self.lock().iter_mut().for_each(|line| line.pending = false);
     }
 
@@ -143,7 +143,7 @@ mod tests {
         table.set(2, None);
         line.raise();
         assert_eq!(event.drain(), 0);
-        table.forget_pending();
+        table.clear_pending();
         table.set(2, Some(event.try_clone().unwrap()));
         assert_eq!(event.drain(), 0);
         assert!(!table.set(3, None));

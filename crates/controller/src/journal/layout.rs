@@ -4,7 +4,7 @@
 //! A decision about an exclusive command is stored in its journal record, in two dwords of the
 //! recorded submission queue entry that exclusive commands do not use.
 
-use crate::saved::Death;
+use crate::saved::CauseOfDeath;
 use shadowbell_doorbell::{DoorbellState, Truth};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_spec::Sqe;
@@ -44,8 +44,8 @@ pub(super) const WAITS: u64 = 1 << 47;
 pub(super) const DECIDED: u64 = 1 << 46;
 /// Position of the crash count in the key: three bits that are free, because queue identifiers are
 /// small.
-const DEATHS: u32 = 40;
-const MOST_DEATHS: u8 = 7;
+const CRASHES_SHIFT: u32 = 40;
+const MAX_CRASHES: u8 = 7;
 
 /// Key of a record: command number `count` of queue `sqid` after `generation` controller resets.
 pub(super) fn key(generation: u64, sqid: u16, count: u32) -> u64 {
@@ -53,37 +53,37 @@ pub(super) fn key(generation: u64, sqid: u16, count: u32) -> u64 {
 }
 
 /// Key bits for the number of processes that have crashed with a command.
-pub(super) fn pack_deaths(deaths: u8) -> u64 {
-    u64::from(deaths.min(MOST_DEATHS)) << DEATHS
+pub(super) fn pack_crashes(crashes: u8) -> u64 {
+    u64::from(crashes.min(MAX_CRASHES)) << CRASHES_SHIFT
 }
 
 /// Decodes a key: queue, command number, number of crashes; `None` for a record of another
 /// generation. `death` is the cause of death of the process that has written the key.
-pub(super) fn unpack(found: u64, generation: u64, death: Death) -> Option<(u16, u32, u8)> {
+pub(super) fn unpack(found: u64, generation: u64, death: CauseOfDeath) -> Option<(u16, u32, u8)> {
     let (sqid, count) = ((found >> 32 & 0xff) as u16, found as u32);
-    let deaths = (found >> DEATHS) as u8 & MOST_DEATHS;
-    if found & !(WAITS | DECIDED) != key(generation, sqid, count) | pack_deaths(deaths) {
+    let crashes = (found >> CRASHES_SHIFT) as u8 & MAX_CRASHES;
+    if found & !(WAITS | DECIDED) != key(generation, sqid, count) | pack_crashes(crashes) {
         return None;
     }
     // The dead process had started the command, unless WAITS is set.
     let had_it = found & WAITS == 0;
-    let counts = had_it && death == Death::Fault;
-    Some((sqid, count, (deaths + u8::from(counts)).min(MOST_DEATHS)))
+    let counts = had_it && death == CauseOfDeath::Fault;
+    Some((sqid, count, (crashes + u8::from(counts)).min(MAX_CRASHES)))
 }
 
 /// Encodes the command that is being started, or waits for its start, and the number of processes
 /// that have crashed with it.
-pub(super) fn pack_trying(count: u32, deaths: u8, waits: bool) -> u64 {
+pub(super) fn pack_trying(count: u32, crashes: u8, waits: bool) -> u64 {
     let waits = if waits { WAITS } else { 0 };
-    VALID | waits | u64::from(deaths.min(MOST_DEATHS)) << 32 | u64::from(count)
+    VALID | waits | u64::from(crashes.min(MAX_CRASHES)) << 32 | u64::from(count)
 }
 
 /// Number of processes that have crashed with command `count`; `None` if the word describes another
 /// command. `death` is the cause of death of the process that has written the word.
-pub(super) fn unpack_trying(word: u64, count: u32, death: Death) -> Option<u8> {
-    let counts = word & WAITS == 0 && death == Death::Fault;
-    let deaths = (word >> 32) as u8 & MOST_DEATHS;
-    (word & VALID != 0 && word as u32 == count).then_some(deaths + u8::from(counts))
+pub(super) fn unpack_trying(word: u64, count: u32, death: CauseOfDeath) -> Option<u8> {
+    let counts = word & WAITS == 0 && death == CauseOfDeath::Fault;
+    let crashes = (word >> 32) as u8 & MAX_CRASHES;
+    (word & VALID != 0 && word as u32 == count).then_some(crashes + u8::from(counts))
 }
 
 /// Command that was fetched and not completed.
@@ -93,7 +93,7 @@ pub(crate) struct RecoveredCommand {
     /// Number of commands fetched from the same queue before this one.
     pub(crate) count: u32,
     /// Number of consecutive processes that have crashed with the command in flight.
-    pub(crate) deaths: u8,
+    pub(crate) crashes: u8,
     pub(crate) sqe: Sqe,
     /// Decision about the command, if any.
     pub(crate) decision: Option<Decision>,

@@ -54,10 +54,10 @@ mod layout;
 
 pub(crate) use layout::{BURST, Decision, Position, QUEUES, RecoveredCommand};
 
-use crate::saved::Death;
+use crate::saved::CauseOfDeath;
 use layout::{
     BEYOND_QUOTA, CQ, CQ_DOORBELL, DECIDED, DECISION_AT, LINE, POSITIONS, RECORD, SQ, SQ_COVERS,
-    SQ_DOORBELL, TRYING, VALID, WAITS, covers, key, map, pack_deaths, pack_trying, table_bytes,
+    SQ_DOORBELL, TRYING, VALID, WAITS, covers, key, map, pack_crashes, pack_trying, table_bytes,
     unpack, unpack_doorbell, unpack_trying,
 };
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -188,14 +188,14 @@ impl JournalPart {
     }
 
     /// [`record`](Self::record) for a command that was in flight in a previous process.
-    pub(crate) fn record_again(&mut self, tag: u32, command: &RecoveredCommand) {
+    pub(crate) fn record_recovered(&mut self, tag: u32, command: &RecoveredCommand) {
         let key = self.key_of(command);
         self.record_as(tag, key, &command.sqe);
     }
 
     fn key_of(&self, command: &RecoveredCommand) -> u64 {
         let decided = if command.decision.is_some() { DECIDED } else { 0 };
-        key(self.generation, command.sqid, command.count) | pack_deaths(command.deaths) | decided
+        key(self.generation, command.sqid, command.count) | pack_crashes(command.crashes) | decided
     }
 
     #[inline]
@@ -211,12 +211,12 @@ impl JournalPart {
 
     /// Stores a decision about the command of request `tag`.
     pub(crate) fn decide(&self, tag: u32, decision: Decision) {
-        self.records.decide(self.place_of(tag), decision);
+        self.records.decide(self.slot_of(tag), decision);
     }
 
     /// Place of the record of the command whose request was `tag`.
     #[inline]
-    pub(crate) fn place_of(&self, tag: u32) -> u32 {
+    pub(crate) fn slot_of(&self, tag: u32) -> u32 {
         self.by_tag.get(tag as usize).copied().unwrap_or(u32::MAX)
     }
 
@@ -224,7 +224,7 @@ impl JournalPart {
     #[inline]
     pub(crate) fn free(&mut self, place: u32) {
         self.records.free(place);
-        // Spare places (see `record_spare`) are used only once, so they are not added.
+        // Spare places (see `record_recovered_at`) are used only once, so they are not added.
         if place < self.next {
             self.free.push(place);
         }
@@ -247,27 +247,27 @@ impl JournalPart {
     /// Records the `nth` command that was in flight in a previous process, as not started yet.
     /// Returns its place. Places are counted from the end of the table here, where new records do
     /// not use them.
-    pub(crate) fn record_spare(&self, nth: usize, command: &RecoveredCommand) -> u32 {
+    pub(crate) fn record_recovered_at(&self, nth: usize, command: &RecoveredCommand) -> u32 {
         let place = (self.records.capacity - 1).saturating_sub(nth) as u32;
         self.records.write(place, self.key_of(command) | WAITS, &command.sqe);
         place
     }
 
     /// Marks the command with the spare record at `place` as started.
-    pub(crate) fn start_spare(&self, place: u32, command: &RecoveredCommand) {
+    pub(crate) fn start_recovered(&self, place: u32, command: &RecoveredCommand) {
         self.records.write(place, self.key_of(command), &command.sqe);
     }
 
     /// Stores that command `count` of a submission queue is started next, one at a time, and that
-    /// `deaths` processes have crashed with it.
-    pub(crate) fn store_trying(&self, qid: u16, count: u32, deaths: u8) {
-        self.store(qid, TRYING, pack_trying(count, deaths, false));
+    /// `crashes` processes have crashed with it.
+    pub(crate) fn store_trying(&self, qid: u16, count: u32, crashes: u8) {
+        self.store(qid, TRYING, pack_trying(count, crashes, false));
     }
 
-    /// Stores that `deaths` processes have crashed with command `count`, which is not started yet.
+    /// Stores that `crashes` processes have crashed with command `count`, which is not started yet.
     /// If this process crashes before the start, this command is not the cause.
-    pub(crate) fn store_suspect(&self, qid: u16, count: u32, deaths: u8) {
-        self.store(qid, TRYING, pack_trying(count, deaths, true));
+    pub(crate) fn store_suspect(&self, qid: u16, count: u32, crashes: u8) {
+        self.store(qid, TRYING, pack_trying(count, crashes, true));
     }
 
     /// Stores that the commands of the queue are not started one at a time (any more).
@@ -310,7 +310,7 @@ impl JournalPart {
 #[derive(Debug)]
 pub(crate) struct RecoveredJournal {
     positions: SharedBytes,
-    death: Death,
+    death: CauseOfDeath,
     /// Recorded commands by submission queue, oldest first.
     commands: BTreeMap<u16, Vec<RecoveredCommand>>,
 }
@@ -322,7 +322,7 @@ impl RecoveredJournal {
         file: &OwnedFd,
         records: usize,
         generation: u64,
-        death: Death,
+        death: CauseOfDeath,
     ) -> io::Result<Self> {
         let len = usize::try_from(FileStatus::of(file)?.len).unwrap_or(usize::MAX);
         let positions = map(file, 0, POSITIONS)?;
@@ -356,13 +356,13 @@ impl RecoveredJournal {
 
     /// Number of processes that have crashed while starting command `count`, the next one of a
     /// submission queue.
-    pub(crate) fn deaths_with(&self, qid: u16, count: u32) -> u8 {
+    pub(crate) fn crashes_with(&self, qid: u16, count: u32) -> u8 {
         unpack_trying(self.word(qid, TRYING), count, self.death).unwrap_or(0)
     }
 
     /// True if the process crashed by a fault, which one of its commands may have caused.
     pub(crate) fn is_of_a_fault(&self) -> bool {
-        self.death == Death::Fault
+        self.death == CauseOfDeath::Fault
     }
 
     /// Position and doorbell of a completion queue.
@@ -425,13 +425,13 @@ fn record(
     table: &SharedBytes,
     nth: usize,
     generation: u64,
-    death: Death,
+    death: CauseOfDeath,
 ) -> Option<RecoveredCommand> {
     let at = nth * RECORD;
     let found = table.load_u64_acquire(at).filter(|found| found & VALID != 0)?;
     // Records of other generations, from before a controller reset, are ignored.
-    let (sqid, count, deaths) = unpack(found, generation, death)?;
+    let (sqid, count, crashes) = unpack(found, generation, death)?;
     let sqe = table.read(at + 8)?;
     let decision = if found & DECIDED != 0 { Decision::unpack(&sqe) } else { None };
-    Some(RecoveredCommand { sqid, count, deaths, sqe, decision })
+    Some(RecoveredCommand { sqid, count, crashes, sqe, decision })
 }

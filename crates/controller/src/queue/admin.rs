@@ -32,7 +32,7 @@ pub(crate) struct AdminQueue {
     sq: Sq,
     cq: Cq,
     /// Completion queue entries reserved for commands in flight.
-    places: Vec<Permit>,
+    permits: Vec<Permit>,
     /// Commands that were in flight in a dead process.
     replays: VecDeque<Sqe>,
     /// Command identifier and status of each staged completion.
@@ -64,13 +64,13 @@ impl AdminQueue {
         let acq_missing = cq.resolve(table).is_err();
         let sleeper = Sleeper::new(Arc::default());
         let (replays, staged) = (VecDeque::new(), VecDeque::new());
-        Ok(Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper })
+        Ok(Self { sq, cq, permits: Vec::new(), replays, staged, acq_missing, sleeper })
     }
 
     /// Serializes the queues while no command is in flight.
     pub(crate) fn save(&self, used: bool) -> SavedAdminQueue {
         let (sq, cq) = (self.sq.save(0), self.cq.save());
-        SavedAdminQueue { sq, cq, used, lacks_cq: self.acq_missing, under_way: Vec::new() }
+        SavedAdminQueue { sq, cq, used, lacks_cq: self.acq_missing, in_flight: Vec::new() }
     }
 
     /// Writes the queues' positions to the journal, for crash recovery.
@@ -105,11 +105,11 @@ impl AdminQueue {
                 }
             })?;
         let entry = |bytes: &Bytes| Sqe::read_from_bytes(&bytes.0).ok();
-        let replays = saved.under_way.iter().map(entry).collect::<Option<_>>()?;
+        let replays = saved.in_flight.iter().map(entry).collect::<Option<_>>()?;
         let mut queue = Self {
             sq,
             cq,
-            places: Vec::new(),
+            permits: Vec::new(),
             replays,
             staged: VecDeque::new(),
             acq_missing: saved.lacks_cq,
@@ -141,7 +141,7 @@ impl AdminQueue {
         // tag in bit 48, and the status above.
         let command = |high: u64| ((high >> 32) as u16, Status::from_bits((high >> 49) as u16));
         let staged = saved.cq.staged.iter().map(|&(_, high)| command(high)).collect();
-        let mut queue = Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper };
+        let mut queue = Self { sq, cq, permits: Vec::new(), replays, staged, acq_missing, sleeper };
         queue.remap(table, pages);
         Some(queue)
     }
@@ -153,19 +153,19 @@ impl AdminQueue {
     }
 
     /// True if no command is in flight.
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.places.is_empty() && self.replays.is_empty()
+    pub(crate) fn is_idle(&self) -> bool {
+        self.permits.is_empty() && self.replays.is_empty()
     }
 
     /// Moves the completion queue to `acq`. Only valid before the first command is executed.
-    pub(crate) fn place_cq(&mut self, table: &DmaTable, acq: u64) {
+    pub(crate) fn set_cq_address(&mut self, table: &DmaTable, acq: u64) {
         self.cq.layout.iova = acq;
         self.acq_missing = self.cq.resolve(table).is_err();
     }
 
     /// True if a command is waiting but the memory of the completion queue is missing.
     pub(crate) fn lacks_cq(&mut self) -> bool {
-        self.acq_missing && self.sq.tail.look().is_ok_and(|tail| tail != self.sq.head)
+        self.acq_missing && self.sq.tail.poll().is_ok_and(|tail| tail != self.sq.head)
     }
 
     /// Applies Doorbell Buffer Config. Fails if a doorbell value in the old pages is invalid.
@@ -192,13 +192,13 @@ impl AdminQueue {
         if self.sq.ring.is_none() || self.cq.ring.is_none() {
             return Ok(None);
         }
-        let tail = self.sq.tail.look()?;
+        let tail = self.sq.tail.poll()?;
         if self.sq.head == tail && self.replays.is_empty() {
             self.sq.blocked = false;
             return Ok(None);
         }
         if self.cq.free() == 0 {
-            self.cq.look();
+            self.cq.poll_head();
             if let Some(error) = self.cq.take_invalid() {
                 return Err(error);
             }
@@ -210,15 +210,15 @@ impl AdminQueue {
         self.sq.counters.batches.add(1);
         let sqe = self.replays.pop_front().or_else(|| self.sq.fetch());
         if sqe.is_some() {
-            self.places.push(self.cq.reserve(1).take());
+            self.permits.push(self.cq.reserve(1).take());
         }
         Ok(sqe)
     }
 
     /// Releases the completion entry of the last fetched command, which may stay in flight forever,
     /// such as an Asynchronous Event Request.
-    pub(crate) fn give_up_place(&mut self) {
-        if let Some(place) = self.places.pop() {
+    pub(crate) fn release_last_permit(&mut self) {
+        if let Some(place) = self.permits.pop() {
             self.cq.release(place);
         }
     }
@@ -227,7 +227,7 @@ impl AdminQueue {
         let &AdminCompletion { cid, status, dw0, placed } = completion;
         let cqe = Cqe::new(cid, 0, self.sq.head, status, dw0);
         self.staged.push_back((cid, status));
-        match self.places.pop_if(|_| placed) {
+        match self.permits.pop_if(|_| placed) {
             Some(place) => self.cq.complete(place, cqe),
             None => self.cq.complete_unreserved(cqe),
         }
@@ -265,7 +265,7 @@ impl AdminQueue {
         let tail = sq.tail.recheck(&mut fenced);
         let head = if wait_for_room { cq.head.recheck(&mut fenced, cq.tail) } else { Ok(0) };
         if !wait_for_room {
-            cq.look();
+            cq.poll_head();
         }
         let idle = fenced.try_sleep().is_some();
         tail?;

@@ -29,7 +29,7 @@ pub(crate) struct Permit(());
 #[cfg(test)]
 impl Permit {
     /// Creates a permit that belongs to no queue.
-    pub(crate) fn of_nothing() -> Self {
+    pub(crate) fn detached() -> Self {
         Self(())
     }
 }
@@ -60,7 +60,7 @@ pub(crate) struct Cq {
     /// Phase tag of the next entry.
     pub(crate) phase: bool,
     /// Number of reserved entries that are not written yet: permits and staged completions.
-    promised: u32,
+    reserved: u32,
     /// Completions of the current batch. They are written together, because the host polls the
     /// cache lines that they are written to.
     staged: Vec<[u64; 2]>,
@@ -103,7 +103,7 @@ impl Cq {
             head: head.counted_by(CountedBy(Arc::clone(&counters))),
             tail: 0,
             phase: true,
-            promised: 0,
+            reserved: 0,
             staged: Vec::with_capacity(64),
             recorded: VecDeque::new(),
             recorded_in: None,
@@ -144,10 +144,10 @@ impl Cq {
         let register = shared.register(saved.qid, DoorbellKind::Cq);
         let head = CqHead::resume(layout.size, register, state)?;
         let staged: Vec<_> = saved.staged.iter().map(|&(low, high)| [low, high]).collect();
-        let promised = u32::try_from(staged.len()).ok()?;
+        let reserved = u32::try_from(staged.len()).ok()?;
         let (tail, phase) = (saved.tail, saved.phase);
         let new = Self::with_head(layout, shared, (irq, limit), head);
-        Some(Self { tail, traced: tail, phase, promised, staged, ..new })
+        Some(Self { tail, traced: tail, phase, reserved, staged, ..new })
     }
 
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
@@ -188,22 +188,22 @@ impl Cq {
         let size = self.layout.size;
         (size.entries() - 1)
             .saturating_sub(size.distance(self.head.last(), self.tail))
-            .saturating_sub(self.promised)
+            .saturating_sub(self.reserved)
     }
 
     /// Reserves `count` entries, at most as many as are [free](Self::free).
     #[inline(always)]
     pub(crate) fn reserve(&mut self, count: u32) -> Permits {
         debug_assert!(count <= self.free(), "only free entries are reserved");
-        self.promised += count;
+        self.reserved += count;
         Permits(count)
     }
 
     /// Returns unused permits; `left` is their number.
     #[inline(always)]
-    pub(crate) fn give_back(&mut self, permits: Permits, left: u32) {
+    pub(crate) fn return_permits(&mut self, permits: Permits, left: u32) {
         debug_assert_eq!(permits.0, left, "the number of unused permits");
-        self.promised -= left;
+        self.reserved -= left;
     }
 
     /// Reserves one entry, if one is free.
@@ -216,7 +216,7 @@ impl Cq {
     /// entry.
     pub(crate) fn release(&mut self, permit: Permit) {
         let Permit(()) = permit;
-        self.promised -= 1;
+        self.reserved -= 1;
     }
 
     /// Stages a completion. Its phase tag is set when it is posted.
@@ -227,7 +227,7 @@ impl Cq {
     }
 
     /// Registers the journal record at `place`. The completion of its command must be staged next.
-    pub(crate) fn ends_record(&mut self, place: u32) {
+    pub(crate) fn complete_record(&mut self, place: u32) {
         self.recorded.push_back((self.posted() + self.staged.len() as u64, place));
     }
 
@@ -244,7 +244,7 @@ impl Cq {
     }
 
     /// Prepares a move to an I/O thread that writes another journal part.
-    pub(crate) fn leave_journal(&mut self, journal: &JournalPart) {
+    pub(crate) fn detach_journal(&mut self, journal: &JournalPart) {
         self.recorded_in = Some(journal.records());
     }
 
@@ -331,17 +331,17 @@ impl Cq {
     /// Stages a completion without a reserved entry, which may have to wait for room. Used for
     /// admin commands: an Asynchronous Event Request would otherwise occupy an entry forever.
     pub(crate) fn complete_unreserved(&mut self, cqe: Cqe) {
-        self.promised += 1;
+        self.reserved += 1;
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
     /// Reads the host's head. An invalid one is reported later, by
     /// [`take_invalid`](Self::take_invalid).
     #[inline]
-    pub(crate) fn look(&mut self) {
+    pub(crate) fn poll_head(&mut self) {
         let before = self.head.last();
         self.unlooked = 0;
-        if let Err(error) = self.head.look(self.tail) {
+        if let Err(error) = self.head.poll(self.tail) {
             self.invalid = Some(error);
         }
         self.moved_from(before);
@@ -398,7 +398,7 @@ impl Cq {
         // room.
         let mut count = self.staged.len() as u32;
         if count > space(self) {
-            self.look();
+            self.poll_head();
             count = count.min(space(self));
         }
         let Some(ring) = &self.ring else { return false };
@@ -419,13 +419,13 @@ impl Cq {
         } else {
             self.staged.drain(..count as usize);
         }
-        self.promised -= count;
+        self.reserved -= count;
         self.interrupt.posted(count);
         self.unlooked += count;
         if self.unlooked >= self.layout.size.entries() / 4 {
             // Read regularly, so that EventIdx stays ahead of the head even if no queue waits for
             // room.
-            self.look();
+            self.poll_head();
         }
         count != 0
     }
@@ -448,7 +448,7 @@ impl Cq {
             None => {}
         }
         if self.interrupt.is_unconsumed() {
-            self.look();
+            self.poll_head();
         }
         match self.interrupt.decide() {
             Decision::Raise => self.raise(),
@@ -469,15 +469,15 @@ impl Cq {
 
     /// Raises held interrupts that are due, while the I/O thread is awake. Only called while
     /// [`is_holding`](Self::is_holding).
-    pub(crate) fn review_held(&mut self) {
+    pub(crate) fn raise_due(&mut self) {
         let now = Instant::now();
-        if self.interrupt.coalescing_is_over(now) {
+        if self.interrupt.is_coalescing_expired(now) {
             self.raise();
         }
         if !self.interrupt.is_suppressed_or_moderated() {
             return;
         }
-        self.look();
+        self.poll_head();
         let unread = self.unread();
         if self.interrupt.decide_held(unread, now) == Decision::Raise {
             self.raise();

@@ -58,7 +58,7 @@ impl Model {
 
     fn after(&self, me: usize, action: Action) -> Result<After, Status> {
         let mut next = *self;
-        let mut told = BTreeSet::new();
+        let mut notifications = BTreeSet::new();
         let all_hold = |kind: u8| kind >= 5;
         let shared = |kind: u8| kind >= 3;
         let must = |key: u64| if self.keys[me] == key && key != 0 { Ok(()) } else { Err(CONFLICT) };
@@ -86,7 +86,7 @@ impl Model {
                 drop_host(&mut next, me);
                 if self.kind != 0 && next.kind == 0 && shared(self.kind) {
                     let left = others().filter(|at| next.keys[*at] != 0);
-                    told.extend(left.map(|at| (at, 2)));
+                    notifications.extend(left.map(|at| (at, 2)));
                 }
                 1
             }
@@ -137,7 +137,7 @@ impl Model {
                 for at in chosen {
                     drop_host(&mut next, at);
                     if at != me {
-                        told.insert((at, 1));
+                        notifications.insert((at, 1));
                     }
                 }
                 if takes_over {
@@ -146,7 +146,7 @@ impl Model {
                     next.holders = std::array::from_fn(holds);
                     if kind != self.kind {
                         let left = others().filter(|at| next.keys[*at] != 0);
-                        told.extend(left.map(|at| (at, 2)));
+                        notifications.extend(left.map(|at| (at, 2)));
                     }
                 }
                 1
@@ -160,19 +160,20 @@ impl Model {
                     next.kind = 0;
                     next.holders = [false; HOSTS];
                     if shared(self.kind) {
-                        told.extend(others().filter(|at| self.keys[*at] != 0).map(|at| (at, 2)));
+                        notifications
+                            .extend(others().filter(|at| self.keys[*at] != 0).map(|at| (at, 2)));
                     }
                 }
                 0
             }
             Action::Clear { key } => {
                 must(key)?;
-                told.extend(others().filter(|at| self.keys[*at] != 0).map(|at| (at, 3)));
+                notifications.extend(others().filter(|at| self.keys[*at] != 0).map(|at| (at, 3)));
                 next = Self { keys: [0; HOSTS], kind: 0, holders: [false; HOSTS] };
                 1
             }
         };
-        Ok((next, counts, told))
+        Ok((next, counts, notifications))
     }
 
     fn access(&self, host: Option<usize>) -> (bool, bool) {
@@ -229,15 +230,22 @@ fn every_reservation_command_in_every_state_matches_the_model() {
                         assert_eq!(status, expected, "{state:?} {me} {action:?}");
                         assert_eq!(next, state);
                     }
-                    (Ok((expected, counts, told)), Ok(then)) => {
+                    (Ok((expected, counts, notifications)), Ok(then)) => {
                         let context = format!("{state:?} {me} {action:?}");
                         assert_eq!(Model::of(&next), expected, "{context}");
                         let counted = next.generation.wrapping_sub(state.generation);
                         assert_eq!(counted, counts, "{context}");
-                        let got: Vec<_> =
-                            then.told.iter().map(|(to, told)| (index(*to), told.code())).collect();
-                        assert_eq!(got.len(), told.len(), "{context}: {got:?}");
-                        assert_eq!(got.into_iter().collect::<BTreeSet<_>>(), told, "{context}");
+                        let got: Vec<_> = then
+                            .notifications
+                            .iter()
+                            .map(|(to, notifications)| (index(*to), notifications.code()))
+                            .collect();
+                        assert_eq!(got.len(), notifications.len(), "{context}: {got:?}");
+                        assert_eq!(
+                            got.into_iter().collect::<BTreeSet<_>>(),
+                            notifications,
+                            "{context}"
+                        );
                         let gone = (0..HOSTS)
                             .filter(|at| model.keys[*at] != 0)
                             .filter(|at| expected.keys[*at] == 0);
@@ -316,7 +324,7 @@ fn a_torn_record_leaves_the_previous_one() {
         }
         // Each byte of the newest version is corrupted in turn, as by an incomplete write.
         let Newest { place, value: text, .. } = kept.newest().unwrap();
-        for byte in (0..PLACES.head() + text.len()).map(|byte| place * PLACE + byte as u64) {
+        for byte in (0..SLOTS.head() + text.len()).map(|byte| place * SLOT_SIZE + byte as u64) {
             let mut was = [0];
             file.read_exact_at(&mut was, byte).unwrap();
             file.write_all_at(&[!was[0]], byte).unwrap();
@@ -331,7 +339,7 @@ fn a_torn_first_record_counts_as_empty_and_another_file_is_refused() {
     let file = tempfile::tempfile().unwrap();
     let kept = ReservationFile::new(file.try_clone().unwrap());
     kept.write(&with_key(1)).unwrap();
-    file.set_len(PLACES.head() as u64 + 3).unwrap();
+    file.set_len(SLOTS.head() as u64 + 3).unwrap();
     assert_eq!(kept.read().unwrap(), AllReservations::new());
     file.write_all_at(b"no such thing", 0).unwrap();
     assert!(kept.read().is_err());

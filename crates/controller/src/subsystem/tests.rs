@@ -53,18 +53,18 @@ fn reservations_persist_across_starts_and_successors() {
     let register = Action::Register { key: 5 };
     assert_eq!(act(&member, HOST, register, None), Status::SUCCESS);
     let successor = make();
-    successor.go_on();
+    successor.resume();
     assert!(is_registered(&successor));
     let restarted = make();
     restarted.power_on();
     assert!(!is_registered(&restarted));
     // The file no longer contains the registration either.
-    successor.go_on();
+    successor.resume();
     assert!(!is_registered(&successor));
     // `early` is created before the last change, so it must read the file again.
     let early = make();
     assert_eq!(act(&restarted, HOST, register, Some(true)), Status::SUCCESS);
-    early.go_on();
+    early.resume();
     assert!(is_registered(&early) && early.is_persistent(&UUID));
     let restarted = make();
     restarted.power_on();

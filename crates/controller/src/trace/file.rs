@@ -200,7 +200,7 @@ impl TraceFile {
             started: since.as_nanos() as u64,
             reserved: [0; 32],
         };
-        mapping.bytes().write(0, &header).ok_or_else(outside)?;
+        mapping.bytes().write(0, &header).ok_or_else(out_of_range)?;
         let taken = (0..layout.rings).map(|_| AtomicBool::new(false)).collect();
         Ok(Arc::new(Self { mapping, layout, started, taken, file, spare }))
     }
@@ -282,7 +282,7 @@ fn is_there(path: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-fn outside() -> io::Error {
+fn out_of_range() -> io::Error {
     io::Error::other("the trace file is smaller than its layout")
 }
 

@@ -40,13 +40,13 @@ const LONGEST_HOLD: Duration = Duration::from_micros(100);
 const PASSES: u32 = 64;
 /// Idle passes after which a thread that waits for a host yields the CPU: some microseconds. A
 /// polling host submits its next command within this time.
-const POLITE_AFTER: u32 = 8 * PASSES;
+const YIELD_AFTER: u32 = 8 * PASSES;
 
 /// Action of an I/O thread after an idle pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     /// Poll again.
-    Look,
+    PollAgain,
     /// Yield the CPU, then poll again. On a machine with few CPUs, the next command may depend on a
     /// thread that waits for this CPU: the VMM's thread that handles the interrupt, or the server
     /// of a disk.
@@ -138,7 +138,7 @@ pub(super) struct IdlePolicy {
     ended: u64,
     /// Time of the first idle pass, at most [`PASSES`] passes late.
     since: Instant,
-    others: YieldBackoff,
+    yield_backoff: YieldBackoff,
     /// True if another thread wanted the CPU during this wait for a disk.
     crowded: bool,
 }
@@ -159,7 +159,7 @@ impl IdlePolicy {
             pending: false,
             ended: 0,
             since,
-            others: YieldBackoff::new(),
+            yield_backoff: YieldBackoff::new(),
             crowded: false,
         }
     }
@@ -197,7 +197,7 @@ impl IdlePolicy {
         pending: impl FnOnce() -> (bool, u64),
     ) -> Next {
         match self.polling {
-            Polling::Always => return Next::Look,
+            Polling::Always => return Next::PollAgain,
             Polling::Never => return Next::Sleep,
             Polling::Adaptive(_) => {}
         }
@@ -213,7 +213,7 @@ impl IdlePolicy {
             return Next::Sleep;
         }
         if !self.idle.is_multiple_of(PASSES) {
-            return Next::Look;
+            return Next::PollAgain;
         }
         let now = clock();
         if self.idle == PASSES {
@@ -222,25 +222,25 @@ impl IdlePolicy {
         let waited = now.duration_since(self.since);
         if waited >= width {
             Next::Sleep
-        } else if self.pending && waited >= YieldBackoff::AFTER || self.idle >= POLITE_AFTER {
+        } else if self.pending && waited >= YieldBackoff::MIN_WAIT || self.idle >= YIELD_AFTER {
             Next::Yield
         } else {
-            Next::Look
+            Next::PollAgain
         }
     }
 
     /// Yields the CPU to other threads. Returns the next action.
-    pub(super) fn give_way(&mut self) -> Next {
-        let crowded = self.others.backoff(YieldBackoff::AFTER);
-        self.gave_way(crowded)
+    pub(super) fn yield_cpu(&mut self) -> Next {
+        let crowded = self.yield_backoff.backoff(YieldBackoff::MIN_WAIT);
+        self.after_yield(crowded)
     }
 
     /// Next action after a yield; `crowded` is true if another thread has run.
-    fn gave_way(&mut self, crowded: bool) -> Next {
+    fn after_yield(&mut self, crowded: bool) -> Next {
         // Without a request in flight, the thread that has run is most likely the host's and
         // submits soon.
         if !crowded || !self.pending {
-            return Next::Look;
+            return Next::PollAgain;
         }
         self.crowded = true;
         self.disk_polls.fail();
@@ -261,7 +261,7 @@ impl IdlePolicy {
 
     /// Adapts the window after a sleep of this length.
     pub(super) fn slept(&mut self, slept: Duration) {
-        // `gave_way` has already counted the poll if another thread wanted the CPU.
+        // `after_yield` has already counted the poll if another thread wanted the CPU.
         let in_vain = !self.width().is_zero() && !self.crowded;
         let (width, polls) = if self.pending {
             (&mut self.disk, &mut self.disk_polls)
@@ -286,7 +286,7 @@ mod tests {
     use super::*;
 
     /// Maximum length of the polling window.
-    const MOST: Duration = Duration::from_micros(100);
+    const MAX_WINDOW: Duration = Duration::from_micros(100);
     /// Duration of an idle pass.
     const PASS: Duration = Duration::from_nanos(50);
 
@@ -301,12 +301,12 @@ mod tests {
 
     impl Worker {
         fn new() -> Self {
-            let window = IdlePolicy::new(Polling::Adaptive(MOST));
+            let window = IdlePolicy::new(Polling::Adaptive(MAX_WINDOW));
             Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
         /// Simulates `micros` microseconds without work.
-        fn looks(&mut self, pending: bool, micros: u64) {
+        fn simulate_idle(&mut self, pending: bool, micros: u64) {
             let end = self.now + Duration::from_micros(micros);
             while self.now < end {
                 if self.step(pending) == Next::Sleep {
@@ -334,13 +334,13 @@ mod tests {
 
         /// Simulates `micros` microseconds without work, then the expected event.
         fn waits(&mut self, pending: bool, micros: u64) {
-            self.looks(pending, micros);
+            self.simulate_idle(pending, micros);
             self.finds(pending);
         }
 
         /// Simulates the arrival of the host's next command while a request is in flight.
         fn waits_for_command(&mut self, micros: u64) {
-            self.looks(true, micros);
+            self.simulate_idle(true, micros);
             self.finds(false);
         }
 
@@ -359,7 +359,7 @@ mod tests {
 
         /// Simulates a host with one command in flight at a time. Returns the share of time spent
         /// polling, and the number of sleeps per command.
-        fn serves(&mut self, commands: u32, host: u64, disk: u64) -> (f64, f64) {
+        fn simulate_host(&mut self, commands: u32, host: u64, disk: u64) -> (f64, f64) {
             // Warm-up, which replaces the result of earlier adaptation.
             (0..100).for_each(|_| {
                 self.waits(false, host);
@@ -379,18 +379,18 @@ mod tests {
     #[test]
     fn neither_a_slow_host_nor_its_disk_is_polled() {
         let mut worker = Worker::new();
-        assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
+        assert_eq!(worker.simulate_host(1000, 400, 60), (0.0, 2.0));
         // A host that submits at once: the thread polls for it and never sleeps.
-        let (awake, sleeps) = worker.serves(1000, 15, 60);
+        let (awake, sleeps) = worker.simulate_host(1000, 15, 60);
         assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
         // Again the host that takes 400 us to submit.
-        assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
+        assert_eq!(worker.simulate_host(1000, 400, 60), (0.0, 2.0));
     }
 
     #[test]
     fn a_slow_disk_is_not_polled() {
         let mut worker = Worker::new();
-        let (awake, sleeps) = worker.serves(1000, 15, 300);
+        let (awake, sleeps) = worker.simulate_host(1000, 15, 300);
         assert!((0.04..0.05).contains(&awake), "share of the host's time: {awake}");
         assert_eq!(sleeps, 1.0, "one sleep per disk request");
     }
@@ -400,15 +400,15 @@ mod tests {
         // Each sleep is short, so the window stays at its maximum.
         for (host, disk) in [(110, 20), (20, 110)] {
             let mut worker = Worker::new();
-            worker.serves(100, 20, 20);
-            worker.serves(2000, host, disk);
-            let (awake, sleeps) = worker.serves(10_000, host, disk);
+            worker.simulate_host(100, 20, 20);
+            worker.simulate_host(2000, host, disk);
+            let (awake, sleeps) = worker.simulate_host(10_000, host, disk);
             let rest = 20.0 / 130.0;
             assert!(awake < rest + 0.02, "{host} and {disk}: awake {awake}");
             assert!((0.9..=2.0).contains(&sleeps), "{host} and {disk}: {sleeps} sleeps");
             // Polling resumes when the load becomes quick again.
-            worker.serves(5000, 20, 20);
-            let (awake, sleeps) = worker.serves(1000, 20, 20);
+            worker.simulate_host(5000, 20, 20);
+            let (awake, sleeps) = worker.simulate_host(1000, 20, 20);
             assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
         }
     }
@@ -436,14 +436,14 @@ mod tests {
     #[test]
     fn polling_yields_to_a_thread_that_needs_the_cpu() {
         let mut worker = Worker::new();
-        worker.serves(1000, 15, 40);
+        worker.simulate_host(1000, 15, 40);
         // The disk's server needs this CPU to complete the request.
         let answers = |worker: &mut Worker, crowded: bool| {
             worker.waits(false, 15);
             loop {
                 match worker.step(true) {
-                    Next::Look => {}
-                    Next::Yield if worker.window.gave_way(crowded) == Next::Look => {}
+                    Next::PollAgain => {}
+                    Next::Yield if worker.window.after_yield(crowded) == Next::PollAgain => {}
                     Next::Yield | Next::Sleep => break,
                 }
             }
@@ -461,7 +461,7 @@ mod tests {
         assert!(polled < Duration::from_micros(16), "{polled:?}, 15 us of it for the host");
         // If another thread wants the CPU only occasionally, polling continues.
         let mut worker = Worker::new();
-        worker.serves(1000, 15, 40);
+        worker.simulate_host(1000, 15, 40);
         for _ in 0..1000 {
             answers(&mut worker, true);
             (0..VAIN).for_each(|_| worker.waits(true, 40));
@@ -472,15 +472,15 @@ mod tests {
             answers(&mut worker, true);
         }
         assert!(worker.window.disk_polls.is_paused());
-        worker.serves(1000, 15, 40);
-        let (awake, sleeps) = worker.serves(1000, 15, 40);
+        worker.simulate_host(1000, 15, 40);
+        let (awake, sleeps) = worker.simulate_host(1000, 15, 40);
         assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
     }
 
     #[test]
     fn busy_disks_are_polled_after_any_host_behaviour() {
         let mut worker = Worker::new();
-        worker.serves(100, 400, 60);
+        worker.simulate_host(100, 400, 60);
         (0..BUSY_AFTER + 10).for_each(|_| worker.waits(true, 20));
         worker.sleeps = 0;
         (0..1000).for_each(|_| worker.waits(true, 20));
@@ -490,7 +490,7 @@ mod tests {
     #[test]
     fn fixed_polling_modes_do_not_adapt() {
         let mut window = IdlePolicy::new(Polling::Always);
-        assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::Look));
+        assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::PollAgain));
         let mut window = IdlePolicy::new(Polling::Never);
         for _ in 0..100 {
             assert_eq!(window.next(|| (false, 0)), Next::Sleep);

@@ -16,7 +16,7 @@ use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
 use crate::shared::{ControllerShared, DSTRD};
 use crate::trace::COMPLETION_QUEUE;
 use shadowbell_doorbell::{Arming, Fenced, Sleeper};
-use shadowbell_memory::page_tables::{self, Look};
+use shadowbell_memory::page_tables::{self, Check};
 use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
 use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use shadowbell_spec::status::Status;
@@ -32,7 +32,7 @@ pub(super) enum Deleting {
     /// Draining disk queue at this place, and the epoll instance that watches it.
     Disk(usize, Arc<OwnedFd>),
     /// Everything in flight except commands that wait for exclusive execution.
-    Others,
+    AllButExclusive,
     /// All queues.
     Everything,
 }
@@ -54,7 +54,7 @@ pub(crate) struct ControllerQueues {
     /// lost before the first queue was created may be in the current map.
     pub(super) losses: u64,
     /// True if lost memory in the current map was reported.
-    pub(super) lost: bool,
+    pub(super) lost_memory_reported: bool,
     /// Index of the submission queue that the next pass begins with: the one after that at which
     /// the last pass used up its budget.
     pub(super) first: usize,
@@ -63,7 +63,7 @@ pub(crate) struct ControllerQueues {
     /// Pending move to another I/O thread, which happens once nothing is in flight.
     pub(super) departure: Option<Departure>,
     /// Requested check of the page tables, after many sparse touches of the host's memory.
-    pub(super) look: Option<Look>,
+    pub(super) page_table_check: Option<Check>,
     /// Commands that are recovered from a dead process.
     pub(super) recovery: Option<Box<Recovery>>,
 }
@@ -84,13 +84,13 @@ impl ControllerQueues {
             shadow: context.shadow,
             opening,
             departure: None,
-            look: None,
+            page_table_check: None,
             doorbell_eventfds: Vec::new(),
             draining: VecDeque::new(),
             deleting: Vec::new(),
             detaching: None,
             losses: 0,
-            lost: false,
+            lost_memory_reported: false,
             first: 0,
         })
     }
@@ -100,8 +100,8 @@ impl ControllerQueues {
     }
 
     /// Publishes in the statistics if the thread skips this controller in its passes.
-    pub(super) fn set_left_out(&self, left_out: bool) {
-        self.set.engine.counters.set_left_out(left_out);
+    pub(super) fn set_skipped(&self, skipped: bool) {
+        self.set.engine.counters.set_skipped(skipped);
     }
 
     pub(crate) fn shared(&self) -> &Arc<ControllerShared> {
@@ -157,7 +157,7 @@ impl ControllerQueues {
     }
 
     /// Stores an eventfd that the thread waits for, for the lifetime of the queues.
-    pub(crate) fn keep_eventfd(&mut self, event: EventFd) {
+    pub(crate) fn add_eventfd(&mut self, event: EventFd) {
         let event = Arc::new(event);
         self.set.engine.counters.add_doorbell_eventfd(Arc::clone(&event));
         self.doorbell_eventfds.push(event);
@@ -186,7 +186,7 @@ impl ControllerQueues {
     /// are parked for exclusive execution.
     pub(crate) fn pause(&mut self, latch: Latch) {
         self.set.engine.pause();
-        self.deleting.push((Deleting::Others, latch));
+        self.deleting.push((Deleting::AllButExclusive, latch));
     }
 
     /// Grants exclusive execution to the parked commands of this thread.
@@ -195,8 +195,8 @@ impl ControllerQueues {
     }
 
     /// Writes postponed decisions to the journal, after the control plane has recorded the changes.
-    pub(crate) fn settle(&mut self, latch: Latch) {
-        self.set.engine.settle(latch);
+    pub(crate) fn journal_decisions(&mut self, latch: Latch) {
+        self.set.engine.journal_decisions(latch);
     }
 
     /// Ends exclusive execution: fetching continues.
@@ -266,7 +266,7 @@ impl ControllerQueues {
     /// True if the queues can be removed from this thread: nothing is in flight, and either a
     /// detach or a move to another thread is pending.
     #[inline]
-    pub(crate) fn is_over(&self) -> bool {
+    pub(crate) fn can_be_removed(&self) -> bool {
         (self.detaching.is_some() || self.departure.is_some() && !self.is_waited_for())
             && !self.is_pending()
             && !self.has_replays()
@@ -305,7 +305,7 @@ impl ControllerQueues {
     ) -> u32 {
         let mut work = 0;
         self.set.engine.set_budget(budget);
-        if self.set.engine.is_sparse() || self.look.is_some() {
+        if self.set.engine.is_sparse() || self.page_table_check.is_some() {
             self.bound_page_tables();
         }
         if self.set.engine.pending() != 0 {
@@ -351,16 +351,16 @@ impl ControllerQueues {
     #[cold]
     #[inline(never)]
     fn bound_page_tables(&mut self) {
-        if let Some(look) = self.look {
-            if !look.is_over() {
+        if let Some(page_table_check) = self.page_table_check {
+            if !page_table_check.is_over() {
                 return;
             }
-            self.look = None;
+            self.page_table_check = None;
             self.set.engine.open(Closed::PageTables);
         } else if self.set.engine.has_spent() {
             self.set.engine.may_touch_more();
-            self.look = page_tables::ask();
-            if self.look.is_some() {
+            self.page_table_check = page_tables::request_check();
+            if self.page_table_check.is_some() {
                 self.set.engine.close(Closed::PageTables);
             }
         }
@@ -372,7 +372,7 @@ impl ControllerQueues {
     fn advance_recovery(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let Some(recovery) = &mut self.recovery else { return 0 };
         let started = recovery.advance(&mut self.set, unread, trace);
-        self.recovery.take_if(|recovery| recovery.is_over());
+        self.recovery.take_if(|recovery| recovery.is_finished());
         started
     }
 
@@ -400,7 +400,7 @@ impl ControllerQueues {
 
     #[inline]
     fn serve(&mut self, index: usize, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
-        let Some(tail) = self.set.look(index, trace) else { return 0 };
+        let Some(tail) = self.set.poll_tail(index, trace) else { return 0 };
         // Messages that were sent before the submission have precedence: for example, a message may
         // contain the memory that the host has just mapped for these commands. The tail was loaded
         // with acquire ordering, so every message that was sent before the host moved the tail is
@@ -409,7 +409,7 @@ impl ControllerQueues {
             return 1;
         }
         if !self.set.engine.has_budget() || self.set.engine.is_full() {
-            return self.put_off();
+            return self.defer();
         }
         let fetched = match &mut self.overriding {
             None => self.set.serve(index, tail, trace),
@@ -425,7 +425,7 @@ impl ControllerQueues {
     /// ends.
     #[cold]
     #[inline(never)]
-    fn put_off(&mut self) -> u32 {
+    fn defer(&mut self) -> u32 {
         let Some(exceeded) = self.set.engine.exceeded() else {
             return u32::from(!self.set.engine.is_full());
         };
@@ -448,11 +448,11 @@ impl ControllerQueues {
     #[cold]
     pub(crate) fn check_memory(&mut self) {
         let losses = shadowbell_memory::sigbus::losses(self.set.shared.id);
-        if std::mem::replace(&mut self.losses, losses) == losses || self.lost {
+        if std::mem::replace(&mut self.losses, losses) == losses || self.lost_memory_reported {
             return;
         }
         if self.set.engine.view().table().is_poisoned() {
-            self.lost = true;
+            self.lost_memory_reported = true;
             self.set.control.notify(Notice::MemoryLost);
         }
     }
@@ -464,7 +464,7 @@ impl ControllerQueues {
         }
         let mut index = 0;
         while index < self.deleting.len() {
-            let is_over = match &self.deleting[index].0 {
+            let can_be_removed = match &self.deleting[index].0 {
                 Deleting::Sq(sq) => {
                     let sq = &mut self.set.sqs[*sq];
                     match sq.take_if(|sq| sq.in_flight == 0) {
@@ -482,13 +482,13 @@ impl ControllerQueues {
                     }
                     None => false,
                 },
-                Deleting::Others => {
+                Deleting::AllButExclusive => {
                     let has_more = |recovery: &Recovery| recovery.needs_exclusive();
                     self.set.engine.is_drained() && !self.recovery.as_deref().is_some_and(has_more)
                 }
                 Deleting::Everything => false,
             };
-            if is_over {
+            if can_be_removed {
                 self.deleting.swap_remove(index);
             } else {
                 index += 1;
@@ -530,7 +530,7 @@ impl ControllerQueues {
     pub(crate) fn needs_polling(&self) -> bool {
         let waited_for = !(self.draining.is_empty() && self.deleting.is_empty());
         self.override_is_waiting()
-            || self.look.is_some()
+            || self.page_table_check.is_some()
             || !self.is_pending() && (waited_for || self.can_replay())
     }
 
@@ -553,9 +553,9 @@ impl ControllerQueues {
             && self.deleting.is_empty()
             && self.detaching.is_none()
             && self.departure.is_none()
-            && self.look.is_none()
+            && self.page_table_check.is_none()
             && !self.has_replays()
-            && !self.set.holds_back()
+            && !self.set.has_held_completions()
     }
 
     /// Progress counter; its value changes with every command.
@@ -665,7 +665,7 @@ impl ControllerQueues {
     /// not contain stops until a later map contains it. The state of shadow doorbells is kept.
     pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
         let old = self.set.engine.change_view(View::new(Arc::clone(&table)));
-        self.lost = false;
+        self.lost_memory_reported = false;
         self.draining.push_back((old.watch(), latches));
         drop(old);
         let pages = self.shadow;
@@ -678,14 +678,14 @@ impl ControllerQueues {
 /// Departure and arrival of queues that move between I/O threads.
 impl ControllerQueues {
     /// Begins a move to another I/O thread: fetching stops. When nothing is in flight any more,
-    /// [`is_over`](Self::is_over) returns true.
-    pub(crate) fn leave(&mut self, departure: Departure) {
+    /// [`can_be_removed`](Self::can_be_removed) returns true.
+    pub(crate) fn start_move(&mut self, departure: Departure) {
         self.set.engine.close(Closed::Leaves);
         self.departure = Some(departure);
     }
 
     /// Cancels a move that has not happened yet.
-    pub(crate) fn stay(&mut self) {
+    pub(crate) fn cancel_move(&mut self) {
         if self.departure.take().is_some() {
             self.set.engine.open(Closed::Leaves);
         }
@@ -712,7 +712,7 @@ impl ControllerQueues {
         let table = self.table();
         // At the destination, a namespace change may end before `self` is dropped. So the queues of
         // this thread must not refer to the old disk any more.
-        self.set.engine.forget_namespaces();
+        self.set.engine.drop_namespaces();
         // Nothing is in flight, so the log of dirty pages is complete. A live migration may read it
         // at once.
         self.set.engine.view().flush_log();
@@ -720,7 +720,7 @@ impl ControllerQueues {
         self.recovery = None;
         self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);
         if let Some(journal) = &self.set.journal {
-            self.set.cqs.iter_mut().flatten().for_each(|cq| cq.leave_journal(journal));
+            self.set.cqs.iter_mut().flatten().for_each(|cq| cq.detach_journal(journal));
         }
         let relocated = Relocated {
             shared: Arc::clone(&self.set.shared),
@@ -734,7 +734,7 @@ impl ControllerQueues {
             overriding: self.overriding.take(),
             doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
             losses: self.losses,
-            lost: self.lost,
+            lost_memory_reported: self.lost_memory_reported,
             inheritance: Inheritance::default(),
             latch: Some(latch),
         };
@@ -747,12 +747,14 @@ impl ControllerQueues {
 
     /// Receives moved queues on the calling I/O thread, which has the index `worker`. If a disk
     /// cannot be opened, the queues are dropped.
-    pub(crate) fn arrive(
+    pub(crate) fn move_in(
         relocated: Relocated,
         worker: usize,
     ) -> Result<(Self, Option<Latch>), std::io::Error> {
         let Relocated { shared, control, opening, table, shadow, sqs, cqs, .. } = relocated;
-        let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
+        let Relocated {
+            overriding, doorbell_eventfds, losses, lost_memory_reported, latch, ..
+        } = relocated;
         let Relocated { counters, inheritance, .. } = relocated;
         let journal = shared.journal_part(worker, opening.generation)?;
         counters.set_worker(worker);
@@ -761,7 +763,7 @@ impl ControllerQueues {
         if let Some(journal) = &mut set.journal {
             set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
         }
-        let arrived = Self {
+        let send_deferred = Self {
             recovery: Recovery::new(inheritance, &mut set),
             set,
             overriding,
@@ -771,20 +773,20 @@ impl ControllerQueues {
             deleting: Vec::new(),
             detaching: None,
             losses,
-            lost,
+            lost_memory_reported,
             first: 0,
             opening,
             departure: None,
-            look: None,
+            page_table_check: None,
         };
-        arrived.write_down();
-        Ok((arrived, latch))
+        send_deferred.write_down();
+        Ok((send_deferred, latch))
     }
 
     /// Merges moved queues into the queues of the same controller on this thread.
     pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
         let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
-        self.set.shared.join_parts(&counters, &self.set.engine.counters);
+        self.set.shared.merge_parts(&counters, &self.set.engine.counters);
         // The moved queues were resolved in the DMA map of their previous thread.
         let (table, pages) = (self.table(), self.shadow);
         let mut places = Vec::with_capacity(cqs.len());

@@ -41,7 +41,7 @@ pub(super) enum Paired {
     /// Fetched together with the second command.
     Both,
     /// Not fetched yet: the completion queue needs room for two entries.
-    Later,
+    NoRoom,
 }
 
 /// Fetches the second command of a fused operation, after a fetched command with FUSE bits.
@@ -80,7 +80,7 @@ pub(super) fn pair(
         burst.done -= 1;
         burst.head = size.back(burst.head, 1);
         burst.fetched = burst.done;
-        return (burst, Paired::Later);
+        return (burst, Paired::NoRoom);
     };
     let count = sq.fetched.wrapping_add(burst.done - 1);
     burst.head = size.next(burst.head);
@@ -121,26 +121,26 @@ pub(super) fn replay(
     let parked = if gives_up {
         Err((permits, (Status::INTERNAL.with_dnr(), Status::FUSED_FAILED)))
     } else {
-        let was_asked = first.decision == Some(Decision::Try);
-        engine.park_fused((&first.sqe, &second.sqe), index, permits, was_asked)
+        let maybe_submitted = first.decision == Some(Decision::Try);
+        engine.park_fused((&first.sqe, &second.sqe), index, permits, maybe_submitted)
     };
     match parked {
         Ok(tags) => {
             if let Some(journal) = journal {
-                journal.record_again(tags.0, first);
-                journal.record_again(tags.1, second);
-                both.iter().for_each(|(_, spare)| journal.free(*spare));
+                journal.record_recovered(tags.0, first);
+                journal.record_recovered(tags.1, second);
+                both.iter().for_each(|(_, reserved_slot)| journal.free(*reserved_slot));
             }
             2
         }
         Err((permits, statuses)) => {
             let ends = [(permits.0, statuses.0), (permits.1, statuses.1)];
-            for ((command, spare), (permit, status)) in both.into_iter().zip(ends) {
+            for ((command, reserved_slot), (permit, status)) in both.into_iter().zip(ends) {
                 let (sqe, qid) = (&command.sqe, sq.layout.qid);
                 engine.count_error(status);
                 report_error(control, qid, sqe, status);
                 if journal.is_some() {
-                    cq.ends_record(spare);
+                    cq.complete_record(reserved_slot);
                 }
                 cq.complete(permit, Cqe::new(sqe.cid, qid, sq.head, status, 0));
             }

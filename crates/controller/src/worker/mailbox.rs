@@ -18,7 +18,7 @@ use super::scheduling::BusyClock;
 use crate::admin::self_test::Piece;
 use crate::exec::Quota;
 use crate::namespace::Namespaces;
-use crate::notice::{ControlHandle, Latch, Visit};
+use crate::notice::{ControlHandle, Latch, LivenessCheck};
 use crate::queue::QueueLayout;
 use crate::shared::ControllerShared;
 use crate::stats::SleepCounters;
@@ -154,14 +154,14 @@ pub(crate) enum Message {
     },
     /// Moves the controller's queues to another I/O thread once nothing is in flight. Until the
     /// latch is released, the route (the path of messages to the controller's thread) holds back
-    /// further messages for the controller, except [`Stay`](Self::Stay), [`Hurry`](Self::Hurry) and
-    /// those of exclusive execution.
-    Leave {
+    /// further messages for the controller, except [`CancelMove`](Self::CancelMove),
+    /// [`Hurry`](Self::Hurry) and those of exclusive execution.
+    MoveAway {
         controller: u32,
         departure: Departure,
     },
     /// Cancels a move that has not happened yet.
-    Stay {
+    CancelMove {
         controller: u32,
     },
     /// Stops fetching. The latch is released when all commands in flight are parked for exclusive
@@ -177,7 +177,7 @@ pub(crate) enum Message {
     },
     /// Reports that the control plane has recorded the changes of uncorrectable blocks. The latch
     /// is released when the decisions about the commands are in the journal.
-    Settle {
+    JournalDecisions {
         controller: u32,
         latch: Latch,
     },
@@ -190,7 +190,7 @@ pub(crate) enum Message {
         controller: u32,
     },
     /// Delivers a controller's queues from another I/O thread.
-    Arrive(Box<Relocated>),
+    MoveIn(Box<Relocated>),
     /// Sets an override that serves the controller's queues from now on.
     Override {
         controller: u32,
@@ -201,7 +201,7 @@ pub(crate) enum Message {
     /// Starts or stops the measurement of command latencies.
     Measure(bool),
     /// Liveness check. The thread only has to drop the message.
-    Visit(Visit),
+    LivenessCheck(LivenessCheck),
     Stop,
 }
 
@@ -227,20 +227,20 @@ impl Message {
             | Self::Detach { controller, .. }
             | Self::Pause { controller, .. }
             | Self::RunExclusive { controller, .. }
-            | Self::Settle { controller, .. }
+            | Self::JournalDecisions { controller, .. }
             | Self::EndExclusive { controller }
-            | Self::Leave { controller, .. }
+            | Self::MoveAway { controller, .. }
             | Self::Hurry { controller }
-            | Self::Stay { controller }
+            | Self::CancelMove { controller }
             | Self::Override { controller, .. } => Some(*controller),
-            Self::Arrive(relocated) => Some(relocated.id()),
-            Self::Trace(_) | Self::Measure(_) | Self::Visit(_) | Self::Stop => None,
+            Self::MoveIn(relocated) => Some(relocated.id()),
+            Self::Trace(_) | Self::Measure(_) | Self::LivenessCheck(_) | Self::Stop => None,
         }
     }
 }
 
 /// Number of latest messages in which an earlier DMA map of the same controller is searched for.
-const NEAR: usize = 16;
+const SEARCHED_MESSAGES: usize = 16;
 
 /// Adds a message. A DMA map replaces an unread earlier map of the same controller. Otherwise a
 /// client that continuously sends maps would keep the thread busy, because the thread needs longer
@@ -252,7 +252,7 @@ fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTabl
         messages.push_back(message);
         return None;
     };
-    for earlier in messages.iter_mut().rev().take(NEAR) {
+    for earlier in messages.iter_mut().rev().take(SEARCHED_MESSAGES) {
         match earlier {
             Message::Table { controller: of, table: old, latches: all } if *of == controller => {
                 all.append(&mut latches);
@@ -275,7 +275,7 @@ pub(crate) struct Mailbox {
     has_any: AtomicBool,
     messages: Mutex<VecDeque<Message>>,
     /// Maximum number of waiting messages.
-    most: AtomicUsize,
+    max: AtomicUsize,
     pub(crate) state: Arc<AtomicU32>,
     pub(crate) event: EventFd,
     /// Time that the thread has been awake, read by other threads.
@@ -289,7 +289,7 @@ impl Mailbox {
         Ok(Self {
             has_any: AtomicBool::new(false),
             messages: Mutex::default(),
-            most: AtomicUsize::new(0),
+            max: AtomicUsize::new(0),
             state: Arc::default(),
             event: EventFd::new()?,
             busy: BusyClock::new(),
@@ -301,7 +301,7 @@ impl Mailbox {
     pub(crate) fn send(&self, message: Message) -> bool {
         let mut messages = self.messages.lock();
         let parting = add(&mut messages, message);
-        self.most.fetch_max(messages.len(), Ordering::Relaxed);
+        self.max.fetch_max(messages.len(), Ordering::Relaxed);
         drop(messages);
         drop(parting);
         self.has_any.store(true, Ordering::Release);
@@ -353,8 +353,8 @@ impl Mailbox {
     }
 
     /// Returns and resets the maximum number of waiting messages.
-    pub(crate) fn take_most(&self) -> usize {
-        self.most.swap(0, Ordering::Relaxed)
+    pub(crate) fn take_max(&self) -> usize {
+        self.max.swap(0, Ordering::Relaxed)
     }
 
     /// Takes all messages, oldest first.
@@ -368,7 +368,7 @@ impl Mailbox {
 
 impl Arrivals for Mailbox {
     fn deliver(&self, queues: Box<Relocated>) {
-        self.send(Message::Arrive(queues));
+        self.send(Message::MoveIn(queues));
     }
 }
 
@@ -383,11 +383,11 @@ pub(super) struct Backlog {
     order: VecDeque<u32>,
     /// Number of messages, and the maximum so far.
     len: usize,
-    most: usize,
+    max: usize,
 }
 
 /// Key of messages without a controller; controller numbers begin at 1.
-const NOBODY: u32 = 0;
+const NO_CONTROLLER: u32 = 0;
 
 impl Backlog {
     #[inline]
@@ -401,7 +401,7 @@ impl Backlog {
             if matches!(message, Message::Stop) {
                 return true;
             }
-            let controller = message.controller().unwrap_or(NOBODY);
+            let controller = message.controller().unwrap_or(NO_CONTROLLER);
             let waiting = self.messages.entry(controller).or_default();
             if waiting.is_empty() {
                 self.order.push_back(controller);
@@ -409,7 +409,7 @@ impl Backlog {
             waiting.push_back(message);
             self.len += 1;
         }
-        self.most = self.most.max(self.len);
+        self.max = self.max.max(self.len);
         false
     }
 
@@ -439,8 +439,8 @@ impl Backlog {
     }
 
     /// Returns and resets the maximum number of waiting messages.
-    pub(super) fn take_most(&mut self) -> usize {
-        std::mem::replace(&mut self.most, self.len)
+    pub(super) fn take_max(&mut self) -> usize {
+        std::mem::replace(&mut self.max, self.len)
     }
 
     fn has_of(&self, controller: u32) -> bool {

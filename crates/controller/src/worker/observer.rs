@@ -65,7 +65,7 @@ fn change(observer: &mut Option<Observer>, with: impl FnOnce(&mut Observer)) {
 /// Records the new commands that a read of the tail has found. `last` and `before` are the tail and
 /// the statistics before this read.
 #[cold]
-pub(super) fn trace_look(
+pub(super) fn trace_poll(
     trace: &mut Option<Observer>,
     shared: &ControllerShared,
     sq: &mut Sq,
@@ -86,7 +86,7 @@ pub(super) fn trace_look(
         let sqe: Sqe = ring.read(u32::from(sq.traced));
         record(trace, Kind::CommandSeen, shared, qid, sqe.cid.into(), sqe.opcode.into());
         if let Some(Observer { meter: Some(meter), .. }) = trace {
-            meter.sees(shared.id, qid, &sqe, seen_at);
+            meter.record_command(shared.id, qid, &sqe, seen_at);
         }
         sq.traced = sq.layout.size.next(sq.traced);
     }
@@ -157,12 +157,12 @@ const WAYS: usize = 4;
 /// rare.
 const SETS: usize = 8192;
 /// Maximum number of cached namespace counters; beyond that, the cache is cleared.
-const AT_HAND: usize = 4096;
+const MAX_CACHED: usize = 4096;
 
 /// Command latency measurement of one I/O thread.
 pub(super) struct Meter {
     /// Commands in flight, in a set-associative table by key.
-    seen: Box<[[Seen; WAYS]]>,
+    seen: Box<[[TracedCommand; WAYS]]>,
     /// Counters by controller and namespace.
     counters: HashMap<(u32, u32), Arc<LatencyCounters>>,
     began: Instant,
@@ -170,7 +170,7 @@ pub(super) struct Meter {
 
 /// Command in flight.
 #[derive(Clone, Copy)]
-struct Seen {
+struct TracedCommand {
     /// Controller, submission queue and command identifier.
     key: u64,
     /// Time of the submission in nanoseconds since the meter was created; 0 for an empty slot.
@@ -180,7 +180,8 @@ struct Seen {
     kind: CommandKind,
 }
 
-const NONE: Seen = Seen { key: 0, at: 0, nsid: 0, blocks: 0, kind: CommandKind::Other };
+const NONE: TracedCommand =
+    TracedCommand { key: 0, at: 0, nsid: 0, blocks: 0, kind: CommandKind::Other };
 
 fn key_of(controller: u32, sqid: u16, cid: u16) -> u64 {
     u64::from(controller) << 32 | u64::from(sqid) << 16 | u64::from(cid)
@@ -207,14 +208,14 @@ impl Meter {
         (self.began.elapsed().as_nanos() as u64).max(1)
     }
 
-    fn set(&mut self, key: u64) -> Option<&mut [Seen; WAYS]> {
+    fn set(&mut self, key: u64) -> Option<&mut [TracedCommand; WAYS]> {
         // Multiplicative hash: the upper bits depend on the whole key.
         let at = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % SETS;
         self.seen.get_mut(at)
     }
 
     /// Records a command that was found in its queue at `now`.
-    pub(super) fn sees(&mut self, controller: u32, sqid: u16, sqe: &Sqe, now: u64) {
+    pub(super) fn record_command(&mut self, controller: u32, sqid: u16, sqe: &Sqe, now: u64) {
         // Invalid and broadcast NSIDs are ignored. Otherwise a guest could create counters for
         // them.
         if sqe.nsid == 0 || sqe.nsid > MAX_NAMESPACES as u32 {
@@ -229,7 +230,7 @@ impl Meter {
         let same = set.iter().position(|seen| seen.at != 0 && seen.key == key);
         let oldest = || (0..WAYS).min_by_key(|way| set[*way].at).unwrap_or(0);
         let way = same.unwrap_or_else(oldest);
-        set[way] = Seen { key, at: now, nsid: sqe.nsid, blocks, kind };
+        set[way] = TracedCommand { key, at: now, nsid: sqe.nsid, blocks, kind };
     }
 
     /// Records a completion posted at `now`.
@@ -239,8 +240,8 @@ impl Meter {
         let Some(seen) = set.iter_mut().find(|seen| seen.at != 0 && seen.key == key) else {
             return;
         };
-        let Seen { at, nsid, blocks, kind, .. } = std::mem::replace(seen, NONE);
-        if self.counters.len() >= AT_HAND {
+        let TracedCommand { at, nsid, blocks, kind, .. } = std::mem::replace(seen, NONE);
+        if self.counters.len() >= MAX_CACHED {
             self.counters.clear();
         }
         let counters = self.counters.entry((shared.id, nsid));
@@ -264,7 +265,7 @@ pub(crate) fn report_error(control: &ControlHandle, sqid: u16, sqe: &Sqe, status
 
 /// Reports a command that has failed while it was in flight.
 #[cold]
-pub(crate) fn report_ended(control: &ControlHandle, sqid: u16, ended: &CompletedCommand) {
+pub(crate) fn report_failure(control: &ControlHandle, sqid: u16, ended: &CompletedCommand) {
     let &CompletedCommand { cid, status, nsid, lba, .. } = ended;
     control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
 }

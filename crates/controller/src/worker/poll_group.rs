@@ -45,10 +45,10 @@ const PARK_AFTER_TIME: Duration = Duration::from_millis(10);
 const REVIEW: u32 = 1024;
 /// Work, in commands, after which one dormant controller is visited. The visits take a few percent
 /// of the thread's time.
-const VISIT: u32 = 32;
+const DORMANT_CHECK_WORK: u32 = 32;
 /// Weight of a pass in the work between visits; and the number of consecutive idle passes after
 /// which every pass makes a visit, because the thread is idle anyway.
-const VISIT_PER_PASS: u32 = 2;
+const WORK_PER_PASS: u32 = 2;
 const STILL: u32 = 64;
 /// Work after which an awake thread checks descriptors: this number of idle passes or half as many
 /// commands, some tens of microseconds.
@@ -115,7 +115,7 @@ impl PollEntry {
 
 /// Publishes in the statistics that passes include the controller again.
 fn is_back(entry: &PollEntry) {
-    entry.queues.set_left_out(false);
+    entry.queues.set_skipped(false);
 }
 
 /// Number of idle passes of a thread that never sleeps between two checks of heads.
@@ -137,8 +137,8 @@ pub(super) struct PollGroup {
     parked_with_eventfd: usize,
     /// Work since the last check of descriptors, in the unit of [`CHECK_AFTER`].
     unchecked: u32,
-    /// Work since the last visit of a dormant controller, in the unit of [`VISIT`]; and the number
-    /// of consecutive idle passes.
+    /// Work since the last visit of a dormant controller, in the unit of [`DORMANT_CHECK_WORK`];
+    /// and the number of consecutive idle passes.
     unvisited: u32,
     still: u32,
     /// Passes since the last reading of the clock, and the time of the last review.
@@ -193,8 +193,8 @@ impl PollGroup {
 
     /// Starts a trace.
     pub(super) fn begin_trace(&mut self) {
-        let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());
-        let all = self.active.iter_mut().chain(left_out);
+        let skipped = self.dormant.iter_mut().chain(self.parked.values_mut());
+        let all = self.active.iter_mut().chain(skipped);
         all.for_each(|entry| entry.queues.begin_trace());
     }
 
@@ -271,24 +271,24 @@ impl PollGroup {
             && let Some(entry) = self.active.get_mut(index)
         {
             if entry.is_idle() && !entry.queues.is_mapped() && !self.always && entry.park(trace) {
-                self.keep_parked(index);
+                self.repark(index);
             } else {
                 index += 1;
             }
         }
     }
 
-    fn keep_parked(&mut self, index: usize) {
+    fn repark(&mut self, index: usize) {
         let entry = self.active.swap_remove(index);
         self.parked_with_eventfd += usize::from(entry.has_eventfds());
-        entry.queues.set_left_out(true);
+        entry.queues.set_skipped(true);
         self.parked.insert(entry.queues.id(), entry);
     }
 
     /// After a pass with this amount of work: checks for lost memory, reviews idle controllers and
     /// visits dormant ones. Returns the amount of work found.
     #[inline]
-    pub(super) fn check_others(
+    pub(super) fn run_checks(
         &mut self,
         work: u32,
         unread: Unread<'_>,
@@ -306,11 +306,11 @@ impl PollGroup {
         if self.active.len() <= 1 && self.parked_with_eventfd == 0 && self.dormant.is_empty() {
             return 0;
         }
-        self.check_others_slowly(work, unread, trace)
+        self.run_slow_checks(work, unread, trace)
     }
 
     #[inline(never)]
-    fn check_others_slowly(
+    fn run_slow_checks(
         &mut self,
         work: u32,
         unread: Unread<'_>,
@@ -325,7 +325,7 @@ impl PollGroup {
         if self.parked_with_eventfd != 0 {
             self.unchecked = self.unchecked.saturating_add(1 + 2 * work);
         }
-        if self.dormant.is_empty() { 0 } else { self.visit(work, unread, trace) }
+        if self.dormant.is_empty() { 0 } else { self.poll_dormant(work, unread, trace) }
     }
 
     /// True if descriptors have to be checked now although the thread is awake.
@@ -350,8 +350,8 @@ impl PollGroup {
     #[cold]
     fn check_memory(&mut self) {
         self.faults = shadowbell_memory::sigbus::faults();
-        let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());
-        let entries = self.active.iter_mut().chain(left_out);
+        let skipped = self.dormant.iter_mut().chain(self.parked.values_mut());
+        let entries = self.active.iter_mut().chain(skipped);
         entries.for_each(|entry| entry.queues.check_memory());
     }
 
@@ -372,24 +372,25 @@ impl PollGroup {
             } else if self.always || entry.queues.is_mapped() {
                 if entry.queues.is_quiescent() {
                     let entry = self.active.swap_remove(index);
-                    entry.queues.set_left_out(true);
+                    entry.queues.set_skipped(true);
                     self.dormant.push_back(entry);
                 } else {
                     index += 1;
                 }
             } else if entry.park(trace) {
-                self.keep_parked(index);
+                self.repark(index);
             } else {
                 index += 1;
             }
         }
     }
 
-    fn visit(&mut self, work: u32, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
+    fn poll_dormant(&mut self, work: u32, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         self.still = if work == 0 { self.still.saturating_add(1) } else { 0 };
-        self.unvisited += if self.still > STILL { VISIT } else { VISIT_PER_PASS + work };
+        self.unvisited +=
+            if self.still > STILL { DORMANT_CHECK_WORK } else { WORK_PER_PASS + work };
         let mut found = 0;
-        for _ in 0..(self.unvisited / VISIT).min(self.dormant.len() as u32) {
+        for _ in 0..(self.unvisited / DORMANT_CHECK_WORK).min(self.dormant.len() as u32) {
             let Some(mut entry) = self.dormant.pop_front() else { break };
             let work = entry.queues.pass(entry.share.begin(), unread, trace);
             if work == 0 {
@@ -400,15 +401,15 @@ impl PollGroup {
                 self.active.push(entry);
             }
         }
-        self.unvisited %= VISIT;
+        self.unvisited %= DORMANT_CHECK_WORK;
         found
     }
 
     /// Removes controllers whose queues are detached or move to another thread.
     #[cold]
-    pub(super) fn remove_over(&mut self, epoll: &OwnedFd, worker: usize) {
+    pub(super) fn remove_finished(&mut self, epoll: &OwnedFd, worker: usize) {
         for index in (0..self.active.len()).rev() {
-            if self.active[index].queues.is_over() {
+            if self.active[index].queues.can_be_removed() {
                 let mut entry = self.active.swap_remove(index);
                 entry.queues.unwatch_disks(epoll);
                 // Closing this eventfd would not remove it from epoll, because the host has a

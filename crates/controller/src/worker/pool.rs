@@ -6,7 +6,7 @@ use super::queue_move::{Arrivals, Destination};
 use super::worker::{MAPPED_POLL, Worker};
 use crate::control_thread::ControlThread;
 use crate::interrupt::HoldLimit;
-use crate::notice::Visit;
+use crate::notice::LivenessCheck;
 use crate::shared::ControllerShared;
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceFile, TraceRing};
@@ -156,7 +156,8 @@ impl Pool {
         let control = ControlThread::inline(move || {
             mailbox.wake();
         });
-        let turns = Turns { worker, control: control.clone(), stopped: false, here: PhantomData };
+        let turns =
+            Turns { worker, control: control.clone(), stopped: false, not_send: PhantomData };
         Ok((Self::of(vec![OnceLock::from(handle)], 1, polling, control), turns))
     }
 
@@ -167,7 +168,7 @@ impl Pool {
     }
 
     /// Maximum number of I/O threads, including claimable ones.
-    pub(crate) fn most(&self) -> usize {
+    pub(crate) fn max_workers(&self) -> usize {
         self.0.handles.len()
     }
 
@@ -200,7 +201,7 @@ impl Pool {
     }
 
     /// Returns a [claimed](Self::claim) thread to the pool. It sleeps until it is claimed again.
-    pub(crate) fn give_back(&self, worker: usize) {
+    pub(crate) fn release_claimed(&self, worker: usize) {
         self.0.spare.lock().push(worker);
     }
 
@@ -278,12 +279,12 @@ impl Pool {
     /// The last of them to handle it calls `ended`. If one hangs, `ended` is never called. Threads
     /// claimed by a single controller are not checked, because its guest may delay them. In a
     /// [driven](Self::driven) pool, [`Turns::turn`] calls `ended`.
-    pub fn visit(&self, ended: impl FnOnce() + Send + 'static) {
-        let visit = Visit::new(ended);
+    pub fn check_liveness(&self, ended: impl FnOnce() + Send + 'static) {
+        let check_liveness = LivenessCheck::new(ended);
         self.shared().for_each(|handle| {
-            handle.mailbox.send(Message::Visit(visit.clone()));
+            handle.mailbox.send(Message::LivenessCheck(check_liveness.clone()));
         });
-        self.0.control.visit(visit);
+        self.0.control.check_liveness(check_liveness);
     }
 
     /// Records a trace event of the control plane.
@@ -304,7 +305,7 @@ impl Pool {
     }
 
     /// Adds a queue to the I/O thread with the fewest queues. Returns the thread's index.
-    pub(crate) fn place(&self) -> usize {
+    pub(crate) fn assign_queue(&self) -> usize {
         let index = self.least_loaded();
         if let Some(handle) = self.handle(index) {
             handle.load.fetch_add(1, Relaxed);
@@ -319,7 +320,7 @@ impl Pool {
     }
 
     /// Adds a queue to the load of this I/O thread.
-    pub(crate) fn place_at(&self, worker: usize) {
+    pub(crate) fn assign_queue_to(&self, worker: usize) {
         if let Some(handle) = self.handle(worker) {
             handle.load.fetch_add(1, Relaxed);
         }
@@ -330,8 +331,9 @@ impl Pool {
         self.0.polling.hold_limit()
     }
 
-    /// Removes a queue from the load of `worker`, to which [`place`](Self::place) has added it.
-    pub(crate) fn unplace(&self, worker: usize) {
+    /// Removes a queue from the load of `worker`, to which [`assign_queue`](Self::assign_queue) has
+    /// added it.
+    pub(crate) fn unassign_queue(&self, worker: usize) {
         if let Some(handle) = self.handle(worker) {
             let _ = handle.load.fetch_update(Relaxed, Relaxed, |load| load.checked_sub(1));
         }
@@ -401,7 +403,7 @@ pub struct Turns {
     worker: Worker,
     control: ControlThread,
     stopped: bool,
-    here: PhantomData<*const ()>,
+    not_send: PhantomData<*const ()>,
 }
 
 impl Turns {
@@ -411,7 +413,7 @@ impl Turns {
         if self.stopped {
             return false;
         }
-        let rung = self.control.look_at_doorbells();
+        let rung = self.control.poll_mapped_doorbells();
         let controlled = self.control.run_inline();
         let turn = self.worker.turn();
         self.stopped = turn.is_err();
@@ -430,8 +432,8 @@ impl Turns {
     /// Returns and resets the maximum number of waiting control plane messages. For fuzz targets,
     /// which check that it is bounded.
     #[doc(hidden)]
-    pub fn most_messages(&mut self) -> usize {
-        self.worker.most_messages()
+    pub fn max_messages(&mut self) -> usize {
+        self.worker.max_messages()
     }
 }
 

@@ -44,7 +44,7 @@ impl Opening {
         counters: Arc<PartCounters>,
     ) -> Result<Engine, std::io::Error> {
         let Self { namespaces, page_size, max_transfer, quota, .. } = self;
-        let limits = (*page_size, *max_transfer, namespaces.promises.zeroes);
+        let limits = (*page_size, *max_transfer, namespaces.guarantees.zeroes);
         let open = |nsid| NamespaceQueue::open_any(namespaces, nsid);
         let namespaces = (1..=namespaces.highest()).map(open).collect::<Result<_, _>>()?;
         Ok(Engine::new(View::new(table), limits, *quota, namespaces, counters))
@@ -85,7 +85,7 @@ pub(crate) struct Relocated {
     pub(super) overriding: Option<Box<dyn QueueOverride>>,
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     pub(super) losses: u64,
-    pub(super) lost: bool,
+    pub(super) lost_memory_reported: bool,
     /// Recovered commands that are executed again after the arrival.
     pub(super) inheritance: Inheritance,
     /// Latch that is released on arrival.
@@ -194,11 +194,11 @@ impl Relocated {
             sq.remap(table, shadow);
             sqs.push(Some(sq));
         }
-        Some(Self::at_rest(with, saved.worker, sqs, cqs, doorbell_eventfds))
+        Some(Self::without_commands(with, saved.worker, sqs, cqs, doorbell_eventfds))
     }
 
     /// Creates queues without commands in flight, which `worker` will serve.
-    fn at_rest(
+    fn without_commands(
         with: &Restoring<'_>,
         worker: usize,
         sqs: Vec<Option<Sq>>,
@@ -222,7 +222,7 @@ impl Relocated {
             overriding: None,
             doorbell_eventfds,
             losses: 0,
-            lost: false,
+            lost_memory_reported: false,
             inheritance: Inheritance::default(),
             latch: None,
         }
@@ -273,8 +273,8 @@ impl Relocated {
             };
             sq.remap(table, shadow);
             let mut commands = journal.take(saved_sq.qid, state.0);
-            let mut deaths = journal.deaths_with(saved_sq.qid, sq.fetched);
-            if deaths >= DEADLY {
+            let mut crashes = journal.crashes_with(saved_sq.qid, sq.fetched);
+            if crashes >= DEADLY {
                 // The command is taken out of the queue here. If it were fetched normally, it would
                 // be executed.
                 let (sqid, count) = (saved_sq.qid, sq.fetched);
@@ -283,16 +283,16 @@ impl Relocated {
                 commands.extend(fetched.map(|sqe| RecoveredCommand {
                     sqid,
                     count,
-                    deaths,
+                    crashes,
                     sqe,
                     decision,
                 }));
-                deaths = 0;
+                crashes = 0;
             }
             let is_of_a_fault = journal.is_of_a_fault();
-            if is_of_a_fault || deaths != 0 {
+            if is_of_a_fault || crashes != 0 {
                 let begin = sq.fetched;
-                suspects.push(SuspectQueue { sq: index, begin, deaths, is_of_a_fault });
+                suspects.push(SuspectQueue { sq: index, begin, crashes, is_of_a_fault });
             }
             sqs.push(Some(sq));
             let before = replays.len();
@@ -301,25 +301,26 @@ impl Relocated {
                 // are numbered across queues.
                 let nth = others + records;
                 records += 1;
-                let spare = part.as_ref().map_or(0, |part| part.record_spare(nth, &command));
-                Replay::add(&mut replays, before, Replay::new(index, command, spare));
+                let reserved_slot =
+                    part.as_ref().map_or(0, |part| part.record_recovered_at(nth, &command));
+                Replay::add(&mut replays, before, Replay::new(index, command, reserved_slot));
             }
-            replays.iter().skip(before).for_each(Replay::suspect_others);
+            replays.iter().skip(before).for_each(Replay::isolate_suspects);
         }
         if let Some(part) = &part {
             // The counts of completions start at 0: they cover only completions posted from now on.
             sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part, 0));
             cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
-            for suspect in suspects.iter().filter(|suspect: &&SuspectQueue| suspect.deaths != 0) {
+            for suspect in suspects.iter().filter(|suspect: &&SuspectQueue| suspect.crashes != 0) {
                 if let Some(sq) = saved.sqs.get(suspect.sq) {
-                    part.store_suspect(sq.qid, suspect.begin, suspect.deaths);
+                    part.store_suspect(sq.qid, suspect.begin, suspect.crashes);
                 }
             }
         }
         if replays.iter().any(Replay::needs_exclusive) {
             shared.set_exclusive(true);
         }
-        let new = Self::at_rest(with, worker, sqs, cqs, doorbell_eventfds);
+        let new = Self::without_commands(with, worker, sqs, cqs, doorbell_eventfds);
         Ok(Some(Self { inheritance: Inheritance { replays, suspects }, ..new }))
     }
 
@@ -365,7 +366,7 @@ impl Stopover {
     }
 
     /// Drops the queues and adds their counters to the controller's statistics.
-    pub(crate) fn give_up(&self) {
+    pub(crate) fn drop_queues(&self) {
         let queues = self.queues.lock().take();
         let Some(queues) = queues else { return };
         let Relocated { shared, counters, sqs, cqs, .. } = *queues;

@@ -10,7 +10,7 @@ pub(crate) use crate::journal::BURST;
 
 use super::fused::{self, Burst, Fetcher, Paired};
 use super::observer::{
-    Observer, interrupts, record, report_ended, report_error, trace_interrupts, trace_look,
+    Observer, interrupts, record, report_error, report_failure, trace_interrupts, trace_poll,
     trace_posted,
 };
 use super::replay::Replay;
@@ -75,16 +75,16 @@ impl QueueSet {
 
     /// Reads the tail of a queue. Returns `Some` if there are commands to fetch.
     #[inline]
-    pub(crate) fn look(&mut self, index: usize, trace: &mut Option<Observer>) -> Option<u16> {
+    pub(crate) fn poll_tail(&mut self, index: usize, trace: &mut Option<Observer>) -> Option<u16> {
         let sq = self.sqs[index].as_mut()?;
         if sq.stopped || sq.careful || sq.ring.is_none() {
             return None;
         }
         let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
-        let tail = match sq.tail.look() {
+        let tail = match sq.tail.poll() {
             Ok(tail) => {
                 if let Some(before) = before {
-                    trace_look(trace, &self.shared, sq, before);
+                    trace_poll(trace, &self.shared, sq, before);
                 }
                 tail
             }
@@ -97,31 +97,32 @@ impl QueueSet {
         self.sqs[index].as_ref().is_some_and(|sq| sq.head != tail).then_some(tail)
     }
 
-    /// Variant of [`look`](Self::look) for a queue whose commands are fetched one at a time.
-    pub(crate) fn look_carefully(
+    /// Variant of [`poll_tail`](Self::poll_tail) for a queue whose commands are fetched one at a
+    /// time.
+    pub(crate) fn poll_tail_of_one(
         &mut self,
         index: usize,
         trace: &mut Option<Observer>,
     ) -> Option<u16> {
         self.sqs.get_mut(index)?.as_mut()?.careful = false;
-        let tail = self.look(index, trace);
+        let tail = self.poll_tail(index, trace);
         self.sqs.get_mut(index)?.as_mut()?.careful = true;
         tail
     }
 
     /// Fetches a single command of a queue that has at least one. Before it starts the command, it
-    /// writes to the journal that this command is being started and that `deaths` processes have
+    /// writes to the journal that this command is being started and that `crashes` processes have
     /// crashed with it. Returns 0 if there was no room for the command's completion.
     pub(crate) fn serve_one(
         &mut self,
         index: usize,
-        deaths: u8,
+        crashes: u8,
         trace: &mut Option<Observer>,
     ) -> u32 {
         let Some(sq) = self.sqs.get(index).and_then(Option::as_ref) else { return 0 };
         let (qid, next) = (sq.layout.qid, sq.layout.size.forward(sq.head, 1));
         if let Some(journal) = &self.journal {
-            journal.store_trying(qid, sq.fetched, deaths);
+            journal.store_trying(qid, sq.fetched, crashes);
         }
         let fetched = self.serve(index, next, trace);
         if let Some(journal) = &self.journal {
@@ -134,10 +135,10 @@ impl QueueSet {
     /// commands.
     #[inline]
     pub(crate) fn serve(&mut self, index: usize, tail: u16, trace: &mut Option<Observer>) -> u32 {
-        if self.engine.takes_turns() {
+        if self.engine.schedules_sources() {
             self.engine.begin_turn(index);
         }
-        if self.engine.wants_prefetch_hints() {
+        if self.engine.uses_prefetch_hints() {
             self.fetch::<true>(index, tail, trace)
         } else {
             self.fetch::<false>(index, tail, trace)
@@ -159,7 +160,7 @@ impl QueueSet {
         }
         let mut room = cq.free().min(BURST);
         if room == 0 || room < BURST && room < sq.layout.size.distance(sq.head, tail) {
-            cq.look();
+            cq.poll_head();
             if let Some(error) = cq.take_invalid() {
                 let qid = cq.layout.qid | COMPLETION_QUEUE;
                 self.invalid(qid, error, trace);
@@ -245,7 +246,7 @@ impl QueueSet {
                         stop = done;
                         match paired {
                             Paired::Both => continue,
-                            Paired::Later => {
+                            Paired::NoRoom => {
                                 (sq.blocked, sq.waits_for_two) = (true, true);
                                 continue;
                             }
@@ -266,7 +267,7 @@ impl QueueSet {
                 posted |= post_staged(cq, &mut self.journal);
             }
         }
-        cq.give_back(permits, fetched - done);
+        cq.return_permits(permits, fetched - done);
         let fetched = done;
         sq.head = head;
         sq.fetched = sq.fetched.wrapping_add(fetched);
@@ -299,11 +300,11 @@ impl QueueSet {
     /// queue has no room for the completion.
     pub(crate) fn replay(&mut self, replay: &Replay) -> bool {
         let Self { engine, sqs, cqs, control, journal, .. } = self;
-        let Replay { sq: index, command, spare, second } = replay;
+        let Replay { sq: index, command, reserved_slot, second } = replay;
         let Some(sq) = sqs.get_mut(*index).and_then(Option::as_mut) else { return true };
         let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return true };
         if cq.free() == 0 {
-            cq.look();
+            cq.poll_head();
         }
         (sq.blocked, sq.waits_for_two) =
             (cq.free() <= u32::from(second.is_some()), second.is_some());
@@ -315,31 +316,31 @@ impl QueueSet {
         if let Some(second) = second {
             let permits = (permit, cq.reserve(1).take());
             if replay.is_deadly() {
-                give_up(&self.shared, qid, command);
+                log_abandoned(&self.shared, qid, command);
             }
-            let both = [(command, *spare), (&second.0, second.1)];
+            let both = [(command, *reserved_slot), (&second.0, second.1)];
             let with = Fetcher { engine, journal, control, index: *index, sq: &*sq, cq };
             sq.in_flight += fused::replay(with, both, permits, replay.is_deadly());
             return true;
         }
         if let Some(Decision::End { status, dw0 }) = command.decision {
             if journal.is_some() {
-                cq.ends_record(*spare);
+                cq.complete_record(*reserved_slot);
             }
             cq.complete(permit, Cqe::new(sqe.cid, qid, sq.head, status, dw0));
             return true;
         }
         let started = if replay.is_deadly() {
-            give_up(&self.shared, qid, command);
+            log_abandoned(&self.shared, qid, command);
             Started::Failed(permit, Status::INTERNAL.with_dnr())
         } else {
             if let Some(journal) = journal {
-                journal.start_spare(*spare, command);
+                journal.start_recovered(*reserved_slot, command);
             }
             abort_command(CommandStep::Start, sqe.cdw10_11());
             match command.decision {
                 Some(Decision::Begin) => engine.park_second(sqe, *index, permit),
-                _ => engine.start_again(sqe, *index, permit),
+                _ => engine.restart(sqe, *index, permit),
             }
         };
         let (permit, status) = match started {
@@ -348,9 +349,9 @@ impl QueueSet {
                 sq.in_flight += 1;
                 abort_point(AbortPoint::ReplayStarted);
                 if let Some(journal) = journal {
-                    journal.record_again(engine.last_tag(), command);
+                    journal.record_recovered(engine.last_tag(), command);
                     abort_point(AbortPoint::ReplayRecorded);
-                    journal.free(*spare);
+                    journal.free(*reserved_slot);
                 }
                 return true;
             }
@@ -363,7 +364,7 @@ impl QueueSet {
             Started::Fused(permit) => (permit, Status::FUSED_MISSING.with_dnr()),
         };
         if journal.is_some() {
-            cq.ends_record(*spare);
+            cq.complete_record(*reserved_slot);
         }
         cq.complete(permit, Cqe::new(sqe.cid, qid, sq.head, status, 0));
         true
@@ -382,10 +383,10 @@ impl QueueSet {
             let mut cqe = sq.complete(ended.cid, ended.status, ended.dw0);
             cqe.dw1 = ended.dw1;
             if !cqe.status().is_success() {
-                report_ended(control, sq.layout.qid, &ended);
+                report_failure(control, sq.layout.qid, &ended);
             }
             if let Some(journal) = journal {
-                cq.ends_record(journal.place_of(ended.tag));
+                cq.complete_record(journal.slot_of(ended.tag));
             }
             cq.complete(ended.permit, cqe);
         });
@@ -426,7 +427,7 @@ impl QueueSet {
                 abort_point(AbortPoint::Notified);
             } else if cq.is_holding() {
                 let before = interrupts(cq);
-                cq.review_held();
+                cq.raise_due();
                 if trace.is_some() {
                     trace_interrupts(trace, &self.shared, cq, before);
                 }
@@ -451,7 +452,7 @@ impl QueueSet {
     #[cold]
     pub(crate) fn check_heads(&mut self, trace: &mut Option<Observer>) {
         let mut invalid = Vec::new();
-        look_at_heads(&mut self.cqs, &self.shared, &mut invalid);
+        poll_heads(&mut self.cqs, &self.shared, &mut invalid);
         for (qid, error) in invalid {
             self.invalid(qid, error, trace);
         }
@@ -469,7 +470,7 @@ impl QueueSet {
                     record(trace, Kind::EventIdxArmed, shared, sq.layout.qid, at, 0);
                 }
             } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
-                shared.want_head(cq.layout.qid, true);
+                shared.request_head_wakeup(cq.layout.qid, true);
                 cq.head.arm(arming);
             }
         }
@@ -492,7 +493,7 @@ impl QueueSet {
         fenced.note(engine.can_advance());
         // Commands that wait for a quota do not keep the thread awake.
         let is_full = engine.is_full();
-        look_at_heads(cqs, shared, &mut invalid);
+        poll_heads(cqs, shared, &mut invalid);
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
             if !sq.blocked {
                 let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
@@ -500,7 +501,7 @@ impl QueueSet {
                     invalid.push((sq.layout.qid, error));
                 }
                 if let Some(before) = before {
-                    trace_look(trace, shared, sq, before);
+                    trace_poll(trace, shared, sq, before);
                 }
                 // An earlier burst may not have fetched all commands.
                 let reachable =
@@ -541,13 +542,13 @@ impl QueueSet {
     pub(crate) fn disarm(&mut self, sleeper: &Sleeper<SleepCell>) {
         self.sqs.iter_mut().flatten().for_each(|sq| sq.tail.disarm(sleeper));
         for cq in self.cqs.iter_mut().flatten() {
-            self.shared.want_head(cq.layout.qid, false);
+            self.shared.request_head_wakeup(cq.layout.qid, false);
             cq.head.disarm(sleeper);
         }
     }
 
     /// True if a completion is staged or an interrupt is held.
-    pub(crate) fn holds_back(&self) -> bool {
+    pub(crate) fn has_held_completions(&self) -> bool {
         self.cqs.iter().flatten().any(|cq| cq.is_holding() || cq.has_staged())
     }
 
@@ -562,15 +563,15 @@ impl QueueSet {
 /// Reads the heads of completion queues for which no submission queue waits. A fetch reads a head
 /// only if the queue is nearly full, so an invalid one is found here. An armed head must only be
 /// read by its recheck.
-fn look_at_heads(
+fn poll_heads(
     cqs: &mut [Option<Cq>],
     shared: &ControllerShared,
     invalid: &mut Vec<(u16, InvalidDoorbell)>,
 ) {
     for cq in cqs.iter_mut().flatten() {
         let qid = cq.layout.qid;
-        if !shared.is_head_wanted(qid) {
-            cq.look();
+        if !shared.needs_head_wakeup(qid) {
+            cq.poll_head();
         }
         invalid.extend(cq.take_invalid().map(|error| (qid | COMPLETION_QUEUE, error)));
     }
@@ -586,8 +587,8 @@ fn notify_traced(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &m
 
 /// Logs a command that is not executed again, because processes have crashed with it.
 #[cold]
-fn give_up(shared: &ControllerShared, qid: u16, command: &RecoveredCommand) {
-    let RecoveredCommand { deaths, sqe, .. } = command;
+fn log_abandoned(shared: &ControllerShared, qid: u16, command: &RecoveredCommand) {
+    let RecoveredCommand { crashes, sqe, .. } = command;
     let (controller, cid, opcode, nsid, lba) =
         (shared.id, sqe.cid, sqe.opcode, sqe.nsid, sqe.cdw10_11());
     tracing::error!(
@@ -597,7 +598,7 @@ fn give_up(shared: &ControllerShared, qid: u16, command: &RecoveredCommand) {
         opcode,
         nsid,
         lba,
-        "{deaths} server processes in a row crashed with this command in flight: it is completed \
+        "{crashes} server processes in a row crashed with this command in flight: it is completed \
          with Internal Error and not executed again; please report this, with the last log lines \
          of these processes"
     );

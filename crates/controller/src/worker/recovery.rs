@@ -9,8 +9,9 @@
 //! disk hangs for longer than a turn ([`LONGEST_TURN`]), two commands may be in flight at a crash,
 //! and the one that was started first counts as the cause.
 //!
-//! Only crashes by a fault count ([`Death`](crate::Death)). If an administrator kills processes
-//! repeatedly, the same commands may be in flight at each kill, although none of them is the cause.
+//! Only crashes by a fault count ([`CauseOfDeath`](crate::CauseOfDeath)). If an administrator kills
+//! processes repeatedly, the same commands may be in flight at each kill, although none of them is
+//! the cause.
 
 use super::mailbox::Unread;
 use super::observer::Observer;
@@ -29,10 +30,10 @@ struct Turns {
     /// Time when the current turn was taken, in nanoseconds; 0 if no turn is taken.
     taken: AtomicU64,
     /// Number of turns that were taken and not released, including expired ones.
-    out: AtomicU32,
+    outstanding: AtomicU32,
 }
 
-static TURNS: Turns = Turns { taken: AtomicU64::new(0), out: AtomicU32::new(0) };
+static TURNS: Turns = Turns { taken: AtomicU64::new(0), outstanding: AtomicU32::new(0) };
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// Maximum duration of a turn.
@@ -47,8 +48,8 @@ impl Turns {
         if !is_free || take().is_err() {
             return None;
         }
-        let is_alone = self.out.fetch_add(1, Ordering::AcqRel) == 0;
-        Some(Turn { turns: self, taken: now, is_alone })
+        let is_sole = self.outstanding.fetch_add(1, Ordering::AcqRel) == 0;
+        Some(Turn { turns: self, taken: now, is_sole })
     }
 }
 
@@ -58,7 +59,7 @@ struct Turn<'a> {
     taken: u64,
     /// False if an older command, whose turn has expired, was still in flight at the start of the
     /// turn. If the process crashes, the older command is suspected instead of this one.
-    is_alone: bool,
+    is_sole: bool,
 }
 
 impl Turn<'static> {
@@ -68,16 +69,16 @@ impl Turn<'static> {
 }
 
 impl Turn<'_> {
-    /// Number of crashes to store for the command of this turn, which is suspected of `deaths`
+    /// Number of crashes to store for the command of this turn, which is suspected of `crashes`
     /// crashes so far. After a crash of this process, the next one adds 1 to the stored number.
-    fn deaths_to_store(&self, deaths: u8) -> u8 {
-        deaths.saturating_sub(u8::from(!self.is_alone))
+    fn crashes_to_store(&self, crashes: u8) -> u8 {
+        crashes.saturating_sub(u8::from(!self.is_sole))
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.turns.out.fetch_sub(1, Ordering::AcqRel);
+        self.turns.outstanding.fetch_sub(1, Ordering::AcqRel);
         // The turn may have expired. Then another command may have taken it, and it must not be
         // cleared.
         let taken = &self.turns.taken;
@@ -96,16 +97,16 @@ struct Suspect {
 impl Suspect {
     /// Number of crashes that command `count`, which is about to be started, may have caused. It is
     /// at least one if the command was in the queue when the previous process crashed by a fault.
-    fn deaths_of(&self, count: u32) -> u8 {
+    fn crashes_of(&self, count: u32) -> u8 {
         let was_there = self.queue.is_of_a_fault
             && self.end.is_some_and(|end| end.wrapping_sub(count) as i32 > 0);
-        let known = if count == self.queue.begin { self.queue.deaths } else { 0 };
+        let known = if count == self.queue.begin { self.queue.crashes } else { 0 };
         known.max(u8::from(was_there))
     }
 
     /// True if a queue at position `count` is past the commands that may have crashed the dead
     /// process.
-    fn is_over(&self, count: u32) -> bool {
+    fn is_finished(&self, count: u32) -> bool {
         count.wrapping_sub(self.queue.begin) >= BURST
     }
 }
@@ -142,7 +143,7 @@ impl Recovery {
     }
 
     /// True if the recovery has ended.
-    pub(crate) fn is_over(&self) -> bool {
+    pub(crate) fn is_finished(&self) -> bool {
         self.replays.is_empty() && self.suspects.is_empty() && self.turn.is_none()
     }
 
@@ -222,12 +223,12 @@ impl Recovery {
         if replay.needs_turn() && !self.take_turn(set, replay.sq) {
             return false;
         }
-        let deaths = replay.command.deaths;
+        let crashes = replay.command.crashes;
         if let Some((_, turn)) = self.turn.as_ref().filter(|_| replay.needs_turn()) {
-            replay.command.deaths = turn.deaths_to_store(deaths);
+            replay.command.crashes = turn.crashes_to_store(crashes);
         }
         let has_started = set.replay(replay);
-        replay.command.deaths = deaths;
+        replay.command.crashes = crashes;
         if replay.needs_turn() && !has_started {
             self.turn = None;
         }
@@ -240,7 +241,7 @@ impl Recovery {
         let index = suspect.queue.sq;
         let Some(sq) = set.sqs.get_mut(index).and_then(Option::as_mut) else { return true };
         let is_waited_for = self.has_or_needs_turn(index);
-        if sq.careful && (is_waited_for || !suspect.is_over(sq.fetched)) {
+        if sq.careful && (is_waited_for || !suspect.is_finished(sq.fetched)) {
             return false;
         }
         sq.careful = false;
@@ -262,7 +263,7 @@ impl Recovery {
         trace: &mut Option<Observer>,
     ) -> u32 {
         let Some(index) = self.suspects.get(at).map(|suspect| suspect.queue.sq) else { return 0 };
-        let tail = set.look_carefully(index, trace);
+        let tail = set.poll_tail_of_one(index, trace);
         if let Some(suspect) = self.suspects.get_mut(at)
             && let Some(sq) = set.sqs.get(index).and_then(Option::as_ref)
         {
@@ -282,12 +283,12 @@ impl Recovery {
             let Some(suspect) = self.suspects.get(at) else { break };
             let Some(sq) = set.sqs.get(index).and_then(Option::as_ref) else { break };
             let waiting = sq.layout.size.distance(sq.head, tail);
-            if waiting == 0 || suspect.is_over(sq.fetched) {
+            if waiting == 0 || suspect.is_finished(sq.fetched) {
                 break;
             }
-            let deaths = suspect.deaths_of(sq.fetched);
+            let crashes = suspect.crashes_of(sq.fetched);
             let Some(turn) = Turn::take() else { break };
-            if set.serve_one(index, turn.deaths_to_store(deaths), trace) == 0 {
+            if set.serve_one(index, turn.crashes_to_store(crashes), trace) == 0 {
                 break;
             }
             fetched += 1;
@@ -302,20 +303,20 @@ mod tests {
 
     #[test]
     fn a_command_in_flight_with_an_expired_turn_is_not_suspected() {
-        let turns = Turns { taken: AtomicU64::new(0), out: AtomicU32::new(0) };
+        let turns = Turns { taken: AtomicU64::new(0), outstanding: AtomicU32::new(0) };
         let expiry = LONGEST_TURN.as_nanos() as u64;
         let first = turns.take(1).unwrap();
-        assert_eq!(first.deaths_to_store(2), 2);
+        assert_eq!(first.crashes_to_store(2), 2);
         assert!(turns.take(1 + expiry).is_none());
         let second = turns.take(2 + expiry).unwrap();
-        assert_eq!(second.deaths_to_store(2), 1);
+        assert_eq!(second.crashes_to_store(2), 1);
         drop(second);
         // The first command is still in flight, with an expired turn.
         let third = turns.take(3 + expiry).unwrap();
-        assert_eq!(third.deaths_to_store(2), 1);
+        assert_eq!(third.crashes_to_store(2), 1);
         drop(first);
         assert!(turns.take(4 + expiry).is_none());
         drop(third);
-        assert_eq!(turns.take(5 + expiry).unwrap().deaths_to_store(2), 2);
+        assert_eq!(turns.take(5 + expiry).unwrap().crashes_to_store(2), 2);
     }
 }

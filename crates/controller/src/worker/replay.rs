@@ -18,14 +18,14 @@ pub(crate) struct Replay {
     pub(crate) sq: usize,
     pub(crate) command: RecoveredCommand,
     /// Place of the journal record that the command has until it is started and gets a new record.
-    pub(crate) spare: u32,
+    pub(crate) reserved_slot: u32,
     /// Second command of a fused operation, with the place of its journal record.
     pub(crate) second: Option<(RecoveredCommand, u32)>,
 }
 
 impl Replay {
-    pub(crate) fn new(sq: usize, command: RecoveredCommand, spare: u32) -> Self {
-        Self { sq, command, spare, second: None }
+    pub(crate) fn new(sq: usize, command: RecoveredCommand, reserved_slot: u32) -> Self {
+        Self { sq, command, reserved_slot, second: None }
     }
 
     /// Adds a command of a submission queue. The earlier commands of this queue begin at index
@@ -34,11 +34,11 @@ impl Replay {
     pub(crate) fn add(all: &mut Vec<Self>, from: usize, mut replay: Self) {
         // Status of the first command, stored with the second if the operation was one disk
         // request.
-        let mut told = None;
+        let mut step_status = None;
         if let Some(Decision::End { dw0, .. }) = &mut replay.command.decision
             && replay.command.sqe.fuse() == Fuse::Second
         {
-            told = Some(Status::from_bits(std::mem::take(dw0) as u16));
+            step_status = Some(Status::from_bits(std::mem::take(dw0) as u16));
         }
         let is_first = |first: &&mut Self| {
             first.second.is_none()
@@ -48,15 +48,17 @@ impl Replay {
         };
         match all.get_mut(from..).and_then(|of_queue| of_queue.last_mut()).filter(is_first) {
             Some(Self { command: RecoveredCommand { decision, .. }, .. })
-                if *decision == Some(Decision::Try) && told.is_some() =>
+                if *decision == Some(Decision::Try) && step_status.is_some() =>
             {
-                *decision = told.map(|status| Decision::End { status, dw0: 0 });
+                *decision = step_status.map(|status| Decision::End { status, dw0: 0 });
                 all.push(replay);
             }
             Some(first) => {
-                first.command.deaths = first.command.deaths.max(replay.command.deaths);
-                first.second =
-                    Some((RecoveredCommand { decision: None, ..replay.command }, replay.spare));
+                first.command.crashes = first.command.crashes.max(replay.command.crashes);
+                first.second = Some((
+                    RecoveredCommand { decision: None, ..replay.command },
+                    replay.reserved_slot,
+                ));
             }
             None => all.push(replay),
         }
@@ -74,8 +76,8 @@ impl Replay {
 
     /// Switches this process to one recovered command at a time if this command is suspected.
     /// Called for all commands before the first one is started.
-    pub(crate) fn suspect_others(&self) {
-        if self.command.deaths >= SUSPECT {
+    pub(crate) fn isolate_suspects(&self) {
+        if self.command.crashes >= SUSPECT {
             ONE_AT_A_TIME.store(true, Ordering::Relaxed);
         }
     }
@@ -87,7 +89,7 @@ impl Replay {
 
     /// True if the command is not to be executed again.
     pub(crate) fn is_deadly(&self) -> bool {
-        self.command.deaths >= DEADLY
+        self.command.crashes >= DEADLY
     }
 }
 
@@ -99,7 +101,7 @@ pub(crate) struct SuspectQueue {
     /// Position of the first suspected command.
     pub(crate) begin: u32,
     /// Number of processes that have crashed while starting that command.
-    pub(crate) deaths: u8,
+    pub(crate) crashes: u8,
     /// True if the last process crashed by a fault: any of the queue's next commands may be the
     /// cause.
     pub(crate) is_of_a_fault: bool,

@@ -66,9 +66,9 @@ impl Share {
 }
 
 /// Minimum duration of a turn that counts as long.
-const LONG: Duration = Duration::from_millis(1);
+const MIN_LONG_TURN: Duration = Duration::from_millis(1);
 /// Duration of the watch after a long turn.
-const WATCHED: Duration = Duration::from_secs(10);
+const WATCH_TIME: Duration = Duration::from_secs(10);
 
 /// Detection of long turns of one controller.
 #[derive(Debug, Default)]
@@ -98,7 +98,7 @@ impl SlowTurns {
         now: Instant,
         took: Duration,
     ) -> bool {
-        (took >= LONG || before.is_some()) && self.review(before, now, took)
+        (took >= MIN_LONG_TURN || before.is_some()) && self.review(before, now, took)
     }
 
     #[cold]
@@ -106,14 +106,14 @@ impl SlowTurns {
         if self.reported {
             return false;
         }
-        if took < LONG {
+        if took < MIN_LONG_TURN {
             self.watched_until = self.watched_until.filter(|until| now < *until);
             return false;
         }
-        self.watched_until = Some(now + WATCHED);
+        self.watched_until = Some(now + WATCH_TIME);
         let Some(before) = before else { return false };
         let after = ThreadUsage::now();
-        let worked = after.processor.saturating_sub(before.processor) >= LONG;
+        let worked = after.processor.saturating_sub(before.processor) >= MIN_LONG_TURN;
         self.reported = worked || after.waits != before.waits;
         self.reported
     }
@@ -206,7 +206,7 @@ mod tests {
 
     fn compute() {
         let began = ThreadUsage::now().processor;
-        while ThreadUsage::now().processor - began < 3 * LONG {
+        while ThreadUsage::now().processor - began < 3 * MIN_LONG_TURN {
             std::hint::spin_loop();
         }
     }
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn the_second_long_turn_is_one_too_many() {
         // A turn is long because of computation or because of a sleep.
-        for work in [compute as fn(), || std::thread::sleep(2 * LONG)] {
+        for work in [compute as fn(), || std::thread::sleep(2 * MIN_LONG_TURN)] {
             let mut slow = SlowTurns::default();
             assert!(!turn(&mut slow, work));
             assert!(turn(&mut slow, work));
@@ -226,11 +226,11 @@ mod tests {
     #[test]
     fn short_turns_are_not_watched_for_ever() {
         let mut slow = SlowTurns::default();
-        let (now, long) = (Instant::now(), 2 * LONG);
+        let (now, long) = (Instant::now(), 2 * MIN_LONG_TURN);
         assert!(!slow.end(None, now, long));
         let before = slow.begin();
         assert!(before.is_some());
-        assert!(!slow.end(before, now + WATCHED, LONG / 2));
+        assert!(!slow.end(before, now + WATCH_TIME, MIN_LONG_TURN / 2));
         assert!(slow.begin().is_none());
     }
 
@@ -244,7 +244,7 @@ mod tests {
             if let Some(before) = &mut before {
                 *before = ThreadUsage::now();
             }
-            assert!(!slow.end(before, now, 5 * LONG));
+            assert!(!slow.end(before, now, 5 * MIN_LONG_TURN));
         }
     }
 

@@ -89,7 +89,7 @@ impl Worker {
                 }
                 Ok(false) => {}
             }
-            if !self.looks_again() {
+            if !self.polls_again() {
                 self.sleep(None);
                 self.window.restart();
             }
@@ -97,12 +97,12 @@ impl Worker {
     }
 
     /// Decision after a turn without work: true if the thread polls again instead of sleeping.
-    fn looks_again(&mut self) -> bool {
+    fn polls_again(&mut self) -> bool {
         std::hint::spin_loop();
         let Self { window, poll_group, .. } = self;
         let next = match window.next(|| (poll_group.is_pending(), poll_group.ended())) {
-            Next::Look => return true,
-            Next::Yield => window.give_way(),
+            Next::PollAgain => return true,
+            Next::Yield => window.yield_cpu(),
             Next::Sleep => Next::Sleep,
         };
         if next != Next::Sleep {
@@ -140,10 +140,10 @@ impl Worker {
         let Self { poll_group, mailbox, backlog, trace, .. } = self;
         let unread = Unread { mailbox, backlog };
         let mut work = poll_group.pass(unread, trace);
-        work += poll_group.check_others(work, unread, trace);
+        work += poll_group.run_checks(work, unread, trace);
         busy |= work != 0;
-        if self.poll_group.active.iter().any(|entry| entry.queues.is_over()) {
-            self.poll_group.remove_over(&self.epoll, self.index);
+        if self.poll_group.active.iter().any(|entry| entry.queues.can_be_removed()) {
+            self.poll_group.remove_finished(&self.epoll, self.index);
         }
         if std::mem::take(&mut self.woken) && !busy {
             self.mailbox.sleeps.spurious_wakes.add(1);
@@ -232,8 +232,8 @@ impl Worker {
     }
 
     /// Returns and resets the maximum number of waiting messages.
-    pub(super) fn most_messages(&mut self) -> usize {
-        self.mailbox.take_most().max(self.backlog.take_most())
+    pub(super) fn max_messages(&mut self) -> usize {
+        self.mailbox.take_max().max(self.backlog.take_max())
     }
 
     fn queues(&mut self, controller: u32) -> Option<&mut ControllerQueues> {
@@ -320,7 +320,7 @@ impl Worker {
                 if let Err(error) = self.watch_eventfd(controller, &event) {
                     tracing::warn!(%error, "cannot watch the doorbell eventfd of a controller");
                 } else if let Some(queues) = self.queues(controller) {
-                    queues.keep_eventfd(event);
+                    queues.add_eventfd(event);
                 }
             }
             Message::DoorbellSource { controller, source } => {
@@ -349,16 +349,16 @@ impl Worker {
                     queues.detach(latch);
                 }
             }
-            Message::Leave { controller, departure } => {
+            Message::MoveAway { controller, departure } => {
                 // From now on, the destination thread receives the host's doorbell writes.
                 self.sources.remove(controller);
                 if let Some(queues) = self.queues(controller) {
-                    queues.leave(departure);
+                    queues.start_move(departure);
                 }
             }
-            Message::Stay { controller } => {
+            Message::CancelMove { controller } => {
                 if let Some(queues) = self.queues(controller) {
-                    queues.stay();
+                    queues.cancel_move();
                 }
             }
             Message::Pause { controller, latch } => {
@@ -371,9 +371,9 @@ impl Worker {
                     queues.grant_exclusive(latch);
                 }
             }
-            Message::Settle { controller, latch } => {
+            Message::JournalDecisions { controller, latch } => {
                 if let Some(queues) = self.queues(controller) {
-                    queues.settle(latch);
+                    queues.journal_decisions(latch);
                 }
             }
             Message::EndExclusive { controller } => {
@@ -386,7 +386,7 @@ impl Worker {
                     queues.hurry();
                 }
             }
-            Message::Arrive(relocated) => self.arrive(*relocated),
+            Message::MoveIn(relocated) => self.attach_moved(*relocated),
             Message::Override { controller, overriding } => {
                 if let Some(queues) = self.queues(controller) {
                     queues.set_override(overriding);
@@ -400,7 +400,7 @@ impl Worker {
                 observer::measure(&mut self.trace, on);
                 self.poll_group.begin_trace();
             }
-            Message::Visit(visit) => drop(visit),
+            Message::LivenessCheck(visit) => drop(visit),
             Message::Stop => {}
         }
     }
@@ -411,23 +411,23 @@ impl Worker {
     }
 
     /// Receives a controller's queues from another I/O thread.
-    fn arrive(&mut self, relocated: Relocated) {
+    fn attach_moved(&mut self, relocated: Relocated) {
         let (controller, control) = (relocated.id(), relocated.control().clone());
         let watched: io::Result<()> = relocated
             .doorbell_eventfds()
             .iter()
             .try_for_each(|event| self.watch_eventfd(controller, event));
-        let arrived = watched.and_then(|()| {
+        let send_deferred = watched.and_then(|()| {
             if let Some(queues) = self.queues(controller) {
                 return Ok(queues.absorb(relocated));
             }
-            let (queues, latch) = ControllerQueues::arrive(relocated, self.index)?;
+            let (queues, latch) = ControllerQueues::move_in(relocated, self.index)?;
             self.watch(&queues)?;
             let state = queues.shared().park_state(self.index).map(Arc::clone);
             self.poll_group.add(queues, state.unwrap_or_default());
             Ok(latch)
         });
-        if let Err(error) = arrived {
+        if let Err(error) = send_deferred {
             tracing::error!(%error, "cannot take over queues from another I/O thread");
             control.notify(Notice::Stranded);
         }

@@ -17,7 +17,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
 /// Runs `what` on another thread while this thread takes the turns of the I/O thread.
-pub fn meanwhile<T: Send + 'static>(
+pub fn run_beside<T: Send + 'static>(
     turns: &mut Turns,
     what: impl FnOnce() -> T + Send + 'static,
 ) -> T {

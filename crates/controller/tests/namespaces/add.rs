@@ -139,7 +139,7 @@ fn a_disk_that_cannot_be_opened_changes_nothing() {
         let (nsid, outcome) = add(&host, None, &broken, "broken");
         assert!(matches!(ends(&outcome), Err(NamespaceError::Open(of)) if of == nsid));
         assert_eq!(active(&mut host), [1]);
-        broken.is_gone();
+        broken.is_removed();
         for blocks in [100, 10] {
             let broken = first.of_blocks(blocks.min(64));
             broken.instructions.queues.store(queues_left, Ordering::SeqCst);

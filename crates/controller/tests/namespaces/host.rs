@@ -57,7 +57,7 @@ pub(crate) fn remove(host: &Host, nsid: u32, disk: &Late) -> Outcome {
     let (done, outcome) = channel();
     let disk = disk.clone();
     let told = move |end| {
-        disk.is_gone();
+        disk.is_removed();
         done.send(end).unwrap();
     };
     host.controller.remove_namespace(nsid, told).unwrap();

@@ -14,7 +14,7 @@ pub(crate) struct Instructions {
     /// True if the disk holds its requests.
     pub(crate) hold: AtomicBool,
     /// True if the disk must not be used any more; and true if it was used in spite of that.
-    pub(crate) gone: AtomicBool,
+    pub(crate) removed: AtomicBool,
     pub(crate) used_after: AtomicBool,
     /// Number of queues that can be opened.
     pub(crate) queues: AtomicUsize,
@@ -43,7 +43,7 @@ impl Late {
     }
 
     pub(crate) fn memory(blocks: u64) -> Self {
-        Self::new(MemDisk::lasting(blocks, 512).unwrap())
+        Self::new(MemDisk::recoverable(blocks, 512).unwrap())
     }
 
     pub(crate) fn of_blocks(&self, blocks: u64) -> Self {
@@ -63,8 +63,8 @@ impl Late {
         self.instructions.seen.lock().unwrap().clone()
     }
 
-    pub(crate) fn is_gone(&self) {
-        self.instructions.gone.store(true, Ordering::SeqCst);
+    pub(crate) fn is_removed(&self) {
+        self.instructions.removed.store(true, Ordering::SeqCst);
     }
 
     pub(crate) fn was_used_after(&self) -> bool {
@@ -103,8 +103,8 @@ pub(crate) struct LateQueue {
 
 impl LateQueue {
     fn used(&self) {
-        let Instructions { gone, used_after, .. } = &*self.disk.instructions;
-        used_after.fetch_or(gone.load(Ordering::SeqCst), Ordering::SeqCst);
+        let Instructions { removed, used_after, .. } = &*self.disk.instructions;
+        used_after.fetch_or(removed.load(Ordering::SeqCst), Ordering::SeqCst);
     }
 }
 

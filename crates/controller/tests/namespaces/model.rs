@@ -37,7 +37,7 @@ enum Step {
     Remove(u32),
     Resize(u32, u64),
     Hold(u32),
-    Look,
+    Poll,
     Replace,
     Reset,
     Isolate,
@@ -53,7 +53,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => nsid.clone().prop_map(Step::Remove),
         3 => (nsid.clone(), 1u64..60).prop_map(|(nsid, blocks)| Step::Resize(nsid, blocks)),
         2 => nsid.prop_map(Step::Hold),
-        2 => Just(Step::Look),
+        2 => Just(Step::Poll),
         1 => Just(Step::Replace),
         1 => Just(Step::Reset),
         1 => Just(Step::Isolate),
@@ -71,7 +71,7 @@ struct ModelTest {
     in_flight: BTreeMap<(usize, u16), Command>,
     /// Changes in progress, each with the disk that it releases at its end.
     changing: Vec<(u32, Outcome, Option<Late>)>,
-    gone: Vec<Late>,
+    removed: Vec<Late>,
     next: u16,
     names: u32,
     data: u64,
@@ -94,7 +94,7 @@ impl ModelTest {
             ages: BTreeMap::new(),
             in_flight: BTreeMap::new(),
             changing: Vec::new(),
-            gone: Vec::new(),
+            removed: Vec::new(),
             next: 0,
             names: 0,
             data,
@@ -183,17 +183,17 @@ impl ModelTest {
         if all {
             // Queues that move to another I/O thread wait for requests of every disk.
             let expected = self.expected.values().map(|expected| &expected.disk);
-            let leaving = self.changing.iter().filter_map(|(.., gone)| gone.as_ref());
+            let leaving = self.changing.iter().filter_map(|(.., removed)| removed.as_ref());
             expected.chain(leaving).for_each(|disk| disk.hold(false));
         }
-        for (nsid, outcome, gone) in std::mem::take(&mut self.changing) {
+        for (nsid, outcome, removed) in std::mem::take(&mut self.changing) {
             let end = if all { Ok(ends(&outcome)) } else { outcome.try_recv() };
             match end {
                 Ok(end) => {
                     end.unwrap();
-                    self.gone.extend(gone);
+                    self.removed.extend(removed);
                 }
-                Err(_) => self.changing.push((nsid, outcome, gone)),
+                Err(_) => self.changing.push((nsid, outcome, removed)),
             }
         }
     }
@@ -252,7 +252,7 @@ impl ModelTest {
                     expected.disk.hold(hold);
                 }
             }
-            Step::Look => {
+            Step::Poll => {
                 self.record_ended_changes(true);
                 let there: Vec<_> = self.expected.keys().copied().collect();
                 assert_eq!(active(&mut self.host), there);
@@ -293,7 +293,7 @@ impl ModelTest {
                 }
             }
         }
-        for disk in &self.gone {
+        for disk in &self.removed {
             assert!(!disk.was_used_after(), "the disk was used after its release");
         }
     }

@@ -56,7 +56,7 @@ fn removal_ends_commands_and_releases_the_disk() {
         assert!(!ended.contains_key(&1), "the command is still at the disk");
     }
     assert_eq!(active(&mut host), [2]);
-    wait::moment();
+    wait::short_pause();
     assert_eq!(outcome.try_recv().unwrap_err(), TryRecvError::Empty, "the disk has requests");
     let begun = first.seen().len();
     first.hold(false);

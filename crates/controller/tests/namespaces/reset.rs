@@ -24,7 +24,7 @@ fn namespace_changes_during_a_reset_take_effect() {
     // The reset waits for the disk, and so does a removal during the reset.
     let outcome = remove(&host, 1, &first);
     let added = add(&host, None, &Late::memory(9), "other").1;
-    wait::moment();
+    wait::short_pause();
     assert_eq!(outcome.try_recv().unwrap_err(), TryRecvError::Empty);
     assert!(host.csts().rdy());
     first.hold(false);

@@ -22,7 +22,7 @@ fn a_namespace_grows_and_shrinks() {
     host.until("the read", || small.seen().len() == 3);
     let large = small.of_blocks(1000);
     let outcome = change(&host, 1, &large);
-    wait::moment();
+    wait::short_pause();
     no_event(&mut host);
     assert_eq!(size(&mut host, 1), 64);
     small.hold(false);

@@ -32,7 +32,7 @@ fn run_with_deadly_commands(
         assert!(host.submit_io(1, lba | WRITES));
     }
     host.drain();
-    assert_eq!(host.given_up, host.deadly);
+    assert_eq!(host.abandoned, host.deadly);
     let crashes = host.crashes;
     // A process may crash because of two commands at the same time.
     assert!((3..=3 * deadly.len() as u32).contains(&crashes), "{crashes} processes have died");

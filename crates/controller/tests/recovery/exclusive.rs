@@ -18,9 +18,9 @@ const STEPS: &[(AbortPoint, u32)] = &[
     (AbortPoint::Recorded, 1),
     (AbortPoint::SqStored, 1),
     // Ends: of the Compare, of the Write, and of the next command.
-    (AbortPoint::AloneEnded, 1),
-    (AbortPoint::AloneEnded, 2),
-    (AbortPoint::AloneEnded, 3),
+    (AbortPoint::ExclusiveEnded, 1),
+    (AbortPoint::ExclusiveEnded, 2),
+    (AbortPoint::ExclusiveEnded, 3),
     // Decisions in the journal: start of the Write, end of the Compare, end of the Write.
     (AbortPoint::Decided, 1),
     (AbortPoint::Decided, 2),
@@ -169,14 +169,14 @@ fn recovery_detects_writes_of_other_users() {
     let success = (Status::SUCCESS, Status::SUCCESS);
     for (step, other, expected, left) in [
         // The disk has not received the request yet.
-        ((AbortPoint::AloneEnded, 1), 9, failed, 9),
-        ((AbortPoint::AloneEnded, 1), 2, failed, 2),
-        ((AbortPoint::AloneEnded, 1), 1, success, 2),
+        ((AbortPoint::ExclusiveEnded, 1), 9, failed, 9),
+        ((AbortPoint::ExclusiveEnded, 1), 2, failed, 2),
+        ((AbortPoint::ExclusiveEnded, 1), 1, success, 2),
         // The request is in the journal and was executed, but the host has no completion.
         ((AbortPoint::Decided, 1), 1, success, 2),
         ((AbortPoint::Decided, 1), 9, unknown, 9),
-        ((AbortPoint::AloneEnded, 2), 2, success, 2),
-        ((AbortPoint::AloneEnded, 2), 9, unknown, 9),
+        ((AbortPoint::ExclusiveEnded, 2), 2, success, 2),
+        ((AbortPoint::ExclusiveEnded, 2), 9, unknown, 9),
         // The end is in the journal: first that of the Write, then also that of the Compare.
         ((AbortPoint::Decided, 2), 9, success, 9),
         ((AbortPoint::Decided, 3), 9, success, 9),
@@ -230,7 +230,7 @@ fn uncorrectable_marks_survive_crashes() {
     let mark = Sqe { opcode: 4, ..Sqe::write(1, 9, 0, 0) };
     for step in [
         None,
-        Some((AbortPoint::AloneEnded, 1)),
+        Some((AbortPoint::ExclusiveEnded, 1)),
         Some((AbortPoint::Decided, 1)),
         Some((AbortPoint::Posted, 1)),
     ] {

@@ -58,7 +58,7 @@ pub(crate) struct Host {
     pub(crate) replayed: usize,
     /// Blocks of the commands that must fail, and of the commands that have failed.
     pub(crate) deadly: BTreeSet<u64>,
-    pub(crate) given_up: BTreeSet<u64>,
+    pub(crate) abandoned: BTreeSet<u64>,
     /// Number of processes that died at a crash point.
     pub(crate) crashes: u32,
 }
@@ -99,7 +99,7 @@ impl Host {
             completed: 0,
             replayed: 0,
             deadly: BTreeSet::new(),
-            given_up: BTreeSet::new(),
+            abandoned: BTreeSet::new(),
             crashes: 0,
         };
         host.start();
@@ -113,7 +113,7 @@ impl Host {
         let memory = fds.add(self.file.try_clone().unwrap());
         let disk = match &self.disk {
             Ok(path) => Ok(path.clone()),
-            Err(disk) => Err(disk.keep(&mut fds).unwrap()),
+            Err(disk) => Err(disk.checkpoint(&mut fds).unwrap()),
         };
         let (mapped, polling) = (self.mapped, self.polling);
         let recovers = self.record.is_some();
@@ -337,7 +337,7 @@ impl Host {
         self.completed += 1;
         if self.deadly.contains(&lba) {
             assert_eq!(cqe.status(), Status::INTERNAL.with_dnr());
-            assert!(self.given_up.insert(lba), "the command completed twice");
+            assert!(self.abandoned.insert(lba), "the command completed twice");
             return true;
         }
         assert!(cqe.status().is_success(), "block {lba}: {}", cqe.status());

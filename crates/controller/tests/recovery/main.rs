@@ -88,7 +88,7 @@ fn work(host: &mut Host, random: &mut Random) {
 }
 
 fn memory() -> Result<String, Arc<dyn Disk>> {
-    Err(shadowbell_disk_file::open_lasting(&format!("mem:{}", BLOCKS * 512)).unwrap())
+    Err(shadowbell_disk_file::open_recoverable(&format!("mem:{}", BLOCKS * 512)).unwrap())
 }
 
 #[test]

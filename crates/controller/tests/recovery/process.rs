@@ -3,8 +3,8 @@
 use crate::one_step::OneStep;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{
-    Carrier, Config, Controller, Death, NamespaceConfig, Polling, Pool, PoolOptions, Recorder,
-    SavedController,
+    Carrier, CauseOfDeath, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
+    Recorder, SavedController,
 };
 use shadowbell_disk::Disk;
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
@@ -138,7 +138,7 @@ fn worker() {
         controller = Controller::successor(config, pool, carrier, &saved, fds).unwrap();
         controller.map_dma(BASE, MEMORY, &memory).unwrap();
         controller.record_with(recording).unwrap();
-        let death = if task.by_fault { Death::Fault } else { Death::Killed };
+        let death = if task.by_fault { CauseOfDeath::Fault } else { CauseOfDeath::Killed };
         let replays = controller.recover(&saved, fds, death).unwrap();
         recorder.send_message("taken", &replays, Descriptors::default());
         controller.resume();

@@ -6,7 +6,7 @@ use super::image::ImageFile;
 use super::open::{engine, waits, zeroes};
 use super::options::Aio;
 use super::queue::FileQueue;
-use super::shared::{Alignment, FileShared, Hold, ranges};
+use super::shared::{Alignment, FileShared, OpenHandle, ranges};
 use super::write_atomicity::WriteAtomicity;
 use crate::sys::{self, EngineKind};
 use shadowbell_disk::{DiskError, DiskInfo, OpenError, Queue, Request, Submitted};
@@ -62,7 +62,7 @@ impl ImageBytes {
         );
         let shared = FileShared {
             // The lock belongs to `image`, so this value must not release it.
-            hold: Hold::new(&file, &flusher, true),
+            handle: OpenHandle::new(&file, &flusher, true),
             flusher,
             waits: waits(&file),
             file,

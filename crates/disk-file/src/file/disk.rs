@@ -1,14 +1,16 @@
 //! File-backed disk.
 
-use super::kept;
 use super::open::open;
 use super::options::FileOptions;
 use super::queue::FileQueue;
+use super::recovery;
 use super::shared::FileShared;
 use super::write_atomicity::WriteAtomicity;
-use crate::extents::tell_of_file;
+use crate::extents::report_file_extents;
 use rustix::fs::OFlags;
-use shadowbell_disk::{CheckpointError, Disk, DiskInfo, OpenError, Queue, ResizeError, Tell, Wait};
+use shadowbell_disk::{
+    CheckpointError, Disk, DiskInfo, OpenError, Queue, ReportExtent, ResizeError, Wait,
+};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_state::Descriptors;
 use std::io;
@@ -53,8 +55,8 @@ impl FileDisk {
         Ok((Self { shared: Arc::new(shared), path: path.to_owned() }, script))
     }
 
-    /// Recovers the disk of a dead process from its [checkpoint](Disk::keep), by the same path and
-    /// options. Calls `wait` repeatedly until no I/O of that process is in flight.
+    /// Recovers the disk of a dead process from its [checkpoint](Disk::checkpoint), by the same
+    /// path and options. Calls `wait` repeatedly until no I/O of that process is in flight.
     pub(crate) fn recover(
         path: &Path,
         options: &FileOptions,
@@ -62,7 +64,7 @@ impl FileDisk {
         fds: &mut Descriptors,
         wait: Wait<'_>,
     ) -> Result<Self, OpenError> {
-        let shared = kept::recover(path, options, state, fds, wait)?;
+        let shared = recovery::recover(path, options, state, fds, wait)?;
         Ok(Self { shared: Arc::new(shared), path: path.to_owned() })
     }
 
@@ -86,7 +88,7 @@ impl Disk for FileDisk {
         self.path.display().to_string()
     }
 
-    fn has_lost(&self) -> bool {
+    fn has_lost_writes(&self) -> bool {
         self.shared.unsynced().is_some()
     }
 
@@ -94,13 +96,13 @@ impl Disk for FileDisk {
         self.shared.full.load(Ordering::Relaxed) != 0
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         // A block device reports no holes. If the size of a file is unknown, data may be anywhere
         // in it.
         let end = if self.shared.regular { self.shared.size().unwrap_or(0) } else { 0 };
         let end = end.min(self.shared.end.load(Ordering::Relaxed));
         let to = offset.saturating_add(len);
-        tell_of_file(&self.shared.file, (offset, to), end, tell);
+        report_file_extents(&self.shared.file, (offset, to), end, report);
     }
 
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
@@ -121,14 +123,14 @@ impl Disk for FileDisk {
         Ok(Arc::new(Self { shared, path: self.path.clone() }))
     }
 
-    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+    fn with_writes(&self, accepted: bool) -> Result<Arc<dyn Disk>, ResizeError> {
         let flags = rustix::fs::fcntl_getfl(&self.shared.file);
         let flags = flags
             .map_err(|errno| ResizeError::System { disk: self.name(), source: errno.into() })?;
-        if taken && !flags.contains(OFlags::RDWR) {
+        if accepted && !flags.contains(OFlags::RDWR) {
             return Err(ResizeError::Opened { disk: self.name() });
         }
-        let info = DiskInfo { read_only: !taken, ..self.info() };
+        let info = DiskInfo { read_only: !accepted, ..self.info() };
         let shared = self.shared.resized(info, self.shared.end.load(Ordering::Relaxed));
         Ok(Arc::new(Self { shared: Arc::new(shared), path: self.path.clone() }))
     }
@@ -144,8 +146,8 @@ impl Disk for FileDisk {
         mapping.bytes().slice(0, usize::try_from(len).ok()?)
     }
 
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
-        kept::keep(&self.shared, fds)
+    fn checkpoint(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
+        recovery::checkpoint(&self.shared, fds)
             .map_err(|source| CheckpointError::System { disk: self.name(), source })
     }
 

@@ -25,7 +25,7 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Syncs of a file. All queues of a disk share them.
 pub(super) struct Flusher {
     file: Arc<File>,
-    how: Syncs,
+    method: Syncs,
     /// Error number of the first sync that lost data, or 0 if no data were lost.
     lost: AtomicI32,
     /// Callback for lost data. It is called before the failed requests complete.
@@ -34,20 +34,20 @@ pub(super) struct Flusher {
     /// `fstat`, which blocks if a remote file system is unreachable.
     len: AtomicU64,
     work: Mutex<Work>,
-    came: Condvar,
+    work_added: Condvar,
     /// Signalled when the sync thread exits or starts a sync.
-    gone: Condvar,
+    thread_ended: Condvar,
     /// In a test, function that returns the result of a sync.
     #[cfg(any(test, feature = "scripted"))]
-    pub(super) answer: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
+    pub(super) scripted_result: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
 }
 
 /// Method of syncing a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Syncs {
-    /// By `fdatasync`. `forgets` is true if the file is written through the page cache, which drops
-    /// data after a failed write-back.
-    Calls { forgets: bool },
+    /// By `fdatasync`. `drops_failed_data` is true if the file is written through the page cache,
+    /// which drops data after a failed write-back.
+    Calls { drops_failed_data: bool },
     /// By a Flush command to this namespace, through its character device.
     Commands { nsid: u32 },
 }
@@ -56,53 +56,53 @@ type OnLoss = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Default)]
 struct Work {
-    asked: Vec<(Arc<Asker>, Key)>,
+    pending: Vec<(Arc<Requester>, Key)>,
     has_thread: bool,
     /// True if no thread runs: a test decides when a sync starts and how it ends.
     #[cfg(feature = "scripted")]
-    by_hand: bool,
+    is_scripted: bool,
     /// Requests whose sync a test has started.
     #[cfg(feature = "scripted")]
-    begun: Vec<(Arc<Asker>, Key)>,
+    started: Vec<(Arc<Requester>, Key)>,
     /// True while the thread executes a sync.
     syncs: bool,
     /// True after the disk was closed.
-    over: bool,
+    closing: bool,
 }
 
 /// Receiver of the results of syncs. Each queue has one.
-pub(super) struct Asker {
+pub(super) struct Requester {
     /// Results that the queue has not taken yet. `None` after the queue was closed.
-    answers: Mutex<Option<Vec<(Key, i32)>>>,
+    completions: Mutex<Option<Vec<(Key, i32)>>>,
     waker: Waker,
 }
 
-impl Asker {
+impl Requester {
     pub(super) fn new(waker: Waker) -> Arc<Self> {
-        Arc::new(Self { answers: Mutex::new(Some(Vec::new())), waker })
+        Arc::new(Self { completions: Mutex::new(Some(Vec::new())), waker })
     }
 
     /// Moves all results to `into`. A result is 0 or a negative error number, as from system calls.
     pub(super) fn take(&self, into: &mut Vec<(Key, i32)>) {
-        if let Some(answers) = &mut *self.answers.lock() {
-            self.waker.taken(answers.len());
-            into.append(answers);
+        if let Some(completions) = &mut *self.completions.lock() {
+            self.waker.taken(completions.len());
+            into.append(completions);
         }
     }
 
     /// Delivers a result, unless the queue was closed. The wake-up is under the lock, because a
     /// closed queue must not wake its thread.
-    pub(super) fn answer(&self, key: Key, result: i32) {
-        if let Some(answers) = &mut *self.answers.lock() {
-            answers.push((key, result));
+    pub(super) fn complete(&self, key: Key, result: i32) {
+        if let Some(completions) = &mut *self.completions.lock() {
+            completions.push((key, result));
             self.waker.wake();
         }
     }
 
     /// Drops all results, also those that are delivered later.
     pub(super) fn close(&self) {
-        if let Some(answers) = self.answers.lock().take() {
-            self.waker.taken(answers.len());
+        if let Some(completions) = self.completions.lock().take() {
+            self.waker.taken(completions.len());
         }
     }
 }
@@ -114,24 +114,24 @@ impl std::fmt::Debug for Flusher {
 }
 
 impl Flusher {
-    pub(super) fn new(file: Arc<File>, forgets: bool) -> Arc<Self> {
-        Self::after(file, Syncs::Calls { forgets }, 0)
+    pub(super) fn new(file: Arc<File>, drops_failed_data: bool) -> Arc<Self> {
+        Self::after(file, Syncs::Calls { drops_failed_data }, 0)
     }
 
     /// Creates a flusher that continues with the state of an earlier one. `lost` is the error
     /// number of the first sync that lost data, or 0.
-    pub(super) fn after(file: Arc<File>, how: Syncs, lost: i32) -> Arc<Self> {
+    pub(super) fn after(file: Arc<File>, method: Syncs, lost: i32) -> Arc<Self> {
         Arc::new(Self {
             file,
-            how,
+            method,
             lost: AtomicI32::new(lost),
             on_loss: Mutex::default(),
             len: AtomicU64::new(u64::MAX),
             work: Mutex::default(),
-            came: Condvar::new(),
-            gone: Condvar::new(),
+            work_added: Condvar::new(),
+            thread_ended: Condvar::new(),
             #[cfg(any(test, feature = "scripted"))]
-            answer: Mutex::default(),
+            scripted_result: Mutex::default(),
         })
     }
 
@@ -155,16 +155,16 @@ impl Flusher {
         *self.on_loss.lock() = Some(Arc::from(call));
     }
 
-    /// Requests a sync that starts after this call. Its result is delivered to `asker`.
-    pub(super) fn ask(self: &Arc<Self>, asker: &Arc<Asker>, key: Key) {
+    /// Requests a sync that starts after this call. Its result is delivered to `requester`.
+    pub(super) fn request_sync(self: &Arc<Self>, requester: &Arc<Requester>, key: Key) {
         let mut work = self.work.lock();
-        work.asked.push((Arc::clone(asker), key));
+        work.pending.push((Arc::clone(requester), key));
         #[cfg(feature = "scripted")]
-        if work.by_hand {
+        if work.is_scripted {
             return;
         }
         if work.has_thread {
-            self.came.notify_one();
+            self.work_added.notify_one();
             return;
         }
         let ours = Arc::clone(self);
@@ -179,9 +179,9 @@ impl Flusher {
         if !work.has_thread {
             // The thread could not be started, and an I/O thread must not execute a sync. With
             // `EAGAIN`, the requests are repeated a few times before they fail.
-            let asked = std::mem::take(&mut work.asked);
+            let pending = std::mem::take(&mut work.pending);
             drop(work);
-            asked.iter().for_each(|(asker, key)| asker.answer(*key, -libc::EAGAIN));
+            pending.iter().for_each(|(requester, key)| requester.complete(*key, -libc::EAGAIN));
         }
     }
 
@@ -189,10 +189,10 @@ impl Flusher {
     /// not wait if the thread is in a sync.
     pub(super) fn close(&self) {
         let mut work = self.work.lock();
-        work.over = true;
-        self.came.notify_one();
+        work.closing = true;
+        self.work_added.notify_one();
         while work.has_thread && !work.syncs {
-            self.gone.wait(&mut work);
+            self.thread_ended.wait(&mut work);
         }
     }
 
@@ -200,30 +200,30 @@ impl Flusher {
     fn run(&self) {
         let mut work = self.work.lock();
         loop {
-            if work.asked.is_empty() {
+            if work.pending.is_empty() {
                 let timed_out =
-                    !work.over && self.came.wait_for(&mut work, IDLE_TIMEOUT).timed_out();
-                if work.asked.is_empty() && (work.over || timed_out) {
+                    !work.closing && self.work_added.wait_for(&mut work, IDLE_TIMEOUT).timed_out();
+                if work.pending.is_empty() && (work.closing || timed_out) {
                     work.has_thread = false;
-                    self.gone.notify_all();
+                    self.thread_ended.notify_all();
                     return;
                 }
                 continue;
             }
-            let asked = std::mem::take(&mut work.asked);
+            let pending = std::mem::take(&mut work.pending);
             work.syncs = true;
-            self.gone.notify_all();
+            self.thread_ended.notify_all();
             drop(work);
-            self.serve(asked);
+            self.serve(pending);
             work = self.work.lock();
             work.syncs = false;
         }
     }
 
-    /// Executes one sync for all requests in `asked`.
-    fn serve(&self, asked: Vec<(Arc<Asker>, Key)>) {
+    /// Executes one sync for all requests in `pending`.
+    fn serve(&self, pending: Vec<(Arc<Requester>, Key)>) {
         let mut result = self.sync();
-        if matches!(self.how, Syncs::Calls { .. }) {
+        if matches!(self.method, Syncs::Calls { .. }) {
             match self.file.metadata() {
                 Ok(about) => self.len.store(about.len(), Ordering::Release),
                 // The storage is unavailable. This is detected here if the file system implements
@@ -232,39 +232,39 @@ impl Flusher {
                 Err(_) => {}
             }
         }
-        for (asker, key) in asked {
-            asker.answer(key, result);
+        for (requester, key) in pending {
+            requester.complete(key, result);
         }
     }
 
     /// Disables the thread for a test.
     #[cfg(feature = "scripted")]
-    pub(super) fn set_by_hand(&self) {
-        self.work.lock().by_hand = true;
+    pub(super) fn set_scripted(&self) {
+        self.work.lock().is_scripted = true;
     }
 
     /// In a test, starts a sync for all requests. Returns false if there is no request or a sync is
     /// in flight.
     #[cfg(feature = "scripted")]
-    pub(super) fn begin_by_hand(&self) -> bool {
+    pub(super) fn begin_scripted(&self) -> bool {
         let mut work = self.work.lock();
-        if work.asked.is_empty() || !work.begun.is_empty() {
+        if work.pending.is_empty() || !work.started.is_empty() {
             return false;
         }
-        work.begun = std::mem::take(&mut work.asked);
+        work.started = std::mem::take(&mut work.pending);
         true
     }
 
     /// In a test, ends the sync in flight with `result`, which is 0 or a negative error number.
     /// Returns false if no sync was in flight.
     #[cfg(feature = "scripted")]
-    pub(super) fn end_by_hand(&self, result: i32) -> bool {
-        let begun = std::mem::take(&mut self.work.lock().begun);
-        if begun.is_empty() {
+    pub(super) fn end_scripted(&self, result: i32) -> bool {
+        let started = std::mem::take(&mut self.work.lock().started);
+        if started.is_empty() {
             return false;
         }
-        *self.answer.lock() = Some(Box::new(move || result));
-        self.serve(begun);
+        *self.scripted_result.lock() = Some(Box::new(move || result));
+        self.serve(started);
         true
     }
 
@@ -272,7 +272,8 @@ impl Flusher {
     fn sync(&self) -> i32 {
         let result = self.sync_file();
         let passing = matches!(-result, 0 | libc::EINTR | libc::EAGAIN);
-        if self.how == (Syncs::Calls { forgets: true }) && !passing && self.lost() == 0 {
+        if self.method == (Syncs::Calls { drops_failed_data: true }) && !passing && self.lost() == 0
+        {
             self.lost.store(-result, Ordering::Release);
             let call = self.on_loss.lock().clone();
             if let Some(call) = call {
@@ -287,10 +288,10 @@ impl Flusher {
 
     fn sync_file(&self) -> i32 {
         #[cfg(any(test, feature = "scripted"))]
-        if let Some(answer) = &mut *self.answer.lock() {
-            return answer();
+        if let Some(scripted_result) = &mut *self.scripted_result.lock() {
+            return scripted_result();
         }
-        if let Syncs::Commands { nsid } = self.how {
+        if let Syncs::Commands { nsid } = self.method {
             return flush(&self.file, nsid);
         }
         match rustix::fs::fdatasync(&self.file).map_err(io::Error::from) {

@@ -52,7 +52,7 @@ impl ImageFile {
 
     pub(super) fn open_as(path: &Path, read_only: bool, kinds: Kinds) -> Result<Self, OpenError> {
         let named = opener::name(path).transpose().map_err(|source| {
-            match look_at(path, At::Path(path), kinds) {
+            match inspect(path, At::Path(path), kinds) {
                 Err(error @ OpenError::NoFile { .. }) => error,
                 _ => refused(path.display().to_string(), source),
             }
@@ -73,8 +73,8 @@ impl ImageFile {
         read_only: bool,
         wait: Wait<'_>,
     ) -> Result<Self, OpenError> {
-        let how = (read_only, Kinds::Images);
-        Self::open_at(path, At::Named(named), how, LockWait::AsLongAs(wait))
+        let mode = (read_only, Kinds::Images);
+        Self::open_at(path, At::Named(named), mode, LockWait::While(wait))
     }
 
     /// Returns a descriptor that only names the image (`O_PATH`). After a crash of this process,
@@ -95,7 +95,7 @@ impl ImageFile {
     ) -> Result<Self, OpenError> {
         let name = || path.display().to_string();
         let system = |what| move |source| OpenError::System { path: name(), what, source };
-        let metadata = look_at(path, at, kinds)?;
+        let metadata = inspect(path, at, kinds)?;
         let is_character = metadata.file_type().is_char_device();
         let is_block = metadata.file_type().is_block_device();
         // The kernel lets a process open a write-protected block device for writing, and then fails
@@ -108,7 +108,7 @@ impl ImageFile {
         let read_only = read_only || namespace.as_ref().is_some_and(|facts| facts.is_protected);
         let lock = || sys::lock_image(&file, !read_only);
         let locked = match lock_wait {
-            LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence) => Ok(()),
+            LockWait::While(_) if is_wrong(WrongOrder::NoFence) => Ok(()),
             _ => retry_while(io::ErrorKind::WouldBlock, lock_wait, lock),
         };
         locked.map_err(|source| match source.kind() {
@@ -184,7 +184,7 @@ impl ImageFile {
         if let Some(facts) = &self.namespace {
             return self.format_of(facts);
         }
-        let mut start = [0; ImageFormat::LOOKS_AT];
+        let mut start = [0; ImageFormat::DETECTION_BYTES];
         let mut len = 0;
         while let Some(rest @ [_, ..]) = start.get_mut(len..) {
             match self.file.read_at(rest, len as u64) {
@@ -204,15 +204,18 @@ impl ImageFile {
     /// shows whether this process may send commands.
     fn format_of(&self, facts: &NamespaceFacts) -> Result<Option<ImageFormat>, OpenError> {
         let path = || self.path.display().to_string();
-        let mut start = vec![0; ImageFormat::LOOKS_AT.next_multiple_of(facts.block_size as usize)];
+        let mut start =
+            vec![0; ImageFormat::DETECTION_BYTES.next_multiple_of(facts.block_size as usize)];
         start.truncate(usize::try_from(self.size).unwrap_or(usize::MAX));
         sys::read_start(&self.file, &facts.commands(), &mut start).map_err(
             |source| match source.raw_os_error() {
-                Some(libc::EACCES) => OpenError::NotGiven { path: path(), why: NO_COMMANDS.into() },
+                Some(libc::EACCES) => {
+                    OpenError::OpenRefused { path: path(), why: NO_COMMANDS.into() }
+                }
                 _ => OpenError::System { path: path(), what: "reading its start", source },
             },
         )?;
-        Ok(ImageFormat::of(start.get(..ImageFormat::LOOKS_AT).unwrap_or(&start)))
+        Ok(ImageFormat::of(start.get(..ImageFormat::DETECTION_BYTES).unwrap_or(&start)))
     }
 
     /// Bypasses the page cache if `direct` requests or allows that, for requests in units of
@@ -229,7 +232,7 @@ impl ImageFile {
             if direct == Direct::Off {
                 let path = self.path.display().to_string();
                 let why = "a character device has no page cache; leave out `direct=off`".to_owned();
-                return Err(OpenError::NotGiven { path, why });
+                return Err(OpenError::OpenRefused { path, why });
             }
             // A stricter alignment is not needed: the kernel copies data that do not have the
             // alignment of the device.
@@ -245,9 +248,9 @@ impl ImageFile {
     }
 
     /// Logical block size in bytes of a raw disk on this image.
-    pub(super) fn block_size(&self, asked: Option<u32>) -> Result<u32, OpenError> {
-        if let (Some(facts), Some(asked)) = (&self.namespace, asked)
-            && asked < facts.block_size
+    pub(super) fn block_size(&self, requested: Option<u32>) -> Result<u32, OpenError> {
+        if let (Some(facts), Some(requested)) = (&self.namespace, requested)
+            && requested < facts.block_size
         {
             let path = self.path.display().to_string();
             let why = format!(
@@ -255,16 +258,17 @@ impl ImageFile {
                  `block-size`",
                 facts.block_size
             );
-            return Err(OpenError::NotGiven { path, why });
+            return Err(OpenError::OpenRefused { path, why });
         }
-        let own = if let Some(facts) = &self.namespace {
+        let detected = if let Some(facts) = &self.namespace {
             facts.block_size
         } else if self.is_block {
             rustix::fs::ioctl_blksszget(&*self.file).unwrap_or(512)
         } else {
             512
         };
-        let block_size = asked.unwrap_or(if own.is_multiple_of(4096) { 4096 } else { 512 });
+        let block_size =
+            requested.unwrap_or(if detected.is_multiple_of(4096) { 4096 } else { 512 });
         if !self.size.is_multiple_of(u64::from(block_size)) {
             let path = self.path.display().to_string();
             return Err(OpenError::NotBlockMultiple { path, size: self.size, block_size });
@@ -303,7 +307,7 @@ const NO_COMMANDS: &str = "this user may not send commands to the device: before
 
 /// Reads the metadata of `path`. Fails if a file of this type cannot hold an image. Must be called
 /// before the file is opened, because opening a pipe or a terminal may block or have side effects.
-fn look_at(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError> {
+fn inspect(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError> {
     let name = || path.display().to_string();
     let metadata = at.metadata().map_err(|source| refused(name(), source))?;
     let kind = metadata.file_type();
@@ -336,9 +340,9 @@ fn about(
         match error.raw_os_error() {
             // An error without an error number comes from the device, or means that the namespace
             // cannot be a disk.
-            None => OpenError::NotGiven { path: name(), why: error.to_string() },
+            None => OpenError::OpenRefused { path: name(), why: error.to_string() },
             Some(libc::EBUSY) => in_use(path),
-            Some(libc::EACCES) => OpenError::NotGiven { path: name(), why: NO_COMMANDS.into() },
+            Some(libc::EACCES) => OpenError::OpenRefused { path: name(), why: NO_COMMANDS.into() },
             _ => OpenError::System { path: name(), what: "asking the device", source: error },
         }
     })
@@ -358,7 +362,7 @@ fn refused(path: String, source: io::Error) -> OpenError {
         io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
         // An error without an error number comes from the process that opens images for this one.
         io::ErrorKind::PermissionDenied if source.raw_os_error().is_none() => {
-            OpenError::NotGiven { path, why: source.to_string() }
+            OpenError::OpenRefused { path, why: source.to_string() }
         }
         io::ErrorKind::PermissionDenied => OpenError::Unreadable { path, source },
         io::ErrorKind::IsADirectory => OpenError::NoFile { path, what: "a directory" },
@@ -377,11 +381,10 @@ fn open_file(
 ) -> Result<(File, bool), OpenError> {
     let name = || path.display().to_string();
     if !read_only {
-        let is_fenced =
-            !matches!(lock_wait, LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence));
+        let is_fenced = !matches!(lock_wait, LockWait::While(_) if is_wrong(WrongOrder::NoFence));
         // With `O_EXCL`, opening a block device fails while the device is mounted or part of a
         // RAID.
-        let access = if is_block && is_fenced { Access::WriteAlone } else { Access::Write };
+        let access = if is_block && is_fenced { Access::WriteExclusive } else { Access::Write };
         match retry_while(io::ErrorKind::ResourceBusy, lock_wait, || at.open(access)) {
             Ok(file) => return Ok((file, false)),
             Err(e) => match e.raw_os_error() {
@@ -407,7 +410,7 @@ pub(super) enum LockWait<'a> {
     /// Wait up to [`LOCK_TIMEOUT`].
     Short,
     /// Wait until the callback returns false.
-    AsLongAs(Wait<'a>),
+    While(Wait<'a>),
 }
 /// Calls `attempt` again while it fails with `passing`, for as long as `lock_wait` allows.
 fn retry_while<T>(
@@ -422,7 +425,7 @@ fn retry_while<T>(
             (Err(e), LockWait::Short) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(10));
             }
-            (Err(e), LockWait::AsLongAs(wait)) if e.kind() == passing && wait() => {}
+            (Err(e), LockWait::While(wait)) if e.kind() == passing && wait() => {}
             _ => return outcome,
         }
     }

@@ -61,7 +61,6 @@ mod device;
 mod disk;
 mod flusher;
 mod image;
-mod kept;
 mod namespace;
 mod open;
 mod opener;
@@ -69,6 +68,7 @@ mod options;
 mod queue;
 mod ranges;
 mod raw;
+mod recovery;
 mod shared;
 mod task;
 #[cfg(feature = "scripted")]

@@ -14,7 +14,7 @@ use std::path::Path;
 
 /// Maximum number of bytes per command, even if the device supports more: the kernel cannot map
 /// more scattered pages for one passthrough command.
-const MOST: u64 = 128 << 10;
+const MAX_TRANSFER: u64 = 128 << 10;
 /// Unit of MDTS: the smallest page size of any controller.
 const PAGE: u64 = 4096;
 
@@ -29,7 +29,7 @@ pub struct NamespaceFacts {
     /// Capacity in logical blocks.
     pub blocks: u64,
     /// Maximum number of bytes per command, a multiple of the block size.
-    pub most: u32,
+    pub max_transfer: u32,
     /// True if the namespace is write-protected.
     pub is_protected: bool,
     /// True if the controller has a volatile write cache.
@@ -79,12 +79,15 @@ impl NamespaceFacts {
             None => return Err("it reports no block size".to_owned()),
         };
         let mdts = u32::from(controller.mdts);
-        let most =
-            if mdts == 0 { MOST } else { PAGE.checked_shl(mdts).map_or(MOST, |n| n.min(MOST)) };
+        let max_transfer = if mdts == 0 {
+            MAX_TRANSFER
+        } else {
+            PAGE.checked_shl(mdts).map_or(MAX_TRANSFER, |n| n.min(MAX_TRANSFER))
+        };
         let has = controller.oncs;
         let zeroed = namespace.dlfeat.drb() == 1;
-        let own = namespace.nsfeat.nsabp();
-        let atom = if own { namespace.nawupf } else { controller.awupf };
+        let has_own_atomicity = namespace.nsfeat.nsabp();
+        let atom = if has_own_atomicity { namespace.nawupf } else { controller.awupf };
         // A write is not atomic if it crosses an atomic boundary. So with boundaries, only one
         // block counts.
         let atom = if namespace.nabspf == 0 { u64::from(atom) + 1 } else { 1 };
@@ -93,7 +96,7 @@ impl NamespaceFacts {
             nsid: *nsid,
             block_size: block_size as u32,
             blocks: namespace.nsze,
-            most: most as u32,
+            max_transfer: max_transfer as u32,
             is_protected: namespace.nsattr & 1 != 0,
             has_cache: controller.vwc.vwcp(),
             deallocates: has.dataset_management() && zeroed,
@@ -114,7 +117,7 @@ impl NamespaceFacts {
         sys::Namespace {
             nsid: self.nsid,
             block_shift: self.block_size.trailing_zeros(),
-            most: self.most,
+            max_transfer: self.max_transfer,
         }
     }
 
@@ -159,9 +162,9 @@ fn is_free(file: &File) -> io::Result<()> {
     if !Path::new("/sys/class/block").join(&name).exists() {
         return Ok(());
     }
-    let alone =
+    let exclusive =
         OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(format!("/dev/{name}"));
-    match alone {
+    match exclusive {
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Err(error),
         _ => Ok(()),
     }
@@ -192,7 +195,7 @@ mod tests {
         let mut identity = identity();
         let facts = NamespaceFacts::of(&identity).unwrap();
         assert_eq!((facts.nsid, facts.block_size, facts.bytes()), (7, 512, 512 << 20));
-        assert_eq!((facts.most, facts.atom, facts.granularity), (128 << 10, 2048, 512));
+        assert_eq!((facts.max_transfer, facts.atom, facts.granularity), (128 << 10, 2048, 512));
         assert!(facts.deallocates && facts.writes_zeroes && !facts.zeroes_deallocate);
         assert!(!facts.has_cache && !facts.is_protected && facts.discards());
         identity.namespace.flbas.set_low(1);
@@ -205,7 +208,7 @@ mod tests {
         identity.namespace.dlfeat.set_wzds(true);
         identity.namespace.nsattr = 1;
         let facts = NamespaceFacts::of(&identity).unwrap();
-        assert_eq!((facts.block_size, facts.most), (4096, 16 << 10));
+        assert_eq!((facts.block_size, facts.max_transfer), (4096, 16 << 10));
         assert_eq!((facts.atom, facts.granularity), (4096, 64 << 10));
         assert!(!facts.deallocates && facts.zeroes_deallocate && facts.discards());
         assert!(facts.has_cache && facts.is_protected);
@@ -215,7 +218,7 @@ mod tests {
         identity.namespace.nabspf = 7;
         identity.controller.awupf = u16::MAX;
         let facts = NamespaceFacts::of(&identity).unwrap();
-        assert_eq!((facts.most, facts.bytes(), facts.atom), (128 << 10, 0, 4096));
+        assert_eq!((facts.max_transfer, facts.bytes(), facts.atom), (128 << 10, 0, 4096));
     }
 
     #[test]
@@ -235,8 +238,8 @@ mod tests {
             (&|it| it.ids = Some(with_csi(1)), "command set is 01h"),
         ];
         for (change, why) in cases {
-            let said = refused(change);
-            assert!(said.contains(why), "{said}");
+            let message = refused(change);
+            assert!(message.contains(why), "{message}");
         }
         let mut nvm = identity();
         nvm.ids = Some(with_csi(csi::NVM));

@@ -5,7 +5,7 @@ use super::flusher::{Flusher, Syncs};
 use super::image::{ImageFile, Kinds};
 use super::namespace::NamespaceFacts;
 use super::options::{Aio, FileOptions, Format};
-use super::shared::{Alignment, FileShared, Hold, ranges};
+use super::shared::{Alignment, FileShared, OpenHandle, ranges};
 use super::write_atomicity::WriteAtomicity;
 use crate::sys::{self, EngineKind};
 use rustix::fs::FallocateFlags;
@@ -59,7 +59,7 @@ pub(super) fn take(
     let block_size = image.block_size(options.block_size)?;
 
     let namespace = image.namespace.clone();
-    let uring = if namespace.is_some() { sys::takes_commands } else { sys::available };
+    let uring = if namespace.is_some() { sys::supports_commands } else { sys::available };
     let (engine, no_uring) =
         engine(options.aio, uring).map_err(|source| OpenError::Ring { path: name(), source })?;
     let direct = image.set_direct(options.direct, block_size)?;
@@ -79,7 +79,7 @@ pub(super) fn take(
     let zeroes = zeroes()?;
     let flusher = Flusher::after(Arc::clone(&file), syncs(about, direct), 0);
     Ok(FileShared {
-        hold: Hold::new(&file, &flusher, false),
+        handle: OpenHandle::new(&file, &flusher, false),
         flusher,
         file: Arc::clone(&file),
         info: DiskInfo {
@@ -119,7 +119,7 @@ pub(super) fn take(
 pub(super) fn syncs(namespace: Option<&NamespaceFacts>, direct: Option<Alignment>) -> Syncs {
     match namespace {
         Some(facts) => Syncs::Commands { nsid: facts.nsid },
-        None => Syncs::Calls { forgets: direct.is_none() },
+        None => Syncs::Calls { drops_failed_data: direct.is_none() },
     }
 }
 

@@ -18,7 +18,7 @@ pub enum Access {
     Write,
     /// Read and write with `O_EXCL`. Fails for a block device that is mounted or part of another
     /// device.
-    WriteAlone,
+    WriteExclusive,
 }
 
 /// Connection to another process that opens images for this one.
@@ -105,10 +105,10 @@ impl At<'_> {
 /// # Errors
 /// The system's error.
 pub fn open(path: &Path, access: Access) -> io::Result<File> {
-    let mut how = OpenOptions::new();
-    how.read(true).write(access != Access::Read);
-    if access == Access::WriteAlone {
-        how.custom_flags(libc::O_EXCL);
+    let mut options = OpenOptions::new();
+    options.read(true).write(access != Access::Read);
+    if access == Access::WriteExclusive {
+        options.custom_flags(libc::O_EXCL);
     }
-    how.open(path)
+    options.open(path)
 }

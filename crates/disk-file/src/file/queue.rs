@@ -1,6 +1,6 @@
 //! Queue of one thread on a file-backed disk.
 
-use super::flusher::Asker;
+use super::flusher::Requester;
 use super::ranges::Entered;
 use super::shared::FileShared;
 use super::task::{BOUNCE, Stage, Step, Task};
@@ -30,14 +30,14 @@ pub(super) struct FileQueue {
     cancelled: Vec<Key>,
     /// Free bounce buffers. Each is allocated when it is first needed.
     bounces: Vec<SharedBytes>,
-    bounces_made: usize,
+    bounces_created: usize,
     /// Scratch buffer for completions. It is kept, so that a batch allocates nothing.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
     /// Number of requests that wait for the flusher or for their range, and of those whose answer
     /// was not processed yet.
-    asked: usize,
-    asker: Arc<Asker>,
+    notifications: usize,
+    requester: Arc<Requester>,
 }
 
 impl FileQueue {
@@ -55,19 +55,19 @@ impl FileQueue {
             Some(script) => script.adopt(ring),
             None => ring,
         };
-        let asker = Asker::new(ring.waker());
+        let requester = Requester::new(ring.waker());
         Ok(Self {
-            entered: Entered::new(shared.ranges.clone(), &asker),
-            asker,
+            entered: Entered::new(shared.ranges.clone(), &requester),
+            requester,
             ring,
-            asked: 0,
+            notifications: 0,
             bounds: shared.info.bounds(),
             shared,
             by_tag: TagIndex::default(),
             waiting: Lists::default(),
             cancelled: Vec::new(),
             bounces: vec![first],
-            bounces_made: 1,
+            bounces_created: 1,
             completions: Vec::new(),
         })
     }
@@ -89,8 +89,8 @@ impl FileQueue {
             return true;
         };
         let Some(next) = task.call() else {
-            self.asked += 1;
-            self.shared.flusher.ask(&self.asker, key);
+            self.notifications += 1;
+            self.shared.flusher.request_sync(&self.requester, key);
             return true;
         };
         self.ring.prepare(key, next.call, next.skip, next.offset, next.len)
@@ -112,11 +112,11 @@ impl FileQueue {
                 let Some(bounce) = self.bounce() else {
                     return false;
                 };
-                self.ring.set_own(key, bounce);
+                self.ring.set_buffer(key, bounce);
                 self.equip(key)
             }
             Stage::Zeroes if own.is_none() => {
-                self.ring.set_own(key, self.shared.zeroes.clone());
+                self.ring.set_buffer(key, self.shared.zeroes.clone());
                 true
             }
             _ => true,
@@ -127,11 +127,11 @@ impl FileQueue {
         if let Some(bounce) = self.bounces.pop() {
             return Some(bounce);
         }
-        if self.bounces_made == BOUNCES {
+        if self.bounces_created == BOUNCES {
             return None;
         }
         let bounce = Mapping::anonymous(BOUNCE as u64).ok()?.bytes();
-        self.bounces_made += 1;
+        self.bounces_created += 1;
         Some(bounce)
     }
 }
@@ -180,7 +180,7 @@ impl FileQueue {
             return None;
         }
         let next = task.call()?;
-        let moved = self.ring.make_inline(key, next.call, next.skip, next.offset, next.len)?;
+        let moved = self.ring.try_inline(key, next.call, next.skip, next.offset, next.len)?;
         self.advance(key, moved)
     }
 
@@ -188,7 +188,7 @@ impl FileQueue {
     fn advance(&mut self, key: Key, result: i32) -> Option<Result<(), DiskError>> {
         let shared = Arc::clone(&self.shared);
         let (task, data, own) = self.ring.get(key)?;
-        if std::mem::take(&mut task.held) {
+        if std::mem::take(&mut task.is_waiting) {
             self.begin(key);
             return None;
         }
@@ -203,7 +203,7 @@ impl FileQueue {
                 _ => Ok(()),
             };
             step = match used {
-                Ok(()) => task.piece_done(),
+                Ok(()) => task.finish_piece(),
                 Err(error) => Step::End(Err(error)),
             };
         }
@@ -233,7 +233,7 @@ impl FileQueue {
     ) {
         if let Some(taken) = self.ring.remove(key) {
             if self.entered.leave(taken.task.request(), key) {
-                self.asked -= 1;
+                self.notifications -= 1;
             }
             if let (Some(own), true) = (taken.own, taken.task.may_bounce()) {
                 self.bounces.push(own);
@@ -263,8 +263,8 @@ impl Queue for FileQueue {
             }
             self.begin(key);
         } else if let Some((task, ..)) = self.ring.get(key) {
-            task.held = true;
-            self.asked += 1;
+            task.is_waiting = true;
+            self.notifications += 1;
         }
         Submitted::Pending
     }
@@ -280,16 +280,16 @@ impl Queue for FileQueue {
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         let mut completions = std::mem::take(&mut self.completions);
-        if self.asked != 0 {
+        if self.notifications != 0 {
             self.ring.quieten();
         }
         self.ring.collect(&mut completions);
         // The answers are taken after `quieten`: a later answer then makes the descriptor readable
         // again.
-        if self.asked != 0 {
+        if self.notifications != 0 {
             let before = completions.len();
-            self.asker.take(&mut completions);
-            self.asked -= completions.len() - before;
+            self.requester.take(&mut completions);
+            self.notifications -= completions.len() - before;
             self.ring.wake_others();
         }
         for (key, result) in completions.drain(..) {
@@ -338,7 +338,7 @@ impl Queue for FileQueue {
 impl Drop for FileQueue {
     /// Ends wake-ups of the thread for this queue. Dropping the ring ends the requests.
     fn drop(&mut self) {
-        self.asker.close();
+        self.requester.close();
         self.ring.quieten();
         self.ring.wake_others();
     }

@@ -17,7 +17,7 @@
 //! deadlock is possible. If two ranges overlap, the later one waits in only one list, that of the
 //! first byte that they share.
 
-use super::flusher::Asker;
+use super::flusher::Requester;
 use crate::sys::Key;
 use parking_lot::Mutex;
 use shadowbell_disk::{Op, Request};
@@ -29,8 +29,8 @@ use std::sync::atomic::Ordering::AcqRel;
 const UNIT: u64 = 64 << 10;
 /// Number of lists. A position belongs to the list with its unit number modulo this number.
 const LISTS: u64 = 64;
-/// Flag in [`Waiting::before`]: the range has left while it waited.
-const GONE: usize = 1 << (usize::BITS - 1);
+/// Flag in [`Waiting::predecessors`]: the range has left while it waited.
+const REMOVED: usize = 1 << (usize::BITS - 1);
 
 /// Range locks of a file.
 pub(super) struct Ranges {
@@ -56,7 +56,7 @@ struct Entry {
     end: u64,
     writes: bool,
     key: Key,
-    of: Arc<Asker>,
+    of: Arc<Requester>,
     /// Wait state, if the range has to wait for earlier ones.
     waiting: Option<Arc<Waiting>>,
 }
@@ -64,23 +64,23 @@ struct Entry {
 /// Wait state of a range.
 struct Waiting {
     /// Number of ranges that it waits for. One more until the range has entered all lists.
-    before: AtomicUsize,
+    predecessors: AtomicUsize,
 }
 
 impl Waiting {
     /// Counts down after one range has left. Returns true if it was the last one.
     fn one_less(&self) -> bool {
-        self.before.fetch_sub(1, AcqRel) == 1
+        self.predecessors.fetch_sub(1, AcqRel) == 1
     }
 
     /// Ends the wait. Returns true if the range was still waiting.
-    fn give_up(&self) -> bool {
-        self.before.fetch_or(GONE, AcqRel) & !GONE != 0
+    fn mark_removed(&self) -> bool {
+        self.predecessors.fetch_or(REMOVED, AcqRel) & !REMOVED != 0
     }
 }
 
 impl Entry {
-    fn new(request: &Request, key: Key, of: &Arc<Asker>) -> Option<Self> {
+    fn new(request: &Request, key: Key, of: &Arc<Requester>) -> Option<Self> {
         let writes = match request.op {
             Op::Read | Op::Compare => false,
             Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard => true,
@@ -95,7 +95,7 @@ impl Entry {
 
     /// True if the two ranges overlap, at least one writes, and the first common byte belongs to
     /// this list.
-    fn meets(&self, other: &Self, list: u64) -> bool {
+    fn conflicts_with(&self, other: &Self, list: u64) -> bool {
         let first = self.start.max(other.start);
         first < self.end.min(other.end)
             && (self.writes || other.writes)
@@ -108,7 +108,7 @@ impl Entry {
         (first, ((self.end - 1) / UNIT - first + 1).min(LISTS))
     }
 
-    fn is(&self, key: Key, of: &Arc<Asker>) -> bool {
+    fn is(&self, key: Key, of: &Arc<Requester>) -> bool {
         self.key == key && Arc::ptr_eq(&self.of, of)
     }
 }
@@ -120,7 +120,7 @@ impl Ranges {
 
     /// Enters the range of a request. Returns false if the request has to wait. Then `of` will
     /// receive an answer when the request may start.
-    pub(super) fn enter(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
+    pub(super) fn enter(&self, request: &Request, key: Key, of: &Arc<Requester>) -> bool {
         let Some(mut entry) = Entry::new(request, key, of) else { return true };
         let (first, count) = entry.units();
         if count == 1 {
@@ -134,40 +134,40 @@ impl Ranges {
 
     fn enter_list(&self, list: u64, entry: &mut Entry) {
         let mut entries = self.list(list).lock();
-        let before = entries.iter().filter(|other| entry.meets(other, list)).count();
-        if before != 0 {
-            let new = || Arc::new(Waiting { before: AtomicUsize::new(1) });
-            entry.waiting.get_or_insert_with(new).before.fetch_add(before, AcqRel);
+        let predecessors = entries.iter().filter(|other| entry.conflicts_with(other, list)).count();
+        if predecessors != 0 {
+            let new = || Arc::new(Waiting { predecessors: AtomicUsize::new(1) });
+            entry.waiting.get_or_insert_with(new).predecessors.fetch_add(predecessors, AcqRel);
         }
         entries.push(entry.clone());
     }
 
     /// Removes the range of a request that has ended. Returns true if the request was still
     /// waiting. Then it will receive no answer.
-    pub(super) fn leave(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
+    pub(super) fn leave(&self, request: &Request, key: Key, of: &Arc<Requester>) -> bool {
         let Some(entry) = Entry::new(request, key, of) else { return false };
         let (first, count) = entry.units();
-        let left = (first..first + count).map(|unit| self.leave_list(unit % LISTS, key, of));
+        let left = (first..first + count).map(|unit| self.leave_one(unit % LISTS, key, of));
         // All units are processed, without short-circuit, because the range has to leave every
         // list.
         left.fold(false, |has_waited, waited| has_waited | waited)
     }
 
-    fn leave_list(&self, list: u64, key: Key, of: &Arc<Asker>) -> bool {
+    fn leave_one(&self, list: u64, key: Key, of: &Arc<Requester>) -> bool {
         let mut entries = self.list(list).lock();
         let Some(at) = entries.iter().position(|entry| entry.is(key, of)) else { return false };
-        let gone = entries.remove(at);
+        let removed = entries.remove(at);
         // Only later entries can have waited for the removed one.
-        for later in entries.iter().skip(at).filter(|later| later.meets(&gone, list)) {
+        for later in entries.iter().skip(at).filter(|later| later.conflicts_with(&removed, list)) {
             if later.waiting.as_ref().is_some_and(|waiting| waiting.one_less()) {
-                later.of.answer(later.key, 0);
+                later.of.complete(later.key, 0);
             }
         }
-        gone.waiting.is_some_and(|waiting| waiting.give_up())
+        removed.waiting.is_some_and(|waiting| waiting.mark_removed())
     }
 
     /// Removes all requests of a dropped queue.
-    fn leave_all(&self, of: &Arc<Asker>) {
+    fn leave_all(&self, of: &Arc<Requester>) {
         for list in 0..LISTS {
             let theirs: Vec<_> = {
                 let entries = self.list(list).lock();
@@ -175,7 +175,7 @@ impl Ranges {
                 theirs.map(|entry| entry.key).collect()
             };
             for key in theirs {
-                self.leave_list(list, key, of);
+                self.leave_one(list, key, of);
             }
         }
     }
@@ -190,13 +190,13 @@ impl std::fmt::Debug for Ranges {
 /// Ranges that one queue has entered. Dropping this value removes them.
 pub(super) struct Entered {
     ranges: Option<Arc<Ranges>>,
-    of: Arc<Asker>,
+    of: Arc<Requester>,
 }
 
 impl Entered {
     /// Creates the range locks of a queue. `ranges` is `None` for a file whose blocks are atomic
     /// without locks.
-    pub(super) fn new(ranges: Option<Arc<Ranges>>, of: &Arc<Asker>) -> Self {
+    pub(super) fn new(ranges: Option<Arc<Ranges>>, of: &Arc<Requester>) -> Self {
         Self { ranges, of: Arc::clone(of) }
     }
 
@@ -225,18 +225,18 @@ mod tests {
     use proptest::prelude::*;
 
     /// Receiver of answers, in place of a queue.
-    struct Queue(Arc<Asker>);
+    struct Queue(Arc<Requester>);
 
     impl Queue {
         fn new() -> Self {
-            Self(Asker::new(crate::sys::Waker::none()))
+            Self(Requester::new(crate::sys::Waker::none()))
         }
 
         /// Keys of the requests that were allowed to start since the last call.
-        fn answers(&self) -> Vec<Key> {
-            let mut answers = Vec::new();
-            self.0.take(&mut answers);
-            answers.into_iter().map(|(key, _)| key).collect()
+        fn take_completed(&self) -> Vec<Key> {
+            let mut take_completed = Vec::new();
+            self.0.take(&mut take_completed);
+            take_completed.into_iter().map(|(key, _)| key).collect()
         }
     }
 
@@ -260,11 +260,11 @@ mod tests {
         assert!(!ranges.enter(&request(READ, 1024, 512), keys[4], &a.0), "not before the write");
         assert!(ranges.enter(&request(READ, 1536, 512), keys[5], &a.0));
         assert!(!ranges.leave(&whole, keys[0], &a.0));
-        assert_eq!(b.answers(), [], "there is another one");
+        assert_eq!(b.take_completed(), [], "there is another one");
         assert!(!ranges.leave(&request(READ, 512, 512), keys[1], &b.0));
-        assert_eq!((b.answers(), a.answers()), (vec![keys[3]], vec![]));
+        assert_eq!((b.take_completed(), a.take_completed()), (vec![keys[3]], vec![]));
         assert!(!ranges.leave(&write, keys[3], &b.0));
-        assert_eq!((b.answers(), a.answers()), (vec![], vec![keys[4]]));
+        assert_eq!((b.take_completed(), a.take_completed()), (vec![], vec![keys[4]]));
     }
 
     #[test]
@@ -276,9 +276,9 @@ mod tests {
         assert!(!ranges.enter(&long, keys[1], &a.0));
         assert!(!ranges.enter(&request(READ, 3 * UNIT, 512), keys[2], &a.0));
         assert!(ranges.leave(&long, keys[1], &a.0), "it has waited");
-        assert_eq!(a.answers(), [keys[2]]);
+        assert_eq!(a.take_completed(), [keys[2]]);
         assert!(!ranges.leave(&request(READ, UNIT, 512), keys[0], &a.0));
-        assert_eq!(a.answers(), []);
+        assert_eq!(a.take_completed(), []);
     }
 
     #[test]
@@ -289,7 +289,7 @@ mod tests {
         assert!(entered.enter(&request(WRITE, 0, 100 * UNIT), keys[0]));
         assert!(!ranges.enter(&request(READ, 99 * UNIT, 512), keys[1], &b.0));
         drop(entered);
-        assert_eq!(b.answers(), [keys[1]]);
+        assert_eq!(b.take_completed(), [keys[1]]);
         ranges.leave(&request(READ, 99 * UNIT, 512), keys[1], &b.0);
         assert!(ranges.lists.iter().all(|list| list.0.lock().is_empty()));
     }
@@ -304,38 +304,38 @@ mod tests {
         ) {
             let (ranges, queue) = (Ranges::default(), Queue::new());
             // Requests in order of arrival: key, request, and true if it may run.
-            let mut there: Vec<(Key, Request, bool)> = Vec::new();
+            let mut model: Vec<(Key, Request, bool)> = Vec::new();
             let overlap = |a: &Request, b: &Request| {
                 (a.op == WRITE || b.op == WRITE)
                     && a.offset.max(b.offset) < (a.offset + a.len).min(b.offset + b.len)
             };
             let mut next = 0;
             for (writes, start, len, which, comes) in steps {
-                if comes || there.is_empty() {
+                if comes || model.is_empty() {
                     let op = if writes { WRITE } else { READ };
                     // Most requests span one or two lists, and some span all.
                     let request = request(op, start * UNIT / 4, len * UNIT / 4);
                     let key = Key::of(next, 0);
                     next += 1;
-                    let is_free = there.iter().all(|(_, other, _)| !overlap(other, &request));
+                    let is_free = model.iter().all(|(_, other, _)| !overlap(other, &request));
                     prop_assert_eq!(ranges.enter(&request, key, &queue.0), is_free);
-                    there.push((key, request, is_free));
+                    model.push((key, request, is_free));
                 } else {
-                    let (key, request, has_turn) = there.remove(which % there.len());
+                    let (key, request, has_turn) = model.remove(which % model.len());
                     prop_assert_eq!(ranges.leave(&request, key, &queue.0), !has_turn);
                 }
-                let mut answers = queue.answers();
-                for at in 0..there.len() {
-                    let (key, request, has_turn) = there[at];
-                    let is_free = there[..at].iter().all(|(_, other, _)| !overlap(other, &request));
+                let mut take_completed = queue.take_completed();
+                for at in 0..model.len() {
+                    let (key, request, has_turn) = model[at];
+                    let is_free = model[..at].iter().all(|(_, other, _)| !overlap(other, &request));
                     if is_free && !has_turn {
-                        let answer = answers.iter().position(|answer| *answer == key);
+                        let answer = take_completed.iter().position(|answer| *answer == key);
                         prop_assert!(answer.is_some(), "it waits without a predecessor");
-                        answers.remove(answer.unwrap_or_default());
-                        there[at].2 = true;
+                        take_completed.remove(answer.unwrap_or_default());
+                        model[at].2 = true;
                     }
                 }
-                prop_assert!(answers.is_empty());
+                prop_assert!(take_completed.is_empty());
             }
         }
     }

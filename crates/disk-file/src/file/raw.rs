@@ -73,7 +73,7 @@ impl RawFile {
             && shared.ranges.is_none()
             // An atomic write must come from one contiguous buffer. A queue copies data in several
             // segments to such a buffer.
-            && shared.atom != WriteAtomicity::Asked;
+            && shared.atom != WriteAtomicity::Requested;
         let align = shared.direct.filter(|_| is_plain)?;
         Some(Self { shared: Arc::clone(shared), align })
     }
@@ -199,7 +199,7 @@ mod tests {
         assert!(!has_one(FileShared { direct: None, ..direct(4) }), "the page cache");
         assert!(!has_one(FileShared { engine: EngineKind::Threads, ..direct(4) }));
         assert!(!has_one(FileShared { ranges: Some(Arc::default()), ..direct(4) }));
-        assert!(!has_one(FileShared { atom: WriteAtomicity::Asked, ..direct(4) }));
+        assert!(!has_one(FileShared { atom: WriteAtomicity::Requested, ..direct(4) }));
         let limited =
             LimitedDisk::new(Arc::new(disk(direct(4))), Limiter::new(Limits::default()), None);
         assert!(RawFile::of(&limited).is_none(), "requests would not wait for their limit");

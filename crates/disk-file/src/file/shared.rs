@@ -50,7 +50,7 @@ pub(super) struct FileShared {
     /// Range locks. `None` if the file system or the device reads and writes blocks atomically.
     pub(super) ranges: Option<Arc<Ranges>>,
     /// State that resized versions of the disk share.
-    pub(super) hold: Arc<Hold>,
+    pub(super) handle: Arc<OpenHandle>,
     /// Memory of zeroes, to write where the file system supports nothing better. It is never
     /// written to, so it uses no physical memory.
     pub(super) zeroes: SharedBytes,
@@ -71,7 +71,7 @@ pub struct Alignment {
 /// Image lock and sync thread. A disk and its resized versions share them; both end when the last
 /// of these disks is dropped.
 #[derive(Debug)]
-pub(super) struct Hold {
+pub(super) struct OpenHandle {
     file: Arc<File>,
     flusher: Arc<Flusher>,
     /// True if another process has the same open file, and so the same lock.
@@ -85,14 +85,14 @@ pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<R
     (!is_whole).then(Arc::default)
 }
 
-impl Hold {
+impl OpenHandle {
     pub(super) fn new(file: &Arc<File>, flusher: &Arc<Flusher>, lock_is_shared: bool) -> Arc<Self> {
         let (file, flusher) = (Arc::clone(file), Arc::clone(flusher));
         Arc::new(Self { file, flusher, lock_is_shared })
     }
 }
 
-impl Drop for Hold {
+impl Drop for OpenHandle {
     fn drop(&mut self) {
         self.flusher.close();
         if !self.lock_is_shared {
@@ -132,7 +132,7 @@ impl FileShared {
             full: AtomicU64::new(self.full.load(Ordering::Relaxed)),
             atom: self.atom,
             ranges: self.ranges.clone(),
-            hold: Arc::clone(&self.hold),
+            handle: Arc::clone(&self.handle),
             zeroes: self.zeroes.clone(),
             #[cfg(feature = "scripted")]
             script: self.script.clone(),
@@ -147,7 +147,7 @@ impl FileShared {
 
     /// Records that the file ends at `now`. Returns true if the file is, or was at any time,
     /// shorter than the disk.
-    pub(super) fn ends_at(&self, now: u64) -> bool {
+    pub(super) fn record_size(&self, now: u64) -> bool {
         if !self.regular {
             return false;
         }
@@ -158,11 +158,11 @@ impl FileShared {
         !self.reaches(self.info.bytes())
     }
 
-    /// Reads the file size and calls [`ends_at`](Self::ends_at). On a remote file system this may
-    /// block, so it may only be called right after the storage has completed a call.
+    /// Reads the file size and calls [`record_size`](Self::record_size). On a remote file system
+    /// this may block, so it may only be called right after the storage has completed a call.
     pub(super) fn has_shrunk(&self) -> bool {
         // If the size of a file cannot be read, the file is unavailable and not shorter.
-        self.regular && self.file.metadata().is_ok_and(|about| self.ends_at(about.len()))
+        self.regular && self.file.metadata().is_ok_and(|about| self.record_size(about.len()))
     }
 
     /// Records the position of a write that found no space, until a write to the same position

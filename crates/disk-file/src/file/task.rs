@@ -38,7 +38,7 @@ pub(super) enum Stage {
 pub(super) enum Step {
     /// Make the call that [`Task::call`] describes.
     Call,
-    /// Use the piece that is in the bounce buffer, then call [`Task::piece_done`].
+    /// Use the piece that is in the bounce buffer, then call [`Task::finish_piece`].
     Piece,
     /// The request has ended.
     End(Result<(), DiskError>),
@@ -51,13 +51,13 @@ pub(super) struct Task {
     /// True if the host has aborted the command.
     pub(super) cancelled: bool,
     /// True if the request waits for overlapping requests.
-    pub(super) held: bool,
+    pub(super) is_waiting: bool,
     request: Request,
     /// Number of bytes of the range that are done.
     done: u64,
     retries: u8,
     /// True if the write must be atomic across a loss of power (`RWF_ATOMIC`).
-    whole: bool,
+    atomic: bool,
     /// True if a sync has to follow a FUA write. Otherwise the write call itself is durable.
     syncs_after: bool,
 }
@@ -117,11 +117,11 @@ impl Task {
             tag,
             stage,
             cancelled: false,
-            held: false,
+            is_waiting: false,
             request: *request,
             done: 0,
             retries: 0,
-            whole: shared.atom == WriteAtomicity::Asked
+            atomic: shared.atom == WriteAtomicity::Requested
                 && request.len == u64::from(shared.info.block_size),
             syncs_after,
         };
@@ -168,7 +168,7 @@ impl Task {
         let transfer = |memory| match self.request.op {
             Op::Write { fua } => {
                 let dsync = fua && !self.syncs_after;
-                Call::Write { from: memory, dsync, whole: self.whole }
+                Call::Write { from: memory, dsync, atomic: self.atomic }
             }
             _ => Call::Read(memory),
         };
@@ -186,7 +186,7 @@ impl Task {
             Stage::Deallocate => rest(Call::Deallocate),
             Stage::Punch => rest(Call::Punch),
             Stage::ZeroRange => rest(Call::ZeroRange),
-            Stage::Zeroes => rest(Call::Write { from: Memory::Own, dsync: false, whole: false }),
+            Stage::Zeroes => rest(Call::Write { from: Memory::Own, dsync: false, atomic: false }),
             Stage::Sync => return None,
         })
     }
@@ -229,19 +229,19 @@ impl Task {
             (libc::EINVAL, Stage::Straight) if shared.direct.is_some() => self.next_piece(),
             _ => return Step::End(Err(shared.error(errno))),
         }
-        self.go_on(Step::Call)
+        self.unless_cancelled(Step::Call)
     }
 
     fn moved(&mut self, moved: u64, shared: &FileShared) -> Step {
         let (progress, wanted) = match self.stage {
             Stage::Straight | Stage::Zeroes => {
-                let progress = whole(moved, self.left(), shared);
+                let progress = aligned_progress(moved, self.left(), shared);
                 self.done += progress;
                 (progress, self.left() + progress)
             }
             Stage::Bounced { piece, moved: before } => {
                 let wanted = (piece - before) as u64;
-                let progress = whole(moved, wanted, shared);
+                let progress = aligned_progress(moved, wanted, shared);
                 let now = before + progress as usize;
                 self.stage = Stage::Bounced { piece, moved: now };
                 if now == piece {
@@ -259,17 +259,17 @@ impl Task {
                 (self.request.len, self.request.len)
             }
             // The image was truncated, so a part of its content is not on stable storage.
-            Stage::Sync if shared.ends_at(shared.flusher.len()) => {
+            Stage::Sync if shared.record_size(shared.flusher.len()) => {
                 return Step::End(Err(DiskError::Io(libc::EIO)));
             }
             Stage::Sync => return Step::End(Ok(())),
         };
         if progress == wanted {
-            return self.range_done();
+            return self.finish_range();
         }
         if progress > 0 {
             self.retries = 0;
-            return self.go_on(Step::Call);
+            return self.unless_cancelled(Step::Call);
         }
         // No bytes were transferred: the read is at the end of the file, or the kernel did not
         // execute the write.
@@ -282,28 +282,28 @@ impl Task {
     }
 
     /// Continues after the piece in the bounce buffer was used.
-    pub(super) fn piece_done(&mut self) -> Step {
+    pub(super) fn finish_piece(&mut self) -> Step {
         if let Stage::Bounced { piece, .. } = self.stage {
             self.done += piece as u64;
             self.retries = 0;
         }
         if self.left() == 0 {
-            return self.range_done();
+            return self.finish_range();
         }
         self.next_piece();
-        self.go_on(Step::Call)
+        self.unless_cancelled(Step::Call)
     }
 
-    fn range_done(&mut self) -> Step {
+    fn finish_range(&mut self) -> Step {
         if self.syncs_after {
             self.stage = Stage::Sync;
-            return self.go_on(Step::Call);
+            return self.unless_cancelled(Step::Call);
         }
         Step::End(Ok(()))
     }
 
     /// Returns `step`, unless the host has aborted the command.
-    fn go_on(&self, step: Step) -> Step {
+    fn unless_cancelled(&self, step: Step) -> Step {
         if self.cancelled { Step::End(Err(DiskError::Cancelled)) } else { step }
     }
 }
@@ -340,7 +340,7 @@ fn zeroing(deallocate: bool, shared: &FileShared) -> Stage {
 
 /// Usable part of a transfer. A complete transfer counts in full. Of a short one, only the part
 /// counts after which direct I/O can continue at an aligned offset.
-fn whole(moved: u64, wanted: u64, shared: &FileShared) -> u64 {
+fn aligned_progress(moved: u64, wanted: u64, shared: &FileShared) -> u64 {
     match shared.direct {
         Some(align) if moved < wanted => moved & !(align.offset as u64 - 1),
         _ => moved.min(wanted),

@@ -2,7 +2,7 @@
 //! result. Without a script, threads complete them.
 
 use super::flusher::Flusher;
-use crate::sys::{End, Ring, ThreadsShared};
+use crate::sys::{CallOutcome, Ring, ThreadsShared};
 use parking_lot::Mutex;
 use std::sync::Arc;
 
@@ -21,13 +21,13 @@ impl std::fmt::Debug for Script {
 
 impl Script {
     pub(super) fn new(flusher: Arc<Flusher>) -> Self {
-        flusher.set_by_hand();
+        flusher.set_scripted();
         Self { queues: Arc::default(), flusher }
     }
 
     /// Gives the script control of the calls of a ring.
     pub(super) fn adopt<T>(&self, mut ring: Ring<T>) -> Ring<T> {
-        self.queues.lock().extend(ring.set_by_hand());
+        self.queues.lock().extend(ring.set_scripted());
         ring
     }
 
@@ -39,22 +39,22 @@ impl Script {
     }
 
     /// Ends the `n`th pending call of a queue, if it exists.
-    pub fn end(&self, queue: usize, n: usize, how: End) {
+    pub fn end(&self, queue: usize, n: usize, how: CallOutcome) {
         let calls = self.queues.lock().get(queue).map(Arc::clone);
         if let Some(calls) = calls {
-            calls.end_by_hand(n, how);
+            calls.end_scripted(n, how);
         }
     }
 
     /// Starts a sync if one was requested and none is in flight. Returns true if it has started.
     #[must_use]
     pub fn begin_sync(&self) -> bool {
-        self.flusher.begin_by_hand()
+        self.flusher.begin_scripted()
     }
 
     /// Ends the sync in flight with `result`: 0 or a negative error number. Returns false if no
     /// sync was in flight.
     pub fn end_sync(&self, result: i32) -> bool {
-        self.flusher.end_by_hand(result)
+        self.flusher.end_scripted(result)
     }
 }

@@ -5,7 +5,7 @@ mod namespace;
 
 use super::flusher::Flusher;
 use super::options::Aio;
-use super::shared::{Alignment, FileShared, Hold};
+use super::shared::{Alignment, FileShared, OpenHandle};
 use super::task::{Step, Task};
 use super::write_atomicity::WriteAtomicity;
 use super::{FileDisk, open};
@@ -35,7 +35,7 @@ pub(super) fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
     FileShared {
         atom: WriteAtomicity::Storage,
         ranges: None,
-        hold: Hold::new(&file, &flusher, false),
+        handle: OpenHandle::new(&file, &flusher, false),
         flusher,
         file,
         info: DiskInfo {
@@ -78,9 +78,9 @@ fn single_block_writes_request_atomicity_if_needed() {
     let mut shared = shared(memfd(8192), 8192);
     (shared.info.block_size, shared.info.blocks) = (4096, 2);
     for (atom, op, len, expected) in [
-        (WriteAtomicity::Asked, Op::Write { fua: false }, 4096, true),
-        (WriteAtomicity::Asked, Op::Write { fua: true }, 4096, true),
-        (WriteAtomicity::Asked, Op::Write { fua: false }, 8192, false),
+        (WriteAtomicity::Requested, Op::Write { fua: false }, 4096, true),
+        (WriteAtomicity::Requested, Op::Write { fua: true }, 4096, true),
+        (WriteAtomicity::Requested, Op::Write { fua: false }, 8192, false),
         (WriteAtomicity::Storage, Op::Write { fua: false }, 4096, false),
     ] {
         shared.atom = atom;
@@ -88,7 +88,7 @@ fn single_block_writes_request_atomicity_if_needed() {
         let task = Task::new(1, &Request { op, offset: 0, len }, &data, &shared).unwrap();
         let call = task.call().unwrap().call;
         assert!(
-            matches!(call, Call::Write { whole, .. } if whole == expected),
+            matches!(call, Call::Write { atomic, .. } if atomic == expected),
             "{atom:?} {call:?}"
         );
     }
@@ -211,7 +211,7 @@ fn the_wake_descriptor_works_with_epoll() {
         assert_eq!(ready(Duration::ZERO), 0, "nothing has ended");
         let mut late = writer.try_clone().unwrap();
         let thread = std::thread::spawn(move || {
-            wait::moment();
+            wait::short_pause();
             late.write_all(&[1; 512]).unwrap();
         });
         let deadline = wait::deadline();
@@ -323,9 +323,9 @@ fn buffered_writes_complete_inline_on_a_blocking_thread() {
 fn requests_beyond_the_ring_wait_in_order() {
     const MANY: u32 = 5000;
     let (mut queue, mut writer) = pipe();
-    let whole = Mapping::anonymous(u64::from(MANY) * 512).unwrap().bytes();
+    let atomic = Mapping::anonymous(u64::from(MANY) * 512).unwrap().bytes();
     for tag in 0..MANY {
-        let mut data = Segments::from_bytes(&whole.slice(tag as usize * 512, 512).unwrap());
+        let mut data = Segments::from_bytes(&atomic.slice(tag as usize * 512, 512).unwrap());
         assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
     }
     queue.commit();
@@ -398,12 +398,12 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     }
 }
 
-/// Creates a disk whose syncs return the results that `answer` returns.
-fn answering(direct: bool, answer: impl FnMut() -> i32 + Send + 'static) -> FileDisk {
+/// Creates a disk whose syncs return the results that `scripted_result` returns.
+fn answering(direct: bool, scripted_result: impl FnMut() -> i32 + Send + 'static) -> FileDisk {
     let mut shared = shared(memfd(4096), 4096);
     shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
     shared.flusher = Flusher::new(Arc::clone(&shared.file), !direct);
-    *shared.flusher.answer.lock() = Some(Box::new(answer));
+    *shared.flusher.scripted_result.lock() = Some(Box::new(scripted_result));
     disk(shared)
 }
 
@@ -422,7 +422,7 @@ fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
                 run(&mut *queues[0], first, if first == flush { 0 } else { 512 }),
                 Err(error)
             );
-            assert!(disk.has_lost());
+            assert!(disk.has_lost_writes());
             for queue in queues {
                 assert_eq!([(); 2].map(|()| run(&mut **queue, flush, 0)), [Err(error); 2]);
                 assert_eq!(run(&mut **queue, fua, 512), Err(error));
@@ -649,7 +649,7 @@ fn force_unit_access_reaches_the_call() {
         let mut task = Task::new(0, &request, &data, &shared).unwrap();
         let from = crate::sys::Memory::Data;
         let call = task.call().unwrap().call;
-        assert_eq!(call, Call::Write { from, dsync: fua && direct, whole: false });
+        assert_eq!(call, Call::Write { from, dsync: fua && direct, atomic: false });
         let next = task.outcome(512, &shared);
         assert_eq!(next == Step::Call && task.call().is_none(), fua && !direct);
         let request = Request { op: Op::WriteZeroes { deallocate: true, fua }, ..request };

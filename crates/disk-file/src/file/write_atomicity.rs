@@ -18,7 +18,7 @@ pub(super) enum WriteAtomicity {
     /// The storage writes every block atomically.
     Storage,
     /// Each write of one block has to set `RWF_ATOMIC`.
-    Asked,
+    Requested,
     /// No known mechanism: the block may be torn.
     Nothing,
 }
@@ -30,13 +30,13 @@ const WRITE_ATOMIC: StatxFlags = StatxFlags::from_bits_retain(0x0001_0000);
 
 impl WriteAtomicity {
     /// Selects the mechanism for blocks of `block_size` bytes. `physical` is the physical block
-    /// size, if it is known. `asked` contains the sizes of the smallest and the largest atomic
+    /// size, if it is known. `reported` contains the sizes of the smallest and the largest atomic
     /// write.
-    fn of(block_size: u32, physical: Option<u32>, asked: Option<(u32, u32)>) -> Self {
+    fn of(block_size: u32, physical: Option<u32>, reported: Option<(u32, u32)>) -> Self {
         if block_size <= SECTOR || physical.is_some_and(|physical| physical >= block_size) {
             Self::Storage
-        } else if asked.is_some_and(|(least, most)| (least..=most).contains(&block_size)) {
-            Self::Asked
+        } else if reported.is_some_and(|(least, most)| (least..=most).contains(&block_size)) {
+            Self::Requested
         } else {
             Self::Nothing
         }
@@ -61,7 +61,7 @@ impl WriteAtomicity {
         let physical = if !is_block && is_tmpfs(file) { Some(u32::MAX) } else { physical(device) };
         // `RWF_ATOMIC` needs direct I/O: the page cache writes data back at unknown times and in
         // unknown pieces.
-        Self::of(block_size, physical, if direct { asked(file) } else { None })
+        Self::of(block_size, physical, if direct { reported(file) } else { None })
     }
 }
 
@@ -77,10 +77,11 @@ fn physical(device: u64) -> Option<u32> {
 }
 
 /// Sizes in bytes of the smallest and the largest write that can be atomic with `RWF_ATOMIC`.
-fn asked(file: &File) -> Option<(u32, u32)> {
+fn reported(file: &File) -> Option<(u32, u32)> {
     let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, WRITE_ATOMIC).ok()?;
-    let is_said = stat.stx_mask & WRITE_ATOMIC.bits() != 0 && stat.stx_atomic_write_unit_max != 0;
-    is_said.then_some((stat.stx_atomic_write_unit_min, stat.stx_atomic_write_unit_max))
+    let is_reported =
+        stat.stx_mask & WRITE_ATOMIC.bits() != 0 && stat.stx_atomic_write_unit_max != 0;
+    is_reported.then_some((stat.stx_atomic_write_unit_min, stat.stx_atomic_write_unit_max))
 }
 
 #[cfg(test)]
@@ -91,21 +92,21 @@ mod tests {
     fn write_atomicity_follows_the_reported_block_and_atomic_sizes() {
         // Every device writes its sectors atomically.
         assert_eq!(WriteAtomicity::of(512, None, None), WriteAtomicity::Storage);
-        for (physical, asked, expected) in [
+        for (physical, reported, expected) in [
             (None, None, WriteAtomicity::Nothing),
             (Some(512), None, WriteAtomicity::Nothing),
             (Some(4096), None, WriteAtomicity::Storage),
             (Some(16384), None, WriteAtomicity::Storage),
             (Some(512), Some((512, 2048)), WriteAtomicity::Nothing),
             (Some(512), Some((8192, 16384)), WriteAtomicity::Nothing),
-            (Some(512), Some((512, 4096)), WriteAtomicity::Asked),
-            (None, Some((4096, 65536)), WriteAtomicity::Asked),
+            (Some(512), Some((512, 4096)), WriteAtomicity::Requested),
+            (None, Some((4096, 65536)), WriteAtomicity::Requested),
             (Some(4096), Some((512, 4096)), WriteAtomicity::Storage),
         ] {
             assert_eq!(
-                WriteAtomicity::of(4096, physical, asked),
+                WriteAtomicity::of(4096, physical, reported),
                 expected,
-                "{physical:?} {asked:?}"
+                "{physical:?} {reported:?}"
             );
         }
     }

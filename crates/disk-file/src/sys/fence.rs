@@ -6,8 +6,8 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Both ends of the pipe.
-static ENDS: OnceLock<(PipeReader, PipeWriter)> = OnceLock::new();
-static MAKING: Mutex<()> = Mutex::new(());
+static PIPE: OnceLock<(PipeReader, PipeWriter)> = OnceLock::new();
+static CREATING: Mutex<()> = Mutex::new(());
 
 /// Returns a descriptor that reports `POLLHUP` after this process has died and none of its disk
 /// requests can reach storage or memory any more. Must be called before the first queue of a disk
@@ -16,12 +16,12 @@ static MAKING: Mutex<()> = Mutex::new(());
 /// # Errors
 /// The process has no free file descriptors.
 pub fn fence() -> io::Result<OwnedFd> {
-    let _one = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
-    let (reader, _) = match ENDS.get() {
-        Some(ends) => ends,
+    let _one = CREATING.lock().unwrap_or_else(PoisonError::into_inner);
+    let (reader, _) = match PIPE.get() {
+        Some(created) => created,
         None => {
-            let ends = io::pipe()?;
-            ENDS.get_or_init(|| ends)
+            let created = io::pipe()?;
+            PIPE.get_or_init(|| created)
         }
     };
     Ok(reader.try_clone()?.into())
@@ -29,6 +29,6 @@ pub fn fence() -> io::Result<OwnedFd> {
 
 /// Write end of the pipe. Each ring registers it, and so holds it until the last request of the
 /// ring has ended.
-pub(super) fn kept_by_rings() -> Option<RawFd> {
-    ENDS.get().map(|(_, writer)| writer.as_raw_fd())
+pub(super) fn writer_fd() -> Option<RawFd> {
+    PIPE.get().map(|(_, writer)| writer.as_raw_fd())
 }

@@ -19,12 +19,12 @@ pub(super) struct InlineWrites {
     /// End of the current pause. No write is executed inline before it.
     not_before: Option<Instant>,
     /// True if the file supports writes that fail instead of blocking.
-    pub(super) can_ask: bool,
+    pub(super) supports_nowait: bool,
 }
 
 impl InlineWrites {
     /// True if the next write may be executed inline.
-    pub(super) fn makes(&mut self, now: Instant) -> bool {
+    pub(super) fn allows(&mut self, now: Instant) -> bool {
         if self.not_before.is_some_and(|then| now < then) {
             return false;
         }
@@ -48,12 +48,12 @@ mod tests {
     fn inline_writes_pause_after_a_slow_one() {
         let (mut inline, now) =
             (InlineWrites { may: true, ..InlineWrites::default() }, Instant::now());
-        assert!(inline.makes(now));
+        assert!(inline.allows(now));
         inline.took(SLOW / 2, now);
-        assert!(inline.makes(now));
+        assert!(inline.allows(now));
         inline.took(SLOW, now);
-        assert!(!inline.makes(now) && !inline.makes(now + SLOW * (AWAY - 1)));
-        assert!(inline.makes(now + SLOW * AWAY));
-        assert!(!InlineWrites::default().makes(now));
+        assert!(!inline.allows(now) && !inline.allows(now + SLOW * (AWAY - 1)));
+        assert!(inline.allows(now + SLOW * AWAY));
+        assert!(!InlineWrites::default().allows(now));
     }
 }

@@ -8,14 +8,14 @@ const QUEUE: u32 = 0;
 /// Waiting calls, in order. The low half of a call's id is its slot in the ring. This number is
 /// small, and unique among the waiting calls, so a call is removed without a search.
 pub(super) struct Jobs<J> {
-    places: Vec<Option<(u64, J)>>,
+    slots: Vec<Option<(u64, J)>>,
     order: Lists,
     count: usize,
 }
 
 impl<J> Default for Jobs<J> {
     fn default() -> Self {
-        Self { places: Vec::new(), order: Lists::default(), count: 0 }
+        Self { slots: Vec::new(), order: Lists::default(), count: 0 }
     }
 }
 
@@ -30,12 +30,12 @@ impl<J> Jobs<J> {
 
     pub(super) fn push_back(&mut self, id: u64, job: J) {
         let at = id as u32;
-        if at as usize >= self.places.len() {
-            self.places.resize_with(at as usize + 1, || None);
+        if at as usize >= self.slots.len() {
+            self.slots.resize_with(at as usize + 1, || None);
         }
-        if let Some(place) = self.places.get_mut(at as usize) {
-            debug_assert!(place.is_none(), "a slot has one call");
-            *place = Some((id, job));
+        if let Some(slot) = self.slots.get_mut(at as usize) {
+            debug_assert!(slot.is_none(), "a slot has one call");
+            *slot = Some((id, job));
             self.order.push_back(QUEUE, at);
             self.count += 1;
         }
@@ -48,8 +48,8 @@ impl<J> Jobs<J> {
 
     /// Removes this call and returns it, if it is waiting.
     pub(super) fn remove(&mut self, id: u64) -> Option<J> {
-        let place = self.places.get(id as u32 as usize)?;
-        place.as_ref().filter(|(waiting, _)| *waiting == id)?;
+        let slot = self.slots.get(id as u32 as usize)?;
+        slot.as_ref().filter(|(waiting, _)| *waiting == id)?;
         self.take(id as u32)
     }
 
@@ -61,7 +61,7 @@ impl<J> Jobs<J> {
     }
 
     fn take(&mut self, at: u32) -> Option<J> {
-        let (_, job) = self.places.get_mut(at as usize)?.take()?;
+        let (_, job) = self.slots.get_mut(at as usize)?.take()?;
         self.order.remove(at);
         self.count -= 1;
         Some(job)

@@ -21,11 +21,11 @@ pub(crate) use passthrough::{Identity, Namespace, flush, identify, read_start};
 pub(crate) use ring::{EngineKind, Key, Ring};
 pub(crate) use slot::{Call, Memory};
 #[cfg(feature = "scripted")]
-pub use threads::End;
+pub use threads::CallOutcome;
 #[cfg(feature = "scripted")]
 pub(crate) use threads::ThreadsShared;
 pub use threads::unpin;
 pub(crate) use uring::available;
 pub use uring::prepare;
-pub(crate) use uring::takes_commands;
+pub(crate) use uring::supports_commands;
 pub(crate) use waker::Waker;

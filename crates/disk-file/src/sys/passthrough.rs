@@ -25,12 +25,12 @@ pub(crate) struct Namespace {
     /// Logical block size as a power of two.
     pub(crate) block_shift: u32,
     /// Maximum number of bytes per command, a multiple of the block size.
-    pub(crate) most: u32,
+    pub(crate) max_transfer: u32,
 }
 
 /// Maximum number of blocks of a command without data. It is the limit of the NLB field, and a
 /// length of a Dataset Management range that every device accepts.
-const MOST_BLOCKS: u64 = 1 << 16;
+const MAX_BLOCKS: u64 = 1 << 16;
 
 /// Layout of `struct nvme_passthru_cmd` and `struct nvme_uring_cmd`, which lacks the last field
 /// (`result`).
@@ -73,7 +73,7 @@ pub(super) const NVME_URING_CMD_IO_VEC: u32 = 0xc048_4e81;
 
 impl Command {
     /// Creates a command without data.
-    fn bare(sqe: &Sqe) -> Self {
+    fn without_buffer(sqe: &Sqe) -> Self {
         Self {
             opcode: sqe.opcode,
             flags: sqe.flags,
@@ -90,16 +90,17 @@ impl Command {
         }
     }
 
-    fn over(self, addr: u64, data_len: u32) -> Self {
+    fn with_buffer(self, addr: u64, data_len: u32) -> Self {
         Self { addr, data_len, ..self }
     }
 }
 
 impl Namespace {
     /// Maximum length of the first command of a call of `len` bytes.
-    pub(super) fn most(&self, moves_data: bool, len: u64) -> u64 {
-        let most = if moves_data { u64::from(self.most) } else { MOST_BLOCKS << self.block_shift };
-        len.min(most)
+    pub(super) fn max_len(&self, moves_data: bool, len: u64) -> u64 {
+        let max_transfer =
+            if moves_data { u64::from(self.max_transfer) } else { MAX_BLOCKS << self.block_shift };
+        len.min(max_transfer)
     }
 
     /// Builds the command of a call, without its data pointer. Also returns the data length that
@@ -119,15 +120,15 @@ impl Namespace {
                 (if is_durable { write.with_fua() } else { write }, len)
             }
             Kind::Allocate { mode } => {
-                let gives_back = mode & libc::FALLOC_FL_PUNCH_HOLE != 0;
-                (Sqe::write_zeroes(nsid, slba, nlb0, gives_back, 0), 0)
+                let deallocates = mode & libc::FALLOC_FL_PUNCH_HOLE != 0;
+                (Sqe::write_zeroes(nsid, slba, nlb0, deallocates, 0), 0)
             }
             Kind::Deallocate => {
                 let fields = DatasetManagement { ad: true, ..Default::default() };
                 (Sqe::dsm(nsid, fields, 0), size_of::<DsmRange>() as u64)
             }
         };
-        Some((Command::bare(&sqe), data))
+        Some((Command::without_buffer(&sqe), data))
     }
 
     /// Builds the range of a Dataset Management command.
@@ -148,18 +149,21 @@ impl Namespace {
             self.command(call.kind, call.offset, call.len).ok_or(-libc::EINVAL)?;
         if call.kind == Kind::Deallocate {
             let addr = std::ptr::from_ref(range).expose_provenance() as u64;
-            return Ok((command.over(addr, size_of::<DsmRange>() as u32), false));
+            return Ok((command.with_buffer(addr, size_of::<DsmRange>() as u32), false));
         }
-        let there: u64 = call.iovecs.iter().map(|piece| piece.iov_len as u64).sum();
-        if there != data {
+        let total: u64 = call.iovecs.iter().map(|piece| piece.iov_len as u64).sum();
+        if total != data {
             return Err(-libc::EFAULT);
         }
         Ok(match call.iovecs {
             [] => (command, false),
-            [one] => (command.over(one.iov_base.expose_provenance() as u64, data as u32), false),
-            list => {
-                (command.over(list.as_ptr().expose_provenance() as u64, list.len() as u32), true)
+            [one] => {
+                (command.with_buffer(one.iov_base.expose_provenance() as u64, data as u32), false)
             }
+            list => (
+                command.with_buffer(list.as_ptr().expose_provenance() as u64, list.len() as u32),
+                true,
+            ),
         })
     }
 
@@ -203,7 +207,7 @@ unsafe fn io(file: &File, request: libc::c_ulong, command: &mut Command) -> i32 
 /// Sends a Flush and waits until it has ended. Returns 0 or a negative error number.
 pub(crate) fn flush(file: &File, nsid: u32) -> i32 {
     // SAFETY: a Flush has no data.
-    unsafe { io(file, NVME_IOCTL_IO_CMD, &mut Command::bare(&Sqe::flush(nsid, 0))) }
+    unsafe { io(file, NVME_IOCTL_IO_CMD, &mut Command::without_buffer(&Sqe::flush(nsid, 0))) }
 }
 
 /// Reads the first `into.len()` bytes of a namespace. The length must be a multiple of the block
@@ -257,8 +261,8 @@ pub(crate) fn identify(file: &File) -> io::Result<Identity> {
     let ask = |nsid: u32, cns: u8| -> io::Result<[u8; IDENTIFY_SIZE]> {
         let mut data = [0; IDENTIFY_SIZE];
         let sqe = Sqe::identify(nsid, Identify { cns, ..Default::default() }, 0);
-        let mut command = Command::bare(&sqe)
-            .over(data.as_mut_ptr().expose_provenance() as u64, IDENTIFY_SIZE as u32);
+        let mut command = Command::without_buffer(&sqe)
+            .with_buffer(data.as_mut_ptr().expose_provenance() as u64, IDENTIFY_SIZE as u32);
         // SAFETY: an Identify command writes `IDENTIFY_SIZE` bytes, the length of `data`.
         result_of(unsafe { io(file, NVME_IOCTL_ADMIN_CMD, &mut command) })?;
         Ok(data)
@@ -281,14 +285,14 @@ mod tests {
     use super::*;
     use shadowbell_spec::nvm::RwFields;
 
-    const NAMESPACE: Namespace = Namespace { nsid: 3, block_shift: 12, most: 128 << 10 };
+    const NAMESPACE: Namespace = Namespace { nsid: 3, block_shift: 12, max_transfer: 128 << 10 };
 
     fn sqe(command: &Command) -> Sqe {
         let Command { cdw10, cdw11, cdw12, .. } = *command;
         Sqe { cdw10, cdw11, cdw12, ..Sqe::new(command.opcode, 0, command.nsid) }
     }
 
-    fn made(kind: Kind, offset: u64, len: u64) -> Option<(u8, RwFields, u64)> {
+    fn command_of(kind: Kind, offset: u64, len: u64) -> Option<(u8, RwFields, u64)> {
         let (command, data) = NAMESPACE.command(kind, offset, len)?;
         assert_eq!(command.nsid, 3);
         Some((command.opcode, RwFields::decode(&sqe(&command)), data))
@@ -310,18 +314,19 @@ mod tests {
 
     #[test]
     fn calls_become_commands() {
-        let (opcode, fields, data) = made(Kind::Read, 3 << 12, 2 << 12).unwrap();
+        let (opcode, fields, data) = command_of(Kind::Read, 3 << 12, 2 << 12).unwrap();
         assert_eq!((opcode, fields.slba, fields.nlb0, data), (2, 3, 1, 2 << 12));
         let (opcode, fields, data) =
-            made(Kind::Write { flags: libc::RWF_DSYNC }, 1 << 44, 4096).unwrap();
+            command_of(Kind::Write { flags: libc::RWF_DSYNC }, 1 << 44, 4096).unwrap();
         assert_eq!((opcode, fields.slba, fields.nlb0, data), (1, 1 << 32, 0, 4096));
         assert!(fields.fua);
-        assert!(!made(Kind::Write { flags: 0 }, 0, 4096).unwrap().1.fua);
-        for (mode, gives_back) in
+        assert!(!command_of(Kind::Write { flags: 0 }, 0, 4096).unwrap().1.fua);
+        for (mode, deallocates) in
             [(libc::FALLOC_FL_PUNCH_HOLE, true), (libc::FALLOC_FL_ZERO_RANGE, false)]
         {
-            let (opcode, fields, data) = made(Kind::Allocate { mode }, 4096, 1 << 28).unwrap();
-            assert_eq!((opcode, fields.nlb0, fields.deac, data), (8, 0xffff, gives_back, 0));
+            let (opcode, fields, data) =
+                command_of(Kind::Allocate { mode }, 4096, 1 << 28).unwrap();
+            assert_eq!((opcode, fields.nlb0, fields.deac, data), (8, 0xffff, deallocates, 0));
         }
         let (command, data) = NAMESPACE.command(Kind::Deallocate, 4096, 8192).unwrap();
         assert_eq!((command.opcode, command.cdw10, command.cdw11, data), (9, 0, 4, 16));
@@ -331,12 +336,12 @@ mod tests {
 
     #[test]
     fn requests_without_a_matching_command_are_not_converted() {
-        for (offset, len) in [(512, 4096), (0, 512), (0, 0), (0, (MOST_BLOCKS + 1) << 12)] {
-            assert_eq!(made(Kind::Read, offset, len), None, "{offset} {len}");
+        for (offset, len) in [(512, 4096), (0, 512), (0, 0), (0, (MAX_BLOCKS + 1) << 12)] {
+            assert_eq!(command_of(Kind::Read, offset, len), None, "{offset} {len}");
         }
-        assert_eq!(NAMESPACE.most(true, 1 << 30), 128 << 10);
-        assert_eq!(NAMESPACE.most(true, 4096), 4096);
-        assert_eq!(NAMESPACE.most(false, 1 << 40), 1 << 28);
+        assert_eq!(NAMESPACE.max_len(true, 1 << 30), 128 << 10);
+        assert_eq!(NAMESPACE.max_len(true, 4096), 4096);
+        assert_eq!(NAMESPACE.max_len(false, 1 << 40), 1 << 28);
     }
 
     #[test]
@@ -345,8 +350,8 @@ mod tests {
         let mut piece = |len| libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: len };
         let with = |iovecs: &[libc::iovec], len| {
             let call = Prepared { id: 0, kind: Kind::Read, iovecs, offset: 0, len, nowait: false };
-            let made = NAMESPACE.with_data(&call, &DsmRange::default());
-            made.map(|(command, is_list)| (command.data_len, is_list))
+            let command_of = NAMESPACE.with_data(&call, &DsmRange::default());
+            command_of.map(|(command, is_list)| (command.data_len, is_list))
         };
         let (short, whole) = (piece(4096), piece(8192));
         assert_eq!(with(&[whole], 8192), Ok((8192, false)));
@@ -365,7 +370,7 @@ mod tests {
         assert_eq!(flush(&null, 1), -libc::ENOTTY);
         let read = read_start(&null, &NAMESPACE, &mut [0; 4096]);
         assert_eq!(errno(read.unwrap_err()), Some(libc::ENOTTY));
-        let said = result_of(-(NVME_STATUS + 0x4002)).unwrap_err().to_string();
-        assert!(said.contains("Invalid Field"), "{said}");
+        let message = result_of(-(NVME_STATUS + 0x4002)).unwrap_err().to_string();
+        assert!(message.contains("Invalid Field"), "{message}");
     }
 }

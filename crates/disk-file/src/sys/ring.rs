@@ -6,7 +6,7 @@
 //! of them, and dropping a ring first waits for every busy slot. If a ring is leaked instead of
 //! dropped, the memory is never freed.
 
-mod in_place;
+mod inline_write;
 
 use super::call::{INDEX_BITS, Kind, Prepared, QUEUE_BITS, Stuck, WAKE};
 use super::inline_writes::InlineWrites;
@@ -125,7 +125,7 @@ struct Blocking {
     /// Policy of inline writes, which the thread of the ring executes itself.
     inline: InlineWrites,
     /// Scratch list of the slots whose calls io_uring has returned because they would block.
-    again: Vec<u32>,
+    retries: Vec<u32>,
 }
 
 /// Queue of calls, with their slots. `T` is the state that the owner stores for each call.
@@ -158,7 +158,7 @@ impl<T> Ring<T> {
             direct,
             off: false,
             inline: InlineWrites::default(),
-            again: Vec::new(),
+            retries: Vec::new(),
         };
         let engine = match engine {
             EngineKind::Uring => Uring::new(Arc::clone(&file)).map(Engine::Uring),
@@ -185,7 +185,7 @@ impl<T> Ring<T> {
             // Threads are not needed, because passthrough commands never block in the kernel.
             off: true,
             inline: InlineWrites::default(),
-            again: Vec::new(),
+            retries: Vec::new(),
         };
         let engine = match engine {
             EngineKind::Uring => {
@@ -206,9 +206,9 @@ impl<T> Ring<T> {
 
     /// Lets a test decide when and how calls end. `None` for io_uring, which does not support that.
     #[cfg(feature = "scripted")]
-    pub(crate) fn set_by_hand(&mut self) -> Option<Arc<super::threads::ThreadsShared>> {
+    pub(crate) fn set_scripted(&mut self) -> Option<Arc<super::threads::ThreadsShared>> {
         let Engine::Threads(threads) = &mut self.engine else { return None };
-        threads.set_by_hand();
+        threads.set_scripted();
         Some(Arc::clone(threads.shared()))
     }
 
@@ -234,9 +234,9 @@ impl<T> Ring<T> {
     }
 
     /// Passes the calls that io_uring has returned to the threads.
-    fn try_again(&mut self) {
-        let mut again = std::mem::take(&mut self.blocking.again);
-        for index in again.drain(..) {
+    fn retry_blocked(&mut self) {
+        let mut retries = std::mem::take(&mut self.blocking.retries);
+        for index in retries.drain(..) {
             let slot = &mut self.slots[index as usize];
             slot.nowait = false;
             let id = Key { index, generation: slot.generation }.id();
@@ -247,7 +247,7 @@ impl<T> Ring<T> {
                 unsafe { threads.push(&call) };
             }
         }
-        self.blocking.again = again;
+        self.blocking.retries = retries;
         self.submit_blocking();
     }
 
@@ -326,7 +326,7 @@ impl<T> Ring<T> {
     }
 
     /// Gives the buffer `own` to a slot that is not busy.
-    pub(crate) fn set_own(&mut self, key: Key, own: SharedBytes) {
+    pub(crate) fn set_buffer(&mut self, key: Key, own: SharedBytes) {
         if let Some(slot) = self.slot(key).filter(|s| !s.busy) {
             slot.own = Some(own);
         }
@@ -356,7 +356,7 @@ impl<T> Ring<T> {
         let len = match &self.namespace {
             Some(namespace) => {
                 let moves_data = matches!(call, Call::Read(_) | Call::Write { .. });
-                namespace.most(moves_data, len)
+                namespace.max_len(moves_data, len)
             }
             None => len,
         };
@@ -432,7 +432,7 @@ impl<T> Ring<T> {
     pub(crate) fn collect(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { engine, slots, busy, blocking, .. } = self;
         let is_command = matches!(engine, Engine::Namespace(_));
-        let Blocking { threads, reads, writes, again, .. } = blocking;
+        let Blocking { threads, reads, writes, retries, .. } = blocking;
         let mut each = |data: u64, result: i32| {
             let key = Key::of_id(data);
             if let Some(slot) = slots.get_mut(key.index as usize)
@@ -444,7 +444,7 @@ impl<T> Ring<T> {
                         let all = if slot.kind == Kind::Read { &mut *reads } else { &mut *writes };
                         *all = true;
                     }
-                    return again.push(key.index);
+                    return retries.push(key.index);
                 }
                 slot.busy = false;
                 *busy -= 1;
@@ -456,23 +456,23 @@ impl<T> Ring<T> {
             threads.collect(&mut each);
         }
         with!(engine, it => it.collect(each));
-        if !self.blocking.again.is_empty() {
+        if !self.blocking.retries.is_empty() {
             self.take_back(into);
         }
     }
 
     /// Processes the calls that io_uring has returned because they would block.
     fn take_back(&mut self, into: &mut Vec<(Key, i32)>) {
-        self.ask_about_writes(into);
-        if self.blocking.again.is_empty() {
+        self.probe_writes(into);
+        if self.blocking.retries.is_empty() {
             return;
         }
         if self.has_threads() {
-            return self.try_again();
+            return self.retry_blocked();
         }
         // There are no threads, so these calls are repeated without `RWF_NOWAIT`, and the kernel's
         // workers execute them.
-        for index in std::mem::take(&mut self.blocking.again) {
+        for index in std::mem::take(&mut self.blocking.retries) {
             let slot = &mut self.slots[index as usize];
             slot.busy = false;
             self.busy -= 1;

@@ -16,8 +16,8 @@ pub(crate) enum Call {
     /// Reads from the file into memory.
     Read(Memory),
     /// Writes from memory to the file. With `dsync`, the data are on stable storage afterwards.
-    /// With `whole`, the write is atomic across a loss of power.
-    Write { from: Memory, dsync: bool, whole: bool },
+    /// With `atomic`, the write is atomic across a loss of power.
+    Write { from: Memory, dsync: bool, atomic: bool },
     /// Punches a hole in the file.
     Punch,
     /// Zeroes the range and keeps its blocks.
@@ -59,11 +59,11 @@ impl<T> Slot<T> {
                 self.gather(memory, skip, len, true);
                 return Kind::Read;
             }
-            Call::Write { from, dsync, whole } => {
+            Call::Write { from, dsync, atomic } => {
                 self.gather(from, skip, len, false);
                 let dsync = if dsync { libc::RWF_DSYNC } else { 0 };
-                let whole = if whole { libc::RWF_ATOMIC } else { 0 };
-                return Kind::Write { flags: dsync | whole };
+                let atomic = if atomic { libc::RWF_ATOMIC } else { 0 };
+                return Kind::Write { flags: dsync | atomic };
             }
             _ => self.iovecs.clear(),
         }

@@ -28,10 +28,10 @@ pub(super) struct Threads {
     /// Scratch list of completions that were taken but not reported yet.
     ended: Vec<(u64, i32)>,
     /// Maximum number of threads.
-    most: usize,
+    max_threads: usize,
     /// True if no threads run. The owner of the shared state, which is a test, ends the calls.
     #[cfg(feature = "scripted")]
-    by_hand: bool,
+    is_scripted: bool,
 }
 
 /// Call, with pointers to the memory that it needs.
@@ -59,7 +59,7 @@ pub(crate) struct ThreadsShared {
     /// Completions: ids and results of calls.
     completions: CompletionQueue<(u64, i32)>,
     /// Signalled when a thread exits.
-    thread_gone: Condvar,
+    thread_ended: Condvar,
 }
 
 #[derive(Default)]
@@ -69,7 +69,7 @@ struct Work {
     /// Number of threads that wait for work.
     idle: usize,
     /// True after the queue was closed.
-    over: bool,
+    closing: bool,
 }
 
 impl Threads {
@@ -94,23 +94,23 @@ impl Threads {
             work: Mutex::default(),
             work_ready: Condvar::new(),
             completions: CompletionQueue::new()?,
-            thread_gone: Condvar::new(),
+            thread_ended: Condvar::new(),
         };
         Ok(Self {
             shared: Arc::new(shared),
             prepared: Vec::new(),
             ended: Vec::new(),
-            most: MAX_THREADS,
+            max_threads: MAX_THREADS,
             #[cfg(feature = "scripted")]
-            by_hand: false,
+            is_scripted: false,
         })
     }
 
     /// Disables the threads for a test. Calls wait until
-    /// [`end_by_hand`](ThreadsShared::end_by_hand) ends them.
+    /// [`end_scripted`](ThreadsShared::end_scripted) ends them.
     #[cfg(feature = "scripted")]
-    pub(super) fn set_by_hand(&mut self) {
-        self.by_hand = true;
+    pub(super) fn set_scripted(&mut self) {
+        self.is_scripted = true;
     }
 
     /// Queues a call.
@@ -137,11 +137,11 @@ impl Threads {
         let mut work = self.shared.work.lock();
         self.prepared.drain(..).for_each(|job| work.jobs.push_back(job.id, job));
         #[cfg(feature = "scripted")]
-        if self.by_hand {
+        if self.is_scripted {
             return;
         }
         let wake = work.idle.min(work.jobs.len());
-        let more = (work.jobs.len() - wake).min(self.most.saturating_sub(work.threads));
+        let more = (work.jobs.len() - wake).min(self.max_threads.saturating_sub(work.threads));
         work.threads += more;
         drop(work);
         for _ in 0..wake {
@@ -223,10 +223,10 @@ impl Drop for Threads {
     /// open block device could not be opened exclusively again.
     fn drop(&mut self) {
         let mut work = self.shared.work.lock();
-        work.over = true;
+        work.closing = true;
         self.shared.work_ready.notify_all();
         while work.threads != 0 {
-            self.shared.thread_gone.wait(&mut work);
+            self.shared.thread_ended.wait(&mut work);
         }
     }
 }
@@ -243,7 +243,7 @@ impl ThreadsShared {
                 work = self.work.lock();
                 continue;
             }
-            if work.over {
+            if work.closing {
                 break;
             }
             work.idle += 1;
@@ -254,7 +254,7 @@ impl ThreadsShared {
             }
         }
         work.threads -= 1;
-        self.thread_gone.notify_all();
+        self.thread_ended.notify_all();
     }
 
     /// Executes a call. The result has the same form as that of io_uring.
@@ -321,13 +321,13 @@ impl ThreadsShared {
 
     /// Ends the `n`th waiting call, if it exists.
     #[cfg(feature = "scripted")]
-    pub(crate) fn end_by_hand(&self, n: usize, how: End) {
+    pub(crate) fn end_scripted(&self, n: usize, how: CallOutcome) {
         let Some(job) = self.work.lock().jobs.remove_nth(n) else { return };
         let result = match how {
-            End::Made => self.call(&job),
-            End::Failed(errno) => -errno,
-            End::Short(most) => {
-                let mut left = most;
+            CallOutcome::Executed => self.call(&job),
+            CallOutcome::Failed(errno) => -errno,
+            CallOutcome::Partial(max_threads) => {
+                let mut left = max_threads;
                 // SAFETY: the list is valid until the completion of the call was collected (see
                 // `Threads::push`), and this call has not completed.
                 let all = unsafe { pieces(&job) };
@@ -351,11 +351,11 @@ impl ThreadsShared {
 /// End of a call that a test selects.
 #[cfg(feature = "scripted")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum CallOutcome {
     /// The call is executed.
-    Made,
+    Executed,
     /// The call is executed, for at most this many bytes.
-    Short(usize),
+    Partial(usize),
     /// The call fails with this error number and has no effect.
     Failed(i32),
 }
@@ -470,7 +470,7 @@ mod tests {
     #[test]
     fn without_any_thread_the_calls_are_made_all_the_same() {
         let mut threads = Threads::new(file()).unwrap();
-        threads.most = 0;
+        threads.max_threads = 0;
         punch(&mut threads, 3);
         punch(&mut threads, 4);
         threads.enter();

@@ -12,7 +12,7 @@
 //! them before it closes its filter of system calls ([`prepare`]).
 
 use super::call::{HOLE, INDEX_BITS, Kind, Prepared, QUEUE_BITS, Stuck, WAKE};
-use super::fence::kept_by_rings;
+use super::fence::writer_fd;
 use super::waker::Alarm;
 use io_uring::squeue::{self, Entry};
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, types};
@@ -82,7 +82,7 @@ struct State<S: Shape> {
     undelivered: usize,
     /// True if the first entry of the kernel's completion queue was processed, and stays there
     /// because of the inboxes.
-    held: bool,
+    has_processed_entry: bool,
     /// True if the ring cannot be used again.
     broken: bool,
 }
@@ -155,7 +155,7 @@ impl<S: Shape> ThreadRing<S> {
             refused: false,
             inboxes: Vec::new(),
             undelivered: 0,
-            held: false,
+            has_processed_entry: false,
             broken: false,
         };
         Ok(Self { alarm, wakes, state: UnsafeCell::new(state) })
@@ -242,8 +242,8 @@ impl<S: Shape> State<S> {
 
     /// Removes the held entry if all completions were delivered.
     fn release(&mut self) {
-        if self.held && self.undelivered == 0 {
-            self.held = false;
+        if self.has_processed_entry && self.undelivered == 0 {
+            self.has_processed_entry = false;
             self.uring.completion().next();
         }
     }
@@ -251,10 +251,10 @@ impl<S: Shape> State<S> {
     /// Takes all completions from the kernel's queue. Reports those of queue `id`, and moves the
     /// others to their inboxes.
     fn take(&mut self, id: u16, each: &mut impl FnMut(u64, i32)) {
-        let Self { uring, inboxes, undelivered, held, .. } = self;
+        let Self { uring, inboxes, undelivered, has_processed_entry, .. } = self;
         let mut completions = uring.completion();
         let processed = completions.len();
-        if *held {
+        if *has_processed_entry {
             completions.next();
         }
         for completion in completions.by_ref() {
@@ -266,8 +266,8 @@ impl<S: Shape> State<S> {
                 *undelivered += route(inboxes, data, result);
             }
         }
-        *held = *undelivered != 0;
-        if *held {
+        *has_processed_entry = *undelivered != 0;
+        if *has_processed_entry {
             // The entries were copied. All but the last are removed.
             std::mem::forget(completions);
             uring.completion().by_ref().take(processed.saturating_sub(1)).for_each(drop);
@@ -394,7 +394,7 @@ impl<S: Shape> Uring<S> {
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
         let state = self.state();
         // A held entry does not count.
-        let wanted = 1 + u32::from(state.held);
+        let wanted = 1 + u32::from(state.has_processed_entry);
         match state.enter_once(wanted).map_err(|e| e.raw_os_error()) {
             Ok(_) | Err(Some(libc::EINTR)) => Ok(()),
             Err(Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)) => {
@@ -422,7 +422,7 @@ impl<S: Shape> Uring<S> {
         if state.undelivered != 0 {
             state.deliver(id, &mut each);
         }
-        if state.uring.completion().len() == usize::from(state.held) {
+        if state.uring.completion().len() == usize::from(state.has_processed_entry) {
             let submission = state.uring.submission();
             // Some completions arrived while this thread ran. They become visible only when it
             // enters the kernel.
@@ -573,12 +573,12 @@ pub(super) fn build<S: Shape>(opcodes: &'static [u8]) -> io::Result<IoUring<S, S
     plain.setup_cqsize(COMPLETIONS);
     let mut good = plain.clone();
     good.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
-    let is_old = |error: &io::Error| error.raw_os_error() == Some(libc::EINVAL);
+    let is_unsupported = |error: &io::Error| error.raw_os_error() == Some(libc::EINVAL);
     let mut outcome = allowed.build(&good, SUBMISSIONS, register_files);
-    if outcome.as_ref().is_err_and(is_old) {
+    if outcome.as_ref().is_err_and(is_unsupported) {
         outcome = allowed.build(&plain, SUBMISSIONS, register_files);
     }
-    if outcome.as_ref().is_err_and(is_old) && !S::reserve().is_sealed() {
+    if outcome.as_ref().is_err_and(is_unsupported) && !S::reserve().is_sealed() {
         outcome = plain.build(SUBMISSIONS).and_then(|ring| register_files(&ring).map(|()| ring));
     }
     let uring = outcome?;
@@ -593,9 +593,9 @@ pub(super) fn build<S: Shape>(opcodes: &'static [u8]) -> io::Result<IoUring<S, S
 /// request has ended, and places for the files of queues.
 fn register_files<S: Shape>(uring: &IoUring<S, S::Completion>) -> io::Result<()> {
     // The kernel accepts no more files than the process may open.
-    let most = getrlimit(Resource::Nofile).current.unwrap_or(FILES).clamp(1, FILES);
-    let fence = kept_by_rings();
-    let mut files = vec![-1; most as usize];
+    let max_files = getrlimit(Resource::Nofile).current.unwrap_or(FILES).clamp(1, FILES);
+    let fence = writer_fd();
+    let mut files = vec![-1; max_files as usize];
     files[0] = fence.unwrap_or(-1);
     match uring.submitter().register_files(&files) {
         Err(error) if fence.is_some() => Err(error),
@@ -609,7 +609,7 @@ fn register_files<S: Shape>(uring: &IoUring<S, S::Completion>) -> io::Result<()>
 /// rings for files: 0 if the system permits no io_uring with restrictions, which need Linux 5.10.
 pub fn prepare(workers: usize, more: usize) -> usize {
     // Disks that are opened later get these results.
-    let (for_files, for_commands) = (available().is_ok(), takes_commands().is_ok());
+    let (for_files, for_commands) = (available().is_ok(), supports_commands().is_ok());
     <squeue::Entry128 as Shape>::reserve().seal(if for_commands { workers } else { 0 });
     Entry::reserve().seal(if for_files { workers + more } else { 0 })
 }
@@ -619,7 +619,7 @@ pub fn prepare(workers: usize, more: usize) -> usize {
 ///
 /// # Errors
 /// The system's error; `ENOSYS` for a kernel without the operations.
-pub(crate) fn takes_commands() -> io::Result<()> {
+pub(crate) fn supports_commands() -> io::Result<()> {
     static AVAILABLE: Availability = LazyLock::new(|| {
         supports::<squeue::Entry128>(&[opcode::UringCmd80::CODE, opcode::AsyncCancel::CODE])
     });

@@ -79,8 +79,8 @@ impl Disk for LimitedDisk {
         self.inner.resized(bytes).map(|inner| self.around(inner))
     }
 
-    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
-        self.inner.with_writes(taken).map(|inner| self.around(inner))
+    fn with_writes(&self, accepted: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        self.inner.with_writes(accepted).map(|inner| self.around(inner))
     }
 
     fn map(&self, len: u64) -> Option<SharedBytes> {

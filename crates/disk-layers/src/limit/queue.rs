@@ -166,14 +166,14 @@ impl LimitedQueue {
             let Some((tag, Waiting { request, metadata, mut data, .. })) = self.pop() else {
                 return;
             };
-            match self.pass_on(tag, &request, metadata.as_ref(), &mut data) {
+            match self.forward(tag, &request, metadata.as_ref(), &mut data) {
                 Submitted::Done(outcome) => done(tag, outcome, data),
                 Submitted::Pending => {}
             }
         }
     }
 
-    fn pass_on(
+    fn forward(
         &mut self,
         tag: u32,
         request: &Request,
@@ -197,7 +197,7 @@ impl LimitedQueue {
             let now = self.now();
             let slot = self.take_time(request, now);
             if slot.at <= now || self.is_open() {
-                return self.pass_on(tag, request, metadata, data);
+                return self.forward(tag, request, metadata, data);
             }
             self.timer.arm(slot.at, now);
             self.slot = Some(slot);
@@ -244,7 +244,7 @@ impl Queue for LimitedQueue {
         self.inner.set_replays(replays);
     }
 
-    fn takes_turns(&self) -> bool {
+    fn schedules_sources(&self) -> bool {
         true
     }
 
@@ -252,8 +252,8 @@ impl Queue for LimitedQueue {
         self.source = source;
     }
 
-    fn wants_prefetch_hints(&self) -> bool {
-        self.inner.wants_prefetch_hints()
+    fn uses_prefetch_hints(&self) -> bool {
+        self.inner.uses_prefetch_hints()
     }
 
     fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {

@@ -136,9 +136,9 @@ mod tests {
         }
         assert_eq!(limits.iops, Some(Rate { per_second: 1000, burst: Some(5000) }));
         assert_eq!(limits.write_bandwidth, Some(Rate { per_second: 100 << 20, burst: None }));
-        let mut again = Limits::default();
-        limits.texts().for_each(|(name, text)| assert_eq!(again.set(name, &text), Ok(true)));
-        assert_eq!(again, limits);
+        let mut parsed = Limits::default();
+        limits.texts().for_each(|(name, text)| assert_eq!(parsed.set(name, &text), Ok(true)));
+        assert_eq!(parsed, limits);
         assert_eq!(limits.to_string(), "iops=1000:5000, read-iops=7, write-bandwidth=100MiB");
         assert_eq!(limits.set("iops", "none"), Ok(true));
         assert_eq!((limits.iops, limits.set("speed", "1")), (None, Ok(false)));

@@ -322,13 +322,13 @@ fn memory_changes_and_quiescing_release_limited_requests() {
         load.queue.reap(&mut |_, _, _| ended += 1);
         assert!(ended > 40 && load.queue.pending() == 0);
         limiter.open(false);
-        let mut again = Load::new(&disk, &[(50, READ, 512)]);
+        let mut parsed = Load::new(&disk, &[(50, READ, 512)]);
         hands.advance(400 * MS);
-        again.pass();
-        assert_eq!(again.total(), 0, "these were had already");
+        parsed.pass();
+        assert_eq!(parsed.total(), 0, "these were had already");
         hands.advance(200 * MS);
-        again.pass();
-        assert!(again.total() > 0);
+        parsed.pass();
+        assert!(parsed.total() > 0);
     }
 }
 

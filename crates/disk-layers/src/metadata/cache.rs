@@ -4,7 +4,7 @@
 //! this disk, so the disk below must have no other writer. If another process has used the disk,
 //! the cache is emptied.
 
-use super::layout::Place;
+use super::layout::Location;
 use parking_lot::Mutex;
 use shadowbell_memory::SharedBytes;
 
@@ -13,7 +13,7 @@ use shadowbell_memory::SharedBytes;
 const BYTES: u64 = 16 << 20;
 /// Maximum number of metadata blocks of a read that are added to the cache. A longer read adds
 /// none.
-const MOST: usize = 8;
+const MAX_ZONES: usize = 8;
 /// Block number of an empty line.
 const NONE: u64 = u64::MAX;
 
@@ -28,7 +28,7 @@ struct Line {
 
 /// Versions of the cache lines of a request, taken before the request reads the disk below.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Versions([u32; MOST]);
+pub(super) struct Versions([u32; MAX_ZONES]);
 
 /// Direct-mapped cache of the metadata blocks of the disk below.
 #[derive(Debug)]
@@ -50,17 +50,18 @@ impl Cache {
         &self.lines[(block % self.lines.len() as u64) as usize]
     }
 
-    fn blocks(&self, place: &Place) -> impl Iterator<Item = (usize, u64)> + use<> {
+    fn blocks(&self, location: &Location) -> impl Iterator<Item = (usize, u64)> + use<> {
         let block = self.block_size as u64;
-        (0..).zip(place.from / block..place.to / block)
+        (0..).zip(location.from / block..location.to / block)
     }
 
-    /// Copies the metadata of `place` into `stored`, at the offset where a read of the disk below
-    /// would put them. Returns false if not all of them are cached. With `others`, copies the whole
-    /// blocks that contain them.
-    pub(super) fn load(&self, place: &Place, others: bool, stored: &SharedBytes) -> bool {
-        let wanted = if others { 0..usize::MAX } else { place.at..place.at + place.len };
-        self.blocks(place).all(|(nth, block)| {
+    /// Copies the metadata of `location` into `stored`, at the offset where a read of the disk
+    /// below would put them. Returns false if not all of them are cached. With `neighbours`, copies
+    /// the whole blocks that contain them.
+    pub(super) fn load(&self, location: &Location, neighbours: bool, stored: &SharedBytes) -> bool {
+        let wanted =
+            if neighbours { 0..usize::MAX } else { location.at..location.at + location.len };
+        self.blocks(location).all(|(nth, block)| {
             let start = nth * self.block_size;
             let from = wanted.start.max(start) - start;
             let to = wanted.end.min(start + self.block_size) - start;
@@ -70,20 +71,20 @@ impl Cache {
         })
     }
 
-    /// Returns the versions of the cache lines of `place`. The caller reads the disk below
+    /// Returns the versions of the cache lines of `location`. The caller reads the disk below
     /// afterwards.
-    pub(super) fn versions(&self, place: &Place) -> Versions {
+    pub(super) fn versions(&self, location: &Location) -> Versions {
         let mut versions = Versions::default();
-        for ((_, block), version) in self.blocks(place).zip(&mut versions.0) {
+        for ((_, block), version) in self.blocks(location).zip(&mut versions.0) {
             *version = self.line(block).lock().version;
         }
         versions
     }
 
-    /// Caches the blocks of `place` after a read, except those that were written after `versions`
-    /// were taken. If a write is in flight, its end will update the cache.
-    pub(super) fn was_read(&self, place: &Place, versions: &Versions, stored: &SharedBytes) {
-        for ((nth, block), version) in self.blocks(place).zip(&versions.0) {
+    /// Caches the blocks of `location` after a read, except those that were written after
+    /// `versions` were taken. If a write is in flight, its end will update the cache.
+    pub(super) fn was_read(&self, location: &Location, versions: &Versions, stored: &SharedBytes) {
+        for ((nth, block), version) in self.blocks(location).zip(&versions.0) {
             let mut line = self.line(block).lock();
             if line.version == *version {
                 self.keep(&mut line, block, nth, stored);
@@ -91,27 +92,32 @@ impl Cache {
         }
     }
 
-    /// Updates the cache after a write of the metadata of `place`. No other write overlapped it.
-    /// `stored` is `None` if the write failed or its result is unknown. With `others`, `stored`
+    /// Updates the cache after a write of the metadata of `location`. No other write overlapped it.
+    /// `stored` is `None` if the write failed or its result is unknown. With `neighbours`, `stored`
     /// holds the whole blocks.
-    pub(super) fn was_written(&self, place: &Place, others: bool, stored: Option<&SharedBytes>) {
-        for (nth, block) in self.blocks(place) {
+    pub(super) fn was_written(
+        &self,
+        location: &Location,
+        neighbours: bool,
+        stored: Option<&SharedBytes>,
+    ) {
+        for (nth, block) in self.blocks(location) {
             let mut line = self.line(block).lock();
             line.version = line.version.wrapping_add(1);
-            let is_here = line.block == block;
+            let is_cached_block = line.block == block;
             match stored {
-                Some(stored) if is_here => {
+                Some(stored) if is_cached_block => {
                     let start = nth * self.block_size;
-                    let from = place.at.max(start) - start;
-                    let to = (place.at + place.len).min(start + self.block_size) - start;
+                    let from = location.at.max(start) - start;
+                    let to = (location.at + location.len).min(start + self.block_size) - start;
                     let own = line.bytes.get_mut(from..to);
                     let kept = own.and_then(|own| stored.read_into(start + from, own));
                     if kept.is_none() {
                         line.block = NONE;
                     }
                 }
-                Some(stored) if others => self.keep(&mut line, block, nth, stored),
-                None if is_here => line.block = NONE,
+                Some(stored) if neighbours => self.keep(&mut line, block, nth, stored),
+                None if is_cached_block => line.block = NONE,
                 _ => {}
             }
         }
@@ -131,8 +137,8 @@ mod tests {
     use super::*;
     use shadowbell_memory::Mapping;
 
-    fn place(from: u64, to: u64, at: usize, len: usize) -> Place {
-        Place { from: from * 512, to: to * 512, at, len }
+    fn location_of(from: u64, to: u64, at: usize, len: usize) -> Location {
+        Location { from: from * 512, to: to * 512, at, len }
     }
 
     fn memory(byte: u8) -> SharedBytes {
@@ -144,7 +150,7 @@ mod tests {
     #[test]
     fn metadata_that_were_read_or_written_are_cached() {
         let cache = Cache::new(512, 1 << 20);
-        let (two, found) = (place(7, 9, 504, 16), memory(9));
+        let (two, found) = (location_of(7, 9, 504, 16), memory(9));
         assert!(!cache.load(&two, false, &found));
         cache.was_read(&two, &cache.versions(&two), &memory(1));
         assert!(cache.load(&two, false, &found));
@@ -152,20 +158,20 @@ mod tests {
         assert_eq!([near(503), near(504), near(519), near(520)], [9, 1, 1, 9]);
         assert!(cache.load(&two, true, &found));
         assert_eq!([near(0), near(503), near(1023), near(1024)], [1, 1, 1, 9]);
-        cache.was_written(&place(8, 9, 0, 4), true, Some(&memory(2)));
+        cache.was_written(&location_of(8, 9, 0, 4), true, Some(&memory(2)));
         assert!(cache.load(&two, false, &found));
         assert_eq!([near(511), near(512), near(515), near(516)], [1, 2, 2, 1]);
-        cache.was_written(&place(8, 9, 0, 8), true, None);
+        cache.was_written(&location_of(8, 9, 0, 8), true, None);
         assert!(!cache.load(&two, false, &found), "the content is unknown");
-        assert!(cache.load(&place(7, 8, 0, 8), false, &found));
-        cache.was_written(&place(8, 9, 0, 8), false, Some(&memory(3)));
+        assert!(cache.load(&location_of(7, 8, 0, 8), false, &found));
+        cache.was_written(&location_of(8, 9, 0, 8), false, Some(&memory(3)));
         assert!(!cache.load(&two, false, &found), "there is only a part of it");
     }
 
     #[test]
     fn metadata_overwritten_during_a_read_are_not_cached() {
         let cache = Cache::new(512, 1 << 20);
-        let (one, found) = (place(3, 4, 0, 8), memory(0));
+        let (one, found) = (location_of(3, 4, 0, 8), memory(0));
         for stored in [Some(memory(2)), None] {
             let before = cache.versions(&one);
             cache.was_written(&one, true, stored.as_ref());
@@ -180,11 +186,12 @@ mod tests {
         let cache = Cache::new(4096, u64::MAX);
         let lines = cache.lines.len() as u64;
         assert_eq!(lines * 4096, BYTES);
-        let place = |block| Place { from: block * 4096, to: (block + 1) * 4096, at: 0, len: 8 };
+        let location =
+            |block| Location { from: block * 4096, to: (block + 1) * 4096, at: 0, len: 8 };
         for (block, other) in [(5, 5 + lines), (5 + 2 * lines, 5)] {
-            cache.was_written(&place(block), true, Some(&memory(1)));
-            assert!(cache.load(&place(block), false, &memory(0)));
-            assert!(!cache.load(&place(other), false, &memory(0)));
+            cache.was_written(&location(block), true, Some(&memory(1)));
+            assert!(cache.load(&location(block), false, &memory(0)));
+            assert!(!cache.load(&location(other), false, &memory(0)));
         }
         assert_eq!(Cache::new(512, 3).lines.len(), 3);
         assert_eq!(Cache::new(512, 0).lines.len(), 1);

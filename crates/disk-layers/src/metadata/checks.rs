@@ -126,8 +126,8 @@ impl Blocks<'_> {
     /// Generates the stored metadata of written blocks. With `of_zeroes`, the data are zeroes and
     /// no metadata are transferred.
     pub(super) fn write(mut self, of_zeroes: bool) -> Result<(), DiskError> {
-        let makes = self.checks(PRINFO_PRACT);
-        if of_zeroes && !makes {
+        let generates = self.checks(PRINFO_PRACT);
+        if of_zeroes && !generates {
             // Zeroes on the disk below mean that the block was never written.
             let len = self.count * self.size();
             return self.stored.fill(self.at, len, 0).ok_or(DiskError::BadBuffer);
@@ -140,7 +140,7 @@ impl Blocks<'_> {
                 Some(at) => self.data.read_into(at, own).ok_or(DiskError::BadBuffer)?,
                 None => own.fill(0),
             }
-            if makes {
+            if generates {
                 let info = ProtectionInfo {
                     guard: self.guard(nth, own, of_zeroes)?,
                     app_tag: fields.app_tag,

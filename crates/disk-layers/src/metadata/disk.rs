@@ -36,7 +36,7 @@ impl MetadataDisk {
         if layout.blocks == 0 {
             return Err(format!("{}: it is too small to have metadata", disk.name()));
         }
-        let all = layout.place(0, layout.blocks);
+        let all = layout.locate(0, layout.blocks);
         let blocks = (all.to - all.from) / u64::from(layout.block_size);
         let cache = Arc::new(Cache::new(layout.block_size, blocks));
         Ok(Self { inner: disk, layout, locks: Arc::default(), cache })
@@ -70,8 +70,8 @@ impl Disk for MetadataDisk {
         Err(ResizeError::Metadata { disk: self.name() })
     }
 
-    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
-        let inner = self.inner.with_writes(taken)?;
+    fn with_writes(&self, accepted: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        let inner = self.inner.with_writes(accepted)?;
         Ok(Arc::new(Self { inner, ..self.clone() }))
     }
 }

@@ -13,7 +13,7 @@ pub(super) struct Layout {
 
 /// Range of stored metadata on the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Location {
     /// Start of the range and its end, rounded to blocks of the disk below.
     pub(super) from: u64,
     pub(super) to: u64,
@@ -22,9 +22,9 @@ pub(super) struct Place {
     pub(super) len: usize,
 }
 
-impl Place {
+impl Location {
     /// True if the blocks of the disk below also contain metadata of other logical blocks.
-    pub(super) fn has_others(&self) -> bool {
+    pub(super) fn has_neighbours(&self) -> bool {
         (self.to - self.from) as usize != self.len
     }
 }
@@ -43,12 +43,12 @@ impl Layout {
     }
 
     /// Range of the metadata of `count` blocks from `first` on.
-    pub(super) fn place(&self, first: u64, count: u64) -> Place {
+    pub(super) fn locate(&self, first: u64, count: u64) -> Location {
         let (block, size) = (u64::from(self.block_size), u64::from(self.format.size));
         let data = self.blocks * block;
         let (start, end) = (first * size, (first + count) * size);
         let from = start / block * block;
-        Place {
+        Location {
             from: data + from,
             to: data + end.next_multiple_of(block),
             at: (start - from) as usize,
@@ -56,11 +56,11 @@ impl Layout {
         }
     }
 
-    /// Logical blocks whose metadata lie in the blocks of `place`. May include one more logical
+    /// Logical blocks whose metadata lie in the blocks of `location`. May include one more logical
     /// block at either end.
-    pub(super) fn around(&self, place: &Place) -> std::ops::Range<u64> {
+    pub(super) fn around(&self, location: &Location) -> std::ops::Range<u64> {
         let (data, size) = (self.blocks * u64::from(self.block_size), u64::from(self.format.size));
-        (place.from - data) / size..(place.to - data).div_ceil(size)
+        (location.from - data) / size..(location.to - data).div_ceil(size)
     }
 }
 
@@ -82,7 +82,7 @@ mod tests {
             let taken = |blocks| format.bytes_for(blocks, block_size).unwrap();
             assert!(layout.blocks != 0 && taken(layout.blocks) <= bytes);
             assert!(taken(layout.blocks + 1) > bytes);
-            let last = layout.place(layout.blocks - 1, 1);
+            let last = layout.locate(layout.blocks - 1, 1);
             assert!(last.to <= bytes && last.from >= layout.blocks * u64::from(block_size));
             let around = layout.around(&last);
             assert!(around.start < layout.blocks && around.end >= layout.blocks);
@@ -91,10 +91,13 @@ mod tests {
         assert_eq!(Layout::new(format, 512, 512).blocks, 0);
         assert_eq!(format.bytes_for(u64::MAX, 512), None);
         let layout = Layout::new(format, 512, 1 << 20);
-        let place = layout.place(65, 2);
+        let location = layout.locate(65, 2);
         let data = layout.blocks * 512;
-        assert_eq!((place.from - data, place.to - data, place.at, place.len), (512, 1024, 8, 16));
-        assert_eq!((layout.around(&place), place.has_others()), (64..128, true));
-        assert!(!layout.place(64, 64).has_others());
+        assert_eq!(
+            (location.from - data, location.to - data, location.at, location.len),
+            (512, 1024, 8, 16)
+        );
+        assert_eq!((layout.around(&location), location.has_neighbours()), (64..128, true));
+        assert!(!layout.locate(64, 64).has_neighbours());
     }
 }

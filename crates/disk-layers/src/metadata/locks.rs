@@ -63,7 +63,7 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 }
 
 impl Claim {
-    fn meets(&self, other: &Self) -> bool {
+    fn overlaps(&self, other: &Self) -> bool {
         match (self.writes, other.writes) {
             (false, false) => false,
             (true, true) => overlap(&self.around, &other.around),
@@ -78,7 +78,7 @@ struct Entry {
     serial: u64,
     of: Arc<Bell>,
     /// Number of earlier requests that this one waits for.
-    before: usize,
+    predecessors: usize,
 }
 
 /// Block locks of a disk, for all of its queues, in order of arrival.
@@ -92,9 +92,9 @@ impl Locks {
     /// if the request has to wait. Then the bell of its queue rings when the request may start.
     pub(super) fn enter(&self, claim: Claim, serial: u64, of: &Arc<Bell>) -> bool {
         let mut list = self.list.lock();
-        let before = list.iter().filter(|entry| entry.claim.meets(&claim)).count();
-        list.push(Entry { claim, serial, of: Arc::clone(of), before });
-        before == 0
+        let predecessors = list.iter().filter(|entry| entry.claim.overlaps(&claim)).count();
+        list.push(Entry { claim, serial, of: Arc::clone(of), predecessors });
+        predecessors == 0
     }
 
     /// Removes a request that has ended or was cancelled.
@@ -102,11 +102,13 @@ impl Locks {
         let mut list = self.list.lock();
         let is_it = |entry: &Entry| entry.serial == serial && Arc::ptr_eq(&entry.of, of);
         if let Some(at) = list.iter().position(is_it) {
-            let gone = list.remove(at);
+            let removed = list.remove(at);
             // Only later entries can have waited for the removed one.
-            for later in list.iter_mut().skip(at).filter(|later| later.claim.meets(&gone.claim)) {
-                later.before -= 1;
-                if later.before == 0 {
+            for later in
+                list.iter_mut().skip(at).filter(|later| later.claim.overlaps(&removed.claim))
+            {
+                later.predecessors -= 1;
+                if later.predecessors == 0 {
                     later.of.ring(later.serial);
                 }
             }

@@ -2,9 +2,9 @@
 
 use super::cache::Cache;
 use super::checks::Scratch;
-use super::layout::{Layout, Place};
+use super::layout::{Layout, Location};
 use super::locks::{Bell, Locks};
-use super::task::{Stage, Task, Way};
+use super::task::{Stage, Task, Transfer};
 use shadowbell_disk::{
     Bounds, DiskError, DiskInfo, Metadata, MetadataBuffer, Op, Queue, Request, Submitted, Tasks,
     merge,
@@ -17,14 +17,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// Size of a buffer for stored metadata, and maximum number of free buffers to keep.
-const PIECE: usize = 64 << 10;
-const SPARE: usize = 64;
+const BUFFER_LEN: usize = 64 << 10;
+const MAX_POOLED: usize = 64;
 /// Maximum length of a request without data, which is executed inline. Such a request writes
 /// metadata, and also reads the data if they are checked.
 const LONGEST: u64 = 1 << 20;
 /// Maximum number of metadata bytes that are written without the rest of their block, if the disk
 /// below supports such writes.
-const SHORT: usize = 512;
+const MAX_BYTE_WRITE: usize = 512;
 
 pub(super) struct MetadataQueue {
     inner: Box<dyn Queue>,
@@ -36,8 +36,8 @@ pub(super) struct MetadataQueue {
     timer: Option<OwnedFd>,
     tasks: Tasks<Task>,
     serial: u64,
-    spare: Vec<SharedBytes>,
-    spare_lists: Vec<Segments>,
+    buffers: Vec<SharedBytes>,
+    lists: Vec<Segments>,
     scratch: Box<Scratch>,
     /// Scratch buffer for completions of the disk below.
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
@@ -56,7 +56,7 @@ impl Drop for OfAll {
     fn drop(&mut self) {
         for claim in self.locks.writes_of(&self.bell) {
             let Range { start, end } = claim.blocks;
-            self.cache.was_written(&self.layout.place(start, end - start), false, None);
+            self.cache.was_written(&self.layout.locate(start, end - start), false, None);
         }
         self.locks.leave_all(&self.bell);
     }
@@ -85,8 +85,8 @@ impl MetadataQueue {
             of_all: OfAll { layout, locks, cache, bell },
             tasks: Tasks::default(),
             serial: 0,
-            spare: Vec::new(),
-            spare_lists: Vec::new(),
+            buffers: Vec::new(),
+            lists: Vec::new(),
             scratch: Scratch::new(),
             ended: Vec::new(),
         })
@@ -125,27 +125,27 @@ impl MetadataQueue {
     }
 
     fn memory(&mut self, len: usize) -> Result<SharedBytes, DiskError> {
-        if len <= PIECE
-            && let Some(spare) = self.spare.pop()
+        if len <= BUFFER_LEN
+            && let Some(buffers) = self.buffers.pop()
         {
-            return Ok(spare);
+            return Ok(buffers);
         }
-        let mapping = Mapping::anonymous(len.max(PIECE) as u64);
+        let mapping = Mapping::anonymous(len.max(BUFFER_LEN) as u64);
         mapping.map(|mapping| mapping.bytes()).map_err(|_| DiskError::Io(12))
     }
 
-    /// Starts a request whose blocks are free. Returns true if the request has ended.
+    /// Starts a request that has the locks of its blocks. Returns true if the request has ended.
     fn begin(&mut self, key: u32) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
-        let (way, place) = (task.way(&self.layout), task.place);
+        let (transfer, location) = (task.transfer(&self.layout), task.location);
         // The request was cancelled while it waited for its blocks.
         if task.outcome.is_err() {
             return true;
         }
-        if way == Way::Plain {
-            return self.move_all(key, way);
+        if transfer == Transfer::Plain {
+            return self.move_all(key, transfer);
         }
-        let memory = self.memory((place.to - place.from) as usize);
+        let memory = self.memory((location.to - location.from) as usize);
         let Some(task) = self.tasks.get_mut(key) else { return false };
         match memory {
             Ok(memory) => task.stored = Some(memory),
@@ -154,28 +154,28 @@ impl MetadataQueue {
                 return true;
             }
         }
-        let writes = matches!(way, Way::Write | Way::Zero);
-        let needs_others = writes && place.has_others() && !self.writes_bytes(&place);
-        if needs_others && !self.is_cached(key, true) {
+        let writes = matches!(transfer, Transfer::Write | Transfer::Zero);
+        let needs_neighbours = writes && location.has_neighbours() && !self.writes_bytes(&location);
+        if needs_neighbours && !self.is_cached(key, true) {
             let Some(task) = self.tasks.get_mut(key) else { return false };
             task.stage = Stage::Reading;
             self.submit_metadata(key, Op::Read);
             return self.advance(key);
         }
-        self.move_all(key, way)
+        self.move_all(key, transfer)
     }
 
     /// True if these metadata are written without the rest of their block.
-    fn writes_bytes(&self, place: &Place) -> bool {
-        place.len <= SHORT && self.inner.writes_bytes()
+    fn writes_bytes(&self, location: &Location) -> bool {
+        location.len <= MAX_BYTE_WRITE && self.inner.writes_bytes()
     }
 
     /// Loads the stored metadata from the cache. Returns false if they are not cached and have to
     /// be read.
-    fn is_cached(&mut self, key: u32, others: bool) -> bool {
+    fn is_cached(&mut self, key: u32, neighbours: bool) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         let Some(stored) = &task.stored else { return false };
-        self.of_all.cache.load(&task.place, others, stored)
+        self.of_all.cache.load(&task.location, neighbours, stored)
     }
 
     /// Continues a request, unless it has requests in flight at the disk below. Returns true if the
@@ -185,25 +185,25 @@ impl MetadataQueue {
         if task.left != 0 {
             return false;
         }
-        let way = task.way(&self.layout);
+        let transfer = task.transfer(&self.layout);
         if let Some(versions) = task.versions.take()
             && let Some(stored) = &task.stored
             && task.outcome.is_ok()
         {
-            self.of_all.cache.was_read(&task.place, &versions, stored);
+            self.of_all.cache.was_read(&task.location, &versions, stored);
         }
         match task.stage {
             Stage::Waiting => false,
-            Stage::Reading if task.outcome.is_ok() => self.move_all(key, way),
+            Stage::Reading if task.outcome.is_ok() => self.move_all(key, transfer),
             Stage::Reading => true,
             Stage::Moving => {
                 if task.outcome.is_ok() {
                     let scratch = &mut self.scratch;
                     let blocks = |scratch| task.blocks(&self.layout, scratch);
-                    task.outcome = match way {
-                        Way::Read => blocks(scratch).and_then(|blocks| blocks.read()),
-                        Way::Compare => blocks(scratch).and_then(|blocks| blocks.compare()),
-                        Way::Plain | Way::Write | Way::Zero => Ok(()),
+                    task.outcome = match transfer {
+                        Transfer::Read => blocks(scratch).and_then(|blocks| blocks.read()),
+                        Transfer::Compare => blocks(scratch).and_then(|blocks| blocks.compare()),
+                        Transfer::Plain | Transfer::Write | Transfer::Zero => Ok(()),
                     };
                 }
                 true
@@ -212,20 +212,20 @@ impl MetadataQueue {
     }
 
     /// Starts the transfer of data and metadata. Returns true if the request has ended.
-    fn move_all(&mut self, key: u32, way: Way) -> bool {
+    fn move_all(&mut self, key: u32, transfer: Transfer) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         task.stage = Stage::Moving;
         let (op, mut metadata_op) = (task.request.op, None);
-        match way {
-            Way::Plain => {}
-            Way::Read | Way::Compare => {
+        match transfer {
+            Transfer::Plain => {}
+            Transfer::Read | Transfer::Compare => {
                 let stored = task.stored.as_ref();
-                let cached = |stored| self.of_all.cache.load(&task.place, false, stored);
+                let cached = |stored| self.of_all.cache.load(&task.location, false, stored);
                 metadata_op = Some(Op::Read).filter(|_| !stored.is_some_and(cached));
             }
-            Way::Write | Way::Zero => {
+            Transfer::Write | Transfer::Zero => {
                 let blocks = task.blocks(&self.layout, &mut self.scratch);
-                let made = blocks.and_then(|blocks| blocks.write(way == Way::Zero));
+                let made = blocks.and_then(|blocks| blocks.write(transfer == Transfer::Zero));
                 if made.is_err() {
                     task.outcome = made;
                     return true;
@@ -241,47 +241,48 @@ impl MetadataQueue {
         if let Some(op) = metadata_op {
             self.submit_metadata(key, op);
         }
-        self.submit_data(key, way);
+        self.submit_data(key, transfer);
         self.advance(key)
     }
 
     fn submit_metadata(&mut self, key: u32, op: Op) {
         let Some(task) = self.tasks.get_mut(key) else { return };
-        let place = task.place;
-        if op != Op::Read && place.len <= SHORT && self.inner.writes_bytes() {
+        let location = task.location;
+        if op != Op::Read && location.len <= MAX_BYTE_WRITE && self.inner.writes_bytes() {
             // The other metadata of the block are not read first, because only these bytes are
             // written.
-            let mut bytes = [0; SHORT];
-            let bytes = bytes.get_mut(..place.len).unwrap_or_default();
-            let stored = task.stored.as_ref().and_then(|stored| stored.read_into(place.at, bytes));
+            let mut bytes = [0; MAX_BYTE_WRITE];
+            let bytes = bytes.get_mut(..location.len).unwrap_or_default();
+            let stored =
+                task.stored.as_ref().and_then(|stored| stored.read_into(location.at, bytes));
             let outcome = match stored {
-                Some(()) => self.inner.write_bytes(place.from + place.at as u64, bytes),
+                Some(()) => self.inner.write_bytes(location.from + location.at as u64, bytes),
                 None => None,
             };
             task.outcome = task.outcome.and(outcome.unwrap_or(Err(DiskError::BadBuffer)));
             return;
         }
-        let request = Request { op, offset: place.from, len: place.to - place.from };
-        let mut data = self.spare_lists.pop().unwrap_or_default();
+        let request = Request { op, offset: location.from, len: location.to - location.from };
+        let mut data = self.lists.pop().unwrap_or_default();
         if let Err(error) = task.stored_data(&mut data) {
             task.outcome = Err(error);
             return;
         }
         if op == Op::Read {
-            task.versions = Some(self.of_all.cache.versions(&place));
+            task.versions = Some(self.of_all.cache.versions(&location));
             // The buffer is zeroed first, because a disk such as `null` does not fill it.
             let _ = data.fill(0, data.len(), 0);
         }
         let submitted = self.inner.submit(tag_of(key, true), &request, &mut data);
         if submitted != Submitted::Pending {
-            self.keep_list(data);
+            self.recycle_list(data);
         }
         self.submitted(key, submitted);
     }
 
-    fn submit_data(&mut self, key: u32, way: Way) {
+    fn submit_data(&mut self, key: u32, transfer: Transfer) {
         let Some(task) = self.tasks.get_mut(key) else { return };
-        let op = if way == Way::Read { Op::Read } else { task.request.op };
+        let op = if transfer == Transfer::Read { Op::Read } else { task.request.op };
         let request = Request { op, ..task.request };
         if let Err(error) = task.provide(&self.layout) {
             task.outcome = Err(error);
@@ -292,8 +293,8 @@ impl MetadataQueue {
             self.submitted(key, submitted);
             return;
         }
-        let mut data = self.spare_lists.pop().unwrap_or_default();
-        if matches!(way, Way::Read | Way::Compare | Way::Write)
+        let mut data = self.lists.pop().unwrap_or_default();
+        if matches!(transfer, Transfer::Read | Transfer::Compare | Transfer::Write)
             && let Err(error) = task.select(&self.layout, &mut data)
         {
             task.outcome = Err(error);
@@ -301,15 +302,15 @@ impl MetadataQueue {
         }
         let submitted = self.inner.submit(tag_of(key, false), &request, &mut data);
         if submitted != Submitted::Pending {
-            self.keep_list(data);
+            self.recycle_list(data);
         }
         self.submitted(key, submitted);
     }
 
-    fn keep_list(&mut self, mut data: Segments) {
-        if self.spare_lists.len() < SPARE {
+    fn recycle_list(&mut self, mut data: Segments) {
+        if self.lists.len() < MAX_POOLED {
             data.clear();
-            self.spare_lists.push(data);
+            self.lists.push(data);
         }
     }
 
@@ -327,18 +328,18 @@ impl MetadataQueue {
         let OfAll { locks, cache, bell, .. } = &self.of_all;
         if task.has_written {
             let stored = task.stored.as_ref().filter(|_| task.outcome.is_ok());
-            let by_bytes = task.place.len <= SHORT && self.inner.writes_bytes();
-            let others = !task.place.has_others() || !by_bytes;
-            cache.was_written(&task.place, others, stored);
+            let by_bytes = task.location.len <= MAX_BYTE_WRITE && self.inner.writes_bytes();
+            let neighbours = !task.location.has_neighbours() || !by_bytes;
+            cache.was_written(&task.location, neighbours, stored);
         }
-        if task.way(&self.layout) != Way::Plain {
+        if task.transfer(&self.layout) != Transfer::Plain {
             locks.leave(task.serial, bell);
         }
         if let Some(stored) = task.stored
-            && stored.len() == PIECE
-            && self.spare.len() < SPARE
+            && stored.len() == BUFFER_LEN
+            && self.buffers.len() < MAX_POOLED
         {
-            self.spare.push(stored);
+            self.buffers.push(stored);
         }
         Some((tag, task.outcome, task.data))
     }
@@ -359,7 +360,7 @@ impl MetadataQueue {
         }
         self.serial += 1;
         let task = Task::new(self.serial, request, metadata, &self.layout, data.take());
-        let claims = task.way(&self.layout) != Way::Plain;
+        let claims = task.transfer(&self.layout) != Transfer::Plain;
         let claim = task.claim(&self.layout);
         let key = self.tasks.insert(tag, task);
         let OfAll { locks, bell, .. } = &self.of_all;
@@ -394,16 +395,16 @@ impl Queue for MetadataQueue {
         self.start(tag, request, metadata, data)
     }
 
-    fn takes_turns(&self) -> bool {
-        self.inner.takes_turns()
+    fn schedules_sources(&self) -> bool {
+        self.inner.schedules_sources()
     }
 
     fn begin_turn(&mut self, source: u32) {
         self.inner.begin_turn(source);
     }
 
-    fn wants_prefetch_hints(&self) -> bool {
-        self.inner.wants_prefetch_hints()
+    fn uses_prefetch_hints(&self) -> bool {
+        self.inner.uses_prefetch_hints()
     }
 
     fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
@@ -432,7 +433,7 @@ impl Queue for MetadataQueue {
             task.left -= 1;
             task.outcome = task.outcome.and(outcome);
             if let Some(list) = list {
-                self.keep_list(list);
+                self.recycle_list(list);
             }
             if self.advance(key) {
                 over.push(key);
@@ -472,7 +473,7 @@ impl Queue for MetadataQueue {
     }
 
     fn memory_changed(&mut self, table: &DmaTable) {
-        self.spare_lists.clear();
+        self.lists.clear();
         self.inner.memory_changed(table);
     }
 

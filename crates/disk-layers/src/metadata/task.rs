@@ -2,7 +2,7 @@
 
 use super::cache::Versions;
 use super::checks::{Blocks, Scratch};
-use super::layout::{Layout, Place};
+use super::layout::{Layout, Location};
 use super::locks::Claim;
 use shadowbell_disk::{DiskError, Metadata, MetadataBuffer, Op, Request};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
@@ -28,7 +28,7 @@ pub(super) struct Task {
     pub(super) metadata: Metadata,
     /// Buffer of the host's request.
     pub(super) data: Segments,
-    pub(super) place: Place,
+    pub(super) location: Location,
     pub(super) stage: Stage,
     /// Buffer for the stored metadata.
     pub(super) stored: Option<SharedBytes>,
@@ -44,7 +44,7 @@ pub(super) struct Task {
 
 /// Kind of access to the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Transfer {
     /// Passes the request on, without metadata.
     Plain,
     Read,
@@ -69,7 +69,7 @@ impl Task {
             request: *request,
             metadata: *metadata,
             data,
-            place: layout.place(request.offset / block, request.len / block),
+            location: layout.locate(request.offset / block, request.len / block),
             stage: Stage::Waiting,
             stored: None,
             versions: None,
@@ -79,18 +79,18 @@ impl Task {
         }
     }
 
-    pub(super) fn way(&self, layout: &Layout) -> Way {
+    pub(super) fn transfer(&self, layout: &Layout) -> Transfer {
         const CHECKS: u8 = PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG;
         let checks = layout.format.protection != 0 && self.metadata.fields.prinfo & CHECKS != 0;
         match self.request.op {
-            Op::Read => Way::Read,
-            Op::Verify if checks => Way::Read,
-            Op::Compare => Way::Compare,
-            Op::Write { .. } => Way::Write,
-            Op::WriteZeroes { .. } | Op::Discard => Way::Zero,
-            Op::Flush | Op::Verify => Way::Plain,
+            Op::Read => Transfer::Read,
+            Op::Verify if checks => Transfer::Read,
+            Op::Compare => Transfer::Compare,
+            Op::Write { .. } => Transfer::Write,
+            Op::WriteZeroes { .. } | Op::Discard => Transfer::Zero,
+            Op::Flush | Op::Verify => Transfer::Plain,
             // This layer or the disk below refuses these operations.
-            Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => Way::Plain,
+            Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => Transfer::Plain,
         }
     }
 
@@ -100,14 +100,14 @@ impl Task {
         let (offset, len) = (self.request.offset, self.request.len);
         Claim {
             blocks: offset / block..(offset + len) / block,
-            around: layout.around(&self.place),
-            writes: matches!(self.way(layout), Way::Write | Way::Zero),
+            around: layout.around(&self.location),
+            writes: matches!(self.transfer(layout), Transfer::Write | Transfer::Zero),
         }
     }
 
     /// Buffer of the stored metadata, in whole blocks of the disk below.
     pub(super) fn stored_data(&self, into: &mut Segments) -> Result<(), DiskError> {
-        let len = (self.place.to - self.place.from) as usize;
+        let len = (self.location.to - self.location.from) as usize;
         let stored = self.stored.as_ref().and_then(|stored| stored.slice(0, len));
         into.set_bytes(&stored.ok_or(DiskError::BadBuffer)?);
         Ok(())
@@ -119,9 +119,9 @@ impl Task {
         self.metadata.buffer != MetadataBuffer::Extended
     }
 
-    /// Allocates memory for data that are read only to be checked.
+    /// Allocates a buffer for data that are read for a check and not returned to the host.
     pub(super) fn provide(&mut self, layout: &Layout) -> Result<(), DiskError> {
-        if self.request.op == Op::Verify && self.way(layout) == Way::Read {
+        if self.request.op == Op::Verify && self.transfer(layout) == Transfer::Read {
             let mapping = Mapping::anonymous(self.request.len).map_err(|_| DiskError::Io(12))?;
             self.data = Segments::from_bytes(&mapping.bytes());
         }
@@ -149,7 +149,7 @@ impl Task {
             count: self.request.len as usize / block_size,
             data: &self.data,
             stored: self.stored.as_ref().ok_or(DiskError::BadBuffer)?,
-            at: self.place.at,
+            at: self.location.at,
             scratch,
         })
     }

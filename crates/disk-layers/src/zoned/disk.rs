@@ -3,7 +3,9 @@
 use super::queue::ZonedQueue;
 use super::table::{Found, Layout, Table};
 use super::zones::ZoneSet;
-use shadowbell_disk::{Disk, DiskInfo, Extent, Queue, ResizeError, Tell, ZoneFormat, Zones};
+use shadowbell_disk::{
+    Disk, DiskInfo, Extent, Queue, ReportExtent, ResizeError, ZoneFormat, Zones,
+};
 use std::io;
 use std::sync::Arc;
 
@@ -17,40 +19,40 @@ pub struct ZonedDisk {
 
 impl ZonedDisk {
     /// Opens the zones on `disk`, or creates them if the first page is zero. Open zones become
-    /// closed, as after a power cycle. They stay open if `goes_on` is true: then this process
+    /// closed, as after a power cycle. They stay open if `recovers` is true: then this process
     /// continues the disk of another process, and the host does not notice the change.
     ///
     /// # Errors
     /// A sentence with the reason.
-    pub fn new(disk: Arc<dyn Disk>, format: ZoneFormat, goes_on: bool) -> Result<Self, String> {
+    pub fn new(disk: Arc<dyn Disk>, format: ZoneFormat, recovers: bool) -> Result<Self, String> {
         let info = disk.info();
         let name = disk.name();
-        let wrong = |why: String| format!("{name}: {why}");
-        format.check(info.block_size).map_err(wrong)?;
+        let invalid = |why: String| format!("{name}: {why}");
+        format.check(info.block_size).map_err(invalid)?;
         if info.metadata.is_some() {
-            return Err(wrong("a zoned disk cannot have metadata".to_owned()));
+            return Err(invalid("a zoned disk cannot have metadata".to_owned()));
         }
-        let no_way = || wrong("only memory and raw images can have zones".to_owned());
-        let page = disk.map(Table::LOOKS_AT).ok_or_else(no_way)?;
+        let cannot_map = || invalid("only memory and raw images can have zones".to_owned());
+        let page = disk.map(Table::HEADER_BYTES).ok_or_else(cannot_map)?;
         let (layout, is_new) = match Table::find(&page, format, info.block_size) {
-            Found::Else(why) => return Err(wrong(why)),
+            Found::Else(why) => return Err(invalid(why)),
             Found::Zones(layout) => (layout, false),
             Found::Nothing => {
                 let fitting = Layout::fitting(format, info.block_size, info.bytes());
                 let layout =
-                    fitting.ok_or_else(|| wrong("it is too small for a zone".to_owned()))?;
+                    fitting.ok_or_else(|| invalid("it is too small for a zone".to_owned()))?;
                 (layout, true)
             }
         };
         if !layout.fits(info.bytes()) {
-            return Err(wrong("it is smaller than when its zones were created".to_owned()));
+            return Err(invalid("it is smaller than when its zones were created".to_owned()));
         }
-        let memory = disk.map(layout.table_bytes()).ok_or_else(no_way)?;
+        let memory = disk.map(layout.table_bytes()).ok_or_else(cannot_map)?;
         let table = Table::new(layout, memory);
-        if is_new && table.make().is_none() {
-            return Err(wrong("zones cannot be created, because it is read-only".to_owned()));
+        if is_new && table.create().is_none() {
+            return Err(invalid("zones cannot be created, because it is read-only".to_owned()));
         }
-        let zones = Arc::new(ZoneSet::new(table, goes_on));
+        let zones = Arc::new(ZoneSet::new(table, recovers));
         Ok(Self { inner: disk, zones })
     }
 
@@ -89,16 +91,17 @@ impl Disk for ZonedDisk {
         self.inner.name()
     }
 
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+    fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         let (mut at, end) = (offset, offset.saturating_add(len));
         let size = self.zones.format().size;
         while at < end {
-            // Each step covers at most one zone, which bounds the time between two calls of `tell`.
+            // Each step covers at most one zone, which bounds the time between two calls of
+            // `report`.
             let to = end.min((at / size + 1) * size);
             let written = self.zones.written(at, to - at, false).unwrap_or_default();
             let data = written.first().map_or(0, |piece| piece.len);
             for extent in [Extent::data(data), Extent::hole(to - at - data)] {
-                if extent.len != 0 && !tell(extent) {
+                if extent.len != 0 && !report(extent) {
                     return;
                 }
             }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reset {
     /// The reset has ended: the zone is empty.
-    Over,
+    Finished,
     /// Writes or another reset are in flight in the zone. The bell rings when the caller may try
     /// again.
     Wait,
@@ -120,7 +120,7 @@ impl ZoneSet {
         let zone = &mut state.zones[index];
         match zone.record.state {
             ZoneState::ReadOnly | ZoneState::Offline => return Err(DiskError::ZoneTransition),
-            ZoneState::Empty => return Ok(Reset::Over),
+            ZoneState::Empty => return Ok(Reset::Finished),
             _ => {}
         }
         if zone.resetting || zone.in_flight != 0 {
@@ -154,7 +154,7 @@ impl ZoneSet {
     }
 
     /// Removes the waiting requests of a dropped queue. `bell` identifies the queue.
-    pub(super) fn forget(&self, bell: &Arc<Bell>) {
+    pub(super) fn cancel_waits(&self, bell: &Arc<Bell>) {
         let mut state = self.state.lock();
         state.waiting.values_mut().for_each(|all| all.retain(|(of, _)| !Arc::ptr_eq(of, bell)));
     }

@@ -17,9 +17,9 @@ use std::sync::Arc;
 /// Maximum number of zones that a reset of all zones handles in one pass.
 const AT_ONCE: u32 = 64;
 /// Tag of requests that the queue itself sends to the disk below.
-const OWN: u32 = u32::MAX;
+const INTERNAL: u32 = u32::MAX;
 /// Maximum number of free segment lists to keep.
-const SPARE: usize = 16;
+const MAX_POOLED: usize = 16;
 
 pub(super) struct ZonedQueue {
     inner: Box<dyn Queue>,
@@ -36,8 +36,8 @@ pub(super) struct ZonedQueue {
     serial: u64,
     replays: bool,
     /// Offsets at which completed Zone Appends have written, by tag.
-    places: HashMap<u32, u64>,
-    spare: Vec<Segments>,
+    appended_at: HashMap<u32, u64>,
+    pooled: Vec<Segments>,
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
 }
 
@@ -63,8 +63,8 @@ impl ZonedQueue {
             tasks: Tasks::default(),
             serial: 0,
             replays: false,
-            places: HashMap::new(),
-            spare: Vec::new(),
+            appended_at: HashMap::new(),
+            pooled: Vec::new(),
             ended: Vec::new(),
         })
     }
@@ -75,7 +75,7 @@ impl ZonedQueue {
     }
 
     /// Submits a request of this kind to the disk below. Returns its result if it completes inline.
-    fn hand_down(
+    fn submit_below(
         &mut self,
         (tag, kind): (u32, Kind),
         below: &Request,
@@ -132,7 +132,7 @@ impl ZonedQueue {
         };
         let below = self.below(op, offset, request.len);
         let kind = Kind::Write { zone, flush: fua && self.syncs };
-        self.hand_down((tag, kind), &below, data)
+        self.submit_below((tag, kind), &below, data)
     }
 
     /// Executes Read, Compare and Verify. Written parts are read from the disk below; the rest is
@@ -151,7 +151,7 @@ impl ZonedQueue {
             [] => Submitted::Done(Ok(())),
             [Piece { offset, len }] if offset == request.offset => {
                 let below = self.below(request.op, offset, len);
-                self.hand_down((tag, Kind::Plain), &below, data)
+                self.submit_below((tag, Kind::Plain), &below, data)
             }
             _ => self.read_parts(tag, request, &pieces, data),
         }
@@ -185,7 +185,7 @@ impl ZonedQueue {
         task.data = data.take();
         let parent = self.tasks.insert(tag, task);
         for piece in pieces {
-            let mut part = self.spare.pop().unwrap_or_default();
+            let mut part = self.pooled.pop().unwrap_or_default();
             let (at, len) = ((piece.offset - request.offset) as usize, piece.len as usize);
             let below = self.below(request.op, piece.offset, piece.len);
             let Some(task) = self.tasks.get_mut(parent) else { break };
@@ -194,26 +194,26 @@ impl ZonedQueue {
                 task.outcome = Err(DiskError::BadBuffer);
                 break;
             }
-            let own = (OWN, Kind::Part { parent });
-            match self.hand_down(own, &below, &mut part) {
+            let own = (INTERNAL, Kind::Part { parent });
+            match self.submit_below(own, &below, &mut part) {
                 Submitted::Pending => {
                     if let Some(task) = self.tasks.get_mut(parent) {
                         task.left += 1;
                     }
                 }
                 Submitted::Done(outcome) => {
-                    self.keep_list(part);
+                    self.recycle_list(part);
                     if let Some(task) = self.tasks.get_mut(parent) {
                         task.outcome = task.outcome.and(outcome);
                     }
                 }
             }
         }
-        self.end_at_once(parent, data)
+        self.finish_now(parent, data)
     }
 
     /// Ends the task inline, unless parts of it are in flight.
-    fn end_at_once(&mut self, key: u32, data: &mut Segments) -> Submitted {
+    fn finish_now(&mut self, key: u32, data: &mut Segments) -> Submitted {
         if self.tasks.get_mut(key).is_some_and(|task| task.left != 0) {
             return Submitted::Pending;
         }
@@ -226,10 +226,10 @@ impl ZonedQueue {
         }
     }
 
-    fn keep_list(&mut self, mut list: Segments) {
-        if self.spare.len() < SPARE {
+    fn recycle_list(&mut self, mut list: Segments) {
+        if self.pooled.len() < MAX_POOLED {
             list.clear();
-            self.spare.push(list);
+            self.pooled.push(list);
         }
     }
 
@@ -261,11 +261,11 @@ impl ZonedQueue {
         let mut task = Task::new(kind, self.serial);
         task.data = data.take();
         let key = self.tasks.insert(tag, task);
-        if self.go_on(key) { self.end_at_once(key, data) } else { Submitted::Pending }
+        if self.advance(key) { self.finish_now(key, data) } else { Submitted::Pending }
     }
 
     /// Continues a reset, for a bounded time. Returns true if the reset has ended.
-    fn go_on(&mut self, key: u32) -> bool {
+    fn advance(&mut self, key: u32) -> bool {
         for _ in 0..AT_ONCE {
             let Some(task) = self.tasks.get_mut(key) else { return false };
             let Kind::Reset { at, all, stage } = task.kind else { return false };
@@ -283,7 +283,7 @@ impl ZonedQueue {
                         let stage = Stage::Discarding { from: at, to };
                         task.kind = Kind::Reset { at, all, stage };
                     }
-                    Ok(Reset::Over) => {
+                    Ok(Reset::Finished) => {
                         let size = self.zones.format().size;
                         let next = all.then(|| self.zones.next_resettable(at + size)).flatten();
                         let Some(at) = next else { return true };
@@ -326,7 +326,7 @@ impl ZonedQueue {
     }
 
     /// Processes a completion of the disk below. Returns the task if it has ended.
-    fn ended_below(
+    fn complete_below(
         &mut self,
         key: u32,
         outcome: Result<(), DiskError>,
@@ -350,7 +350,7 @@ impl ZonedQueue {
             }
             Kind::Part { parent } => {
                 self.tasks.remove(key);
-                self.keep_list(data);
+                self.recycle_list(data);
                 let whole = self.tasks.get_mut(parent)?;
                 whole.left = whole.left.saturating_sub(1);
                 whole.outcome = whole.outcome.and(outcome);
@@ -368,7 +368,7 @@ impl ZonedQueue {
     }
 
     fn reset_continues(&mut self, key: u32) -> Option<(u32, Result<(), DiskError>, Segments)> {
-        if !self.go_on(key) {
+        if !self.advance(key) {
             return None;
         }
         self.tasks.remove(key).map(|(tag, task)| (tag, task.outcome, task.data))
@@ -403,11 +403,11 @@ impl Queue for ZonedQueue {
             // A discard has no effect. Only a reset returns space.
             Op::Discard => return Submitted::Done(Ok(())),
             Op::CompareAndWrite { .. } => return Submitted::Done(Err(DiskError::Unsupported)),
-            Op::Flush => return self.hand_down((tag, Kind::Plain), request, data),
+            Op::Flush => return self.submit_below((tag, Kind::Plain), request, data),
             Op::Append { .. } => {
                 let begun = self.zones.begin_append(request.offset, request.len);
                 if let Ok((_, at)) = begun {
-                    self.places.insert(tag, at);
+                    self.appended_at.insert(tag, at);
                 }
                 begun
             }
@@ -427,15 +427,15 @@ impl Queue for ZonedQueue {
     }
 
     fn appended(&mut self, tag: u32) -> Option<u64> {
-        self.places.remove(&tag)
+        self.appended_at.remove(&tag)
     }
 
     fn set_replays(&mut self, replays: bool) {
         self.replays = replays;
     }
 
-    fn takes_turns(&self) -> bool {
-        self.inner.takes_turns()
+    fn schedules_sources(&self) -> bool {
+        self.inner.schedules_sources()
     }
 
     fn begin_turn(&mut self, source: u32) {
@@ -454,7 +454,7 @@ impl Queue for ZonedQueue {
         let mut ended = std::mem::take(&mut self.ended);
         self.inner.reap(&mut |key, outcome, data| ended.push((key, outcome, data)));
         for (key, outcome, data) in ended.drain(..) {
-            if let Some((tag, outcome, data)) = self.ended_below(key, outcome, data) {
+            if let Some((tag, outcome, data)) = self.complete_below(key, outcome, data) {
                 done(tag, outcome, data);
             }
         }
@@ -496,7 +496,7 @@ impl Queue for ZonedQueue {
     }
 
     fn memory_changed(&mut self, table: &DmaTable) {
-        self.spare.clear();
+        self.pooled.clear();
         self.inner.memory_changed(table);
     }
 
@@ -523,7 +523,7 @@ impl Queue for ZonedQueue {
 
 impl Drop for ZonedQueue {
     fn drop(&mut self) {
-        self.zones.forget(&self.bell);
+        self.zones.cancel_waits(&self.bell);
         let keys: Vec<_> = self.tasks.keys().collect();
         for key in keys {
             match self.tasks.get_mut(key).map(|task| task.kind) {

@@ -77,7 +77,7 @@ impl Record {
 impl Layout {
     /// Layout with the largest number of zones that fits a disk of `bytes` bytes.
     pub(super) fn fitting(format: ZoneFormat, block_size: u32, bytes: u64) -> Option<Self> {
-        let mut zones = (bytes / format.size + 1).min(ZoneFormat::MOST);
+        let mut zones = (bytes / format.size + 1).min(ZoneFormat::MAX_ZONES);
         loop {
             let layout = Self::of(format, block_size, zones);
             if zones == 0 {
@@ -157,7 +157,7 @@ pub(super) struct Table {
 
 impl Table {
     /// Number of bytes that [`find`](Self::find) reads.
-    pub(super) const LOOKS_AT: u64 = HEADER as u64;
+    pub(super) const HEADER_BYTES: u64 = HEADER as u64;
 
     /// Interprets the first page of a disk. The zones on it must have the format `wanted`.
     pub(super) fn find(page: &SharedBytes, wanted: ZoneFormat, block_size: u32) -> Found {
@@ -183,11 +183,11 @@ impl Table {
         if word(COVERED / 8) != sum {
             return Found::Else("its zone table header is damaged".to_owned());
         }
-        let is_as_wanted = word(1) == wanted.size
+        let is_same_format = word(1) == wanted.size
             && word(2) == wanted.capacity
             && word(3) == u64::from(block_size)
             && word(4) == u64::from(wanted.extension);
-        if !is_as_wanted {
+        if !is_same_format {
             return Found::Else(format!(
                 "it was made with `zoned={}&zone-capacity={}&zone-extension={}&block-size={}`",
                 word(1),
@@ -197,7 +197,7 @@ impl Table {
             ));
         }
         let zones = word(5);
-        if zones == 0 || zones > ZoneFormat::MOST {
+        if zones == 0 || zones > ZoneFormat::MAX_ZONES {
             return Found::Else("its zone table header is invalid".to_owned());
         }
         let layout = Layout::of(wanted, block_size, zones);
@@ -214,7 +214,7 @@ impl Table {
 
     /// Writes an empty table. The header is written last, so a table without a header is
     /// incomplete.
-    pub(super) fn make(&self) -> Option<()> {
+    pub(super) fn create(&self) -> Option<()> {
         (0..self.layout.zones).try_for_each(|zone| self.store(zone, Record::EMPTY))?;
         self.memory.write_from(0, &self.layout.header())
     }

@@ -22,7 +22,7 @@ fn zones(options: &str) -> ZoneSet {
     let layout = Layout::fitting(format(options).unwrap(), 512, 2 << 20).unwrap();
     let memory = Mapping::anonymous(layout.table_bytes()).unwrap().bytes();
     let table = Table::new(layout, memory);
-    table.make().unwrap();
+    table.create().unwrap();
     ZoneSet::new(table, false)
 }
 
@@ -72,8 +72,8 @@ fn as_many_zones_are_made_as_fit() {
     assert_eq!(count(1 << 30, "zoned=64MiB&zone-capacity=48MiB"), Some(16));
     assert_eq!(count((1 << 20) + SIZE, "zoned=64KiB"), Some(1));
     assert_eq!(count((1 << 20) + SIZE - 512, "zoned=64KiB"), None);
-    assert_eq!(count(1 << 50, "zoned=64KiB"), Some(ZoneFormat::MOST));
-    assert_eq!(count(!511, "zoned=1TiB"), Some(ZoneFormat::MOST));
+    assert_eq!(count(1 << 50, "zoned=64KiB"), Some(ZoneFormat::MAX_ZONES));
+    assert_eq!(count(!511, "zoned=1TiB"), Some(ZoneFormat::MAX_ZONES));
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn a_disk_is_made_into_zones_once() {
 fn a_zone_reset_waits_for_writes_in_flight() {
     let zones = zones("zoned=64KiB");
     let bell = Arc::new(Bell::new().unwrap());
-    assert_eq!(zones.begin_reset(0, (&bell, 1)), Ok(Reset::Over));
+    assert_eq!(zones.begin_reset(0, (&bell, 1)), Ok(Reset::Finished));
     assert_eq!(zones.begin_append(0, 1024), Ok((0, 0)));
     assert_eq!(zones.begin_append(0, 512), Ok((0, 1024)));
     assert_eq!(zones.begin_reset(0, (&bell, 2)), Ok(Reset::Wait));
@@ -151,9 +151,9 @@ fn a_zone_reset_waits_for_writes_in_flight() {
     assert_eq!(zones.begin_reset(0, (&bell, 3)), Ok(Reset::Wait));
     zones.end_reset(0, true);
     assert_eq!((state(&zones, 0), bell.take()), ((ZoneState::Empty, 0), vec![3]));
-    assert_eq!(zones.begin_reset(0, (&bell, 3)), Ok(Reset::Over));
+    assert_eq!(zones.begin_reset(0, (&bell, 3)), Ok(Reset::Finished));
     assert_eq!(zones.begin_write(0, 512, false), Ok(0));
-    zones.forget(&bell);
+    zones.cancel_waits(&bell);
 }
 
 #[test]

@@ -19,7 +19,7 @@ pub(super) struct ZoneSet {
 }
 
 /// Loads all zones from the table. Also returns the number of damaged entries.
-fn load(table: &Table, goes_on: bool) -> (State, u64) {
+fn load(table: &Table, recovers: bool) -> (State, u64) {
     let mut damaged = 0;
     let capacity = table.layout.format.capacity / u64::from(table.layout.block_size);
     let zone = |index| {
@@ -33,7 +33,7 @@ fn load(table: &Table, goes_on: bool) -> (State, u64) {
         if record.has_extension && table.load_extension(index).is_none() {
             record.has_extension = false;
         }
-        if record.state.is_open() && !goes_on {
+        if record.state.is_open() && !recovers {
             let is_used = record.written != 0 || record.has_extension;
             record.state = if is_used { ZoneState::Closed } else { ZoneState::Empty };
         }
@@ -56,10 +56,10 @@ pub(super) struct Piece {
 }
 
 impl ZoneSet {
-    /// Loads the zones of a table. If `goes_on` is true, this process continues for another one and
-    /// open zones stay open. Otherwise the host sees a power cycle, which closes them.
-    pub(super) fn new(table: Table, goes_on: bool) -> Self {
-        let (state, damaged) = load(&table, goes_on);
+    /// Loads the zones of a table. If `recovers` is true, this process continues for another one
+    /// and open zones stay open. Otherwise the host sees a power cycle, which closes them.
+    pub(super) fn new(table: Table, recovers: bool) -> Self {
+        let (state, damaged) = load(&table, recovers);
         Self { state: Mutex::new(state), queues: Mutex::new(0), table, damaged }
     }
 
@@ -106,7 +106,7 @@ impl ZoneSet {
         }
     }
 
-    fn check_place(&self, zone: &Zone, within: u64, len: u64) -> Result<(), DiskError> {
+    fn check_position(&self, zone: &Zone, within: u64, len: u64) -> Result<(), DiskError> {
         Self::check_writable(zone)?;
         let end = within.checked_add(len).ok_or(DiskError::OutOfRange)?;
         if end > self.format().capacity {
@@ -137,7 +137,7 @@ impl ZoneSet {
             zone.in_flight += 1;
             return Ok(index);
         }
-        self.check_place(zone, within, len)?;
+        self.check_position(zone, within, len)?;
         self.advance(&mut state, index, len)?;
         Ok(index)
     }
@@ -238,7 +238,7 @@ impl Zones for ZoneSet {
 
     fn check_write(&self, offset: u64, len: u64) -> Result<(), DiskError> {
         let (index, start) = self.zone_of(offset)?;
-        self.check_place(&self.state.lock().zones[index], offset - start, len)
+        self.check_position(&self.state.lock().zones[index], offset - start, len)
     }
 
     fn check_read(&self, offset: u64, len: u64) -> Result<(), DiskError> {

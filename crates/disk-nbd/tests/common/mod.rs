@@ -26,18 +26,18 @@ pub(crate) const ALL: u16 = transmission::HAS_FLAGS
     | transmission::CAN_MULTI_CONN;
 
 /// Function that returns bytes to send in place of a reply, or `None` for the correct reply.
-pub(crate) type Lie = fn(&Request) -> Option<Vec<u8>>;
+pub(crate) type Violation = fn(&Request) -> Option<Vec<u8>>;
 
 /// Behaviour of the server.
 #[derive(Clone, Default)]
 pub(crate) struct Manner {
     pub(crate) flags: u16,
     pub(crate) structured: bool,
-    pub(crate) lie: Option<Lie>,
+    pub(crate) violation: Option<Violation>,
     /// Error code for each command that has to fail.
     pub(crate) errors: BTreeMap<u16, u32>,
     /// True if requests are accepted and not answered.
-    pub(crate) holds: bool,
+    pub(crate) condition: bool,
     /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
     /// Minimum and maximum size of requests.
@@ -118,10 +118,10 @@ impl Fake {
         self.state.store.lock().connections
     }
 
-    /// Waits until `holds` returns true for the numbers of executed requests by command.
-    pub(crate) fn wait(&self, holds: impl Fn(&BTreeMap<u16, u64>) -> bool) {
+    /// Waits until `condition` returns true for the numbers of executed requests by command.
+    pub(crate) fn wait(&self, condition: impl Fn(&BTreeMap<u16, u64>) -> bool) {
         let mut store = self.state.store.lock();
-        while !holds(&store.counts) {
+        while !condition(&store.counts) {
             assert!(!self.state.changed.wait_for(&mut store, LIMIT).timed_out());
         }
     }
@@ -150,7 +150,7 @@ impl Fake {
     }
 
     /// Ends one connection. The server continues to serve the others.
-    pub(crate) fn hang_up(&self, connection: usize) {
+    pub(crate) fn disconnect(&self, connection: usize) {
         let store = self.state.store.lock();
         let _ = store.sockets[connection].shutdown(Shutdown::Both);
     }
@@ -188,7 +188,7 @@ impl Drop for Fake {
     }
 }
 
-fn gone() -> io::Error {
+fn disconnected() -> io::Error {
     io::ErrorKind::ConnectionReset.into()
 }
 
@@ -245,20 +245,20 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
         let mut data = vec![0; request.payload() as usize];
         socket.read_exact(&mut data)?;
         let mut store = state.store.lock();
-        while store.manner.holds && store.epoch == epoch {
+        while store.manner.condition && store.epoch == epoch {
             state.changed.wait(&mut store);
         }
         if store.epoch != epoch {
-            return Err(gone());
+            return Err(disconnected());
         }
-        if let Some(lie) = store.manner.lie
-            && let Some(lie) = lie(&request)
+        if let Some(violation) = store.manner.violation
+            && let Some(violation) = violation(&request)
         {
             drop(store);
-            socket.write_all(&lie)?;
+            socket.write_all(&violation)?;
             continue;
         }
-        let error = carry_out(&mut store, &request, &data);
+        let error = execute(&mut store, &request, &data);
         *store.counts.entry(request.command).or_default() += 1;
         served += 1;
         if store.manner.hangs_up_after == Some(served) {
@@ -301,7 +301,7 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
     }
 }
 
-fn carry_out(store: &mut Store, request: &Request, data: &[u8]) -> u32 {
+fn execute(store: &mut Store, request: &Request, data: &[u8]) -> u32 {
     if let Some(error) = store.manner.errors.get(&request.command) {
         return *error;
     }

@@ -71,7 +71,7 @@ impl Model {
     }
 
     /// Executes one look of the shipped code.
-    fn look(&self, state: &State) -> State {
+    fn poll(&self, state: &State) -> State {
         let value = AtomicU32::new(0);
         let event_idx = AtomicU32::new(0);
         let register = AtomicU32::new(0);
@@ -84,7 +84,7 @@ impl Model {
             event_idx: &event_idx,
             published: self.size.back(last, state.published),
         });
-        let seen = doorbell.look(RingSize::MAX).unwrap();
+        let seen = doorbell.poll(RingSize::MAX).unwrap();
         let published = doorbell.shadow.unwrap().published;
         State {
             fetched: state.fetched + state.unseen,
@@ -115,7 +115,7 @@ impl Model {
             }
         }
         if state.visible == state.published {
-            visit(quiet(self.look(&state)));
+            visit(quiet(self.poll(&state)));
         } else {
             visit(quiet(State { visible: state.published, ..state }));
         }

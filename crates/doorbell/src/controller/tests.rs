@@ -44,13 +44,13 @@ fn departed(cells: &Cells, entries: u32, at: u16) -> SqTail<&AtomicU32> {
 fn the_register_is_the_truth_without_a_shadow_entry() {
     let cells = Cells::default();
     let mut tail: SqTail<_> = SqTail::new(size(8), &cells.register);
-    assert_eq!(tail.look(), Ok(0));
+    assert_eq!(tail.poll(), Ok(0));
     cells.ring(5);
-    assert_eq!(tail.look(), Ok(5));
+    assert_eq!(tail.poll(), Ok(5));
     cells.ring(2);
-    assert_eq!(tail.look(), Ok(2));
+    assert_eq!(tail.poll(), Ok(2));
     let stats = tail.stats();
-    assert_eq!((stats.looks, stats.found_new, stats.event_idx_moved), (3, 2, 0));
+    assert_eq!((stats.polls, stats.found_new, stats.event_idx_moved), (3, 2, 0));
 }
 
 #[test]
@@ -59,21 +59,21 @@ fn the_register_stays_the_truth_until_the_entry_departs() {
     cells.ring(5);
     cells.shadow(3);
     let mut tail = SqTail::new(size(8), &cells.register);
-    assert_eq!(tail.look(), Ok(5));
+    assert_eq!(tail.poll(), Ok(5));
     tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     assert_eq!(cells.event_idx(), 5);
-    assert_eq!(tail.look(), Ok(5), "the snapshot does not count as a value");
+    assert_eq!(tail.poll(), Ok(5), "the snapshot does not count as a value");
     cells.ring(6);
-    assert_eq!(tail.look(), Ok(6));
+    assert_eq!(tail.poll(), Ok(6));
     assert_eq!(cells.event_idx(), 6, "in step until the entry departs");
     cells.shadow(7);
-    assert_eq!(tail.look(), Ok(7));
+    assert_eq!(tail.poll(), Ok(7));
     // From now on a register write is only a wakeup. A late write does not change the value.
     cells.ring(4);
-    assert_eq!(tail.look(), Ok(7));
+    assert_eq!(tail.poll(), Ok(7));
     // The entry remains the source even if it returns to the value of its snapshot.
     cells.shadow(3);
-    assert_eq!(tail.look(), Ok(3));
+    assert_eq!(tail.poll(), Ok(3));
     assert_eq!(tail.state().truth, Truth::Shadow);
 }
 
@@ -86,7 +86,7 @@ fn the_shadow_entry_is_never_written() {
     let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
     for value in 1..8 {
         cells.ring(value);
-        assert_eq!(tail.look(), Ok(value as u16));
+        assert_eq!(tail.poll(), Ok(value as u16));
         tail.arm(&mut sleeper.prepare());
     }
     assert_eq!(cells.shadow.load(Ordering::Relaxed), 0xdead_beef);
@@ -98,13 +98,13 @@ fn an_invalid_value_is_reported_once_and_never_used() {
         let cells = Cells::default();
         let mut tail = departed(&cells, 8, 3);
         cells.shadow(bad);
-        assert_eq!(tail.look(), Err(InvalidDoorbell { value: bad }));
-        assert_eq!(tail.look(), Ok(3));
-        assert_eq!(tail.look(), Ok(3));
+        assert_eq!(tail.poll(), Err(InvalidDoorbell { value: bad }));
+        assert_eq!(tail.poll(), Ok(3));
+        assert_eq!(tail.poll(), Ok(3));
         cells.shadow(4);
-        assert_eq!(tail.look(), Ok(4));
+        assert_eq!(tail.poll(), Ok(4));
         cells.shadow(bad);
-        assert_eq!(tail.look(), Err(InvalidDoorbell { value: bad }));
+        assert_eq!(tail.poll(), Err(InvalidDoorbell { value: bad }));
         assert_eq!(tail.stats().invalid, 2);
         assert_eq!(tail.last(), 4);
     }
@@ -115,25 +115,25 @@ fn every_position_of_the_largest_queue_is_valid() {
     let cells = Cells::default();
     let mut tail = departed(&cells, 65536, 0);
     cells.shadow(65535);
-    assert_eq!(tail.look(), Ok(65535));
+    assert_eq!(tail.poll(), Ok(65535));
     cells.shadow(65536);
-    assert_eq!(tail.look(), Err(InvalidDoorbell { value: 65536 }));
+    assert_eq!(tail.poll(), Err(InvalidDoorbell { value: 65536 }));
 }
 
 #[test]
 fn a_head_cannot_pass_the_tail() {
     let cells = Cells::default();
     let mut head: CqHead<_> = CqHead::new(size(8), &cells.register);
-    assert_eq!(head.look(3), Ok(0));
+    assert_eq!(head.poll(3), Ok(0));
     cells.ring(4);
-    assert_eq!(head.look(3), Err(InvalidDoorbell { value: 4 }));
-    assert_eq!(head.look(3), Ok(0));
-    assert_eq!(head.look(4), Ok(4), "posted meanwhile");
+    assert_eq!(head.poll(3), Err(InvalidDoorbell { value: 4 }));
+    assert_eq!(head.poll(3), Ok(0));
+    assert_eq!(head.poll(4), Ok(4), "posted meanwhile");
     // A backward move counts as nearly a whole turn forward, which is past the tail.
     cells.ring(3);
-    assert_eq!(head.look(6), Err(InvalidDoorbell { value: 3 }));
+    assert_eq!(head.poll(6), Err(InvalidDoorbell { value: 3 }));
     cells.ring(6);
-    assert_eq!(head.look(6), Ok(6));
+    assert_eq!(head.poll(6), Ok(6));
     assert_eq!(head.stats().invalid, 2);
 }
 
@@ -145,7 +145,7 @@ fn event_idx_follows_at_a_distance() {
     let mut stores = 0;
     for value in (1..=64).chain(1..=64) {
         cells.shadow(value % 64);
-        tail.look().unwrap();
+        tail.poll().unwrap();
         let before = cells.event_idx();
         let behind = (value + 64 - before) % 64;
         assert!((1..=16).contains(&behind), "{value}: {before}");
@@ -162,7 +162,7 @@ fn arming_sets_event_idx_and_disarming_restores_it() {
     let mut tail = departed(&cells, 8, 0);
     let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
     cells.shadow(1);
-    assert_eq!((tail.look(), cells.event_idx()), (Ok(1), 0));
+    assert_eq!((tail.poll(), cells.event_idx()), (Ok(1), 0));
 
     let mut arming = sleeper.prepare();
     tail.arm(&mut arming);
@@ -170,7 +170,7 @@ fn arming_sets_event_idx_and_disarming_restores_it() {
     let mut fenced = arming.fence();
     assert_eq!(tail.recheck(&mut fenced), Ok(1));
     // An additional look within the round does not change EventIdx.
-    assert_eq!((tail.look(), cells.event_idx()), (Ok(1), 1));
+    assert_eq!((tail.poll(), cells.event_idx()), (Ok(1), 1));
     let asleep = fenced.try_sleep();
     assert!(asleep.is_some());
     drop(asleep);
@@ -179,7 +179,7 @@ fn arming_sets_event_idx_and_disarming_restores_it() {
     // The round is repeated at the end of the ring. Disarming has an effect only if the host has
     // not moved.
     cells.shadow(0);
-    assert_eq!(tail.look(), Ok(0));
+    assert_eq!(tail.poll(), Ok(0));
     tail.arm(&mut sleeper.prepare());
     assert_eq!(cells.event_idx(), 0);
     tail.disarm(&sleeper);
@@ -196,7 +196,7 @@ fn an_entry_that_has_not_departed_is_not_disarmed() {
     let mut tail = SqTail::new(size(8), &cells.register);
     tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     cells.ring(3);
-    assert_eq!(tail.look(), Ok(3));
+    assert_eq!(tail.poll(), Ok(3));
     tail.disarm(&Sleeper::<_>::new(AtomicU32::new(0)));
     assert_eq!(cells.event_idx(), 3);
 }
@@ -222,16 +222,16 @@ fn a_queue_pauses_while_its_shadow_page_is_unmapped() {
     let cells = Cells::default();
     let mut tail = departed(&cells, 8, 2);
     cells.shadow(3);
-    assert_eq!(tail.look(), Ok(3));
+    assert_eq!(tail.poll(), Ok(3));
     tail.disable();
     cells.shadow(5);
     cells.ring(7);
-    assert_eq!(tail.look(), Ok(3), "neither the unmapped page nor the register");
+    assert_eq!(tail.poll(), Ok(3), "neither the unmapped page nor the register");
     tail.arm(&mut Sleeper::<_>::new(AtomicU32::new(0)).prepare());
     assert_eq!(cells.event_idx(), 2, "the unmapped page is not written");
     tail.reattach(&cells.shadow, &cells.event_idx);
     assert_eq!(cells.event_idx(), 3);
-    assert_eq!(tail.look(), Ok(5));
+    assert_eq!(tail.poll(), Ok(5));
 }
 
 #[test]
@@ -240,10 +240,10 @@ fn a_register_queue_does_not_depend_on_the_page() {
     let mut tail = SqTail::new(size(8), &cells.register);
     tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     cells.ring(2);
-    assert_eq!(tail.look(), Ok(2));
+    assert_eq!(tail.poll(), Ok(2));
     tail.disable();
     cells.ring(3);
-    assert_eq!(tail.look(), Ok(3));
+    assert_eq!(tail.poll(), Ok(3));
 }
 
 #[test]
@@ -252,10 +252,10 @@ fn new_buffers_for_a_queue_that_has_departed() {
     let mut tail = departed(&old, 8, 5);
     tail.enable(&new.shadow, &new.event_idx).unwrap();
     assert_eq!(tail.state(), DoorbellState { last: 5, truth: Truth::Last, snapshot: Some(0) });
-    assert_eq!(tail.look(), Ok(5), "neither the old register nor the new, untouched entry");
+    assert_eq!(tail.poll(), Ok(5), "neither the old register nor the new, untouched entry");
     assert_eq!(new.event_idx(), 5);
     new.shadow(6);
-    assert_eq!(tail.look(), Ok(6));
+    assert_eq!(tail.poll(), Ok(6));
     assert_eq!(tail.state().truth, Truth::Shadow);
 }
 
@@ -266,21 +266,21 @@ fn a_second_configuration_takes_over_the_pending_value() {
     let mut tail = departed(&cells, 8, 5);
     cells.shadow(6);
     tail.enable(&cells.shadow, &cells.event_idx).unwrap();
-    assert_eq!(tail.look(), Ok(6));
+    assert_eq!(tail.poll(), Ok(6));
     cells.shadow(7);
-    assert_eq!(tail.look(), Ok(7));
+    assert_eq!(tail.poll(), Ok(7));
     // Another entry, with zero.
     let new = Cells::default();
     cells.shadow(0);
     tail.enable(&new.shadow, &new.event_idx).unwrap();
-    assert_eq!((tail.look(), new.event_idx()), (Ok(0), 0));
+    assert_eq!((tail.poll(), new.event_idx()), (Ok(0), 0));
     new.shadow(3);
-    assert_eq!(tail.look(), Ok(3));
+    assert_eq!(tail.poll(), Ok(3));
     // An invalid value is reported, and the position stays.
     new.shadow(8);
     let refused = Err(InvalidDoorbell { value: 8 });
     assert_eq!(tail.enable(&cells.shadow, &cells.event_idx), refused);
-    assert_eq!(tail.look(), Ok(3));
+    assert_eq!(tail.poll(), Ok(3));
 }
 
 #[test]
@@ -289,12 +289,12 @@ fn a_second_configuration_takes_over_a_head_up_to_the_tail() {
     let mut head = CqHead::new(size(8), &old.register);
     head.enable(&old.shadow, &old.event_idx, 0).unwrap();
     old.shadow(1);
-    assert_eq!(head.look(4), Ok(1));
+    assert_eq!(head.poll(4), Ok(1));
     old.shadow(4);
     head.enable(&new.shadow, &new.event_idx, 4).unwrap();
-    assert_eq!(head.look(4), Ok(4));
+    assert_eq!(head.poll(4), Ok(4));
     new.shadow(5);
-    assert_eq!(head.look(6), Ok(5));
+    assert_eq!(head.poll(6), Ok(5));
     new.shadow(7);
     let refused = Err(InvalidDoorbell { value: 7 });
     assert_eq!(head.enable(&old.shadow, &old.event_idx, 6), refused);
@@ -308,9 +308,9 @@ fn an_update_to_the_value_of_the_new_entry_counts_when_it_is_rung() {
     let mut tail = departed(&old, 8, 5);
     tail.enable(&new.shadow, &new.event_idx).unwrap();
     old.ring(4);
-    assert_eq!(tail.look(), Ok(5));
+    assert_eq!(tail.poll(), Ok(5));
     old.ring(0);
-    assert_eq!(tail.look(), Ok(0));
+    assert_eq!(tail.poll(), Ok(0));
     assert_eq!(tail.state().truth, Truth::Shadow);
 }
 
@@ -319,12 +319,12 @@ fn a_doorbell_state_is_resumed_in_another_object() {
     let cells = Cells::default();
     let mut tail = departed(&cells, 8, 2);
     cells.shadow(4);
-    assert_eq!(tail.look(), Ok(4));
+    assert_eq!(tail.poll(), Ok(4));
     let state = tail.state();
     cells.shadow(6);
     let mut tail = SqTail::resume(size(8), &cells.register, state).unwrap();
     tail.reattach(&cells.shadow, &cells.event_idx);
-    assert_eq!(tail.look(), Ok(6));
+    assert_eq!(tail.poll(), Ok(6));
     assert!(SqTail::<_>::resume(size(4), &cells.register, state).is_none(), "outside the ring");
 }
 
@@ -335,11 +335,11 @@ fn a_shadow_entry_is_enabled_when_it_is_mapped() {
     tail.disable();
     cells.ring(2);
     cells.shadow(6);
-    assert_eq!(tail.look(), Ok(2));
+    assert_eq!(tail.poll(), Ok(2));
     tail.reattach(&cells.shadow, &cells.event_idx);
-    assert_eq!(tail.look(), Ok(2), "the first content of the entry is its snapshot");
+    assert_eq!(tail.poll(), Ok(2), "the first content of the entry is its snapshot");
     cells.shadow(3);
-    assert_eq!(tail.look(), Ok(3));
+    assert_eq!(tail.poll(), Ok(3));
 }
 
 #[test]
@@ -348,7 +348,7 @@ fn a_peek_returns_the_next_value_without_consuming_it() {
     let mut tail: SqTail<_> = SqTail::new(size(8), &cells.register);
     cells.ring(5);
     assert_eq!((tail.peek(), tail.last()), (5, 0));
-    assert_eq!(tail.look(), Ok(5));
+    assert_eq!(tail.poll(), Ok(5));
     // While the source of the value is undecided, a peek returns the last value.
     cells.shadow(3);
     tail.enable(&cells.shadow, &cells.event_idx).unwrap();
@@ -357,14 +357,14 @@ fn a_peek_returns_the_next_value_without_consuming_it() {
 
     let mut tail = departed(&cells, 8, 2);
     cells.shadow(7);
-    let (looks, event_idx) = (tail.stats().looks, cells.event_idx());
+    let (polls, event_idx) = (tail.stats().polls, cells.event_idx());
     assert_eq!((tail.peek(), tail.last()), (7, 2));
-    assert_eq!((tail.stats().looks, cells.event_idx()), (looks, event_idx));
+    assert_eq!((tail.stats().polls, cells.event_idx()), (polls, event_idx));
     // A peek returns the last value for values that a look would refuse.
     for invalid in [8, 0x1_0003, u32::MAX] {
         cells.shadow(invalid);
         assert_eq!((tail.peek(), tail.last()), (2, 2), "{invalid:#x}");
     }
     cells.shadow(7);
-    assert_eq!(tail.look(), Ok(7));
+    assert_eq!(tail.poll(), Ok(7));
 }

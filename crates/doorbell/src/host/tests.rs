@@ -16,7 +16,7 @@ fn a_plain_doorbell_is_always_written() {
     let mut host: Host<'_> = HostDoorbell::new(0);
     assert!(host.publish(1));
     assert!(host.publish(2));
-    host.trust();
+    host.enable_shadow();
     assert!(host.publish(3), "no shadow entry is attached");
     assert_eq!(host.current(), 3);
     assert_eq!(host.stats().mmio_needed, 3);
@@ -26,7 +26,7 @@ fn a_plain_doorbell_is_always_written() {
 fn mirrored_then_trusted_then_forgotten() {
     let (shadow, event_idx) = (AtomicU32::new(99), AtomicU32::new(99));
     let mut host: Host<'_> = HostDoorbell::new(5);
-    host.mirror(&shadow, &event_idx);
+    host.attach_shadow(&shadow, &event_idx);
     assert_eq!(
         (load(&shadow), load(&event_idx)),
         (5, 5),
@@ -35,14 +35,14 @@ fn mirrored_then_trusted_then_forgotten() {
     assert!(host.publish(6), "not trusted yet: entry and register");
     assert_eq!(load(&shadow), 6);
 
-    host.trust();
+    host.enable_shadow();
     assert!(!host.publish(7), "EventIdx is at 5");
     event_idx.store(7, Ordering::Relaxed);
     assert!(host.publish(0), "stepped over 7, at the wrap");
     assert!(!host.publish(1));
     assert_eq!(load(&shadow), 1);
 
-    host.forget();
+    host.detach_shadow();
     assert!(host.publish(2));
     assert_eq!(load(&shadow), 1, "the page may be reused by now");
     let stats = host.stats();
@@ -63,8 +63,8 @@ fn the_two_predicates_differ_at_the_end_of_the_update_only() {
 fn a_controller_that_writes_the_shadow_entry_confuses_only_itself() {
     let (shadow, event_idx) = <(AtomicU32, AtomicU32)>::default();
     let mut host: Host<'_> = HostDoorbell::new(0);
-    host.mirror(&shadow, &event_idx);
-    host.trust();
+    host.attach_shadow(&shadow, &event_idx);
+    host.enable_shadow();
     // The host uses its own copy of the old value, not the value in the page.
     shadow.store(1, Ordering::Relaxed);
     assert!(host.publish(1));
@@ -80,10 +80,10 @@ fn a_deferred_value_is_notified_once() {
     let (shadow, event_idx) = <(AtomicU32, AtomicU32)>::default();
     let mut host: Host<'_> = HostDoorbell::new(0);
     assert!(host.publish_deferred(1), "a plain doorbell is written");
-    host.mirror(&shadow, &event_idx);
+    host.attach_shadow(&shadow, &event_idx);
     assert!(host.publish_deferred(2), "a shadow entry is not trusted yet");
     assert!(!host.has_deferred() && !host.needs_notification());
-    host.trust();
+    host.enable_shadow();
 
     assert!(!host.publish_deferred(4));
     assert_eq!((load(&shadow), host.has_deferred()), (4, true), "the value is stored at once");
@@ -105,7 +105,7 @@ fn a_deferred_value_is_notified_once() {
     assert!(host.publish(10), "this update passed 9");
 
     assert!(!host.publish_deferred(11));
-    host.forget();
+    host.detach_shadow();
     assert!(!host.needs_notification(), "no shadow entry is attached any more");
     let stats = host.stats();
     assert_eq!((stats.published, stats.mmio_needed + stats.mmio_saved), (10, 10));
@@ -127,10 +127,10 @@ fn an_event_idx_outside_of_the_ring_requests_no_write() {
         let size = RingSize::new(entries).unwrap();
         host.set_ring(size);
         cell.store(event_idx, Ordering::Relaxed);
-        host.mirror(&shadow, &cell);
-        host.trust();
-        // `mirror` leaves an EventIdx outside of the ring unchanged, and sets any other to the
-        // current value.
+        host.attach_shadow(&shadow, &cell);
+        host.enable_shadow();
+        // `attach_shadow` leaves an EventIdx outside of the ring unchanged, and sets any other to
+        // the current value.
         assert_eq!(load(&cell), if writes == 0 { event_idx } else { 0 });
         cell.store(event_idx, Ordering::Relaxed);
         let mut at = 0;
@@ -151,8 +151,8 @@ fn an_event_idx_outside_of_the_ring_requests_no_write() {
     let (shadow, cell) = (AtomicU32::new(0), AtomicU32::new(0));
     let mut host: Host<'_> = HostDoorbell::new(0xffff);
     host.set_ring(RingSize::new(RingSize::MAX).unwrap());
-    host.mirror(&shadow, &cell);
-    host.trust();
+    host.attach_shadow(&shadow, &cell);
+    host.enable_shadow();
     assert!(host.publish(0));
     cell.store(0, Ordering::Relaxed);
     assert!(host.publish(1));

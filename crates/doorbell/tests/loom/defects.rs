@@ -5,7 +5,7 @@ use loom::thread;
 use shadowbell_doorbell::{Cell, DoorbellState, FullFence, Predicate, Sleeper, SqTail, Truth};
 
 use crate::enabling::{Pages, Updates, configured_again, enable};
-use crate::full::{Ask, full};
+use crate::full::{Request, full};
 use crate::park::{Without, parked};
 use crate::relocate::relocated;
 use crate::rig::{
@@ -36,7 +36,7 @@ fn the_controller_does_not_fence_against_an_inclusive_host() {
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_host_does_not_fence_and_the_controller_waits_for_room() {
-    explore(None, || full::<NoFence, FullFence>(Predicate::Linux, 3, 2, 1, Ask::Arm));
+    explore(None, || full::<NoFence, FullFence>(Predicate::Linux, 3, 2, 1, Request::Arm));
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn after_polling(
             let (cells, wake) = (cells.clone(), wake.clone());
             thread::spawn(move || wake.update(&mut doorbell, Predicate::Linux, &cells.register, 2))
         };
-        while tail.look() == Ok(1) {
+        while tail.poll() == Ok(1) {
             round(&mut tail, &mut sleeper, &wake);
         }
         host.join().unwrap();
@@ -111,7 +111,7 @@ fn the_controller_does_not_arm() {
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_waits_for_room_with_event_idx_at_the_tail() {
-    explore(None, || full::<FullFence, FullFence>(Predicate::Linux, 4, 1, 1, Ask::AtTheTail));
+    explore(None, || full::<FullFence, FullFence>(Predicate::Linux, 4, 1, 1, Request::AtTheTail));
 }
 
 /// The trap handler copies every value to the shadow entry. A posted write that arrives late moves
@@ -206,7 +206,7 @@ fn a_second_configuration_takes_the_pending_value_before_the_snapshot() {
     explore(Some(2), || {
         let host = (8, Predicate::Linux);
         configured_again(host, Pages::Same, Updates::InPlace, &|mut tail, cells| {
-            tail.look().unwrap();
+            tail.poll().unwrap();
             enable_blindly(tail, cells)
         });
     });

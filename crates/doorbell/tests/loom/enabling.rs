@@ -77,7 +77,7 @@ impl Controller {
                 enabled = true;
                 config.completed.store(1, Ordering::Release);
             }
-            let seen = tail.look().unwrap();
+            let seen = tail.poll().unwrap();
             let moved = size.distance(at, seen);
             assert!(moved <= left, "the tail moved backwards");
             entries.fetch(size, at, seen);
@@ -154,13 +154,13 @@ fn our_host_enables_under_load() {
                 let (config, wake) = (config.clone(), wake.clone());
                 thread::spawn(move || {
                     let mut doorbell: HostDoorbell<Word> = HostDoorbell::new(1);
-                    doorbell.mirror(cells.shadow.clone(), cells.event_idx.clone());
+                    doorbell.attach_shadow(cells.shadow.clone(), cells.event_idx.clone());
                     config.submit(&wake);
                     for at in 1..3 {
                         entries.write(at);
                         wake.update(&mut doorbell, predicate, &cells.register, at + 1);
                         if is_set(&config.completed) {
-                            doorbell.trust();
+                            doorbell.enable_shadow();
                         }
                     }
                 })
@@ -187,12 +187,12 @@ fn our_host_wraps_to_the_snapshot() {
                 let (config, wake) = (config.clone(), wake.clone());
                 thread::spawn(move || {
                     let mut doorbell: HostDoorbell<Word> = HostDoorbell::new(0);
-                    doorbell.mirror(cells.shadow.clone(), cells.event_idx.clone());
+                    doorbell.attach_shadow(cells.shadow.clone(), cells.event_idx.clone());
                     config.submit(&wake);
                     entries.write(0);
                     wake.update(&mut doorbell, predicate, &cells.register, 1);
                     room.wait();
-                    doorbell.trust();
+                    doorbell.enable_shadow();
                     for at in [1, 2] {
                         entries.write(at);
                         let next = size.forward(at, 1);
@@ -375,13 +375,13 @@ pub(crate) fn configured_again(
             let tails = [size.forward(from, 1), size.forward(from, 2)];
             match updates {
                 Updates::Both => {
-                    doorbell.mirror(cells.shadow.clone(), cells.event_idx.clone());
+                    doorbell.attach_shadow(cells.shadow.clone(), cells.event_idx.clone());
                     config.submit(&wake);
                     for tail in tails {
                         entries.write(size.back(tail, 1));
                         wake.update(&mut doorbell, predicate, &cells.register, tail);
                         if is_set(&config.completed) {
-                            doorbell.trust();
+                            doorbell.enable_shadow();
                         }
                     }
                 }
@@ -424,12 +424,12 @@ pub(crate) fn configured_again(
             }
         })
     };
-    let has_told = std::cell::Cell::new(false);
+    let has_signalled = std::cell::Cell::new(false);
     let controller = Controller { cells, size, from, count: 2, config, entries: memory };
     controller.run_with(tail, enable, &mut sleeper, &wake, |fetched, enabled| {
         // The host continues only after the controller has fetched all commands before the Doorbell
         // Buffer Config command.
-        if enabled && fetched >= 1 && !has_told.replace(true) {
+        if enabled && fetched >= 1 && !has_signalled.replace(true) {
             is_complete.signal();
         }
     });

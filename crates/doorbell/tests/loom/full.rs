@@ -7,7 +7,7 @@ use crate::rig::{DoorbellCells, PREDICATES, explore, in_use, in_use_head, ring, 
 
 /// Kind of wakeup that the controller requests.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Ask {
+pub(crate) enum Request {
     /// The request of this crate: arms EventIdx.
     Arm,
     /// EventIdx at the completion queue's tail. The wakeup comes only after the last completion was
@@ -22,7 +22,7 @@ pub(crate) fn full<H: Fence, S: Fence>(
     entries: u32,
     head: u16,
     count: u32,
-    ask: Ask,
+    request: Request,
 ) {
     let size = ring(entries);
     let cells = DoorbellCells::at(size.back(head, 1));
@@ -39,7 +39,7 @@ pub(crate) fn full<H: Fence, S: Fence>(
     };
     let mut left = count;
     while left > 0 {
-        let seen = heads.look(tail).unwrap();
+        let seen = heads.poll(tail).unwrap();
         let room = size.entries() - 1 - size.distance(seen, tail);
         if room > 0 {
             tail = size.forward(tail, 1);
@@ -47,9 +47,9 @@ pub(crate) fn full<H: Fence, S: Fence>(
             continue;
         }
         let mut arming = sleeper.prepare();
-        match ask {
-            Ask::Arm => heads.arm(&mut arming),
-            Ask::AtTheTail => {
+        match request {
+            Request::Arm => heads.arm(&mut arming),
+            Request::AtTheTail => {
                 shadowbell_doorbell::Cell::store_release(&cells.event_idx, tail.into())
             }
         }
@@ -67,7 +67,7 @@ fn room_in_a_full_completion_queue_wakes_the_controller() {
     for predicate in PREDICATES {
         for (entries, head) in [(2, 0), (2, 1), (3, 2), (4, 1)] {
             explore(Some(3), move || {
-                full::<FullFence, FullFence>(predicate, entries, head, entries - 1, Ask::Arm);
+                full::<FullFence, FullFence>(predicate, entries, head, entries - 1, Request::Arm);
             });
         }
     }
@@ -93,8 +93,8 @@ fn one_fence_serves_both_queues() {
             // The completion queue of two entries is full, with its tail at 1. The controller
             // executes a command when there are both the command and room for its completion.
             loop {
-                let command = tail.look() == Ok(0);
-                let room = head.look(1) == Ok(1);
+                let command = tail.poll() == Ok(0);
+                let room = head.poll(1) == Ok(1);
                 if command && room {
                     break;
                 }

@@ -77,9 +77,9 @@ impl<F: Fence> Parking<F> {
     }
 }
 
-/// The thread. It first sleeps once with the queue's doorbell armed. Then it parks the queue when
-/// the queue is empty, and sleeps because it has no other work.
-fn tend(
+/// Runs the thread. It first sleeps once with the queue's doorbell armed. Then it parks the queue
+/// when the queue is empty, and sleeps because it has no other work.
+fn run_controller(
     tail: &mut SqTail<Word>,
     own: &mut Sleeper<Word, impl Fence>,
     sleeper: &mut Sleeper<Word>,
@@ -95,7 +95,7 @@ fn tend(
         }
         if !parked {
             let before = tail.last();
-            if tail.look() == Ok(end) {
+            if tail.poll() == Ok(end) {
                 return;
             }
             if tail.last() != before {
@@ -149,7 +149,7 @@ where
             }
         })
     };
-    tend(&mut tail, &mut own, &mut sleeper, &park, 1 + count);
+    run_controller(&mut tail, &mut own, &mut sleeper, &park, 1 + count);
     host.join().unwrap();
 }
 
@@ -186,7 +186,7 @@ fn two_doorbell_writes_for_a_parked_queue_lose_no_wakeup() {
                 is_parked = false;
             }
             if !is_parked {
-                if tails.each_mut().map(|tail| tail.look().unwrap()) == [1, 1] {
+                if tails.each_mut().map(|tail| tail.poll().unwrap()) == [1, 1] {
                     break;
                 }
                 let mut arming = own.prepare();

@@ -108,8 +108,8 @@ impl DoorbellCells {
     /// The host's end, which relies on the shadow entry.
     pub(crate) fn host<F: Fence>(&self, at: u16) -> HostDoorbell<Word, F> {
         let mut host = HostDoorbell::new(at);
-        host.mirror(self.shadow.clone(), self.event_idx.clone());
-        host.trust();
+        host.attach_shadow(self.shadow.clone(), self.event_idx.clone());
+        host.enable_shadow();
         host
     }
 
@@ -230,7 +230,7 @@ pub(crate) fn in_use<F: Fence>(
     let before = size.back(at, 1);
     let (mut host, mut tail) = (cells.host(before), cells.tail(size, before));
     assert!(host.publish(at), "the first update after Doorbell Buffer Config rings");
-    assert_eq!(tail.look(), Ok(at));
+    assert_eq!(tail.poll(), Ok(at));
     (host, tail)
 }
 
@@ -243,12 +243,12 @@ pub(crate) fn in_use_head<F: Fence>(
     let before = size.back(at, 1);
     let (mut host, mut head) = (cells.host(before), cells.head(size, before));
     assert!(host.publish(at), "the first update after Doorbell Buffer Config rings");
-    assert_eq!(head.look(at), Ok(at));
+    assert_eq!(head.poll(at), Ok(at));
     (host, head)
 }
 
-/// The controller until the tail is at `end`: polls, fetches, and sleeps when there is nothing to
-/// fetch. Each turn brings the tail nearer to `end`, because it never moves backwards.
+/// Runs the controller until the tail is at `end`: polls, fetches, and sleeps when there is nothing
+/// to fetch. Each turn brings the tail nearer to `end`, because it never moves backwards.
 pub(crate) fn serve<F: Fence, W: Fence>(
     tail: &mut SqTail<Word>,
     entries: &Entries,
@@ -259,7 +259,7 @@ pub(crate) fn serve<F: Fence, W: Fence>(
     let size = tail.size();
     let mut at = tail.last();
     while at != end {
-        let seen = tail.look().unwrap();
+        let seen = tail.poll().unwrap();
         assert!(size.distance(at, seen) <= size.distance(at, end), "the tail moved backwards");
         entries.fetch(size, at, seen);
         if seen == at {

@@ -137,7 +137,7 @@ fn polling_costs_no_mmio() {
                 }
             });
             for _ in 0..3 {
-                tail.look().unwrap();
+                tail.poll().unwrap();
             }
             host.join().unwrap();
         });
@@ -154,7 +154,7 @@ fn polling_costs_no_mmio() {
             assert!(!doorbell.needs_notification(), "an MMIO write for nothing");
         });
         for _ in 0..3 {
-            tail.look().unwrap();
+            tail.poll().unwrap();
         }
         host.join().unwrap();
     });

@@ -48,7 +48,7 @@ fn two_wakers_share_a_signal_and_lose_no_wakeup() {
             thread::spawn(move || wake.trap(&register, 1))
         });
         loop {
-            let seen = tails.each_mut().map(|tail| tail.look().unwrap());
+            let seen = tails.each_mut().map(|tail| tail.poll().unwrap());
             if seen == [1, 1] {
                 break;
             }
@@ -133,5 +133,5 @@ pub(crate) fn posted(deliver: impl Fn(&DoorbellCells, &Wake, u16) + Send + 'stat
     host.join().unwrap();
     bus.join().unwrap();
     // All writes have arrived, and the tail has not moved back.
-    assert_eq!(tail.look(), Ok(2), "the tail moved backwards");
+    assert_eq!(tail.poll(), Ok(2), "the tail moved backwards");
 }

@@ -11,7 +11,7 @@ use shadowbell_spec::log::{SelfTestLog, TELEMETRY_BLOCK, TelemetryHeader, lid};
 use zerocopy::FromBytes;
 
 /// Size limit of a log page whose size the controller reports.
-const MOST_BYTES: usize = 64 << 20;
+const MAX_BYTES: usize = 64 << 20;
 
 /// Telemetry log page to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl Admin {
         let size = size_of::<PersistentEventLog>();
         let head = self.log_page(request(action::ESTABLISH_AND_HEADER, size))?;
         let head = PersistentEventLog::read_from_bytes(&head).map_err(|_| self.too_short())?;
-        let len = usize::try_from(head.tll.get()).unwrap_or(usize::MAX).clamp(size, MOST_BYTES);
+        let len = usize::try_from(head.tll.get()).unwrap_or(usize::MAX).clamp(size, MAX_BYTES);
         let page = self.log_page(request(action::READ, len));
         self.log_page(request(action::RELEASE, 4))?;
         page

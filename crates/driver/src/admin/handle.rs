@@ -227,9 +227,9 @@ impl Admin {
         lba_status::reports_allocated(&*self.controller, has_command)
     }
 
-    /// Get LBA Status: the allocated blocks of `range`, as at most `most` ranges (and at most 255);
-    /// empty for an empty range. The controller may have to query its storage before it completes
-    /// the command. NVM 1.1, 4.2.1.
+    /// Get LBA Status: the allocated blocks of `range`, as at most `max_ranges` ranges (and at most
+    /// 255); empty for an empty range. The controller may have to query its storage before it
+    /// completes the command. NVM 1.1, 4.2.1.
     ///
     /// Blocks that were written before the submission of the command are reported as allocated,
     /// unless they were deallocated since. Unallocated blocks read as the namespace specifies for
@@ -241,12 +241,12 @@ impl Admin {
         &self,
         nsid: u32,
         range: Range<u64>,
-        most: usize,
+        max_ranges: usize,
     ) -> Result<AllocatedBlocks, CommandError> {
         if range.is_empty() {
             return Ok(AllocatedBlocks { ranges: Vec::new(), until: range.end });
         }
-        lba_status::allocated_blocks(&*self.controller, nsid, range, most)
+        lba_status::allocated_blocks(&*self.controller, nsid, range, max_ranges)
     }
 
     /// Abort: requests the early end of command `cid` of submission queue `sqid`. Returns true if

@@ -44,14 +44,14 @@ pub(super) fn reports_allocated(
     }
 }
 
-/// Get LBA Status for `range`, which must not be empty: at most `most` allocated ranges.
+/// Get LBA Status for `range`, which must not be empty: at most `max_ranges` allocated ranges.
 pub(super) fn allocated_blocks(
     admin: &dyn AdminCommands,
     nsid: u32,
     range: Range<u64>,
-    most: usize,
+    max_ranges: usize,
 ) -> Result<AllocatedBlocks, CommandError> {
-    let count = most.clamp(1, MAX_DESCRIPTORS);
+    let count = max_ranges.clamp(1, MAX_DESCRIPTORS);
     let len = size_of::<LbaStatusList>() + count * size_of::<LbaStatusDescriptor>();
     // RL has 16 bits. For a longer range, RL is 0, which requests all blocks up to the namespace's
     // end.

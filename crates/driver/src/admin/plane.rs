@@ -113,9 +113,9 @@ impl AdminPlane {
 
     /// Leaks the memory of the admin queues, because the controller may still use it. Returns its
     /// size in bytes.
-    pub(crate) fn keep_memory(&self) -> u64 {
+    pub(crate) fn leak_memory(&self) -> u64 {
         std::mem::forget(self.queue.take_buffers());
-        self.memory.keep()
+        self.memory.leak()
     }
 
     fn buffer(&self, len: usize) -> Result<Buffer, DmaError> {

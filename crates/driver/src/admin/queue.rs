@@ -30,7 +30,7 @@ enum Owner {
     /// An Asynchronous Event Request.
     Event,
     /// No owner: the completion is discarded.
-    Nobody,
+    Discarded,
 }
 
 struct AdminQueueState {
@@ -90,18 +90,18 @@ impl AdminQueue {
         state.core.limit_transfer(limit);
     }
 
-    /// See [`shadowbell_doorbell::HostDoorbell::mirror`].
-    pub(crate) fn mirror(&self, sq: ShadowCells, cq: ShadowCells) {
+    /// See [`shadowbell_doorbell::HostDoorbell::attach_shadow`].
+    pub(crate) fn attach_shadow(&self, sq: ShadowCells, cq: ShadowCells) {
         let mut state = self.lock();
-        state.core.sq_doorbell.mirror(sq);
-        state.core.cq_doorbell.mirror(cq);
+        state.core.sq_doorbell.attach_shadow(sq);
+        state.core.cq_doorbell.attach_shadow(cq);
     }
 
-    /// See [`shadowbell_doorbell::HostDoorbell::forget`].
-    pub(crate) fn forget_shadow(&self) {
+    /// See [`shadowbell_doorbell::HostDoorbell::detach_shadow`].
+    pub(crate) fn detach_shadow(&self) {
         let mut state = self.lock();
-        state.core.sq_doorbell.forget();
-        state.core.cq_doorbell.forget();
+        state.core.sq_doorbell.detach_shadow();
+        state.core.cq_doorbell.detach_shadow();
     }
 
     pub(crate) fn stats(&self) -> QueueStats {
@@ -135,7 +135,7 @@ impl AdminQueue {
             match state.core.submit(zerocopy::transmute!(sqe), buffer, Command::admin(transfer)) {
                 Ok(token) => {
                     state.core.ring().map_err(refused)?;
-                    break state.own(token);
+                    break state.register_wait(token);
                 }
                 Err(full) if matches!(full.reason, QueueError::Full { .. }) => {
                     drop(state);
@@ -215,7 +215,7 @@ impl AdminQueue {
         state.reap();
         let Ok(token) = state.submit(sqe) else { return false };
         if let Some(owner) = state.owners.get_mut(token.index()) {
-            *owner = Owner::Nobody;
+            *owner = Owner::Discarded;
         }
         state.core.ring().is_ok()
     }
@@ -256,7 +256,7 @@ impl AdminQueueState {
     }
 
     /// Registers a wait for the submitted command. Returns its ticket.
-    fn own(&mut self, token: Token) -> u64 {
+    fn register_wait(&mut self, token: Token) -> u64 {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         if let Some(owner) = self.owners.get_mut(token.index()) {
@@ -278,7 +278,7 @@ impl AdminQueueState {
                     }
                 }
                 Some(Owner::Event) => ring |= self.event(&completion),
-                Some(Owner::Nobody) | None => {}
+                Some(Owner::Discarded) | None => {}
             }
         }
         // A failure of the register write is ignored here: the next command reports it.

@@ -14,7 +14,7 @@ use std::task::{Context, Poll};
 
 /// Result of a successful I/O command.
 #[derive(Debug)]
-pub struct Done {
+pub struct Completed {
     /// Command specific result, dword 0.
     pub dw0: u32,
     /// The buffer that the command was submitted with.
@@ -44,7 +44,7 @@ enum Stage {
     Active(u32),
     /// Not submitted, because the request was invalid or its memory was not available.
     Refused(IoError),
-    Over,
+    Finished,
 }
 
 impl Io {
@@ -53,7 +53,7 @@ impl Io {
     }
 
     /// Creates a future of another command for the same queue.
-    pub fn another(&self, command: Command, buffer: Option<Buffer>) -> Self {
+    pub fn for_same_queue(&self, command: Command, buffer: Option<Buffer>) -> Self {
         Self::new(Arc::clone(&self.handle), command, buffer)
     }
 
@@ -74,12 +74,12 @@ impl Io {
         &mut self,
         (command, buffer, ticket): (MetadataCommand, Option<Buffer>, Option<u64>),
         context: &Context<'_>,
-    ) -> Poll<Result<Done, IoError>> {
-        let leave = |state: &mut AsyncState, index| {
+    ) -> Poll<Result<Completed, IoError>> {
+        let store_metadata = |state: &mut AsyncState, index| {
             state.with_metadata.insert(index, command);
         };
-        let outcome = self.enter(command.command, buffer, ticket, context, leave);
-        self.stage = match std::mem::replace(&mut self.stage, Stage::Over) {
+        let outcome = self.enter(command.command, buffer, ticket, context, store_metadata);
+        self.stage = match std::mem::replace(&mut self.stage, Stage::Finished) {
             Stage::New { buffer, ticket, .. } => {
                 Stage::NewWithMetadata(Box::new((command, buffer, ticket)))
             }
@@ -89,22 +89,22 @@ impl Io {
     }
 
     /// Takes a free op and puts it into the inbox, or waits for a free op. For a command with
-    /// metadata, `leave` stores the metadata part under the op's index.
+    /// metadata, `store_metadata` stores the metadata part under the op's index.
     fn enter(
         &mut self,
         command: Command,
         buffer: Option<Buffer>,
         ticket: Option<u64>,
         context: &Context<'_>,
-        leave: impl FnOnce(&mut AsyncState, u32),
-    ) -> Poll<Result<Done, IoError>> {
+        store_metadata: impl FnOnce(&mut AsyncState, u32),
+    ) -> Poll<Result<Completed, IoError>> {
         let shared = self.handle.shared();
         let waker = context.waker().clone();
         let mut state = shared.lock();
         if let Some(reason) = state.failed.clone() {
             // The queue has failed: this future fails, and the next waiter is woken to fail as
             // well.
-            let freed = state.leave(ticket);
+            let freed = state.remove_waiter(ticket);
             drop(state);
             freed.wake_next();
             return Poll::Ready(Err(IoError { kind: IoErrorKind::Queue(reason), buffer }));
@@ -112,9 +112,9 @@ impl Io {
         let first = state.waiters.front().map(|waiter| waiter.ticket);
         let index = if first.is_none() || first == ticket { state.free.pop() } else { None };
         let Some(index) = index else {
-            if state.is_late(ticket) {
+            if state.has_timed_out(ticket) {
                 // The command was never submitted to the controller, so the buffer can be returned.
-                let freed = state.leave(ticket);
+                let freed = state.remove_waiter(ticket);
                 drop(state);
                 freed.wake_next();
                 return Poll::Ready(Err(shared.queue_full(command.opcode, buffer)));
@@ -129,8 +129,8 @@ impl Io {
             self.stage = Stage::New { command, buffer, ticket: Some(ticket) };
             return Poll::Pending;
         };
-        let freed = state.leave(ticket);
-        leave(&mut state, index);
+        let freed = state.remove_waiter(ticket);
+        store_metadata(&mut state, index);
         if let Some(op) = state.op(index) {
             op.opcode = command.opcode;
             op.state = OpState::Queued(command, buffer);
@@ -147,7 +147,11 @@ impl Io {
     }
 
     /// Takes the result of the op, if it is complete.
-    fn take_outcome(&mut self, index: u32, context: &Context<'_>) -> Poll<Result<Done, IoError>> {
+    fn take_outcome(
+        &mut self,
+        index: u32,
+        context: &Context<'_>,
+    ) -> Poll<Result<Completed, IoError>> {
         let shared = self.handle.shared();
         let waker = context.waker().clone();
         let mut state = shared.lock();
@@ -155,12 +159,12 @@ impl Io {
         let Some(op) = state.op(index) else { return Poll::Pending };
         let opcode = op.opcode;
         let outcome = match std::mem::replace(&mut op.state, OpState::Free) {
-            OpState::Done(outcome) => outcome,
+            OpState::Completed(outcome) => outcome,
             OpState::Expired => {
                 // The op remains in use until the controller completes the command.
                 op.state = OpState::Abandoned;
                 drop(state);
-                self.stage = Stage::Over;
+                self.stage = Stage::Finished;
                 return Poll::Ready(Err(shared.timed_out(opcode)));
             }
             OpState::Queued(_, buffer) if failed.is_some() => {
@@ -180,7 +184,7 @@ impl Io {
         };
         let freed = state.free_op(index);
         drop(state);
-        self.stage = Stage::Over;
+        self.stage = Stage::Finished;
         freed.wake_next();
         Poll::Ready(outcome.and_then(|completion| finish(opcode, completion)))
     }
@@ -197,7 +201,7 @@ impl Io {
                 op.state = OpState::Cancelled;
                 (buffer, None, None)
             }
-            OpState::Done(outcome) => (None, Some(outcome), Some(state.free_op(index))),
+            OpState::Completed(outcome) => (None, Some(outcome), Some(state.free_op(index))),
             // In flight: the completion frees the op and its buffer.
             _ => (None, None, None),
         };
@@ -211,43 +215,43 @@ fn queue_failed(failed: Option<QueueError>, qid: u16) -> IoErrorKind {
     IoErrorKind::Queue(failed.unwrap_or(QueueError::Detached { qid }))
 }
 
-fn finish(opcode: u8, completion: Completion) -> Result<Done, IoError> {
+fn finish(opcode: u8, completion: Completion) -> Result<Completed, IoError> {
     let Completion { status, dw0, buffer, .. } = completion;
     match status.into_result() {
-        Ok(()) => Ok(Done { dw0, buffer }),
+        Ok(()) => Ok(Completed { dw0, buffer }),
         Err(status) => Err(IoError { kind: IoErrorKind::Status { opcode, status, dw0 }, buffer }),
     }
 }
 
 impl Future for Io {
-    type Output = Result<Done, IoError>;
+    type Output = Result<Completed, IoError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        match std::mem::replace(&mut self.stage, Stage::Over) {
+        match std::mem::replace(&mut self.stage, Stage::Finished) {
             Stage::New { command, buffer, ticket } => {
                 self.enter(command, buffer, ticket, context, |_, _| {})
             }
             Stage::NewWithMetadata(new) => self.enter_with_metadata(*new, context),
             Stage::Active(index) => self.take_outcome(index, context),
             Stage::Refused(error) => Poll::Ready(Err(error)),
-            Stage::Over => panic!("an I/O future was polled after it was ready"),
+            Stage::Finished => panic!("an I/O future was polled after it was ready"),
         }
     }
 }
 
 impl Drop for Io {
     fn drop(&mut self) {
-        match std::mem::replace(&mut self.stage, Stage::Over) {
+        match std::mem::replace(&mut self.stage, Stage::Finished) {
             Stage::New { ticket: ticket @ Some(_), .. } => {
                 // If a free op was meant for this future, the next waiter gets it.
                 let mut state = self.handle.shared().lock();
-                let freed = state.leave(ticket);
+                let freed = state.remove_waiter(ticket);
                 drop(state);
                 freed.wake_next();
             }
             Stage::NewWithMetadata(new) if new.2.is_some() => {
                 let mut state = self.handle.shared().lock();
-                let freed = state.leave(new.2);
+                let freed = state.remove_waiter(new.2);
                 drop(state);
                 freed.wake_next();
             }
@@ -255,7 +259,7 @@ impl Drop for Io {
             Stage::New { ticket: None, .. }
             | Stage::NewWithMetadata(_)
             | Stage::Refused(_)
-            | Stage::Over => {}
+            | Stage::Finished => {}
         }
     }
 }
@@ -268,7 +272,7 @@ impl std::fmt::Debug for Io {
             Stage::NewWithMetadata(_) => "new or waiting, with metadata",
             Stage::Active(_) => "queued or in flight",
             Stage::Refused(_) => "refused",
-            Stage::Over => "over",
+            Stage::Finished => "over",
         };
         f.debug_struct("Io").field("stage", &stage).finish_non_exhaustive()
     }

@@ -31,6 +31,6 @@ mod shared;
 mod thread;
 mod worker;
 
-pub use self::future::{Done, Io, Transfer, Unit};
+pub use self::future::{Completed, Io, Transfer, Unit};
 pub use self::namespace::AsyncNamespace;
 pub use self::queue::AsyncQueue;

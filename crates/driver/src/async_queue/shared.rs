@@ -42,7 +42,7 @@ pub(super) enum OpState {
     /// In flight, and its future was dropped or has failed.
     Abandoned,
     /// Completed; the result waits for the future.
-    Done(Result<Completion, IoError>),
+    Completed(Result<Completion, IoError>),
 }
 
 /// A future that waits for a free [`Op`].
@@ -51,7 +51,7 @@ pub(super) struct Waiter {
     pub(super) waker: Waker,
     pub(super) deadline: Option<Instant>,
     /// The deadline has passed: the future fails with a timeout.
-    pub(super) late: bool,
+    pub(super) timed_out: bool,
 }
 
 pub(super) struct AsyncState {
@@ -203,7 +203,7 @@ impl AsyncState {
     }
 
     /// Removes the waiter with this ticket. Returns the waker of the next waiter.
-    pub(super) fn leave(&mut self, ticket: Option<u64>) -> FreedOp {
+    pub(super) fn remove_waiter(&mut self, ticket: Option<u64>) -> FreedOp {
         // The waiter is usually the first in the list.
         let at = self.waiters.iter().position(|waiter| Some(waiter.ticket) == ticket);
         let stale = at.and_then(|at| self.waiters.remove(at)).map(|waiter| waiter.waker);
@@ -226,7 +226,7 @@ impl AsyncState {
         let ticket = self.next_ticket;
         self.next_ticket = ticket.wrapping_add(1);
         let deadline = Instant::now().checked_add(timeout);
-        self.waiters.push_back(Waiter { ticket, waker, deadline, late: false });
+        self.waiters.push_back(Waiter { ticket, waker, deadline, timed_out: false });
         (ticket, None)
     }
 
@@ -236,7 +236,7 @@ impl AsyncState {
     }
 
     /// True if the deadline of the waiter with this ticket has passed.
-    pub(super) fn is_late(&mut self, ticket: Option<u64>) -> bool {
-        self.waiter(ticket).is_some_and(|waiter| waiter.late)
+    pub(super) fn has_timed_out(&mut self, ticket: Option<u64>) -> bool {
+        self.waiter(ticket).is_some_and(|waiter| waiter.timed_out)
     }
 }

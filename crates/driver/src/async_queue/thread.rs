@@ -19,7 +19,7 @@ fn run(mut worker: Worker, shared: &AsyncShared) {
     loop {
         let busy = worker.step(shared);
         if worker.is_over(shared) {
-            return worker.end(shared);
+            return worker.shut_down(shared);
         }
         if !busy && !worker.spin(shared) {
             worker.sleep(shared);

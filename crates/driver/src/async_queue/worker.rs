@@ -133,7 +133,7 @@ impl Worker {
                 Err(Refused { buffer, .. }) if command.tag_source() == TagSource::Given => {
                     // Commands with stored metadata take this path because the plain submission
                     // refuses them. So other commands do not pay for the lookup.
-                    submit_given(&mut self.queue, shared, index, buffer)
+                    submit_op_with_metadata(&mut self.queue, shared, index, buffer)
                 }
                 outcome => outcome,
             };
@@ -162,7 +162,7 @@ impl Worker {
             op.deadline = None;
             match op.state {
                 OpState::Submitted | OpState::Expired => {
-                    op.state = OpState::Done(outcome);
+                    op.state = OpState::Completed(outcome);
                     self.wakers.extend(op.waker.take());
                 }
                 // The future was dropped or has failed. Its buffer is dropped after the unlock.
@@ -201,8 +201,8 @@ impl Worker {
         }
         let expired = self.wakers.len();
         for waiter in &mut state.waiters {
-            if !waiter.late && waiter.deadline.is_some_and(|deadline| deadline <= now) {
-                waiter.late = true;
+            if !waiter.timed_out && waiter.deadline.is_some_and(|deadline| deadline <= now) {
+                waiter.timed_out = true;
                 self.wakers.push(waiter.waker.clone());
             }
         }
@@ -275,7 +275,7 @@ impl Worker {
         for (index, _, buffer) in self.batch.drain(..) {
             if let Some(op) = state.op(index) {
                 let kind = IoErrorKind::Queue(error.clone());
-                op.state = OpState::Done(Err(IoError { kind, buffer }));
+                op.state = OpState::Completed(Err(IoError { kind, buffer }));
             }
         }
         for op in &mut state.ops {
@@ -283,7 +283,7 @@ impl Worker {
         }
         state.inbox.clear();
         // Each waiter that fails wakes the next one.
-        let freed = state.leave(None);
+        let freed = state.remove_waiter(None);
         drop(state);
         self.complete(shared);
         self.wakers.drain(..).for_each(Waker::wake);
@@ -292,11 +292,11 @@ impl Worker {
     }
 
     /// Ends the queue. Futures that are polled later fail.
-    pub(super) fn end(self, shared: &AsyncShared) {
+    pub(super) fn shut_down(self, shared: &AsyncShared) {
         let mut state = shared.lock();
         state.stats = self.queue.stats();
         state.failed.get_or_insert(QueueError::Detached { qid: shared.qid });
-        let freed = state.leave(None);
+        let freed = state.remove_waiter(None);
         drop(state);
         freed.wake_next();
         // The drop of `self` also drops the queue pair, which deletes it in the controller.
@@ -305,7 +305,7 @@ impl Worker {
 
 /// Submits the command with metadata of the op `index`.
 #[cold]
-fn submit_given(
+fn submit_op_with_metadata(
     queue: &mut QueuePair,
     shared: &AsyncShared,
     index: u32,

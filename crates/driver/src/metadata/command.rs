@@ -79,11 +79,11 @@ impl MetadataCommand {
 
     /// True if the controller inserts and strips the metadata, so that they are not transferred.
     fn strips(&self) -> bool {
-        self.fields.prinfo & PRINFO_PRACT != 0 && self.format.is_protection_alone()
+        self.fields.prinfo & PRINFO_PRACT != 0 && self.format.is_protection_only()
     }
 
     /// The maximum number of blocks of a command that transfers `bytes` bytes of data.
-    pub(crate) fn most_blocks(&self, bytes: u64) -> u64 {
+    pub(crate) fn max_blocks_of(&self, bytes: u64) -> u64 {
         bytes / self.step()
     }
 

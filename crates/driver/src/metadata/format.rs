@@ -87,7 +87,7 @@ impl BlockMetadata {
     /// True if metadata consist of protection information alone. Then a controller can insert and
     /// strip all metadata, and plain commands can be used.
     #[must_use]
-    pub fn is_protection_alone(&self) -> bool {
+    pub fn is_protection_only(&self) -> bool {
         self.protection_size() == usize::from(self.size)
     }
 
@@ -181,10 +181,10 @@ mod tests {
         assert_eq!(format(0, 1, None), Ok(None));
         let known = |ms, pit, elbaf| format(ms, pit, elbaf).unwrap().unwrap();
         let plain = known(8, 0, Some(3 << 7 | 5));
-        assert_eq!((plain.protection_size(), plain.is_protection_alone()), (0, false));
+        assert_eq!((plain.protection_size(), plain.is_protection_only()), (0, false));
         assert!(plain.is_extended() && plain.checks() == 0);
-        assert!(known(8, 1, None).is_protection_alone());
-        assert!(!known(16, 2, Some(0)).is_protection_alone());
+        assert!(known(8, 1, None).is_protection_only());
+        assert!(!known(16, 2, Some(0)).is_protection_only());
         let wide = known(64, 3, Some(2 << 7));
         assert_eq!((wide.guard(), wide.protection_at()), (GuardKind::Crc64, 48));
         for (ms, pit, elbaf) in [

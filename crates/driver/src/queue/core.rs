@@ -16,9 +16,9 @@ use std::sync::Arc;
 
 /// Reciprocal of the fraction of the published outstanding commands: as soon as the unpublished
 /// commands reach 1/2 of them, the tail is published.
-const UNPUBLISHED_PART: u32 = 2;
+const UNPUBLISHED_DIVISOR: u32 = 2;
 /// Number of unpublished commands at which the tail is published in any case.
-const UNPUBLISHED_MOST: u32 = 16;
+const MAX_UNPUBLISHED: u32 = 16;
 
 /// Bits of the command identifier (CDW0 31:16) in the first word of an entry.
 const CID: u64 = 0xffff_0000;
@@ -45,7 +45,7 @@ pub(super) struct Slot {
 }
 
 /// Components of a [`Core`].
-pub(crate) struct CoreParts {
+pub(crate) struct CoreConfig {
     pub(crate) qid: u16,
     pub(crate) sq: Ring<{ Sqe::SIZE }>,
     pub(crate) sq_size: RingSize,
@@ -97,7 +97,7 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    pub(crate) fn new(parts: CoreParts) -> Self {
+    pub(crate) fn new(parts: CoreConfig) -> Self {
         // One submission queue entry always remains empty, and the number of outstanding commands
         // is below the completion queue's length. So neither queue overflows, even if the device
         // misbehaves.
@@ -268,9 +268,9 @@ impl Core {
     /// Writes the batch to the queue.
     #[inline]
     pub(super) fn flush(&mut self) {
-        let held = self.sqe_batch.held() as u32;
-        if held != 0 {
-            self.sqe_batch.flush(&self.sq, u32::from(self.sq_size.back(self.sq_tail, held)));
+        let staged = self.sqe_batch.staged() as u32;
+        if staged != 0 {
+            self.sqe_batch.flush(&self.sq, u32::from(self.sq_size.back(self.sq_tail, staged)));
         }
     }
 
@@ -359,13 +359,13 @@ impl Core {
     pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         let unpublished = self.sq_size.distance(self.sq_published, self.sq_tail);
         let published = self.outstanding() as u32 - unpublished.min(self.outstanding() as u32);
-        let due =
-            unpublished >= (published / UNPUBLISHED_PART).min(UNPUBLISHED_MOST) && unpublished != 0;
+        let due = unpublished >= (published / UNPUBLISHED_DIVISOR).min(MAX_UNPUBLISHED)
+            && unpublished != 0;
         // The results of these functions are returned in registers: see
         // `shadowbell_memory::SqeBatch`.
         if !due {
             self.ring_cq_doorbell_if_short()?;
-        } else if published >= UNPUBLISHED_MOST {
+        } else if published >= MAX_UNPUBLISHED {
             self.publish_deferred()?;
         } else {
             self.ring()?;
@@ -464,7 +464,7 @@ impl Core {
         self.stats.completed += 1;
         self.reported_sq_head = word as u16;
         if (word >> 16) as u16 != self.qid {
-            self.bad_sq_head(word as u16, (word >> 16) as u16);
+            self.record_bad_sq_head(word as u16, (word >> 16) as u16);
         }
         Some(Completion {
             token: Token { cid, slot },
@@ -508,12 +508,12 @@ impl Core {
             self.sq_head = head;
         } else {
             self.reported_sq_head = self.sq_head;
-            self.bad_sq_head(head, self.qid);
+            self.record_bad_sq_head(head, self.qid);
         }
     }
 
     #[cold]
-    fn bad_sq_head(&mut self, head: u16, sq_id: u16) {
+    fn record_bad_sq_head(&mut self, head: u16, sq_id: u16) {
         if self.stats.bad_sq_heads == 0 {
             tracing::warn!(
                 qid = self.qid,

@@ -47,14 +47,14 @@ impl Doorbell {
     }
 
     /// Adds a shadow entry. The entry is written, but the controller is not yet relied on to read
-    /// it: see [`HostDoorbell::mirror`].
-    pub(crate) fn mirror(&mut self, shadow: ShadowCells) {
-        self.host.mirror(shadow.value, shadow.event_idx);
+    /// it: see [`HostDoorbell::attach_shadow`].
+    pub(crate) fn attach_shadow(&mut self, shadow: ShadowCells) {
+        self.host.attach_shadow(shadow.value, shadow.event_idx);
     }
 
-    /// See [`HostDoorbell::trust`].
-    pub(crate) fn trust(&mut self) {
-        self.host.trust();
+    /// See [`HostDoorbell::enable_shadow`].
+    pub(crate) fn enable_shadow(&mut self) {
+        self.host.enable_shadow();
     }
 
     /// Sets an eventfd to signal instead of register writes. The controller reads the value from
@@ -65,10 +65,10 @@ impl Doorbell {
         }
     }
 
-    /// See [`HostDoorbell::forget`].
-    pub(crate) fn forget(&mut self) {
+    /// See [`HostDoorbell::detach_shadow`].
+    pub(crate) fn detach_shadow(&mut self) {
         self.set_eventfd(None);
-        self.host.forget();
+        self.host.detach_shadow();
     }
 
     /// The number of updates that needed no register write because of the shadow entry.

@@ -1,6 +1,6 @@
 //! Memory of queues: one region that is shared with the device once.
 
-use super::core::{Core, CoreParts};
+use super::core::{Core, CoreConfig};
 use super::doorbell::Doorbell;
 use super::layout::QueueLayout;
 use crate::dma::{DmaError, Region};
@@ -114,7 +114,7 @@ impl QueueMemory {
         let [sq, _] = self.sizes(sq);
         let slots = sq.entries().min(shape.cq.entries()) as usize - 1;
         let [sq_doorbell, cq_doorbell] = doorbells;
-        let core = Core::new(CoreParts {
+        let core = Core::new(CoreConfig {
             qid,
             sq: Ring::over(&sq_bytes, sq.entries())?,
             sq_size: sq,
@@ -130,7 +130,7 @@ impl QueueMemory {
     }
 
     /// Leaks the memory, because the controller may still use it. Returns its size in bytes.
-    pub(crate) fn keep(&self) -> u64 {
+    pub(crate) fn leak(&self) -> u64 {
         std::mem::forget(Arc::clone(&self.region));
         self.region.len()
     }

@@ -182,7 +182,7 @@ impl RetryTable {
         if self.should_resubmit(core, slot, late, status) {
             let late = LateCommand { repeats: late.repeats + 1, ..late };
             core.stats.repeated += 1;
-            if self.write_again(core, slot, late) {
+            if self.resubmit(core, slot, late) {
                 // A failure of the register write is ignored here: the next call that rings the
                 // doorbell reports it.
                 let _ = core.ring();
@@ -219,7 +219,7 @@ impl RetryTable {
 
     /// Writes the command in `slot` to the submission queue again, with a new identifier. A later
     /// completion with the old identifier is ignored.
-    fn write_again(&mut self, core: &mut Core, slot: u16, late: LateCommand) -> bool {
+    fn resubmit(&mut self, core: &mut Core, slot: u16, late: LateCommand) -> bool {
         let generation = core.generation;
         let Some(entry) = core.slots.get_mut(usize::from(slot)) else { return false };
         entry.ticks = 0;
@@ -279,7 +279,7 @@ impl RetryTable {
                 // submission.
                 let written = match late {
                     None => write_slot(core, slot),
-                    Some(late) => self.write_again(core, slot, late),
+                    Some(late) => self.resubmit(core, slot, late),
                 };
                 if !written {
                     self.end(core, slot, &mut restarted);
@@ -289,7 +289,7 @@ impl RetryTable {
             let cid = core.slots.get(usize::from(slot)).map_or(0, |slot| slot.cid);
             let late = late.unwrap_or(LateCommand::new(cid, LateState::Resubmitted));
             let again = LateCommand { repeats: late.repeats.saturating_add(1), ..late };
-            if self.may_repeat(core, slot, late) && self.write_again(core, slot, again) {
+            if self.may_repeat(core, slot, late) && self.resubmit(core, slot, again) {
                 restarted.repeated += 1;
             } else {
                 self.end(core, slot, &mut restarted);
@@ -401,7 +401,7 @@ mod tests {
     use super::*;
     use crate::command::Command;
     use crate::prp::PrpLists;
-    use crate::queue::core::CoreParts;
+    use crate::queue::core::CoreConfig;
     use crate::queue::doorbell::Register;
     use shadowbell_doorbell::RingSize;
     use shadowbell_memory::{Mapping, Protection, Ring};
@@ -415,7 +415,7 @@ mod tests {
         let sq = Mapping::from_fd(file, 0, 4096, Protection::ReadWrite).unwrap();
         let size = RingSize::new(ENTRIES).unwrap();
         let doorbell = || Doorbell::new(Register::Mapped(page().cell(0).unwrap()));
-        let core = Core::new(CoreParts {
+        let core = Core::new(CoreConfig {
             qid: 1,
             sq: Ring::over(&sq.bytes(), ENTRIES).unwrap(),
             sq_size: size,

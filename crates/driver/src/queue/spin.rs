@@ -41,7 +41,7 @@ pub(crate) struct SpinWindow {
     /// Number of sleeps until the next trial. `trial_interval` is its value after the last trial.
     until_trial: u32,
     trial_interval: u32,
-    others: YieldBackoff,
+    yield_backoff: YieldBackoff,
 }
 
 /// Number of consecutive long waits that are tolerated before the window is shortened.
@@ -53,8 +53,9 @@ const SLEEPS_BETWEEN_TRIALS: std::ops::RangeInclusive<u32> = 16..=1024;
 impl SpinWindow {
     pub(crate) fn new(policy: SpinPolicy) -> Self {
         let trial_interval = *SLEEPS_BETWEEN_TRIALS.start();
-        let (poll, others) = (AdaptivePoll::new(policy.max, policy.max), YieldBackoff::new());
-        Self { policy, poll, missed: 0, until_trial: trial_interval, trial_interval, others }
+        let (poll, yield_backoff) =
+            (AdaptivePoll::new(policy.max, policy.max), YieldBackoff::new());
+        Self { policy, poll, missed: 0, until_trial: trial_interval, trial_interval, yield_backoff }
     }
 
     /// Time to poll now.
@@ -66,7 +67,7 @@ impl SpinWindow {
     /// continues afterwards, because a thread that yields does not delay the controller, and
     /// notices completions sooner than a thread that sleeps.
     pub(crate) fn yield_cpu(&mut self, waited: Duration) {
-        self.others.backoff(waited);
+        self.yield_backoff.backoff(waited);
     }
 
     fn is_trial(&self) -> bool {
@@ -117,24 +118,24 @@ mod tests {
         SpinWindow::new(SpinPolicy { max: us(max), adaptive: true })
     }
 
-    /// Simulates a wait for a device with latency `takes`. Returns the polling time, and true if
+    /// Simulates a wait for a device with latency `latency`. Returns the polling time, and true if
     /// the wait slept.
-    fn wait(spin: &mut SpinWindow, takes: u64) -> (Duration, bool) {
-        let (takes, window) = (us(takes), spin.window());
-        let slept = window < takes;
-        spin.waited(if slept { takes + WAKEUP } else { takes });
-        (window.min(takes), slept)
+    fn wait(spin: &mut SpinWindow, latency: u64) -> (Duration, bool) {
+        let (latency, window) = (us(latency), spin.window());
+        let slept = window < latency;
+        spin.waited(if slept { latency + WAKEUP } else { latency });
+        (window.min(latency), slept)
     }
 
     /// Simulates `count` waits. Returns the averages of the second half: polling time and sleeps
     /// per wait.
-    fn waits(spin: &mut SpinWindow, takes: &[u64], count: usize) -> (f64, f64) {
+    fn waits(spin: &mut SpinWindow, latency: &[u64], count: usize) -> (f64, f64) {
         let all: Vec<_> =
-            takes.iter().cycle().take(count).map(|takes| wait(spin, *takes)).collect();
+            latency.iter().cycle().take(count).map(|latency| wait(spin, *latency)).collect();
         let half = &all[count / 2..];
-        let each = |sum: f64| sum / half.len() as f64;
-        let polled = each(half.iter().map(|(polled, _)| polled.as_secs_f64() * 1e6).sum());
-        (polled, each(half.iter().filter(|(_, slept)| *slept).count() as f64))
+        let per_wait = |sum: f64| sum / half.len() as f64;
+        let polled = per_wait(half.iter().map(|(polled, _)| polled.as_secs_f64() * 1e6).sum());
+        (polled, per_wait(half.iter().filter(|(_, slept)| *slept).count() as f64))
     }
 
     #[test]
@@ -166,9 +167,9 @@ mod tests {
     #[test]
     fn rare_long_waits_do_not_change_the_window() {
         let mut spin = adaptive(50);
-        let mut takes = vec![35; 20];
-        takes.extend([900, 900]);
-        let (_, slept) = waits(&mut spin, &takes, 2200);
+        let mut latency = vec![35; 20];
+        latency.extend([900, 900]);
+        let (_, slept) = waits(&mut spin, &latency, 2200);
         assert!((slept - 2.0 / 22.0).abs() < 1e-9, "{slept} sleeps");
     }
 

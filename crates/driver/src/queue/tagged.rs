@@ -26,7 +26,8 @@ impl Core {
         let command = Command::from_parts(parts);
         match command.tag_source() {
             TagSource::LbaTag(_) => self.submit_tagged(slot, buffer, command).map_err(Box::new),
-            // A `Given` command without stored tags is refused: only `submit_given` can submit it.
+            // A `Given` command without stored tags is refused: only `submit_with_tags` can submit
+            // it.
             TagSource::Nothing | TagSource::Given => {
                 Err(Box::new(self.refuse(slot, Some(reason), buffer)))
             }
@@ -35,7 +36,7 @@ impl Core {
 
     /// Submits a command with its tags and metadata pointer.
     #[inline(never)]
-    pub(crate) fn submit_given(
+    pub(crate) fn submit_with_tags(
         &mut self,
         given: &MetadataCommand,
         buffer: Option<Buffer>,

@@ -31,7 +31,7 @@ impl InterruptWait {
     }
 
     /// Forgets the last wakeup, so that the next sleep consumes stale signals.
-    pub(super) fn forget_wakeup(&mut self) {
+    pub(super) fn clear_wakeup(&mut self) {
         self.completed_at_wakeup = None;
     }
 

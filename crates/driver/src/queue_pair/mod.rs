@@ -131,7 +131,7 @@ impl QueuePair {
         command: &MetadataCommand,
         buffer: Option<Buffer>,
     ) -> Result<Token, Refused> {
-        self.queue.core.submit_given(command, buffer)
+        self.queue.core.submit_with_tags(command, buffer)
     }
 
     /// Publishes all submitted commands to the controller, with at most one doorbell write.
@@ -191,8 +191,8 @@ impl QueuePair {
         if self.controller.state().epoch() == self.queue.handled_epoch {
             None
         } else {
-            self.interrupt.forget_wakeup();
-            self.queue.pop_ended(&self.controller).map(Box::new)
+            self.interrupt.clear_wakeup();
+            self.queue.pop_aborted(&self.controller).map(Box::new)
         }
     }
 
@@ -300,7 +300,7 @@ impl QueuePair {
     fn handle_state_change(&mut self) -> Result<(), QueueError> {
         // The queues may be created again, so after the last wakeup the event may or may not have a
         // stale signal.
-        self.interrupt.forget_wakeup();
+        self.interrupt.clear_wakeup();
         self.queue.handle_state_change(&self.controller)
     }
 

@@ -15,7 +15,7 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::Abort;
 
 /// A value that the state epoch never has.
-const EPOCH_ENDED: u32 = u32::MAX;
+const EPOCH_UNHANDLED: u32 = u32::MAX;
 /// Number of controller resets that are tried for a queue that cannot be created again.
 const TRIES: u32 = 6;
 /// Maximum number of Abort commands in flight. The controller's limit (ACL) also applies.
@@ -35,7 +35,7 @@ pub(super) struct RecoverableQueue {
     /// Number of completed controller resets at the time when the queues were created.
     generation: u32,
     /// Buffers of ended commands that the controller may still write to.
-    kept: Vec<Buffer>,
+    retired_buffers: Vec<Buffer>,
 }
 
 impl RecoverableQueue {
@@ -55,7 +55,7 @@ impl RecoverableQueue {
             handled_epoch: epoch,
             ticked_epoch: epoch,
             generation,
-            kept: Vec::new(),
+            retired_buffers: Vec::new(),
         }
     }
 
@@ -92,7 +92,7 @@ impl RecoverableQueue {
                     continue;
                 }
                 Condition::Detached => return Err(QueueError::Detached { qid: self.core.qid() }),
-                Condition::Over { quiet } => {
+                Condition::Failed { quiet } => {
                     return self.end(controller, &state.failure_reason(), quiet);
                 }
             }
@@ -109,7 +109,7 @@ impl RecoverableQueue {
                 Ok(true) => {
                     // While completions of ended commands are pending, `pop` must call this
                     // function again. So the epoch is not recorded as handled.
-                    self.handled_epoch = if self.has_ended() { EPOCH_ENDED } else { epoch };
+                    self.handled_epoch = if self.has_ended() { EPOCH_UNHANDLED } else { epoch };
                     return Ok(());
                 }
                 Ok(false) => {}
@@ -127,7 +127,7 @@ impl RecoverableQueue {
 
     /// Takes the completion of an ended command, after the last regular completion.
     #[cold]
-    pub(super) fn pop_ended(&mut self, controller: &AttachedController) -> Option<Completion> {
+    pub(super) fn pop_aborted(&mut self, controller: &AttachedController) -> Option<Completion> {
         // An error is ignored here: the next call that rings the doorbell reports it.
         let _ = self.handle_state_change(controller);
         self.retries.take_ended(&mut self.core).or_else(|| self.pop())
@@ -137,7 +137,7 @@ impl RecoverableQueue {
     /// that the controller may still write to.
     pub(super) fn take_buffers(&mut self) -> Vec<Buffer> {
         let mut buffers = self.core.take_buffers();
-        buffers.append(&mut self.kept);
+        buffers.append(&mut self.retired_buffers);
         buffers
     }
 
@@ -149,8 +149,8 @@ impl RecoverableQueue {
         quiet: bool,
     ) -> Result<(), QueueError> {
         let before = self.core.stats().ended;
-        let kept = self.retries.end_all(&mut self.core, why, quiet);
-        self.kept.extend(kept);
+        let retired_buffers = self.retries.end_all(&mut self.core, why, quiet);
+        self.retired_buffers.extend(retired_buffers);
         let ended = self.core.stats().ended - before;
         if ended != 0 {
             count(&controller.counters.ended, ended);
@@ -209,7 +209,7 @@ impl RecoverableQueue {
         count(&controller.counters.queues_recreated, 1);
         let deleted = io_queues.delete_at_controller(controller.plane(), qid);
         deleted.map_err(|error| error.to_string())?;
-        self.create_again(controller, &mut io_queues)?;
+        self.create_queues(controller, &mut io_queues)?;
         Ok(true)
     }
 
@@ -225,14 +225,14 @@ impl RecoverableQueue {
             return Ok(false);
         }
         count(&controller.counters.queues_restored, 1);
-        self.create_again(controller, &mut io_queues)?;
+        self.create_queues(controller, &mut io_queues)?;
         self.generation = generation;
         Ok(false)
     }
 
     /// Creates the queues again, after the controller has deleted them, and submits repeatable
     /// outstanding commands again.
-    fn create_again(
+    fn create_queues(
         &mut self,
         controller: &AttachedController,
         io_queues: &mut IoQueueTable,

@@ -43,7 +43,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `policy`, `ticks`, `stats` | options, timeouts in ticks, counters |
-//! | `watchdog` | the watchdog thread, for any type that implements `Watched` |
+//! | `watchdog` | the watchdog thread, for any type that implements `WatchedController` |
 //! | `reset` | controller reset, and failure of the controller |
 //! | `watch` | watchdog actions for an attached controller |
 //!
@@ -62,4 +62,4 @@ pub use self::stats::RecoveryStats;
 pub(crate) use self::stats::{Counters, count};
 pub(crate) use self::ticks::TimeoutTicks;
 pub(crate) use self::watch::{check_status, read_events};
-pub(crate) use self::watchdog::{WatchIntervals, Watchdog, Watched};
+pub(crate) use self::watchdog::{WatchIntervals, Watchdog, WatchedController};

@@ -3,7 +3,7 @@
 use super::stats::count;
 use crate::admin::AdminCommands;
 use crate::attached_controller::AttachedController;
-use crate::configure::configure_again;
+use crate::configure::reconfigure;
 use crate::controller_state::{Condition, Phase};
 use crate::device::StateError;
 use crate::io_queues::IoQueueTable;
@@ -15,7 +15,7 @@ const TRIES: u32 = 5;
 /// Failure of an attempt to reset the controller.
 enum ResetError {
     /// The controller was removed or is unreachable.
-    Gone(String),
+    Removed(String),
     /// Another failure: a further attempt may succeed.
     Other(String),
 }
@@ -23,8 +23,8 @@ enum ResetError {
 impl From<StateError> for ResetError {
     fn from(error: StateError) -> Self {
         match error {
-            StateError::Absent | StateError::Transport(TransportError::Gone { .. }) => {
-                Self::Gone(error.to_string())
+            StateError::Absent | StateError::Transport(TransportError::Disconnected { .. }) => {
+                Self::Removed(error.to_string())
             }
             _ => Self::Other(error.to_string()),
         }
@@ -53,7 +53,7 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
     count(&counters.resets, 1);
     tracing::warn!("{name}: {why}; resetting the controller");
     admin.queue.fail_all();
-    io_queues.forget_live();
+    io_queues.clear_live();
     let mut last = String::new();
     for attempt in 1..=TRIES {
         count(&counters.reset_tries, 1);
@@ -62,7 +62,7 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
                 tracing::info!("{name} works again after a reset");
                 return state.end_reset();
             }
-            Err(ResetError::Gone(why)) => {
+            Err(ResetError::Removed(why)) => {
                 let why = format!("{name} failed during a reset: {why}");
                 count(&counters.removed, 1);
                 tracing::error!("{why}; all outstanding commands end");
@@ -75,7 +75,7 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
             }
         }
     }
-    count(&counters.given_up, 1);
+    count(&counters.failed, 1);
     let quiet = admin.device.disable().is_ok() || admin.device.transport.reset().is_ok();
     let why = format!("{name} failed, because it could not be reset ({last})");
     tracing::error!("{why}; all outstanding commands end");
@@ -100,16 +100,16 @@ fn try_reset(
             }
         }
         Err(error) => {
-            if let gone @ ResetError::Gone(_) = ResetError::from(error) {
-                return Err(gone);
+            if let removed @ ResetError::Removed(_) = ResetError::from(error) {
+                return Err(removed);
             }
             transport.reset().map_err(other)?;
         }
     }
-    io_queues.end_quarantine();
+    io_queues.release_quarantined();
     let no_room = || ResetError::Other("the admin queues have no room in memory".into());
     admin.device.enable(admin.restart().ok_or_else(no_room)?)?;
     controller.enabled.note_nssro();
     controller.enabled.reconnect_admin_interrupt().map_err(other)?;
-    configure_again(admin, &controller.info).map_err(ResetError::Other)
+    reconfigure(admin, &controller.info).map_err(ResetError::Other)
 }

@@ -25,7 +25,7 @@ pub struct RecoveryStats {
     /// 1 if the controller was removed or its connection broke.
     pub removed: u64,
     /// 1 if the controller failed because it could not be reset.
-    pub given_up: u64,
+    pub failed: u64,
     /// Commands that were submitted again when their queue was created again.
     pub repeated: u64,
     /// Commands that the driver ended with Command Aborted By Host.
@@ -60,7 +60,7 @@ counters!(
     fatal,
     subsystem_resets,
     removed,
-    given_up,
+    failed,
     repeated,
     ended,
     namespaces_read

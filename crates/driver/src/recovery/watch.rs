@@ -2,14 +2,14 @@
 
 use super::reset::{handle_removal, reset};
 use super::stats::count;
-use super::watchdog::Watched;
+use super::watchdog::WatchedController;
 use crate::admin::{AdminCommands, LogRequest, identify_namespaces, read_log_page};
 use crate::attached_controller::AttachedController;
 use crate::controller_state::Condition;
 use crate::transport::TransportError;
 use shadowbell_spec::log::{ChangedNamespaces, lid};
 
-impl Watched for AttachedController {
+impl WatchedController for AttachedController {
     fn tick(&self) -> bool {
         self.state().tick();
         self.wake_sleepers();
@@ -19,10 +19,10 @@ impl Watched for AttachedController {
     }
 
     fn check_status(&self) -> bool {
-        let goes_on = check_status(self);
+        let is_attached = check_status(self);
         // Sleeping queues are woken in any case, so that they notice a change of the state.
         self.wake_sleepers();
-        goes_on
+        is_attached
     }
 }
 
@@ -33,11 +33,13 @@ pub(crate) fn check_status(controller: &AttachedController) -> bool {
     match state.condition() {
         Condition::Live => {}
         Condition::Resetting => return true,
-        Condition::Detached | Condition::Over { .. } => return false,
+        Condition::Detached | Condition::Failed { .. } => return false,
     }
     let name = controller.name();
     match controller.plane().device.csts() {
-        Err(error @ TransportError::Gone { .. }) => handle_removal(controller, &error.to_string()),
+        Err(error @ TransportError::Disconnected { .. }) => {
+            handle_removal(controller, &error.to_string())
+        }
         Err(error) => tracing::debug!("the status of {name} was not read: {error}"),
         Ok(csts) if csts.into_bits() == u32::MAX => {
             handle_removal(

@@ -8,7 +8,7 @@ use std::thread::{JoinHandle, ThreadId, current};
 use std::time::{Duration, Instant};
 
 /// A watched object.
-pub(crate) trait Watched: Send + Sync {
+pub(crate) trait WatchedController: Send + Sync {
     /// Called for every tick. Returns true to request a status check, because a command takes long
     /// or memory pages were lost.
     fn tick(&self) -> bool;
@@ -42,13 +42,16 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    pub(crate) fn spawn(watched: Weak<dyn Watched>, intervals: WatchIntervals) -> io::Result<Self> {
+    pub(crate) fn spawn(
+        target: Weak<dyn WatchedController>,
+        intervals: WatchIntervals,
+    ) -> io::Result<Self> {
         let control = Arc::new(WatchdogControl::default());
         let thread = std::thread::Builder::new().name("shadowbell-watchdog".into()).spawn({
             let control = Arc::clone(&control);
             move || {
                 let _guard = AbortOnPanic::new();
-                watch(&watched, &control, intervals);
+                watch(&target, &control, intervals);
             }
         })?;
         let id = thread.thread().id();
@@ -74,7 +77,11 @@ impl Watchdog {
     }
 }
 
-fn watch(watched: &Weak<dyn Watched>, control: &WatchdogControl, intervals: WatchIntervals) {
+fn watch(
+    target: &Weak<dyn WatchedController>,
+    control: &WatchdogControl,
+    intervals: WatchIntervals,
+) {
     let mut checked = Instant::now();
     loop {
         let mut stopped = control.stopped.lock();
@@ -86,11 +93,11 @@ fn watch(watched: &Weak<dyn Watched>, control: &WatchdogControl, intervals: Watc
         // A paused watchdog skips this tick, because the last handle may be about to be dropped.
         // The guard is declared before the strong reference, so it is dropped later.
         let Some(_watching) = control.watching.try_lock() else { continue };
-        let Some(watched) = watched.upgrade() else { return };
-        let is_due = watched.tick();
+        let Some(target) = target.upgrade() else { return };
+        let is_due = target.tick();
         if is_due || checked.elapsed() >= intervals.status {
             checked = Instant::now();
-            if !watched.check_status() {
+            if !target.check_status() {
                 return;
             }
         }

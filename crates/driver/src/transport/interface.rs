@@ -10,7 +10,7 @@ use thiserror::Error;
 /// An implementation is shared by all queue pairs and the admin queue. Only
 /// [`write_doorbell`](Self::write_doorbell) is on the data path. All other methods may block, but
 /// only for a limited time: an implementation that waits for a peer needs a timeout, after which it
-/// returns [`TransportError::Gone`].
+/// returns [`TransportError::Disconnected`].
 pub trait Transport: Send + Sync {
     /// Human-readable name of the device: a path or a PCI address.
     fn name(&self) -> &str;
@@ -108,22 +108,22 @@ pub trait Transport: Send + Sync {
 #[non_exhaustive]
 pub enum TransportError {
     /// The device is unreachable: all further operations fail until the program attaches again.
-    #[error("lost the connection to {device} ({doing}: {source})")]
-    Gone {
+    #[error("lost the connection to {device} ({operation}: {source})")]
+    Disconnected {
         /// Name of the device ([`Transport::name`]).
         device: String,
         /// Failed operation.
-        doing: &'static str,
+        operation: &'static str,
         /// Cause of the failure.
         source: BoxError,
     },
     /// One operation failed; other operations may succeed.
-    #[error("{device}: {doing} failed: {source}")]
+    #[error("{device}: {operation} failed: {source}")]
     Failed {
         /// Name of the device ([`Transport::name`]).
         device: String,
         /// Failed operation.
-        doing: &'static str,
+        operation: &'static str,
         /// Cause of the failure.
         source: BoxError,
     },

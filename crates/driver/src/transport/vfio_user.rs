@@ -1,7 +1,7 @@
 //! vfio-user transport: a controller behind a UNIX socket.
 
 use super::interface::{Transport, TransportError};
-use ::shadowbell_vfio_user::client::{Client, ClientError, ClientIoFds, Options, Share};
+use ::shadowbell_vfio_user::client::{Client, ClientError, ClientIoFds, DmaRange, Options};
 use ::shadowbell_vfio_user::device::{DmaUnmap, irq, region};
 use parking_lot::Mutex;
 use shadowbell_memory::{EventFd, Mapping, PeerDescriptor, Protection, SharedBytes, Signals};
@@ -54,11 +54,11 @@ impl VfioUser {
     pub fn connect(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, TransportError> {
         let path = path.as_ref();
         let name = format!("vfio-user:{}", path.display());
-        let failed = |doing| {
+        let failed = |operation| {
             let device = name.clone();
             move |source: ClientError| TransportError::Failed {
                 device,
-                doing,
+                operation,
                 source: source.into(),
             }
         };
@@ -66,9 +66,9 @@ impl VfioUser {
         let client = Client::connect(path, options).map_err(failed("connecting"))?;
         let info = client.device_info().map_err(failed("asking about the device"))?;
         let bar0 = client.region_info(region::BAR0).map_err(failed("asking about BAR0"))?;
-        let other = |doing, what: String| TransportError::Failed {
+        let other = |operation, what: String| TransportError::Failed {
             device: name.clone(),
-            doing,
+            operation,
             source: what.into(),
         };
         if !bar0.readable || !bar0.writable || bar0.size < BAR0_MIN {
@@ -108,16 +108,16 @@ impl VfioUser {
         Ok(transport)
     }
 
-    fn failed(&self, doing: &'static str, source: ClientError) -> TransportError {
+    fn failed(&self, operation: &'static str, source: ClientError) -> TransportError {
         let device = self.name.clone();
         match source {
             ClientError::Refused { .. }
             | ClientError::Unsendable { .. }
             | ClientError::TooManyMaps { .. } => {
-                TransportError::Failed { device, doing, source: source.into() }
+                TransportError::Failed { device, operation, source: source.into() }
             }
             // Any other error breaks the connection, so the device is unreachable.
-            _ => TransportError::Gone { device, doing, source: source.into() },
+            _ => TransportError::Disconnected { device, operation, source: source.into() },
         }
     }
 
@@ -130,9 +130,9 @@ impl VfioUser {
         if !self.shared.lock().iter().any(|(_, mapping)| lost(mapping)) {
             return Ok(());
         }
-        Err(TransportError::Gone {
+        Err(TransportError::Disconnected {
             device: self.name.clone(),
-            doing: "checking shared memory",
+            operation: "checking shared memory",
             source: "its server has removed pages from the memory".into(),
         })
     }
@@ -258,7 +258,7 @@ impl Transport for VfioUser {
             });
         };
         let iova = mapping.address() as u64;
-        let share = Share {
+        let share = DmaRange {
             iova,
             len: mapping.len() as u64,
             readable: true,

@@ -10,13 +10,13 @@ use std::sync::{Arc, mpsc};
 pub(crate) struct Direct(pub(crate) Emulated);
 
 impl Direct {
-    fn failed(doing: &'static str, why: impl ToString) -> TransportError {
+    fn failed(operation: &'static str, why: impl ToString) -> TransportError {
         let source = why.to_string().into();
-        TransportError::Failed { device: "direct".into(), doing, source }
+        TransportError::Failed { device: "direct".into(), operation, source }
     }
 
-    fn wait(doing: &'static str, done: &mpsc::Receiver<()>) -> Result<(), TransportError> {
-        done.recv_timeout(LIMIT).map_err(|e| Self::failed(doing, e))
+    fn wait(operation: &'static str, done: &mpsc::Receiver<()>) -> Result<(), TransportError> {
+        done.recv_timeout(LIMIT).map_err(|e| Self::failed(operation, e))
     }
 }
 

@@ -542,9 +542,9 @@ impl Transport for Fake {
     fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError> {
         let mut state = self.state();
         if state.broken_doorbells {
-            return Err(TransportError::Gone {
+            return Err(TransportError::Disconnected {
                 device: "fake".into(),
-                doing: "ringing a doorbell",
+                operation: "ringing a doorbell",
                 source: "it is broken".into(),
             });
         }

@@ -149,7 +149,7 @@ fn a_dropped_future_leaves_its_buffer_to_the_device() {
     let others: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
     assert!(others.iter().all(|other| other.bytes().address() != bytes.address()));
     drop(others);
-    wait::moment();
+    wait::short_pause();
     fake.complete(0);
     assert_eq!(bytes.read::<u8>(4095), Some(0x5a), "the device wrote to the buffer");
     wait_for(|| pool.available() == 64);
@@ -162,7 +162,7 @@ fn an_unpolled_future_submits_nothing() {
     fake.with(|state| state.hold = true);
     drop(disk.read(0, pool.take().unwrap()));
     assert_eq!(pool.available(), 64);
-    wait::moment();
+    wait::short_pause();
     assert!(fake.state().held.is_empty());
 }
 
@@ -226,8 +226,8 @@ fn an_unwanted_slot_goes_to_the_next_future() {
     let Setup { fake, disk, .. } = setup();
     fake.with(|state| state.hold = true);
     let count = Arc::new(Count::default());
-    let mut under_way: Vec<_> = (0..15).map(|i| disk.verify(i, 1)).collect();
-    under_way.iter_mut().for_each(|future| assert!(poll_once(future, &count).is_pending()));
+    let mut in_flight: Vec<_> = (0..15).map(|i| disk.verify(i, 1)).collect();
+    in_flight.iter_mut().for_each(|future| assert!(poll_once(future, &count).is_pending()));
     let (first, second) = (Arc::new(Count::default()), Arc::new(Count::default()));
     let mut waits = disk.verify(100, 1);
     let mut waits_too = disk.verify(101, 1);
@@ -235,7 +235,7 @@ fn an_unwanted_slot_goes_to_the_next_future() {
     assert!(poll_once(&mut waits_too, &second).is_pending());
     wait_for(|| fake.state().held.len() == 15);
     fake.complete(0);
-    wait_for(|| poll_once(&mut under_way[0], &count).is_ready());
+    wait_for(|| poll_once(&mut in_flight[0], &count).is_ready());
     assert_eq!(first.0.load(Ordering::SeqCst), 1);
     assert_eq!(second.0.load(Ordering::SeqCst), 0);
     drop(waits);

@@ -298,7 +298,7 @@ fn a_host_computes_and_checks_protection_information() {
         // with plain commands.
         let strips = ProtectionFields { prinfo: tags.prinfo | PRINFO_PRACT, ..tags };
         let read = host.namespace.read_with_metadata(lba, blocks, strips).unwrap();
-        let alone = host.namespace.metadata().unwrap().is_protection_alone();
+        let alone = host.namespace.metadata().unwrap().is_protection_only();
         assert_eq!(
             (read.buffer_bytes() == 33 * 512, host.namespace.unusable().is_none()),
             (alone, alone)

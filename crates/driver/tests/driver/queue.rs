@@ -365,7 +365,7 @@ fn waiting_sleeps_until_the_interrupt() {
     let waker = queue.waker().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            wait::moment();
+            wait::short_pause();
             waker.signal();
         });
         assert!(!queue.wait(None).unwrap());
@@ -384,7 +384,7 @@ fn waiting_polls_without_an_interrupt() {
     assert!(!queue.wait(Some(soon)).unwrap());
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            wait::moment();
+            wait::short_pause();
             fake.complete(0);
         });
         assert!(queue.wait(None).unwrap());

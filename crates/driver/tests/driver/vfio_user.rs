@@ -3,11 +3,11 @@
 use crate::fake::Fake;
 use crate::{impatient, options};
 use ::shadowbell_vfio_user::device::{
-    Area, DeviceInfo, DmaMap, DmaUnmap, IrqData, IrqInfo, Later, Mapping as RegionMapping,
+    Area, Deferral, DeviceInfo, DmaMap, DmaUnmap, IrqData, IrqInfo, Mapping as RegionMapping,
     RegionInfo, SetIrqs, irq, region,
 };
 use ::shadowbell_vfio_user::server::{Handle, Limits};
-use ::shadowbell_vfio_user::{Device, Done, Errno, Listener, Reactor};
+use ::shadowbell_vfio_user::{Completer, Device, Errno, Listener, Reactor};
 use shadowbell_driver::{
     AttachOptions, Controller, DmaError, Doorbells, Recovery, SpinPolicy, Transport,
     TransportError, VfioUser,
@@ -70,7 +70,7 @@ impl Device for Served {
         Ok(IrqInfo { count, eventfd: true, ..IrqInfo::default() })
     }
 
-    fn disconnected(&mut self, done: Done) {
+    fn disconnected(&mut self, done: Completer) {
         self.fake.with(|state| {
             state.reset();
             state.irqs.clear();
@@ -99,7 +99,7 @@ impl Device for Served {
         region: u32,
         offset: u64,
         data: &[u8],
-        _: &mut Later<'_>,
+        _: &mut Deferral<'_>,
     ) -> Result<(), Errno> {
         if region == region::CONFIG {
             let mut board = self.board.lock().unwrap();
@@ -153,13 +153,13 @@ impl Device for Served {
         Ok(())
     }
 
-    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done) {
+    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Completer) {
         let DmaUnmap::Range { iova, len } = unmap else { panic!("not all at once") };
         self.fake.with(|state| state.dma.unmap(iova, len)).unwrap();
         done.ok();
     }
 
-    fn reset(&mut self, done: Done) {
+    fn reset(&mut self, done: Completer) {
         self.fake.reset().unwrap();
         let mut board = self.board.lock().unwrap();
         board.config[COMMAND as usize..][..2].fill(0);
@@ -232,7 +232,7 @@ fn exceeding_the_servers_dma_limit_is_no_disconnect() {
     };
     let failed = DmaError::Transport(TransportError::Failed {
         device: controller.name().to_owned(),
-        doing: "sharing memory",
+        operation: "sharing memory",
         source: "the server allows 4 ranges of mapped memory, and all are in use".into(),
     });
     assert_eq!(error.to_string(), failed.to_string());

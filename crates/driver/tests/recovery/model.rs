@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
 /// Maximum number of blocks of a command.
-const MOST: u64 = 16;
+const MAX_BLOCKS: u64 = 16;
 /// Contents of a block after `version` writes; version 0 is zeroes.
 fn fill(block: u64, version: u64) -> [u8; BLOCK] {
     let mut bytes = [0; BLOCK];
@@ -126,7 +126,7 @@ impl Program {
     /// Chooses an operation that conflicts with none in flight, and records its effect.
     fn choose(&mut self) -> Option<Op> {
         let random = self.draw();
-        let blocks = [1, 8, 8, 8, MOST][(random >> 8) as usize % 5];
+        let blocks = [1, 8, 8, 8, MAX_BLOCKS][(random >> 8) as usize % 5];
         let lba = self.first + (random >> 16) % (self.versions.len() as u64 - blocks);
         let kind = match random % 100 {
             0..45 => Kind::Read,
@@ -260,10 +260,12 @@ impl Program {
 
     /// Reads every block once more.
     pub(crate) fn read_all(&mut self, queue: &mut QueuePair, pool: &BufferPool) {
-        for lba in (self.first..self.first + self.versions.len() as u64).step_by(MOST as usize) {
-            let range = self.range(lba, MOST);
+        for lba in
+            (self.first..self.first + self.versions.len() as u64).step_by(MAX_BLOCKS as usize)
+        {
+            let range = self.range(lba, MAX_BLOCKS);
             self.busy[range].fill(true);
-            let op = Op { kind: Kind::Read, lba, blocks: MOST, began: Instant::now() };
+            let op = Op { kind: Kind::Read, lba, blocks: MAX_BLOCKS, began: Instant::now() };
             self.submit(queue, op, pool.take().expect("a buffer"));
             while self.ops.iter().any(Option::is_some) {
                 let _ = queue.wait(Some(Instant::now() + LIMIT)).unwrap();

@@ -1,10 +1,10 @@
 //! The real controller behind a real vfio-user socket.
 
 use ::shadowbell_vfio_user::device::{
-    DeviceInfo, DmaMap, DmaUnmap, IrqData, IrqInfo, Later, RegionInfo, SetIrqs, irq, region,
+    Deferral, DeviceInfo, DmaMap, DmaUnmap, IrqData, IrqInfo, RegionInfo, SetIrqs, irq, region,
 };
 use ::shadowbell_vfio_user::server::{Handle, Limits};
-use ::shadowbell_vfio_user::{Device, Done, Errno, Listener, Reactor};
+use ::shadowbell_vfio_user::{Completer, Device, Errno, Listener, Reactor};
 use shadowbell_controller::{BAR0_BYTES, Controller as Emulated};
 use shadowbell_driver::VfioUser;
 use shadowbell_memory::{EventFd, Mapping, Protection};
@@ -36,7 +36,7 @@ impl Device for Function {
         Ok(IrqInfo { count, eventfd: true, ..IrqInfo::default() })
     }
 
-    fn disconnected(&mut self, done: Done) {
+    fn disconnected(&mut self, done: Completer) {
         self.controller.disconnect(move || done.ok());
     }
 
@@ -55,7 +55,7 @@ impl Device for Function {
         index: u32,
         offset: u64,
         data: &[u8],
-        _: &mut Later<'_>,
+        _: &mut Deferral<'_>,
     ) -> Result<(), Errno> {
         if index == region::CONFIG {
             let into = self.config.get_mut(offset as usize..).ok_or(Errno::INVAL)?;
@@ -88,12 +88,12 @@ impl Device for Function {
         self.controller.map_dma(map.iova, map.len, &bytes).map_err(|_| Errno::INVAL)
     }
 
-    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done) {
+    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Completer) {
         let DmaUnmap::Range { iova, len } = unmap else { panic!("not all at once") };
         self.controller.unmap_dma(iova, len, move || done.ok()).unwrap();
     }
 
-    fn reset(&mut self, done: Done) {
+    fn reset(&mut self, done: Completer) {
         self.config[4..6].fill(0);
         self.controller.reset(move || done.ok());
     }

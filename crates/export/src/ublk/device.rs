@@ -282,7 +282,7 @@ impl Ublk {
     /// disk.
     #[must_use]
     pub fn stop(mut self) -> u64 {
-        // The callback is only for a stop by another process.
+        // The callback reports a stop by another process. This stop is requested by this process.
         drop(self.shared.take_when_ended());
         self.wait_until_unused();
         let (shared, is_zero_copy) = (Arc::clone(&self.shared), self.file.is_some());

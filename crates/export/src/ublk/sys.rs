@@ -152,7 +152,8 @@ impl Device {
         self.info.flags & feature::ZERO_COPY == 0
     }
 
-    /// Copies the data of a write into `to`. For devices whose data the driver does not copy.
+    /// Copies the data of a write into `to`, on a device with zero copy, whose data the ublk driver
+    /// does not copy.
     pub(super) fn copy_from(&self, queue: u16, tag: u16, mut to: &mut [u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !to.is_empty() {

@@ -6,7 +6,7 @@
 //! After a certain number, the page tables are checked, and no queue takes more requests until the
 //! check has ended.
 
-use ::shadowbell_memory::page_tables::{self, Look, TOUCHES_PER_CHECK};
+use ::shadowbell_memory::page_tables::{self, Check, TOUCHES_PER_CHECK};
 use parking_lot::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -25,7 +25,7 @@ pub(super) struct PageTableQuota {
     queues: usize,
     /// Number of places since the last check.
     places: AtomicU64,
-    look: Mutex<Option<Look>>,
+    look: Mutex<Option<Check>>,
     /// True while the queues wait for a check.
     waits: AtomicBool,
 }
@@ -66,7 +66,7 @@ impl PageTableQuota {
         }
         let mut look = self.look.lock();
         if self.places.swap(0, Relaxed) >= TOUCHES_PER_CHECK && look.is_none() {
-            *look = page_tables::ask();
+            *look = page_tables::request_check();
             self.waits.store(look.is_some(), SeqCst);
         }
     }

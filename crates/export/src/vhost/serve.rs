@@ -147,7 +147,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             began: ring.places(),
             ring,
             view: View::new(Arc::clone(table)),
-            ready: disk.wants_prefetch_hints().then(|| VecDeque::with_capacity(SLOTS)),
+            ready: disk.uses_prefetch_hints().then(|| VecDeque::with_capacity(SLOTS)),
             io,
             disk,
             make,

@@ -191,12 +191,12 @@ fn copies_that_fail_are_errors_to_the_program() {
     }
     let mut rig = Rig::new(8, false);
     let file = rig.open();
-    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::Io(5)));
     assert_eq!(copy_within(&file, 0, 1 << 20, 1 << 19), Err(Errno::IO));
     assert_eq!(copy_within(&file, 1, 1 << 20, 1 << 19), Err(Errno::IO));
-    rig.backing.order(|orders| orders.fail = Some(DiskError::NoSpace));
+    rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::NoSpace));
     assert_eq!(copy_within(&file, 0, 1 << 20, 1 << 19), Err(Errno::NOSPC));
-    rig.backing.order(|orders| orders.fail = None);
+    rig.backing.instruct(|instructions| instructions.fail = None);
     copy_within(&file, 0, 1 << 20, 1 << 19).unwrap();
     drop(file);
     assert_eq!(rig.mounted.take().unwrap().stop(), 2);
@@ -223,12 +223,12 @@ fn a_disk_that_fails_is_an_error_to_the_program() {
     }
     let mut rig = Rig::new(8, false);
     let file = rig.open();
-    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::Io(5)));
     assert_eq!(errno(file.write_at(&[1; 512], 0)), Some(Errno::IO));
     assert_eq!(errno(file.write_at(&[1; 512], 10)), Some(Errno::IO));
-    rig.backing.order(|orders| orders.fail = None);
+    rig.backing.instruct(|instructions| instructions.fail = None);
     file.write_all_at(&[1; 512], 0).unwrap();
-    rig.backing.order(|orders| orders.unavailable = true);
+    rig.backing.instruct(|instructions| instructions.unavailable = true);
     assert_eq!(errno(file.read_at(&mut [1; 512], 0)), Some(Errno::IO));
     assert_eq!(errno(file.sync_all()), Some(Errno::IO));
     drop(file);
@@ -289,7 +289,7 @@ fn requests_that_the_disk_holds_keep_no_other_waiting() {
     const HELD: usize = 40;
     let rig = Rig::new(8, false);
     let file = rig.open();
-    rig.backing.order(|orders| orders.hold_at = Some(HELD_AT));
+    rig.backing.instruct(|instructions| instructions.hold_at = Some(HELD_AT));
     std::thread::scope(|scope| {
         for _ in 0..HELD {
             scope.spawn(|| file.read_exact_at(&mut [0; 512], HELD_AT).unwrap());
@@ -300,7 +300,7 @@ fn requests_that_the_disk_holds_keep_no_other_waiting() {
         file.read_exact_at(&mut back, 4000).unwrap();
         assert_eq!(back, [5; 700]);
         file.sync_all().unwrap();
-        rig.backing.order(|orders| orders.hold_at = None);
+        rig.backing.instruct(|instructions| instructions.hold_at = None);
     });
     drop(file);
     rig.end();
@@ -320,7 +320,7 @@ fn requests_in_flight_end_when_the_mount_is_aborted() {
         drop(file);
         return rig.end();
     }
-    rig.backing.order(|orders| orders.hold_at = Some(HELD_AT));
+    rig.backing.instruct(|instructions| instructions.hold_at = Some(HELD_AT));
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| errno(file.read_at(&mut [0; 512], HELD_AT)));
         rig.backing.expect(1);
@@ -329,7 +329,7 @@ fn requests_in_flight_end_when_the_mount_is_aborted() {
     });
     assert_eq!(errno(file.read_at(&mut [0; 512], 4096)), Some(Errno::NOTCONN));
     assert_eq!(rig.ended.load(Ordering::SeqCst), 0, "it has data of a request that goes on");
-    rig.backing.order(|orders| orders.hold_at = None);
+    rig.backing.instruct(|instructions| instructions.hold_at = None);
     drop(file);
     assert_eq!(rig.mounted.take().unwrap().stop(), 0);
     assert_eq!(rig.ended.load(Ordering::SeqCst), 1);

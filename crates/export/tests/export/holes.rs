@@ -100,23 +100,23 @@ fn a_disk_that_does_not_say_has_data_everywhere() {
 #[test]
 fn slow_extent_queries_delay_no_other_request() {
     let rig = sparse(4);
-    rig.backing.order(|orders| orders.hold_extents = true);
+    rig.backing.instruct(|instructions| instructions.hold_extents = true);
     let mut client = rig.client();
     let cookie = client.ask(command::BLOCK_STATUS, 0, 0, 4 * MIB, b"");
     for n in 0..50u8 {
         assert_eq!(client.run(command::WRITE, 0, n.into(), 1, &[n]).error, 0);
         assert_eq!(client.run(command::READ, 0, n.into(), 1, b"").data, [n]);
     }
-    rig.backing.order(|orders| orders.hold_extents = false);
+    rig.backing.instruct(|instructions| instructions.hold_extents = false);
     let reply = client.reply();
     assert_eq!((reply.cookie, reply.error), (cookie, 0));
     // The writes completed before the server queried the extents of the disk.
     assert_eq!(reply.extents[0].1, DATA);
     // The client disconnects while its block status request is in flight.
-    rig.backing.order(|orders| orders.hold_extents = true);
+    rig.backing.instruct(|instructions| instructions.hold_extents = true);
     client.ask(command::BLOCK_STATUS, 0, 0, 4 * MIB, b"");
     drop(client);
-    rig.backing.order(|orders| orders.hold_extents = false);
+    rig.backing.instruct(|instructions| instructions.hold_extents = false);
     let mut client = rig.client();
     assert_eq!(client.run(command::BLOCK_STATUS, 0, 0, MIB, b"").error, 0);
     drop(client);

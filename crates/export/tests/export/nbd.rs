@@ -74,8 +74,9 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         // If a test has failed, the server could not stop while the disk holds requests.
-        self.backing.order(|orders| {
-            (orders.hold, orders.hold_at, orders.hold_extents) = (false, None, false);
+        self.backing.instruct(|instructions| {
+            (instructions.hold, instructions.hold_at, instructions.hold_extents) =
+                (false, None, false);
         });
     }
 }
@@ -161,13 +162,13 @@ fn invalid_requests_are_refused_and_the_session_continues() {
 fn replies_are_sent_in_order_of_completion() {
     let rig = rig();
     let mut client = rig.client();
-    rig.backing.order(|orders| orders.hold_at = Some(8192));
+    rig.backing.instruct(|instructions| instructions.hold_at = Some(8192));
     let slow = client.ask(command::READ, 0, 8192, 512, b"");
     let fast: Vec<_> = (0..50).map(|i| client.ask(command::READ, 0, i * 100, 100, b"")).collect();
     let mut answered: Vec<_> = fast.iter().map(|_| client.reply().cookie).collect();
     answered.sort_unstable();
     assert_eq!(answered, fast);
-    rig.backing.order(|orders| orders.hold_at = None);
+    rig.backing.instruct(|instructions| instructions.hold_at = None);
     assert_eq!(client.reply().cookie, slow);
     rig.end();
 }
@@ -338,7 +339,7 @@ fn a_long_read_proceeds_as_the_client_receives_the_reply() {
 fn a_long_read_that_fails_in_its_middle_is_no_success() {
     const LEN: u32 = 8 << 20;
     let rig = Rig::new(1 << 16, &shadowbell_block::BlockOptions::default());
-    rig.backing.order(|orders| orders.fail_beyond = Some(4 << 20));
+    rig.backing.instruct(|instructions| instructions.fail_beyond = Some(4 << 20));
     for (structured, flags) in [(true, 0), (true, flag::DF), (false, 0)] {
         let mut client = Client::connect(&rig.socket(), structured);
         client.ask(command::READ, flags, 0, LEN, b"");
@@ -363,7 +364,7 @@ fn a_long_read_that_fails_in_its_middle_is_no_success() {
 fn more_requests_than_places_wait_and_are_all_answered() {
     let rig = rig();
     let mut client = rig.client();
-    rig.backing.order(|orders| orders.hold = true);
+    rig.backing.instruct(|instructions| instructions.hold = true);
     // A separate thread writes, because the server stops reading when its request limit is reached.
     let mut cookies: Vec<_> = (1..=1000).collect();
     let mut writer = client.socket.try_clone().unwrap();
@@ -376,7 +377,7 @@ fn more_requests_than_places_wait_and_are_all_answered() {
         }
     });
     rig.backing.expect(100);
-    rig.backing.order(|orders| orders.hold = false);
+    rig.backing.instruct(|instructions| instructions.hold = false);
     let mut answered: Vec<_> = cookies
         .iter()
         .map(|_| {
@@ -413,10 +414,10 @@ fn a_disk_that_fails_is_an_error_to_the_client_and_no_end() {
     let rig = rig();
     let mut client = rig.client();
     for (failure, error) in [(DiskError::Io(5), EIO), (DiskError::NoSpace, ENOSPC)] {
-        rig.backing.order(|orders| orders.fail = Some(failure));
+        rig.backing.instruct(|instructions| instructions.fail = Some(failure));
         assert_eq!(client.run(command::WRITE, 0, 0, 512, &[1; 512]).error, error);
         assert_eq!(client.run(command::WRITE, 0, 1, 100_000, &[1; 100_000]).error, error);
-        rig.backing.order(|orders| orders.fail = None);
+        rig.backing.instruct(|instructions| instructions.fail = None);
         assert_eq!(client.run(command::WRITE, 0, 1, 100_000, &[1; 100_000]).error, 0);
     }
     assert_eq!(rig.server.as_ref().unwrap().failures(), 4);
@@ -427,7 +428,7 @@ fn a_disk_that_fails_is_an_error_to_the_client_and_no_end() {
 fn a_disk_that_is_removed_is_an_error_and_the_server_ends_all_the_same() {
     let mut rig = rig();
     let mut client = rig.client();
-    rig.backing.order(|orders| orders.unavailable = true);
+    rig.backing.instruct(|instructions| instructions.unavailable = true);
     for _ in 0..300 {
         assert_eq!(client.run(command::READ, 0, 0, 100_000, b"").error, EIO);
         assert_eq!(client.run(command::WRITE, 0, 3, 4, b"data").error, EIO);
@@ -441,7 +442,7 @@ fn a_disk_that_is_removed_is_an_error_and_the_server_ends_all_the_same() {
 fn a_stop_completes_received_requests() {
     let mut rig = rig();
     let mut client = rig.client();
-    rig.backing.order(|orders| orders.hold = true);
+    rig.backing.instruct(|instructions| instructions.hold = true);
     let cookies: Vec<_> =
         (0..10).map(|i| client.ask(command::WRITE, 0, i * 512, 512, &[7; 512])).collect();
     rig.backing.expect(10);
@@ -449,9 +450,9 @@ fn a_stop_completes_received_requests() {
     client.socket.write_all(&[0x25, 0x60, 0x95]).unwrap();
     let server = rig.server.take().unwrap();
     let stopping = std::thread::spawn(move || server.stop());
-    wait::moment();
+    wait::short_pause();
     assert!(!stopping.is_finished(), "it waits for the disk");
-    rig.backing.order(|orders| orders.hold = false);
+    rig.backing.instruct(|instructions| instructions.hold = false);
     for cookie in cookies {
         let reply = client.reply();
         assert_eq!((reply.cookie, reply.error), (cookie, 0));

@@ -6,7 +6,7 @@ use crate::tools::{noise, run};
 use shadowbell_block::BlockOptions;
 use shadowbell_export::nbd::Options;
 use shadowbell_export::nbd::wire::{answer, option, put_option};
-use shadowbell_testing::certificates::{Authority, End, Wish};
+use shadowbell_testing::certificates::{Authority, CertificatePurpose, CertificateSpec};
 use shadowbell_testing::programs::can_run;
 use shadowbell_tls::ServerTls;
 use std::io::{Read, Write};
@@ -22,7 +22,7 @@ struct Certificates {
 impl Certificates {
     fn new() -> Self {
         let made = Self { authority: Authority::new(), directory: tempfile::tempdir().unwrap() };
-        made.authority.put_all(made.directory.path());
+        made.authority.write_all(made.directory.path());
         made
     }
 
@@ -105,9 +105,13 @@ fn clients_without_the_right_certificate_are_sent_away() {
     let certificates = Certificates::new();
     let rig = certificates.rig(8, false);
     let (nobody, stranger) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    certificates.authority.put_ca(nobody.path());
-    certificates.authority.put_ca(stranger.path());
-    Authority::new().put(stranger.path(), End::Client, &Wish::default());
+    certificates.authority.write_ca(nobody.path());
+    certificates.authority.write_ca(stranger.path());
+    Authority::new().write_certificate(
+        stranger.path(),
+        CertificatePurpose::Client,
+        &CertificateSpec::default(),
+    );
     for directory in [&nobody, &stranger] {
         failure("nbdinfo", &[&uri(&rig, directory.path())]);
     }

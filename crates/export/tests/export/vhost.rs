@@ -564,7 +564,7 @@ fn a_guest_that_does_not_flush_has_durable_writes() {
         assert!(disk.geometry().volatile_cache);
         rig.device = Some(VhostUserBlk::start(disk, &rig.socket(), "cached").unwrap());
         for (without, fua) in [(0, false), (FLUSH, true)] {
-            rig.backing.order(|orders| orders.seen.clear());
+            rig.backing.instruct(|instructions| instructions.seen.clear());
             let mut guest = Guest::connect(&rig, 1, without);
             assert_eq!(guest.rings[0].run(WRITE, 3, &[5; 512], 0), 0);
             assert_eq!(guest.rings[0].run(WRITE_ZEROES, 0, &segment(8, 2, 0), 0), 0);
@@ -587,9 +587,9 @@ fn read_only_and_failing_disks_return_errors() {
         rig.end(0);
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
-        rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
+        rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::Io(5)));
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 1);
-        rig.backing.order(|orders| orders.fail = None);
+        rig.backing.instruct(|instructions| instructions.fail = None);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         drop(guest);
         rig.end(1);
@@ -601,15 +601,15 @@ fn a_queue_stops_after_its_requests_have_completed() {
     short_blocks(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
-        rig.backing.order(|orders| orders.hold = true);
+        rig.backing.instruct(|instructions| instructions.hold = true);
         for slot in 0..8 {
             guest.rings[0].submit(slot, WRITE, slot.into(), &[7; 512], 0);
         }
         rig.backing.expect(8);
         let backing = rig.backing.clone();
         let release = std::thread::spawn(move || {
-            wait::moment();
-            backing.order(|orders| orders.hold = false);
+            wait::short_pause();
+            backing.instruct(|instructions| instructions.hold = false);
         });
         assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 8);
         let index = u16::from_le_bytes(guest.rings[0].read(guest.rings[0].used() + 2));

@@ -184,16 +184,16 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
             assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
             if left == 1 << 20 {
                 // The request's descriptors remain, but its data is lost.
-                rig.backing.order(|orders| orders.hold = true);
+                rig.backing.instruct(|instructions| instructions.hold = true);
                 guest.rings[0].submit(1, READ, 0, b"", 512);
                 rig.backing.expect(2);
             }
             ftruncate(&file, left).unwrap();
-            rig.backing.order(|orders| orders.hold = false);
+            rig.backing.instruct(|instructions| instructions.hold = false);
             if left != 1 << 20 {
                 guest.rings[0].kick.write(1).unwrap();
             }
-            rig.backing.order(|orders| orders.seen.clear());
+            rig.backing.instruct(|instructions| instructions.seen.clear());
             let frontend = guest.frontend.clone();
             soon(&format!("a frontend with {left} bytes of memory"), move || {
                 while frontend.get_features().is_ok() {
@@ -275,7 +275,7 @@ fn an_invalid_available_index_keeps_no_thread_busy() {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         guest.rings[0].promise(20_000);
-        wait::moment();
+        wait::short_pause();
         guest.rings[0].promise(0);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         drop(guest);

@@ -67,7 +67,7 @@ fn requests_in_flight_are_recorded_in_inflight_memory() {
         let file = made.unwrap();
         let ring = &mut guest.rings[1];
         assert_eq!(ring.run(WRITE, 0, &[1; 512], 0), 0);
-        rig.backing.order(|orders| orders.hold = true);
+        rig.backing.instruct(|instructions| instructions.hold = true);
         for slot in [5, 2, 9] {
             ring.submit(slot, WRITE, slot.into(), &[7; 512], 0);
         }
@@ -86,7 +86,7 @@ fn requests_in_flight_are_recorded_in_inflight_memory() {
         let in_flight =
             |words: &[u64]| words[2..].iter().step_by(2).filter(|word| **word == mark(1)).count();
         assert_eq!((in_flight(&found), in_flight(&words(&file, 0))), (3, 0));
-        rig.backing.order(|orders| orders.hold = false);
+        rig.backing.instruct(|instructions| instructions.hold = false);
         let mut last = 0;
         for _ in 0..3 {
             last = ring.take().0 * 4;

@@ -96,7 +96,7 @@ fn a_running_queue_survives_new_memory_and_eventfds() {
                         // that SET_VRING_ENABLE was processed.
                         assert!(guest.is_served());
                         guest.rings[1].submit(2, READ, round.into(), b"", 512);
-                        wait::moment();
+                        wait::short_pause();
                         assert!(guest.rings[1].has_nothing(), "it is not enabled");
                         guest.frontend.set_vring_enable(1, true).unwrap();
                         assert_eq!(guest.rings[1].take(), (2, 513, 0));

@@ -30,7 +30,7 @@ fn a_disabled_queue_is_not_read_while_its_guest_submits() {
                 // SET_VRING_ENABLE was processed.
                 frontend.get_queue_num().unwrap();
                 let then = answers();
-                wait::moment();
+                wait::short_pause();
                 let now = answers();
                 let more = now.wrapping_sub(then);
                 if more > 0 {
@@ -74,15 +74,15 @@ fn requests_in_flight_complete_while_a_queue_is_disabled() {
     each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
-        rig.backing.order(|orders| orders.hold = true);
+        rig.backing.instruct(|instructions| instructions.hold = true);
         guest.rings[0].submit(1, READ, 0, b"", 512);
         rig.backing.expect(1);
         guest.frontend.set_vring_enable(0, false).unwrap();
         assert!(guest.is_served());
         guest.rings[0].submit(2, READ, 1, b"", 512);
-        rig.backing.order(|orders| orders.hold = false);
+        rig.backing.instruct(|instructions| instructions.hold = false);
         assert_eq!(guest.rings[0].take(), (1, 513, 0));
-        wait::moment();
+        wait::short_pause();
         assert!(guest.rings[0].has_nothing(), "it is not enabled");
         guest.frontend.set_vring_enable(0, true).unwrap();
         assert_eq!(guest.rings[0].take(), (2, 513, 0));

@@ -126,7 +126,7 @@ fn requests_of_all_lengths_and_fragmentations_are_correct() {
 fn a_disk_that_fails_costs_no_buffer() {
     let rig = Rig::new(4096, &shadowbell_block::BlockOptions::default());
     let mut client = rig.client();
-    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::Io(5)));
     // There are more requests than buffers of each size, so a leak would exhaust the buffers.
     for (len, count) in [(4096, 140), (64 << 10, 40), (256 << 10, 10)] {
         for _ in 0..count {
@@ -134,7 +134,7 @@ fn a_disk_that_fails_costs_no_buffer() {
             assert_eq!(reply.error, NbdError::Io as u32);
         }
     }
-    rig.backing.order(|orders| orders.fail = None);
+    rig.backing.instruct(|instructions| instructions.fail = None);
     for len in [4096, 64 << 10, 256 << 10] {
         let data = vec![7; len];
         assert_eq!(client.run(command::WRITE, 0, 512, len as u32, &data).error, 0);
@@ -164,7 +164,7 @@ fn requests_behind_a_long_read_are_answered_after_it() {
         // buffer.
         let left = 250 << 10;
         client.bytes(LEN as usize - left);
-        wait::moment();
+        wait::short_pause();
         client.bytes(left);
         assert_eq!(client.bytes(16)[8..], 2u64.to_be_bytes());
         client.bytes(512);

@@ -47,8 +47,8 @@ static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
 /// split in two, and without a spare one the process would crash. The last quarter is for the
 /// process itself.
 fn mappings(count: u64) -> u64 {
-    // The SIGBUS handler can guard at most `MOST` mappings.
-    count.min(shadowbell_memory::sigbus::MOST) / 4 * 3 / 2
+    // The SIGBUS handler can guard at most `MAX_GUARDED` mappings.
+    count.min(shadowbell_memory::sigbus::MAX_GUARDED) / 4 * 3 / 2
 }
 
 /// Number of descriptors for all clients: a quarter of the limit. Another quarter is for duplicates
@@ -108,11 +108,11 @@ impl Reservation {
 #[error(
     "it would fill {} GiB and {} mappings of the address space, and a client can have half of what \
      the others leave, which is {} GiB and {} mappings",
-    .wanted.bytes.div_ceil(1 << 30), .wanted.mappings, .most.bytes >> 30, .most.mappings
+    .requested.bytes.div_ceil(1 << 30), .requested.mappings, .limit.bytes >> 30, .limit.mappings
 )]
 pub(super) struct OverBudget {
-    pub(super) wanted: Amount,
-    pub(super) most: Amount,
+    pub(super) requested: Amount,
+    pub(super) limit: Amount,
 }
 
 impl Account {
@@ -137,29 +137,29 @@ impl Account {
 
     fn charge(&self, more: Amount) -> Result<(), OverBudget> {
         let (mut all, mut own) = (self.budget.used.lock(), self.own.lock());
-        let most = |total: u64, all: u64, own: u64| total.saturating_sub(all - own) / 2;
-        let most = Amount {
-            bytes: most(self.budget.total.bytes, all.bytes, own.bytes),
-            mappings: most(self.budget.total.mappings, all.mappings, own.mappings),
-            descriptors: most(self.budget.total.descriptors, all.descriptors, own.descriptors),
+        let limit = |total: u64, all: u64, own: u64| total.saturating_sub(all - own) / 2;
+        let limit = Amount {
+            bytes: limit(self.budget.total.bytes, all.bytes, own.bytes),
+            mappings: limit(self.budget.total.mappings, all.mappings, own.mappings),
+            descriptors: limit(self.budget.total.descriptors, all.descriptors, own.descriptors),
         };
-        let wanted = Amount {
+        let requested = Amount {
             bytes: own.bytes.saturating_add(more.bytes),
             mappings: own.mappings + more.mappings,
             descriptors: own.descriptors + more.descriptors,
         };
         // A request is either for a mapping or for a descriptor, so only that resource is checked.
         let has_room = match more.descriptors {
-            0 => wanted.bytes <= most.bytes && wanted.mappings <= most.mappings,
-            _ => wanted.descriptors <= most.descriptors,
+            0 => requested.bytes <= limit.bytes && requested.mappings <= limit.mappings,
+            _ => requested.descriptors <= limit.descriptors,
         };
         if !has_room {
-            return Err(OverBudget { wanted, most });
+            return Err(OverBudget { requested, limit });
         }
         all.bytes += more.bytes;
         all.mappings += more.mappings;
         all.descriptors += more.descriptors;
-        *own = wanted;
+        *own = requested;
         Ok(())
     }
 }
@@ -185,9 +185,9 @@ mod tests {
         let [one, two, three] = [(); 3].map(|()| Account::new(Arc::clone(&budget)));
         let all = one.take(512).unwrap();
         let error = one.take(1).unwrap_err();
-        let most = Amount { bytes: 512, mappings: 20, descriptors: 2 };
-        let wanted = Amount { bytes: 513, mappings: 2, descriptors: 0 };
-        assert_eq!(error, OverBudget { wanted, most });
+        let limit = Amount { bytes: 512, mappings: 20, descriptors: 2 };
+        let requested = Amount { bytes: 513, mappings: 2, descriptors: 0 };
+        assert_eq!(error, OverBudget { requested, limit });
         let files = [one.take_descriptor().unwrap(), one.take_descriptor().unwrap()];
         assert!(one.take_descriptor().is_err());
         let other = two.take_descriptor().unwrap();
@@ -210,12 +210,12 @@ mod tests {
     #[test]
     fn all_mappings_can_be_lost() {
         for count in [65_530, 1 << 20, 1000] {
-            let most = mappings(count);
+            let limit = mappings(count);
             assert!(
-                most * 2 < count && most < shadowbell_memory::sigbus::MOST,
-                "{most} of {count}"
+                limit * 2 < count && limit < shadowbell_memory::sigbus::MAX_GUARDED,
+                "{limit} of {count}"
             );
-            assert!(most > count.min(MAX_MAP_COUNT) / 3, "{most} of {count}");
+            assert!(limit > count.min(MAX_MAP_COUNT) / 3, "{limit} of {count}");
         }
     }
 

@@ -15,7 +15,7 @@
 //! transferred to the next server process.
 
 use super::budget::{Account, Budget, OverBudget, Reservation};
-use shadowbell_memory::{End, FileStatus, MapError, Mapping, Protection, SharedBytes};
+use shadowbell_memory::{DeferredRelease, FileStatus, MapError, Mapping, Protection, SharedBytes};
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use std::collections::HashMap;
@@ -30,14 +30,14 @@ const MAX_MAPPINGS: usize = 4096;
 /// Maximum number of mappings that hold a descriptor of their file. A disk that is a namespace of
 /// another controller needs it, to share the client's memory with that controller. The limit bounds
 /// the descriptors that a client can cause.
-const MAX_KEPT: usize = 64;
+const MAX_RETAINED: usize = 64;
 
 /// Maximum size in bytes of a file that is mapped as a whole. The address space has 128 TiB.
 const MAX_WHOLE: u64 = 4 << 40;
 
 /// Cleanup of a mapping: the closer's thread unmaps it, and then its resources are returned to the
 /// account.
-struct MappingEnd {
+struct MappingRelease {
     closer: Arc<Closer>,
     /// Address space of the mapping. It is returned only after the memory is unmapped.
     reservation: Arc<Reservation>,
@@ -45,12 +45,13 @@ struct MappingEnd {
     single: Option<Arc<()>>,
 }
 
-impl End for MappingEnd {
-    fn drop_later(self: Box<Self>, what: Box<dyn Send>) {
+impl DeferredRelease for MappingRelease {
+    fn drop_later(self: Box<Self>, object: Box<dyn Send>) {
         let Self { closer, reservation, single } = *self;
         // Fields are dropped in their order, so the memory is unmapped before its reservation is
         // returned.
-        closer.drop_later(Box::new(Remains { _mapping: what, _counts_for: (reservation, single) }));
+        closer
+            .drop_later(Box::new(Remains { _mapping: object, _counts_for: (reservation, single) }));
     }
 }
 
@@ -89,7 +90,7 @@ struct Key {
 }
 
 /// Descriptor of a file, kept while at least one range of the file is shared.
-pub(super) struct KeptFile {
+pub(super) struct RetainedFile {
     pub(super) fd: Arc<PeerFd>,
     _counts_for: Reservation,
 }
@@ -97,12 +98,12 @@ pub(super) struct KeptFile {
 /// Files of one client.
 pub(super) struct Files {
     /// Kept descriptors by file. An entry is dead when no range of its file is shared.
-    kept: HashMap<Key, Weak<KeptFile>>,
-    /// Number of entries in `kept` at which dead entries are removed.
-    sweep_kept_at: usize,
+    retained: HashMap<Key, Weak<RetainedFile>>,
+    /// Number of entries in `retained` at which dead entries are removed.
+    sweep_retained_at: usize,
     /// Mappings of whole files. An entry is dead when no range of its file is shared.
-    whole: HashMap<Key, Weak<Mapping>>,
-    /// Number of entries in `whole` at which dead entries are removed.
+    whole_files: HashMap<Key, Weak<Mapping>>,
+    /// Number of entries in `whole_files` at which dead entries are removed.
     sweep_at: usize,
     /// Counter of single mappings. Its reference count is their number plus one.
     singles: Arc<()>,
@@ -118,9 +119,9 @@ impl Default for Files {
 impl Files {
     pub(super) fn new(budget: Arc<Budget>) -> Self {
         Self {
-            kept: HashMap::new(),
-            sweep_kept_at: 64,
-            whole: HashMap::new(),
+            retained: HashMap::new(),
+            sweep_retained_at: 64,
+            whole_files: HashMap::new(),
             sweep_at: 64,
             singles: Arc::new(()),
             account: Account::new(budget),
@@ -129,24 +130,24 @@ impl Files {
 
     /// Descriptor to use for the file of `fd`. It is kept while the returned value exists. `None`
     /// if the account has no descriptor left.
-    pub(super) fn keep(
+    pub(super) fn retain_file(
         &mut self,
         fd: &Arc<PeerFd>,
         protection: Protection,
-    ) -> Option<Arc<KeptFile>> {
+    ) -> Option<Arc<RetainedFile>> {
         let status = FileStatus::of(fd).ok()?;
         let key = Key { device: status.device, inode: status.inode, protection };
-        if let Some(known) = self.kept.get(&key).and_then(Weak::upgrade) {
+        if let Some(known) = self.retained.get(&key).and_then(Weak::upgrade) {
             return Some(known);
         }
-        if self.kept.len() >= self.sweep_kept_at {
-            self.kept.retain(|_, kept| kept.strong_count() > 0);
-            self.sweep_kept_at = self.kept.len() * 2 + 64;
+        if self.retained.len() >= self.sweep_retained_at {
+            self.retained.retain(|_, retained| retained.strong_count() > 0);
+            self.sweep_retained_at = self.retained.len() * 2 + 64;
         }
         let counts_for = self.account.take_descriptor().ok()?;
-        let kept = Arc::new(KeptFile { fd: Arc::clone(fd), _counts_for: counts_for });
-        self.kept.insert(key, Arc::downgrade(&kept));
-        Some(kept)
+        let retained = Arc::new(RetainedFile { fd: Arc::clone(fd), _counts_for: counts_for });
+        self.retained.insert(key, Arc::downgrade(&retained));
+        Some(retained)
     }
 
     /// Maps `len` bytes at `offset` of a file. Mapping never waits for another thread or process.
@@ -168,13 +169,13 @@ impl Files {
         }
         let shape = || usize::try_from(offset).ok().zip(usize::try_from(len).ok());
         if let Some((offset, len)) = shape()
-            && let Some(mapping) = self.whole(fd, offset as u64, len as u64, protection)?
+            && let Some(mapping) = self.whole_files(fd, offset as u64, len as u64, protection)?
             && let Some(shared) = mapping.bytes().slice(offset, len)
         {
             return Ok(shared);
         }
         // The range needs its own mapping after all: it exceeds the file, or the file is too large.
-        if singles + self.whole.len() >= MAX_MAPPINGS {
+        if singles + self.whole_files.len() >= MAX_MAPPINGS {
             return Err(FileError::TooMany);
         }
         self.map_single(fd, offset, len, protection)
@@ -187,15 +188,15 @@ impl Files {
         len: u64,
         protection: Protection,
     ) -> Result<SharedBytes, FileError> {
-        let is_kept = Arc::strong_count(&self.singles) <= MAX_KEPT;
+        let is_retained = Arc::strong_count(&self.singles) <= MAX_RETAINED;
         let single = Some(Arc::clone(&self.singles));
         let reservation = self.account.take(len)?;
         let shape = (offset, len, protection);
-        Ok(new_mapping(fd, is_kept, shape, reservation, single)?.bytes())
+        Ok(new_mapping(fd, is_retained, shape, reservation, single)?.bytes())
     }
 
     /// Maps the whole file. `None` if the range exceeds the file, or if the file is too large.
-    fn whole(
+    fn whole_files(
         &mut self,
         fd: &Arc<PeerFd>,
         offset: u64,
@@ -212,48 +213,49 @@ impl Files {
         let key = Key { device, inode, protection };
         // If the file has grown, the existing mapping is too short. If the file was truncated, the
         // mapping is poisoned.
-        let serves = |mapping: &Arc<Mapping>| end <= mapping.len() as u64 && !mapping.is_poisoned();
-        if let Some(known) = self.whole.get(&key).and_then(Weak::upgrade).filter(serves) {
+        let is_usable =
+            |mapping: &Arc<Mapping>| end <= mapping.len() as u64 && !mapping.is_poisoned();
+        if let Some(known) = self.whole_files.get(&key).and_then(Weak::upgrade).filter(is_usable) {
             return Ok(Some(known));
         }
-        if self.whole.len() >= self.sweep_at {
-            self.whole.retain(|_, mapping| mapping.strong_count() > 0);
-            self.sweep_at = self.whole.len() * 2 + 64;
+        if self.whole_files.len() >= self.sweep_at {
+            self.whole_files.retain(|_, mapping| mapping.strong_count() > 0);
+            self.sweep_at = self.whole_files.len() * 2 + 64;
         }
-        if self.whole.len() + Arc::strong_count(&self.singles) > MAX_MAPPINGS {
-            self.whole.retain(|_, mapping| mapping.strong_count() > 0);
-            if self.whole.len() + Arc::strong_count(&self.singles) > MAX_MAPPINGS {
+        if self.whole_files.len() + Arc::strong_count(&self.singles) > MAX_MAPPINGS {
+            self.whole_files.retain(|_, mapping| mapping.strong_count() > 0);
+            if self.whole_files.len() + Arc::strong_count(&self.singles) > MAX_MAPPINGS {
                 return Err(FileError::TooMany);
             }
         }
         // If the account has no room for the whole file, it may still have room for the requested
         // range.
         let Ok(reservation) = self.account.take(size) else { return Ok(None) };
-        let is_kept = self.whole.len() < MAX_KEPT;
-        let mapping = new_mapping(fd, is_kept, (0, size, protection), reservation, None)?;
-        self.whole.insert(key, Arc::downgrade(&mapping));
+        let is_retained = self.whole_files.len() < MAX_RETAINED;
+        let mapping = new_mapping(fd, is_retained, (0, size, protection), reservation, None)?;
+        self.whole_files.insert(key, Arc::downgrade(&mapping));
         Ok(Some(mapping))
     }
 }
 
-/// Maps a part of a file. If `is_kept` is true, the mapping holds the descriptor.
+/// Maps a part of a file. If `is_retained` is true, the mapping holds the descriptor.
 fn new_mapping(
     fd: &Arc<PeerFd>,
-    is_kept: bool,
+    is_retained: bool,
     (offset, len, protection): (u64, u64, Protection),
     mut reservation: Reservation,
     single: Option<Arc<()>>,
 ) -> Result<Arc<Mapping>, FileError> {
-    let mut mapping = if is_kept {
+    let mut mapping = if is_retained {
         Mapping::from_peer(Arc::clone(fd) as _, offset, len, protection)
     } else {
         Mapping::from_fd(&**fd, offset, len, protection)
     }?;
     // The kernel maps whole huge pages, even for a small range, so the mapping may be larger than
     // requested.
-    let grown = reservation.grow(mapping.taken() as u64);
+    let grown = reservation.grow(mapping.reserved() as u64);
     let closer = Arc::clone(fd.closer());
-    mapping.end_by(MappingEnd { closer, reservation: Arc::new(reservation), single });
+    mapping.release_by(MappingRelease { closer, reservation: Arc::new(reservation), single });
     grown?;
     shadowbell_memory::page_tables::watch(&mapping);
     Ok(mapping)
@@ -283,8 +285,8 @@ mod tests {
 
     /// Waits for a condition. Released memory is unmapped on another thread, so the condition may
     /// become true later.
-    fn eventually(is_so: impl FnMut() -> bool) {
-        shadowbell_testing::wait::until("an unmap by another thread", is_so);
+    fn eventually(is_retained: impl FnMut() -> bool) {
+        shadowbell_testing::wait::until("an unmap by another thread", is_retained);
     }
 
     #[test]
@@ -324,7 +326,7 @@ mod tests {
         drop((pages, read, there));
         map(&mut files, &memory, 0).unwrap();
         eventually(|| Arc::strong_count(&files.singles) == 1);
-        assert!(files.whole.values().all(|mapping| mapping.strong_count() == 0));
+        assert!(files.whole_files.values().all(|mapping| mapping.strong_count() == 0));
     }
 
     /// The closer's thread unmaps released memory; the thread that released it does not.
@@ -359,25 +361,25 @@ mod tests {
         let mut files = Files::new(budget);
         let rw = Protection::ReadWrite;
         let [one, two, three] = [(); 3].map(|()| file(MemfdFlags::empty(), PAGE));
-        let first = files.keep(&one, rw).unwrap();
+        let first = files.retain_file(&one, rw).unwrap();
         let again = rustix::io::fcntl_dupfd_cloexec(&*one, 0).unwrap();
         let again = Arc::new(PeerFd::new(again, &Arc::default()));
-        let second = files.keep(&again, rw).unwrap();
+        let second = files.retain_file(&again, rw).unwrap();
         assert!(Arc::ptr_eq(&first, &second));
         // A read-only mapping needs its own descriptor, because descriptors of a file may have
         // different access rights.
-        let read = files.keep(&one, Protection::Read).unwrap();
+        let read = files.retain_file(&one, Protection::Read).unwrap();
         assert!(!Arc::ptr_eq(&first, &read));
-        let other = files.keep(&two, rw).unwrap();
-        assert!(files.keep(&three, rw).is_none());
+        let other = files.retain_file(&two, rw).unwrap();
+        assert!(files.retain_file(&three, rw).is_none());
         drop((first, other));
-        let third = files.keep(&three, rw).unwrap();
-        assert!(files.keep(&two, rw).is_none());
+        let third = files.retain_file(&three, rw).unwrap();
+        assert!(files.retain_file(&two, rw).is_none());
         drop((second, third, read));
         for _ in 0..1000 {
-            files.keep(&file(MemfdFlags::empty(), PAGE), rw).unwrap();
+            files.retain_file(&file(MemfdFlags::empty(), PAGE), rw).unwrap();
         }
-        assert!(files.kept.len() < 200, "{}", files.kept.len());
+        assert!(files.retained.len() < 200, "{}", files.retained.len());
     }
 
     #[test]

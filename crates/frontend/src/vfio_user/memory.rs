@@ -1,6 +1,6 @@
 //! Memory that a client shares, and the controller's access to it (bus mastering).
 
-use super::files::{Files, KeptFile};
+use super::files::{Files, RetainedFile};
 use super::written_ranges::{self, SavedRanges, WrittenRange, WrittenRanges, too_many_files};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use shadowbell_controller::Controller;
 use shadowbell_memory::{DmaError, DmaTable, Protection, SharedBytes};
 use shadowbell_state::{Descriptors, FdRef};
 use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
-use shadowbell_vfio_user::device::{DmaMap, Done};
+use shadowbell_vfio_user::device::{Completer, DmaMap};
 use shadowbell_vfio_user::{Errno, LogLimit, RestoreError, SaveError};
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;
@@ -30,7 +30,7 @@ struct Range {
     bytes: Option<SharedBytes>,
     /// File of the range, if its descriptor is kept. The field after it is the offset of the range
     /// in the file.
-    file: Option<Arc<KeptFile>>,
+    file: Option<Arc<RetainedFile>>,
     offset: u64,
     protection: Protection,
 }
@@ -70,7 +70,7 @@ impl From<SavedRange> for WrittenRange {
 }
 
 /// Serialized range with its file.
-struct SavedShare {
+struct SavedMapping {
     iova: u64,
     len: u64,
     file: Option<Arc<PeerFd>>,
@@ -84,7 +84,7 @@ fn for_each_range(
     saved: SavedMemory,
     fds: &mut Descriptors,
     closer: &Arc<Closer>,
-    mut map: impl FnMut(SavedShare) -> Result<(), String>,
+    mut map: impl FnMut(SavedMapping) -> Result<(), String>,
 ) -> Result<(), RestoreError> {
     let SavedMemory { files, ranges, written, .. } = saved;
     let (ranges, files) = match written {
@@ -108,7 +108,7 @@ fn for_each_range(
             file => file.flatten().map(Arc::clone),
         };
         let protection = if writable { Protection::ReadWrite } else { Protection::Read };
-        map(SavedShare { iova, len, file, offset, protection }).map_err(refused)?;
+        map(SavedMapping { iova, len, file, offset, protection }).map_err(refused)?;
     }
     Ok(())
 }
@@ -116,7 +116,7 @@ fn for_each_range(
 /// Maps each range of serialized memory, and unmaps it again.
 pub(super) fn check(saved: SavedMemory, fds: &mut Descriptors) -> Result<(), RestoreError> {
     let (closer, mut files) = (Arc::<Closer>::default(), Files::default());
-    for_each_range(saved, fds, &closer, |SavedShare { len, file, offset, protection, .. }| {
+    for_each_range(saved, fds, &closer, |SavedMapping { len, file, offset, protection, .. }| {
         let Some(fd) = file else { return Ok(()) };
         files.map(&fd, offset, len, protection).map(drop).map_err(|error| error.to_string())
     })
@@ -156,14 +156,14 @@ pub(super) struct Memory {
     files: Files,
     /// True if the controller may access all mapped ranges (bus mastering is enabled).
     is_granted: bool,
-    /// True if ranges were added for which [`settle`](Self::settle) was not called yet.
-    is_unsettled: bool,
+    /// True if ranges were added for which [`publish`](Self::publish) was not called yet.
+    is_unpublished: bool,
     closer: Option<Arc<Closer>>,
     /// Table of the ranges in shared memory, if the checkpoints have many ranges.
     written: Option<WrittenRanges>,
     /// Numbers of lasting descriptors that the next checkpoint removes, and the number of the next
     /// lasting descriptor.
-    gone: (Vec<u64>, u64),
+    removed: (Vec<u64>, u64),
     log: LogLimit,
 }
 
@@ -175,22 +175,22 @@ impl Memory {
             ranges: BTreeMap::new(),
             files: Files::default(),
             is_granted: false,
-            is_unsettled: false,
+            is_unpublished: false,
             closer: None,
             written: None,
-            gone: (Vec::new(), 0),
+            removed: (Vec::new(), 0),
             log: LogLimit::default(),
         }
     }
 
     /// Gives the controller access to the ranges that were added so far.
-    pub(super) fn settle(&mut self) {
-        if std::mem::take(&mut self.is_unsettled) && self.is_granted {
-            self.controller.settle_dma();
+    pub(super) fn publish(&mut self) {
+        if std::mem::take(&mut self.is_unpublished) && self.is_granted {
+            self.controller.publish_dma();
         }
     }
 
-    /// Adds a range that the client shares. The caller must call [`settle`](Self::settle)
+    /// Adds a range that the client shares. The caller must call [`publish`](Self::publish)
     /// afterwards.
     pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
@@ -240,7 +240,7 @@ impl Memory {
             }
             Some(fd) => {
                 self.closer = Some(Arc::clone(fd.closer()));
-                file = self.files.keep(&fd, protection);
+                file = self.files.retain_file(&fd, protection);
                 let fd = file.as_ref().map_or(&fd, |file| &file.fd);
                 let bytes = self.files.map(fd, offset, len, protection);
                 Some(bytes.map_err(|error| {
@@ -253,7 +253,7 @@ impl Memory {
         };
         if let Some(bytes) = &bytes {
             self.controller.add_dma(iova, len, bytes).map_err(|error| errno(&error))?;
-            self.is_unsettled = true;
+            self.is_unpublished = true;
         }
         let range = Range { len, bytes, file, offset, protection };
         if let Some(written) = &mut self.written {
@@ -266,7 +266,7 @@ impl Memory {
     /// Serializes the memory for a checkpoint. The cost does not grow with the number of ranges.
     pub(super) fn record(&mut self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
         if self.written.is_none() && self.ranges.len() > MAX_INLINE_RANGES {
-            let mut written = WrittenRanges::new(MAX_RANGES, self.gone.1)?;
+            let mut written = WrittenRanges::new(MAX_RANGES, self.removed.1)?;
             self.ranges.iter().for_each(|(iova, range)| range.write_to(&mut written, *iova));
             self.written = Some(written);
         }
@@ -280,14 +280,14 @@ impl Memory {
             },
         };
         // From here on no step can fail. So a checkpoint that fails removes no descriptors.
-        self.gone.0.drain(..).for_each(|number| fds.remove_lasting(number));
+        self.removed.0.drain(..).for_each(|number| fds.remove_lasting(number));
         Ok(saved)
     }
 
     /// Discards the state of earlier checkpoints, so that the next checkpoint is complete.
-    pub(super) fn begin_records(&mut self) {
+    pub(super) fn reset_checkpoint(&mut self) {
         self.written = None;
-        self.gone = (Vec::new(), 0);
+        self.removed = (Vec::new(), 0);
     }
 
     /// Serializes the memory for the next server process (upgrade).
@@ -296,12 +296,12 @@ impl Memory {
         let mut known = HashMap::new();
         for (iova, range) in &self.ranges {
             let file = match (&range.file, &range.bytes) {
-                (Some(kept), _) => match known.get(&Arc::as_ptr(kept)) {
+                (Some(retained), _) => match known.get(&Arc::as_ptr(retained)) {
                     Some(file) => Some(*file),
                     None => {
                         let file = u32::try_from(saved.files.len()).unwrap_or(u32::MAX);
-                        saved.files.push(fds.add(kept.fd.as_fd().try_clone_to_owned()?));
-                        known.insert(Arc::as_ptr(kept), file);
+                        saved.files.push(fds.add(retained.fd.as_fd().try_clone_to_owned()?));
+                        known.insert(Arc::as_ptr(retained), file);
                         Some(file)
                     }
                 },
@@ -326,7 +326,7 @@ impl Memory {
             saved,
             fds,
             closer,
-            |SavedShare { iova, len, file, offset, protection }| {
+            |SavedMapping { iova, len, file, offset, protection }| {
                 self.add(iova, len, file, offset, protection).map_err(|errno| errno.to_string())
             },
         )?;
@@ -338,7 +338,7 @@ impl Memory {
 
     /// Unmaps all ranges in `iova..iova + len`. Calls `done` when the controller no longer accesses
     /// them.
-    pub(super) fn unmap(&mut self, iova: u64, len: u64, done: Done) {
+    pub(super) fn unmap(&mut self, iova: u64, len: u64, done: Completer) {
         let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
             return done.complete(Err(Errno::INVAL));
         };
@@ -377,11 +377,11 @@ impl Memory {
         }
         let shared = share(done);
         let ok = shared.clone();
-        let gone = move || {
+        let removed = move || {
             ok(Ok(()));
             drop(released);
         };
-        if let Err(error) = self.controller.unmap_dma(iova, len, gone) {
+        if let Err(error) = self.controller.unmap_dma(iova, len, removed) {
             shared(Err(errno(&error)));
         }
     }
@@ -392,7 +392,7 @@ impl Memory {
     }
 
     /// Unmaps all ranges. Calls `done` when the controller no longer accesses them.
-    pub(super) fn unmap_all(&mut self, done: Done) {
+    pub(super) fn unmap_all(&mut self, done: Completer) {
         let released = self.take_ranges();
         self.controller.unmap_all(move || {
             done.ok();
@@ -409,10 +409,10 @@ impl Memory {
     }
 
     fn take_ranges(&mut self) -> Released {
-        self.is_unsettled = false;
+        self.is_unpublished = false;
         if let Some((given, next)) = self.written.take().map(WrittenRanges::end) {
-            self.gone.0.extend(given);
-            self.gone.1 = next;
+            self.removed.0.extend(given);
+            self.removed.1 = next;
         }
         let ranges = std::mem::take(&mut self.ranges);
         self.release(ranges)
@@ -425,19 +425,19 @@ impl Memory {
     /// Grants the controller access to the memory.
     pub(super) fn grant(&mut self) {
         if !std::mem::replace(&mut self.is_granted, true) {
-            self.is_unsettled = false;
+            self.is_unpublished = false;
             self.controller.enable_dma();
         }
     }
 
     /// Revokes the controller's access to the memory. Calls `done` when the last access has ended.
-    pub(super) fn revoke(&mut self, done: Done) {
-        self.revoke_later()(done);
+    pub(super) fn revoke(&mut self, done: Completer) {
+        self.start_revoke()(done);
     }
 
     /// Returns a function that revokes the controller's access. Until it is called, the controller
     /// may also access ranges that are added meanwhile.
-    pub(super) fn revoke_later(&mut self) -> impl FnOnce(Done) + Send + 'static {
+    pub(super) fn start_revoke(&mut self) -> impl FnOnce(Completer) + Send + 'static {
         self.is_granted = false;
         let controller = self.controller.clone();
         move |done| controller.disable_dma(move || done.ok())
@@ -458,9 +458,9 @@ impl Memory {
     }
 }
 
-/// Converts the [`Done`] of a request to a callback that two callers can share. The first call
+/// Converts the [`Completer`] of a request to a callback that two callers can share. The first call
 /// completes the request.
-fn share(done: Done) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
+fn share(done: Completer) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
     let done = Arc::new(Mutex::new(Some(done)));
     move |outcome| {
         let done = done.lock().take();
@@ -518,7 +518,7 @@ mod tests {
         assert!(error.contains("cannot move to another process:"), "{error}");
         assert!(error.contains("ulimit -n"), "{error}");
         let (sender, unmapped) = std::sync::mpsc::channel();
-        memory.unmap(50 * PAGE, PAGE, Done::new(move |outcome| sender.send(outcome).unwrap()));
+        memory.unmap(50 * PAGE, PAGE, Completer::new(move |outcome| sender.send(outcome).unwrap()));
         unmapped.recv().unwrap().unwrap();
         memory.save(&mut fds).unwrap();
     }
@@ -532,7 +532,7 @@ mod tests {
         let mut fds = Descriptors::default();
         assert_eq!(memory.record(&mut fds).unwrap().ranges.len(), MAX_INLINE_RANGES);
         (MAX_INLINE_RANGES as u64..600).for_each(|n| map(&mut memory, n));
-        let mut kept = HashMap::new();
+        let mut retained = HashMap::new();
         let mut record = |memory: &mut Memory| {
             let mut fds = Descriptors::default();
             let saved = serde_json::to_string(&memory.record(&mut fds).unwrap()).unwrap();
@@ -540,18 +540,18 @@ mod tests {
             let count = changes.len();
             for change in changes {
                 match change {
-                    LastingChange::Put(number, fd) => drop(kept.insert(number, fd)),
-                    LastingChange::Remove(number) => drop(kept.remove(&number).unwrap()),
+                    LastingChange::Put(number, fd) => drop(retained.insert(number, fd)),
+                    LastingChange::Remove(number) => drop(retained.remove(&number).unwrap()),
                 }
             }
-            (saved, fds, count, kept.len())
+            (saved, fds, count, retained.len())
         };
         let (saved, fds, count, _) = record(&mut memory);
         assert!(saved.len() < 200, "{saved}");
         assert_eq!((fds.len(), count), (1, 600));
         let unmap = |memory: &mut Memory, iova, len| {
             let (sender, unmapped) = std::sync::mpsc::channel();
-            memory.unmap(iova, len, Done::new(move |outcome| sender.send(outcome).unwrap()));
+            memory.unmap(iova, len, Completer::new(move |outcome| sender.send(outcome).unwrap()));
             unmapped.recv().unwrap().unwrap();
         };
         unmap(&mut memory, 7 * PAGE, PAGE);
@@ -563,8 +563,8 @@ mod tests {
         map(&mut memory, 7);
         map(&mut memory, 1001);
         let mut given = Descriptors::from(fds.into_fds());
-        for (number, fd) in &kept {
-            given.put_lasting(*number, fd.try_clone().unwrap());
+        for (number, fd) in &retained {
+            given.add_lasting(*number, fd.try_clone().unwrap());
         }
         let mut next = self::memory(2000);
         next.restore(serde_json::from_str(&saved).unwrap(), &mut given, &Arc::default()).unwrap();
@@ -581,12 +581,12 @@ mod tests {
         drop(memory.clear());
         let mut fds = Descriptors::default();
         assert!(memory.record(&mut fds).unwrap().written.is_none());
-        let gone = fds.take_changes();
-        assert_eq!(gone.len(), 600, "and no descriptor that was never stored");
-        for change in gone {
+        let removed = fds.take_changes();
+        assert_eq!(removed.len(), 600, "and no descriptor that was never stored");
+        for change in removed {
             let LastingChange::Remove(number) = change else { panic!("{change:?}") };
-            kept.remove(&number).unwrap();
+            retained.remove(&number).unwrap();
         }
-        assert!(kept.is_empty());
+        assert!(retained.is_empty());
     }
 }

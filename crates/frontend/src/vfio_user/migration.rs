@@ -10,7 +10,7 @@ use super::migrated_state::{CONTROLLER, FUNCTION, MigratedFunction, Parsed};
 use shadowbell_controller::Announcement;
 use shadowbell_state::{Bytes, Parcel};
 use shadowbell_vfio_user::Errno;
-use shadowbell_vfio_user::device::Done;
+use shadowbell_vfio_user::device::Completer;
 use shadowbell_vfio_user::migration::{LoggingRange, LoggingReport, Migration};
 use std::sync::mpsc::sync_channel;
 
@@ -42,7 +42,7 @@ impl ControllerDevice {
         self.config.restore(config);
         match (self.config.command().bus_master, self.memory.is_granted()) {
             (true, _) => self.memory.grant(),
-            (false, true) => self.memory.revoke(Done::new(|_| ())),
+            (false, true) => self.memory.revoke(Completer::new(|_| ())),
             (false, false) => {}
         }
         self.has_checked = false;
@@ -51,13 +51,13 @@ impl ControllerDevice {
 }
 
 impl Migration for ControllerDevice {
-    fn stop(&mut self, done: Done) {
+    fn stop(&mut self, done: Completer) {
         self.halt = Halt::Stopped;
         self.controller.freeze(move || done.ok());
     }
 
     fn run(&mut self) -> Result<(), Errno> {
-        self.memory.settle();
+        self.memory.publish();
         match std::mem::take(&mut self.halt) {
             Halt::Loaded(announcement) => self.controller.run_migrated(announcement),
             Halt::Stopped | Halt::Parsing(_) | Halt::Running => self.controller.resume(),
@@ -72,12 +72,12 @@ impl Migration for ControllerDevice {
         })
     }
 
-    fn forget_state(&mut self, done: Done) {
+    fn discard_state(&mut self, done: Completer) {
         self.halt = Halt::Stopped;
         self.controller.reset(move || done.ok());
     }
 
-    fn load_state(&mut self, stream: Vec<u8>, done: Done) {
+    fn load_state(&mut self, stream: Vec<u8>, done: Completer) {
         let (sender, parsed) = sync_channel(1);
         self.halt = Halt::Parsing(parsed);
         let parse = move || {
@@ -93,7 +93,7 @@ impl Migration for ControllerDevice {
     }
 
     fn use_state(&mut self) -> Result<(), Errno> {
-        self.memory.settle();
+        self.memory.publish();
         let Halt::Parsing(parsed) = std::mem::replace(&mut self.halt, Halt::Stopped) else {
             return Err(Errno::INVAL);
         };
@@ -122,7 +122,7 @@ impl Migration for ControllerDevice {
         if self.controller.log_writes(false, || ()) { Ok(()) } else { Err(Errno::INVAL) }
     }
 
-    fn settle_log(&mut self, done: Done) {
+    fn sync_log(&mut self, done: Completer) {
         if self.controller.dirty_log().is_none() {
             return done.complete(Err(Errno::INVAL));
         }

@@ -63,8 +63,8 @@ use shadowbell_spec::regs::{self, DOORBELLS};
 use shadowbell_state::{Bytes, Descriptors, FdRef, read_fields};
 use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use shadowbell_vfio_user::device::{
-    Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
-    RegionInfo, SetIrqs, irq, region,
+    Area, Completer, Deferral, Device, DmaMap, DmaUnmap, IoFds, IrqAction, IrqData, IrqInfo,
+    Mapping, Peer, RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::migration::Migration;
 use shadowbell_vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
@@ -160,14 +160,14 @@ impl ControllerDevice {
     }
 
     /// Applies the effects of a write to the configuration space.
-    fn apply(&mut self, effects: &Effects, later: &mut Later<'_>) {
+    fn apply(&mut self, effects: &Effects, deferral: &mut Deferral<'_>) {
         if effects.function_level_reset {
-            return self.restart(later.done().unwrap_or_else(|| Done::new(|_| ())));
+            return self.restart(deferral.completer().unwrap_or_else(|| Completer::new(|_| ())));
         }
         match effects.command.map(|command| command.bus_master) {
             Some(true) => self.memory.grant(),
             Some(false) if self.memory.is_granted() => {
-                self.memory.revoke(later.done().unwrap_or_else(|| Done::new(|_| ())));
+                self.memory.revoke(deferral.completer().unwrap_or_else(|| Completer::new(|_| ())));
             }
             _ => {}
         }
@@ -175,14 +175,14 @@ impl ControllerDevice {
 
     /// Resets the function and the controller to the state after power-on. The client's DMA maps
     /// and eventfds stay.
-    fn restart(&mut self, done: Done) {
+    fn restart(&mut self, done: Completer) {
         self.config.reset();
         self.msix.reset();
         self.has_checked = false;
         self.halt = Halt::Running;
         // The controller is reset before its access is revoked, because a reset may still access
         // memory.
-        let revoke = self.memory.revoke_later();
+        let revoke = self.memory.start_revoke();
         self.controller.reset(move || revoke(done));
     }
 
@@ -271,7 +271,7 @@ impl Device for ControllerDevice {
         (self.handler)(ClientEvent::Attached);
     }
 
-    fn disconnected(&mut self, done: Done) {
+    fn disconnected(&mut self, done: Completer) {
         self.config.reset();
         self.msix.reset();
         self.halt = Halt::Running;
@@ -307,9 +307,9 @@ impl Device for ControllerDevice {
         index: u32,
         offset: u64,
         data: &[u8],
-        later: &mut Later<'_>,
+        deferral: &mut Deferral<'_>,
     ) -> Result<(), Errno> {
-        self.memory.settle();
+        self.memory.publish();
         match index {
             region::BAR0 => {
                 pci::check_range(offset, data.len(), BAR0_SIZE)?;
@@ -336,14 +336,14 @@ impl Device for ControllerDevice {
                 if effects.function_level_reset && !self.halt.is_running() {
                     return Err(Errno::BUSY);
                 }
-                self.apply(&effects, later);
+                self.apply(&effects, deferral);
                 Ok(())
             }
             _ => Err(Errno::INVAL),
         }
     }
 
-    fn wants_shared_socket(&mut self) -> bool {
+    fn requests_shared_socket(&mut self) -> bool {
         self.doorbell_writes.worker().is_some()
     }
 
@@ -408,18 +408,18 @@ impl Device for ControllerDevice {
         self.memory.map(map)
     }
 
-    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done) {
+    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Completer) {
         match unmap {
             DmaUnmap::Range { iova, len } => self.memory.unmap(iova, len, done),
             DmaUnmap::All => self.memory.unmap_all(done),
         }
     }
 
-    fn settle(&mut self) {
-        self.memory.settle();
+    fn publish(&mut self) {
+        self.memory.publish();
     }
 
-    fn reset(&mut self, done: Done) {
+    fn reset(&mut self, done: Completer) {
         self.restart(done);
     }
 
@@ -435,8 +435,8 @@ impl Device for ControllerDevice {
         self.describe(fds, Memory::record)
     }
 
-    fn begin_records(&mut self) {
-        self.memory.begin_records();
+    fn reset_checkpoint(&mut self) {
+        self.memory.reset_checkpoint();
     }
 
     fn restore(

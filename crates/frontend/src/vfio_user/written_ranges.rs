@@ -11,7 +11,7 @@
 //! The files of the ranges are lasting descriptors: the supervisor keeps them until a later
 //! checkpoint removes them.
 
-use super::files::KeptFile;
+use super::files::RetainedFile;
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_state::{Descriptors, FdRef, LastingChange};
@@ -48,7 +48,7 @@ pub(super) struct WrittenRange {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SavedRanges {
     memory: FdRef,
-    moment: u64,
+    sequence: u64,
     /// Number of slots that were ever used.
     slots: u32,
 }
@@ -57,27 +57,27 @@ struct File {
     number: u64,
     /// Number of ranges that are in this file.
     ranges: u32,
-    /// Reference that keeps the address of the `KeptFile` in use, because the address identifies
-    /// the file.
-    _kept: Arc<KeptFile>,
+    /// Reference that keeps the address of the `RetainedFile` in use, because the address
+    /// identifies the file.
+    _file: Arc<RetainedFile>,
 }
 
 /// Table of all ranges of a client, in shared memory.
 pub(super) struct WrittenRanges {
     memory: SharedBytes,
     /// Moment of the last checkpoint.
-    moment: u64,
+    sequence: u64,
     slots: HashMap<u64, u32>,
     /// Number of slots that were ever used.
-    fresh: u32,
+    unused_slot: u32,
     free: Vec<u32>,
     /// Slots of removed ranges that the last checkpoint still needs. They become free with the next
     /// checkpoint.
-    going: Vec<u32>,
-    /// Files by the address of their `KeptFile`, which is unique while the entry exists.
+    removed_slots: Vec<u32>,
+    /// Files by the address of their `RetainedFile`, which is unique while the entry exists.
     files: HashMap<usize, File>,
     /// Lasting descriptors that the next checkpoint adds (`Some`) or removes (`None`), by number.
-    changes: BTreeMap<u64, Option<Arc<KeptFile>>>,
+    changes: BTreeMap<u64, Option<Arc<RetainedFile>>>,
     /// Number of the next lasting descriptor.
     next: u64,
     /// Number of mapped ranges whose file has no kept descriptor.
@@ -95,11 +95,11 @@ impl WrittenRanges {
         let memory = Mapping::shared("client-ranges", u64::from(most) * 2 * SLOT as u64);
         Ok(Self {
             memory: memory.map_err(std::io::Error::other)?.bytes(),
-            moment: 0,
+            sequence: 0,
             slots: HashMap::new(),
-            fresh: 0,
+            unused_slot: 0,
             free: Vec::new(),
-            going: Vec::new(),
+            removed_slots: Vec::new(),
             files: HashMap::new(),
             changes: BTreeMap::new(),
             next: first,
@@ -112,19 +112,19 @@ impl WrittenRanges {
     pub(super) fn add(
         &mut self,
         (iova, len): (u64, u64),
-        (file, offset): (Option<&Arc<KeptFile>>, u64),
+        (file, offset): (Option<&Arc<RetainedFile>>, u64),
         is_mapped: bool,
         protection: Protection,
     ) {
-        let file = file.map(|kept| self.number_of(kept));
+        let file = file.map(|retained| self.number_of(retained));
         self.without_file += u32::from(is_mapped && file.is_none());
         let slot = self.free.pop().unwrap_or_else(|| {
-            self.fresh += 1;
-            self.fresh - 1
+            self.unused_slot += 1;
+            self.unused_slot - 1
         });
         // This word is written first: a range that was added after the moment of the last
         // checkpoint is ignored by it, so the other words need not be valid yet.
-        self.write(slot, ADDED, self.moment + 1);
+        self.write(slot, ADDED, self.sequence + 1);
         self.write(slot, REMOVED, 0);
         self.write(slot, IOVA, iova);
         self.write(slot, LEN, len);
@@ -137,15 +137,15 @@ impl WrittenRanges {
     }
 
     /// Removes a range.
-    pub(super) fn remove(&mut self, iova: u64, file: Option<&Arc<KeptFile>>, is_mapped: bool) {
+    pub(super) fn remove(&mut self, iova: u64, file: Option<&Arc<RetainedFile>>, is_mapped: bool) {
         let Some(slot) = self.slots.remove(&iova) else { return };
-        let is_recorded = self.memory.load_u64_acquire(slot as usize * SLOT) <= Some(self.moment);
-        self.write(slot, REMOVED, self.moment + 1);
+        let is_recorded = self.memory.load_u64_acquire(slot as usize * SLOT) <= Some(self.sequence);
+        self.write(slot, REMOVED, self.sequence + 1);
         // The last checkpoint does not need a range that was added after it, so the slot of that
         // range is free immediately.
-        if is_recorded { &mut self.going } else { &mut self.free }.push(slot);
+        if is_recorded { &mut self.removed_slots } else { &mut self.free }.push(slot);
         self.without_file -= u32::from(is_mapped && file.is_none());
-        let Some(place) = file.map(|kept| Arc::as_ptr(kept) as usize) else { return };
+        let Some(place) = file.map(|retained| Arc::as_ptr(retained) as usize) else { return };
         let Some(known) = self.files.get_mut(&place) else { return };
         known.ranges -= 1;
         if known.ranges == 0
@@ -157,13 +157,13 @@ impl WrittenRanges {
         }
     }
 
-    fn number_of(&mut self, kept: &Arc<KeptFile>) -> u64 {
-        let place = Arc::as_ptr(kept) as usize;
+    fn number_of(&mut self, retained: &Arc<RetainedFile>) -> u64 {
+        let place = Arc::as_ptr(retained) as usize;
         let known = self.files.entry(place).or_insert_with(|| {
             let number = self.next;
             self.next += 1;
-            self.changes.insert(number, Some(Arc::clone(kept)));
-            File { number, ranges: 0, _kept: Arc::clone(kept) }
+            self.changes.insert(number, Some(Arc::clone(retained)));
+            File { number, ranges: 0, _file: Arc::clone(retained) }
         });
         known.ranges += 1;
         known.number
@@ -186,8 +186,11 @@ impl WrittenRanges {
         }
         let memory = self.memory.mapping().fd().ok_or(SaveError::Device)?;
         let memory = memory.try_clone_to_owned()?;
-        let put = self.changes.iter().map(|(number, kept)| {
-            let fd = kept.as_ref().map(|kept| kept.fd.as_fd().try_clone_to_owned()).transpose()?;
+        let put = self.changes.iter().map(|(number, retained)| {
+            let fd = retained
+                .as_ref()
+                .map(|retained| retained.fd.as_fd().try_clone_to_owned())
+                .transpose()?;
             Ok((*number, fd))
         });
         // Either all changes are passed on or none. After a failure, the next checkpoint contains
@@ -196,14 +199,14 @@ impl WrittenRanges {
         self.changes.clear();
         for (number, fd) in put {
             match fd {
-                Some(fd) => fds.put_lasting(number, fd),
+                Some(fd) => fds.add_lasting(number, fd),
                 None => fds.remove_lasting(number),
             }
         }
-        self.moment += 1;
-        self.free.append(&mut self.going);
+        self.sequence += 1;
+        self.free.append(&mut self.removed_slots);
         let memory = fds.add(memory);
-        Ok(SavedRanges { memory, moment: self.moment, slots: self.fresh })
+        Ok(SavedRanges { memory, sequence: self.sequence, slots: self.unused_slot })
     }
 
     /// Ends the use of the table. Returns the numbers of all lasting descriptors of earlier
@@ -213,8 +216,9 @@ impl WrittenRanges {
         let is_given = |number: &u64| !changes.contains_key(number);
         let mut numbers: Vec<u64> =
             files.values().map(|file| file.number).filter(is_given).collect();
-        numbers
-            .extend(changes.iter().filter(|(_, kept)| kept.is_none()).map(|(number, _)| *number));
+        numbers.extend(
+            changes.iter().filter(|(_, retained)| retained.is_none()).map(|(number, _)| *number),
+        );
         (numbers, next)
     }
 }
@@ -237,7 +241,7 @@ pub(super) fn read(
         for at in (0..saved.slots as usize).map(|slot| slot * SLOT) {
             let word = |word: usize| bytes.load_u64_acquire(at + word).ok_or_else(other);
             let (added, removed) = (word(ADDED)?, word(REMOVED)?);
-            if added == 0 || added > saved.moment || (1..=saved.moment).contains(&removed) {
+            if added == 0 || added > saved.sequence || (1..=saved.sequence).contains(&removed) {
                 continue;
             }
             ranges.push(WrittenRange {

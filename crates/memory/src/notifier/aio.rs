@@ -20,7 +20,7 @@ const RETRIES: u32 = 100;
 const POLL: u16 = 5;
 const RESFD: u32 = 1;
 /// `POLLOUT`.
-const OUT: u64 = 4;
+const POLL_OUT: u64 = 4;
 
 /// Request, `struct iocb` of `<linux/aio_abi.h>`.
 #[repr(C)]
@@ -50,17 +50,17 @@ struct Event([u64; 4]);
 struct Context {
     number: usize,
     /// Eventfd that is always writable.
-    own: OwnedFd,
+    signal_fd: OwnedFd,
 }
 
 static CONTEXT: LazyLock<io::Result<Context>> = LazyLock::new(|| {
-    let own = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    let signal_fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
     let mut number = 0usize;
     // SAFETY: the kernel writes the context's number to the variable, and keeps no pointer.
     if unsafe { syscall(SYS_io_setup, REQUESTS, &raw mut number) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    Ok(Context { number, own })
+    Ok(Context { number, signal_fd })
 });
 
 /// True if AIO is available: the kernel supports and permits it, and has a free context
@@ -74,8 +74,8 @@ pub(super) fn notify(event: BorrowedFd<'_>) {
     let Ok(context) = &*CONTEXT else { return };
     let mut request = Request {
         opcode: POLL,
-        fd: context.own.as_raw_fd().cast_unsigned(),
-        buffer: OUT,
+        fd: context.signal_fd.as_raw_fd().cast_unsigned(),
+        buffer: POLL_OUT,
         flags: RESFD,
         signal: event.as_raw_fd().cast_unsigned(),
         ..Request::default()

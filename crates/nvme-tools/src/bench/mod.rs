@@ -64,7 +64,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         page::write(path, &title, &lead, &page::measurement(&measured)?)?;
     }
     let failed = row.verify_errors.is_some_and(|errors| errors != 0);
-    Ok(ExitCode::from(if failed { exit::FAILED } else { exit::FINE }))
+    Ok(ExitCode::from(if failed { exit::FAILED } else { exit::SUCCESS }))
 }
 
 fn progress(shown: bool) -> ProgressBar {

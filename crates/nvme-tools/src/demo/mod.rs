@@ -128,7 +128,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
              measurements"
         );
     }
-    Ok(ExitCode::from(if disagree == 0 { exit::FINE } else { exit::FAILED }))
+    Ok(ExitCode::from(if disagree == 0 { exit::SUCCESS } else { exit::FAILED }))
 }
 
 /// Doorbell writes that only the driver counts, not the controller. With shadow doorbells, a

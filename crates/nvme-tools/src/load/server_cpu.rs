@@ -83,7 +83,7 @@ mod tests {
             let mut command = std::process::Command::new("sh");
             let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
             // As a rule, the child has started its own child after this time.
-            wait::moment();
+            wait::short_pause();
             let mut meter = ServerCpu::new(child.id()).unwrap();
             meter.begin();
             // The time that is measured.

@@ -149,7 +149,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     outcome.with_context(|| args.target.to_string())?;
     session.detach()?;
     let fine = found.bad == 0 && found.failed == 0;
-    Ok(ExitCode::from(if fine { exit::FINE } else { exit::FAILED }))
+    Ok(ExitCode::from(if fine { exit::SUCCESS } else { exit::FAILED }))
 }
 
 /// Verifies the namespace of `session` with the options `args`. `stop` ends the load early.

@@ -44,7 +44,7 @@ impl VerifyReport {
             ("reset_tries", r.reset_tries),
             ("fatal", r.fatal),
             ("removed", r.removed),
-            ("given_up", r.given_up),
+            ("failed", r.failed),
             ("repeated", r.repeated),
             ("ended", r.ended),
         ]

@@ -366,8 +366,8 @@ fn doorbells(text: &mut Text, all: &[Counted]) {
         "New doorbell values found, from any source.",
         |doorbell| doorbell.found_new,
     );
-    counter("shadowbell_doorbell_looks", "Reads of a doorbell value while polling.", |doorbell| {
-        doorbell.looks
+    counter("shadowbell_doorbell_polls", "Reads of a doorbell value while polling.", |doorbell| {
+        doorbell.polls
     });
     counter(
         "shadowbell_doorbell_armed",

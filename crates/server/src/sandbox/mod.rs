@@ -155,8 +155,8 @@ fn hindrance(config: &ServerConfig) -> Option<String> {
 /// Caches system values that the sandbox makes unreadable.
 fn settle() {
     socket_path::settle();
-    process_env::settle();
-    processors::settle();
+    process_env::store_initial_state();
+    processors::store_affinity();
     read_limits();
 }
 

@@ -168,7 +168,7 @@ mod tests {
         for (letter, body) in [(requests::ERRNO, "x"), (b'?', "")] {
             assert!(error(letter, body).to_string().contains("unexpected answer"));
         }
-        for access in [Access::Read, Access::Write, Access::WriteAlone] {
+        for access in [Access::Read, Access::Write, Access::WriteExclusive] {
             assert_eq!(requests::parse_access(requests::access(access).as_bytes()), Some(access));
         }
         assert_eq!(requests::parse_access(b""), None);

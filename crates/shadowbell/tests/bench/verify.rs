@@ -100,7 +100,7 @@ mod faults {
         for step in ["aborts", "queues_recreated", "resets", "repeated"] {
             assert!(row["recovery"][step].as_u64() > Some(1), "{step}: {row}");
         }
-        assert_eq!(row["recovery"]["given_up"], 0);
+        assert_eq!(row["recovery"]["failed"], 0);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! cluster, names it in `SHADOWBELL_CEPH_CONF`, and runs these tests; without a cluster they
 //! are skipped with a message.
 
-use crate::disk_kinds::{supervisor, survive};
+use crate::disk_recovery::{supervisor, survive};
 use crate::harness::until;
 use crate::recover::assert_no_loss;
 use crate::supervisor::worker;
@@ -27,7 +27,7 @@ fn image(name: &str, features: &str) -> Option<String> {
 #[test]
 fn a_ceph_image_passes_verify_and_resets() {
     let Some(disk) = image("passes", "layering,exclusive-lock") else { return };
-    crate::kinds::check_disk_type(&disk);
+    crate::disk_types::check_disk_type(&disk);
 }
 
 #[test]

@@ -61,7 +61,7 @@ fn a_controller_is_added_and_removed_beside_a_guest() {
     let _stays = attached(&server, "d.sock");
     until("the client", || ctl_json(&server, &["status"])["clients"] == 2);
     assert_eq!(ctl(&server, &["controller", "remove", "d.sock", "--force"]).0, Some(0));
-    server.says("d.sock: the client has left");
+    server.wait_for_log("d.sock: the client has left");
     assert_eq!(ctl_json(&server, &["status"])["controllers"], 1);
     assert_eq!(read(&mut guest), Status::SUCCESS);
     drop(guest);

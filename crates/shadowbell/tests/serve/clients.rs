@@ -139,7 +139,7 @@ fn a_server_under_nohup_ignores_sighup() {
     command.arg(env!("CARGO_BIN_EXE_shadowbell"));
     command.args(["serve", "mem:4MiB", "--socket", "vm.sock"]);
     let mut server = Server::spawn(command, directory, &["vm.sock"]);
-    server.says("serving");
+    server.wait_for_log("serving");
     server.signal(Signal::HUP);
     assert_one_namespace(&server.attach());
     assert!(server.stop().success());
@@ -153,7 +153,7 @@ fn a_server_with_sigint_ignored_ends_on_sigterm() {
     command.args(["-c", "trap '' INT; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_shadowbell")]);
     command.args(["serve", "mem:4MiB", "--socket", "vm.sock"]);
     let mut server = Server::spawn(command, directory, &["vm.sock"]);
-    server.says("serving");
+    server.wait_for_log("serving");
     server.signal(Signal::INT);
     assert_one_namespace(&server.attach());
     assert!(server.stop().success());

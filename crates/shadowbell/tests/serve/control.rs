@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use shadowbell_testing::process_group::ProcessGroup;
-use shadowbell_testing::wait::{LIMIT, moment};
+use shadowbell_testing::wait::{LIMIT, short_pause};
 use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
@@ -181,7 +181,7 @@ fn the_log_level_changes_at_run_time_and_survives_an_upgrade() {
     assert!(!server.stderr().contains("debug:"), "{}", server.stderr());
     assert_eq!(ctl_json(&server, &["log-level", "debug"])["filter"], "debug");
     drop(server.attach());
-    server.says("debug:");
+    server.wait_for_log("debug:");
     let before = worker(&server);
     let (status, said, errors) = ctl(&server, &["upgrade"]);
     assert_eq!(status, Some(0), "{errors}");
@@ -310,7 +310,7 @@ fn misbehaving_control_clients_do_not_block_others() {
     let silent: Vec<_> = (0..16).map(|_| connect()).collect();
     let mut next = connect();
     next.write_all(request("GET", "/v1/status", "").as_bytes()).unwrap();
-    moment();
+    short_pause();
     next.set_nonblocking(true).unwrap();
     assert!(next.read(&mut [0; 1]).is_err(), "all connection slots are taken");
     next.set_nonblocking(false).unwrap();
@@ -424,8 +424,8 @@ fn controller_sockets_have_the_configured_mode_and_group() {
 #[test]
 fn too_large_memory_disks_and_polling_threads_are_logged() {
     let mut server = Server::start(&["mem:4TiB"], &["--doorbells", "mapped", "--workers", "1"]);
-    server.says("the machine has");
-    server.says("the I/O threads poll and use a CPU each");
+    server.wait_for_log("the machine has");
+    server.wait_for_log("the I/O threads poll and use a CPU each");
     drop(server.attach());
     assert!(server.stop().success());
 }

@@ -116,7 +116,7 @@ fn a_full_file_system_gives_an_error_until_space_is_freed() {
     // A full file system is no media failure, so the health log stays good. The log has the cause
     // once.
     assert_eq!(health(&controller), (false, 100));
-    server.says("there is no room left for namespace 1, disk.img");
+    server.wait_for_log("there is no room left for namespace 1, disk.img");
     assert_eq!(server.stderr().matches("there is no room left").count(), 1);
     assert!(server.stderr().contains("Make room on its file system"));
     // With free space again, writes succeed.
@@ -186,7 +186,7 @@ fn every_flush_fails_after_failed_writeback() {
         let status = run(&mut queue, namespace.flush(), None).status;
         assert_eq!(status.code(), Status::WRITE_FAULT);
     }
-    server.says("some of it may be lost");
+    server.wait_for_log("some of it may be lost");
     assert_eq!(server.stderr().matches("may be lost").count(), 1);
     drop((queue, pool));
     controller.detach().unwrap();

@@ -1,13 +1,13 @@
 //! Fence: writes of a dead process that are still in flight end before any command is executed
 //! again.
 
-use crate::disk_kinds::Export;
+use crate::disk_recovery::Export;
 use crate::harness::{Server, program, until};
 use crate::supervisor::{has_ended, signal, worker};
 use crate::upgrade::{Client, upgrade};
 use rustix::process::Signal;
 use shadowbell_testing::late::{LateDevice, run_daemon_if_requested};
-use shadowbell_testing::wait::moment;
+use shadowbell_testing::wait::short_pause;
 use std::io::Write;
 
 #[test]
@@ -76,7 +76,7 @@ fn raw(device: &LateDevice) -> String {
 #[test]
 fn a_late_write_of_a_dead_process_does_not_overwrite_a_newer_one() {
     let Some(late) = Late::start(&[]) else { return };
-    late.server.says("waiting for I/O of the dead process");
+    late.server.wait_for_log("waiting for I/O of the dead process");
     assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }
@@ -91,9 +91,9 @@ fn a_late_write_does_not_refuse_an_upgrade() {
     let before = worker(&late.server);
     let target = late.server.pid().to_string();
     let asker = std::thread::spawn(move || upgrade(&target, None));
-    late.server.says("vm.sock did not quiesce within 200 ms");
+    late.server.wait_for_log("vm.sock did not quiesce within 200 ms");
     until("its end", || has_ended(before));
-    late.server.says("waiting for I/O of the dead process");
+    late.server.wait_for_log("waiting for I/O of the dead process");
     assert!(!late.writing.is_finished(), "the write is executed again too early");
     let (server, _device) = late.release();
     let (status, output, errors) = asker.join().unwrap();
@@ -116,14 +116,14 @@ fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     drop(whole);
     let disk = format!("{}?direct=on&format=qcow2", device.path().display());
     let (late, pid) = Late::start_on(device, &[&disk], &[]);
-    moment();
+    short_pause();
     assert!(!has_ended(pid) || !late.writing.is_finished());
     assert!(
         !late.server.stderr().contains("recovered from the checkpoint of a dead process"),
         "too early"
     );
     let (server, _device) = late.release();
-    server.says("recovered from the checkpoint of a dead process");
+    server.wait_for_log("recovered from the checkpoint of a dead process");
 }
 
 /// The late write is in flight at the other server, which accepts no new client before the
@@ -135,8 +135,8 @@ fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     let disk = format!("vfio-user:{}/1", below.socket().display());
     let (late, pid) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
     until("its end", || has_ended(pid));
-    late.server.says("waiting for I/O of the dead process at vfio-user:");
-    moment();
+    late.server.wait_for_log("waiting for I/O of the dead process at vfio-user:");
+    short_pause();
     assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }
@@ -165,8 +165,8 @@ fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     let disk = below.uri("&settle=2s");
     let (late, pid) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
     until("its end", || has_ended(pid));
-    late.server.says("waiting for I/O of the dead process at nbd+unix:");
-    moment();
+    late.server.wait_for_log("waiting for I/O of the dead process at nbd+unix:");
+    short_pause();
     assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }

@@ -6,9 +6,9 @@ use crate::supervisor::worker;
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::{Cqe, Sqe, Status, regs};
-use shadowbell_testing::wait::{LIMIT, moment, until_some};
+use shadowbell_testing::wait::{LIMIT, short_pause, until_some};
 use shadowbell_vfio_user::Client;
-use shadowbell_vfio_user::client::{ClientError, Options, Share};
+use shadowbell_vfio_user::client::{ClientError, DmaRange, Options};
 use shadowbell_vfio_user::device::{DmaUnmap, IrqAction, irq, region};
 use std::sync::Arc;
 
@@ -136,9 +136,9 @@ impl Guest {
     }
 }
 
-fn share(memory: &Mapping, iova: u64) -> Share<'_> {
+fn share(memory: &Mapping, iova: u64) -> DmaRange<'_> {
     let len = memory.len() as u64;
-    Share { iova, len, readable: true, writable: true, fd: memory.fd(), fd_offset: 0 }
+    DmaRange { iova, len, readable: true, writable: true, fd: memory.fd(), fd_offset: 0 }
 }
 
 #[test]
@@ -283,7 +283,7 @@ fn without_bus_mastering_there_is_no_dma() {
     let before: Vec<_> = (0..LEN as usize / 8).map(|n| guest.bytes().read::<u64>(n * 8)).collect();
     guest.ring();
     let submitted = guest.bytes().read::<[u64; 8]>(Sqe::SIZE);
-    moment();
+    short_pause();
     assert_eq!(guest.completed(), None);
     for (n, before) in before.into_iter().enumerate().filter(|(n, _)| !(8..16).contains(n)) {
         assert_eq!(guest.bytes().read::<u64>(n * 8), before, "offset {:#x}", n * 8);
@@ -409,14 +409,14 @@ fn memory_is_mapped_and_unmapped() {
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }));
     guest.assert_usable();
     // A map without a descriptor is recorded, and can be unmapped.
-    guest.client.dma_map(&Share { fd: None, ..share(&more, 1 << 20) }).unwrap();
+    guest.client.dma_map(&DmaRange { fd: None, ..share(&more, 1 << 20) }).unwrap();
     refused(guest.client.dma_map(&share(&more, 1 << 20)));
     guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }).unwrap();
     guest.assert_usable();
     guest.client.dma_unmap(DmaUnmap::All).unwrap();
     guest.bytes().fill(0, LEN as usize, 0xee).unwrap();
     guest.write(regs::DOORBELLS, &3u32.to_le_bytes());
-    moment();
+    short_pause();
     let clean = (0..LEN as usize / 8).all(|n| guest.bytes().read(n * 8) == Some([0xeeu8; 8]));
     assert!(clean, "memory that was taken back is not touched");
 }
@@ -427,8 +427,8 @@ fn a_map_of_a_non_memory_descriptor_is_refused() {
     let mut guest = Guest::enabled(&server);
     let event = std::os::fd::OwnedFd::try_from(EventFd::new().unwrap()).unwrap();
     let fd = Some(std::os::fd::AsFd::as_fd(&event));
-    guest.client.dma_map(&Share { fd, ..share(&guest.memory, 0) }).unwrap_err();
-    guest.client.dma_map(&Share { fd_offset: 1, ..share(&guest.memory, 0) }).unwrap_err();
+    guest.client.dma_map(&DmaRange { fd, ..share(&guest.memory, 0) }).unwrap_err();
+    guest.client.dma_map(&DmaRange { fd_offset: 1, ..share(&guest.memory, 0) }).unwrap_err();
     guest.assert_usable();
 }
 
@@ -436,7 +436,7 @@ trait WithLen {
     fn with_len(self, len: u64) -> Self;
 }
 
-impl WithLen for Share<'_> {
+impl WithLen for DmaRange<'_> {
     fn with_len(mut self, len: u64) -> Self {
         self.len = len;
         self
@@ -447,15 +447,15 @@ impl WithLen for Share<'_> {
 fn a_missing_share_option_is_logged_for_unshared_memory() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let guest = Guest::new(&server);
-    guest.client.dma_map(&Share { fd: None, ..share(&guest.memory, IOVA) }).unwrap();
+    guest.client.dma_map(&DmaRange { fd: None, ..share(&guest.memory, IOVA) }).unwrap();
     guest.command(MEMORY | BUS_MASTER);
     assert!(!server.stderr().contains("share=on"), "not before a guest uses the controller");
     guest.write(regs::CC, &1u32.to_le_bytes());
     guest.write(regs::CC, &0u32.to_le_bytes());
     guest.write(regs::CC, &1u32.to_le_bytes());
-    server.says("memory-backend-memfd,id=mem,size=SIZE,share=on");
+    server.wait_for_log("memory-backend-memfd,id=mem,size=SIZE,share=on");
     drop(guest);
-    server.says("has left");
+    server.wait_for_log("has left");
     assert_eq!(server.stderr().matches("is not shared").count(), 1, "once");
 }
 
@@ -463,14 +463,14 @@ fn a_missing_share_option_is_logged_for_unshared_memory() {
 fn memory_without_a_descriptor_beside_shared_memory_is_not_logged() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let guest = Guest::new(&server);
-    guest.client.dma_map(&Share { fd: None, ..share(&guest.memory, 0) }).unwrap();
+    guest.client.dma_map(&DmaRange { fd: None, ..share(&guest.memory, 0) }).unwrap();
     guest.share();
     guest.command(MEMORY | BUS_MASTER);
     let mut guest = guest;
     guest.enable();
     guest.assert_usable();
     drop(guest);
-    server.says("has left");
+    server.wait_for_log("has left");
     assert!(!server.stderr().contains("share"), "{}", server.stderr());
 }
 
@@ -483,7 +483,7 @@ fn a_missing_share_option_is_logged_for_a_private_file() {
     guest.enable();
     // The guest's writes go to private pages, and the shared file stays empty.
     guest.write(regs::DOORBELLS, &1u32.to_le_bytes());
-    server.says("`share=on` is missing");
+    server.wait_for_log("`share=on` is missing");
 }
 
 /// A kernel with a virtual IOMMU shares its memory page by page. One mapping per page would
@@ -498,7 +498,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     let memory = Mapping::shared("guest-pages", PAGES * PAGE).unwrap();
     // Consecutive pages have distant bus addresses.
     let iova = |n: u64| (1 << 40) + n * 7919 % PAGES * 2 * PAGE;
-    let page = |n: u64| Share { fd_offset: n * PAGE, ..share(&memory, iova(n)).with_len(PAGE) };
+    let page = |n: u64| DmaRange { fd_offset: n * PAGE, ..share(&memory, iova(n)).with_len(PAGE) };
     for n in 0..PAGES {
         guest.client.dma_map(&page(n)).unwrap();
     }

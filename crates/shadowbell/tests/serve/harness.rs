@@ -102,7 +102,7 @@ impl Server {
 
     /// Waits until `words` are in the server's log.
     #[track_caller]
-    pub(crate) fn says(&self, words: &str) {
+    pub(crate) fn wait_for_log(&self, words: &str) {
         // A panic shows the whole log of the server.
         until(words, || self.stderr().contains(words));
     }

@@ -3,7 +3,7 @@
 use crate::harness::{Server, attach, complete, image, run};
 use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy};
 use shadowbell_spec::Status;
-use shadowbell_testing::wait::{deadline, moment};
+use shadowbell_testing::wait::{deadline, short_pause};
 use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
@@ -138,7 +138,7 @@ fn a_sleeping_driver_gets_an_error_when_the_server_dies() {
     assert_eq!(run(&mut queue, flush, None).status, Status::SUCCESS);
     let pid = server.pid();
     let killer = std::thread::spawn(move || {
-        moment();
+        short_pause();
         let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
     });

@@ -6,7 +6,7 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::Client;
-use shadowbell_vfio_user::client::{Options, Share};
+use shadowbell_vfio_user::client::{DmaRange, Options};
 use std::io::{PipeReader, PipeWriter};
 use std::process::Command;
 use std::time::Instant;
@@ -32,7 +32,7 @@ fn command() -> (Command, TempDir) {
 fn send_invalid_maps(client: &Client, maps: u64) {
     for _ in 0..maps {
         let share =
-            Share { iova: 1, len: 4096, readable: true, writable: true, fd: None, fd_offset: 0 };
+            DmaRange { iova: 1, len: 4096, readable: true, writable: true, fd: None, fd_offset: 0 };
         client.dma_map(&share).unwrap_err();
     }
 }

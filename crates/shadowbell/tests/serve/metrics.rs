@@ -169,8 +169,8 @@ fn metrics_count_a_guests_commands() {
         metrics.get("shadowbell_queue_commands_total", &[("queue", queue)])
     };
     assert_eq!(commands(&during, "1") + commands(&during, "2"), 100.0);
-    let looks = [("queue", "1"), ("side", "sq")];
-    assert!(during.get("shadowbell_doorbell_looks_total", &looks) > 0.0);
+    let polls = [("queue", "1"), ("side", "sq")];
+    assert!(during.get("shadowbell_doorbell_polls_total", &polls) > 0.0);
 
     drop((queue, pool));
     guest.detach().unwrap();

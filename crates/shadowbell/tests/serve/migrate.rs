@@ -73,7 +73,7 @@ fn suspended(replace: impl Fn(&Server)) {
     let (memory, stream, moved) = guest.suspend(1);
     // Commands wait in its queues.
     assert!(moved.in_flight > 0, "{moved:?}");
-    server.says("will not survive a crash of this server");
+    server.wait_for_log("will not survive a crash of this server");
     let before = worker(&server);
     let content = std::fs::read(&disk).unwrap();
     replace(&server);

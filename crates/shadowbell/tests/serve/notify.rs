@@ -145,7 +145,7 @@ fn a_hung_server_process_is_replaced() {
     let namespace = controller.namespace(1).unwrap().clone();
     let before = worker(&server);
     signal(before, Signal::STOP);
-    server.says(&format!("error: process {before} hangs"));
+    server.wait_for_log(&format!("error: process {before} hangs"));
     until("its end", || has_ended(before));
     let status = "STATUS=the server process has died; another one is about to recover";
     until("the status of the recovery", || manager.next_except_watchdog() == status);
@@ -193,7 +193,7 @@ fn sighup_reloads_the_configuration() {
         let printed = "the configuration was reloaded; controllers: 2 added, 0 removed, 0 replaced, \
                     0 changed, 1 unchanged";
         assert_eq!(reload(), format!("READY=1\nSTATUS={printed}"));
-        server.says(printed);
+        server.wait_for_log(printed);
         drop(attach(&server.directory().join("vm2.sock"), &options));
 
         // An invalid file is refused as a whole.
@@ -204,7 +204,7 @@ fn sighup_reloads_the_configuration() {
         let words = "READY=1\nSTATUS=the configuration is refused, and nothing was changed: \
                      vms.toml:1: unknown field `workres`";
         assert!(refused.starts_with(words), "{refused}");
-        server.says("error: the configuration is refused, and nothing was changed");
+        server.wait_for_log("error: the configuration is refused, and nothing was changed");
         // A file that would take a controller from a client is refused, too.
         std::fs::write(&config, text.replace("vm0.sock", "other.sock")).unwrap();
         assert!(reload().contains("nothing was changed: connected clients would lose vm0"));
@@ -212,7 +212,7 @@ fn sighup_reloads_the_configuration() {
         // A setting that cannot change at run time is reported.
         std::fs::write(&config, format!("workers = 2\n{text}")).unwrap();
         assert!(reload().contains("0 added, 0 removed, 0 replaced, 0 changed, 3 unchanged"));
-        server.says("they take effect at the next `shadowbell upgrade`");
+        server.wait_for_log("they take effect at the next `shadowbell upgrade`");
 
         drop(first);
         assert!(server.stop().success());

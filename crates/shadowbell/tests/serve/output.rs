@@ -32,12 +32,14 @@ impl Queues for Controller {
 fn each_step_of_a_guest_is_logged() {
     let mut server = Server::start(&["mem:4MiB", "null:1TiB?read-only=on"], &[]);
     let name = server.socket().display().to_string();
-    server.says(&format!("{name}: serving mem:4MiB (4.0 MiB), null:1TiB (1.0 TiB, read-only)"));
+    server.wait_for_log(&format!(
+        "{name}: serving mem:4MiB (4.0 MiB), null:1TiB (1.0 TiB, read-only)"
+    ));
     let mut controller = server.attach();
     read_blocks(&mut controller, 10);
-    server.says("the guest has 2 I/O queues");
+    server.wait_for_log("the guest has 2 I/O queues");
     controller.detach().unwrap();
-    server.says("has left");
+    server.wait_for_log("has left");
     assert!(server.stop().success());
     let printed = server.stderr();
     let mut rest = printed.as_str();
@@ -109,7 +111,7 @@ fn counters_add_up() {
     drop(controller);
     assert_eq!(counters(&server)["commands"], 111);
     assert!(server.stop().success());
-    server.says("111 I/O commands, ");
+    server.wait_for_log("111 I/O commands, ");
 }
 
 #[test]
@@ -126,7 +128,7 @@ fn trapped_doorbells_are_counted() {
 fn counters_are_logged_on_sigusr1() {
     let mut server = Server::start(&["mem:4MiB"], &[]);
     server.signal(Signal::USR1);
-    server.says("0 I/O commands, 0 doorbell writes trapped");
+    server.wait_for_log("0 I/O commands, 0 doorbell writes trapped");
     assert!(server.is_alive());
 }
 

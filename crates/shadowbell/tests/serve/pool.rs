@@ -348,7 +348,7 @@ fn a_full_file_system_under_a_pool_fails_writes_only() {
     assert!((64..256).contains(&written), "{written} of 1 MiB");
     let others = ends.iter().filter(|end| !end.is_success());
     assert!(others.clone().all(|end| end.code() == Status::CAPACITY_EXCEEDED), "{ends:?}");
-    server.says("there is no room left for namespace 1");
+    server.wait_for_log("there is no room left for namespace 1");
     let reads_back = |guest: &mut Guest| {
         for (page, end) in (0_u32..).zip(&ends) {
             let expected = if end.is_success() { page as u8 | 1 } else { 0 };

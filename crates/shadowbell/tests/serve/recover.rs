@@ -1,7 +1,7 @@
 //! Recovery after kills of the server process, without an error for its clients.
 
 use crate::control::ctl_json;
-use crate::disk_kinds::Export;
+use crate::disk_recovery::Export;
 use crate::harness::{Server, complete, finish, program, until};
 use crate::supervisor::{children, has_ended, signal, worker};
 use crate::upgrade::{Client, Load, server, socket, upgrade, upgrade_with};
@@ -10,7 +10,7 @@ use rustix::fs::{
 };
 use rustix::process::Signal;
 use shadowbell_testing::wait::LIMIT;
-use shadowbell_vfio_user::client::{Client as Peer, Options, Share};
+use shadowbell_vfio_user::client::{Client as Peer, DmaRange, Options};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,15 +19,15 @@ use std::time::Duration;
 /// Kills the server process, and returns when another one serves.
 pub(crate) fn kill(server: &Server, how: Signal) -> u32 {
     let before = worker(server);
-    let deaths = said(server, "has recovered the clients");
+    let deaths = log_count(server, "has recovered the clients");
     signal(before, how);
-    until("another worker", || said(server, "has recovered the clients") > deaths);
+    until("another worker", || log_count(server, "has recovered the clients") > deaths);
     let now = worker(server);
     assert_ne!(now, before);
     now
 }
 
-fn said(server: &Server, words: &str) -> usize {
+fn log_count(server: &Server, words: &str) -> usize {
     server.stderr().matches(words).count()
 }
 
@@ -44,7 +44,7 @@ fn a_verifying_load_survives_twenty_kills() {
     client.write(2, 0, 2);
     let loads = [(0, 1), (1, 2), (3, 1)];
     let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
-    until("the loads' clients", || said(&server, "a client is attached") >= 4);
+    until("the loads' clients", || log_count(&server, "a client is attached") >= 4);
     for n in 0..20_u8 {
         // Time for some load on each of the processes.
         std::thread::sleep(Duration::from_millis(100));
@@ -171,16 +171,16 @@ fn a_recovering_process_may_be_killed() {
     client.write(2, 0, 8);
     for wait in [0, 5, 10, 20, 40] {
         let before = worker(&server);
-        let deaths = said(&server, "has recovered the clients");
+        let deaths = log_count(&server, "has recovered the clients");
         signal(before, Signal::KILL);
         until("the next one", || children(server.pid()).iter().any(|pid| *pid != before));
         let next = worker(&server);
         // The kill may come at any moment before recovery.
         std::thread::sleep(Duration::from_millis(wait));
-        if said(&server, "has recovered the clients") == deaths && !has_ended(next) {
+        if log_count(&server, "has recovered the clients") == deaths && !has_ended(next) {
             signal(next, Signal::KILL);
         }
-        until("the recovery", || said(&server, "has recovered the clients") > deaths);
+        until("the recovery", || log_count(&server, "has recovered the clients") > deaths);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8), "after {wait} ms");
         // Pause so that the kills do not count as a crash loop.
         std::thread::sleep(Duration::from_millis(60));
@@ -198,8 +198,8 @@ fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     std::fs::write(&file, text.replace("mem:16MiB", "mem:8MiB")).unwrap();
     let before = worker(&server);
     signal(before, Signal::KILL);
-    server.says("is to serve 0.img, mem:8MiB at ");
-    server.says("have lost their controllers");
+    server.wait_for_log("is to serve 0.img, mem:8MiB at ");
+    server.wait_for_log("have lost their controllers");
     drop(client);
     until("another one's socket", || {
         !children(server.pid()).contains(&before) && UnixStream::connect(socket(&server, 0)).is_ok()
@@ -211,10 +211,11 @@ fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
 fn an_unrecoverable_disk_is_reported() {
     let below = Export::start("mem:4MiB");
     let server = Server::start(&[&below.uri("")], &["--keeper"]);
-    server.says("cannot be recovered after a server crash: an NBD server may still execute");
+    server
+        .wait_for_log("cannot be recovered after a server crash: an NBD server may still execute");
     let client = Client::attach(&server.socket());
     kill(&server, Signal::KILL);
-    server.says("its client cannot be recovered, and is disconnected");
+    server.wait_for_log("its client cannot be recovered, and is disconnected");
     drop(client);
     // The next client is served.
     Client::attach(&server.socket()).write(1, 0, 1);
@@ -227,7 +228,8 @@ fn sealed_client(server: &Server) -> Peer {
     ftruncate(&memory, 1 << 20).unwrap();
     let peer = Peer::connect(socket(server, 1), Options { timeout: Some(LIMIT) }).unwrap();
     let fd = Some(memory.as_fd());
-    let share = Share { iova: 0, len: 1 << 20, readable: true, writable: true, fd, fd_offset: 0 };
+    let share =
+        DmaRange { iova: 0, len: 1 << 20, readable: true, writable: true, fd, fd_offset: 0 };
     peer.dma_map(&share).unwrap();
     fcntl_add_seals(&memory, SealFlags::FUTURE_WRITE).unwrap();
     peer
@@ -256,7 +258,7 @@ fn a_client_with_unmappable_memory_is_dropped_alone() {
         } else {
             kill(&server, Signal::KILL);
         }
-        server.says("vm1.sock: its client cannot be recovered, and is disconnected: ");
+        server.wait_for_log("vm1.sock: its client cannot be recovered, and is disconnected: ");
         let mut byte = [0];
         until("the end of the client", || peer.region_read(0, 0, &mut byte).is_err());
         for other in &mut others {
@@ -307,7 +309,7 @@ fn a_controller_with_a_locked_image_waits_alone() {
         let pool = clients[1].parts().1.buffers(1, 4096).unwrap();
         let thief = Thief::of(server.directory().join("1.img"));
         let words = "process: vm1.sock, commands in flight";
-        let recovered = said(&server, words);
+        let recovered = log_count(&server, words);
         let mut output = String::new();
         // On a busy machine the next process may be faster than the thief.
         until("the lock of the thief", || {
@@ -353,7 +355,7 @@ fn a_controller_with_a_locked_image_waits_alone() {
         others_continue();
         thief.release.send(()).unwrap();
         assert_eq!(complete(queue).status, shadowbell_spec::Status::SUCCESS);
-        until("its recovery", || said(&server, words) > recovered);
+        until("its recovery", || log_count(&server, words) > recovered);
         let [_, second, _] = &mut clients;
         assert_eq!((second.read(1, 0), second.read(2, 0)), (7, 8));
         assert_eq!(ctl_json(&server, &["status"])["waiting"], 0);
@@ -376,14 +378,14 @@ fn an_outdated_checkpoint_is_not_recovered() {
     let mut client = Client::attach(&socket(&server, 0));
     client.share(200);
     signal(server.pid(), Signal::STOP);
-    while said(&server, "the supervisor does not accept the checkpoint") == 0 {
+    while log_count(&server, "the supervisor does not accept the checkpoint") == 0 {
         client.replace_shared(0, 100);
     }
     signal(worker(&server), Signal::KILL);
     signal(server.pid(), Signal::CONT);
-    server.says("the checkpoint is outdated");
-    server.says("have lost their controllers");
-    assert_eq!(said(&server, "has recovered the clients"), 0, "{}", server.stderr());
+    server.wait_for_log("the checkpoint is outdated");
+    server.wait_for_log("have lost their controllers");
+    assert_eq!(log_count(&server, "has recovered the clients"), 0, "{}", server.stderr());
     drop(client);
     until("another one", || UnixStream::connect(socket(&server, 0)).is_ok());
     Client::attach(&socket(&server, 0)).write(2, 0, 1);

@@ -46,7 +46,7 @@ fn a_forbidden_system_call_ends_the_process() {
     assert!(errors.contains("for a system call that its sandbox forbids"), "{errors}");
     let server =
         Server::start(&["null:1MiB"], &["--no-keeper", "--sandbox", "off", "--attempt", "getpid"]);
-    server.says("attempt getpid: nothing was in the way");
+    server.wait_for_log("attempt getpid: nothing was in the way");
     assert_eq!(status_of(server.pid(), "Seccomp"), "0");
 }
 
@@ -61,7 +61,7 @@ fn other_files_cannot_be_opened_in_the_sandbox() {
     let mut server =
         Server::start_in(directory, &["disk.img"], &[&["--keeper"], &attempts[..]].concat());
     for what in attempts.iter().filter(|word| **word != "--attempt") {
-        server.says(&format!("attempt {what}: Permission denied"));
+        server.wait_for_log(&format!("attempt {what}: Permission denied"));
     }
     assert!(!server.directory().join("new").exists());
     let mut guest = Client::attach(&server.socket());
@@ -80,7 +80,7 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     let others = ["a.img", "b.img", "c.img"];
     others.iter().for_each(|name| drop(image(elsewhere.path(), name, 4 << 20)));
     let mut server = Server::start_in(directory, &["disk.img"], &["--keeper", "--sandbox", "on"]);
-    server.says("privilege gain blocked");
+    server.wait_for_log("privilege gain blocked");
     let mut guest = Client::attach(&server.socket());
     guest.write(1, 0, 1);
     let (status, _, errors) =
@@ -309,7 +309,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     };
     let for_tests = if cfg!(feature = "faults") { 2 } else { 0 };
     // The log is written by a thread of its own.
-    server.says("sandbox on: ");
+    server.wait_for_log("sandbox on: ");
     assert!(has(&server.stderr()) - for_tests <= 62, "{}", server.stderr());
     let at = |name: &str| server.directory().join(name);
     let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
@@ -425,7 +425,7 @@ fn options_that_exclude_the_sandbox_are_refused() {
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("there is no supervisor"), "{errors}");
     let server = Server::start(&["mem:1MiB"], &["--no-keeper"]);
-    server.says("the sandbox does not restrict file access: there is no supervisor");
+    server.wait_for_log("the sandbox does not restrict file access: there is no supervisor");
     assert_eq!(status_of(server.pid(), "Seccomp"), "2");
     let mut command = program();
     command.args(["serve", "mem:1MiB", "--user", "no such user", "--socket"]).arg(&socket);

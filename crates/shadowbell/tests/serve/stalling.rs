@@ -6,7 +6,7 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait::LIMIT;
-use shadowbell_vfio_user::client::{ClientError, Options, Share};
+use shadowbell_vfio_user::client::{ClientError, DmaRange, Options};
 use shadowbell_vfio_user::device::irq;
 use shadowbell_vfio_user::{Client, Errno};
 use std::os::fd::AsFd;
@@ -57,7 +57,7 @@ fn io_continues_beside_a_client_with_hung_memory() {
     let bad = server.directory().join("bad.sock");
     let client = Client::connect(bad, Options { timeout: Some(LIMIT) }).unwrap();
     let fd = Some(file.as_fd());
-    let share = Share { iova: 0, len: 4096, readable: true, writable: true, fd, fd_offset: 0 };
+    let share = DmaRange { iova: 0, len: 4096, readable: true, writable: true, fd, fd_offset: 0 };
     let inval = |outcome| match outcome {
         Err(ClientError::Refused { errno, .. }) => assert_eq!(errno, Errno::INVAL),
         other => panic!("{other:?}"),

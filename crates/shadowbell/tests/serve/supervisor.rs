@@ -4,7 +4,7 @@ use crate::harness::{Server, attach, finish, image, program, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
-use shadowbell_testing::wait::{moment, pause};
+use shadowbell_testing::wait::{pause, short_pause};
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
@@ -44,11 +44,11 @@ fn signals_are_forwarded_and_the_exit_status_returned() {
         let mut server = Server::spawn(command, directory, &["vm.sock"]);
         let worker = worker(&server);
         server.signal(Signal::USR1);
-        server.says("0 I/O commands, 0 doorbell writes trapped");
+        server.wait_for_log("0 I/O commands, 0 doorbell writes trapped");
         server.signal(end);
         assert!(server.wait().success(), "{}", server.stderr());
         assert!(has_ended(worker) && !server.socket().exists());
-        server.says("ended");
+        server.wait_for_log("ended");
     }
 }
 
@@ -63,7 +63,7 @@ fn a_signal_to_all_processes_counts_once() {
         // The server process may have ended already.
         let _ = kill_process(Pid::from_raw(worker as i32).unwrap(), Signal::TERM);
         assert_eq!(server.wait().code(), Some(0), "{}", server.stderr());
-        server.says("ended");
+        server.wait_for_log("ended");
     }
 }
 
@@ -99,7 +99,7 @@ fn a_dead_server_process_is_restarted() {
         let read = controller.namespace(1).unwrap().read(0, 8).unwrap();
         assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
         signal(before, end);
-        server.says(&format!("process {before}, which served, was ended by signal"));
+        server.wait_for_log(&format!("process {before}, which served, was ended by signal"));
         until("another worker", || children(server.pid()).iter().any(|pid| *pid != before));
         assert_ne!(worker(&server), before);
         drop((queue, pool, controller));
@@ -129,10 +129,10 @@ fn a_crash_loop_ends_the_supervisor() {
     }
     assert_eq!(killed.len(), 8);
     assert_eq!(server.wait().code(), Some(1));
-    server.says("after 8 deaths within a minute it is not restarted");
+    server.wait_for_log("after 8 deaths within a minute it is not restarted");
     // The first restarts recover the clients, whose state may be the cause; later ones do not.
-    server.says("has recovered the clients");
-    server.says("have lost their controllers");
+    server.wait_for_log("has recovered the clients");
+    server.wait_for_log("have lost their controllers");
 }
 
 #[test]
@@ -144,12 +144,12 @@ fn a_server_process_ends_with_its_supervisor() {
     server.signal(Signal::KILL);
     assert_eq!(server.wait().signal(), Some(9));
     until("the worker's end", || has_ended(worker));
-    server.says("the supervisor has ended, so this process ends too");
+    server.wait_for_log("the supervisor has ended, so this process ends too");
     // The server process ends in good order. It cannot remove the socket file, which the next
     // server replaces.
     let error = std::os::unix::net::UnixStream::connect(server.socket()).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
-    server.says("ended");
+    server.wait_for_log("ended");
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn a_second_signal_ends_the_server_at_once() {
     // Two signals that are pending at the same time count as one.
     let pending = || crate::idle::status_of(server.pid(), "shadowbell-serv", "ShdPnd");
     until("the delivery of the signal", || pending().chars().all(|digit| digit == '0'));
-    moment();
+    short_pause();
     assert!(server.is_alive());
     server.signal(Signal::TERM);
     assert_eq!(server.wait().code(), Some(1));

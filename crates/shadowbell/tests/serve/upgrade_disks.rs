@@ -1,6 +1,6 @@
 //! Upgrades of servers with disks that the next process has to open anew.
 
-use crate::disk_kinds::{Export, is_consistent, supervisor};
+use crate::disk_recovery::{Export, is_consistent, supervisor};
 use crate::harness::{Server, image, until};
 use crate::recover::assert_no_loss;
 use crate::supervisor::worker;

@@ -32,7 +32,7 @@ pub enum ClientError {
     Unsendable {
         /// The command.
         command: u16,
-        /// The mistake.
+        /// Cause of the error.
         why: &'static str,
     },
     /// The server's limit of mapped memory ranges is reached. Nothing was sent.
@@ -54,7 +54,7 @@ pub enum ClientError {
     BadReply {
         /// The command.
         command: u16,
-        /// The mistake.
+        /// Cause of the error.
         why: String,
     },
     /// The server has disconnected, or the socket has failed. The connection has ended.

@@ -27,30 +27,30 @@ pub struct ClientIoFds {
 }
 
 /// Queries the region `index`. If the reply does not fit, repeats the query with more space.
-pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientIoFds, ClientError> {
+pub(super) fn query(connection: &mut Connection, index: u32) -> Result<ClientIoFds, ClientError> {
     let mut argsz = FIRST_SIZE;
     loop {
-        let ask = wire::RegionIoFds { argsz, flags: 0, index, count: 0 };
+        let query = wire::RegionIoFds { argsz, flags: 0, index, count: 0 };
         let answer = connection.request(
             command::DEVICE_GET_REGION_IO_FDS,
-            &[ask.as_bytes()],
+            &[query.as_bytes()],
             &[],
             |reply| read(reply, index, argsz),
         )?;
         match answer {
-            Answer::Fds(fds) => return Ok(fds),
-            Answer::Needs(size) => argsz = size,
+            InfoReply::Fds(fds) => return Ok(fds),
+            InfoReply::Needs(size) => argsz = size,
         }
     }
 }
 
-enum Answer {
+enum InfoReply {
     Fds(ClientIoFds),
     /// The reply needs a buffer of this size.
     Needs(u32),
 }
 
-fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
+fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<InfoReply, String> {
     let events = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
         Descriptor::Event(fd) => Ok(Arc::new(fd)),
         _ => Err("a descriptor is not an eventfd".to_owned()),
@@ -62,14 +62,14 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
     }
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
-            true => Ok(Answer::Needs(info.argsz)),
+            true => Ok(InfoReply::Needs(info.argsz)),
             // The reply exceeds the maximum, or the size that the first reply announced.
             false => Err(format!("it needs {} bytes to list descriptors", info.argsz)),
         };
     }
     // libvfio-user replies so for a region without eventfds; other servers refuse the query.
     if info.count == 0 {
-        return Ok(Answer::Fds(ClientIoFds { events, areas: Vec::new() }));
+        return Ok(InfoReply::Fds(ClientIoFds { events, areas: Vec::new() }));
     }
     // The entries may be longer than this version's: the specification allows it.
     let room = info.argsz.saturating_sub(wire_size::<wire::RegionIoFds>());
@@ -92,5 +92,5 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
             areas.push((Area { offset: entry.offset, len: entry.size }, event));
         }
     }
-    Ok(Answer::Fds(ClientIoFds { events, areas }))
+    Ok(InfoReply::Fds(ClientIoFds { events, areas }))
 }

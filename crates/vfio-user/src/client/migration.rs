@@ -53,11 +53,11 @@ impl Client {
     /// See [`ClientError`]. A stream of more than [`MAX_STREAM`] bytes is a bad reply.
     pub fn read_migration_stream(&self) -> Result<Vec<u8>, ClientError> {
         let (command, size) = (command::MIG_DATA_READ, self.piece());
-        let ask = MigData { argsz: size.saturating_add(8), size };
+        let query = MigData { argsz: size.saturating_add(8), size };
         let mut stream = Vec::new();
         loop {
             let mut connection = self.connection.lock();
-            let read = connection.request(command, &[ask.as_bytes()], &[], |reply| {
+            let read = connection.request(command, &[query.as_bytes()], &[], |reply| {
                 let (head, data) = reply.split::<MigData>()?;
                 let is_whole = data.len() == head.size as usize && head.size <= size;
                 if !is_whole || stream.len() + data.len() > MAX_STREAM {

@@ -70,7 +70,7 @@ pub struct ShortWrite<'a> {
 
 /// Memory range to map for the device, see [`Client::dma_map`].
 #[derive(Debug, Clone, Copy)]
-pub struct Share<'a> {
+pub struct DmaRange<'a> {
     /// First bus address for the device.
     pub iova: u64,
     /// Length in bytes.
@@ -152,18 +152,23 @@ impl Client {
     /// See [`ClientError`]. If the device is not a PCI device, the reply is a bad reply.
     pub fn device_info(&self) -> Result<DeviceInfo, ClientError> {
         let size = wire_size::<wire::DeviceInfo>();
-        let ask = wire::DeviceInfo { argsz: size, flags: 0, num_regions: 0, num_irqs: 0 };
-        self.connection.lock().request(command::DEVICE_GET_INFO, &[ask.as_bytes()], &[], |reply| {
-            let (info, _) = reply.split::<wire::DeviceInfo>()?;
-            if info.flags & wire::device_flags::PCI == 0 {
-                return Err("the device is not a PCI device".into());
-            }
-            Ok(DeviceInfo {
-                resettable: info.flags & wire::device_flags::RESET != 0,
-                regions: info.num_regions,
-                irqs: info.num_irqs,
-            })
-        })
+        let query = wire::DeviceInfo { argsz: size, flags: 0, num_regions: 0, num_irqs: 0 };
+        self.connection.lock().request(
+            command::DEVICE_GET_INFO,
+            &[query.as_bytes()],
+            &[],
+            |reply| {
+                let (info, _) = reply.split::<wire::DeviceInfo>()?;
+                if info.flags & wire::device_flags::PCI == 0 {
+                    return Err("the device is not a PCI device".into());
+                }
+                Ok(DeviceInfo {
+                    resettable: info.flags & wire::device_flags::RESET != 0,
+                    regions: info.num_regions,
+                    irqs: info.num_irqs,
+                })
+            },
+        )
     }
 
     /// Queries a region.
@@ -173,7 +178,7 @@ impl Client {
     /// See [`ClientError`]. If a mappable area exceeds the region or has no descriptor, the reply
     /// is a bad reply.
     pub fn region_info(&self, index: u32) -> Result<ClientRegion, ClientError> {
-        region::ask(&mut self.connection.lock(), index)
+        region::query(&mut self.connection.lock(), index)
     }
 
     /// Queries the eventfds that replace writes to parts of a region.
@@ -183,7 +188,7 @@ impl Client {
     /// See [`ClientError`]. A server without eventfds refuses with
     /// [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
     pub fn region_io_fds(&self, index: u32) -> Result<ClientIoFds, ClientError> {
-        io_fds::ask(&mut self.connection.lock(), index)
+        io_fds::query(&mut self.connection.lock(), index)
     }
 
     /// Queries an interrupt index, see [`irq`](crate::device::irq).
@@ -194,10 +199,10 @@ impl Client {
     pub fn irq_info(&self, index: u32) -> Result<IrqInfo, ClientError> {
         use wire::irq_info_flags as flags;
         let size = wire_size::<wire::IrqInfo>();
-        let ask = wire::IrqInfo { argsz: size, flags: 0, index, count: 0 };
+        let query = wire::IrqInfo { argsz: size, flags: 0, index, count: 0 };
         self.connection.lock().request(
             command::DEVICE_GET_IRQ_INFO,
-            &[ask.as_bytes()],
+            &[query.as_bytes()],
             &[],
             |reply| {
                 let (info, _) = reply.split::<wire::IrqInfo>()?;
@@ -321,7 +326,7 @@ impl Client {
     /// # Errors
     ///
     /// See [`ClientError`].
-    pub fn dma_map(&self, share: &Share<'_>) -> Result<(), ClientError> {
+    pub fn dma_map(&self, share: &DmaRange<'_>) -> Result<(), ClientError> {
         use wire::dma_map_flags as flags;
         let map = wire::DmaMap {
             argsz: wire_size::<wire::DmaMap>(),

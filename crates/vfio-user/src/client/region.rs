@@ -43,30 +43,30 @@ pub struct MappableArea {
 }
 
 /// Queries the region `index`. If the reply does not fit, repeats the query with more space.
-pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientRegion, ClientError> {
+pub(super) fn query(connection: &mut Connection, index: u32) -> Result<ClientRegion, ClientError> {
     let mut argsz = FIRST_SIZE;
     loop {
-        let ask = wire::RegionInfo { argsz, flags: 0, index, cap_offset: 0, size: 0, offset: 0 };
+        let query = wire::RegionInfo { argsz, flags: 0, index, cap_offset: 0, size: 0, offset: 0 };
         let answer = connection.request(
             command::DEVICE_GET_REGION_INFO,
-            &[ask.as_bytes()],
+            &[query.as_bytes()],
             &[],
             |reply| read(reply, index, argsz),
         )?;
         match answer {
-            Answer::Region(region) => return Ok(region),
-            Answer::Needs(size) => argsz = size,
+            InfoReply::Region(region) => return Ok(region),
+            InfoReply::Needs(size) => argsz = size,
         }
     }
 }
 
-enum Answer {
+enum InfoReply {
     Region(ClientRegion),
     /// The reply needs a buffer of this size.
     Needs(u32),
 }
 
-fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
+fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<InfoReply, String> {
     let fds = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
         Descriptor::Memory(file) => Ok(Arc::new(file)),
         _ => Err("a descriptor is neither memory nor a local file".to_owned()),
@@ -78,7 +78,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
     }
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
-            true => Ok(Answer::Needs(info.argsz)),
+            true => Ok(InfoReply::Needs(info.argsz)),
             // The reply exceeds the maximum, or the size that the first reply announced.
             false => Err(format!("it needs {} bytes to describe a region", info.argsz)),
         };
@@ -90,7 +90,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         areas: Vec::new(),
     };
     if info.flags & region_flags::MMAP == 0 || info.size == 0 {
-        return Ok(Answer::Region(region));
+        return Ok(InfoReply::Region(region));
     }
     let areas = match info.flags & region_flags::CAPS {
         0 => None,
@@ -115,7 +115,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         };
         region.areas.push(MappableArea { offset: area.offset, len: area.len, fd, fd_offset });
     }
-    Ok(Answer::Region(region))
+    Ok(InfoReply::Region(region))
 }
 
 /// Mappable areas of a region. `None` if the reply has no capability for them, so that the whole

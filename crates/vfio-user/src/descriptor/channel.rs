@@ -33,12 +33,12 @@ impl Channel {
     /// The error of the socket. `EMFILE` if descriptors were lost because this process has too many
     /// open files.
     pub fn receive(&mut self, into: &mut [u8]) -> Result<(usize, Vec<Descriptor>), Errno> {
-        let arrival = receive_some(self.socket.as_fd(), into, self.inspector.closer())?;
-        let fds = self.inspector.inspect_files(arrival.fds);
-        if arrival.fds_lost {
+        let output = receive_some(self.socket.as_fd(), into, self.inspector.closer())?;
+        let fds = self.inspector.inspect_files(output.fds);
+        if output.fds_lost {
             return Err(Errno::MFILE);
         }
-        Ok((arrival.bytes, fds))
+        Ok((output.bytes, fds))
     }
 }
 

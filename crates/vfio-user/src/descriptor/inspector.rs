@@ -57,7 +57,7 @@ impl Descriptor {
 
 /// Maximum number of descriptors that are inspected per receive. A message with more ends the
 /// connection.
-const LOOKED_AT: usize = 32;
+const MAX_INSPECTED: usize = 32;
 
 /// Inspector of the descriptors of one peer.
 #[derive(Debug)]
@@ -80,19 +80,19 @@ impl Inspector {
     pub(crate) fn inspect(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
         // One file is enough, because no request has two. Looking up the mount of a file is slow if
         // there are thousands of mounts.
-        self.look_at(fds, false)
+        self.inspect_all(fds, false)
     }
 
     /// Inspects the descriptors of one receive. Any number of them may be files on disks. Only for
     /// threads that serve a single peer, because the inspection may be slow.
     pub(super) fn inspect_files(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
-        self.look_at(fds, true)
+        self.inspect_all(fds, true)
     }
 
-    fn look_at(&self, fds: Vec<PeerFd>, files: bool) -> Vec<Descriptor> {
+    fn inspect_all(&self, fds: Vec<PeerFd>, files: bool) -> Vec<Descriptor> {
         let mut may_search = true;
         let look = |(at, fd): (usize, PeerFd)| {
-            if at >= LOOKED_AT {
+            if at >= MAX_INSPECTED {
                 return Descriptor::Foreign;
             }
             match kind(fd.as_fd(), &mut may_search) {

@@ -37,7 +37,7 @@ pub(crate) struct Exchanged {
     /// Number of sent bytes of the reply.
     pub(crate) sent: Result<usize, Errno>,
     /// Number of removed bytes.
-    pub(crate) taken: Result<usize, Errno>,
+    pub(crate) received: Result<usize, Errno>,
     /// Duplicates of the descriptors that belong to the removed bytes.
     pub(crate) fds: Vec<PeerFd>,
 }
@@ -55,7 +55,7 @@ impl Exchange {
     /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received
     /// bytes, which must be in the socket. Returns `None`, and does neither, if the kernel has no
     /// memory.
-    pub(crate) fn answer_and_take<'a>(
+    pub(crate) fn reply_and_receive<'a>(
         &mut self,
         socket: BorrowedFd<'_>,
         reply: &[u8],
@@ -68,9 +68,10 @@ impl Exchange {
             self.scratch.resize(len, 0);
         }
         let scratch = self.scratch.get_mut(..len)?;
-        let sys::Outcome { sent, taken, fds } = self.ring.both(socket, reply, &fds, scratch)?;
+        let sys::Outcome { sent, received, fds } =
+            self.ring.send_and_receive(socket, reply, &fds, scratch)?;
         let fds = fds.into_iter().map(|fd| PeerFd::new(fd, closer)).collect();
-        Some(Exchanged { sent, taken, fds })
+        Some(Exchanged { sent, received, fds })
     }
 }
 

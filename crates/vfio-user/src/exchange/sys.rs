@@ -41,7 +41,7 @@ pub(super) struct Ring {
 
 pub(super) struct Outcome {
     pub(super) sent: Result<usize, Errno>,
-    pub(super) taken: Result<usize, Errno>,
+    pub(super) received: Result<usize, Errno>,
     pub(super) fds: Vec<OwnedFd>,
 }
 
@@ -58,7 +58,7 @@ impl Ring {
 
     /// Sends and receives without blocking, in one system call. Returns `None` if the kernel did
     /// not accept both operations.
-    pub(super) fn both(
+    pub(super) fn send_and_receive(
         &mut self,
         socket: BorrowedFd<'_>,
         reply: &[u8],
@@ -99,8 +99,8 @@ impl Ring {
             }
         }
         let missing = uring.submission().len();
-        let (mut sent, mut taken) = (None, None);
-        while usize::from(sent.is_some()) + usize::from(taken.is_some()) + missing < 2 {
+        let (mut sent, mut received) = (None, None);
+        while usize::from(sent.is_some()) + usize::from(received.is_some()) + missing < 2 {
             for completion in uring.completion() {
                 let result = match u32::try_from(completion.result()) {
                     Ok(len) => Ok(len as usize),
@@ -108,10 +108,10 @@ impl Ring {
                 };
                 match completion.user_data() {
                     SEND => sent = Some(result),
-                    _ => taken = Some(result),
+                    _ => received = Some(result),
                 }
             }
-            if usize::from(sent.is_some()) + usize::from(taken.is_some()) + missing < 2 {
+            if usize::from(sent.is_some()) + usize::from(received.is_some()) + missing < 2 {
                 // By the SAFETY comment above, this never happens. If it does, the buffers must
                 // stay allocated until the operations have completed.
                 let _ = uring.submit_and_wait(1);
@@ -121,12 +121,12 @@ impl Ring {
             self.uring = None;
             sent.as_ref()?;
         }
-        let fds = match &taken {
+        let fds = match &received {
             Some(Ok(_)) => take_rights(&came, take.msg_controllen),
             _ => Vec::new(),
         };
         let sent = sent.unwrap_or(Ok(0));
-        Some(Outcome { sent, taken: taken.unwrap_or(Ok(0)), fds })
+        Some(Outcome { sent, received: received.unwrap_or(Ok(0)), fds })
     }
 }
 
@@ -167,11 +167,11 @@ fn put_rights(control: &mut [u64; WORDS], fds: &[BorrowedFd<'_>]) -> Option<usiz
     bytes.extend_from_slice(&libc::SCM_RIGHTS.to_ne_bytes());
     bytes.extend(fds.iter().flat_map(|fd| fd.as_raw_fd().to_ne_bytes()));
     bytes.resize(len.next_multiple_of(size_of::<u64>()), 0);
-    let words = bytes.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word));
+    let fd_words = bytes.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word));
     if bytes.len() / size_of::<u64>() > control.len() {
         return None;
     }
-    control.iter_mut().zip(words).for_each(|(to, word)| *to = word);
+    control.iter_mut().zip(fd_words).for_each(|(to, word)| *to = word);
     Some(bytes.len())
 }
 

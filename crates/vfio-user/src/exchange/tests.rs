@@ -10,14 +10,14 @@ fn pair() -> (UnixStream, UnixStream) {
     (ours, theirs)
 }
 
-fn answer(
+fn exchange_once(
     exchange: &mut Exchange,
     ours: &UnixStream,
     reply: &[u8],
     fds: &[OwnedFd],
     len: usize,
 ) -> Exchanged {
-    exchange.answer_and_take(ours.as_fd(), reply, fds.iter(), len, &Arc::default()).unwrap()
+    exchange.reply_and_receive(ours.as_fd(), reply, fds.iter(), len, &Arc::default()).unwrap()
 }
 
 /// Reads from the socket. Returns the received bytes, and the number of descriptors.
@@ -36,8 +36,8 @@ fn a_reply_is_sent_and_its_request_removed() {
     for n in 0..100_u8 {
         send(theirs.as_fd(), &[&[n; 48]], &[]).unwrap();
         send(theirs.as_fd(), &[&[n; 7]], &[]).unwrap();
-        let done = answer(&mut exchange, &ours, &[n + 1; 100], &[], 48);
-        assert_eq!((done.sent, done.taken, done.fds.len()), (Ok(100), Ok(48), 0));
+        let done = exchange_once(&mut exchange, &ours, &[n + 1; 100], &[], 48);
+        assert_eq!((done.sent, done.received, done.fds.len()), (Ok(100), Ok(48), 0));
         assert_eq!(read(&theirs), (vec![n + 1; 100], 0));
         // The next message stays in the socket.
         assert_eq!(read(&ours), (vec![n; 7], 0));
@@ -52,8 +52,8 @@ fn descriptors_are_sent_and_received_with_their_messages() {
     for count in [1, 2, 3, SCM_MAX_FD] {
         let with: Vec<_> = files.iter().take(count).map(AsFd::as_fd).collect();
         send(theirs.as_fd(), &[&[1; 32]], &with).unwrap();
-        let done = answer(&mut exchange, &ours, &[2; 64], &files[..count], 32);
-        assert_eq!((done.sent, done.taken, done.fds.len()), (Ok(64), Ok(32), count));
+        let done = exchange_once(&mut exchange, &ours, &[2; 64], &files[..count], 32);
+        assert_eq!((done.sent, done.received, done.fds.len()), (Ok(64), Ok(32), count));
         assert_eq!(read(&theirs), (vec![2; 64], count));
     }
 }
@@ -64,11 +64,11 @@ fn a_reply_to_a_full_socket_is_sent_later() {
     let mut exchange = Exchange::new().unwrap();
     while send(ours.as_fd(), &[&[0; 4096]], &[]).is_ok() {}
     send(theirs.as_fd(), &[&[1; 32]], &[]).unwrap();
-    let done = answer(&mut exchange, &ours, &[2; 64], &[], 32);
-    assert_eq!((done.sent, done.taken), (Err(Errno::AGAIN), Ok(32)));
+    let done = exchange_once(&mut exchange, &ours, &[2; 64], &[], 32);
+    assert_eq!((done.sent, done.received), (Err(Errno::AGAIN), Ok(32)));
     drop(theirs);
-    let done = answer(&mut exchange, &ours, &[2; 64], &[], 32);
-    assert_eq!((done.sent, done.taken), (Err(Errno::PIPE), Err(Errno::CONNRESET)));
+    let done = exchange_once(&mut exchange, &ours, &[2; 64], &[], 32);
+    assert_eq!((done.sent, done.received), (Err(Errno::PIPE), Err(Errno::CONNRESET)));
 }
 
 #[test]
@@ -77,6 +77,6 @@ fn a_large_message_is_sent_at_once() {
     let mut exchange = Exchange::new().unwrap();
     let large = vec![7; 68 << 10];
     assert_eq!(send(theirs.as_fd(), &[&large], &[]), Ok(large.len()));
-    let done = answer(&mut exchange, &ours, &large, &[], large.len());
-    assert_eq!((done.sent, done.taken), (Ok(large.len()), Ok(large.len())));
+    let done = exchange_once(&mut exchange, &ours, &large, &[], large.len());
+    assert_eq!((done.sent, done.received), (Ok(large.len()), Ok(large.len())));
 }

@@ -181,7 +181,7 @@ pub enum FunctionError {
     #[error(
         "the MSI-X table or its pending bits are not aligned, not inside of their region, or overlap"
     )]
-    MsixPlace,
+    MsixLocation,
     /// The class has more than 24 bits.
     #[error("class {0:#x} has more than 24 bits")]
     Class(u32),
@@ -226,7 +226,7 @@ fn check(function: &Function) -> Result<(), FunctionError> {
     if inside(msix.table, table) && inside(msix.pba, pba) && apart {
         Ok(())
     } else {
-        Err(FunctionError::MsixPlace)
+        Err(FunctionError::MsixLocation)
     }
 }
 

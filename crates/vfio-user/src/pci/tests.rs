@@ -226,13 +226,13 @@ fn impossible_functions_are_refused() {
     };
     assert_eq!(msix(0, 0, 0x4000), FunctionError::Vectors(0));
     assert_eq!(msix(2049, 0, 0x4000), FunctionError::Vectors(2049));
-    assert_eq!(msix(65, 4, 0x4000), FunctionError::MsixPlace);
-    assert_eq!(msix(65, 0, 0x8000), FunctionError::MsixPlace);
-    assert_eq!(msix(65, 0, 0x400), FunctionError::MsixPlace);
-    assert_eq!(msix(65, 0x8, 0), FunctionError::MsixPlace);
-    assert_eq!(msix(65, !7, 0), FunctionError::MsixPlace);
+    assert_eq!(msix(65, 4, 0x4000), FunctionError::MsixLocation);
+    assert_eq!(msix(65, 0, 0x8000), FunctionError::MsixLocation);
+    assert_eq!(msix(65, 0, 0x400), FunctionError::MsixLocation);
+    assert_eq!(msix(65, 0x8, 0), FunctionError::MsixLocation);
+    assert_eq!(msix(65, !7, 0), FunctionError::MsixLocation);
     let nowhere = with(&|f| f.msix = Some(Msix { vectors: 1, table: (2, 0), pba: (4, 0) }));
-    assert_eq!(nowhere, FunctionError::MsixPlace);
+    assert_eq!(nowhere, FunctionError::MsixLocation);
 }
 
 #[test]

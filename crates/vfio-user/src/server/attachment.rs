@@ -24,13 +24,13 @@
 //! # Reading
 //!
 //! The session is idle if nothing is partly received or partly sent, and no completion is
-//! outstanding. While it is idle, it is in the slot of its [`Share`]. The reactor takes it out of
-//! the slot for its turns. The second thread uses the session inside the slot, under the slot's
-//! lock, for a few messages at a time. It handles only writes that it recognizes as doorbells.
-//! Other messages stay in the socket: other commands, messages with descriptors, and incomplete or
-//! invalid ones. The reactor's next turn starts with them, so messages are handled in order. The
-//! second thread calls no method of the device, does not map, open or close anything, and never
-//! blocks. If the lock is taken or the slot is empty, the reactor is using the session.
+//! outstanding. While it is idle, it is in the slot of its [`SharedSession`]. The reactor takes it
+//! out of the slot for its turns. The second thread uses the session inside the slot, under the
+//! slot's lock, for a few messages at a time. It handles only writes that it recognizes as
+//! doorbells. Other messages stay in the socket: other commands, messages with descriptors, and
+//! incomplete or invalid ones. The reactor's next turn starts with them, so messages are handled in
+//! order. The second thread calls no method of the device, does not map, open or close anything,
+//! and never blocks. If the lock is taken or the slot is empty, the reactor is using the session.
 //!
 //! If checkpoints are on, a message leaves the socket only when its effects survive a crash of this
 //! process. The effects of doorbells do survive: they are written to memory that the next server
@@ -80,7 +80,7 @@ pub(super) struct Attachment {
     epoll: Arc<OwnedFd>,
     /// Session; `None` while it is in the share's slot.
     session: Option<Box<Session>>,
-    share: Option<Arc<Share>>,
+    shared: Option<Arc<SharedSession>>,
     /// True if the reactor's epoll instance is the second one at the socket.
     is_second: bool,
     /// Events for which the reactor watches the socket.
@@ -93,21 +93,21 @@ impl Attachment {
         let watch = watch(false, false);
         epoll::add(epoll, session.socket(), token(port), watch)?;
         let (epoll, session) = (Arc::clone(epoll), Some(Box::new(session)));
-        Ok(Self { port, epoll, session, share: None, is_second: false, watch })
+        Ok(Self { port, epoll, session, shared: None, is_second: false, watch })
     }
 
     /// Takes the session out of the slot, for exclusive use by the reactor. If the second thread is
     /// using it, returns `None`; the second thread then requests a turn of the reactor.
     pub(super) fn take_session(&mut self) -> Option<&mut Session> {
         if self.session.is_none() {
-            self.session = self.share.as_ref()?.take_session();
+            self.session = self.shared.as_ref()?.take_session();
         }
         self.session.as_deref_mut()
     }
 
     /// Ends the share. Only the reactor uses the session until it is shared again.
     pub(super) fn take_back(&mut self) {
-        self.end_share();
+        self.end_sharing();
     }
 
     /// Session of the reactor; `None` if the session is in the slot, where it is idle.
@@ -121,13 +121,13 @@ impl Attachment {
     ///
     /// A system call failed. The connection is unusable.
     pub(super) fn watch(&mut self) -> Result<(), Errno> {
-        if let Some(share) = &self.share {
-            if share.ended.load(Ordering::Acquire) {
-                self.end_share();
-            } else if !self.is_second && share.is_watched() {
-                self.is_second = share.watch_second(&self.epoll, self.port);
+        if let Some(shared) = &self.shared {
+            if shared.ended.load(Ordering::Acquire) {
+                self.end_sharing();
+            } else if !self.is_second && shared.is_watched() {
+                self.is_second = shared.watch_second(&self.epoll, self.port);
                 if !self.is_second {
-                    self.end_share();
+                    self.end_sharing();
                 }
             }
         }
@@ -144,21 +144,21 @@ impl Attachment {
     /// idle. If there is no share yet, creates one if the device requests it.
     pub(super) fn share_if_idle(&mut self, device: &mut dyn Device, inbox: &Arc<Inbox>) {
         let Some(session) = self.session.take_if(|session| session.is_idle()) else { return };
-        if let Some(share) = &self.share {
-            share.slot.lock().session = Some(session);
-        } else if device.wants_shared_socket()
+        if let Some(shared) = &self.shared {
+            shared.slot.lock().session = Some(session);
+        } else if device.requests_shared_socket()
             && let Ok(socket) = rustix::io::fcntl_dupfd_cloexec(session.socket(), 0)
         {
             let slot = Slot { session: Some(session), socket: Some(socket), first: None };
-            let share = Arc::new(Share {
+            let shared = Arc::new(SharedSession {
                 slot: Mutex::new(slot),
                 ended: AtomicBool::new(false),
-                wanted: AtomicBool::new(false),
+                turn_requested: AtomicBool::new(false),
                 inbox: Arc::clone(inbox),
                 port: self.port,
             });
-            self.share = Some(Arc::clone(&share));
-            device.share_socket(SharedSocket::new(share));
+            self.shared = Some(Arc::clone(&shared));
+            device.share_socket(SharedSocket::new(shared));
         } else {
             self.session = Some(session);
         }
@@ -166,7 +166,7 @@ impl Attachment {
 
     /// Stops watching the connection, and returns the session.
     pub(super) fn close(mut self) -> Option<Box<Session>> {
-        self.end_share();
+        self.end_sharing();
         let session = self.session.take()?;
         // Another thread may close the socket later. Until then, it must not report events to the
         // reactor.
@@ -176,11 +176,11 @@ impl Attachment {
 
     /// Ends the share. After the next [`watch`](Self::watch), only the reactor polls the
     /// connection.
-    fn end_share(&mut self) {
+    fn end_sharing(&mut self) {
         self.is_second = false;
-        let Some(share) = self.share.take() else { return };
-        share.ended.store(true, Ordering::Release);
-        let Slot { session, socket, first } = std::mem::take(&mut *share.slot.lock());
+        let Some(shared) = self.shared.take() else { return };
+        shared.ended.store(true, Ordering::Release);
+        let Slot { session, socket, first } = std::mem::take(&mut *shared.slot.lock());
         if let Some(socket) = socket {
             // The socket has other descriptors, so closing this one would not remove it from the
             // epoll instances.
@@ -194,19 +194,19 @@ impl Attachment {
 
 impl Drop for Attachment {
     fn drop(&mut self) {
-        self.end_share();
+        self.end_sharing();
     }
 }
 
 /// State that the reactor and the second thread share.
-struct Share {
+struct SharedSession {
     slot: Mutex<Slot>,
     /// True if the second thread has stopped polling, or the connection has ended.
     ended: AtomicBool,
     /// True if the reactor needed the session while the second thread was using it. The reactor
     /// does not wait for the second thread, which may be preempted, because other clients would
     /// have to wait too.
-    wanted: AtomicBool,
+    turn_requested: AtomicBool,
     inbox: Arc<Inbox>,
     port: PortId,
 }
@@ -222,7 +222,7 @@ struct Slot {
     first: Option<Arc<OwnedFd>>,
 }
 
-impl Share {
+impl SharedSession {
     /// True if the second thread polls, so that the kernel tries its epoll instance before the
     /// reactor's.
     fn is_watched(&self) -> bool {
@@ -240,9 +240,9 @@ impl Share {
         if let Some(mut slot) = self.slot.try_lock() {
             return slot.session.take();
         }
-        self.wanted.store(true, Ordering::Relaxed);
-        // Two outcomes are possible here: the second thread sees `wanted` when it releases the
-        // session, or it has already released the lock.
+        self.turn_requested.store(true, Ordering::Relaxed);
+        // Two outcomes are possible here: the second thread sees `turn_requested` when it releases
+        // the session, or it has already released the lock.
         fence(Ordering::SeqCst);
         self.slot.try_lock()?.session.take()
     }
@@ -251,7 +251,9 @@ impl Share {
     /// needed the session meanwhile.
     fn is_free(&self) {
         fence(Ordering::SeqCst);
-        if self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed) {
+        if self.turn_requested.load(Ordering::Relaxed)
+            && self.turn_requested.swap(false, Ordering::Relaxed)
+        {
             self.request_turn();
         }
     }
@@ -263,7 +265,7 @@ impl Share {
 
 /// Interface of the second thread, which never blocks. If the lock of the slot is taken, the call
 /// fails as busy or requests a turn of the reactor.
-impl SocketOwner for Share {
+impl SocketOwner for SharedSession {
     fn watch(&self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let busy = || io::Error::from(io::ErrorKind::ResourceBusy);
         let mut slot = self.slot.try_lock().ok_or_else(busy)?;
@@ -290,7 +292,7 @@ impl SocketOwner for Share {
         polled
     }
 
-    fn give_back(&self) {
+    fn stop_sharing(&self) {
         if !self.ended.swap(true, Ordering::AcqRel) {
             self.request_turn();
         }

@@ -16,7 +16,7 @@ enum Defect {
     /// The second thread requests no turn if the session is not in the slot.
     NoRequestIfTaken,
     /// The second thread requests no turn for messages that it does not handle.
-    NoRequestForRest,
+    NoRequestForRemaining,
     /// The second thread requests no turn when it stops polling.
     NoRequestOnLeaving,
     /// The second thread requests the turn before it marks the share as ended.
@@ -67,7 +67,7 @@ struct State {
     first: bool,
     first_marked: bool,
     second: bool,
-    alone: bool,
+    is_exclusive: bool,
     reactor_marked: bool,
     in_slot: bool,
     reads: bool,
@@ -87,7 +87,7 @@ impl State {
             first: false,
             first_marked: false,
             second: early,
-            alone: !early,
+            is_exclusive: !early,
             reactor_marked: false,
             in_slot: true,
             reads: false,
@@ -108,7 +108,7 @@ impl State {
             self.first_marked = true;
             kept = matches!(self.other, Other::Waits | Other::Stopped);
         }
-        if self.alone || (self.second && !kept) {
+        if self.is_exclusive || (self.second && !kept) {
             self.reactor_marked = true;
         }
         Some(self)
@@ -146,13 +146,13 @@ impl State {
                     self.reactor = Reactor::Watches;
                 } else if self.first && !self.second {
                     self.second = true;
-                    self.alone = false;
+                    self.is_exclusive = false;
                     self.reactor_marked = self.in_socket != 0;
                 }
             }
             Reactor::Watches => {
-                self.alone = defect != Defect::EndWithoutWatching;
-                self.reactor_marked = self.alone && self.in_socket != 0;
+                self.is_exclusive = defect != Defect::EndWithoutWatching;
+                self.reactor_marked = self.is_exclusive && self.in_socket != 0;
                 self.reactor = Reactor::PutsBack;
             }
             Reactor::PutsBack => {
@@ -189,7 +189,7 @@ impl State {
                 let rest = Self { left: self.in_socket, other: Other::Requests, ..read };
                 vec![Self { other: Other::Busy, ..read }, rest]
             }
-            Other::Requests if defect == Defect::NoRequestForRest && self.left != 0 => {
+            Other::Requests if defect == Defect::NoRequestForRemaining && self.left != 0 => {
                 vec![to(Other::Busy)]
             }
             Other::Requests => vec![requesting(Other::Busy)],
@@ -241,7 +241,7 @@ fn no_order_loses_a_message() {
 fn every_defect_loses_one() {
     for defect in [
         Defect::NoRequestIfTaken,
-        Defect::NoRequestForRest,
+        Defect::NoRequestForRemaining,
         Defect::NoRequestOnLeaving,
         Defect::RequestBeforeMark,
         Defect::TurnWithoutReading,

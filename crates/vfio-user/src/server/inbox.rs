@@ -12,7 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::listener::Listener;
 use super::recorder::PortRecorder;
 use crate::Errno;
-use crate::device::{Device, Done};
+use crate::device::{Completer, Device};
 
 /// Identifier of a device that a reactor serves. The reactor never assigns it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -44,13 +44,13 @@ pub(super) enum Request {
     },
     Remove {
         port: PortId,
-        gone: SyncSender<()>,
+        removed: SyncSender<()>,
     },
     Stop,
     Freeze,
     Thaw,
     /// Runs the closure.
-    Visit(Box<dyn FnOnce() + Send>),
+    LivenessCheck(Box<dyn FnOnce() + Send>),
     Completed {
         port: PortId,
         sequence: u64,
@@ -123,10 +123,10 @@ impl Inbox {
     }
 }
 
-/// Creates a [`Done`] that reports its completion to the reactor.
-pub(super) fn done(inbox: &Arc<Inbox>, port: PortId, sequence: u64) -> Done {
+/// Creates a [`Completer`] that reports its completion to the reactor.
+pub(super) fn done(inbox: &Arc<Inbox>, port: PortId, sequence: u64) -> Completer {
     let inbox = Arc::clone(inbox);
-    Done::new(move |outcome| inbox.push(Request::Completed { port, sequence, outcome }))
+    Completer::new(move |outcome| inbox.push(Request::Completed { port, sequence, outcome }))
 }
 
 /// Handle for controlling a [`Reactor`](super::Reactor) from any thread.
@@ -170,15 +170,15 @@ impl Handle {
     /// message or is closed. The reactor's own thread must not wait for it, because that would
     /// deadlock.
     pub fn remove(&self, port: PortId) -> Receiver<()> {
-        let (gone, receiver) = sync_channel(1);
-        self.0.push(Request::Remove { port, gone });
+        let (removed, receiver) = sync_channel(1);
+        self.0.push(Request::Remove { port, removed });
         receiver
     }
 
     /// Quiesces the reactor. It takes back sockets that are shared with other threads, finishes
-    /// messages that have started, and waits for outstanding [`Done`]s and for devices that are
-    /// releasing a client. It starts no new message and accepts no client. When it is quiesced,
-    /// [`run`](super::Reactor::run) returns [`Ended::Frozen`](super::Ended::Frozen).
+    /// messages that have started, and waits for outstanding [`Completer`]s and for devices that
+    /// are releasing a client. It starts no new message and accepts no client. When it is quiesced,
+    /// [`run`](super::Reactor::run) returns [`RunEnd::Frozen`](super::RunEnd::Frozen).
     ///
     /// The duration depends on the devices. [`thaw`](Self::thaw) cancels the quiesce.
     pub fn freeze(&self) {
@@ -191,9 +191,9 @@ impl Handle {
         self.0.push(Request::Thaw);
     }
 
-    /// Runs `visitor` on the reactor's thread, for a liveness check. `visitor` must not block.
-    pub fn visit(&self, visitor: impl FnOnce() + Send + 'static) {
-        self.0.push(Request::Visit(Box::new(visitor)));
+    /// Runs `check` on the reactor's thread, for a liveness check. `check` must not block.
+    pub fn check_liveness(&self, check: impl FnOnce() + Send + 'static) {
+        self.0.push(Request::LivenessCheck(Box::new(check)));
     }
 
     /// Stops the reactor. It disconnects all clients, waits until the devices have released them,

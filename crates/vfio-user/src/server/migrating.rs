@@ -3,7 +3,7 @@
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::Errno;
-use crate::device::{Device, Done};
+use crate::device::{Completer, Device};
 use crate::migration::{
     DeviceFeature, DeviceState, LOG_PAGE, LoggingControl, LoggingRange, LoggingReport,
     MAX_LOGGED_RANGES, MAX_STREAM, MIGRATION_STOP_COPY, MigData, MigrationState, feature,
@@ -24,7 +24,7 @@ pub(super) struct Migrating {
 }
 
 /// Result of a DEVICE_FEATURE request.
-pub(super) enum Asked {
+pub(super) enum FeatureRequest {
     /// Payload of the reply.
     Reply(Vec<u8>),
     /// Change to another state, and the flags of the reply.
@@ -38,8 +38,8 @@ pub(super) enum Asked {
 /// Result of a step towards another state.
 pub(super) enum Progress {
     /// The state is reached.
-    Arrived,
-    /// The device has started an asynchronous step, and will complete a [`Done`].
+    Reached,
+    /// The device has started an asynchronous step, and will complete a [`Completer`].
     Waits,
 }
 
@@ -52,7 +52,7 @@ impl Migrating {
     pub(super) fn changes(payload: &[u8]) -> bool {
         let what = feature_flags::SET | feature_flags::INDEX;
         let state = feature_flags::SET | feature::MIG_DEVICE_STATE;
-        split::<DeviceFeature>(payload).is_ok_and(|(asked, _)| asked.flags & what == state)
+        split::<DeviceFeature>(payload).is_ok_and(|(request, _)| request.flags & what == state)
     }
 
     /// Resets the migration state, when the device is reset.
@@ -66,25 +66,25 @@ impl Migrating {
         payload: &[u8],
         max_xfer: u32,
         device: &mut dyn Device,
-    ) -> Result<Asked, Errno> {
+    ) -> Result<FeatureRequest, Errno> {
         use feature_flags::{GET, INDEX, PROBE, SET};
-        let (asked, data) = split::<DeviceFeature>(payload)?;
+        let (request, data) = split::<DeviceFeature>(payload)?;
         // The VFIO driver of the kernel returns the same error for a device without features.
         let device = device.migration().ok_or(Errno::NOTTY)?;
-        let index = asked.flags & INDEX;
+        let index = request.flags & INDEX;
         let methods = match index {
             feature::MIGRATION | feature::DMA_LOGGING_REPORT => GET,
             feature::MIG_DEVICE_STATE => GET | SET,
             feature::DMA_LOGGING_START | feature::DMA_LOGGING_STOP => SET,
             _ => return Err(Errno::NOTTY),
         };
-        let method = asked.flags & (GET | SET);
-        let is_unknown = asked.flags & !(INDEX | GET | SET | PROBE) != 0;
+        let method = request.flags & (GET | SET);
+        let is_unknown = request.flags & !(INDEX | GET | SET | PROBE) != 0;
         if is_unknown || method & !methods != 0 {
             return Err(Errno::INVAL);
         }
-        let reply = |parts: &[&[u8]]| Asked::Reply(reply(asked.flags, parts));
-        if asked.flags & PROBE != 0 {
+        let reply = |parts: &[&[u8]]| FeatureRequest::Reply(reply(request.flags, parts));
+        if request.flags & PROBE != 0 {
             return Ok(reply(&[]));
         }
         match (index, method) {
@@ -96,15 +96,18 @@ impl Migrating {
             (feature::MIG_DEVICE_STATE, SET) => {
                 let (wanted, _) = split::<DeviceState>(data)?;
                 let to = MigrationState::from_wire(wanted.state).ok_or(Errno::INVAL)?;
-                Ok(Asked::State { to, flags: asked.flags })
+                Ok(FeatureRequest::State { to, flags: request.flags })
             }
             (feature::DMA_LOGGING_START, SET) => {
                 let (mut control, rest) = split::<LoggingControl>(data)?;
                 let ranges = ranges(&control, rest)?;
                 device.start_logging(&ranges)?;
                 control.page_size = LOG_PAGE;
-                let head = asked.flags;
-                Ok(Asked::Logs(self::reply(head, &[control.as_bytes(), ranges.as_bytes()])))
+                let head = request.flags;
+                Ok(FeatureRequest::Logs(self::reply(
+                    head,
+                    &[control.as_bytes(), ranges.as_bytes()],
+                )))
             }
             (feature::DMA_LOGGING_STOP, SET) => {
                 device.stop_logging()?;
@@ -117,7 +120,7 @@ impl Migrating {
                 if bytes > max_xfer as usize {
                     return Err(Errno::TOOBIG);
                 }
-                Ok(Asked::Log { report, flags: asked.flags })
+                Ok(FeatureRequest::Log { report, flags: request.flags })
             }
             // A request with neither GET nor SET, or with both, is invalid.
             _ => Err(Errno::INVAL),
@@ -145,11 +148,11 @@ impl Migrating {
     /// [`Progress::Waits`], the device has got the callback of `done`. When it completes, the
     /// caller calls [`stepped`](Self::stepped) after a success, or [`failed`](Self::failed) after a
     /// failure.
-    pub(super) fn go_to(
+    pub(super) fn step_towards(
         &mut self,
         to: MigrationState,
         device: &mut dyn Device,
-        mut done: impl FnMut() -> Done,
+        mut done: impl FnMut() -> Completer,
     ) -> Result<Progress, Errno> {
         use MigrationState::{Error, Resuming, Running, StopCopy};
         let device = device.migration().ok_or(Errno::NOTTY)?;
@@ -166,7 +169,7 @@ impl Migrating {
                     return Ok(Progress::Waits);
                 }
                 (_, Resuming) => {
-                    device.forget_state(done());
+                    device.discard_state(done());
                     return Ok(Progress::Waits);
                 }
                 (Resuming, _) => {
@@ -186,7 +189,7 @@ impl Migrating {
             }
             self.state = next;
         }
-        Ok(Progress::Arrived)
+        Ok(Progress::Reached)
     }
 
     /// Finishes an asynchronous step towards `to`, after its success.
@@ -206,12 +209,12 @@ impl Migrating {
 
     /// Reply to MIG_DATA_READ.
     pub(super) fn read(&mut self, payload: &[u8], max_xfer: u32) -> Result<Vec<u8>, Errno> {
-        let (asked, _) = split::<MigData>(payload)?;
-        if self.state != MigrationState::StopCopy || asked.size > max_xfer {
+        let (request, _) = split::<MigData>(payload)?;
+        if self.state != MigrationState::StopCopy || request.size > max_xfer {
             return Err(Errno::INVAL);
         }
         let left = self.stream.get(self.read..).unwrap_or_default();
-        let piece = left.get(..asked.size as usize).unwrap_or(left);
+        let piece = left.get(..request.size as usize).unwrap_or(left);
         let size = u32::try_from(piece.len()).map_err(|_| Errno::INVAL)?;
         let head = MigData { argsz: size.saturating_add(8), size };
         let reply = [head.as_bytes(), piece].concat();
@@ -221,11 +224,11 @@ impl Migrating {
 
     /// Executes MIG_DATA_WRITE.
     pub(super) fn write(&mut self, payload: &[u8], max_xfer: u32) -> Result<(), Errno> {
-        let (asked, data) = split::<MigData>(payload)?;
-        if self.state != MigrationState::Resuming || asked.size > max_xfer {
+        let (request, data) = split::<MigData>(payload)?;
+        if self.state != MigrationState::Resuming || request.size > max_xfer {
             return Err(Errno::INVAL);
         }
-        let data = data.get(..asked.size as usize).ok_or(Errno::INVAL)?;
+        let data = data.get(..request.size as usize).ok_or(Errno::INVAL)?;
         if data.len() > MAX_STREAM - self.stream.len().min(MAX_STREAM) {
             return Err(Errno::FBIG);
         }

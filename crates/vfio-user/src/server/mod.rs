@@ -36,17 +36,17 @@
 //!
 //! 1. [`Handle::freeze`] quiesces the reactor. It takes back sockets that are shared with other
 //!    threads, finishes messages that have started, waits for an outstanding
-//!    [`Done`](crate::Done), and waits until devices have released clients that have disconnected.
-//!    It starts no message and accepts no client. Data that arrive meanwhile stay in the sockets,
-//!    and no deadline runs.
+//!    [`Completer`](crate::Completer), and waits until devices have released clients that have
+//!    disconnected. It starts no message and accepts no client. Data that arrive meanwhile stay in
+//!    the sockets, and no deadline runs.
 //! 2. [`Reactor::save`] serializes each device: the listening socket with its file; the client's
 //!    socket, negotiated limits, undecoded bytes and descriptors, and unsent replies; and the state
 //!    of [`Device::save`](crate::Device::save). Descriptors are duplicated.
 //! 3. [`Reactor::restore`] in the next process restores all of this, with a new device. It does not
 //!    read, send or accept anything. If that reactor is dropped, sockets and their files stay.
 //! 4. The next process calls [`run`](Reactor::run), and the previous one ends with
-//!    [`Reactor::hand_over`]. If a step has failed, the previous process calls `run` again and
-//!    continues.
+//!    [`Reactor::release_to_successor`]. If a step has failed, the previous process calls `run`
+//!    again and continues.
 //!
 //! So exactly one of the two processes serves a client. After a process has called `run`, the
 //! [`SavedPort`]s from which it was restored are out of date.
@@ -74,6 +74,6 @@ pub use limits::{Limits, MAX_MSG_FDS};
 pub use listener::{
     BindError, Listener, ListenerParts, SavedListener, remove_socket, remove_sockets_by,
 };
-pub use reactor::{Ended, Reactor, RestoredPort};
+pub use reactor::{Reactor, RestoredPort, RunEnd};
 pub use recorder::PortRecorder;
 pub use saved::SavedPort;

@@ -52,7 +52,7 @@ const WAKE: u64 = 0;
 
 /// Reason for the return of [`Reactor::run`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
+pub enum RunEnd {
     /// [`Handle::stop`] was called, and all devices are dropped.
     Stopped,
     /// [`Handle::freeze`] was called, and the reactor is quiesced.
@@ -68,9 +68,9 @@ struct Port {
     has_backlog: bool,
     /// True if the port is in the reactor's queue `ready`.
     queued: bool,
-    /// True if no more clients are accepted. When the port is removed, `gone` is notified.
+    /// True if no more clients are accepted. When the port is removed, `removed` is notified.
     closing: bool,
-    gone: Vec<SyncSender<()>>,
+    removed: Vec<SyncSender<()>>,
     /// Number of completion callbacks that were created for the device.
     sequence: u64,
     /// Closer of the clients' descriptors.
@@ -98,7 +98,7 @@ impl Port {
             has_backlog: false,
             queued: false,
             closing: false,
-            gone: Vec::new(),
+            removed: Vec::new(),
             sequence: 0,
             closer: Arc::new(Closer::new(limits.close_at_once)),
             log: Arc::default(),
@@ -121,7 +121,7 @@ impl Port {
         };
         let described = match session {
             Some(session) => {
-                if session.begin_recording() {
+                if session.start_recording() {
                     let described = session.describe(&mut *self.device, &mut fds);
                     described.map(|(session, device)| (Some(session), device))
                 } else {
@@ -137,11 +137,11 @@ impl Port {
     }
 
     /// True if no request of the client is partly executed.
-    fn is_at_rest(&mut self) -> bool {
+    fn is_quiesced(&mut self) -> bool {
         match &mut self.state {
             State::Free => true,
             State::Attached(attachment) => {
-                attachment.busy_session().is_some_and(|session| session.is_at_rest())
+                attachment.busy_session().is_some_and(|session| session.is_quiesced())
             }
             State::Unfinished { .. } | State::Leaving { .. } => false,
         }
@@ -208,9 +208,9 @@ impl RestoredPort {
         // A port without a listener accepts no further clients.
         port.closing = listener.is_none();
         port.listener = listener.map(|saved| Listener::restore(&saved, fds)).transpose()?;
-        let make = |socket| port.connection(socket);
+        let wrap = |socket| port.connection(socket);
         let session =
-            session.map(|saved| Session::restore(saved, fds, make, limits)).transpose()?;
+            session.map(|saved| Session::restore(saved, fds, wrap, limits)).transpose()?;
         Ok(Self { port, session })
     }
 }
@@ -394,9 +394,9 @@ impl Reactor {
     /// # Errors
     ///
     /// Waiting for events failed. The reactor cannot continue.
-    pub fn run(&mut self) -> io::Result<Ended> {
+    pub fn run(&mut self) -> io::Result<RunEnd> {
         while self.poll_once(None)? {}
-        Ok(if self.frozen { Ended::Frozen } else { Ended::Stopped })
+        Ok(if self.frozen { RunEnd::Frozen } else { RunEnd::Stopped })
     }
 
     /// Serializes all devices for the next server process, in the order in which they were added.
@@ -459,14 +459,14 @@ impl Reactor {
     pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
         if let Some(port) = self.ports.get_mut(&port) {
             port.recorder = Some(recorder);
-            port.device.begin_records();
+            port.device.reset_checkpoint();
             port.record();
         }
     }
 
     /// Drops a [frozen](Ended::Frozen) reactor after the next server process has restored it.
     /// Clients and devices are not notified, and the socket files stay.
-    pub fn hand_over(mut self) {
+    pub fn release_to_successor(mut self) {
         self.ports.values_mut().for_each(|port| port.set_lent(true));
     }
 
@@ -478,7 +478,7 @@ impl Reactor {
     /// Waiting for events failed.
     pub fn poll_once(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
         if std::mem::take(&mut self.frozen) {
-            self.go_on();
+            self.resume_all();
         }
         self.wait(timeout)?;
         self.handle_requests();
@@ -488,7 +488,8 @@ impl Reactor {
             }
         }
         self.expire();
-        if self.freezing && self.ready.is_empty() && self.ports.values_mut().all(Port::is_at_rest) {
+        if self.freezing && self.ready.is_empty() && self.ports.values_mut().all(Port::is_quiesced)
+        {
             self.freezing = false;
             self.frozen = true;
         }
@@ -515,7 +516,7 @@ impl Reactor {
 
     /// Resumes after a freeze. Checks all sockets, because events may have been missed. From now
     /// on, this reactor owns the sockets.
-    fn go_on(&mut self) {
+    fn resume_all(&mut self) {
         let all: Vec<_> = self.ports.keys().copied().collect();
         all.into_iter().for_each(|id| self.resume_port(id));
     }
@@ -530,9 +531,9 @@ impl Reactor {
             }
             self.queue(id);
         } else if std::mem::take(&mut port.leaving) {
-            self.leave(id);
+            self.notify_disconnect(id);
         } else if matches!(port.state, State::Free) && port.closing {
-            self.forget(id);
+            self.remove_port(id);
         } else {
             port.has_backlog = true;
             self.accept(id);
@@ -630,7 +631,7 @@ impl Reactor {
                         self.resume_port(port);
                     }
                 }
-                Request::Remove { port, gone } => self.close(port, Some(gone)),
+                Request::Remove { port, removed } => self.close(port, Some(removed)),
                 Request::Stop => {
                     self.freezing = false;
                     self.stop.get_or_insert_with(|| Instant::now() + self.limits.stop);
@@ -640,13 +641,13 @@ impl Reactor {
                 Request::Freeze => self.freeze(),
                 Request::Thaw => {
                     if std::mem::take(&mut self.freezing) {
-                        self.go_on();
+                        self.resume_all();
                     }
                 }
                 Request::Completed { port, sequence, outcome } => {
                     self.completed(port, sequence, outcome);
                 }
-                Request::Visit(visitor) => visitor(),
+                Request::LivenessCheck(check) => check(),
                 // A requested turn is handled like an event of the socket.
                 Request::Turn { port } => self.notify(port.0 << 1 | 1, EventFlags::IN),
             }
@@ -768,7 +769,7 @@ impl Reactor {
             }
         };
         let turn = match self.freezing {
-            true => session.rest(&mut *port.device, &mut context, &mut record),
+            true => session.quiesce(&mut *port.device, &mut context, &mut record),
             false => session.turn(&mut *port.device, &mut context, &mut record),
         };
         let turn = match turn {
@@ -781,7 +782,7 @@ impl Reactor {
                 attachment.share_if_idle(&mut *port.device, &self.inbox);
                 self.set_timer(id);
             }
-            Turn::Again => {
+            Turn::Requeue => {
                 self.queue(id);
                 self.set_timer(id);
             }
@@ -789,7 +790,7 @@ impl Reactor {
         }
     }
 
-    /// Handles the completion of a [`Done`](crate::Done).
+    /// Handles the completion of a [`Completer`](crate::Completer).
     fn completed(&mut self, id: PortId, sequence: u64, outcome: Result<(), Errno>) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         match &mut port.state {
@@ -801,7 +802,9 @@ impl Reactor {
                 session.link.completed(outcome);
                 self.queue(id);
             }
-            State::Unfinished { sequence: awaited } if *awaited == sequence => self.leave(id),
+            State::Unfinished { sequence: awaited } if *awaited == sequence => {
+                self.notify_disconnect(id)
+            }
             State::Leaving { sequence: awaited } if *awaited == sequence => {
                 if let Err(errno) = outcome {
                     warn!(port = id.0, "the device has failed to release its client: {errno}");
@@ -820,7 +823,7 @@ impl Reactor {
         };
         let Some(session) = attachment.close() else { return };
         match why {
-            EndReason::Left | EndReason::Dropped => {
+            EndReason::Closed | EndReason::Dropped => {
                 debug!(port = id.0, "the client has disconnected: {why}")
             }
             _ => port.log.warn(format_args!("the client of device {} is dropped: {why}", id.0)),
@@ -834,14 +837,14 @@ impl Reactor {
                 port.record();
                 self.set_timer(id);
             }
-            None if agreed => self.leave(id),
+            None if agreed => self.notify_disconnect(id),
             None => self.free(id),
         }
     }
 
     /// Notifies the device that the client has disconnected, so that the device releases the
     /// client.
-    fn leave(&mut self, id: PortId) {
+    fn notify_disconnect(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         let mut context = Context {
             inbox: &self.inbox,
@@ -865,36 +868,36 @@ impl Reactor {
         port.state = State::Free;
         port.record();
         if port.closing {
-            self.forget(id);
+            self.remove_port(id);
         } else {
             self.accept(id);
             self.set_timer(id);
         }
     }
 
-    fn forget(&mut self, id: PortId) {
+    fn remove_port(&mut self, id: PortId) {
         let Some(port) = self.ports.remove(&id) else { return };
         if let Some(timer) = port.timer {
             self.timers.remove(&(timer, id));
         }
-        let Port { device, listener, gone, .. } = port;
+        let Port { device, listener, removed, .. } = port;
         drop(listener);
         drop(device);
-        for gone in gone {
-            let _ = gone.try_send(());
+        for removed in removed {
+            let _ = removed.try_send(());
         }
     }
 
     /// Stops serving a device.
-    fn close(&mut self, id: PortId, gone: Option<SyncSender<()>>) {
+    fn close(&mut self, id: PortId, removed: Option<SyncSender<()>>) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.closing = true;
         // After the listener is closed, a connect fails immediately. Otherwise new clients would
         // wait in vain.
         port.listener = None;
-        port.gone.extend(gone);
+        port.removed.extend(removed);
         match port.state {
-            State::Free => self.forget(id),
+            State::Free => self.remove_port(id),
             State::Attached(_) => self.end(id, EndReason::Dropped),
             State::Unfinished { .. } | State::Leaving { .. } => {}
         }

@@ -9,31 +9,31 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::decode::{dma_map, dma_unmap, flag, set_irqs};
 use super::limits::MAX_MSG_FDS;
-use super::migrating::{Asked, Migrating, Progress};
+use super::migrating::{FeatureRequest, Migrating, Progress};
 use super::saved::{Agreed, SavedLink};
 use super::turn::Context;
 use crate::Errno;
 use crate::codec::{Message, SendQueue};
 use crate::descriptor::Descriptor;
-use crate::device::{Device, Later};
+use crate::device::{Deferral, Device};
 use crate::migration::{LoggingReport, MigrationState};
 use crate::wire::{self, Header, command, split, split_sized, wire_size};
 
-/// Request that waits for a [`Done`].
+/// Request that waits for a [`Completer`].
 pub(super) struct Waiting {
     sequence: u64,
     header: Header,
-    then: Then,
+    next_step: NextStep,
 }
 
-/// Next step of a request after its [`Done`] has succeeded.
-pub(super) enum Then {
+/// Next step of a request after its [`Completer`] has succeeded.
+pub(super) enum NextStep {
     /// Send a reply with the request's payload.
     Unmapped(wire::DmaUnmap),
     /// Send the reply to a write.
     Written(wire::RegionAccess),
     /// Continue with the rest of the request.
-    Next(Rest),
+    Next(Remaining),
     /// Send the reply to a reset. The migration state is then RUNNING.
     Reset,
 }
@@ -54,11 +54,11 @@ pub(super) struct Link {
 /// Request that is executed in parts.
 pub(super) struct Unfinished {
     header: Header,
-    rest: Rest,
+    remaining: Remaining,
 }
 
 /// Remaining work of a request.
-pub(super) enum Rest {
+pub(super) enum Remaining {
     /// Writes that are not executed yet, and the number of all writes.
     Writes { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
     /// Further steps to another migration state.
@@ -86,7 +86,8 @@ impl Link {
         self.agreed.is_some()
     }
 
-    /// Number of the outstanding [`Done`]. It has to complete before the next request is handled.
+    /// Number of the outstanding [`Completer`]. It has to complete before the next request is
+    /// handled.
     pub(super) fn awaits(&self) -> Option<u64> {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
     }
@@ -104,7 +105,7 @@ impl Link {
     }
 
     /// True if no request is partly executed.
-    pub(super) fn is_at_rest(&self) -> bool {
+    pub(super) fn is_quiesced(&self) -> bool {
         self.waiting.is_none() && self.unfinished.is_none()
     }
 
@@ -131,18 +132,20 @@ impl Link {
     }
 
     /// Continues the request that is partly executed.
-    pub(super) fn go_on(&mut self, device: &mut dyn Device, context: &mut Context<'_>) {
-        let Some(Unfinished { header, rest }) = self.unfinished.take() else { return };
-        let outcome = match (self.agreed, rest) {
-            (Some(agreed), Rest::Writes { left, count }) => {
+    pub(super) fn resume(&mut self, device: &mut dyn Device, context: &mut Context<'_>) {
+        let Some(Unfinished { header, remaining }) = self.unfinished.take() else { return };
+        let outcome = match (self.agreed, remaining) {
+            (Some(agreed), Remaining::Writes { left, count }) => {
                 self.write_each(agreed, &header, left, count, device, context)
             }
-            (Some(_), Rest::State { to, flags }) => {
+            (Some(_), Remaining::State { to, flags }) => {
                 self.change_state(&header, to, flags, device, context)
             }
-            (Some(_), Rest::Log { report, flags }) => Migrating::report(&report, flags, device)
-                .map(|reply| self.out.put_reply(&header, &[&reply])),
-            (Some(_), Rest::Reply(reply)) => {
+            (Some(_), Remaining::Log { report, flags }) => {
+                Migrating::report(&report, flags, device)
+                    .map(|reply| self.out.put_reply(&header, &[&reply]))
+            }
+            (Some(_), Remaining::Reply(reply)) => {
                 self.out.put_reply(&header, &[&reply]);
                 Ok(())
             }
@@ -153,8 +156,8 @@ impl Link {
         }
     }
 
-    /// Handles one message. It may queue replies, or create a [`Done`] whose completion must be
-    /// awaited.
+    /// Handles one message. It may queue replies, or create a [`Completer`] whose completion must
+    /// be awaited.
     pub(super) fn handle(
         &mut self,
         message: Message<'_>,
@@ -200,8 +203,8 @@ impl Link {
             && header.command == command::REGION_WRITE
             && self.migrating.is_running();
         let access = split::<wire::RegionAccess>(payload).ok().filter(|_| is_write);
-        let (Some(agreed), Some((access, rest))) = (self.agreed, access) else { return false };
-        let data = agreed.check(&access).ok().and_then(|len| rest.get(..len));
+        let (Some(agreed), Some((access, remaining))) = (self.agreed, access) else { return false };
+        let data = agreed.check(&access).ok().and_then(|len| remaining.get(..len));
         let taken = data.is_some_and(|data| write(access.region, access.offset, data));
         if taken {
             self.out.put_reply(header, &[access.as_bytes()]);
@@ -209,26 +212,28 @@ impl Link {
         taken
     }
 
-    /// Handles the completion of the awaited [`Done`].
+    /// Handles the completion of the awaited [`Completer`].
     pub(super) fn completed(&mut self, outcome: Result<(), Errno>) {
-        let Some(Waiting { header, then, .. }) = self.waiting.take() else { return };
-        match (outcome, then) {
-            (Err(errno), Then::Next(Rest::State { to, .. })) => {
+        let Some(Waiting { header, next_step, .. }) = self.waiting.take() else { return };
+        match (outcome, next_step) {
+            (Err(errno), NextStep::Next(Remaining::State { to, .. })) => {
                 self.migrating.failed(to);
                 self.refuse(&header, errno);
             }
             (Err(errno), _) => self.refuse(&header, errno),
-            (Ok(()), Then::Reset) => {
+            (Ok(()), NextStep::Reset) => {
                 self.migrating.reset();
                 self.out.put_reply(&header, &[]);
             }
-            (Ok(()), Then::Unmapped(unmap)) => self.out.put_reply(&header, &[unmap.as_bytes()]),
-            (Ok(()), Then::Written(access)) => self.out.put_reply(&header, &[access.as_bytes()]),
-            (Ok(()), Then::Next(rest)) => {
-                if let Rest::State { to, .. } = &rest {
+            (Ok(()), NextStep::Unmapped(unmap)) => self.out.put_reply(&header, &[unmap.as_bytes()]),
+            (Ok(()), NextStep::Written(access)) => {
+                self.out.put_reply(&header, &[access.as_bytes()])
+            }
+            (Ok(()), NextStep::Next(remaining)) => {
+                if let Remaining::State { to, .. } = &remaining {
                     self.migrating.stepped(*to);
                 }
-                self.unfinished = Some(Unfinished { header, rest });
+                self.unfinished = Some(Unfinished { header, remaining });
             }
         }
     }
@@ -258,10 +263,10 @@ impl Link {
             command::REGION_WRITE => self.write(agreed, header, payload, device, context),
             command::REGION_READ => self.read(agreed, header, payload, device),
             command::REGION_WRITE_MULTI => {
-                let (multi, rest) = split::<wire::WriteMulti>(payload)?;
+                let (multi, remaining) = split::<wire::WriteMulti>(payload)?;
                 let count = usize::try_from(multi.count).map_err(|_| Errno::INVAL)?;
                 let len = count.checked_mul(size_of::<wire::MultiEntry>()).ok_or(Errno::INVAL)?;
-                let entries = rest.get(..len).ok_or(Errno::INVAL)?;
+                let entries = remaining.get(..len).ok_or(Errno::INVAL)?;
                 let entries: Vec<_> = entries
                     .chunks_exact(size_of::<wire::MultiEntry>())
                     .filter_map(|entry| wire::MultiEntry::read_from_bytes(entry).ok())
@@ -279,7 +284,7 @@ impl Link {
                 let (unmap, _) = split::<wire::DmaUnmap>(payload)?;
                 let range = dma_unmap(&unmap)?;
                 let (sequence, done) = context.done();
-                self.wait(sequence, header, Then::Unmapped(unmap));
+                self.wait(sequence, header, NextStep::Unmapped(unmap));
                 device.dma_unmap(range, done);
                 Ok(())
             }
@@ -288,7 +293,7 @@ impl Link {
                     return Err(Errno::OPNOTSUPP);
                 }
                 let (sequence, done) = context.done();
-                self.wait(sequence, header, Then::Reset);
+                self.wait(sequence, header, NextStep::Reset);
                 device.reset(done);
                 Ok(())
             }
@@ -307,18 +312,18 @@ impl Link {
             command::DEVICE_GET_REGION_INFO => self.region_info(agreed, header, payload, device),
             command::DEVICE_GET_REGION_IO_FDS => self.io_fds(agreed, header, payload, device),
             command::DEVICE_GET_IRQ_INFO => {
-                let (asked, _) = split_sized::<wire::IrqInfo>(payload)?;
-                if asked.index >= agreed.info.irqs {
+                let (request, _) = split_sized::<wire::IrqInfo>(payload)?;
+                if request.index >= agreed.info.irqs {
                     return Err(Errno::INVAL);
                 }
-                let irq = device.irq_info(asked.index)?;
+                let irq = device.irq_info(request.index)?;
                 let info = wire::IrqInfo {
                     argsz: wire_size::<wire::IrqInfo>(),
                     flags: flag(irq.eventfd, wire::irq_info_flags::EVENTFD)
                         | flag(irq.maskable, wire::irq_info_flags::MASKABLE)
                         | flag(irq.automasked, wire::irq_info_flags::AUTOMASKED)
                         | flag(irq.noresize, wire::irq_info_flags::NORESIZE),
-                    index: asked.index,
+                    index: request.index,
                     count: irq.count,
                 };
                 self.out.put_reply(header, &[info.as_bytes()]);
@@ -332,15 +337,15 @@ impl Link {
             command::DEVICE_FEATURE => {
                 let max_xfer = agreed.max_xfer;
                 match self.migrating.feature(payload, max_xfer, device)? {
-                    Asked::Reply(reply) => self.out.put_reply(header, &[&reply]),
-                    Asked::State { to, flags } => {
+                    FeatureRequest::Reply(reply) => self.out.put_reply(header, &[&reply]),
+                    FeatureRequest::State { to, flags } => {
                         return self.change_state(header, to, flags, device, context);
                     }
-                    Asked::Logs(reply) => {
-                        self.settle_log(header, Rest::Reply(reply), device, context)?;
+                    FeatureRequest::Logs(reply) => {
+                        self.sync_log(header, Remaining::Reply(reply), device, context)?;
                     }
-                    Asked::Log { report, flags } => {
-                        self.settle_log(header, Rest::Log { report, flags }, device, context)?;
+                    FeatureRequest::Log { report, flags } => {
+                        self.sync_log(header, Remaining::Log { report, flags }, device, context)?;
                     }
                 }
                 Ok(())
@@ -373,39 +378,39 @@ impl Link {
         context: &mut Context<'_>,
     ) -> Result<(), Errno> {
         let mut sequence = 0;
-        let progress = self.migrating.go_to(to, device, || {
+        let progress = self.migrating.step_towards(to, device, || {
             let (number, done) = context.done();
             sequence = number;
             done
         });
         match progress? {
-            Progress::Arrived => {
+            Progress::Reached => {
                 self.out.put_reply(header, &[&Migrating::state_reply(to, flags)]);
             }
             Progress::Waits => {
-                self.wait(sequence, header, Then::Next(Rest::State { to, flags }));
+                self.wait(sequence, header, NextStep::Next(Remaining::State { to, flags }));
             }
         }
         Ok(())
     }
 
-    /// Waits until the log contains all writes up to now, then continues with `rest`.
-    fn settle_log(
+    /// Waits until the log contains all writes up to now, then continues with `remaining`.
+    fn sync_log(
         &mut self,
         header: &Header,
-        rest: Rest,
+        remaining: Remaining,
         device: &mut dyn Device,
         context: &mut Context<'_>,
     ) -> Result<(), Errno> {
         let device = device.migration().ok_or(Errno::NOTTY)?;
         let (sequence, done) = context.done();
-        self.wait(sequence, header, Then::Next(rest));
-        device.settle_log(done);
+        self.wait(sequence, header, NextStep::Next(remaining));
+        device.sync_log(done);
         Ok(())
     }
 
-    fn wait(&mut self, sequence: u64, header: &Header, then: Then) {
-        self.waiting = Some(Waiting { sequence, header: *header, then });
+    fn wait(&mut self, sequence: u64, header: &Header, next_step: NextStep) {
+        self.waiting = Some(Waiting { sequence, header: *header, next_step });
     }
 
     fn read(
@@ -434,13 +439,13 @@ impl Link {
         device: &mut dyn Device,
         context: &mut Context<'_>,
     ) -> Result<(), Errno> {
-        let (access, rest) = split::<wire::RegionAccess>(payload)?;
+        let (access, remaining) = split::<wire::RegionAccess>(payload)?;
         let len = agreed.check(&access)?;
-        let data = rest.get(..len).ok_or(Errno::INVAL)?;
+        let data = remaining.get(..len).ok_or(Errno::INVAL)?;
         self.check_write(&access)?;
         match region_write(&access, data, device, context)? {
             None => self.out.put_reply(header, &[access.as_bytes()]),
-            Some(sequence) => self.wait(sequence, header, Then::Written(access)),
+            Some(sequence) => self.wait(sequence, header, NextStep::Written(access)),
         }
         Ok(())
     }
@@ -456,8 +461,8 @@ impl Link {
     ) -> Result<(), Errno> {
         while entries.len() != 0 {
             if context.slice.is_over() {
-                let rest = Rest::Writes { left: entries, count };
-                self.unfinished = Some(Unfinished { header: *header, rest });
+                let remaining = Remaining::Writes { left: entries, count };
+                self.unfinished = Some(Unfinished { header: *header, remaining });
                 return Ok(());
             }
             let Some(entry) = entries.next() else { break };
@@ -467,8 +472,8 @@ impl Link {
             let data = data.get(..len).ok_or(Errno::INVAL)?;
             self.check_write(&access)?;
             if let Some(sequence) = region_write(&access, data, device, context)? {
-                let rest = Rest::Writes { left: entries, count };
-                self.wait(sequence, header, Then::Next(rest));
+                let remaining = Remaining::Writes { left: entries, count };
+                self.wait(sequence, header, NextStep::Next(remaining));
                 return Ok(());
             }
         }
@@ -515,7 +520,7 @@ fn changes(number: u16, payload: &[u8]) -> bool {
     }
 }
 
-/// Writes to a region. Returns the number of the [`Done`] that the device has taken, if any.
+/// Writes to a region. Returns the number of the [`Completer`] that the device has taken, if any.
 fn region_write(
     access: &wire::RegionAccess,
     data: &[u8],
@@ -534,6 +539,6 @@ fn region_write(
         taken = Some(sequence);
         Some(done)
     };
-    device.region_write(access.region, access.offset, data, &mut Later::new(&mut make))?;
+    device.region_write(access.region, access.offset, data, &mut Deferral::new(&mut make))?;
     Ok(taken)
 }

@@ -21,11 +21,11 @@ use crate::exchange::{Exchange, Exchanged};
 use crate::handover::{RestoreError, SaveError};
 use crate::shared_socket::PolledWrites;
 use crate::socket::{
-    Arrival, Received, discard, peek_from, peek_some, receive, receive_some, send_owned, take_in,
+    Received, RecvOutput, discard, peek_from, peek_some, receive, receive_some, send_owned, take_in,
 };
 
 /// Maximum number of messages plus receives of one connection per turn.
-const TURN: u32 = 64;
+const MAX_MESSAGES: u32 = 64;
 
 /// Maximum number of messages plus receives per call of [`Session::poll_writes`].
 const POLL: u32 = 16;
@@ -38,9 +38,9 @@ const HIGH_WATER: usize = 64 * 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum EndReason {
     #[error("it closed the connection")]
-    Left,
+    Closed,
     #[error("it closed the connection in the middle of a message")]
-    LeftHalfway,
+    ClosedMidMessage,
     #[error("{0}")]
     Garbage(#[from] DecodeError),
     #[error("{0}")]
@@ -66,7 +66,7 @@ pub(super) enum Turn {
     /// Wait until the socket or the device reports an event.
     Wait,
     /// Schedule another turn.
-    Again,
+    Requeue,
     /// Close the connection.
     End(EndReason),
 }
@@ -88,7 +88,7 @@ pub(super) struct Session {
     inspector: Inspector,
     decoder: Decoder,
     /// Received data that [`Session::poll_writes`] could not handle and has left for the next turn.
-    arrival: Option<Arrival>,
+    recv: Option<RecvOutput>,
     pub(super) link: Link,
     readable: bool,
     hung_up: bool,
@@ -159,7 +159,7 @@ impl Session {
 
     /// Turns on checkpoints. Returns false if they are impossible, because a part of a message has
     /// already been removed from the socket.
-    pub(super) fn begin_recording(&mut self) -> bool {
+    pub(super) fn start_recording(&mut self) -> bool {
         let consumed = self.decoder.position();
         if self.intake.is_none()
             && !self.decoder.is_partial()
@@ -170,7 +170,7 @@ impl Session {
         self.intake.is_some()
     }
 
-    /// True after [`begin_recording`](Self::begin_recording).
+    /// True after [`start_recording`](Self::start_recording).
     pub(super) fn is_recorded(&self) -> bool {
         self.intake.is_some()
     }
@@ -184,13 +184,13 @@ impl Session {
         exchange: Option<&mut Exchange>,
     ) -> Result<(), EndReason> {
         let Some(intake) = &mut self.intake else { return Ok(()) };
-        if !self.link.is_at_rest() {
+        if !self.link.is_quiesced() {
             return Ok(());
         }
         let len = (self.decoder.position() - intake.consumed) as usize;
         abort_point(AbortPoint::MessageHandled);
         if self.link.take_changed() {
-            let handled = (len != 0).then(|| Handled::new(self.decoder.handed_out(len)));
+            let handled = (len != 0).then(|| Handled::new(self.decoder.consumed(len)));
             intake.pending = handled.or(intake.pending);
             let mut fds = Descriptors::default();
             record(self.describe(device, &mut fds), fds);
@@ -200,7 +200,7 @@ impl Session {
             intake.pending = None;
             intake.consumed += len as u64;
         }
-        self.answer_and_take(len, exchange)?;
+        self.reply_and_receive(len, exchange)?;
         if len != 0 && !self.link.out.is_empty() {
             // The socket is full, so a checkpoint must contain the unsent rest of the reply.
             let mut fds = Descriptors::default();
@@ -211,7 +211,7 @@ impl Session {
 
     /// Sends the reply and removes its request from the socket, in one step if possible. If the
     /// process died between two steps, the next process would not know which of them were done.
-    fn answer_and_take(
+    fn reply_and_receive(
         &mut self,
         len: usize,
         exchange: Option<&mut Exchange>,
@@ -220,13 +220,13 @@ impl Session {
         let both = exchange.filter(|_| is_answered).and_then(|exchange| {
             let (reply, fds) = self.link.out.front();
             let closer = self.inspector.closer();
-            exchange.answer_and_take(self.socket.as_fd(), reply, fds, len, closer)
+            exchange.reply_and_receive(self.socket.as_fd(), reply, fds, len, closer)
         });
         let mut left = len;
-        if let Some(Exchanged { sent, taken, fds }) = both {
+        if let Some(Exchanged { sent, received, fds }) = both {
             // These are duplicates of descriptors that were received before, so they are dropped.
             drop(self.inspector.inspect(fds));
-            left -= taken.unwrap_or(0);
+            left -= received.unwrap_or(0);
             self.note_sent(sent)?;
         }
         discard(self.socket.as_fd(), left, &self.inspector)?;
@@ -251,11 +251,11 @@ impl Session {
             return Ok(());
         };
         let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
-        let arrival = peek_some(self.socket.as_fd(), &mut bytes, self.inspector.closer());
-        let is_there = arrival.is_ok_and(|arrival| arrival.bytes == bytes.len())
+        let recv = peek_some(self.socket.as_fd(), &mut bytes, self.inspector.closer());
+        let is_there = recv.is_ok_and(|recv| recv.bytes == bytes.len())
             && Handled::new(&bytes) == Handled { len, hash };
         if is_there {
-            self.answer_and_take(bytes.len(), exchange)?;
+            self.reply_and_receive(bytes.len(), exchange)?;
         } else {
             // The dead process has removed the message and sent the reply in the same step.
             self.link.out = SendQueue::default();
@@ -278,26 +278,26 @@ impl Session {
         if self.is_recorded() {
             // Another process may have changed the peek offset of the socket, even if it executed
             // nothing.
-            let _ = peek_from(self.socket.as_fd(), self.decoder.held());
+            let _ = peek_from(self.socket.as_fd(), self.decoder.buffered());
         }
     }
 
     /// Quiesces the session: finishes the current message, if any, and starts no other.
-    pub(super) fn rest(
+    pub(super) fn quiesce(
         &mut self,
         device: &mut dyn Device,
         context: &mut Context<'_>,
         record: Record<'_>,
     ) -> Turn {
-        self.come_to_rest(device, context, record).unwrap_or_else(Turn::End)
+        self.finish_message(device, context, record).unwrap_or_else(Turn::End)
     }
 
     /// True if no request is partly executed, and no received data are left for a turn.
-    pub(super) fn is_at_rest(&self) -> bool {
-        self.link.is_at_rest() && self.arrival.is_none()
+    pub(super) fn is_quiesced(&self) -> bool {
+        self.link.is_quiesced() && self.recv.is_none()
     }
 
-    fn come_to_rest(
+    fn finish_message(
         &mut self,
         device: &mut dyn Device,
         context: &mut Context<'_>,
@@ -305,22 +305,22 @@ impl Session {
     ) -> Result<Turn, EndReason> {
         self.catch_up(context.exchange.as_deref_mut())?;
         if self.link.awaits().is_none() {
-            self.link.go_on(device, context);
-            device.settle();
+            self.link.resume(device, context);
+            device.publish();
             self.commit(device, record, context.exchange.as_deref_mut())?;
         }
-        // Data that a second thread has received (`arrival`) are not part of the saved session. So
+        // Data that a second thread has received (`recv`) are not part of the saved session. So
         // they must not be left when another process takes over. If they are still in the socket,
         // they are discarded here. Otherwise their descriptors are inspected, and the decoder gets
         // them.
-        self.look_again()?;
-        match self.arrival.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
-            Some(Received::Closed) => return Err(EndReason::Left),
+        self.discard_peeked()?;
+        match self.recv.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
+            Some(Received::Closed) => return Err(EndReason::Closed),
             Some(Received::FdsLost) => return Err(EndReason::FdsLost),
             Some(Received::Bytes { .. }) | None => {}
         }
         self.flush()?;
-        Ok(if self.link.is_unfinished() { Turn::Again } else { Turn::Wait })
+        Ok(if self.link.is_unfinished() { Turn::Requeue } else { Turn::Wait })
     }
 
     pub(super) fn new(socket: Stream, inspector: Inspector, limits: &Limits) -> Self {
@@ -329,7 +329,7 @@ impl Session {
             socket,
             inspector,
             decoder: Decoder::new(max),
-            arrival: None,
+            recv: None,
             link: Link::default(),
             // The first message may be in the socket already.
             readable: true,
@@ -390,9 +390,9 @@ impl Session {
         context: &mut Context<'_>,
         record: Record<'_>,
     ) -> Result<Turn, EndReason> {
-        let mut left = TURN;
+        let mut left = MAX_MESSAGES;
         self.catch_up(context.exchange.as_deref_mut())?;
-        self.look_again()?;
+        self.discard_peeked()?;
         loop {
             // With checkpoints, messages are handled one at a time, each after the previous reply
             // was sent.
@@ -407,7 +407,7 @@ impl Session {
             } else {
                 self.handle_all(&mut left, device, context)
             };
-            device.settle();
+            device.publish();
             self.commit(device, record, context.exchange.as_deref_mut())?;
             // An error reply is sent even if the error ends the connection.
             self.flush()?;
@@ -417,7 +417,7 @@ impl Session {
                 return Ok(Turn::Wait);
             }
             if left == 0 || self.link.is_unfinished() || context.slice.is_over() {
-                return Ok(Turn::Again);
+                return Ok(Turn::Requeue);
             }
             if !emptied {
                 continue;
@@ -431,10 +431,10 @@ impl Session {
                 return Ok(Turn::Wait);
             }
             let (decoder, inspector) = (&mut self.decoder, &self.inspector);
-            let received = match self.arrival.take() {
-                Some(arrival) => Ok(take_in(arrival, decoder, inspector)),
+            let received = match self.recv.take() {
+                Some(recv) => Ok(take_in(recv, decoder, inspector)),
                 None if is_recorded => peek(self.socket.as_fd(), decoder, inspector)
-                    .map(|arrival| take_in(arrival, decoder, inspector)),
+                    .map(|recv| take_in(recv, decoder, inspector)),
                 None => receive(self.socket.as_fd(), decoder, inspector),
             };
             if self.inspector.closer().is_overloaded() {
@@ -448,12 +448,12 @@ impl Session {
                     self.readable = !drained || self.hung_up;
                 }
                 Ok(Received::Closed) if self.decoder.is_partial() => {
-                    return Err(EndReason::LeftHalfway);
+                    return Err(EndReason::ClosedMidMessage);
                 }
-                Ok(Received::Closed) => return Err(EndReason::Left),
+                Ok(Received::Closed) => return Err(EndReason::Closed),
                 Ok(Received::FdsLost) => return Err(EndReason::FdsLost),
                 Err(Errno::AGAIN) => self.readable = false,
-                Err(Errno::CONNRESET) => return Err(EndReason::Left),
+                Err(Errno::CONNRESET) => return Err(EndReason::Closed),
                 Err(errno) => return Err(errno.into()),
             }
         }
@@ -466,7 +466,7 @@ impl Session {
         }) {
             return false;
         }
-        let moving = self.readable || self.hung_up || self.full || self.arrival.is_some();
+        let moving = self.readable || self.hung_up || self.full || self.recv.is_some();
         !moving && self.expected.is_none() && self.link.is_idle() && !self.decoder.is_partial()
     }
 
@@ -481,7 +481,7 @@ impl Session {
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
     ) -> PolledWrites {
-        if self.arrival.is_some() {
+        if self.recv.is_some() {
             // Data that an earlier call has left for the reactor must be handled first.
             return PolledWrites { writes: 0, all: false };
         }
@@ -503,12 +503,12 @@ impl Session {
                 let closer = self.inspector.closer();
                 let receive = if is_recorded { peek_some } else { receive_some };
                 match receive(self.socket.as_fd(), self.decoder.space(), closer) {
-                    Ok(arrival) if arrival.is_plain() => {
-                        drained = arrival.is_short;
-                        self.decoder.advance(arrival.bytes, Vec::new());
+                    Ok(recv) if recv.is_plain() => {
+                        drained = recv.is_short;
+                        self.decoder.advance(recv.bytes, Vec::new());
                     }
-                    Ok(arrival) => {
-                        self.arrival = Some(arrival);
+                    Ok(recv) => {
+                        self.recv = Some(recv);
                         break;
                     }
                     Err(errno) => {
@@ -521,18 +521,18 @@ impl Session {
         // If an error occurs here, the reactor's turn gets the same error.
         let taken = self.take_writes().is_ok();
         let sent = self.flush().is_ok() && self.link.out.is_empty();
-        let all = drained && taken && sent && self.arrival.is_none() && !self.decoder.is_partial();
+        let all = drained && taken && sent && self.recv.is_none() && !self.decoder.is_partial();
         PolledWrites { writes, all }
     }
 
     /// Discards data that a second thread has peeked at. The reactor peeks again, because it
     /// inspects descriptors together with all bytes of their message.
-    fn look_again(&mut self) -> Result<(), Errno> {
+    fn discard_peeked(&mut self) -> Result<(), Errno> {
         if self.is_recorded()
-            && let Some(arrival) = self.arrival.take()
+            && let Some(recv) = self.recv.take()
         {
-            drop(self.inspector.inspect(arrival.fds));
-            peek_from(self.socket.as_fd(), self.decoder.held())?;
+            drop(self.inspector.inspect(recv.fds));
+            peek_from(self.socket.as_fd(), self.decoder.buffered())?;
         }
         Ok(())
     }
@@ -560,7 +560,7 @@ impl Session {
     ) -> Result<bool, EndReason> {
         while *left > 0 && self.link.awaits().is_none() && self.link.out.len() <= HIGH_WATER {
             if self.link.is_unfinished() {
-                self.link.go_on(device, context);
+                self.link.resume(device, context);
                 if self.link.is_unfinished() {
                     return Ok(false);
                 }
@@ -593,7 +593,7 @@ impl Session {
                 self.sent += len as u64;
             }
             Err(Errno::AGAIN) => self.full = true,
-            Err(Errno::PIPE | Errno::CONNRESET) => return Err(EndReason::Left),
+            Err(Errno::PIPE | Errno::CONNRESET) => return Err(EndReason::Closed),
             Err(errno) => return Err(errno.into()),
         }
         Ok(())
@@ -621,17 +621,17 @@ fn peek(
     socket: BorrowedFd<'_>,
     decoder: &mut Decoder,
     inspector: &Inspector,
-) -> Result<Arrival, Errno> {
-    let arrival = peek_some(socket, decoder.space(), inspector.closer())?;
-    if arrival.fds.is_empty() || arrival.is_short {
-        return Ok(arrival);
+) -> Result<RecvOutput, Errno> {
+    let recv = peek_some(socket, decoder.space(), inspector.closer())?;
+    if recv.fds.is_empty() || recv.is_short {
+        return Ok(recv);
     }
     // More bytes of the socket may belong to the descriptors. A second peek, at the rest only,
     // would return the descriptors again. So all bytes are peeked at together.
-    drop(inspector.inspect(arrival.fds));
-    peek_from(socket, decoder.held())?;
-    peek_some(socket, decoder.space_of(WHOLE), inspector.closer())
+    drop(inspector.inspect(recv.fds));
+    peek_from(socket, decoder.buffered())?;
+    peek_some(socket, decoder.space_of(MAX_SEND), inspector.closer())
 }
 
 /// Size that exceeds the capacity of a socket for one send, in bytes.
-const WHOLE: usize = 256 << 10;
+const MAX_SEND: usize = 256 << 10;

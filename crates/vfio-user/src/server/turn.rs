@@ -2,7 +2,7 @@
 
 use super::inbox::{self, Inbox, PortId};
 use super::limits::Limits;
-use crate::device::Done;
+use crate::device::Completer;
 use crate::exchange::Exchange;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,8 +12,8 @@ pub(super) struct Context<'a> {
     pub(super) inbox: &'a Arc<Inbox>,
     pub(super) port: PortId,
     pub(super) limits: &'a Limits,
-    /// Number of [`Done`]s that were created for this device. Outdated completions are detected by
-    /// their number.
+    /// Number of [`Completer`]s that were created for this device. Outdated completions are
+    /// detected by their number.
     pub(super) sequence: &'a mut u64,
     /// Time slice of the client's turn.
     pub(super) slice: Slice,
@@ -41,8 +41,8 @@ impl Slice {
 }
 
 impl Context<'_> {
-    /// Creates a [`Done`]. Returns its number too, which identifies the completion.
-    pub(super) fn done(&mut self) -> (u64, Done) {
+    /// Creates a [`Completer`]. Returns its number too, which identifies the completion.
+    pub(super) fn done(&mut self) -> (u64, Completer) {
         *self.sequence += 1;
         (*self.sequence, inbox::done(self.inbox, self.port, *self.sequence))
     }

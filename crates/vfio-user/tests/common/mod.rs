@@ -16,11 +16,11 @@ use shadowbell_state::{Bytes, Descriptors, Parcel};
 use shadowbell_vfio_user::codec::{Decoder, SendQueue};
 use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use shadowbell_vfio_user::device::{
-    Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqData, IrqInfo, Later, Mapping, Peer,
+    Area, Completer, Deferral, Device, DmaMap, DmaUnmap, IoFds, IrqData, IrqInfo, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{Bar, ConfigSpace, Function, Msix};
-use shadowbell_vfio_user::server::{Ended, Handle, Limits, PortId, SavedPort};
+use shadowbell_vfio_user::server::{Handle, Limits, PortId, RunEnd, SavedPort};
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
 use shadowbell_vfio_user::{Errno, Listener, Reactor, RestoreError, SaveError, SharedSocket};
 use zerocopy::IntoBytes;
@@ -50,7 +50,7 @@ pub(crate) struct TestDeviceState {
     pub(crate) log: Mutex<Vec<String>>,
     /// True if the device stores completion callbacks in `held` instead of completing them.
     pub(crate) hold: AtomicBool,
-    pub(crate) held: Mutex<Vec<Done>>,
+    pub(crate) held: Mutex<Vec<Completer>>,
     /// Closure that the next write at [`HOOK`] calls.
     pub(crate) hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     /// Values written at [`DOORBELL`], each with true if the reactor has handled the write.
@@ -74,7 +74,7 @@ impl TestDeviceState {
     }
 
     /// Waits until the device has stored a completion callback, and returns it.
-    pub(crate) fn wait_held(&self) -> Done {
+    pub(crate) fn wait_held(&self) -> Completer {
         let mut done = None;
         eventually("a completion handle is held", || {
             done = self.held.lock().unwrap().pop();
@@ -91,7 +91,7 @@ impl TestDeviceState {
         self.log.lock().unwrap().push(line.into());
     }
 
-    fn done(&self, done: Done) {
+    fn done(&self, done: Completer) {
         if self.hold.load(Ordering::SeqCst) {
             self.held.lock().unwrap().push(done);
         } else {
@@ -194,7 +194,7 @@ impl Device for TestDevice {
         self.shared.note(format!("connected, {} fds", peer.max_msg_fds));
     }
 
-    fn disconnected(&mut self, done: Done) {
+    fn disconnected(&mut self, done: Completer) {
         self.shared.note("disconnected");
         self.shared.maps.lock().unwrap().clear();
         self.shared.eventfds.lock().unwrap().clear();
@@ -215,7 +215,7 @@ impl Device for TestDevice {
         region: u32,
         offset: u64,
         data: &[u8],
-        later: &mut Later<'_>,
+        deferral: &mut Deferral<'_>,
     ) -> Result<(), Errno> {
         match region {
             region::BAR0 => self.bar0(offset, data.len())?.copy_from_slice(data),
@@ -231,14 +231,14 @@ impl Device for TestDevice {
         }
         if offset == SLOW {
             self.shared.note("slow write");
-            let done = later.done().unwrap();
-            assert!(later.done().is_none());
+            let done = deferral.completer().unwrap();
+            assert!(deferral.completer().is_none());
             self.shared.done(done);
         }
         Ok(())
     }
 
-    fn wants_shared_socket(&mut self) -> bool {
+    fn requests_shared_socket(&mut self) -> bool {
         self.shared.wants.swap(false, Ordering::SeqCst)
     }
 
@@ -272,7 +272,7 @@ impl Device for TestDevice {
         Ok(())
     }
 
-    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done) {
+    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Completer) {
         self.shared.note(match unmap {
             DmaUnmap::All => "unmap all".to_owned(),
             DmaUnmap::Range { iova, len } => format!("unmap {iova:#x}+{len:#x}"),
@@ -280,7 +280,7 @@ impl Device for TestDevice {
         self.shared.done(done);
     }
 
-    fn reset(&mut self, done: Done) {
+    fn reset(&mut self, done: Completer) {
         self.shared.note("reset");
         self.config.reset();
         self.shared.done(done);
@@ -329,7 +329,7 @@ pub(crate) struct Server {
     pub(crate) directory: tempfile::TempDir,
     /// Thread id of the reactor.
     pub(crate) tid: u32,
-    thread: Option<JoinHandle<(Reactor, Ended)>>,
+    thread: Option<JoinHandle<(Reactor, RunEnd)>>,
     pub(crate) limits: Limits,
 }
 
@@ -367,7 +367,7 @@ impl Server {
     /// Waits until the reactor is quiesced, and returns it.
     pub(crate) fn frozen(&mut self) -> Reactor {
         let (reactor, ended) = self.thread.take().unwrap().join().unwrap();
-        assert_eq!(ended, Ended::Frozen);
+        assert_eq!(ended, RunEnd::Frozen);
         reactor
     }
 
@@ -407,7 +407,7 @@ impl Server {
     pub(crate) fn replace(&mut self, devices: &[&Arc<TestDeviceState>]) {
         let mut old = self.freeze();
         let new = self.successor(&mut old, devices);
-        old.hand_over();
+        old.release_to_successor();
         self.run(new);
     }
 

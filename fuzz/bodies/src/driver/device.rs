@@ -162,7 +162,7 @@ impl State {
             if self.csts.cfs() && self.malicious {
                 return;
             }
-            self.look(qid);
+            self.read_tail(qid);
             let Some(queue) = self.queues.get_mut(&qid) else { return };
             assert!(queue.tail < queue.entries, "a tail of {} in {}", queue.tail, queue.entries);
             if queue.head == queue.tail {
@@ -180,7 +180,7 @@ impl State {
     }
 
     /// Reads the tail of a queue, from the shadow doorbell if it is configured, and sets EventIdx.
-    fn look(&mut self, qid: u16) {
+    fn read_tail(&mut self, qid: u16) {
         let dstrd = self.cap.dstrd();
         let Some((values, event_idxs)) = &self.shadow else { return };
         let Ok(at) = usize::try_from(dbbuf::sq_entry_offset(qid, dstrd)) else { return };
@@ -204,21 +204,21 @@ impl State {
                 self.complete(qid, sqe.cid, status, 0);
             }
             0xf6..=0xf9 => {
-                self.carry_out(qid, sqe, true);
+                self.execute(qid, sqe, true);
             }
             0xfa..=0xfd => {
                 let other = u16::from(self.script.u8());
                 let cid = if trick & 1 == 0 { sqe.cid ^ other } else { sqe.cid };
                 self.forge(qid, cid);
                 if trick & 2 == 0 {
-                    self.carry_out(qid, sqe, false);
+                    self.execute(qid, sqe, false);
                 }
             }
             0xfe.. => {
-                self.carry_out(qid, sqe, false);
+                self.execute(qid, sqe, false);
                 self.forge(qid, sqe.cid);
             }
-            _ => self.carry_out(qid, sqe, false),
+            _ => self.execute(qid, sqe, false),
         }
     }
 
@@ -265,7 +265,7 @@ impl State {
         let left: Vec<_> = self.busy.iter().take(most).copied().collect();
         for (qid, sqe) in left {
             if !(qid == 0 && sqe.opcode == 0x0c) {
-                self.carry_out(qid, &sqe, false);
+                self.execute(qid, &sqe, false);
             }
         }
     }
@@ -279,7 +279,7 @@ impl State {
     }
 
     /// Writes `data` to the command's buffer.
-    fn give(&self, sqe: &Sqe, data: &[u8]) {
+    fn write_data(&self, sqe: &Sqe, data: &[u8]) {
         let mut segments = Segments::new();
         let page = 1usize << (12 + u32::from(self.cc.mps()));
         let view = View::new(Arc::clone(self.dma.table()));
@@ -290,7 +290,7 @@ impl State {
         segments.write_from(0, data).expect("room");
     }
 
-    fn carry_out(&mut self, qid: u16, sqe: &Sqe, corrupt: bool) {
+    fn execute(&mut self, qid: u16, sqe: &Sqe, corrupt: bool) {
         let outcome = if qid == 0 { self.admin(sqe, corrupt) } else { self.io(sqe) };
         match outcome {
             Ok(Some(dw0)) => {
@@ -305,7 +305,7 @@ impl State {
     fn io(&mut self, sqe: &Sqe) -> Result<Option<u32>, Status> {
         if sqe.opcode == 0x02 {
             let len = ((sqe.cdw12 & 0xffff) as usize + 1) << 9;
-            self.give(sqe, &vec![0x77; len.min(1 << 20)]);
+            self.write_data(sqe, &vec![0x77; len.min(1 << 20)]);
         }
         Ok(Some(0))
     }
@@ -322,14 +322,14 @@ impl State {
                         data[at] = self.script.u8();
                     }
                 }
-                self.give(sqe, &data);
+                self.write_data(sqe, &data);
             }
             0x09 if sqe.cdw10 as u8 == 7 => return Ok(Some(0x0003_0003)),
             0x0a => return Ok(Some(0x100)),
             0x02 => {
                 let dwords = (sqe.cdw10 >> 16 | sqe.cdw11 << 16) as usize + 1;
                 let fill = if corrupt { self.script.u8() } else { 0 };
-                self.give(sqe, &vec![fill; (dwords * 4).min(1 << 20)]);
+                self.write_data(sqe, &vec![fill; (dwords * 4).min(1 << 20)]);
             }
             0x05 => {
                 let vector = (sqe.cdw11 & 2 != 0).then_some(sqe.cdw11 >> 16);
@@ -397,8 +397,8 @@ impl Queue {
     }
 }
 
-fn gone(doing: &'static str) -> TransportError {
-    TransportError::Gone { device: "script".into(), doing, source: "so it says".into() }
+fn disconnected(operation: &'static str) -> TransportError {
+    TransportError::Disconnected { device: "script".into(), operation, source: "so it says".into() }
 }
 
 impl Transport for Device {
@@ -457,7 +457,7 @@ impl Transport for Device {
     fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError> {
         let mut state = self.state();
         if state.malicious && state.script.u8() == 0xff {
-            return Err(gone("ringing a doorbell"));
+            return Err(disconnected("ringing a doorbell"));
         }
         let doorbell = regs::decode_doorbell(offset, state.cap.dstrd()).expect("a doorbell");
         if doorbell.kind == regs::DoorbellKind::Sq {
@@ -477,7 +477,7 @@ impl Transport for Device {
         let mut state = self.state();
         let trick = if state.malicious { state.script.u8() } else { 0 };
         if trick == 0xff {
-            return Err(gone("sharing memory"));
+            return Err(disconnected("sharing memory"));
         }
         let mut iova = 0x4000_0000_1000 + mapping.address() as u64;
         if trick == 0xfe {
@@ -515,7 +515,7 @@ impl Transport for Device {
     fn reset(&self) -> Result<(), TransportError> {
         let mut state = self.state();
         if state.malicious && state.script.u8() >= 0xe0 {
-            return Err(gone("a reset"));
+            return Err(disconnected("a reset"));
         }
         state.reset();
         state.cc = Cc::new();

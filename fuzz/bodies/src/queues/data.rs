@@ -9,7 +9,7 @@ pub(super) const SLOT_PAGES: u64 = 2 + DATA_PAGES;
 const DATA_PAGES: u64 = 4;
 /// Maximum number of bytes of a command's data. They fit into a slot at any offset in its first
 /// page.
-pub(super) const MOST: usize = ((DATA_PAGES - 1) * PAGE) as usize;
+pub(super) const MAX_DATA: usize = ((DATA_PAGES - 1) * PAGE) as usize;
 
 /// Data pointer of a command.
 #[derive(Default)]
@@ -26,7 +26,7 @@ pub(super) struct Pointer {
 impl Pointer {
     /// Creates a pointer to `len` bytes in the slot at `slot`, and stores it in `sqe`.
     pub(super) fn new(source: &mut Source<'_>, sqe: &mut Sqe, slot: u64, len: usize) -> Self {
-        assert!(len <= MOST);
+        assert!(len <= MAX_DATA);
         if sqe.opcode != 0 && sqe.flags == 0 && source.rarely(3) {
             Self::sgl(source, sqe, slot, len)
         } else {

@@ -1,6 +1,6 @@
 //! The guest's model of its queues, and the checks.
 
-mod ends;
+mod teardown;
 
 use super::data::SLOT_PAGES;
 use crate::command::{BASE, PAGE};
@@ -28,7 +28,7 @@ const SLOTS: usize = 4;
 const SLOTS_AT: u64 = BASE + QUEUE_PAGES * PAGE;
 const BYTES: usize = ((QUEUE_PAGES + SLOTS as u64 * SLOT_PAGES) * PAGE) as usize;
 /// Maximum number of turns of an operation.
-const TURNS: usize = 20_000;
+const MAX_TURNS: usize = 20_000;
 
 /// Offset of a data slot.
 pub(super) fn slot_at(slot: usize) -> u64 {
@@ -92,7 +92,7 @@ struct Sq {
     /// Head of the submission queue, as reported by the last completion.
     head: u32,
     /// Last tail that the host has published to the controller.
-    told: u32,
+    published_tail: u32,
     commands: BTreeMap<u16, Command>,
 }
 
@@ -112,7 +112,7 @@ pub(super) struct Host {
     /// Expected contents of the guest's memory.
     image: Vec<u8>,
     /// Buffer of the same length, into which all memory is read.
-    spare: Vec<u8>,
+    snapshot: Vec<u8>,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     shadow: bool,
@@ -143,7 +143,7 @@ impl Host {
             test_disk,
             memory,
             image: vec![0; BYTES],
-            spare: vec![0; BYTES],
+            snapshot: vec![0; BYTES],
             sqs: BTreeMap::new(),
             cqs: BTreeMap::new(),
             shadow: false,
@@ -210,7 +210,7 @@ impl Host {
 
     fn add_sq(&mut self, qid: u16, cq: u16, entries: u32) {
         let commands = BTreeMap::new();
-        self.sqs.insert(qid, Sq { entries, cq, tail: 0, head: 0, told: 0, commands });
+        self.sqs.insert(qid, Sq { entries, cq, tail: 0, head: 0, published_tail: 0, commands });
     }
 
     pub(super) fn live_sqs(&self) -> impl Iterator<Item = u16> {
@@ -238,7 +238,7 @@ impl Host {
     }
 
     /// Stores a command in a queue that has a free entry.
-    pub(super) fn put(&mut self, qid: u16, sqe: &Sqe, command: Command) {
+    pub(super) fn store_command(&mut self, qid: u16, sqe: &Sqe, command: Command) {
         let Some(sq) = self.sqs.get_mut(&qid) else { return };
         let at = sq_at(qid) + u64::from(sq.tail) * 64;
         sq.tail = (sq.tail + 1) % sq.entries;
@@ -251,7 +251,7 @@ impl Host {
     /// Publishes a queue's tail to the controller.
     pub(super) fn ring_sq(&mut self, qid: u16) {
         let Some(sq) = self.sqs.get_mut(&qid) else { return };
-        let (old, new) = (std::mem::replace(&mut sq.told, sq.tail), sq.tail);
+        let (old, new) = (std::mem::replace(&mut sq.published_tail, sq.tail), sq.tail);
         if old != new {
             self.ring(qid, sq_doorbell_offset(qid, 0), old, new);
         }
@@ -296,8 +296,8 @@ impl Host {
     }
 
     /// Takes turns until the I/O thread is idle.
-    fn settle(&mut self) {
-        for _ in 0..TURNS {
+    fn run_until_idle(&mut self) {
+        for _ in 0..MAX_TURNS {
             if !self.turn() {
                 // An idle turn must not change memory.
                 return self.check();
@@ -310,7 +310,7 @@ impl Host {
     pub(super) fn check(&mut self) {
         let csts = regs::Csts::from_bits(self.read32(regs::CSTS));
         assert!(!csts.cfs(), "CSTS.CFS is set without an error of the host");
-        let mut now = std::mem::take(&mut self.spare);
+        let mut now = std::mem::take(&mut self.snapshot);
         self.memory.read_into(0, &mut now).expect("memory");
         let mut allowed: Vec<(u64, usize)> = Vec::new();
         for (qid, cq) in &self.cqs {
@@ -336,19 +336,19 @@ impl Host {
                 at as u64 / PAGE
             );
         }
-        self.spare = now;
-        self.look_at_writes();
+        self.snapshot = now;
+        self.check_writes();
         let qids: Vec<u16> = self.cqs.keys().copied().collect();
         // The admin queue is checked last: the completion of a queue's deletion proves that this
         // queue has no further effect.
-        qids.into_iter().rev().for_each(|qid| self.look_at_completions(qid));
+        qids.into_iter().rev().for_each(|qid| self.check_completions(qid));
         let outstanding = self.sqs.values().map(|sq| sq.commands.len()).sum::<usize>();
         let state = self.test_disk.state();
         self.trouble &= outstanding > 0 || !state.fail.is_empty();
     }
 
     /// Checks that each write to the disk belongs to a command.
-    fn look_at_writes(&mut self) {
+    fn check_writes(&mut self) {
         let written = std::mem::take(&mut self.test_disk.state().written);
         for (at, bytes) in written {
             let commands = self.sqs.values_mut().flat_map(|sq| sq.commands.values_mut());
@@ -372,7 +372,7 @@ impl Host {
         }
     }
 
-    fn look_at_completions(&mut self, qid: u16) {
+    fn check_completions(&mut self, qid: u16) {
         loop {
             let Some(cq) = self.cqs.get_mut(&qid) else { return };
             let at = (cq_at(qid) - BASE) as usize + cq.next as usize * 16;
@@ -393,7 +393,10 @@ impl Host {
         let sq = sq.unwrap_or_else(|| panic!("{cqe:?} is of no queue of completion queue {cq}"));
         let distance = |to: u32| (to + sq.entries - sq.head) % sq.entries;
         let head = u32::from(cqe.sq_head);
-        assert!(head < sq.entries && distance(head) <= distance(sq.told), "a head of {head}");
+        assert!(
+            head < sq.entries && distance(head) <= distance(sq.published_tail),
+            "a head of {head}"
+        );
         sq.head = head;
         let command = sq.commands.remove(&cid);
         let command = command.unwrap_or_else(|| panic!("{cqe:?} is of no outstanding command"));
@@ -448,24 +451,28 @@ impl Host {
         };
         if !room(self) {
             self.consume(0, usize::MAX);
-            self.settle();
+            self.run_until_idle();
         }
         // Only Asynchronous Event Requests remain outstanding then, and may fill the queue.
         if !room(self) {
             return;
         }
         let cid = self.next_cid();
-        self.put(0, &sqe.with_cid(cid), Command { slot: None, writes: Vec::new(), kind, expect });
+        self.store_command(
+            0,
+            &sqe.with_cid(cid),
+            Command { slot: None, writes: Vec::new(), kind, expect },
+        );
         self.ring_sq(0);
         for _ in 0..4 {
-            self.settle();
+            self.run_until_idle();
             self.consume(0, usize::MAX);
-            self.settle();
+            self.run_until_idle();
             if !self.sqs[&0].commands.contains_key(&cid) {
                 return;
             }
             // The deletion of a queue waits for requests of the disk.
-            self.test_disk.state().end_all();
+            self.test_disk.state().complete_all();
         }
         panic!("an admin command does not end");
     }
@@ -537,7 +544,8 @@ impl Host {
     }
 
     fn update_shadow(&mut self) {
-        let tails = self.sqs.iter().map(|(qid, sq)| (sq_doorbell_offset(*qid, 0), sq.told));
+        let tails =
+            self.sqs.iter().map(|(qid, sq)| (sq_doorbell_offset(*qid, 0), sq.published_tail));
         let heads = self.cqs.iter().map(|(qid, cq)| (cq_doorbell_offset(*qid, 0), cq.head));
         let values: Vec<_> = tails.chain(heads).collect();
         for (bell, value) in values {

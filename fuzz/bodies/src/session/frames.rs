@@ -11,11 +11,11 @@ const LONGEST: usize = (1 << 20) + MESSAGE_OVERHEAD;
 
 #[derive(Default)]
 pub(crate) struct Frames {
-    out: Vec<u8>,
-    /// Number of descriptors that were sent with the bytes in `out`.
+    written: Vec<u8>,
+    /// Number of descriptors that were sent with the bytes in `written`.
     fds: usize,
     inward: Vec<u8>,
-    owed: VecDeque<Header>,
+    expected: VecDeque<Header>,
     /// True if the client has sent its first message.
     introduced: bool,
     /// True if the first message may be a version that the server refuses.
@@ -31,11 +31,11 @@ pub(crate) struct Frames {
 impl Frames {
     /// Records sent bytes.
     pub(crate) fn sent(&mut self, bytes: &[u8], fds: usize) {
-        self.out.extend_from_slice(bytes);
+        self.written.extend_from_slice(bytes);
         self.fds += fds;
         // A client that sends more descriptors than a message may have can be disconnected.
         self.forfeit |= self.fds > MAX_MESSAGE_FDS;
-        while let Ok((header, _)) = Header::read_from_prefix(&self.out) {
+        while let Ok((header, _)) = Header::read_from_prefix(&self.written) {
             let size = header.size as usize;
             let kind = header.flags & header_flags::TYPE_MASK;
             let is_sound = (HEADER_LEN..=LONGEST).contains(&size) && kind == header_flags::COMMAND;
@@ -43,26 +43,26 @@ impl Frames {
             if self.broken {
                 return;
             }
-            if self.out.len() < size {
+            if self.written.len() < size {
                 return;
             }
-            self.out.drain(..size);
+            self.written.drain(..size);
             // Descriptors that arrive with the end of one message and the start of the next belong
             // to the next one.
-            self.fds = if self.out.is_empty() { 0 } else { fds };
+            self.fds = if self.written.is_empty() { 0 } else { fds };
             if !std::mem::replace(&mut self.introduced, true) {
                 // The reply shows if the server accepts the version.
                 self.unsure = header.command == command::VERSION && !header.no_reply();
                 self.forfeit |= !self.unsure;
             }
             if !header.no_reply() {
-                self.owed.push_back(header);
+                self.expected.push_back(header);
             }
         }
     }
 
     /// Records received bytes.
-    pub(crate) fn heard(&mut self, bytes: &[u8]) {
+    pub(crate) fn record_received(&mut self, bytes: &[u8]) {
         self.inward.extend_from_slice(bytes);
         while let Ok((header, _)) = Header::read_from_prefix(&self.inward) {
             let size = header.size as usize;
@@ -70,8 +70,12 @@ impl Frames {
             if self.inward.len() < size {
                 return;
             }
-            let owed = self.owed.pop_front().expect("a reply without a request");
-            assert_eq!((header.id, header.command), (owed.id, owed.command), "another's reply");
+            let expected = self.expected.pop_front().expect("a reply without a request");
+            assert_eq!(
+                (header.id, header.command),
+                (expected.id, expected.command),
+                "another's reply"
+            );
             assert!(header.is_reply(), "no reply: {header:?}");
             let failed = header.flags & header_flags::ERROR != 0;
             assert_eq!(failed, header.error != 0, "{header:?}");
@@ -107,11 +111,11 @@ impl Frames {
     }
 
     pub(crate) fn is_answered(&self) -> bool {
-        self.forfeit || self.broken || self.owed.is_empty()
+        self.forfeit || self.broken || self.expected.is_empty()
     }
 
     pub(crate) fn check_answered(&self) {
-        assert!(self.is_answered(), "no answer to {:?}", self.owed);
+        assert!(self.is_answered(), "no answer to {:?}", self.expected);
         assert!(self.inward.is_empty() || self.forfeit || self.broken, "half a reply");
     }
 }

@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use zerocopy::IntoBytes;
 
 /// Maximum number of descriptors with one message.
-pub(crate) const MOST_FDS: usize = 70;
+pub(crate) const MAX_FDS: usize = 70;
 
 pub(crate) fn message(command: u16, id: u16, payload: &[&[u8]]) -> Vec<u8> {
     message_with(command, id, 0, payload)
@@ -95,14 +95,14 @@ pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<Owne
             bytes
         }
         verb::REGION_READ => {
-            let (region, offset) = place(source);
+            let (region, offset) = region_and_offset(source);
             let count = source.near(&[4, 8, 1, 2, 256, 4096, 1 << 20, 0]) as u32;
             // Most reads are short, because a long reply is slow and rarely finds more.
             let count = if source.rarely(8) { count } else { count & 0x1fff };
             access(region, offset, count).to_vec()
         }
         verb::REGION_WRITE => {
-            let (region, offset) = place(source);
+            let (region, offset) = region_and_offset(source);
             let len = source.of(&[4, 8, 4, 2, 1, 0, 3, 16, 4096]);
             let data = value(source, len);
             let count = if source.rarely(8) { source.u32() } else { len as u32 };
@@ -113,7 +113,7 @@ pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<Owne
             let count = if source.rarely(8) { source.u64() } else { entries as u64 };
             let mut bytes = count.to_le_bytes().to_vec();
             for _ in 0..entries {
-                let (region, offset) = place(source);
+                let (region, offset) = region_and_offset(source);
                 let len = source.near(&[4, 8, 2, 0, 9]) as u32;
                 let data = value(source, 8).try_into().unwrap_or_default();
                 bytes.extend(wire::MultiEntry { offset, region, count: len, data }.as_bytes());
@@ -179,7 +179,7 @@ fn feature(source: &mut Source<'_>) -> Vec<u8> {
 }
 
 /// A region and an offset in it.
-fn place(source: &mut Source<'_>) -> (u32, u64) {
+fn region_and_offset(source: &mut Source<'_>) -> (u32, u64) {
     let region = source.of(&[0, 0, 0, 7, 7, 4, 1, 8, 9, u32::MAX]);
     let offset = match region {
         0 => source.near(&[
@@ -221,7 +221,7 @@ fn value(source: &mut Source<'_>, len: usize) -> Vec<u8> {
 fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<OwnedFd>, bool) {
     let count = match (source.below(8), wanted) {
         (0, _) => 0,
-        (1, _) => source.below(MOST_FDS),
+        (1, _) => source.below(MAX_FDS),
         (_, 0) => 1,
         _ => 1 + source.below(5),
     };

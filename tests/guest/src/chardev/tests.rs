@@ -26,8 +26,8 @@ const SOURCES: [&str; 3] = [
 const SMALL: u64 = 1 << 20;
 const SIZE: u64 = 16 << 20;
 /// Injected delay of every command. The command can be cancelled during the delay.
-const LATE: &str = "stall=30ms";
-const UNANSWERED: &str = "unanswered::character_device_namespaces_pass";
+const DELAY_FAULT: &str = "stall=30ms";
+const HUNG_STORAGE: &str = "hung_storage::character_device_namespaces_pass";
 /// Time limit of a test, in an emulated guest.
 const TEST_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -40,13 +40,13 @@ const QEMU: usize = 4;
 const STALLED: usize = 5;
 
 /// Servers outside of the guest.
-struct Outside {
+struct OutsideServers {
     servers: Vec<Server>,
     exporter: Exporter,
     devices: Vec<Device>,
 }
 
-impl Outside {
+impl OutsideServers {
     fn start(run: &RunDir, program: &Path) -> Result<Self> {
         let mut servers = Vec::new();
         let mut ours = |name: &str, disk: String, faults: &[&str]| -> Result<Device> {
@@ -64,7 +64,7 @@ impl Outside {
             ours("model", format!("mem:{SMALL}"), &[])?,
             ours("large-blocks", format!("mem:{SMALL}?block-size=4096"), &[])?,
             qemu(Drive::Image("model.img".into())),
-            ours("slow", format!("mem:{SIZE}"), &["--faults", LATE])?,
+            ours("slow", format!("mem:{SIZE}"), &["--faults", DELAY_FAULT])?,
             qemu(Drive::Image("qemu.img".into())),
             ours("stalled", export, &[])?,
         ];
@@ -76,7 +76,7 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let program = setup.faulty()?;
     let tests = workspace::build_tests(&SOURCES)?;
     pack_with(setup, kernel, run, &[], &[], &tests)?;
-    let Outside { servers, exporter, devices } = Outside::start(run, &program)?;
+    let OutsideServers { servers, exporter, devices } = OutsideServers::start(run, &program)?;
     let mut guest = booted(setup, kernel, run, devices.clone(), "")?;
     let mut check = |name: &str, source: usize, test: &str, device: usize| {
         report.check(name, |_| run_test(&mut guest, &tests, source, test, device, &exporter));
@@ -87,18 +87,18 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         check(&format!("{what}: against a model"), 0, "namespaces", device);
     }
     check("requests are cancelled during I/O", 1, "requests_can_be_cancelled_in_mid_io", SLOW);
-    let kinds = "kinds::character_device_namespaces_pass";
+    let kinds = "disk_types::character_device_namespaces_pass";
     for (what, device) in [("ours, which is late", SLOW), ("QEMU's", QEMU)] {
         check(&format!("{what}: `verify`, and resets during I/O"), 2, kinds, device);
     }
-    check("hung storage", 2, UNANSWERED, STALLED);
+    check("hung storage", 2, HUNG_STORAGE, STALLED);
     report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     report.check("the guest powers off", |_| guest.power_off(LIMIT));
     let stalled: Vec<_> = devices.into_iter().skip(STALLED).take(1).collect();
     let name = "hung storage: the guest's kernel aborts commands and resets the device";
     report.check(name, |_| {
         let mut guest = booted(setup, kernel, run, stalled, "nvme_core.io_timeout=1")?;
-        run_test(&mut guest, &tests, 2, UNANSWERED, 0, &exporter)?;
+        run_test(&mut guest, &tests, 2, HUNG_STORAGE, 0, &exporter)?;
         let log = guest.dmesg()?;
         for word in ["aborting", "reset controller"] {
             let times = log.lines().filter(|line| line.contains(word)).count();
@@ -154,7 +154,7 @@ fn run_test(
     let ended = wait_for_end(guest, exporter);
     // The storage is resumed in any case, because a process that waits for hung storage cannot be
     // killed.
-    exporter.go_on()?;
+    exporter.resume()?;
     let said = guest.sh("cat /tmp/test", LIMIT)?;
     let code = ended.with_context(|| said.clone())?;
     ensure!(code == "0" && said.contains("1 passed"), "it ended with {code}: {said}");
@@ -170,7 +170,7 @@ fn wait_for_end(guest: &mut Guest, exporter: &Exporter) -> Result<String> {
         for word in said.split_whitespace() {
             match word {
                 "stall" => exporter.stall()?,
-                "go-on" => exporter.go_on()?,
+                "go-on" => exporter.resume()?,
                 code => return Ok(code.to_owned()),
             }
             guest.sh(&format!("rm /tmp/asks/{word}"), LIMIT)?;

@@ -28,7 +28,7 @@ use shadowbell_testing::wait::LIMIT;
 const TIME: Duration = Duration::from_millis(2000);
 /// Duration of the short run, whose CPU time is subtracted. Most of this CPU time is for the start
 /// and the end of fio, which take almost a second in this guest.
-const SHORT: Duration = Duration::from_millis(200);
+const SHORT_RUN: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
 /// Number of attempts to measure one turn.
 const TRIES: usize = 3;
@@ -48,7 +48,7 @@ impl Contestant {
 
 /// CPU time and sleeps of one process per I/O.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Share {
+struct CostPerIo {
     micros: f64,
     sleeps: f64,
 }
@@ -57,8 +57,8 @@ struct Share {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Cost {
     iops: f64,
-    qemu: Share,
-    server: Share,
+    qemu: CostPerIo,
+    server: CostPerIo,
 }
 
 impl Cost {
@@ -69,12 +69,12 @@ impl Cost {
 
 /// CPUs that QEMU and the server may use.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Place {
+enum CpuPlacement {
     Anywhere,
     OneProcessor,
 }
 
-impl Place {
+impl CpuPlacement {
     fn depths(self) -> &'static [u32] {
         match self {
             Self::Anywhere => &[1, 32],
@@ -89,7 +89,7 @@ impl Place {
         }
     }
 
-    fn words(self) -> &'static str {
+    fn description(self) -> &'static str {
         match self {
             Self::Anywhere => "",
             Self::OneProcessor => ", all on one processor",
@@ -111,10 +111,10 @@ impl Row {
         turns.get(turns.len() / 2).copied().context("no turns")
     }
 
-    fn json(&self, kernel: Kernel, place: Place) -> Result<Value> {
+    fn json(&self, kernel: Kernel, placement: CpuPlacement) -> Result<Value> {
         let cost = self.median()?;
         Ok(json!({
-            "table": place.table(),
+            "table": placement.table(),
             "device": self.device,
             "doorbells": "shadow",
             "kernel": kernel.to_string(),
@@ -150,17 +150,17 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let scheduler = format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev);
         guest.sh(&scheduler, LIMIT)?;
     }
-    for place in [Place::Anywhere, Place::OneProcessor] {
+    for placement in [CpuPlacement::Anywhere, CpuPlacement::OneProcessor] {
         let of = "processor time of random reads of 4 KiB from a file, in turn";
-        let rows = report.check(&format!("{of}{}", place.words()), |_| {
-            if place == Place::OneProcessor {
+        let rows = report.check(&format!("{of}{}", placement.description()), |_| {
+            if placement == CpuPlacement::OneProcessor {
                 pin_to_last_cpu(guest.id())?;
                 contestants.iter().filter_map(Contestant::server).try_for_each(pin_to_last_cpu)?;
             }
-            measure(&mut guest, &contestants, place.depths(), 2 * setup.rounds + 1)
+            measure(&mut guest, &contestants, placement.depths(), 2 * setup.rounds + 1)
         });
         if let Some(rows) = rows {
-            report.table(table(&rows, kernel, place)?);
+            report.table(table(&rows, kernel, placement)?);
         }
     }
     report.check("the guest powers off", |_| guest.power_off(LIMIT));
@@ -208,13 +208,13 @@ fn measure(
 /// their I/Os.
 fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> {
     for _ in 0..TRIES {
-        let short = timed(guest, contestant, depth, SHORT)?;
+        let short = timed(guest, contestant, depth, SHORT_RUN)?;
         let run = timed(guest, contestant, depth, TIME)?;
         let ios = run.0.total.saturating_sub(short.0.total);
         let each = |run: Usage, short: Usage| {
             let Usage { seconds, sleeps } = run.since(short);
             let ios = ios.max(1) as f64;
-            Share { micros: seconds / ios * 1e6, sleeps: sleeps / ios }
+            CostPerIo { micros: seconds / ios * 1e6, sleeps: sleeps / ios }
         };
         let (qemu, server) = (each(run.1, short.1), each(run.2, short.2));
         // If there was no progress or no CPU time, the machine was suspended, and the run is
@@ -244,7 +244,7 @@ fn timed(
     Ok((measured, after.0.since(before.0), after.1.since(before.1)))
 }
 
-fn table(rows: &[Row], kernel: Kernel, place: Place) -> Result<Table> {
+fn table(rows: &[Row], kernel: Kernel, placement: CpuPlacement) -> Result<Table> {
     let head = [
         "iodepth",
         "device",
@@ -266,9 +266,9 @@ fn table(rows: &[Row], kernel: Kernel, place: Place) -> Result<Table> {
             format!("{:.1}", cost.server.micros),
             format!("{:.2} + {:.2}", cost.qemu.sleeps, cost.server.sleeps),
         ];
-        table.push(cells, row.json(kernel, place)?);
+        table.push(cells, row.json(kernel, placement)?);
     }
-    for &depth in place.depths() {
+    for &depth in placement.depths() {
         let turns = |device| -> Vec<f64> {
             let row = rows.iter().find(|row| (row.device, row.depth) == (device, depth));
             row.into_iter().flat_map(|row| row.turns.iter().map(Cost::both)).collect()
@@ -277,7 +277,7 @@ fn table(rows: &[Row], kernel: Kernel, place: Place) -> Result<Table> {
         table.notes.push(format!(
             "iodepth {depth}{}: with QEMU's own controller an I/O costs {:.2} times the processor \
              time ({:.2} to {:.2} in {} turns); at least as much: {}",
-            place.words(),
+            placement.description(),
             compared.ratio,
             compared.least,
             compared.most,
@@ -294,12 +294,12 @@ mod tests {
 
     #[test]
     fn the_row_has_the_median_turn() {
-        let share = |micros| Share { micros, sleeps: 2.0 };
+        let share = |micros| CostPerIo { micros, sleeps: 2.0 };
         let cost = |qemu| Cost { iops: 1.0, qemu: share(qemu), server: share(1.0) };
         let turns = [3.0, 1.0, 2.0].map(cost).to_vec();
         let row = Row { device: "qemu", depth: 1, turns };
         assert_eq!(row.median().unwrap(), cost(2.0));
-        let json = row.json(Kernel::V7_2, Place::Anywhere).unwrap();
+        let json = row.json(Kernel::V7_2, CpuPlacement::Anywhere).unwrap();
         assert_eq!(json["host_cpu_ns_per_io"], 3000.0);
         assert_eq!(json["server_sleeps_per_io"], 2.0);
         assert!(Row { turns: Vec::new(), ..row }.median().is_err());

@@ -91,7 +91,7 @@ fn driving(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> 
     }
     report.check("buffers are in huge pages, if there are any", |_| huge_pages(&mut guest));
     report.check("unbind returns the controllers, and the kernel reads the written data", |_| {
-        give_back(&mut guest)
+        rebind_kernel_driver(&mut guest)
     });
     report.check("the IOMMU reports no unexpected fault", |_| faults(&mut guest));
     report.check("the guest powers off", |_| guest.power_off(LIMIT));
@@ -209,7 +209,7 @@ fn huge_pages(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-fn give_back(guest: &mut Guest) -> Result<()> {
+fn rebind_kernel_driver(guest: &mut Guest) -> Result<()> {
     let addresses: Vec<_> = (0..DRIVEN.len()).map(config::pci_address).collect();
     let output = shadowbell(guest, &format!("unbind {}", addresses.join(" ")))?.success()?;
     for (index, address) in addresses.iter().enumerate() {

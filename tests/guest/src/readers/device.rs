@@ -88,7 +88,7 @@ pub(crate) fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Res
     Ok(())
 }
 
-pub(crate) fn without_the_driver(report: &mut Report, guest: &mut Guest) {
+pub(crate) fn kernel_driver_only(report: &mut Report, guest: &mut Guest) {
     report.check("without ublk's module the error contains the remedy", |_| {
         refused(guest, "mem:16MiB --ublk", &["modprobe ublk_drv"])
     });
@@ -124,7 +124,7 @@ pub(crate) fn checks(
         killed(guest, &shadowbell_controller.target(), "exporting")
     });
     check("a device that cannot be recovered is refused with the reason", &|guest| {
-        not_taken_over(guest, shadowbell_controller)
+        check_not_claimed(guest, shadowbell_controller)
     });
     report.check("the kernel logs no warning", |_| kernel_logged_no_warning(guest));
 }
@@ -327,7 +327,7 @@ pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()>
     export.stop(guest)
 }
 
-fn not_taken_over(guest: &mut Guest, controller: &Controller) -> Result<()> {
+fn check_not_claimed(guest: &mut Guest, controller: &Controller) -> Result<()> {
     let target = controller.target();
     let export = Export::start(guest, "local:null:1GiB", "")?;
     let taken = format!("local:null:1GiB --ublk --ublk-id {}", export.number);

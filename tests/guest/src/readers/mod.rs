@@ -82,7 +82,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         });
         rows.extend(some.into_iter().flatten());
     }
-    device::without_the_driver(report, &mut guest);
+    device::kernel_driver_only(report, &mut guest);
     report
         .check("VFIO's and ublk's modules load, and bind takes both controllers", |_| {
             load(&mut guest, &modules)?;

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use crate::attachments::IdleClients;
 use crate::figures::{bytes, count, per_io, percent, time};
-use crate::held::IdleClients;
 use crate::load::{Load, Waiting};
 use crate::process::{Memory, memory, used};
 use crate::samples::{Rounds, Samples};
@@ -193,18 +193,18 @@ fn neighbours(settings: &Settings) -> Result<Table> {
         for (waiting, depth, idle, rounds) in &mut cases {
             let server = serve_with(settings, *idle + 1, waiting.poll())?;
             // Controller 0 is the busy one.
-            let mut held = match *idle {
+            let mut attachments = match *idle {
                 0 => None,
                 _ => Some(IdleClients::start(settings, &server, 1..*idle + 1, &[])?),
             };
-            if let Some(held) = &mut held {
-                held.line(0)?;
+            if let Some(attachments) = &mut attachments {
+                attachments.line(0)?;
                 // Wait until the work caused by attaching has ended.
                 sleep(Duration::from_millis(if settings.quick { 10 } else { 500 }));
             }
             let load = Load { depth: *depth, waiting: *waiting, ..Load::default() };
             rounds.push(load.measure_at(settings, &server.target(0))?);
-            held.map_or(Ok(()), IdleClients::end)?;
+            attachments.map_or(Ok(()), IdleClients::end)?;
             server.stop()?;
         }
     }
@@ -246,9 +246,9 @@ fn serve_with(settings: &Settings, count: usize, poll: &str) -> Result<Server> {
 fn idle(settings: &Settings, count: usize, queues: u16, found: &mut Found) -> Result<()> {
     let server = serve(settings, count)?;
     found.served = memory(server.id())?;
-    let mut held =
+    let mut attachments =
         IdleClients::start(settings, &server, 0..count, &[format!("--queues={queues}")])?;
-    let attached = held.line(0)?;
+    let attached = attachments.line(0)?;
     let figure = |name: &str| attached.pointer(name).and_then(Value::as_f64).context("attach_ns");
     found.attach_ns.push(figure("/attach_ns/p50")?);
     found.slowest_ns.push(figure("/attach_ns/max")?);
@@ -261,7 +261,7 @@ fn idle(settings: &Settings, count: usize, queues: u16, found: &mut Found) -> Re
     let busy = after.time.saturating_sub(before.time).as_secs_f64();
     found.idle_percent.push(busy / seconds * 100.0);
     found.idle_wakeups.push(after.slices.saturating_sub(before.slices) as f64 / seconds);
-    held.end()?;
+    attachments.end()?;
     server.stop()?;
     Ok(())
 }
@@ -271,10 +271,10 @@ fn light(settings: &Settings, count: usize, found: &mut Found) -> Result<()> {
     let server = serve(settings, count)?;
     let ios = (settings.time.as_secs_f64() * (LIGHT * count as u64) as f64).ceil().max(5.0) as u64;
     let options = [format!("--rate-iops={LIGHT}"), format!("--ios={ios}")];
-    let mut held = IdleClients::start(settings, &server, 0..count, &options)?;
-    held.line(0)?;
+    let mut attachments = IdleClients::start(settings, &server, 0..count, &options)?;
+    attachments.line(0)?;
     let before = used(server.id())?;
-    let loaded = held.line(1)?;
+    let loaded = attachments.line(1)?;
     let after = used(server.id())?;
     let figure =
         |name: &str| loaded.pointer(name).and_then(Value::as_f64).context("the light load");
@@ -282,7 +282,7 @@ fn light(settings: &Settings, count: usize, found: &mut Found) -> Result<()> {
     found.light_percent.push(busy / figure("/seconds")? * 100.0);
     found.light_p50.push(figure("/latency_ns/p50")?);
     found.light_p99.push(figure("/latency_ns/p99")?);
-    held.end()?;
+    attachments.end()?;
     server.stop()?;
     Ok(())
 }

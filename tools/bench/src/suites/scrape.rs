@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
+use crate::attachments::IdleClients;
 use crate::figures::{bytes, count, time};
-use crate::held::IdleClients;
 use crate::load::{Load, Waiting};
 use crate::process::used;
 use crate::samples::Samples;
@@ -31,7 +31,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Number of consecutive scrapes of a server without a load.
 const IN_A_ROW: usize = 20;
 /// Duration of a load with some scrapes.
-const LONG_ENOUGH: Duration = Duration::from_secs(5);
+const LOAD_TIME: Duration = Duration::from_secs(5);
 
 /// Results for a number of queues.
 #[derive(Debug, Clone, Default)]
@@ -142,8 +142,8 @@ fn measure(
     let server = Server::start_many(&settings.binary, "null:1GiB", controllers, &head)?;
     let socket = server.control();
     let options = [format!("--queues={queues}")];
-    let mut held = IdleClients::start(settings, &server, 1..controllers, &options)?;
-    held.line(0)?;
+    let mut attachments = IdleClients::start(settings, &server, 1..controllers, &options)?;
+    attachments.line(0)?;
     // Wait until the work caused by attaching has ended.
     sleep(Duration::from_millis(if settings.quick { 10 } else { 500 }));
     let before = used(server.id())?;
@@ -157,7 +157,7 @@ fn measure(
     let spent = used(server.id())?.time.saturating_sub(before.time);
     found.cpu.push(spent.as_nanos() as f64 / in_a_row as f64);
 
-    let long = if settings.quick { settings.time } else { settings.time.max(LONG_ENOUGH) };
+    let long = if settings.quick { settings.time } else { settings.time.max(LOAD_TIME) };
     let settings = Settings { time: long, ..settings.clone() };
     let waiting = Waiting::Adaptive;
     let load = Load { rate: Some(RATE), waiting, ..Load::default() };
@@ -175,7 +175,7 @@ fn measure(
         }
     }
     found.ratios.push(scraped / f64::max(alone, 1.0));
-    held.end()?;
+    attachments.end()?;
     server.stop()?;
     Ok(())
 }

@@ -11,7 +11,7 @@ use crate::wire::{self, TailUpdate};
 
 /// Number of round trips of a word, to measure the distance of the CPUs.
 const PASSES: u32 = 200_000;
-/// Minimum time of a word between CPUs that share no cache, in nanoseconds.
+/// Minimum transfer time of a word between CPUs without a common cache, in nanoseconds.
 const SHARED_NS: f64 = 120.0;
 
 pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {

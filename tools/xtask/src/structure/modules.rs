@@ -57,7 +57,7 @@ pub(super) enum Binding {
 }
 
 /// Directories of the files of submodules.
-struct Place {
+struct ModuleDirectory {
     /// Directory for `mod x;`.
     plain: PathBuf,
     /// Directory for `#[path = "..."] mod x;`.
@@ -96,7 +96,7 @@ impl Tree {
         let items = if excluded(&parsed.attrs) { Vec::new() } else { parsed.items };
         let by_path = path.parent().unwrap_or(&path).to_path_buf();
         let plain = if owns_directory { by_path.clone() } else { path.with_extension("") };
-        self.module(file, root, parent, items, &Place { plain, by_path })
+        self.module(file, root, parent, items, &ModuleDirectory { plain, by_path })
     }
 
     fn module(
@@ -105,7 +105,7 @@ impl Tree {
         root: usize,
         parent: Option<usize>,
         items: Vec<Item>,
-        place: &Place,
+        place: &ModuleDirectory,
     ) -> Result<usize> {
         let at = self.modules.len();
         self.modules.push(Module {
@@ -133,13 +133,13 @@ impl Tree {
         Ok(at)
     }
 
-    fn child(&mut self, at: usize, child: ItemMod, place: &Place) -> Result<()> {
+    fn child(&mut self, at: usize, child: ItemMod, place: &ModuleDirectory) -> Result<()> {
         let Module { file, root, .. } = self.modules[at];
         let name = child.ident.unraw().to_string();
         let module = match child.content {
             Some((_, items)) => {
                 let inside = place.plain.join(&name);
-                let place = Place { plain: inside.clone(), by_path: inside };
+                let place = ModuleDirectory { plain: inside.clone(), by_path: inside };
                 self.module(file, root, Some(at), items, &place)?
             }
             None => {

@@ -99,7 +99,7 @@ impl Tree {
     /// Resolves a name in a module, as seen from another module.
     fn member<'a>(&'a self, module: usize, name: &'a str, trail: &mut Trail<'a>) -> Vec<Meaning> {
         let found = self.look_up(module, name, false, trail);
-        if found.is_empty() && !self.holds(module, name) {
+        if found.is_empty() && !self.binds(module, name) {
             // A macro has defined the name in that module.
             let file = self.modules[module].file;
             return vec![Meaning::Item { file, name: name.to_owned() }];
@@ -109,7 +109,7 @@ impl Tree {
 
     /// True if the module binds the name. If the binding cannot be resolved, it leaves the
     /// package.
-    fn holds(&self, module: usize, name: &str) -> bool {
+    fn binds(&self, module: usize, name: &str) -> bool {
         self.modules[module].names.contains_key(name)
     }
 
@@ -136,7 +136,7 @@ impl Tree {
                 Binding::Local(_) => {}
             }
         }
-        if found.is_empty() && !self.holds(module, name) {
+        if found.is_empty() && !self.binds(module, name) {
             for glob in &self.modules[module].globs {
                 for opened in self.follow(module, glob, trail) {
                     if let Meaning::Module(opened) = opened {

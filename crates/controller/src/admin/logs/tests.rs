@@ -272,7 +272,9 @@ fn notices_are_read_one_by_one_the_oldest_first() {
     assert_eq!(read(&log), (0, 0, 0, 0));
     log.set_mask(2, u32::MAX);
     assert_eq!(log.mask(2), 0b1110);
-    assert!(log.tell(1, 1) && !log.tell(2, 1) && log.tell(1, 3));
+    assert!(
+        log.add_notification(1, 1) && !log.add_notification(2, 1) && log.add_notification(1, 3)
+    );
     assert_eq!(read(&log), (1, 1, 1, 1));
     assert_eq!(ReservationLog::restore(&log.save(Vec::new(), SavedAna::default())), log);
     log.was_read();
@@ -284,8 +286,8 @@ fn notices_are_read_one_by_one_the_oldest_first() {
 #[test]
 fn the_reservation_log_keeps_a_bounded_number_of_pages() {
     let mut log = ReservationLog::default();
-    (0..1000).for_each(|_| assert!(log.tell(1, 2)));
+    (0..1000).for_each(|_| assert!(log.add_notification(1, 2)));
     assert_eq!(read(&log), (937, 2, 63, 1));
-    log.forget_namespace(1);
+    log.clear_namespace(1);
     assert_eq!(read(&log), (0, 0, 0, 0));
 }

@@ -98,7 +98,7 @@ fn calls(
         made.push((next.call, next.offset, next.len));
         match task.outcome(end(&next.call, next.len), shared) {
             Step::Call => {}
-            Step::Piece => assert_eq!(task.piece_done(), Step::Call),
+            Step::Piece => assert_eq!(task.finish_piece(), Step::Call),
             Step::End(result) => return (made, result),
         }
     }

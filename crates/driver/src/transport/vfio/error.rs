@@ -115,12 +115,12 @@ pub enum VfioError {
         what: String,
     },
     /// A system call failed.
-    #[error("{address} cannot be opened: {doing}: {source}")]
+    #[error("{address} cannot be opened: {operation}: {source}")]
     System {
         /// Address of the function.
         address: PciAddress,
         /// Failed operation.
-        doing: &'static str,
+        operation: &'static str,
         /// Error of the system.
         source: io::Error,
     },

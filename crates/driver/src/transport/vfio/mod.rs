@@ -97,7 +97,7 @@ impl Vfio {
     pub fn open(address: PciAddress) -> Result<Self, VfioError> {
         let function = check(Path::new(SYSFS), address)?;
         let Opened { device, space, iova, through } = space::open(&function)?;
-        let failed = |doing| move |source| VfioError::System { address, doing, source };
+        let failed = |operation| move |source| VfioError::System { address, operation, source };
         let unsupported = |what: String| VfioError::Unsupported { address, what };
 
         let flags = sys::device_flags(device.as_fd()).map_err(failed("asking about the device"))?;
@@ -145,12 +145,12 @@ impl Vfio {
         self.device.as_fd()
     }
 
-    fn failed(&self, doing: &'static str, source: io::Error) -> TransportError {
+    fn failed(&self, operation: &'static str, source: io::Error) -> TransportError {
         let device = self.name.clone();
         if is_removal(&source) {
-            TransportError::Gone { device, doing, source: source.into() }
+            TransportError::Disconnected { device, operation, source: source.into() }
         } else {
-            TransportError::Failed { device, doing, source: source.into() }
+            TransportError::Failed { device, operation, source: source.into() }
         }
     }
 
@@ -181,7 +181,7 @@ impl Vfio {
 /// Finds the function at `address`. It must be an NVMe controller that is bound to a VFIO driver.
 fn check(sysfs: &Path, address: PciAddress) -> Result<PciFunction, VfioError> {
     let function = PciFunction::find(sysfs, address)
-        .map_err(|source| VfioError::System { address, doing: "looking for it", source })?
+        .map_err(|source| VfioError::System { address, operation: "looking for it", source })?
         .ok_or(VfioError::Absent { address })?;
     if !function.is_nvme() {
         return Err(VfioError::NotNvme { address, class: function.class });

@@ -95,14 +95,14 @@ fn by_character_device(
     iommufd: OwnedFd,
 ) -> Result<Opened, VfioError> {
     let address = function.address;
-    let failed = |doing| move |source| VfioError::System { address, doing, source };
+    let failed = |operation| move |source| VfioError::System { address, operation, source };
     sys::bind_iommufd(device.as_fd(), iommufd.as_fd()).map_err(|source| {
         match source.raw_os_error() {
             Some(libc::EPERM) => VfioError::UnsafeInterrupts { address, module: "iommufd" },
             // The device or its group is in use by another program or by the kernel.
             Some(libc::EBUSY | libc::EINVAL) => not_viable(function)
                 .unwrap_or_else(|| VfioError::Busy { address, path: path.clone() }),
-            _ => VfioError::System { address, doing: "binding it to an iommufd", source },
+            _ => VfioError::System { address, operation: "binding it to an iommufd", source },
         }
     })?;
     let ioas = sys::ioas_alloc(iommufd.as_fd()).map_err(failed("making an address space"))?;
@@ -116,7 +116,7 @@ fn by_character_device(
 
 fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
     let address = function.address;
-    let failed = |doing| move |source| VfioError::System { address, doing, source };
+    let failed = |operation| move |source| VfioError::System { address, operation, source };
     let number = function.group.ok_or(VfioError::NoIommu { address })?;
     let open = |path: &Path| {
         open_file(path).map_err(|source| match source.raw_os_error() {
@@ -127,7 +127,7 @@ fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
                 VfioError::NoVfio { address, path: path.to_owned() }
             }
             Some(libc::EBUSY) => VfioError::Busy { address, path: path.to_owned() },
-            _ => VfioError::System { address, doing: "opening its group", source },
+            _ => VfioError::System { address, operation: "opening its group", source },
         })
     };
     let path = dev.join(format!("vfio/{number}"));
@@ -155,7 +155,7 @@ fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
     sys::set_container(group.as_fd(), container.as_fd()).map_err(failed("taking its group"))?;
     sys::set_iommu(container.as_fd(), kind).map_err(|source| match source.raw_os_error() {
         Some(libc::EPERM) => VfioError::UnsafeInterrupts { address, module: "vfio_iommu_type1" },
-        _ => VfioError::System { address, doing: "switching its IOMMU on", source },
+        _ => VfioError::System { address, operation: "switching its IOMMU on", source },
     })?;
     let answer = sys::iommu_info(container.as_fd());
     let info = IommuInfo::parse(&answer.map_err(failed("asking about its IOMMU"))?)

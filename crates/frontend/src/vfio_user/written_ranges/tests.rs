@@ -7,7 +7,7 @@ use shadowbell_memory::FileStatus;
 use shadowbell_vfio_user::descriptor::PeerFd;
 
 const PAGE: u64 = 4096;
-const MOST: u32 = 64;
+const MAX_RANGES: u32 = 64;
 
 /// Pseudo-random number generator (xorshift64).
 struct Random(u64);
@@ -37,14 +37,20 @@ struct Shared {
     len: u64,
     offset: u64,
     writable: bool,
-    file: Option<Arc<KeptFile>>,
+    file: Option<Arc<RetainedFile>>,
 }
 
 type Seen = Vec<(u64, u64, u64, bool, Option<u64>)>;
 
 fn seen(shared: &BTreeMap<u64, Shared>) -> Seen {
     let one = |(iova, it): (&u64, &Shared)| {
-        (*iova, it.len, it.offset, it.writable, it.file.as_ref().map(|kept| inode(&*kept.fd)))
+        (
+            *iova,
+            it.len,
+            it.offset,
+            it.writable,
+            it.file.as_ref().map(|retained| inode(&*retained.fd)),
+        )
     };
     shared.iter().map(one).collect()
 }
@@ -54,14 +60,14 @@ fn changes_after_the_last_record_do_not_count() {
     for seed in 1..=40 {
         let mut random = Random(seed);
         let mut files = Files::default();
-        let mut written = WrittenRanges::new(MOST, 0).unwrap();
+        let mut written = WrittenRanges::new(MAX_RANGES, 0).unwrap();
         let mut now: BTreeMap<u64, Shared> = BTreeMap::new();
         let mut lasting: BTreeMap<u64, OwnedFd> = BTreeMap::new();
         let mut last: Option<(SavedRanges, OwnedFd, Seen)> = None;
         let some = [file(), file(), file()];
         for _ in 0..600 {
             match random.below(10) {
-                0..5 if now.len() < MOST as usize => {
+                0..5 if now.len() < MAX_RANGES as usize => {
                     let iova = random.below(1000) * PAGE;
                     if now.contains_key(&iova) {
                         continue;
@@ -71,8 +77,8 @@ fn changes_after_the_last_record_do_not_count() {
                     // The range gets a known file, a new file, or no file.
                     let file = match random.below(4) {
                         0 => None,
-                        1 => files.keep(&file(), protection),
-                        _ => files.keep(&some[random.below(3) as usize], protection),
+                        1 => files.retain_file(&file(), protection),
+                        _ => files.retain_file(&some[random.below(3) as usize], protection),
                     };
                     let (len, offset) = (random.below(9) + 1, random.below(1 << 40));
                     let writable = protection == Protection::ReadWrite;
@@ -109,9 +115,9 @@ fn changes_after_the_last_record_do_not_count() {
             let Some((saved, memory, expected)) = &last else { continue };
             let mut fds = Descriptors::default();
             let at = fds.add(memory.try_clone().unwrap());
-            let saved = SavedRanges { memory: at, moment: saved.moment, slots: saved.slots };
+            let saved = SavedRanges { memory: at, sequence: saved.sequence, slots: saved.slots };
             for (number, fd) in &lasting {
-                fds.put_lasting(*number, fd.try_clone().unwrap());
+                fds.add_lasting(*number, fd.try_clone().unwrap());
             }
             let (mut ranges, files) = read(&saved, &mut fds).unwrap();
             ranges.sort_by_key(|range| range.iova);
@@ -122,7 +128,7 @@ fn changes_after_the_last_record_do_not_count() {
             assert_eq!(found.collect::<Seen>(), *expected, "seed {seed}");
         }
         // Slots are reused, and files that no checkpoint has contained leave no state.
-        assert!(written.fresh <= 2 * MOST, "{}", written.fresh);
+        assert!(written.unused_slot <= 2 * MAX_RANGES, "{}", written.unused_slot);
         let (given, _) = written.end();
         let mut given: Vec<_> = given.into_iter().collect();
         given.sort_unstable();
@@ -134,13 +140,16 @@ fn changes_after_the_last_record_do_not_count() {
 #[test]
 fn unrecorded_changes_take_bounded_memory() {
     let mut files = Files::default();
-    let mut written = WrittenRanges::new(MOST, 0).unwrap();
+    let mut written = WrittenRanges::new(MAX_RANGES, 0).unwrap();
     written.add((0, PAGE), (None, 0), true, Protection::Read);
     for n in 0..10_000 {
-        let kept = files.keep(&file(), Protection::Read).unwrap();
-        written.add((PAGE * (1 + n % 7), PAGE), (Some(&kept), 0), true, Protection::Read);
+        let retained = files.retain_file(&file(), Protection::Read).unwrap();
+        written.add((PAGE * (1 + n % 7), PAGE), (Some(&retained), 0), true, Protection::Read);
         assert!(written.record(&mut Descriptors::default()).is_err());
-        written.remove(PAGE * (1 + n % 7), Some(&kept), true);
+        written.remove(PAGE * (1 + n % 7), Some(&retained), true);
     }
-    assert_eq!((written.fresh, written.going.len(), written.changes.len()), (2, 0, 0));
+    assert_eq!(
+        (written.unused_slot, written.removed_slots.len(), written.changes.len()),
+        (2, 0, 0)
+    );
 }

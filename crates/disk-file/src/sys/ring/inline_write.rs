@@ -20,14 +20,14 @@ impl<T> Ring<T> {
         self.blocking.inline.may = true;
     }
 
-    /// True if [`make_inline`](Self::make_inline) may execute a write.
+    /// True if [`try_inline`](Self::try_inline) may execute a write.
     pub(crate) fn writes_inline(&self) -> bool {
         self.blocking.inline.may && self.blocking.writes && !self.blocking.off
     }
 
     /// Executes a write inline. The arguments are those of [`prepare`](Self::prepare). Returns the
     /// result of the call. `None` if the write was not executed and has to be prepared instead.
-    pub(crate) fn make_inline(
+    pub(crate) fn try_inline(
         &mut self,
         key: Key,
         call: Call,
@@ -36,7 +36,7 @@ impl<T> Ring<T> {
         len: u64,
     ) -> Option<i32> {
         let began = Instant::now();
-        if !self.writes_inline() || !self.blocking.inline.makes(began) {
+        if !self.writes_inline() || !self.blocking.inline.allows(began) {
             return None;
         }
         let Self { slots, blocking, .. } = self;
@@ -55,20 +55,20 @@ impl<T> Ring<T> {
 
     /// Tests whether the file supports non-blocking writes, with the writes that io_uring has
     /// returned. If such a write succeeds in the test, its completion is added to `into`.
-    pub(super) fn ask_about_writes(&mut self, into: &mut Vec<(Key, i32)>) {
+    pub(super) fn probe_writes(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { slots, busy, blocking, .. } = self;
-        let Blocking { again, inline, writes, file, .. } = blocking;
-        again.retain(|index| {
+        let Blocking { retries, inline, writes, file, .. } = blocking;
+        retries.retain(|index| {
             let slot = &mut slots[*index as usize];
-            if inline.can_ask || *writes || slot.kind != (Kind::Write { flags: 0 }) {
+            if inline.supports_nowait || *writes || slot.kind != (Kind::Write { flags: 0 }) {
                 return true;
             }
             let result = slot.write(file, slot.offset, libc::RWF_NOWAIT);
             if result < 0 {
-                (*writes, inline.can_ask) = learn(-result);
+                (*writes, inline.supports_nowait) = support_after(-result);
                 return true;
             }
-            inline.can_ask = true;
+            inline.supports_nowait = true;
             slot.busy = false;
             *busy -= 1;
             into.push((Key { index: *index, generation: slot.generation }, result));
@@ -79,7 +79,7 @@ impl<T> Ring<T> {
 
 /// Interprets the error of a non-blocking write. The first flag is true if all writes to this file
 /// may block; the second is true if the file supports non-blocking writes.
-fn learn(error: i32) -> (bool, bool) {
+fn support_after(error: i32) -> (bool, bool) {
     match error {
         libc::EOPNOTSUPP | libc::EINVAL => (true, false),
         // Only this write would have blocked, so the file supports the flag.
@@ -117,10 +117,10 @@ mod tests {
 
     #[test]
     fn a_file_without_nowait_is_not_tried_again() {
-        assert_eq!(learn(libc::EAGAIN), (false, true));
-        assert_eq!(learn(libc::EOPNOTSUPP), (true, false));
-        assert_eq!(learn(libc::EINVAL), (true, false));
-        assert_eq!(learn(libc::EIO), (false, false));
+        assert_eq!(support_after(libc::EAGAIN), (false, true));
+        assert_eq!(support_after(libc::EOPNOTSUPP), (true, false));
+        assert_eq!(support_after(libc::EINVAL), (true, false));
+        assert_eq!(support_after(libc::EIO), (false, false));
     }
 
     #[test]
@@ -133,19 +133,19 @@ mod tests {
             let file = Arc::clone(&file);
             let mut ring: Ring<()> = Ring::new(file, EngineKind::Uring, waits, false).unwrap();
             let key = ring.insert((), Segments::from_bytes(&bytes));
-            let write = |dsync| Call::Write { from: Memory::Data, dsync, whole: false };
+            let write = |dsync| Call::Write { from: Memory::Data, dsync, atomic: false };
             assert_eq!(
-                ring.make_inline(key, write(false), 0, 512, 4096),
+                ring.try_inline(key, write(false), 0, 512, 4096),
                 None,
                 "no thread may block"
             );
             ring.may_wait();
-            let made = ring.make_inline(key, write(false), 512, 512, 2048);
+            let made = ring.try_inline(key, write(false), 512, 512, 2048);
             assert_eq!(made, waits.then_some(2048));
-            assert_eq!(ring.make_inline(key, write(true), 0, 0, 4096), None);
-            assert_eq!(ring.make_inline(key, Call::Read(Memory::Data), 0, 0, 4096), None);
+            assert_eq!(ring.try_inline(key, write(true), 0, 0, 4096), None);
+            assert_eq!(ring.try_inline(key, Call::Read(Memory::Data), 0, 0, 4096), None);
             ring.blocking.inline.took(Duration::from_secs(60), Instant::now());
-            assert_eq!(ring.make_inline(key, write(false), 0, 0, 4096), None);
+            assert_eq!(ring.try_inline(key, write(false), 0, 0, 4096), None);
             ring.remove(key).unwrap();
         }
         let mut found = [0; 2561];

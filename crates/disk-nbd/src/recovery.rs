@@ -30,24 +30,24 @@ use std::time::{Duration, Instant};
 /// Key of an NBD disk in a checkpoint.
 pub(crate) const KEY: &str = "nbd";
 /// Reason why a disk without `settle` cannot be recovered after a crash.
-pub(crate) const UNSETTLED: &str = "an NBD server may still execute writes of the dead process; \
+pub(crate) const NO_SETTLE_TIME: &str = "an NBD server may still execute writes of the dead process; \
                                     add `settle=SECONDS`, or serve it read-only (`read-only=on`)";
 /// Delay between two attempts to connect.
-const AGAIN: Duration = Duration::from_millis(50);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize, Deserialize)]
-pub(crate) struct KeptExport {
+pub(crate) struct SavedExport {
     pub(crate) block_size: u32,
     pub(crate) blocks: u64,
     pub(crate) read_only: bool,
     volatile_cache: bool,
     discard: bool,
     granularity: u32,
-    pub(crate) has_lost: bool,
+    pub(crate) has_lost_writes: bool,
 }
 
-impl KeptExport {
-    pub(crate) fn new(info: &DiskInfo, has_lost: bool) -> Self {
+impl SavedExport {
+    pub(crate) fn new(info: &DiskInfo, has_lost_writes: bool) -> Self {
         Self {
             block_size: info.block_size,
             blocks: info.blocks,
@@ -55,7 +55,7 @@ impl KeptExport {
             volatile_cache: info.volatile_cache,
             discard: info.discard,
             granularity: info.granularity,
-            has_lost,
+            has_lost_writes,
         }
     }
 
@@ -89,11 +89,15 @@ impl KeptExport {
 ///
 /// # Errors
 /// `wait` has given up.
-pub(crate) fn settle(spec: &NbdSpec, kept: &KeptExport, wait: Wait<'_>) -> Result<(), OpenError> {
-    if kept.read_only || is_wrong(WrongOrder::NoFence) {
+pub(crate) fn wait_for_server(
+    spec: &NbdSpec,
+    saved: &SavedExport,
+    wait: Wait<'_>,
+) -> Result<(), OpenError> {
+    if saved.read_only || is_wrong(WrongOrder::NoFence) {
         return Ok(());
     }
-    let Some(time) = spec.settle else { return Err(refused(spec, UNSETTLED.to_owned())) };
+    let Some(time) = spec.settle else { return Err(refused(spec, NO_SETTLE_TIME.to_owned())) };
     sleep(spec, time, wait)
 }
 
@@ -105,7 +109,7 @@ pub(crate) fn reach<T>(
 ) -> Result<T, OpenError> {
     loop {
         match open() {
-            Err(OpenError::Connect { .. }) => sleep(spec, AGAIN, wait)?,
+            Err(OpenError::Connect { .. }) => sleep(spec, RETRY_INTERVAL, wait)?,
             outcome => return outcome,
         }
     }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Host, LIMIT, Queue, config, meanwhile};
+use common::{Host, LIMIT, Queue, config, run_beside};
 use shadowbell_controller::latency_stats::NamespaceLatency;
 use shadowbell_controller::trace::{Kind, TraceFile, read_trace};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Turns};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// Creates a host with one queue, while this thread takes the I/O thread's turns.
 fn attached(controller: Controller, turns: &mut Turns) -> (Host, Queue) {
-    meanwhile(turns, move || {
+    run_beside(turns, move || {
         let mut host = Host::attach(controller);
         host.enable();
         let queue = host.create(1, 64, true);

@@ -28,10 +28,10 @@ use std::time::{Duration, Instant};
 /// Key of an RBD disk in a checkpoint.
 pub(crate) const KEY: &str = "rbd";
 /// Delay between two attempts to reach the cluster.
-const AGAIN: Duration = Duration::from_millis(100);
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct KeptImage {
+pub(crate) struct SavedImage {
     /// Addresses by which the cluster identifies the client of the dead process.
     pub(crate) addresses: Vec<String>,
     pub(crate) block_size: u32,
@@ -40,7 +40,7 @@ pub(crate) struct KeptImage {
     granularity: u32,
 }
 
-impl KeptImage {
+impl SavedImage {
     pub(crate) fn new(info: &DiskInfo, addresses: Vec<String>) -> Self {
         Self {
             addresses,
@@ -89,15 +89,15 @@ pub(crate) fn reach<T: Send + 'static>(
     open: impl Fn() -> Result<T, OpenError> + Clone + Send + 'static,
 ) -> Result<T, OpenError> {
     loop {
-        let again = open.clone();
-        let attempt = thread::Builder::new().name("sb-rbd-open".into()).spawn(again);
+        let attempt_again = open.clone();
+        let attempt = thread::Builder::new().name("sb-rbd-open".into()).spawn(attempt_again);
         let attempt = attempt.map_err(|source| OpenError::Ceph {
             disk: spec.to_string(),
             what: "starting a thread for opening the image",
             source,
         })?;
         while !attempt.is_finished() {
-            still(spec, wait)?;
+            check_wait(spec, wait)?;
         }
         let outcome =
             attempt.join().unwrap_or_else(|_| Err(refused(spec, "opening it has failed")));
@@ -106,13 +106,13 @@ pub(crate) fn reach<T: Send + 'static>(
             outcome => return outcome,
         }
         let since = Instant::now();
-        while since.elapsed() < AGAIN {
-            still(spec, wait)?;
+        while since.elapsed() < RETRY_INTERVAL {
+            check_wait(spec, wait)?;
         }
     }
 }
 
-fn still(spec: &RbdSpec, wait: Wait<'_>) -> Result<(), OpenError> {
+fn check_wait(spec: &RbdSpec, wait: Wait<'_>) -> Result<(), OpenError> {
     if wait() { Ok(()) } else { Err(refused(spec, "the wait was given up")) }
 }
 
@@ -142,17 +142,17 @@ mod tests {
     fn a_shrunken_or_read_only_image_is_not_recovered() {
         let mut info = DiskInfo::new(512, 100);
         info.granularity = 8;
-        let kept = KeptImage::new(&info, Vec::new());
+        let saved = SavedImage::new(&info, Vec::new());
         info.blocks = 200;
         info.granularity = 16;
-        let with_previous_properties = kept.with_previous_properties(&info).unwrap();
+        let with_previous_properties = saved.with_previous_properties(&info).unwrap();
         assert_eq!(
             (with_previous_properties.blocks, with_previous_properties.granularity),
             (100, 8)
         );
         info.blocks = 99;
-        assert!(kept.with_previous_properties(&info).is_err());
+        assert!(saved.with_previous_properties(&info).is_err());
         (info.blocks, info.read_only) = (100, true);
-        assert!(kept.with_previous_properties(&info).is_err());
+        assert!(saved.with_previous_properties(&info).is_err());
     }
 }

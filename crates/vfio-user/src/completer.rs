@@ -9,22 +9,22 @@ use crate::Errno;
 /// The reply is sent on completion. Until then, the server handles no other message of this client.
 /// If the callback is dropped, it completes with [`Errno::IO`], so every request gets a reply.
 #[must_use = "dropping it fails the request with EIO"]
-pub struct Done(Option<Then>);
+pub struct Completer(Option<Callback>);
 
-type Then = Box<dyn FnOnce(Result<(), Errno>) + Send>;
+type Callback = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 
-impl Done {
-    /// Creates a callback that runs `then` with the result, on the thread that completes it. The
-    /// server creates its callbacks itself; tests and in-process users of a
+impl Completer {
+    /// Creates a callback that runs `callback` with the result, on the thread that completes it.
+    /// The server creates its callbacks itself; tests and in-process users of a
     /// [`Device`](crate::Device) use this function.
-    pub fn new(then: impl FnOnce(Result<(), Errno>) + Send + 'static) -> Self {
-        Self(Some(Box::new(then)))
+    pub fn new(callback: impl FnOnce(Result<(), Errno>) + Send + 'static) -> Self {
+        Self(Some(Box::new(callback)))
     }
 
     /// Completes the request with `outcome`.
     pub fn complete(mut self, outcome: Result<(), Errno>) {
-        if let Some(then) = self.0.take() {
-            then(outcome);
+        if let Some(callback) = self.0.take() {
+            callback(outcome);
         }
     }
 
@@ -34,15 +34,15 @@ impl Done {
     }
 }
 
-impl Drop for Done {
+impl Drop for Completer {
     fn drop(&mut self) {
-        if let Some(then) = self.0.take() {
-            then(Err(Errno::IO));
+        if let Some(callback) = self.0.take() {
+            callback(Err(Errno::IO));
         }
     }
 }
 
-impl fmt::Debug for Done {
+impl fmt::Debug for Completer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Done")
     }

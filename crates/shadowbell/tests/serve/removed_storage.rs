@@ -2,7 +2,7 @@
 //! daemon is killed. And exhausted memory.
 
 use crate::control::ctl;
-use crate::disk_kinds::is_consistent;
+use crate::disk_recovery::is_consistent;
 use crate::harness::{Server, complete, image, program, run, until};
 use crate::supervisor::worker;
 use crate::upgrade::Client;
@@ -25,7 +25,7 @@ fn fuse_daemon() {
 /// other namespace and the controller continue, and after the storage is back an operator
 /// reopens the image.
 fn survives_removal_and_return(behind: &Path, options: &str) {
-    let Some(mut mount) = Mount::over("gone::fuse_daemon", behind) else { return };
+    let Some(mut mount) = Mount::over("removed_storage::fuse_daemon", behind) else { return };
     let disk = format!("{}{options}", mount.path().display());
     let mut server = Server::start(&[&disk, "mem:1MiB"], &["--keeper", "--sandbox", "off"]);
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
@@ -50,7 +50,7 @@ fn survives_removal_and_return(behind: &Path, options: &str) {
         queue.submit(gone.read(at * 8, 8).unwrap(), pool.take()).unwrap();
     }
     queue.ring().unwrap();
-    shadowbell_testing::wait::moment();
+    shadowbell_testing::wait::short_pause();
     mount.end();
     for _ in 1..63 {
         let status = complete(&mut queue).status;
@@ -80,7 +80,7 @@ fn survives_removal_and_return(behind: &Path, options: &str) {
 
     // The storage is available again; the server reopens it only on request.
     drop(mount);
-    let Some(mount) = Mount::over("gone::fuse_daemon", behind) else { return };
+    let Some(mount) = Mount::over("removed_storage::fuse_daemon", behind) else { return };
     let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take()).status;
     assert_eq!(read.code(), Status::UNRECOVERED_READ);
     let disk = format!("{}{options}", mount.path().display());

@@ -1,19 +1,19 @@
 //! Unmapped memory, resets, and the end of outstanding commands.
 
-use super::{BASE, BYTES, Host, Kind, QUEUE_PAGES, QUEUES, TURNS};
+use super::{BASE, BYTES, Host, Kind, MAX_TURNS, QUEUE_PAGES, QUEUES};
 use crate::command::PAGE;
 use shadowbell_spec::regs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 impl Host {
-    fn until(&mut self, done: &AtomicBool, what: &str) {
+    fn run_until(&mut self, done: &AtomicBool, what: &str) {
         for _ in 0..4 {
-            self.settle();
+            self.run_until_idle();
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            self.test_disk.state().end_all();
+            self.test_disk.state().complete_all();
         }
         panic!("{what}");
     }
@@ -23,7 +23,7 @@ impl Host {
         let flag = Arc::clone(&done);
         let then = move || flag.store(true, Ordering::SeqCst);
         self.controller.unmap_dma(BASE + at, len, then).expect("memory that was mapped");
-        self.until(&done, "memory is not given back");
+        self.run_until(&done, "memory is not given back");
     }
 
     /// Unmaps the memory for data, and shares it again later.
@@ -32,8 +32,8 @@ impl Host {
         self.trouble = true;
         self.unmap(at, len);
         let before = self.image[at as usize..].to_vec();
-        self.test_disk.state().end_all();
-        self.settle();
+        self.test_disk.state().complete_all();
+        self.run_until_idle();
         assert!(self.image[at as usize..] == before, "memory is written that was given back");
         self.map(at, len);
     }
@@ -43,8 +43,8 @@ impl Host {
         let len = QUEUE_PAGES * PAGE;
         self.unmap(0, len);
         let before = self.image[..len as usize].to_vec();
-        self.test_disk.state().end_all();
-        self.settle();
+        self.test_disk.state().complete_all();
+        self.run_until_idle();
         assert!(self.image[..len as usize] == before, "memory is written that was given back");
         self.map(0, len);
     }
@@ -52,14 +52,14 @@ impl Host {
     /// Completes all commands.
     pub(in crate::queues) fn quiesce(&mut self) {
         self.test_disk.state().defer = false;
-        for _ in 0..TURNS {
-            self.test_disk.state().end_all();
-            self.settle();
+        for _ in 0..MAX_TURNS {
+            self.test_disk.state().complete_all();
+            self.run_until_idle();
             for qid in 0..=QUEUES {
                 self.ring_sq(qid);
                 self.consume(qid, usize::MAX);
             }
-            self.settle();
+            self.run_until_idle();
             let all = self.sqs.values().flat_map(|sq| sq.commands.values());
             let outstanding = all.filter(|command| !matches!(command.kind, Kind::Event)).count();
             let consumed = self.cqs.values().all(|cq| cq.head == cq.next);
@@ -78,22 +78,22 @@ impl Host {
             let cc = self.read32(regs::CC);
             self.write32(regs::CC, cc & !1);
             for _ in 0..4 {
-                self.settle();
+                self.run_until_idle();
                 if self.read32(regs::CSTS) & 1 == 0 {
                     flag.store(true, Ordering::SeqCst);
                     break;
                 }
-                self.test_disk.state().end_all();
+                self.test_disk.state().complete_all();
             }
         } else {
             self.controller.reset(move || flag.store(true, Ordering::SeqCst));
         }
-        self.until(&done, "a reset does not end");
+        self.run_until(&done, "a reset does not end");
         // From here on the controller must not write to memory.
         self.sqs.clear();
         self.cqs.clear();
         (self.shadow, self.trouble) = (false, false);
-        self.settle();
+        self.run_until_idle();
         let mut state = self.test_disk.state();
         assert_eq!(state.deferred(), 0, "the disk has requests without a command");
         state.fail.clear();

@@ -1,7 +1,7 @@
 //! Model of a disk whose server may be killed at any moment.
 //!
-//! A disk is divided into places of some blocks. Each place is written repeatedly, so a stale write
-//! that is executed late overwrites newer data. A place has at most one write in flight, and any
+//! A disk is divided into slots of some blocks. Each slot is written repeatedly, so a stale write
+//! that is executed late overwrites newer data. A slot has at most one write in flight, and any
 //! number of reads. A block that was read must contain the last write that was acknowledged before
 //! the read was submitted, or a later write.
 
@@ -13,12 +13,12 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::pattern::{BLOCK, pattern};
 use super::random::Random;
 
-/// Number of places of a disk, and number of blocks of the largest place.
-const PLACES: u64 = 256;
-const PLACE_BLOCKS: u64 = 16;
-/// Size of a disk with these places, and of the largest place, in bytes.
-pub(crate) const DISK_BYTES: u64 = PLACES * PLACE_BYTES as u64;
-pub(crate) const PLACE_BYTES: usize = PLACE_BLOCKS as usize * BLOCK;
+/// Number of slots of a disk, and number of blocks of the largest slot.
+const SLOTS: u64 = 256;
+const SLOT_BLOCKS: u64 = 16;
+/// Size of a disk with these slots, and of the largest slot, in bytes.
+pub(crate) const DISK_BYTES: u64 = SLOTS * SLOT_BYTES as u64;
+pub(crate) const SLOT_BYTES: usize = SLOT_BLOCKS as usize * BLOCK;
 
 /// Type of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,11 +28,11 @@ pub(crate) enum Kind {
     Flush,
 }
 
-/// Command on a place.
+/// Command on a slot.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Op {
     pub(crate) kind: Kind,
-    place: u64,
+    slot: u64,
     /// For a write: its own generation. For a read: the oldest allowed generation.
     generation: u64,
 }
@@ -40,21 +40,21 @@ pub(crate) struct Op {
 impl Op {
     /// First block.
     pub(crate) fn first(self) -> u64 {
-        self.place * PLACE_BLOCKS
+        self.slot * SLOT_BLOCKS
     }
 
     /// Number of blocks.
     pub(crate) fn blocks(self) -> u64 {
         match self.kind {
             Kind::Flush => 0,
-            Kind::Read | Kind::Write => blocks(self.place),
+            Kind::Read | Kind::Write => blocks(self.slot),
         }
     }
 }
 
-/// Number of blocks of a place.
-fn blocks(place: u64) -> u64 {
-    1 + place * 7 % PLACE_BLOCKS
+/// Number of blocks of a slot.
+fn blocks(slot: u64) -> u64 {
+    1 + slot * 7 % SLOT_BLOCKS
 }
 
 /// Persistence of written data, and atomicity.
@@ -69,9 +69,9 @@ pub(crate) enum Persistence {
     Blocks,
 }
 
-/// Write generations of a place.
+/// Write generations of a slot.
 #[derive(Debug, Clone, Copy, Default)]
-struct Place {
+struct SlotState {
     /// Generation of the last acknowledged write, and of the last submitted one.
     acknowledged: u64,
     submitted: u64,
@@ -79,22 +79,22 @@ struct Place {
 
 /// Places of a disk.
 #[derive(Debug, Clone)]
-pub(crate) struct Places {
+pub(crate) struct SlotMap {
     disk: u64,
     persistence: Persistence,
-    places: Vec<Place>,
+    slots: Vec<SlotState>,
     random: Random,
     /// One in this many commands is a flush; 0: none.
     flush_every: u64,
     since_flush: u64,
 }
 
-impl Places {
+impl SlotMap {
     /// Places of the disk with this number, before the first write.
     pub(crate) fn new(disk: u64, persistence: Persistence, seed: u64, flush_every: u64) -> Self {
         let random = Random::new(seed ^ disk << 32);
-        let places = vec![Place::default(); PLACES as usize];
-        Self { disk, persistence, places, random, flush_every, since_flush: 0 }
+        let slots = vec![SlotState::default(); SLOTS as usize];
+        Self { disk, persistence, slots, random, flush_every, since_flush: 0 }
     }
 
     /// A random command: as many reads as writes, and occasional flushes.
@@ -102,24 +102,24 @@ impl Places {
         self.since_flush += 1;
         if self.since_flush == self.flush_every {
             self.since_flush = 0;
-            return Op { kind: Kind::Flush, place: 0, generation: 0 };
+            return Op { kind: Kind::Flush, slot: 0, generation: 0 };
         }
-        let place = self.random.below(PLACES);
+        let slot = self.random.below(SLOTS);
         let is_write = self.random.below(2) == 0;
-        let Some(about) = self.places.get_mut(place as usize) else {
-            return Op { kind: Kind::Flush, place: 0, generation: 0 };
+        let Some(about) = self.slots.get_mut(slot as usize) else {
+            return Op { kind: Kind::Flush, slot: 0, generation: 0 };
         };
         if is_write && about.acknowledged == about.submitted {
             about.submitted += 1;
-            return Op { kind: Kind::Write, place, generation: about.submitted };
+            return Op { kind: Kind::Write, slot, generation: about.submitted };
         }
-        Op { kind: Kind::Read, place, generation: about.acknowledged }
+        Op { kind: Kind::Read, slot, generation: about.acknowledged }
     }
 
-    /// A read of the `nth` place; `None` beyond the last place.
+    /// A read of the `nth` slot; `None` beyond the last slot.
     pub(crate) fn read(&self, nth: usize) -> Option<Op> {
-        let about = self.places.get(nth)?;
-        Some(Op { kind: Kind::Read, place: nth as u64, generation: about.acknowledged })
+        let about = self.slots.get(nth)?;
+        Some(Op { kind: Kind::Read, slot: nth as u64, generation: about.acknowledged })
     }
 
     /// Data of a write.
@@ -136,16 +136,16 @@ impl Places {
     ///
     /// `found` has data that the model does not allow.
     pub(crate) fn completed(&mut self, op: Op, found: &[u8]) -> Result<u64> {
-        let Some(place) = self.places.get_mut(op.place as usize) else { return Ok(0) };
+        let Some(slot) = self.slots.get_mut(op.slot as usize) else { return Ok(0) };
         match op.kind {
             Kind::Flush => Ok(0),
             Kind::Write => {
-                place.acknowledged = op.generation;
+                slot.acknowledged = op.generation;
                 Ok(0)
             }
             Kind::Read if self.persistence == Persistence::Nothing => Ok(0),
             Kind::Read => {
-                let most = place.submitted;
+                let most = slot.submitted;
                 for (block, found) in (op.first()..).zip(found.chunks(BLOCK)) {
                     let allowed = op.generation..=most;
                     if self.persistence == Persistence::Blocks
@@ -221,9 +221,9 @@ fn is_mixture(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>)
 mod tests {
     use super::*;
 
-    fn write(places: &mut Places) -> Op {
+    fn write(slots: &mut SlotMap) -> Op {
         loop {
-            let op = places.draw();
+            let op = slots.draw();
             if op.kind == Kind::Write {
                 return op;
             }
@@ -233,44 +233,44 @@ mod tests {
     /// Acknowledged writes must be found, writes in flight may be found, and older ones must not.
     #[test]
     fn a_stale_block_is_detected() {
-        let mut places = Places::new(3, Persistence::Blocks, 1, 500);
-        let first = write(&mut places);
+        let mut slots = SlotMap::new(3, Persistence::Blocks, 1, 500);
+        let first = write(&mut slots);
         let (mut old, mut new) = (Vec::new(), Vec::new());
-        places.content(first, &mut old);
+        slots.content(first, &mut old);
         let zero = vec![0; old.len()];
-        let nth = first.place as usize;
-        let read = places.read(nth).unwrap();
-        assert!(places.completed(read, &zero).is_ok() && places.completed(read, &old).is_ok());
-        places.completed(first, &[]).unwrap();
+        let nth = first.slot as usize;
+        let read = slots.read(nth).unwrap();
+        assert!(slots.completed(read, &zero).is_ok() && slots.completed(read, &old).is_ok());
+        slots.completed(first, &[]).unwrap();
         // The read was submitted before the acknowledgement of the write.
-        places.completed(read, &zero).unwrap();
-        let read = places.read(nth).unwrap();
-        assert!(places.completed(read, &zero).is_err());
-        assert_eq!(places.completed(read, &old).unwrap(), first.blocks());
+        slots.completed(read, &zero).unwrap();
+        let read = slots.read(nth).unwrap();
+        assert!(slots.completed(read, &zero).is_err());
+        assert_eq!(slots.completed(read, &old).unwrap(), first.blocks());
         let second = loop {
-            let op = write(&mut places);
-            if op.place == first.place {
+            let op = write(&mut slots);
+            if op.slot == first.slot {
                 break op;
             }
-            places.completed(op, &[]).unwrap();
+            slots.completed(op, &[]).unwrap();
         };
-        places.content(second, &mut new);
+        slots.content(second, &mut new);
         // Generations are checked block by block.
         let mut half = new.clone();
         half[..BLOCK].copy_from_slice(&old[..BLOCK]);
         for found in [&old, &new, &half] {
-            places.completed(read, found).unwrap();
+            slots.completed(read, found).unwrap();
         }
-        places.completed(second, &[]).unwrap();
-        let read = places.read(nth).unwrap();
-        assert!(places.completed(read, &new).is_ok());
-        let error = places.completed(read, &old).unwrap_err().to_string();
+        slots.completed(second, &[]).unwrap();
+        let read = slots.read(nth).unwrap();
+        assert!(slots.completed(read, &new).is_ok());
+        let error = slots.completed(read, &old).unwrap_err().to_string();
         assert!(
             error.contains("holds write 1, and not write 2, which was acknowledged"),
             "{error}"
         );
         new[17] ^= 1;
-        assert!(places.completed(read, &new).is_err());
+        assert!(slots.completed(read, &new).is_err());
     }
 
     /// A read of the page cache that is concurrent with a write returns a mixture.
@@ -289,21 +289,21 @@ mod tests {
 
     #[test]
     fn a_place_has_at_most_one_write_in_flight() {
-        let mut places = Places::new(0, Persistence::Blocks, 7, 500);
+        let mut slots = SlotMap::new(0, Persistence::Blocks, 7, 500);
         let mut in_flight = std::collections::HashSet::new();
         let mut kinds = [0_u32; 3];
         for _ in 0..2000 {
-            let op = places.draw();
+            let op = slots.draw();
             kinds[op.kind as usize] += 1;
             if op.kind == Kind::Write {
-                assert!(in_flight.insert(op.place));
+                assert!(in_flight.insert(op.slot));
             }
             assert!((op.first() + op.blocks()) * BLOCK as u64 <= DISK_BYTES);
-            assert!(op.blocks() as usize * BLOCK <= PLACE_BYTES);
+            assert!(op.blocks() as usize * BLOCK <= SLOT_BYTES);
         }
         assert!(kinds.iter().all(|count| *count > 0), "{kinds:?}");
-        assert!(places.compare(&[0; 512]).is_err());
-        let mut fresh = Places::new(0, Persistence::Blocks, 7, 500);
-        assert!(fresh.compare(&vec![0; DISK_BYTES as usize]).unwrap() >= PLACES);
+        assert!(slots.compare(&[0; 512]).is_err());
+        let mut fresh = SlotMap::new(0, Persistence::Blocks, 7, 500);
+        assert!(fresh.compare(&vec![0; DISK_BYTES as usize]).unwrap() >= SLOTS);
     }
 }

@@ -8,7 +8,7 @@ use rustix::process::Signal;
 use shadowbell_disk_qcow2::create;
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::skipped;
-use shadowbell_testing::wait::moment;
+use shadowbell_testing::wait::short_pause;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -125,7 +125,7 @@ fn a_recovering_process_with_a_mute_disk_ends_with_its_supervisor() {
     let _mute = UnixListener::bind(directory.path().join("nbd")).unwrap();
     crate::supervisor::signal(before, Signal::KILL);
     until("another worker", || matches!(children(server.pid())[..], [pid] if pid != before));
-    moment();
+    short_pause();
     let next = worker(&server);
     crate::supervisor::signal(server.pid(), Signal::KILL);
     until("the worker's end", || has_ended(next));
@@ -157,7 +157,7 @@ fn a_starting_process_with_a_mute_disk_ends_with_its_supervisor() {
     let server = Server::spawn(command, tempfile::tempdir().unwrap(), &[]);
     until("the worker", || !children(server.pid()).is_empty());
     let its = worker(&server);
-    moment();
+    short_pause();
     crate::supervisor::signal(server.pid(), Signal::KILL);
     until("the worker's end", || has_ended(its));
 }
@@ -224,8 +224,8 @@ fn recovery_refuses_a_disk_with_another_uuid() {
     drop(first);
     let _second = below("mem:4MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad92");
     crate::supervisor::signal(worker(&server), Signal::KILL);
-    server.says("another disk than before");
-    server.says("its client cannot be recovered, and is disconnected");
+    server.wait_for_log("another disk than before");
+    server.wait_for_log("its client cannot be recovered, and is disconnected");
     drop(client);
     until("another one's socket", || UnixStream::connect(server.socket()).is_ok());
     Client::attach(&server.socket()).write(1, 0, 1);

@@ -23,17 +23,17 @@ use shadowbell_driver::Namespace;
 /// Key of an SSD namespace in a checkpoint.
 const KEY: &str = "nvme";
 
-pub(crate) fn keep(info: &DiskInfo, namespace: &Namespace) -> Value {
+pub(crate) fn checkpoint(info: &DiskInfo, namespace: &Namespace) -> Value {
     json!({ KEY: state(info, namespace) })
 }
 
-pub(crate) fn is_kept_by(kept: &Value) -> bool {
-    kept.get(KEY).is_some()
+pub(crate) fn is_checkpoint(saved: &Value) -> bool {
+    saved.get(KEY).is_some()
 }
 
 /// True if this namespace is the stored one: its size and its identifiers are equal.
-pub(crate) fn is_that(kept: &Value, info: &DiskInfo, namespace: &Namespace) -> bool {
-    kept.get(KEY) == Some(&state(info, namespace))
+pub(crate) fn is_same_disk(saved: &Value, info: &DiskInfo, namespace: &Namespace) -> bool {
+    saved.get(KEY) == Some(&state(info, namespace))
 }
 
 fn state(info: &DiskInfo, namespace: &Namespace) -> Value {

@@ -2,15 +2,15 @@
 //! thread continue, no acknowledged write is lost, and no command waits longer than the
 //! storage.
 
+use crate::disk_types::{PAGE, Page, check_content, fill};
 use crate::harness::{Server, complete, image, run, until};
-use crate::kinds::{PAGE, Page, check_content, fill};
 use shadowbell_driver::{
     AttachOptions, BufferPool, Completion, Controller, Namespace, QueuePair, Recovery, Timeouts,
 };
 use shadowbell_spec::Status;
 use shadowbell_testing::outside::{self, Storage};
 use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
-use shadowbell_testing::wait::{LIMIT, moment};
+use shadowbell_testing::wait::{LIMIT, short_pause};
 use std::time::Duration;
 
 /// Requests in flight, each to a page of its own.
@@ -25,7 +25,7 @@ fn fuse_daemon() {
 /// Storage that can be stalled and resumed.
 trait Stalls: Sync {
     fn stall(&self);
-    fn go_on(&self);
+    fn resume(&self);
 }
 
 impl Stalls for Mount {
@@ -33,8 +33,8 @@ impl Stalls for Mount {
         Mount::stall(self);
     }
 
-    fn go_on(&self) {
-        Mount::go_on(self);
+    fn resume(&self) {
+        Mount::resume(self);
     }
 }
 
@@ -43,8 +43,8 @@ impl Stalls for Storage {
         Storage::stall(self);
     }
 
-    fn go_on(&self) {
-        Storage::go_on(self);
+    fn resume(&self) {
+        Storage::resume(self);
     }
 }
 
@@ -169,10 +169,10 @@ fn check_waiting_commands(server: &Server, storage: &dyn Stalls) {
     storage.stall();
     guest.submit_many();
     guest.check_other_queue(&mut other, &pool);
-    moment();
+    short_pause();
     assert!(guest.queue.pop().is_none(), "a command completed on hung storage");
     guest.check_other_queue(&mut other, &pool);
-    storage.go_on();
+    storage.resume();
     guest.settle(&[Status::SUCCESS]);
     drop((other, pool));
     guest.assert_no_loss();
@@ -186,11 +186,11 @@ fn check_reset(server: &Server, storage: &dyn Stalls) {
     let mut guest = Guest::attach(server, AttachOptions { recovery, ..AttachOptions::default() });
     storage.stall();
     guest.submit_many();
-    moment();
+    short_pause();
     std::thread::scope(|scope| {
         let reset = scope.spawn(|| guest.controller.reset());
         until("the reset's begin", || !guest.controller.registers().unwrap().cc.en());
-        storage.go_on();
+        storage.resume();
         reset.join().unwrap().unwrap();
     });
     let ended = guest.settle(&[Status::SUCCESS, Status::ABORTED_BY_HOST]);
@@ -205,7 +205,7 @@ fn check_reset(server: &Server, storage: &dyn Stalls) {
 
 /// A guest with a shorter timeout aborts its commands, and deletes the queue if they cannot be
 /// aborted. If that times out, too, it resets the controller. The resubmitted commands succeed.
-fn is_given_up(server: &Server, storage: &dyn Stalls, check_reset: bool) {
+fn is_unusable_after_timeout(server: &Server, storage: &dyn Stalls, check_reset: bool) {
     // Timeouts of the guest, which must expire. If no reset is wanted, that of admin commands is
     // long.
     let admin = if check_reset { Duration::from_secs(2) } else { LIMIT };
@@ -224,12 +224,12 @@ fn is_given_up(server: &Server, storage: &dyn Stalls, check_reset: bool) {
                 let stats = controller.recovery_stats();
                 if check_reset { stats.resets > 0 } else { stats.queues_recreated > 0 }
             });
-            storage.go_on();
+            storage.resume();
         });
         settle(queue, pages, &[Status::SUCCESS]);
     });
     let stats = guest.controller.recovery_stats();
-    assert!(stats.late > 0 && stats.aborts > 0 && stats.given_up == 0, "{stats:?}");
+    assert!(stats.late > 0 && stats.aborts > 0 && stats.failed == 0, "{stats:?}");
     assert!(stats.queues_recreated > 0 || check_reset, "{stats:?}");
     assert!(stats.resets > 0 || !check_reset, "{stats:?}");
     guest.assert_no_loss();
@@ -241,8 +241,8 @@ fn check_disk_type(disk: &str, storage: &dyn Stalls) {
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
     check_waiting_commands(&server, storage);
     check_reset(&server, storage);
-    is_given_up(&server, storage, false);
-    is_given_up(&server, storage, true);
+    is_unusable_after_timeout(&server, storage, false);
+    is_unusable_after_timeout(&server, storage, true);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
@@ -251,7 +251,7 @@ fn a_raw_image_passes() {
     let directory = tempfile::tempdir().unwrap();
     let behind = image(directory.path(), "disk.img", BYTES);
     for options in ["?format=raw", "?format=raw&direct=off", "?format=raw&aio=threads"] {
-        let Some(mount) = Mount::over("unanswered::fuse_daemon", &behind) else { return };
+        let Some(mount) = Mount::over("hung_storage::fuse_daemon", &behind) else { return };
         check_disk_type(&format!("{}{options}", mount.path().display()), &mount);
     }
 }

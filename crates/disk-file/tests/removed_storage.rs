@@ -66,7 +66,7 @@ fn submit_many(queue: &mut dyn Queue, host: &Host) -> Vec<Option<Result<(), Disk
 }
 
 /// Waits until all requests have completed.
-fn ends(queue: &mut dyn Queue, ended: &mut [Option<Result<(), DiskError>>]) {
+fn wait_all_ended(queue: &mut dyn Queue, ended: &mut [Option<Result<(), DiskError>>]) {
     while queue.pending() > 0 {
         wait(queue);
         queue.reap(&mut |tag, result, _| {
@@ -95,7 +95,7 @@ fn fails(queue: &mut dyn Queue, host: &Host, errors: &[i32], context: &str) {
 }
 
 /// Checks that another disk on the same thread still works.
-fn goes_on(queue: &mut dyn Queue, host: &Host, byte: u8) {
+fn writes_and_reads(queue: &mut dyn Queue, host: &Host, byte: u8) {
     assert_eq!(write(queue, host, 0, byte), Ok(()));
     assert_eq!(one(queue, host, Op::Flush, 0), Ok(()));
     assert_eq!(read(queue, host, 0), Ok(byte));
@@ -126,10 +126,10 @@ fn the_server_of_a_file_system_is_killed() {
         assert_eq!(one(&mut *queue, &host, Op::Flush, 0), Ok(()));
         mount.stall();
         let mut ended = submit_many(&mut *queue, &host);
-        goes_on(&mut *other, &host, byte);
+        writes_and_reads(&mut *other, &host, byte);
         (0..200).step_by(3).for_each(|tag| queue.cancel(tag));
         mount.end();
-        ends(&mut *queue, &mut ended);
+        wait_all_ended(&mut *queue, &mut ended);
         for (tag, result) in ended.iter().enumerate() {
             let is_fine = match result.unwrap() {
                 Ok(()) => true,
@@ -143,11 +143,11 @@ fn the_server_of_a_file_system_is_killed() {
         }
         let gone = [libc::ENOTCONN, libc::ECONNABORTED];
         fails(&mut *queue, &host, &gone, &options);
-        goes_on(&mut *other, &host, byte + 100);
+        writes_and_reads(&mut *other, &host, byte + 100);
         // Cancelled requests must end even if the storage is gone.
         let mut ended = submit_many(&mut *queue, &host);
         (0..200).for_each(|tag| queue.cancel(tag));
-        ends(&mut *queue, &mut ended);
+        wait_all_ended(&mut *queue, &mut ended);
         assert_ne!(ended[4], Some(Ok(())));
         drop(mount);
         let Some(mount) = Mount::over("fuse_daemon", &behind) else { return };
@@ -248,7 +248,7 @@ fn a_file_system_is_shut_down() {
             return;
         };
         assert!(status.success());
-        ends(&mut *queue, &mut ended);
+        wait_all_ended(&mut *queue, &mut ended);
         // Pages in the page cache can still be read, and a write that allocates nothing may reach
         // the device. But no flush succeeds.
         let mut statuses = vec![one(&mut *queue, &host, Op::Flush, 0)];

@@ -167,7 +167,7 @@ fn a_program_that_cannot_continue_is_not_executed() {
         let output = upgrade_to(&server, &wrapper);
         let words = "; its supervisor keeps running the old program: ";
         assert!(output.contains(words) && output.contains(why), "{script}: {output}");
-        server.says(why);
+        server.wait_for_log(why);
         assert_eq!(executable_of(&server), old, "{script}");
         // The server process is the new one nevertheless.
         until("the old one's end", || !children(server.pid()).contains(&before));

@@ -1,7 +1,7 @@
 //! Test that every disk type has to pass: `verify` with all commands, and resets in mid-I/O.
 
 use crate::control::SetOnDrop;
-use crate::disk_kinds::{Export, is_consistent, supervisor};
+use crate::disk_recovery::{Export, is_consistent, supervisor};
 use crate::harness::{Server, complete, finish, image, program, run};
 use shadowbell_disk_qcow2::create;
 use shadowbell_driver::{AttachOptions, Buffer, Completion, Recovery, Token};

@@ -12,8 +12,8 @@ use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 
 /// Checkpoint of the disk for the next process.
-fn kept(disk: &NbdDisk) -> serde_json::Value {
-    disk.keep(&mut Descriptors::default()).unwrap()
+fn saved(disk: &NbdDisk) -> serde_json::Value {
+    disk.checkpoint(&mut Descriptors::default()).unwrap()
 }
 
 fn recover(fake: &Fake, options: &str, state: &serde_json::Value) -> Result<NbdDisk, OpenError> {
@@ -30,16 +30,16 @@ fn a_disk_with_settle_is_recovered() {
     let fake = Fake::new(1 << 20, ALL);
     let disk = fake.open("");
     assert!(disk.unfenced().unwrap().contains("add `settle=SECONDS`"));
-    let error = recover(&fake, "replay=off", &kept(&disk)).unwrap_err().to_string();
+    let error = recover(&fake, "replay=off", &saved(&disk)).unwrap_err().to_string();
     assert!(error.contains("add `settle=SECONDS`"), "{error}");
     // A process that has quiesced leaves no request at the server.
     let spec = NbdSpec::parse(&format!("nbd+unix:///x?socket={}", fake.socket().display()));
-    NbdDisk::recover(&spec.unwrap(), &kept(&disk), true, &|| true).unwrap();
+    NbdDisk::recover(&spec.unwrap(), &saved(&disk), true, &|| true).unwrap();
     drop(disk);
     let disk = fake.open("settle=200ms");
     let mut queue = disk.queue().unwrap();
     write(&mut *queue, 0, &[7; 4096]).unwrap();
-    let state = kept(&disk);
+    let state = saved(&disk);
     let flushes = fake.count(command::FLUSH);
     let since = Instant::now();
     let next = recover(&fake, "settle=200ms", &state).unwrap();
@@ -51,7 +51,7 @@ fn a_disk_with_settle_is_recovered() {
         "what was answered is durable from here on"
     );
     assert_eq!(next.info(), disk.info());
-    assert!(!next.has_lost());
+    assert!(!next.has_lost_writes());
     // A disk that was opened without `settle` before the crash cannot be recovered.
     let error = recover(&fake, "replay=off", &state).unwrap_err().to_string();
     assert!(error.contains("cannot be recovered"), "{error}");
@@ -60,7 +60,7 @@ fn a_disk_with_settle_is_recovered() {
 #[test]
 fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
     let fake = Fake::new(1 << 20, ALL);
-    let state = kept(&fake.open("settle=0"));
+    let state = saved(&fake.open("settle=0"));
     for (flags, words) in [
         (ALL & !transmission::SEND_FLUSH, "no longer supports flushes"),
         (ALL & !transmission::SEND_WRITE_ZEROES, "no longer supports write zeroes"),
@@ -79,10 +79,10 @@ fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
     let fails = (command::FLUSH, NbdError::Io as u32);
     fake.change(|manner| manner.errors.extend([fails]));
     let lost = recover(&fake, "settle=0", &state).unwrap();
-    assert!(lost.has_lost());
+    assert!(lost.has_lost_writes());
     fake.change(|manner| manner.errors.clear());
-    let next = recover(&fake, "settle=0", &kept(&lost)).unwrap();
-    assert!(next.has_lost());
+    let next = recover(&fake, "settle=0", &saved(&lost)).unwrap();
+    assert!(next.has_lost_writes());
     let mut queue = next.queue().unwrap();
     assert!(flush(&mut *queue).is_err());
 }
@@ -91,7 +91,7 @@ fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
 #[test]
 fn a_read_only_disk_recovers_after_its_server_restarts() {
     let mut fake = Fake::new(1 << 20, ALL | transmission::READ_ONLY);
-    let state = kept(&fake.open(""));
+    let state = saved(&fake.open(""));
     fake.kill();
     std::thread::scope(|scope| {
         let next = scope.spawn(|| {
@@ -101,7 +101,7 @@ fn a_read_only_disk_recovers_after_its_server_restarts() {
                 !fake.socket().with_extension("given-up").exists()
             })
         });
-        wait::moment();
+        wait::short_pause();
         assert!(!next.is_finished());
         std::fs::write(fake.socket().with_extension("given-up"), "").unwrap();
         let error = next.join().unwrap().unwrap_err().to_string();

@@ -9,7 +9,7 @@ const MAX_MESSAGES: usize = 20;
 
 /// Counters, which only grow, and the duration of the longest command.
 #[derive(Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct Counters {
     /// Number of successful commands of honest guests.
     pub(crate) commands: AtomicU64,
     /// Number of verified blocks, and of wrong ones.
@@ -23,12 +23,12 @@ pub(crate) struct Tally {
     messages: Mutex<Vec<String>>,
     /// Number of attacks, and of those that ended early.
     pub(crate) attacks: AtomicU64,
-    pub(crate) cut_short: AtomicU64,
+    pub(crate) aborted: AtomicU64,
     longest_reset: AtomicU64,
-    last_cut_short: Mutex<Option<String>>,
+    last_aborted: Mutex<Option<String>>,
 }
 
-impl Tally {
+impl Counters {
     /// Records the duration of a command or a reconnect of an honest guest.
     pub(crate) fn record_duration(&self, time: Duration) {
         let nanos = time.as_nanos() as u64;
@@ -74,13 +74,13 @@ impl Tally {
     }
 
     /// Records an attack that ended early.
-    pub(crate) fn record_cut_short(&self, why: String) {
-        self.cut_short.fetch_add(1, Ordering::Relaxed);
-        *lock(&self.last_cut_short) = Some(why);
+    pub(crate) fn record_aborted(&self, why: String) {
+        self.aborted.fetch_add(1, Ordering::Relaxed);
+        *lock(&self.last_aborted) = Some(why);
     }
 
-    pub(crate) fn last_cut_short(&self) -> Option<String> {
-        lock(&self.last_cut_short).clone()
+    pub(crate) fn last_aborted(&self) -> Option<String> {
+        lock(&self.last_aborted).clone()
     }
 }
 

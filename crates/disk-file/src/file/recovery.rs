@@ -33,7 +33,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 #[derive(Serialize, Deserialize)]
-struct KeptFile {
+struct SavedFile {
     /// `O_PATH` descriptor of the image.
     image: FdRef,
     info: DiskInfo,
@@ -44,15 +44,18 @@ struct KeptFile {
     locked: bool,
 }
 
-pub(super) fn keep(shared: &FileShared, fds: &mut Descriptors) -> io::Result<serde_json::Value> {
-    let kept = KeptFile {
+pub(super) fn checkpoint(
+    shared: &FileShared,
+    fds: &mut Descriptors,
+) -> io::Result<serde_json::Value> {
+    let saved = SavedFile {
         image: fds.add(name_of(&shared.file)?),
         info: shared.info.clone(),
         end: shared.end.load(Ordering::Relaxed),
         lost: shared.flusher.lost(),
         locked: is_locked_exclusively(&shared.file),
     };
-    Ok(serde_json::to_value(kept)?)
+    Ok(serde_json::to_value(saved)?)
 }
 
 pub(super) fn recover(
@@ -63,19 +66,19 @@ pub(super) fn recover(
     wait: Wait<'_>,
 ) -> Result<FileShared, OpenError> {
     let refused = |why| OpenError::NotThatDisk { disk: path.display().to_string(), why };
-    let kept = KeptFile::deserialize(state).map_err(|error| refused(error.to_string()))?;
-    let named = fds.take(kept.image).map_err(|error| refused(error.to_string()))?;
-    let (at, lock_wait) = (At::Named(named.as_fd()), LockWait::AsLongAs(wait));
+    let saved = SavedFile::deserialize(state).map_err(|error| refused(error.to_string()))?;
+    let named = fds.take(saved.image).map_err(|error| refused(error.to_string()))?;
+    let (at, lock_wait) = (At::Named(named.as_fd()), LockWait::While(wait));
     let mut image = ImageFile::open_at(path, at, (options.read_only, Kinds::Disks), lock_wait)?;
-    if image.read_only && !kept.info.read_only {
+    if image.read_only && !saved.info.read_only {
         return Err(refused("it is no longer writable".to_owned()));
     }
     // The guest keeps the disk size that it knows; reads of missing bytes fail. The image format is
     // not detected again, because the guest controls the content of the disk.
-    let size = std::mem::replace(&mut image.size, kept.info.bytes());
+    let size = std::mem::replace(&mut image.size, saved.info.bytes());
     let mut shared = take(image, path, options)?;
-    shared.info = kept.info;
-    *shared.end.get_mut() = kept.end.min(size);
-    shared.flusher.set_lost(kept.lost);
+    shared.info = saved.info;
+    *shared.end.get_mut() = saved.end.min(size);
+    shared.flusher.set_lost(saved.lost);
     Ok(shared)
 }
