@@ -519,6 +519,23 @@ fn a_shutdown_during_a_reset_follows_it() {
     await_shutdown(&host);
 }
 
+#[test]
+fn a_controller_that_is_enabled_during_a_shutdown_stays_enabled() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    host.disable();
+    begin_shutdown(&host, regs::SHN_NORMAL);
+    host.until("the flush", || gate.waiting() == 1);
+    host.enable();
+    gate.end(Ok(()));
+    host.until("the end of the flush", || gate.waiting() == 0);
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    gate.end(Ok(()));
+    let read = Sqe::read(1, 0, 0, 0).with_prps(page, 0);
+    assert!(host.run(&mut queue, read).0.is_success());
+    assert_eq!(host.csts().shst(), regs::SHST_NORMAL);
+}
+
 /// Data written before a reset may be in a disk's cache. So a shutdown flushes even if the host has
 /// disabled the controller first.
 #[test]

@@ -473,7 +473,9 @@ fn a_doorbell_write_between_the_reactors_last_read_and_its_sleep_is_not_lost() {
     let poller = Poller::start(epoll, socket, &shared);
     ring(&mut raw, 5);
     eventually("the poller was woken", || !poller.polled().is_empty());
-    assert_eq!(poller.polled(), [PolledWrites { writes: 0, all: false }]);
+    // The poller may be woken again before the reactor has continued.
+    let nothing = PolledWrites { writes: 0, all: false };
+    assert!(poller.polled().iter().all(|polled| *polled == nothing), "{:?}", poller.polled());
     go.send(()).unwrap();
     assert_eq!(wait_doorbell_writes(&shared, 1), [(5, true)]);
 }

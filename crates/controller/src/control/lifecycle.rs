@@ -61,6 +61,7 @@ impl Control {
             }
         }
         self.lifecycle.phase = Phase::Ready;
+        self.lifecycle.shutdown_limit = None;
         self.registers.csts = Csts::new().with_rdy(true);
         self.log_enabled();
         deferred.event(Event::Enabled);
@@ -127,7 +128,15 @@ impl Control {
     pub(super) fn continue_shutdown(&mut self, cx: &Context, deferred: &mut Deferred) {
         match self.lifecycle.shutdown {
             Shutdown::None | Shutdown::AfterReset => {}
-            Shutdown::Leaving | Shutdown::FlushingAgain => self.flush_for_shutdown(cx),
+            Shutdown::Leaving => self.flush_for_shutdown(cx),
+            Shutdown::FlushingAgain => {
+                self.lifecycle.shutdown = Shutdown::None;
+                self.shut_down(cx, deferred);
+            }
+            // The host has enabled the controller meanwhile.
+            Shutdown::Flushing if self.lifecycle.phase == Phase::Ready => {
+                self.lifecycle.shutdown = Shutdown::None;
+            }
             Shutdown::Flushing => {
                 self.detach_flushed(cx, deferred);
                 cx.shared.irqs.clear_pending();

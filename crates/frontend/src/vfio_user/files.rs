@@ -266,8 +266,13 @@ mod tests {
     use super::super::budget::Amount;
     use super::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use shadowbell_vfio_user::Closer;
+    use std::sync::LazyLock;
 
     const PAGE: u64 = 4096;
+
+    /// One closer for all descriptors: a closer has threads, and one test has 4096 descriptors.
+    static CLOSER: LazyLock<Arc<Closer>> = LazyLock::new(Arc::default);
 
     fn file(flags: MemfdFlags, len: u64) -> Arc<PeerFd> {
         named("client", flags, len)
@@ -276,7 +281,7 @@ mod tests {
     fn named(name: &str, flags: MemfdFlags, len: u64) -> Arc<PeerFd> {
         let fd = memfd_create(name, flags | MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, len).unwrap();
-        Arc::new(PeerFd::new(fd, &Arc::default()))
+        Arc::new(PeerFd::new(fd, &CLOSER))
     }
 
     fn map(files: &mut Files, fd: &Arc<PeerFd>, offset: u64) -> Result<SharedBytes, FileError> {
