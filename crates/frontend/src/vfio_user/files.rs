@@ -266,7 +266,7 @@ mod tests {
     use super::super::budget::Amount;
     use super::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-    use shadowbell_vfio_user::Closer;
+    use shadowbell_vfio_user::descriptor::Closer;
     use std::sync::LazyLock;
 
     const PAGE: u64 = 4096;
