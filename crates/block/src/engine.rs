@@ -3,6 +3,21 @@
 //! A queue, its requests and its buffers belong to one thread. A request occupies a slot, whose
 //! number is its tag. While the disk has the request, the slot owns the data buffer and the lock of
 //! the range. So both remain if the future is dropped.
+//!
+//! # Wakeups
+//!
+//! No timer repairs a lost wakeup: a thread with requests in flight sleeps until the disk wakes it,
+//! or until a request exceeds its timeout. No wakeup is lost, because
+//!
+//! * a thread sleeps only after a [turn](Engine::turn) without completions that followed its last
+//!   submission ([`Engine::may_sleep`]). So the disk has all requests;
+//! * requests that the disk's queue itself starts during a turn are in flight at its end
+//!   ([`Queue::reap`]);
+//! * a completion that `reap` does not return makes the wake descriptor readable, by an event after
+//!   the start of that `reap`, so the descriptor may be edge-triggered.
+//!
+//! The model in `crates/export/src/io_thread/model.rs` executes this code with every order of
+//! requests and completions, and finds lost wakeups after a violation of each of these rules.
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
@@ -19,8 +34,6 @@ use std::time::{Duration, Instant};
 
 /// Number of turns between two timeout checks, while requests are in flight.
 const TURNS: u32 = 1 << 14;
-/// Longest sleep while requests are in flight, after which timeouts are checked.
-pub(crate) const TICK: Duration = Duration::from_secs(1);
 /// Interval of completion checks during the drop of a queue.
 const PAUSE: Duration = Duration::from_millis(1);
 /// Time after the cancellation of a request in which the disk should complete it.
@@ -109,6 +122,9 @@ struct Core {
     started: Instant,
     /// Longest time of a request, in seconds.
     timeout: u32,
+    /// Time of the next timeout check, in seconds since the start. No request exceeds a timeout
+    /// before it.
+    due: u32,
 }
 
 /// One queue of the disk, with its requests.
@@ -118,6 +134,8 @@ pub(crate) struct Engine {
     pending: Cell<usize>,
     /// True if the queue must be checked for completions even if no request is in flight.
     must_look: Cell<bool>,
+    /// True if requests were submitted since the last turn.
+    uncommitted: Cell<bool>,
     traffic: Arc<QueueTraffic>,
 }
 
@@ -143,9 +161,15 @@ impl Engine {
             now: 0,
             started: Instant::now(),
             timeout: u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX),
+            due: u32::MAX,
         };
-        let (pending, must_look) = (Cell::new(0), Cell::new(false));
-        Self { core: RefCell::new(Some(core)), pending, must_look, traffic }
+        Self {
+            core: RefCell::new(Some(core)),
+            pending: Cell::new(0),
+            must_look: Cell::new(false),
+            uncommitted: Cell::new(false),
+            traffic,
+        }
     }
 
     /// Calls `with` with the disk's queue.
@@ -193,10 +217,12 @@ impl Engine {
             }
             Submitted::Pending => {
                 if core.pending == 0 {
-                    core.check_deadlines();
+                    core.read_clock();
+                    core.due = late(core.now, core.timeout);
                 }
                 core.pending += 1;
                 self.pending.set(core.pending);
+                self.uncommitted.set(true);
                 let since = core.now;
                 if let Some(slot) = core.slots.get_mut(tag as usize) {
                     slot.state = State::Pending(InFlight { data, guard, since });
@@ -260,6 +286,7 @@ impl Engine {
             return false;
         }
         self.must_look.set(false);
+        self.uncommitted.set(false);
         let mut core = self.core.borrow_mut();
         let Some(all) = core.as_mut() else { return false };
         let any = all.turn();
@@ -277,13 +304,18 @@ impl Engine {
         any
     }
 
+    /// True if the thread may sleep: every submitted request was passed to the disk by a turn.
+    pub(crate) fn may_sleep(&self) -> bool {
+        !self.uncommitted.get()
+    }
+
     /// Processes the end of a sleep: checks the queue for events and the requests for timeouts.
     pub(crate) fn after_sleep(&self) {
         self.must_look.set(true);
         if let Some(core) = self.core.borrow_mut().as_mut()
             && core.pending > 0
         {
-            core.cancel_late();
+            core.check_deadlines();
         }
     }
 
@@ -294,10 +326,18 @@ impl Engine {
         }
     }
 
-    /// Longest time that the thread may sleep. `None` if there is no limit.
+    /// Time until the next timeout check, after which the thread must not sleep. `None` if no
+    /// request is in flight.
     pub(crate) fn sleep_limit(&self) -> Option<Duration> {
-        (self.pending.get() > 0).then_some(TICK)
+        let core = self.core.borrow();
+        let core = core.as_ref().filter(|core| core.pending > 0)?;
+        Some(Duration::from_secs(core.due.into()).saturating_sub(core.started.elapsed()))
     }
+}
+
+/// Time at which a request exceeds its timeout.
+fn late(since: u32, timeout: u32) -> u32 {
+    since.saturating_add(timeout).saturating_add(1)
 }
 
 /// Submits a request. If blocks have protection information, the guard is generated and checked,
@@ -322,8 +362,16 @@ fn submit(
 }
 
 impl Core {
-    fn check_deadlines(&mut self) {
+    fn read_clock(&mut self) {
         self.now = u32::try_from(self.started.elapsed().as_secs()).unwrap_or(u32::MAX);
+    }
+
+    /// Reads the clock, and cancels requests if one may exceed its timeout.
+    fn check_deadlines(&mut self) {
+        self.read_clock();
+        if self.now >= self.due {
+            self.cancel_late();
+        }
     }
 
     fn turn(&mut self) -> bool {
@@ -340,7 +388,7 @@ impl Core {
         self.reaped = reaped;
         self.turns = self.turns.wrapping_add(1);
         if self.turns.is_multiple_of(TURNS) {
-            self.cancel_late();
+            self.check_deadlines();
         }
         any || !self.wakers.is_empty()
     }
@@ -374,14 +422,25 @@ impl Core {
     /// not complete soon after its cancellation, it fails with a timeout. Its slot keeps the buffer
     /// and the lock until the disk completes the request.
     fn cancel_late(&mut self) {
-        self.check_deadlines();
         let (now, timeout) = (self.now, self.timeout);
         self.cancel(|since| now.saturating_sub(since) > timeout);
-        let hopeless = timeout.saturating_add(CANCELLED.as_secs() as u32);
+        let (mut due, grace) = (u32::MAX, CANCELLED.as_secs() as u32);
         for slot in &mut self.slots {
+            let (State::Pending(in_flight) | State::Late(in_flight) | State::Abandoned(in_flight)) =
+                &slot.state
+            else {
+                continue;
+            };
+            let late = late(in_flight.since, timeout);
+            let hopeless = late.saturating_add(grace);
+            due = due.min(match now {
+                now if now < late => late,
+                now if now < hopeless => hopeless,
+                _ => now.saturating_add(grace),
+            });
             match std::mem::take(&mut slot.state) {
                 State::Pending(in_flight @ InFlight { data: Data::Buffer(_), .. })
-                    if now.saturating_sub(in_flight.since) > hopeless =>
+                    if now >= hopeless =>
                 {
                     slot.state = State::Late(in_flight);
                     self.wakers.extend(slot.waker.take());
@@ -389,6 +448,7 @@ impl Core {
                 state => slot.state = state,
             }
         }
+        self.due = due;
     }
 
     /// Cancels the requests whose submission time satisfies `fits`.

@@ -120,6 +120,12 @@ impl BlockQueue {
         watched.unwrap_or(Ok(()))
     }
 
+    /// True if the thread may sleep: no request was submitted since the last [`turn`](Self::turn).
+    #[must_use]
+    pub fn may_sleep(&self) -> bool {
+        self.engine().may_sleep()
+    }
+
     /// Longest time that the thread may sleep now without missing a timeout. `None` if there is no
     /// limit.
     #[must_use]

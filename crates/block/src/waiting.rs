@@ -102,7 +102,8 @@ fn run<F: Future>(
     let is_woken = || sleep.sleeper.woken.load(Ordering::Acquire);
     let mut context = Context::from_waker(&waker);
     loop {
-        sleep.sleeper.woken.store(false, Ordering::Release);
+        // A swap, because it orders the poll after the writes of a thread that found the flag set.
+        sleep.sleeper.woken.swap(false, Ordering::AcqRel);
         if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
             return Ok(Some(output));
         }
@@ -111,7 +112,7 @@ fn run<F: Future>(
             if is_woken() {
                 break;
             }
-            if any {
+            if any || !queues.iter().all(|queue| queue.may_sleep()) {
                 continue;
             }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));

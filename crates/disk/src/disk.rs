@@ -249,7 +249,9 @@ pub trait Queue {
     /// call.
     fn commit(&mut self) {}
 
-    /// Calls `done` for each completed request, with its buffer. Does not block.
+    /// Calls `done` for each completed request, with its buffer. Does not block. Work that the
+    /// queue itself starts during the call is in flight when the call returns, without a
+    /// [`commit`](Self::commit): the caller may sleep afterwards.
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         let _ = done;
     }

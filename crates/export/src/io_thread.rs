@@ -4,6 +4,9 @@
 //! A round first polls all woken requests, so that requests that arrive together are submitted
 //! together. Then it takes all completions, so that they are answered together.
 
+#[cfg(all(test, feature = "vhost"))]
+mod model;
+
 use crate::poll_window::PollWindow;
 use crate::tasks::Tasks;
 use rustix::event::Timespec;
@@ -188,7 +191,8 @@ impl<F: Future> IoThread<F> {
     /// [`wait`](Self::wait), or in another event loop that calls [`take_events`](Self::take_events)
     /// afterwards.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
-        let may = self.tasks.prepare_sleep();
+        let may =
+            self.queue.as_ref().is_none_or(BlockQueue::may_sleep) && self.tasks.prepare_sleep();
         if !may {
             self.tasks.after_sleep();
         }
@@ -205,7 +209,7 @@ impl<F: Future> IoThread<F> {
             && let Some(until) = Instant::now().checked_add(limit)
             && let Err(errno) = self.timer.set(&self.epoll, until)
         {
-            tracing::debug!("the timeouts of requests are not kept: {errno}");
+            tracing::debug!("timeouts of requests are not enforced: {errno}");
         }
         true
     }

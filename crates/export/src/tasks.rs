@@ -147,7 +147,9 @@ impl<F: Future> Tasks<F> {
         let any = !self.batch.is_empty();
         for index in self.batch.drain(..) {
             let Some(slot) = self.slots.get_mut(index) else { continue };
-            slot.flag.listed.store(false, Ordering::Release);
+            // A swap, because it orders the poll after the writes of a waker that found the slot
+            // listed.
+            slot.flag.listed.swap(false, Ordering::AcqRel);
             let Some(future) = slot.future.as_mut().as_pin_mut() else { continue };
             if let Poll::Ready(output) = future.poll(&mut Context::from_waker(&slot.waker)) {
                 slot.future.set(None);

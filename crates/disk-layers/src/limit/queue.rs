@@ -274,6 +274,8 @@ impl Queue for LimitedQueue {
         }
         self.inner.reap(done);
         self.release(done);
+        // A request that was started during this call must be in flight when the call returns.
+        self.inner.commit();
     }
 
     fn cancel(&mut self, tag: u32) {

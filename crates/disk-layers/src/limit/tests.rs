@@ -1,5 +1,6 @@
 //! Tests of rate limits with a simulated clock.
 
+use super::queue::LimitedQueue;
 use super::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
@@ -364,4 +365,40 @@ fn a_sleeping_thread_is_woken_at_the_start_time() {
     assert_eq!((ended, load.queue.pending()), (4, 0));
     limiter.set(limits(&[("iops", "1:1")]));
     assert!(!is_readable(&load, Duration::ZERO), "no request waits");
+}
+
+/// Queue that counts the requests that no commit has passed on.
+struct Uncommitted(Arc<AtomicU64>);
+
+impl Queue for Uncommitted {
+    fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
+/// The thread may sleep after `reap`, so a request that waited for its start time must not wait for
+/// a commit.
+#[test]
+fn a_delayed_request_is_in_flight_when_it_starts() {
+    let hands = Hands::new();
+    let limiter = Limiter::with_clock(limits(&[("iops", "100:1")]), hands.clock());
+    let uncommitted = Arc::<AtomicU64>::default();
+    let inner = Box::new(Uncommitted(Arc::clone(&uncommitted)));
+    let mut queue = LimitedQueue::new(inner, Arc::new([limiter]), Arc::default()).unwrap();
+    let request = Request { op: READ, offset: 0, len: 512 };
+    for tag in 0..2 {
+        let submitted = queue.submit(tag, &request, &mut Segments::new());
+        assert!(matches!(submitted, Submitted::Pending));
+    }
+    assert_eq!(uncommitted.load(Ordering::Relaxed), 1, "the other request waits");
+    queue.commit();
+    hands.advance(20 * MS);
+    queue.reap(&mut |_, _, _| {});
+    assert_eq!(queue.pending(), 0, "its start time has come");
+    assert_eq!(uncommitted.load(Ordering::Relaxed), 0);
 }
