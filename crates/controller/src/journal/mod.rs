@@ -118,7 +118,7 @@ impl Journal {
     }
 }
 
-/// Record table of one I/O thread for one controller's commands. A record's place is not the
+/// Record table of one I/O thread for one controller's commands. A record's slot is not the
 /// request's tag, because the tag may be reused before the completion is posted.
 #[derive(Clone, Debug)]
 pub(crate) struct Records {
@@ -128,22 +128,22 @@ pub(crate) struct Records {
 }
 
 impl Records {
-    fn write(&self, place: u32, key: u64, sqe: &Sqe) {
-        let at = place as usize * RECORD;
+    fn write(&self, slot: u32, key: u64, sqe: &Sqe) {
+        let at = slot as usize * RECORD;
         // A write beyond the table would have no effect, but the quota prevents it.
         if self.table.write(at + 8, sqe).is_some() {
             let _ = self.table.store_u64_release(at, key);
         }
     }
 
-    /// Frees the record at `place`, after the completion of its command is posted.
+    /// Frees the record at `slot`, after the completion of its command is posted.
     #[inline]
-    fn free(&self, place: u32) {
-        let _ = self.table.store_u64_release(place as usize * RECORD, 0);
+    fn free(&self, slot: u32) {
+        let _ = self.table.store_u64_release(slot as usize * RECORD, 0);
     }
 
-    fn decide(&self, place: u32, decision: Decision) {
-        let at = place as usize * RECORD;
+    fn decide(&self, slot: u32, decision: Decision) {
+        let at = slot as usize * RECORD;
         let key = self.table.load_u64_acquire(at).filter(|key| key & VALID != 0);
         if let Some(key) = key
             && self.table.store_u64_release(at + 8 + DECISION_AT, decision.pack()).is_some()
@@ -152,8 +152,8 @@ impl Records {
         }
     }
 
-    fn read(&self, place: u32) -> Option<(u64, Sqe)> {
-        let at = place as usize * RECORD;
+    fn read(&self, slot: u32) -> Option<(u64, Sqe)> {
+        let at = slot as usize * RECORD;
         let key = self.table.load_u64_acquire(at).filter(|key| key & VALID != 0)?;
         Some((key, self.table.read(at + 8)?))
     }
@@ -165,16 +165,16 @@ pub(crate) struct JournalPart {
     positions: SharedBytes,
     records: Records,
     generation: u64,
-    /// Places whose records were freed.
+    /// Slots whose records were freed.
     free: Vec<u32>,
-    /// First place that was never used.
+    /// First slot that was never used.
     next: u32,
-    /// Place of the command's record, indexed by request tag.
+    /// Slot of the command's record, indexed by request tag.
     by_tag: Vec<u32>,
 }
 
 impl JournalPart {
-    fn place(&mut self) -> u32 {
+    fn allocate_slot(&mut self) -> u32 {
         self.free.pop().unwrap_or_else(|| {
             self.next += 1;
             self.next - 1
@@ -200,13 +200,13 @@ impl JournalPart {
 
     #[inline]
     fn record_as(&mut self, tag: u32, key: u64, sqe: &Sqe) {
-        let place = self.place();
-        self.records.write(place, key, sqe);
+        let slot = self.allocate_slot();
+        self.records.write(slot, key, sqe);
         let tag = tag as usize;
         if self.by_tag.len() <= tag {
             self.by_tag.resize(tag + 1, 0);
         }
-        self.by_tag[tag] = place;
+        self.by_tag[tag] = slot;
     }
 
     /// Stores a decision about the command of request `tag`.
@@ -214,19 +214,19 @@ impl JournalPart {
         self.records.decide(self.slot_of(tag), decision);
     }
 
-    /// Place of the record of the command whose request was `tag`.
+    /// Slot of the record of the command whose request was `tag`.
     #[inline]
     pub(crate) fn slot_of(&self, tag: u32) -> u32 {
         self.by_tag.get(tag as usize).copied().unwrap_or(u32::MAX)
     }
 
-    /// Frees the record at `place`, after the completion of its command is posted.
+    /// Frees the record at `slot`, after the completion of its command is posted.
     #[inline]
-    pub(crate) fn free(&mut self, place: u32) {
-        self.records.free(place);
-        // Spare places (see `record_recovered_at`) are used only once, so they are not added.
-        if place < self.next {
-            self.free.push(place);
+    pub(crate) fn free(&mut self, slot: u32) {
+        self.records.free(slot);
+        // Spare slots (see `record_recovered_at`) are used only once, so they are not added.
+        if slot < self.next {
+            self.free.push(slot);
         }
     }
 
@@ -235,27 +235,27 @@ impl JournalPart {
         self.records.clone()
     }
 
-    /// Moves a record of another I/O thread into this part. Returns its new place.
-    pub(crate) fn adopt(&mut self, records: &Records, place: u32) -> Option<u32> {
-        let (key, sqe) = records.read(place)?;
-        let here = self.place();
-        self.records.write(here, key, &sqe);
-        records.free(place);
-        Some(here)
+    /// Moves a record of another I/O thread into this part. Returns its new slot.
+    pub(crate) fn adopt(&mut self, records: &Records, slot: u32) -> Option<u32> {
+        let (key, sqe) = records.read(slot)?;
+        let own = self.allocate_slot();
+        self.records.write(own, key, &sqe);
+        records.free(slot);
+        Some(own)
     }
 
     /// Records the `nth` command that was in flight in a previous process, as not started yet.
-    /// Returns its place. Places are counted from the end of the table here, where new records do
+    /// Returns its slot. Slots are counted from the end of the table here, where new records do
     /// not use them.
     pub(crate) fn record_recovered_at(&self, nth: usize, command: &RecoveredCommand) -> u32 {
-        let place = (self.records.capacity - 1).saturating_sub(nth) as u32;
-        self.records.write(place, self.key_of(command) | WAITS, &command.sqe);
-        place
+        let slot = (self.records.capacity - 1).saturating_sub(nth) as u32;
+        self.records.write(slot, self.key_of(command) | WAITS, &command.sqe);
+        slot
     }
 
-    /// Marks the command with the spare record at `place` as started.
-    pub(crate) fn start_recovered(&self, place: u32, command: &RecoveredCommand) {
-        self.records.write(place, self.key_of(command), &command.sqe);
+    /// Marks the command with the spare record at `slot` as started.
+    pub(crate) fn start_recovered(&self, slot: u32, command: &RecoveredCommand) {
+        self.records.write(slot, self.key_of(command), &command.sqe);
     }
 
     /// Stores that command `count` of a submission queue is started next, one at a time, and that
