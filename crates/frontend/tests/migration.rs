@@ -378,4 +378,20 @@ fn a_state_is_parsed_on_another_thread() {
         assert_eq!(migration.use_state(), Err(Errno::INVAL), "{len} bytes are no state");
         assert_eq!(migration.use_state(), Err(Errno::INVAL), "it is used once");
     }
+    // A client that reconnects while its state is parsed cannot start another parser.
+    let lists = vec!["[]"; 300_000].join(",");
+    let body = format!(r#"[{{"name":"x","mandatory":false,"body":[{lists}]}}]"#);
+    let own = shadowbell_state::Parcel::new().encode(0).unwrap();
+    let stream = [&own[..16], &(body.len() as u64).to_le_bytes(), body.as_bytes()].concat();
+    let (sender, outcomes) = std::sync::mpsc::channel();
+    // A parser is slower than a call, except if this thread is suspended at that moment.
+    let all = (0..20).map(|_| {
+        let sender = sender.clone();
+        migration.load_state(stream.clone(), Completer::new(move |end| sender.send(end).unwrap()));
+    });
+    let count = all.count();
+    let outcomes: Vec<_> =
+        (0..count).map(|_| outcomes.recv_timeout(wait::LIMIT).unwrap()).collect();
+    assert!(outcomes.contains(&Ok(())) && outcomes.contains(&Err(Errno::BUSY)), "{outcomes:?}");
+    assert_eq!(migration.use_state(), Err(Errno::INVAL), "it is no state");
 }

@@ -1,5 +1,6 @@
 //! Sections of the migration stream, and its parser.
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::MigrationState;
 use shadowbell_state::{Bytes, Parcel};
@@ -7,6 +8,10 @@ use shadowbell_state::{Bytes, Parcel};
 /// Section names in the stream.
 pub(super) const FUNCTION: &str = "function";
 pub(super) const CONTROLLER: &str = "controller";
+
+/// Locked while a stream is parsed: one at a time, because a parser may need thirty times the memory
+/// of its stream, and a CPU.
+static PARSER: Mutex<()> = Mutex::new(());
 
 /// Serialized PCI function.
 #[derive(Debug, Serialize, Deserialize)]
@@ -26,6 +31,7 @@ pub(super) struct Parsed {
 impl Parsed {
     /// Parses a stream. It takes time in proportion to the stream's length.
     pub(super) fn of(stream: &[u8]) -> Result<Self, String> {
+        let _one_at_a_time = PARSER.lock();
         let text = |error: &dyn std::fmt::Display| error.to_string();
         let missing = |name: &str| format!("section {name} is missing");
         let mut parcel = Parcel::decode(stream, Vec::new()).map_err(|e| text(&e))?;

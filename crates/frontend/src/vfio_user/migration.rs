@@ -12,6 +12,7 @@ use shadowbell_state::{Bytes, Parcel};
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::device::Completer;
 use shadowbell_vfio_user::migration::{LoggingRange, LoggingReport, Migration};
+use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 
 impl ControllerDevice {
@@ -78,11 +79,20 @@ impl Migration for ControllerDevice {
     }
 
     fn load_state(&mut self, stream: Vec<u8>, done: Completer) {
+        // A client that disconnects does not end the parser, so the next one could start another.
+        if self.parser.strong_count() != 0 {
+            let what = "a migration state is refused: the one before is still being parsed";
+            self.log.warn(format_args!("{what}"));
+            return done.complete(Err(Errno::BUSY));
+        }
         let (sender, parsed) = sync_channel(1);
         self.halt = Halt::Parsing(parsed);
+        let parses = Arc::new(());
+        self.parser = Arc::downgrade(&parses);
         let parse = move || {
             // The receiver waits in `use_state`, unless the device was reset meanwhile.
             let _ = sender.send(Parsed::of(&stream));
+            drop((stream, parses));
             done.ok();
         };
         // If no thread can be started, the drop of `done` fails the request.

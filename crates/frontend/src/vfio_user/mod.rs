@@ -70,7 +70,7 @@ use shadowbell_vfio_user::migration::Migration;
 use shadowbell_vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
 use shadowbell_vfio_user::{Errno, LogLimit, RestoreError, SaveError, SharedSocket};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Client event, which the device's owner may log or count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +104,8 @@ pub struct ControllerDevice {
     /// Counter of I/O thread wakeups by the client's doorbell writes.
     doorbell_writes: WakingWrites,
     halt: Halt,
+    /// Referenced while a thread parses a migration state.
+    parser: Weak<()>,
     /// State for signalling the eventfds that clients have sent.
     signals: Signals,
     log: LogLimit,
@@ -142,6 +144,7 @@ impl ControllerDevice {
             has_checked: false,
             doorbell_writes: WakingWrites::default(),
             halt: Halt::default(),
+            parser: Weak::new(),
             signals: Signals::default(),
             log: LogLimit::default(),
         })
