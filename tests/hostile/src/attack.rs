@@ -1,6 +1,7 @@
 //! Definition of an attack, and the environment (`Field`) in which it runs.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -28,6 +29,10 @@ pub struct Attack {
     pub disks: &'static [&'static str],
     pub log: LogReader,
     pub kind: Kind,
+    /// Further options of `shadowbell serve`.
+    pub options: &'static [&'static str],
+    /// Preparation before the server starts. The argument is the directory of its files.
+    pub prepare: Option<fn(&Path) -> Result<()>>,
     /// True if the attack is in the short suite, which has one attack for each type of harm.
     pub is_short: bool,
     pub run: fn(&mut Field) -> Result<()>,
@@ -42,7 +47,8 @@ impl Attack {
         run: fn(&mut Field) -> Result<()>,
     ) -> Self {
         let (log, kind) = (LogReader::File, Kind::Hostile);
-        Self { name, about, disks, log, kind, is_short: false, run }
+        let options = &[];
+        Self { name, about, disks, log, kind, options, prepare: None, is_short: false, run }
     }
 
     /// Adds the attack to the short suite.
@@ -62,6 +68,9 @@ pub enum Kind {
     /// Attack on an export: all bounds apply. The victim and the attackers are clients of one
     /// `shadowbell export`.
     Export,
+    /// Hostile attack that is judged by counts: the bounds of the victim's latency do not apply. The
+    /// server process may be replaced.
+    Counted,
     /// Control measurement: the same load on this machine, without an attack on the server.
     Control,
 }
@@ -71,16 +80,28 @@ pub enum Kind {
 pub struct Clock {
     until: Arc<Mutex<Instant>>,
     time: Duration,
+    reads: Arc<AtomicU64>,
 }
 
 impl Clock {
     /// Starts a clock that ends after `time`.
     pub fn start(time: Duration) -> Self {
-        Self { until: Arc::new(Mutex::new(Instant::now() + time)), time }
+        let until = Arc::new(Mutex::new(Instant::now() + time));
+        Self { until, time, reads: Arc::default() }
     }
 
     pub fn is_over(&self) -> bool {
         Instant::now() >= *self.until.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Number of the victim's completed reads during the attack.
+    pub fn reads(&self) -> u64 {
+        self.reads.load(Ordering::Relaxed)
+    }
+
+    /// Counts a completed read of the victim.
+    pub(crate) fn count_read(&self) {
+        self.reads.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Ends the attack now.
@@ -112,9 +133,36 @@ pub struct Field {
     pub done: u64,
     /// Number of commands that failed.
     pub refused: u64,
+    /// Program of the server, and process id of the started process.
+    pub binary: PathBuf,
+    pub server: u32,
+    /// Failures that the attack has found itself.
+    pub found: Vec<String>,
 }
 
 impl Field {
+    /// Environment on the sockets of a server.
+    pub fn new(sockets: Vec<PathBuf>, directory: &Path, clock: Clock) -> Self {
+        Self {
+            sockets,
+            directory: directory.to_owned(),
+            clock,
+            guests: Vec::new(),
+            resets: Vec::new(),
+            done: 0,
+            refused: 0,
+            binary: PathBuf::new(),
+            server: 0,
+            found: Vec::new(),
+        }
+    }
+
+    /// Records a failure, and ends the attack.
+    pub fn found(&mut self, what: String) {
+        self.found.push(what);
+        self.clock.stop();
+    }
+
     pub fn is_over(&self) -> bool {
         self.clock.is_over()
     }

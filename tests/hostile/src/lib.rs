@@ -8,6 +8,10 @@
 //! In some attacks the server is `shadowbell export`: the victim is an NBD client, and the
 //! attackers are other clients, or a VM on vhost-user-blk.
 //!
+//! Attacks that replace the server process, or exceed a number of bytes, messages or threads, are
+//! judged by counts (`Kind::Counted`): the victim's reads continue, and the attack compares what it
+//! counts with the bound.
+//!
 //! # Noise
 //!
 //! Two CPUs have to suffice for the server's I/O thread and reactor, the victim and the
@@ -35,6 +39,7 @@
 pub mod attack;
 pub mod attacks;
 pub mod peer;
+pub mod random;
 mod round;
 pub mod server;
 mod verdict;
@@ -48,6 +53,7 @@ use anyhow::{Result, bail};
 use shadowbell_bench::workspace;
 
 pub use attacks::fuse::daemon as fuse_daemon;
+pub use attacks::isolation::storage_server;
 use shadowbell_harness::Report;
 
 use attack::Attack;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use super::attack::{Attack, Clock, Field, Kind};
-use super::server::{LogReader, Server};
+use super::server::{LogReader, Server, Setup};
 use super::victim::{Seen, Victim, give_way, hurry};
 use super::watch::{Serving, Usage, usage};
 
@@ -63,7 +63,7 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     let before = usage(&server.processes())?;
     let logged = server.logged();
     let began = Instant::now();
-    let mut field = field(&server, attack, Clock::start(times.attacked));
+    let mut field = field(binary, &server, attack, Clock::start(times.attacked));
     let (seen, ran, peak) = under_attack(&server, (&mut victim, &served_by), attack, &mut field);
     let after = usage(&server.processes()).unwrap_or_default();
     outcome.waited = after.waited.saturating_sub(before.waited);
@@ -79,7 +79,12 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
         Ok(seen) => outcome.attacked = seen,
         Err(error) => outcome.wrong.push(format!("the victim: {error:#}")),
     }
-    if let Err(error) = server.check() {
+    outcome.wrong.append(&mut field.found);
+    let checked = match attack.kind {
+        Kind::Counted => server.await_process(),
+        _ => Ok(()),
+    };
+    if let Err(error) = checked.and_then(|()| server.check()) {
         outcome.wrong.push(error.to_string());
         return Ok(outcome);
     }
@@ -103,21 +108,17 @@ fn begin(binary: &Path, attack: &Attack) -> Result<(Server, Victim)> {
         .chain(attack.disks.iter().copied())
         .map(str::to_owned)
         .collect();
-    let server = Server::serve(binary, &disks, attack.log)?;
+    let setup = Setup { options: attack.options, prepare: attack.prepare, ..Setup::default() };
+    let server = Server::serve_with(binary, &disks, setup, attack.log)?;
     let victim = Victim::attach(&server.socket(0)).context("the victim")?;
     Ok((server, victim))
 }
 
-fn field(server: &Server, attack: &Attack, clock: Clock) -> Field {
-    Field {
-        sockets: (0..attack.disks.len()).map(|n| server.socket(n + 1)).collect(),
-        directory: server.directory().to_owned(),
-        clock,
-        guests: Vec::new(),
-        resets: Vec::new(),
-        done: 0,
-        refused: 0,
-    }
+fn field(binary: &Path, server: &Server, attack: &Attack, clock: Clock) -> Field {
+    let sockets = (0..attack.disks.len()).map(|n| server.socket(n + 1)).collect();
+    let mut field = Field::new(sockets, server.directory(), clock);
+    (field.binary, field.server) = (binary.to_owned(), server.id());
+    field
 }
 
 /// Measures the victim for the duration `time`, on a thread with high priority.

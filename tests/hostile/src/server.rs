@@ -25,6 +25,23 @@ pub enum LogReader {
     Nobody,
 }
 
+/// Setup of `shadowbell serve`.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup<'a> {
+    /// Number of I/O threads.
+    pub workers: usize,
+    /// Further options.
+    pub options: &'a [&'a str],
+    /// Preparation in the directory of the server's files.
+    pub prepare: Option<fn(&Path) -> Result<()>>,
+}
+
+impl Default for Setup<'_> {
+    fn default() -> Self {
+        Self { workers: 1, options: &[], prepare: None }
+    }
+}
+
 /// A server, and the directory of its sockets and images. Killed when dropped.
 #[derive(Debug)]
 pub struct Server {
@@ -38,31 +55,33 @@ pub struct Server {
 impl Server {
     /// Starts `shadowbell serve` with a controller for each of the disks, and one I/O thread.
     pub fn serve(binary: &Path, disks: &[String], reader: LogReader) -> Result<Self> {
-        Self::serve_with(binary, disks, 1, reader)
+        Self::serve_with(binary, disks, Setup::default(), reader)
     }
 
-    /// Starts `shadowbell serve` with this number of I/O threads.
+    /// Starts `shadowbell serve` with this setup.
     pub fn serve_with(
         binary: &Path,
         disks: &[String],
-        workers: usize,
+        setup: Setup<'_>,
         reader: LogReader,
     ) -> Result<Self> {
+        let Setup { workers, options, prepare } = setup;
         let directory = tempfile::tempdir().context("a directory for sockets")?;
+        prepare.map_or(Ok(()), |prepare| prepare(directory.path())).context("the preparation")?;
         let mut config = format!("workers = {workers}\n");
         for (n, disk) in disks.iter().enumerate() {
             let socket = directory.path().join(format!("vm{n}.sock"));
-            let disk = disk.replace("DIR", &directory.path().display().to_string());
-            if let Some((file, size)) = disk.split_once('=') {
-                File::create(file)?.set_len(size.parse()?)?;
-            }
-            let disk = disk.split('=').next().unwrap_or_default();
-            config += &format!("[[controller]]\nsocket = {socket:?}\ndisks = [{disk:?}]\n");
+            let storage = match disk.strip_prefix("pool:") {
+                Some(pool) => format!("pool = {:?}", place(pool, directory.path())?),
+                None => format!("disks = [{:?}]", place(disk, directory.path())?),
+            };
+            config += &format!("[[controller]]\nsocket = {socket:?}\n{storage}\n");
         }
         let file = directory.path().join("serve.toml");
         fs::write(&file, config).context("the configuration")?;
-        let arguments = ["serve", "--config"].map(str::to_owned);
-        let arguments = [&arguments[..], &[file.display().to_string()]].concat();
+        let file = file.display().to_string();
+        let arguments = [&["serve", "--config", &file], options].concat();
+        let arguments: Vec<_> = arguments.into_iter().map(str::to_owned).collect();
         let mut server = Self::start(binary, &arguments, directory, reader)?;
         server.worker = Some(server.await_worker()?);
         for n in 0..disks.len() {
@@ -76,8 +95,7 @@ impl Server {
     fn await_worker(&mut self) -> Result<u32> {
         let deadline = wait::deadline();
         loop {
-            let serves = |pid: &u32| has_thread(*pid, "sb-reactor");
-            if let Some(pid) = children(self.id()).into_iter().find(serves) {
+            if let Some(pid) = worker_of(self.id()) {
                 return Ok(pid);
             }
             self.check()?;
@@ -88,15 +106,33 @@ impl Server {
         }
     }
 
+    /// Waits until one server process is left, after an attack that replaces it.
+    pub fn await_process(&mut self) -> Result<()> {
+        self.worker = Some(server_process(self.id())?);
+        Ok(())
+    }
+
     /// Starts `shadowbell export` of a memory disk, by NBD (`disk.sock`) and as a virtio disk
     /// (`blk.sock`).
     pub fn export(binary: &Path) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets")?;
+        Self::export_of(binary, directory, "local:mem:16MiB", None)
+    }
+
+    /// Starts `shadowbell export` of a disk, by NBD (`disk.sock`) and as a virtio disk
+    /// (`blk.sock`). `DIR` and a size are as in an attack's disks.
+    pub fn export_of(
+        binary: &Path,
+        directory: TempDir,
+        disk: &str,
+        prepare: Option<fn(&Path) -> Result<()>>,
+    ) -> Result<Self> {
+        prepare.map_or(Ok(()), |prepare| prepare(directory.path())).context("the preparation")?;
+        let disk = place(disk, directory.path())?;
         let (nbd, vhost) = (directory.path().join("disk.sock"), directory.path().join("blk.sock"));
         let nbd_address = format!("unix:{}", nbd.display());
         let vhost_path = vhost.display().to_string();
-        let arguments =
-            ["export", "local:mem:16MiB", "--nbd", &nbd_address, "--vhost-user-blk", &vhost_path];
+        let arguments = ["export", &disk, "--nbd", &nbd_address, "--vhost-user-blk", &vhost_path];
         let arguments = arguments.map(str::to_owned);
         let server = Self::start(binary, &arguments, directory, LogReader::File)?;
         server.await_socket(&nbd)?;
@@ -205,6 +241,39 @@ impl Server {
     /// Kills the server.
     pub fn kill(&mut self) {
         self.process.kill();
+    }
+}
+
+/// Disk string with `DIR` replaced by the directory. For `DIR/name=BYTES`, makes a file of this
+/// size; for `DIR/name=BYTES?options`, the disk string has these options.
+fn place(disk: &str, directory: &Path) -> Result<String> {
+    let disk = disk.replace("DIR", &directory.display().to_string());
+    let (disk, options) = disk.split_once('?').map_or((&*disk, None), |(d, o)| (d, Some(o)));
+    let (file, size) = disk.split_once('=').map_or((disk, None), |(f, size)| (f, Some(size)));
+    if let Some(size) = size {
+        File::create(file)?.set_len(size.parse()?)?;
+    }
+    Ok(options.map_or_else(|| file.to_owned(), |options| format!("{file}?{options}")))
+}
+
+/// Process id of a server process of this supervisor.
+pub fn worker_of(supervisor: u32) -> Option<u32> {
+    children(supervisor).into_iter().find(|pid| has_thread(*pid, "sb-reactor"))
+}
+
+/// Waits until this supervisor has one process, which serves. Returns its process id.
+pub fn server_process(supervisor: u32) -> Result<u32> {
+    let deadline = wait::deadline();
+    loop {
+        if let [pid] = *children(supervisor)
+            && has_thread(pid, "sb-reactor")
+        {
+            return Ok(pid);
+        }
+        if Instant::now() > deadline {
+            bail!("the supervisor has the processes {:?}", children(supervisor));
+        }
+        wait::pause();
     }
 }
 

@@ -121,6 +121,7 @@ impl Victim {
                 break;
             };
             times.push(time);
+            clock.count_read();
             let waited = (own.waited() + server.io.waited()).saturating_sub(waited);
             served.push(time.saturating_sub(waited));
             if let Self::Guest(guest, _) = self

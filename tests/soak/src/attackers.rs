@@ -103,15 +103,8 @@ impl Attacker {
     }
 
     fn execute(&self, attack: &Attack, directory: &Path, counters: &Counters) {
-        let mut field = Field {
-            sockets: vec![self.socket.clone()],
-            directory: directory.to_owned(),
-            clock: Clock::start(ATTACK),
-            guests: Vec::new(),
-            resets: Vec::new(),
-            done: 0,
-            refused: 0,
-        };
+        let sockets = vec![self.socket.clone()];
+        let mut field = Field::new(sockets, directory, Clock::start(ATTACK));
         add(&counters.attacks, 1);
         if let Err(error) = (attack.run)(&mut field) {
             counters.record_aborted(format!("{}: {error:#}", attack.name));

@@ -25,10 +25,10 @@ use shadowbell_bench::workspace;
 use super::clients::{self, Totals, wait_for_turnover};
 use super::load::{Meter, Pace};
 use super::phases::Phases;
-use super::random::Random;
 use super::supervised::{DiskKind, SupervisedServer, signal};
 use super::times::{Times, millis};
 use shadowbell_harness::Report;
+use shadowbell_hostile::random::Random;
 
 /// Number of commands that each client has in flight.
 const DEPTH: u32 = 128;

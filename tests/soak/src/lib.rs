@@ -12,11 +12,11 @@ mod neighbours;
 mod pattern;
 mod phases;
 mod qcow2;
-mod random;
 mod slots;
 mod supervised;
 mod times;
 mod upgrade;
+pub mod wakeups;
 
 use anyhow::Result;
 
@@ -30,7 +30,8 @@ Examples:
   cargo xtask soak kill                         10,000 kills
   cargo xtask soak kill --kills 200 --seed 7
   cargo xtask soak qcow2 --operations 1000000
-  cargo xtask soak upgrade --previous /usr/bin/shadowbell";
+  cargo xtask soak upgrade --previous /usr/bin/shadowbell
+  cargo xtask soak wakeups --minutes 60";
 
 #[derive(clap::Args)]
 pub struct Arguments {
@@ -66,6 +67,12 @@ enum What {
     /// Fails as `kill` does, or if an upgrade fails, except if the other program does not support
     /// the state's version.
     Upgrade(upgrade::Arguments),
+    /// Export one disk in two ways, to clients with one request in flight each, while VMs kick
+    /// random chains and disconnect.
+    ///
+    /// Fails if a request takes more than 100 ms, except if this machine delayed a control thread
+    /// by most of that time. A request whose wakeup is lost takes 30 s.
+    Wakeups(wakeups::Arguments),
 }
 
 pub fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
@@ -74,5 +81,6 @@ pub fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
         What::Kill(arguments) => kill::run(report, &arguments),
         What::Qcow2(arguments) => qcow2::run(report, &arguments),
         What::Upgrade(arguments) => upgrade::run(report, &arguments),
+        What::Wakeups(arguments) => wakeups::run(report, &arguments),
     }
 }

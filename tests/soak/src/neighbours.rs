@@ -16,7 +16,7 @@ use super::attackers::{Attacker, Disk};
 use super::counters::{Counters, value};
 use super::honest::{self, DISK, DISK_BYTES, HonestGuest, TIMEOUT, drive};
 use shadowbell_harness::Report;
-use shadowbell_hostile::server::{LogReader, Server};
+use shadowbell_hostile::server::{LogReader, Server, Setup};
 use shadowbell_hostile::watch::{Usage, usage};
 
 /// One in this many controllers belongs to an attacker.
@@ -101,7 +101,8 @@ impl Soak {
         // The server inherits the default descriptor limit. This process raises its own limit
         // afterwards.
         let workers = usize::from(arguments.workers);
-        let server = Server::serve_with(binary, &disks, workers, LogReader::File)?;
+        let setup = Setup { workers, ..Setup::default() };
+        let server = Server::serve_with(binary, &disks, setup, LogReader::File)?;
         raise_descriptor_limit();
         let mut honest = Vec::new();
         for number in (0..count).filter(|number| !is_hostile(*number)) {

@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::pattern::{BLOCK, pattern};
-use super::random::Random;
+use shadowbell_hostile::random::Random;
 
 /// Number of slots of a disk, and number of blocks of the largest slot.
 const SLOTS: u64 = 256;

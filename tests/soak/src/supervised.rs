@@ -142,7 +142,7 @@ impl SupervisedServer {
             }
             let socket = directory.path().join(format!("vm{n}.sock"));
             if *kind == DiskKind::Qcow2 {
-                make_qcow2(&image)?;
+                make_qcow2(&image, DISK_BYTES)?;
             }
             let backend_socket = directory.path().join(format!("backend{n}"));
             backends.extend(kind.backend(binary, &image, &backend_socket)?);
@@ -211,9 +211,10 @@ impl SupervisedServer {
     }
 }
 
-fn make_qcow2(image: &Path) -> Result<()> {
+/// Makes a qcow2 image.
+pub(crate) fn make_qcow2(image: &Path, bytes: u64) -> Result<()> {
     let mut command = Command::new("qemu-img");
-    command.args(["create", "-q", "-f", "qcow2"]).arg(image).arg(DISK_BYTES.to_string());
+    command.args(["create", "-q", "-f", "qcow2"]).arg(image).arg(bytes.to_string());
     let status = command.status().context("`qemu-img`, which is in Debian's qemu-utils")?;
     ensure!(status.success(), "`qemu-img create` has failed");
     Ok(())

@@ -12,7 +12,10 @@ use anyhow::Result;
 use super::messages::silent_connection;
 use crate::attack::{Attack, Field, Kind};
 use crate::peer::nbd::{FLUSH, LIST, NbdClient, READ, option, request};
-use crate::peer::virtio::{ENTRIES, INDIRECT, MEMORY, NEXT, ROOM, VirtioGuest, WRITE, descriptor};
+use crate::peer::virtio::{
+    ENTRIES, INDIRECT, MEMORY, NEXT, ROOM, VirtioGuest, WRITE, descriptor, header,
+};
+use crate::random::Random;
 
 const DISK: &[&str] = &["mem:16MiB"];
 /// Largest reads and writes of NBD, in bytes.
@@ -42,6 +45,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     export("vhost-huge", "virtio chains of gigabytes, on vhost-user-blk", vhost_huge),
     export("vhost-reads", "256 virtio reads of 1 MiB in flight", vhost_reads),
     export("vhost-bad", "virtio requests that are refused", vhost_bad),
+    export("vhost-random", "VMs that kick random chains and disconnect", vhost_random),
     export("vhost-attach", "VMs that connect and disconnect with requests in flight", vhost_attach),
 ];
 
@@ -187,14 +191,6 @@ fn loops(guest: &VirtioGuest) -> Result<()> {
     )
 }
 
-/// Header of a virtio-blk request: type and sector.
-fn header(kind: u32, sector: u64) -> [u8; 16] {
-    let mut bytes = [0; 16];
-    bytes[..4].copy_from_slice(&kind.to_le_bytes());
-    bytes[8..].copy_from_slice(&sector.to_le_bytes());
-    bytes
-}
-
 fn vhost_huge(field: &mut Field) -> Result<()> {
     offer(field, huge, &[0])
 }
@@ -264,6 +260,22 @@ fn vhost_attach(field: &mut Field) -> Result<()> {
         field.done += 1;
         // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Each VM kicks random chains a few times, and disconnects with requests in flight.
+fn vhost_random(field: &mut Field) -> Result<()> {
+    // The victim's blocks are before these.
+    let sectors = (1 << 20) / 512..(16 << 20) / 512;
+    let mut random = Random::new(1);
+    while !field.is_over() {
+        let mut guest = VirtioGuest::attach(&vhost(field))?;
+        for _ in 0..random.below(8) {
+            field.done += guest.offer_random(&mut random, &sectors)?;
+            // This pause sets the pace of the attack.
+            sleep(Duration::from_micros(random.below(500)));
+        }
     }
     Ok(())
 }

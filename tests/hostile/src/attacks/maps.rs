@@ -62,6 +62,12 @@ pub(crate) const ATTACKS: &[Attack] = &[
 
 fn page_tables(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(16, 64)?;
+    let lists = page_lists(&mut guest)?;
+    field.fill(guest, sparse_reads(lists))
+}
+
+/// Shares sparse memory, and makes PRP lists of pages that are 2 MiB apart.
+pub(super) fn page_lists(guest: &mut Guest) -> Result<Vec<(u64, u64)>> {
     let size = 64 << 30;
     let file = memfd(size)?;
     for n in 0..32 {
@@ -71,17 +77,20 @@ fn page_tables(field: &mut Field) -> Result<()> {
             break;
         }
     }
-    // Reads of 1 MiB with pages that are 2 MiB apart. The PRP lists are reused.
-    let mut lists = Vec::new();
-    for n in 0..1024 {
+    let list = |n: u64| {
         let first = ELSEWHERE + n * 256 * STRIDE * 7 % (32 * size);
         let pages: Vec<u64> = (0..256).map(|page| first + page * STRIDE).collect();
-        lists.push(guest.prps(&pages)?);
-    }
-    field.fill(guest, move |n| {
+        guest.prps(&pages)
+    };
+    (0..1024).map(list).collect()
+}
+
+/// Reads of 1 MiB, which use the PRP lists in turn.
+pub(super) fn sparse_reads(lists: Vec<(u64, u64)>) -> impl FnMut(u64) -> Sqe {
+    move |n| {
         let (prp1, prp2) = lists.get(n as usize % lists.len()).copied().unwrap_or_default();
         Sqe::read(1, 0, 2047, 0).with_prps(prp1, prp2)
-    })
+    }
 }
 
 fn punch_holes(field: &mut Field) -> Result<()> {

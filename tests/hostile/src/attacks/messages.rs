@@ -7,7 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use shadowbell_spec::regs;
 use shadowbell_vfio_user::migration::{
-    DeviceFeature, DeviceState, MigData, MigrationState, feature, feature_flags,
+    DeviceFeature, DeviceState, LOG_PAGE, LoggingControl, MigData, MigrationState, feature,
+    feature_flags,
 };
 use shadowbell_vfio_user::wire::{self, command, header_flags};
 use zerocopy::IntoBytes;
@@ -215,8 +216,18 @@ fn nested_json(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
+/// Starts a log of all pages that the device writes. Returns true if the server accepts that.
+pub(super) fn start_logging(guest: &mut Guest) -> Result<bool> {
+    let control = LoggingControl { page_size: LOG_PAGE, num_ranges: 0, reserved: 0 };
+    let flags = feature_flags::SET | feature::DMA_LOGGING_START;
+    let ask = DeviceFeature { argsz: 24, flags };
+    let payload = [ask.as_bytes(), control.as_bytes()];
+    let (header, _) = guest.link.try_ask(command::DEVICE_FEATURE, &payload, &[])?;
+    Ok(header.error == 0)
+}
+
 /// Changes the migration state. Returns true if the server accepts the change.
-fn set_migration_state(guest: &mut Guest, state: MigrationState) -> Result<bool> {
+pub(super) fn set_migration_state(guest: &mut Guest, state: MigrationState) -> Result<bool> {
     let ask = DeviceFeature { argsz: 16, flags: feature_flags::SET | feature::MIG_DEVICE_STATE };
     let state = DeviceState { state: state as u32, data_fd: u32::MAX };
     let payload = [ask.as_bytes(), state.as_bytes()];

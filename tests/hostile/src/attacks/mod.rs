@@ -5,13 +5,14 @@ mod commands;
 mod descriptors;
 mod exports;
 pub(super) mod fuse;
+pub(super) mod isolation;
 mod maps;
 mod messages;
 
 use super::attack::Attack;
 
 /// Attacks, grouped by type of peer and request.
-const PARTS: [&[Attack]; 7] = [
+const PARTS: [&[Attack]; 8] = [
     commands::ATTACKS,
     admin::ATTACKS,
     messages::ATTACKS,
@@ -19,6 +20,7 @@ const PARTS: [&[Attack]; 7] = [
     descriptors::ATTACKS,
     fuse::ATTACKS,
     exports::ATTACKS,
+    isolation::ATTACKS,
 ];
 
 /// All attacks, in the order in which they run.
@@ -37,6 +39,6 @@ mod tests {
         let has_short = |part: &[Attack]| part.iter().any(|attack| attack.is_short);
         assert!(PARTS.iter().all(|part| has_short(part)));
         // Each short attack takes about two seconds, and some are repeated.
-        assert!(all().iter().filter(|attack| attack.is_short).count() <= 15);
+        assert!(all().iter().filter(|attack| attack.is_short).count() <= 25);
     }
 }

@@ -1,5 +1,6 @@
 //! vhost-user-blk frontend and its guest: one virtqueue with arbitrary descriptors.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -13,6 +14,7 @@ use zerocopy::IntoBytes;
 
 use super::connection::send_fds;
 use super::guest::memfd;
+use crate::random::Random;
 
 /// Number of entries of the virtqueue.
 pub const ENTRIES: u16 = 256;
@@ -33,6 +35,17 @@ const PATIENCE: Duration = Duration::from_secs(6);
 pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
 pub const INDIRECT: u16 = 4;
+
+/// Types of virtio-blk requests: read, write, flush, discard and write zeroes.
+const REQUESTS: [u32; 5] = [0, 1, 4, 11, 13];
+
+/// Encodes the header of a virtio-blk request: type and sector.
+pub fn header(kind: u32, sector: u64) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..4].copy_from_slice(&kind.to_le_bytes());
+    bytes[8..].copy_from_slice(&sector.to_le_bytes());
+    bytes
+}
 
 /// Encodes a descriptor.
 pub fn descriptor(address: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
@@ -130,5 +143,58 @@ impl VirtioGuest {
         self.put(AVAIL as u64 + 2, &self.available.to_le_bytes())?;
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
         Ok(())
+    }
+
+    /// Writes a request for `len` bytes into descriptors 0 to 2, at head 0, and makes it available.
+    /// The data are at [`ROOM`] plus one page.
+    pub fn submit(&mut self, kind: u32, sector: u64, len: u32) -> Result<()> {
+        let data = if kind == 0 { NEXT | WRITE } else { NEXT };
+        self.put(ROOM, &header(kind, sector))?;
+        let chain = [
+            descriptor(ROOM, 16, NEXT, 1),
+            descriptor(ROOM + 4096, len, data, 2),
+            descriptor(ROOM + 16, 1, WRITE, 0),
+        ];
+        self.describe(0, &chain)?;
+        self.offer(&[0])
+    }
+
+    /// Kicks the device with random chains: most are requests that begin at one of these `sectors`,
+    /// of which some have a wrong descriptor; some heads and counts are invalid.
+    pub fn offer_random(&mut self, random: &mut Random, sectors: &Range<u64>) -> Result<u64> {
+        for first in (0..ENTRIES - 2).step_by(3) {
+            let at = ROOM + u64::from(first) * 32;
+            let kind = REQUESTS[random.below(REQUESTS.len() as u64) as usize];
+            let sector = sectors.start + random.below(sectors.end - sectors.start);
+            self.put(at, &header(kind, sector))?;
+            let flags = if kind == 0 { NEXT | WRITE } else { NEXT };
+            let data = (1 << 20) + random.below(MEMORY - (2 << 20)) / 512 * 512;
+            let len = 512 * (1 + random.below(32)) as u32;
+            let mut chain = [
+                descriptor(at, 16, NEXT, first + 1),
+                descriptor(data, len, flags, first + 2),
+                descriptor(at + 16, 1, WRITE, 0),
+            ];
+            if random.below(8) == 0 {
+                let wrong = random.below(3) as usize;
+                let next = random.below(u64::from(ENTRIES) + 2) as u16;
+                let address = random.below(MEMORY * 2);
+                let flags = random.below(8) as u16;
+                chain[wrong] = descriptor(address, random.below(1 << 20) as u32, flags, next);
+            }
+            self.describe(first, &chain)?;
+        }
+        let count = match random.below(16) {
+            0 => ENTRIES + 1 + random.below(64) as u16,
+            _ => random.below(u64::from(ENTRIES.saturating_sub(self.outstanding())) + 1) as u16,
+        };
+        let heads: Vec<u16> = (0..count)
+            .map(|_| match random.below(64) {
+                0 => random.below(1 << 16) as u16,
+                _ => 3 * random.below(u64::from(ENTRIES) / 3) as u16,
+            })
+            .collect();
+        self.offer(&heads)?;
+        Ok(heads.len() as u64)
     }
 }
