@@ -701,8 +701,8 @@ fn states_of_all_readable_versions_are_read() {
     let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);
     assert!(setup.host.configure_shadow(|_, _| 0).is_success());
     let _queue = setup.create(1, 16, true);
-    // Times of 0 ms are not saved.
     let since = Instant::now();
+    // A lower bound: times of 0 ms are not saved.
     wait::until("some milliseconds", || since.elapsed() > Duration::from_millis(2));
     setup.freeze();
     let mut fds = Descriptors::default();
