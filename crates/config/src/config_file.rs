@@ -24,7 +24,6 @@ use shadowbell_process::exit::bad_input;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::fs;
-use std::io::{self, Read};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
@@ -60,7 +59,17 @@ struct File {
     disk: Vec<Spanned<NamedDiskTable>>,
     controller: Option<Vec<Spanned<ControllerTable>>>,
     #[serde(default)]
+    paths: PathsTable,
+    #[serde(default)]
     export: Vec<Spanned<ExportConfig>>,
+}
+
+/// Table `[paths]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PathsTable {
+    /// Directories of images and sockets that requests may add.
+    allow: Vec<PathBuf>,
 }
 
 /// Table `[[limit-group]]`: name and limits of a limit group. The keys of the limits are those of
@@ -115,14 +124,19 @@ struct DiskTable {
     share: bool,
 }
 
-/// Reads the configuration file at `path`; `open` opens it. Does not open disks and sockets.
+/// Reads the configuration file at `path`. Does not open disks and sockets.
 ///
 /// # Errors
 /// All errors of the file, one per line, with line numbers.
-pub fn read(
-    path: &Path,
-    open: impl FnOnce(&Path) -> io::Result<fs::File>,
-) -> anyhow::Result<ServerConfig> {
+pub fn read(path: &Path) -> anyhow::Result<ServerConfig> {
+    parse(&read_text(path)?, &path.display().to_string()).map_err(|why| bad_input(anyhow!(why)))
+}
+
+/// Reads the text of the configuration file at `path`.
+///
+/// # Errors
+/// The file cannot be read, or is no regular file of a plausible size.
+pub fn read_text(path: &Path) -> anyhow::Result<String> {
     let name = path.display();
     let refuse = |why: fmt::Arguments<'_>| bad_input(anyhow!("{name}: {why}"));
     let unreadable = |error| refuse(format_args!("cannot read the configuration: {error}"));
@@ -136,22 +150,7 @@ pub fn read(
             metadata.len()
         )));
     }
-    let mut text = String::new();
-    let read = open(path).and_then(|mut file| file.read_to_string(&mut text));
-    read.map_err(unreadable)?;
-    parse(&text, &name.to_string()).map_err(|why| bad_input(anyhow!(why)))
-}
-
-/// Disks in the text of a configuration file.
-pub fn disks_of(toml: &str) -> Vec<String> {
-    let Ok(file) = toml.parse::<toml::Table>() else { return Vec::new() };
-    let controllers = file.get("controller").and_then(toml::Value::as_array);
-    let disks = controllers.into_iter().flatten().filter_map(|c| c.get("disks")?.as_array());
-    let names = disks.flatten().filter_map(|disk| match disk {
-        toml::Value::String(name) => Some(name.clone()),
-        other => Some(other.get("disk")?.as_str()?.to_owned()),
-    });
-    names.collect()
+    fs::read_to_string(path).map_err(unreadable)
 }
 
 /// Parses `text`, the content of the file `name`.
@@ -367,6 +366,7 @@ impl Check<'_> {
             metrics_hosts: file.metrics_hosts,
             groups,
             socket_access: SocketAccess { mode, group },
+            allow: file.paths.allow,
             polls_for_mapped: false,
         }
         .settled(is_polling_open)

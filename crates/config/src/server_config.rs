@@ -50,6 +50,8 @@ pub struct ServerConfig {
     pub groups: Vec<Group>,
     /// Mode and group of the controllers' sockets.
     pub socket_access: SocketAccess,
+    /// Directories below which images may be opened and sockets created on request.
+    pub allow: Vec<PathBuf>,
     /// True if I/O threads always poll because of mapped doorbells. False if a polling option was
     /// given.
     pub polls_for_mapped: bool,

@@ -1,11 +1,6 @@
 //! Mode and group of the controllers' sockets.
 
-use rustix::fs::{AtFlags, CWD, chownat};
-use rustix::process::Gid;
-use std::fs::Permissions;
 use std::io;
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::sync::OnceLock;
 
 /// Configured access for all controller sockets of the process.
@@ -54,28 +49,22 @@ pub fn set(access: &SocketAccess) {
     let _ = ACCESS.set(access.clone());
 }
 
-/// Applies the configured access to a new socket.
+/// Configured mode, and the number of the configured group.
 ///
 /// # Errors
-/// The group does not exist, or a system call fails.
-pub fn give(path: &Path) -> io::Result<()> {
-    ACCESS.get().map_or(Ok(()), |access| access.give_to(path))
+/// The group does not exist.
+pub fn configured() -> io::Result<(Option<u32>, Option<u32>)> {
+    ACCESS.get().map_or(Ok((None, None)), SocketAccess::numbers)
 }
 
 impl SocketAccess {
-    /// Applies this access to a new socket.
+    /// Mode, and the number of the group.
     ///
     /// # Errors
-    /// The group does not exist, or a system call fails.
-    pub fn give_to(&self, path: &Path) -> io::Result<()> {
-        if let Some(group) = &self.group {
-            let number = parse_group(group).map_err(io::Error::other)?;
-            chownat(CWD, path, None, Some(Gid::from_raw(number)), AtFlags::empty())?;
-        }
-        match self.mode {
-            Some(mode) => std::fs::set_permissions(path, Permissions::from_mode(mode)),
-            None => Ok(()),
-        }
+    /// The group does not exist.
+    pub fn numbers(&self) -> io::Result<(Option<u32>, Option<u32>)> {
+        let group = self.group.as_deref().map(parse_group).transpose();
+        Ok((self.mode, group.map_err(io::Error::other)?))
     }
 }
 

@@ -55,6 +55,11 @@ pub fn socket(directory: &Path, name: &str) -> PathBuf {
     directory.join(name).join(SOCKET)
 }
 
+/// Name of a server whose default name is in use by another one.
+pub fn name_for(name: &str, pid: u32) -> String {
+    format!("{name}.{pid}")
+}
+
 /// Names and control sockets of all servers in `directory`, sorted by name. Includes servers that
 /// have ended and left their socket.
 pub fn servers(directory: &Path) -> Vec<(String, PathBuf)> {

@@ -230,7 +230,7 @@ impl Problem {
 #[serde(deny_unknown_fields)]
 pub struct ControllerSpec {
     /// Absolute path of the socket to create.
-    #[schema(example = "/run/vm0.sock")]
+    #[schema(example = "/run/shadowbell/vm0.sock")]
     pub socket: String,
     /// Disks in the order of the namespaces, in the syntax of `serve`.
     #[schema(example = json!([{"disk": "/srv/vm0.img"}]))]
@@ -337,7 +337,7 @@ pub struct Export {
     pub disk: String,
     /// Listen address for NBD.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(example = "unix:/run/data.sock")]
+    #[schema(example = "unix:/run/shadowbell/data.sock")]
     pub nbd: Option<String>,
     /// Path of the socket for vhost-user-blk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -370,7 +370,7 @@ pub struct ExportSpec {
     pub disk: String,
     /// Listen address for NBD: `unix:PATH` with an absolute path, or `tcp:ADDRESS`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(example = "unix:/run/data.sock")]
+    #[schema(example = "unix:/run/shadowbell/data.sock")]
     pub nbd: Option<String>,
     /// Absolute path of the socket for vhost-user-blk.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -8,6 +8,7 @@
 //! | [`create`] | creation of images |
 //! | `check` | check of an image on a thread, for which requests wait |
 //! | `open` | opening an image, its data file and its backing files |
+//! | `named_files` | paths of the files that an image names |
 //! | `header` | parser and checks of the header |
 //! | `format` | locations of clusters, and reads |
 //! | `write` | allocation, copy-on-write, and zeroes |
@@ -79,6 +80,7 @@ mod header;
 mod image;
 mod map;
 mod map_fill;
+mod named_files;
 mod open;
 mod pool;
 mod queue;
@@ -98,6 +100,7 @@ mod write;
 pub use create::create;
 pub use disk::Qcow2Disk;
 pub use error::OpenError;
+pub use named_files::named_files;
 pub use pool::MAX_THREADS;
 
 #[cfg(doctest)]

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Maximum length of a chain of backing files.
-const MAX_CHAIN: usize = 64;
+pub(crate) const MAX_CHAIN: usize = 64;
 
 /// Opened image.
 pub(crate) struct Opened {
@@ -250,7 +250,7 @@ impl Chain<'_> {
 }
 
 /// Path of a local file that the image at `path` names.
-fn beside(path: &Path, name: &str) -> Result<PathBuf, OpenError> {
+pub(crate) fn beside(path: &Path, name: &str) -> Result<PathBuf, OpenError> {
     let name = name.strip_prefix("file:").unwrap_or(name);
     if name.split_once(':').is_some_and(|(kind, _)| !kind.contains('/')) {
         return Err(OpenError::Unsupported {

@@ -8,7 +8,7 @@ use common::{
     read, run_one, segments, try_open, wait, write,
 };
 use shadowbell_disk::{self as disk, Disk, DiskError, Op, Request, Submitted};
-use shadowbell_disk_qcow2::{OpenError, create};
+use shadowbell_disk_qcow2::{OpenError, create, named_files};
 use shadowbell_memory::Segments;
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::skipped;
@@ -98,6 +98,8 @@ fn invalid_images_are_refused_with_the_reason() {
     // A backing file is opened only if that is allowed, and if the image states its format.
     create(&["-b", name(&base), "-F", "raw"]);
     assert!(refused("").contains("allow-backing=on"));
+    assert_eq!(named_files(path.as_ref()), [(base.clone(), false)]);
+    assert!(named_files(&base).is_empty() && named_files(directory.path()).is_empty());
     assert_eq!(content(&try_open(path.as_ref(), "?allow-backing=on").unwrap())[..4096], [1; 4096]);
     let mut bytes = std::fs::read(path).unwrap();
     let format = bytes.windows(4).position(|kind| kind == [0xe2, 0x79, 0x2a, 0xca]).unwrap();

@@ -1,4 +1,4 @@
-//! Deferred close: a separate thread closes the descriptors that a client has sent. For processes
+//! Deferred close: separate threads close the descriptors that a client has sent. For processes
 //! whose main thread must not block.
 //!
 //! Closing the last descriptor of a memfd frees all of its pages, which takes a second for some
@@ -13,25 +13,35 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Maximum number of descriptors that wait to be closed. Beyond it, the caller closes descriptors
-/// itself, because they are a limited resource. The limit is not reached in practice: memory is
-/// freed faster than clients can fill it.
-const MAX_WAITING: usize = 1024;
+/// Number of waiting descriptors from which on no more should be [received](is_behind).
+const MANY: usize = 1024;
+/// Maximum number of closing threads. More than one run only if many descriptors wait: a descriptor
+/// may block its thread for ever.
+const THREADS: usize = 4;
 
 /// Signals that only the main thread handles.
 const SIGNALS: [Signal; 6] =
     [Signal::INT, Signal::TERM, Signal::HUP, Signal::USR1, Signal::USR2, Signal::CHILD];
 
-/// Closing thread of this process, if enabled.
+/// Closing threads of this process, if enabled.
 static CLOSER: OnceLock<Closer> = OnceLock::new();
 
-/// Handle of the closing thread.
-#[derive(Default)]
+/// Handle of the closing threads.
 struct Closer {
     /// Number of descriptors that wait or are being closed.
     waiting: Arc<AtomicUsize>,
-    /// Queue of the thread, which is started with the first descriptor.
-    thread: OnceLock<Option<Mutex<Sender<OwnedFd>>>>,
+    /// Number of threads, which are started when they are needed.
+    threads: AtomicUsize,
+    sender: Sender<OwnedFd>,
+    fds: Arc<Mutex<Receiver<OwnedFd>>>,
+}
+
+impl Default for Closer {
+    fn default() -> Self {
+        let (sender, fds) = channel();
+        let fds = Arc::new(Mutex::new(fds));
+        Self { waiting: Arc::default(), threads: AtomicUsize::new(0), sender, fds }
+    }
 }
 
 /// Enables deferred close in this process.
@@ -39,7 +49,7 @@ pub fn enable() {
     CLOSER.get_or_init(Closer::default);
 }
 
-/// Closes descriptors. The closing thread closes them if it was [enabled](enable); otherwise this
+/// Closes descriptors. Closing threads close them if they were [enabled](enable); otherwise this
 /// thread does, at once.
 pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
     match CLOSER.get() {
@@ -48,29 +58,29 @@ pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
     }
 }
 
+/// True if so many descriptors wait to be closed that no more should be received.
+pub fn is_behind() -> bool {
+    CLOSER.get().is_some_and(|closer| closer.waiting.load(Ordering::Relaxed) >= MANY)
+}
+
 impl Closer {
     fn close(&self, fd: OwnedFd) {
-        if self.waiting.load(Ordering::Relaxed) >= MAX_WAITING {
-            return;
+        let wanted = 1 + self.waiting.fetch_add(1, Ordering::Relaxed) * THREADS / MANY;
+        if self.threads.load(Ordering::Relaxed) < wanted.min(THREADS) && self.start().is_ok() {
+            self.threads.fetch_add(1, Ordering::Relaxed);
         }
-        let start = || {
-            let (sender, fds) = channel();
-            self.start(fds).ok().map(|()| Mutex::new(sender))
-        };
-        let Some(thread) = self.thread.get_or_init(start) else { return };
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        if thread.lock().unwrap_or_else(PoisonError::into_inner).send(fd).is_err() {
-            self.waiting.fetch_sub(1, Ordering::Release);
-        }
+        // The receiver exists as long as this handle, so this cannot fail.
+        let _ = self.sender.send(fd);
     }
 
-    fn start(&self, fds: Receiver<OwnedFd>) -> io::Result<()> {
-        let waiting = Arc::clone(&self.waiting);
+    fn start(&self) -> io::Result<()> {
+        let (waiting, fds) = (Arc::clone(&self.waiting), Arc::clone(&self.fds));
         let signals = SIGNALS.map(Signal::as_raw);
         let _ = block_signals(&signals);
         let thread = std::thread::Builder::new().name("sb-close".into()).stack_size(64 << 10);
         let started = thread.spawn(move || {
-            for fd in fds {
+            let next = || fds.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            while let Ok(fd) = next() {
                 drop(fd);
                 waiting.fetch_sub(1, Ordering::Release);
             }
@@ -106,6 +116,11 @@ mod tests {
         let (slow, reader) = slow();
         closer.close(slow);
         assert_eq!(closer.waiting.load(Ordering::Acquire), 1, "it was closed here");
+        // Another thread closes what comes later.
+        let (mut read, write) = io::pipe().unwrap();
+        (0..MANY / THREADS).for_each(|_| closer.close(write.try_clone().unwrap().into()));
+        closer.close(write.into());
+        assert_eq!(std::io::Read::read(&mut read, &mut [0]).unwrap(), 0);
         // Dropping the reader lets the pending close finish.
         drop(reader);
         until("the close", || closer.waiting.load(Ordering::Acquire) == 0);

@@ -16,6 +16,7 @@ use shadowbell_config::socket_path::{self, SocketPath};
 use shadowbell_controller::PoolOptions;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_process::exit::bad_input;
+use shadowbell_supervisor::permissions::Permissions;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -185,17 +186,20 @@ A configuration file:
   poll = \"adaptive\"                          # or \"always\", \"never\"
   poll-max-us = 100
 
+  [paths]
+  allow = [\"/srv/images\"]                  # images and sockets that requests may add below it
+
   [[limit-group]]                            # shared by disks with `limit-group=db`
   name = \"db\"
   write-bandwidth = \"500MiB\"
 
   [[controller]]
   id = \"vm0\"                                # for `shadowbell ctl` [default: the socket]
-  socket = \"/run/vm0.sock\"
+  socket = \"/run/shadowbell/vm0.sock\"
   disks = [\"vm0.img\", { disk = \"mem:1GiB\", uuid = \"0190163d-8694-739b-aea5-966c26f8ad91\" }]
 
   [[controller]]
-  socket = \"/run/vm1.sock\"
+  socket = \"/run/shadowbell/vm1.sock\"
   disks = [\"/dev/vg/vm1\", { disk = \"vm1.img?iops=5000&limit-group=db\", nsid = 7 }]
   serial = \"VM1\"
   model = \"Shadowbell NVMe Controller\"
@@ -281,23 +285,38 @@ impl Args {
         self.config.is_some()
     }
 
-    /// Options of the sandbox.
-    pub(super) fn sandbox(&self) -> sandbox::Asked {
-        let (mode, user, allow) = (self.sandbox, self.user.clone(), self.allow.clone());
-        sandbox::Asked { mode, user, allow, config: self.config.clone() }
+    /// Permissions of the server process. `text`: the content of the configuration file.
+    ///
+    /// # Errors
+    /// As for [`config`](Self::config).
+    pub fn permissions(&self, text: Option<&str>) -> anyhow::Result<Permissions> {
+        if self.has_file() && text.is_none() {
+            return Err(anyhow!("the configuration file was not read"));
+        }
+        sandbox::permissions(self.user.as_ref(), &self.clone().config(text)?)
     }
 
-    /// Configuration from the command line and the file.
+    /// Options of the sandbox.
+    pub(super) fn sandbox(&self) -> sandbox::Asked {
+        sandbox::Asked { mode: self.sandbox, user: self.user.clone() }
+    }
+
+    /// Configuration from the command line and the file. `text`: the content of the file, if it
+    /// was read already.
     ///
     /// # Errors
     /// The file is invalid, or the options contradict each other.
-    pub fn config(self) -> anyhow::Result<ServerConfig> {
+    pub fn config(self, text: Option<&str>) -> anyhow::Result<ServerConfig> {
         let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
         let names = self.config.as_deref().or(self.socket.as_deref());
         let default_name = names.map(socket_path::name_from).unwrap_or_default();
         let is_polling_open = self.pool.poll.is_none() && self.pool.poll_max.is_none();
         let mut config = match self.config {
-            Some(path) => config_file::read(&path, sandbox::open_config)?,
+            Some(path) => match text {
+                Some(text) => config_file::parse(text, &path.display().to_string())
+                    .map_err(|why| bad_input(anyhow!(why)))?,
+                None => config_file::read(&path)?,
+            },
             None => ServerConfig {
                 disks: Vec::new(),
                 exports: Vec::new(),
@@ -320,6 +339,7 @@ impl Args {
                 metrics_hosts: Vec::new(),
                 groups: Vec::new(),
                 socket_access: SocketAccess::default(),
+                allow: Vec::new(),
                 polls_for_mapped: false,
             }
             .settled(is_polling_open),
@@ -327,6 +347,7 @@ impl Args {
         config.trace = trace.or(config.trace);
         config.measure |= self.measure;
         config.default_name = default_name;
+        config.allow.extend(self.allow);
         config.metrics = self.metrics.or(config.metrics);
         config.metrics_hosts.extend(self.metrics_host);
         let SocketAccess { mode, group } = config.socket_access;

@@ -8,7 +8,6 @@ use bytesize::ByteSize;
 use shadowbell_config::controller_config::{ConfigureError, OfferedDoorbells};
 use shadowbell_config::disk_spec::{self, DiskSpecError};
 use shadowbell_config::server_config::{SocketConfig, WorkerChoice};
-use shadowbell_config::socket_access;
 use shadowbell_config::uuid_text::uuid_text;
 use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
 use shadowbell_disk::Disk;
@@ -95,16 +94,10 @@ pub(super) fn bind_one(served: &SocketConfig) -> anyhow::Result<Listener> {
 
 /// Creates a socket for clients, with the configured mode and group.
 pub(super) fn bind_socket(path: &Path) -> anyhow::Result<Listener> {
-    let listener = path_broker::listen(path, Kind::Controller).map_err(|error| match error {
+    path_broker::listen(path, Kind::Controller).map_err(|error| match error {
         BindError::System { .. } => error.into(),
         _ => bad_input(error),
-    })?;
-    if !path_broker::has_broker() {
-        socket_access::give(listener.path())
-            .with_context(|| format!("{}: cannot set its mode or group", listener.path().display()))
-            .map_err(bad_input)?;
-    }
-    Ok(listener)
+    })
 }
 
 pub(super) fn with_origin<T>(

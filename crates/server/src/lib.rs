@@ -86,7 +86,7 @@ mod worker_link;
 
 pub use args::Args;
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
 use endpoints::{Endpoints, Powers, RunningEndpoints};
@@ -113,7 +113,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
-use worker_link::{Role, WorkerLink};
+use worker_link::{Role, WorkerLink, text_of};
 
 /// Serves until a signal ends the service.
 ///
@@ -134,7 +134,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 /// Validates a configuration file.
 fn check(file: &Path) -> anyhow::Result<ExitCode> {
-    let config = config_file::read(file, sandbox::open_config)?;
+    let config = config_file::read(file)?;
     for served in &config.controllers {
         for disk in &served.controller.disks {
             let known = disk_spec::check(&disk.disk).map_err(DiskSpecError::into_error);
@@ -156,7 +156,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let mut phases = Phases::begin();
     let given = args.clone();
     let asked = args.sandbox();
-    let mut config = args.config()?;
+    let text = supervisor.map(|(_, link)| link.begin()).transpose()?.flatten();
+    let mut config = args.config(text.as_deref())?;
     let reload = Reload::of(&given, &config);
     // A process that recovers locks the pools once the old process has unlocked them.
     let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
@@ -333,9 +334,9 @@ fn wait<'a>(
     server: &Server,
     reload: Option<&Arc<Reload>>,
 ) -> io::Result<End<'a>> {
-    let reload = |done: Box<dyn FnOnce(&str) + Send>| {
+    let reload = |text, done: Box<dyn FnOnce(&str) + Send>| {
         if let Some(reload) = reload {
-            reload.start(server.changes(), done);
+            reload.start(server.changes(), text, done);
         }
     };
     loop {
@@ -346,7 +347,7 @@ fn wait<'a>(
             Wake::Signal(SIGHUP) if link.is_some() => {}
             Wake::Signal(SIGHUP) => {
                 notify::send(&notify::reloading());
-                reload(Box::new(|outcome| notify::send(&notify::ready(outcome))));
+                reload(Ok(None), Box::new(|outcome| notify::send(&notify::ready(outcome))));
             }
             Wake::Signal(_) => report(server),
             Wake::Readable => {
@@ -362,7 +363,12 @@ fn wait<'a>(
                     to_worker::REPORT => report(server),
                     to_worker::READ => {
                         let link = link.clone();
-                        reload(Box::new(move |outcome| link.say(to_supervisor::READ, outcome)));
+                        let why = packet.text();
+                        let text = packet.fd().map_or_else(|| Err(anyhow!(why)), text_of);
+                        reload(
+                            text.map(Some),
+                            Box::new(move |outcome| link.say(to_supervisor::READ, outcome)),
+                        );
                     }
                     to_worker::VISIT => link.visit(server),
                     to_worker::QUIESCE => return Ok(End::Quiesce(link)),

@@ -2,26 +2,24 @@
 //! otherwise by this process. The protocol is in [`shadowbell_supervisor::path_protocol`].
 
 use parking_lot::Mutex;
-use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use shadowbell_config::socket_access;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_supervisor::path_protocol::{
-    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, NoSocket, PAIR, PLACES, PathPermissions,
-    REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE, bytes_of, path_of,
+    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, NoSocket, PAIR, REFUSED, REMOVE,
+    REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE,
 };
+use shadowbell_supervisor::permissions::{bytes_of, path_of};
 use shadowbell_supervisor::protocol::{self, Packet, send_bytes};
-use shadowbell_vfio_user::server::{BindError, Listener, ListenerParts, remove_sockets_by};
+use shadowbell_vfio_user::server::{
+    BindError, BindOptions, Listener, ListenerParts, remove_sockets_by,
+};
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, Seek, Write};
+use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::OnceLock;
-use std::time::Duration;
-
-/// Time limit for the supervisor's first answer. An earlier release does not answer.
-const ANSWERS: Duration = Duration::from_secs(5);
 
 /// Connection to the path broker.
 struct Broker {
@@ -36,17 +34,9 @@ static BROKER: OnceLock<Broker> = OnceLock::new();
 /// Uses the path broker at the other end of this socket from now on.
 ///
 /// # Errors
-/// The supervisor has no path broker or refuses.
-pub(super) fn begin(socket: OwnedFd, places: &PathPermissions) -> Result<(), String> {
-    let begin = || -> io::Result<()> {
-        let memory = memory(&serde_json::to_vec(places)?)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(ANSWERS))?;
-        let answer = ask(&socket, PLACES, "", Some(&memory));
-        set_socket_timeout(&socket, Timeout::Recv, None)?;
-        answer.map(drop).map_err(Refusal::into_error)
-    };
-    begin().map_err(|error| format!("the supervisor cannot create sockets ({error})"))?;
-    let unanswered = socket.try_clone().map_err(|error| error.to_string())?;
+/// The descriptor limit is reached.
+pub(super) fn begin(socket: OwnedFd) -> io::Result<()> {
+    let unanswered = socket.try_clone()?;
     let _ = BROKER.set(Broker { socket: Mutex::new(socket), unanswered });
     remove_sockets_by(|path, file| {
         let made = Made { path: bytes_of(path), file: Some(file) };
@@ -54,7 +44,7 @@ pub(super) fn begin(socket: OwnedFd, places: &PathPermissions) -> Result<(), Str
             return;
         };
         match broker.socket.try_lock() {
-            Some(socket) => drop(ask(&socket, REMOVE, made, None)),
+            Some(socket) => drop(ask(&socket, REMOVE, made)),
             // Another request may be slow, on a hung file system: guests do not wait for it.
             None => {
                 let body = made.as_bytes();
@@ -89,19 +79,12 @@ fn nonsense() -> io::Error {
     io::Error::other("unexpected answer of the supervisor")
 }
 
-fn ask(
-    socket: &OwnedFd,
-    letter: u8,
-    body: impl AsRef<OsStr>,
-    memory: Option<&OwnedFd>,
-) -> Result<Packet, Refusal> {
-    let packet = protocol::send(socket, letter, body, memory.map(AsFd::as_fd))
+fn ask(socket: &OwnedFd, letter: u8, body: impl AsRef<OsStr>) -> Result<Packet, Refusal> {
+    let packet = protocol::send(socket, letter, body, None)
         .and_then(|()| protocol::receive(socket, false))
         .map_err(Refusal::System)?;
     let Some(packet) = packet else {
-        return Err(Refusal::System(io::Error::other(
-            "the supervisor is of an earlier release, or has ended",
-        )));
+        return Err(Refusal::System(io::Error::other("the supervisor has ended")));
     };
     Err(match packet.letter {
         DONE => return Ok(packet),
@@ -117,23 +100,23 @@ fn ask(
     })
 }
 
-/// Creates a memfd with these bytes.
-fn memory(bytes: &[u8]) -> io::Result<OwnedFd> {
-    let mut memory = File::from(memfd_create("shadowbell-places", MemfdFlags::CLOEXEC)?);
-    memory.write_all(bytes)?;
-    memory.rewind()?;
-    Ok(memory.into())
-}
-
-/// Creates a socket at `path`. The path broker also sets its owner and mode by `kind`; without a
-/// broker the caller must do that.
+/// Creates a socket at `path`, with the access rights of `kind`.
 ///
 /// # Errors
 /// The socket cannot be created.
 pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
-    let Some(broker) = BROKER.get() else { return Listener::bind(path) };
     let system = |source| BindError::System { path: path.to_owned(), what: "created", source };
-    match ask(&broker.socket.lock(), LISTEN, kind.question(path), None) {
+    let Some(broker) = BROKER.get() else {
+        let (mode, group) = match kind {
+            Kind::Controller => socket_access::configured().map_err(system)?,
+            Kind::Plain => (None, None),
+            Kind::Private => (Some(0o600), None),
+        };
+        return Listener::bind_with(path, BindOptions { mode, group, replaces: None });
+    };
+    let wanted = serde_json::to_string(&(kind, bytes_of(path)));
+    let wanted = wanted.map_err(|error| system(error.into()))?;
+    match ask(&broker.socket.lock(), LISTEN, wanted) {
         Ok(packet) => {
             let made: Result<Made, _> = serde_json::from_slice(&packet.body);
             let (Ok(made), Some(socket)) = (made, packet.fd()) else {
@@ -150,7 +133,7 @@ pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
 /// Removes the directory of a control socket, if it is empty.
 pub(super) fn remove_directory(path: &Path) {
     let _ = match BROKER.get() {
-        Some(broker) => ask(&broker.socket.lock(), REMOVE_DIRECTORY, path, None).map(drop),
+        Some(broker) => ask(&broker.socket.lock(), REMOVE_DIRECTORY, path).map(drop),
         None => std::fs::remove_dir(path).map_err(Refusal::System),
     };
 }
@@ -167,7 +150,7 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
         return Ok((listener, address));
     };
     let packet =
-        ask(&broker.socket.lock(), TCP, address.to_string(), None).map_err(Refusal::into_error)?;
+        ask(&broker.socket.lock(), TCP, address.to_string()).map_err(Refusal::into_error)?;
     let address = packet.text().parse().map_err(|_| nonsense())?;
     Ok((packet.fd().ok_or_else(nonsense)?.into(), address))
 }
@@ -187,7 +170,7 @@ pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
         return TraceFile::create_file(path);
     };
     let keep = if keep { KEEP } else { "" };
-    let packet = ask(&broker.socket.lock(), TRACE, keep, None).map_err(Refusal::into_error)?;
+    let packet = ask(&broker.socket.lock(), TRACE, keep).map_err(Refusal::into_error)?;
     Ok(packet.fd().ok_or_else(nonsense)?.into())
 }
 
@@ -197,6 +180,6 @@ pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
 /// The descriptor limit is reached.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let Some(broker) = BROKER.get() else { return protocol::pair() };
-    let mut packet = ask(&broker.socket.lock(), PAIR, "", None).map_err(Refusal::into_error)?;
+    let mut packet = ask(&broker.socket.lock(), PAIR, "").map_err(Refusal::into_error)?;
     packet.fds.pop().zip(packet.fds.pop()).ok_or_else(nonsense)
 }

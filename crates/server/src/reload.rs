@@ -206,24 +206,25 @@ impl Reload {
         Some(Arc::new(Self { args, settings: Settings::of(config) }))
     }
 
-    /// Reloads the file on a thread of its own, because disks may take long to open. That thread
-    /// finally calls `done` with the result in a sentence.
+    /// Reloads the file, or its `text` that the supervisor has read, on a thread of its own, because
+    /// disks may take long to open. That thread finally calls `done` with the result in a sentence.
     pub(super) fn start(
         self: &Arc<Self>,
         changes: &Arc<Changes>,
+        text: anyhow::Result<Option<String>>,
         done: impl FnOnce(&str) + Send + 'static,
     ) {
         let (ours, changes) = (Arc::clone(self), Arc::clone(changes));
         let thread = std::thread::Builder::new().name("sb-reload".into());
-        let started = thread.spawn(move || done(&ours.run(&changes)));
+        let started = thread.spawn(move || done(&ours.run(&changes, text)));
         if let Err(error) = started {
             error!("the configuration is not reloaded: cannot start a thread ({error})");
         }
     }
 
     /// Reloads the file, logs the result and returns it.
-    fn run(&self, changes: &Changes) -> String {
-        match self.read(changes) {
+    fn run(&self, changes: &Changes, text: anyhow::Result<Option<String>>) -> String {
+        match self.read(changes, text) {
             Ok(said) => {
                 info!("{said}");
                 said
@@ -236,11 +237,16 @@ impl Reload {
         }
     }
 
-    fn read(&self, changes: &Changes) -> anyhow::Result<String> {
+    fn read(
+        &self,
+        changes: &Changes,
+        text: anyhow::Result<Option<String>>,
+    ) -> anyhow::Result<String> {
         let refused = "the configuration is refused, and nothing was changed";
-        let mut config = self.args.clone().config().context(refused)?;
+        let mut config =
+            text.and_then(|text| self.args.clone().config(text.as_deref())).context(refused)?;
         config.add_attached().context(refused)?;
-        if Settings::of(&config) != self.settings {
+        if !Settings::of(&config).are_in_effect(&self.settings) {
             warn!(
                 "server-wide settings of the configuration have changed; they take effect at the \
                  next `shadowbell upgrade` or restart"

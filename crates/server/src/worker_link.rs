@@ -3,6 +3,7 @@
 use super::checkpoint_store::CheckpointStore;
 use super::path_broker;
 use anyhow::{Context, anyhow, bail};
+use parking_lot::Mutex;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_config::server_config::canonical_path;
 use shadowbell_controller::CauseOfDeath;
@@ -10,7 +11,8 @@ use shadowbell_process::exit::bad_input;
 use shadowbell_supervisor::checkpoint::Checkpoint;
 use shadowbell_supervisor::client::SupervisorClient;
 use shadowbell_supervisor::protocol::{self, Packet, to_supervisor, to_worker};
-use std::io;
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -38,7 +40,7 @@ pub(super) struct Received {
 
 /// Connection to the supervisor. It is closed when the supervisor dies.
 #[derive(Clone)]
-pub(super) struct WorkerLink(Arc<OwnedFd>);
+pub(super) struct WorkerLink(Arc<OwnedFd>, Arc<Mutex<Option<(OwnedFd, OwnedFd)>>>);
 
 impl WorkerLink {
     /// Takes the connection from standard input.
@@ -57,7 +59,27 @@ impl WorkerLink {
         let null = std::fs::File::open("/dev/null").context("cannot open /dev/null")?;
         rustix::stdio::dup2_stdin(null)?;
         set_socket_timeout(&link, Timeout::Send, Some(LISTENS))?;
-        Ok(Self(Arc::new(link)))
+        Ok(Self(Arc::new(link), Arc::default()))
+    }
+
+    /// Receives the first message: the sockets of the brokers, and the text of the configuration
+    /// file.
+    ///
+    /// # Errors
+    /// The supervisor has died, or the message is invalid.
+    pub(super) fn begin(&self) -> anyhow::Result<Option<String>> {
+        let packet = protocol::receive(&self.0, false)?.context("the supervisor has ended")?;
+        let mut fds = packet.fds.into_iter();
+        let (Some(images), Some(paths)) = (fds.next(), fds.next()) else {
+            bail!("unexpected first message of the supervisor");
+        };
+        *self.1.lock() = Some((images, paths));
+        fds.next().map(text_of).transpose()
+    }
+
+    /// Takes the sockets of the open broker and of the path broker.
+    pub(super) fn brokers(&self) -> Option<(OwnedFd, OwnedFd)> {
+        self.1.lock().take()
     }
 
     /// Creates a sender of checkpoint changes.
@@ -98,7 +120,7 @@ impl WorkerLink {
     /// # Errors
     /// The descriptor limit is reached.
     pub(super) fn asker(&self) -> io::Result<Asker> {
-        Ok(Asker(Arc::new(Self(Arc::new(self.0.try_clone()?)))))
+        Ok(Asker(Arc::new(Self(Arc::new(self.0.try_clone()?), Arc::default()))))
     }
 
     /// Sends a message. An error is ignored: the main loop sees the supervisor's death.
@@ -148,6 +170,18 @@ impl Asker {
         self.0.give(to_supervisor::UPGRADE, theirs)?;
         Ok(SupervisorClient::over(ours))
     }
+}
+
+/// Text in a memfd of the supervisor.
+///
+/// # Errors
+/// The text cannot be read.
+pub(super) fn text_of(memory: OwnedFd) -> anyhow::Result<String> {
+    let mut file = File::from(memory);
+    let mut text = String::new();
+    file.rewind()?;
+    file.read_to_string(&mut text)?;
+    Ok(text)
 }
 
 impl AsFd for WorkerLink {

@@ -8,6 +8,7 @@ use shadowbell_nvme_tools::{
 };
 use shadowbell_process::error_text::without_rust_terms;
 use shadowbell_process::{exit, logging};
+use shadowbell_supervisor::permissions::Permissions;
 use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::os::unix::process::CommandExt;
@@ -197,7 +198,7 @@ fn exec_serve(arguments: &[OsString]) {
 /// the supervisor's memory use low.
 fn supervise(arguments: &[OsString]) -> Option<ExitCode> {
     if shadowbell_supervisor::is_asked_for(arguments) {
-        return Some(shadowbell_supervisor::run(arguments.to_vec()));
+        return Some(shadowbell_supervisor::run(arguments.to_vec(), permissions));
     }
     let is_check = arguments.len() == 2 && arguments[1] == shadowbell_supervisor::CHECK;
     is_check.then(shadowbell_supervisor::check)
@@ -208,6 +209,12 @@ fn finish(outcome: anyhow::Result<ExitCode>) -> ExitCode {
     let status = outcome.unwrap_or_else(|error| exit::report(&error));
     logging::finish();
     status
+}
+
+/// Permissions of a server process with these arguments and this configuration file.
+fn permissions(arguments: &[OsString], config: Option<&str>) -> anyhow::Result<Permissions> {
+    let ServeVerb::Serve(args) = ServeCli::try_parse_from(arguments)?.verb;
+    args.permissions(config)
 }
 
 /// Prints an error of the command line, or the requested help, and ends the program.

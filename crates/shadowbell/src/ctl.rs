@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
-use shadowbell_config::config_file::disks_of;
+use shadowbell_config::config_file::parse as parse_config;
 use shadowbell_config::controller_config::OfferedDoorbells;
 use shadowbell_config::disk_spec;
 use shadowbell_config::parse;
@@ -570,8 +570,9 @@ fn apply(
     let name = file.display().to_string();
     let toml = std::fs::read_to_string(file);
     let toml = toml.with_context(|| name.clone()).map_err(bad_input)?;
-    if !dry_run {
-        grant(client, disks_of(&toml).iter().map(|disk| &disk[..]));
+    // The server reports the errors of the file.
+    if let (false, Ok(config)) = (dry_run, parse_config(&toml, &name)) {
+        grant(client, config.disk_specs());
     }
     let wanted = Apply { toml, file: name, dry_run, force };
     let plan: Plan = client.send(&Method::POST, "/v1/apply", &wanted)?;

@@ -1,17 +1,22 @@
-//! Access to images for a sandboxed server: its supervisor opens only images that were named at the
-//! start or that `ctl` grants. The server process cannot grant access.
+//! Access to images for a sandboxed server: its supervisor opens images that were named at the
+//! start, and files that `ctl` opens and passes to it. The server process itself can add none.
 
-use shadowbell_config::disk_spec;
+use shadowbell_config::disk_spec::{self, DiskFile};
 use shadowbell_control_api::api::Status;
 use shadowbell_control_api::client::Client;
 use shadowbell_supervisor::client::SupervisorClient;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-/// Asks the supervisor of a server, if there is one, to grant access to these disks. Failures are
-/// ignored, because the server then refuses the request itself if it has to.
+/// Grants the supervisor of a server, if there is one, access to these disks and their backing
+/// files, with the rights of this process. Failures are ignored, because the server then refuses
+/// the request itself if it has to.
 pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
-    let files: Vec<_> = disks.filter_map(disk_spec::file).collect();
-    if files.is_empty() {
+    let disks: Vec<_> = disks.filter(|disk| disk_spec::file(disk).is_some()).collect();
+    if disks.is_empty() {
         return;
     }
     let Some(pid) = client.get("/v1/status").ok().and_then(|s: Status| s.keeper_pid) else {
@@ -19,12 +24,26 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     };
     let Ok(supervisor) = SupervisorClient::find(Path::new(&pid.to_string())) else { return };
     // Relative paths refer to the working directory of the server.
-    let from = PathBuf::from(format!("/proc/{pid}/cwd"));
-    for file in files {
-        if let Ok(file) = from.join(file).canonicalize()
-            && !supervisor.grant(&file)
+    let Ok(from) = PathBuf::from(format!("/proc/{pid}/cwd")).read_link() else { return };
+    for wanted in disks.iter().flat_map(|disk| disk_spec::files(disk, &from)) {
+        if let Ok(file) = open(&wanted)
+            && !supervisor.grant(&wanted.path, file.as_fd())
         {
             return;
         }
+    }
+}
+
+/// Opens a file for writing; only for reading if it is only read, or this process may not write it.
+fn open(DiskFile { path, is_read_only }: &DiskFile) -> io::Result<File> {
+    let kind = std::fs::metadata(path)?.file_type();
+    // The open of a FIFO would block.
+    if !kind.is_file() && !kind.is_block_device() && !kind.is_char_device() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let how = OpenOptions::new().read(true).clone();
+    match is_read_only {
+        true => how.open(path),
+        false => how.clone().write(true).open(path).or_else(|_| how.open(path)),
     }
 }

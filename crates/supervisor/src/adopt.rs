@@ -2,8 +2,8 @@
 //! next supervisor: see [`fd_store`](super::fd_store).
 
 use super::fd_store::{self, FdStore, Found};
+use super::grants::GRANTS;
 use super::log::log_line;
-use super::open_broker;
 use super::state::Supervisor;
 use crate::protocol::to_supervisor;
 use rustix::process::Signal;
@@ -66,9 +66,10 @@ impl Supervisor {
         if self.fd_store.is_none() {
             return;
         }
-        let opened = open_broker::changes();
+        let opened = GRANTS.lock().changes();
         let Some(mut fd_store) = self.fd_store.take() else { return };
-        let record = self.snapshot(None).map_err(std::io::Error::other);
+        let images = GRANTS.lock().images();
+        let record = self.snapshot(&images, None).map_err(std::io::Error::other);
         match record.and_then(|record| fd_store.append_snapshot(&record, opened)) {
             Ok(()) => self.fd_store = Some(fd_store),
             Err(error) => {

@@ -26,6 +26,13 @@ const MOST_BODY: usize = MOST - 1024;
 /// Longest key.
 const MOST_KEY: usize = 256;
 
+/// Maximum memory for the items of a checkpoint, in bytes.
+const MOST_BYTES: usize = 256 << 20;
+/// Estimated memory of an item without its body.
+const ITEM: usize = 512;
+/// Estimated memory of a descriptor.
+const DESCRIPTOR: usize = 64;
+
 /// Flag: the packet begins a transaction; an unfinished one is discarded.
 const FIRST: u8 = 1;
 /// Flag: the packet ends a transaction.
@@ -124,6 +131,9 @@ impl Item {
 impl Drop for Item {
     fn drop(&mut self) {
         deferred_close::close(self.fds.drain(..));
+        if let Body::There(memory) = std::mem::take(&mut self.body) {
+            deferred_close::close([memory]);
+        }
     }
 }
 
@@ -165,7 +175,11 @@ pub fn packets<'a>(
     Ok(writer.finish())
 }
 
-fn memory_of(body: &[u8]) -> io::Result<OwnedFd> {
+/// Returns a memfd with these bytes.
+///
+/// # Errors
+/// A system call fails.
+pub fn memory_of(body: &[u8]) -> io::Result<OwnedFd> {
     let memory = memfd_create("shadowbell-item", MemfdFlags::CLOEXEC)?;
     let mut file = File::from(memory);
     file.write_all(body)?;
@@ -242,6 +256,9 @@ pub enum Unreadable {
     /// Missing descriptors: the limit of open files (RLIMIT_NOFILE) was reached.
     #[error("descriptors are missing: raise this process's limit of open files (ulimit -n)")]
     Descriptors,
+    /// The items need too much memory.
+    #[error("it needs more than {} MiB of memory", MOST_BYTES >> 20)]
+    Memory,
 }
 
 /// Checkpoint, and the changes of an unfinished transaction.
@@ -253,6 +270,8 @@ pub struct Checkpoint {
     pub staged: Vec<(String, Option<Arc<Item>>)>,
     /// The last packet did not end its transaction.
     pub is_open: bool,
+    /// Estimated memory that the changes and the items have needed since the count was corrected.
+    pub bytes: usize,
 }
 
 impl Checkpoint {
@@ -260,7 +279,13 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Unreadable`]: the checkpoint is no longer complete.
-    pub fn take(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<bool, Unreadable> {
+    pub fn take(&mut self, bytes: &[u8], mut fds: Vec<OwnedFd>) -> Result<bool, Unreadable> {
+        let outcome = self.take_pieces(bytes, &mut fds);
+        deferred_close::close(fds);
+        outcome
+    }
+
+    fn take_pieces(&mut self, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Result<bool, Unreadable> {
         let (flags, mut rest) = bytes.split_first().ok_or(Unreadable::Form)?;
         if flags & FIRST != 0 {
             self.staged.clear();
@@ -269,18 +294,25 @@ impl Checkpoint {
             return Err(Unreadable::Form);
         }
         self.is_open = flags & LAST == 0;
-        let mut fds = fds.into_iter();
+        self.bytes += bytes.len() + fds.len() * DESCRIPTOR;
         while !rest.is_empty() {
+            self.bytes += ITEM;
             let (piece, after) = Piece::first_of(rest).ok_or(Unreadable::Form)?;
             rest = after;
-            let its: Vec<_> = fds.by_ref().take(piece.fds).collect();
-            if its.len() < piece.fds {
+            if fds.len() < piece.fds {
                 return Err(Unreadable::Descriptors);
             }
-            self.stage(&piece, its)?;
+            self.stage(&piece, fds)?;
         }
-        if fds.next().is_some() {
+        if !fds.is_empty() {
             return Err(Unreadable::Form);
+        }
+        if self.bytes > MOST_BYTES {
+            // Replaced and removed items were counted too.
+            self.bytes = self.memory();
+            if self.bytes > MOST_BYTES {
+                return Err(Unreadable::Memory);
+            }
         }
         let is_last = flags & LAST != 0;
         if is_last {
@@ -294,15 +326,29 @@ impl Checkpoint {
         Ok(is_last)
     }
 
-    fn stage(&mut self, piece: &Piece<'_>, fds: Vec<OwnedFd>) -> Result<(), Unreadable> {
+    /// Memory that the items and the unfinished transaction need, estimated.
+    fn memory(&self) -> usize {
+        let staged = self.staged.iter().filter_map(|(_, item)| item.as_ref());
+        let size = |item: &Arc<Item>| {
+            let body = match &item.body {
+                Body::Here(body) => body.len(),
+                Body::There(_) => DESCRIPTOR,
+            };
+            ITEM + body + item.fds.len() * DESCRIPTOR
+        };
+        self.staged.len() * ITEM + staged.chain(self.all.values()).map(size).sum::<usize>()
+    }
+
+    fn stage(&mut self, piece: &Piece<'_>, fds: &mut Vec<OwnedFd>) -> Result<(), Unreadable> {
         let key = || piece.key.to_owned();
         match piece.kind {
             PUT => {
+                let fds = fds.drain(..piece.fds).collect();
                 let item = Item { body: Body::Here(piece.body.to_vec()), fds };
                 self.staged.push((key(), Some(Arc::new(item))));
             }
             PUT_MEMORY => {
-                let mut fds = fds.into_iter();
+                let mut fds = fds.drain(..piece.fds);
                 let memory = fds.next().ok_or(Unreadable::Form)?;
                 let item = Item { body: Body::There(memory), fds: fds.collect() };
                 self.staged.push((key(), Some(Arc::new(item))));
@@ -310,7 +356,7 @@ impl Checkpoint {
             MORE => {
                 let item = self.staged.last_mut().and_then(|(_, item)| item.as_mut());
                 let item = item.and_then(Arc::get_mut).ok_or(Unreadable::Form)?;
-                item.fds.extend(fds);
+                item.fds.extend(fds.drain(..piece.fds));
             }
             DELETE => self.staged.push((key(), None)),
             _ => return Err(Unreadable::Form),
@@ -334,6 +380,11 @@ impl Checkpoint {
     /// True if more packets of the last transaction are expected.
     pub fn is_open(&self) -> bool {
         self.is_open
+    }
+
+    /// Descriptors of all items.
+    pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.all.values().flat_map(|item| item.fds.iter().map(AsFd::as_fd))
     }
 
     /// True if there is an item with this key.

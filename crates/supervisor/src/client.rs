@@ -2,18 +2,24 @@
 
 use crate::protocol::{self, Packet, answer, question};
 use anyhow::{Context, anyhow};
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use shadowbell_config::server_config::canonical_path;
 use shadowbell_process::exit::bad_input;
 use std::ffi::OsStr;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Connection to a supervisor.
 pub struct SupervisorClient(OwnedFd);
+
+/// Time limit for a connection and for an answer.
+const ANSWERS: Duration = Duration::from_secs(2);
+/// Time limit for an upgrade. It exceeds the limits of all of its steps together.
+const UPGRADES: Duration = Duration::from_secs(300);
 
 /// Error text if the supervisor closes the connection.
 const GONE: &str = "the supervisor has ended";
@@ -24,10 +30,11 @@ impl SupervisorClient {
         Self(socket)
     }
 
-    /// Permits the server process to open the image at this path, which contains no symbolic
-    /// links. Returns false if the supervisor refuses.
-    pub fn grant(&self, image: &Path) -> bool {
-        ask(&self.0, question::GRANT, image).is_ok_and(|packet| packet.letter == answer::YES)
+    /// Permits the server process to open this file as the image at this absolute path, with the
+    /// access of the descriptor. Returns false if the supervisor refuses.
+    pub fn grant(&self, image: &Path, file: BorrowedFd<'_>) -> bool {
+        let answer = ask(&self.0, question::GRANT, image, Some(file));
+        answer.is_ok_and(|packet| packet.letter == answer::YES)
     }
 
     /// Finds the supervisor of a server: by the process id of the supervisor or of the server
@@ -53,13 +60,16 @@ impl SupervisorClient {
             for name in names {
                 match connect_to(&name) {
                     Ok(supervisor) => {
-                        let said = ask(&supervisor, letter, &what);
+                        let said = ask(&supervisor, letter, &what, None);
                         if said.is_ok_and(|packet| packet.letter == answer::YES) {
                             return Ok(Self(supervisor));
                         }
                         asked += 1;
                     }
-                    Err(_) => refused += 1,
+                    Err(why) => {
+                        tracing::warn!("skipped the socket @{name}: {why}");
+                        refused += 1;
+                    }
                 }
             }
             others = refused;
@@ -102,7 +112,8 @@ impl SupervisorClient {
 
     /// Receives the result of a requested upgrade, as [`upgrade`](Self::upgrade) returns it.
     pub fn outcome(&self) -> anyhow::Result<String> {
-        let packet = protocol::receive(&self.0, false).context(GONE)?.context(GONE)?;
+        set_socket_timeout(&self.0, Timeout::Recv, Some(UPGRADES))?;
+        let packet = protocol::receive(&self.0, false).map_err(late)?.context(GONE)?;
         match packet.letter {
             answer::YES => Ok(packet.text()),
             _ => Err(anyhow!(packet.text())),
@@ -138,18 +149,80 @@ fn names() -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Connects to the supervisor with this name, if it runs as our user, or we run as root.
-fn connect_to(name: &str) -> io::Result<OwnedFd> {
+/// Connects to the supervisor with this name.
+///
+/// Any process may listen at the name. So the peer must be the process that the name contains, and
+/// run as root or as our user; and it has to answer in time.
+fn connect_to(name: &str) -> anyhow::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
-    if !protocol::is_ours(&socket) && !rustix::process::geteuid().is_root() {
-        return Err(io::ErrorKind::PermissionDenied.into());
+    for direction in [Timeout::Send, Timeout::Recv] {
+        set_socket_timeout(&socket, direction, Some(ANSWERS))?;
+    }
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
+    connect(&socket, &address).map_err(|errno| late(errno.into()))?;
+    let pid = socket_peercred(&socket)?.pid.as_raw_pid();
+    let named = name.strip_prefix(protocol::NAME).and_then(|rest| rest.split_once('/'));
+    if named.is_none_or(|(named, _)| *named != pid.to_string()) {
+        return Err(anyhow!("process {pid} listens there"));
+    }
+    if !protocol::is_ours(&socket) {
+        return Err(anyhow!("process {pid} runs as another user"));
     }
     Ok(socket)
 }
 
-fn ask(supervisor: &OwnedFd, letter: u8, what: impl AsRef<OsStr>) -> anyhow::Result<Packet> {
-    protocol::send(supervisor, letter, what, None).context(GONE)?;
-    protocol::receive(supervisor, false).context(GONE)?.context(GONE)
+/// Error of a peer that has ended, or does not answer.
+fn late(error: io::Error) -> anyhow::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => anyhow!("the supervisor does not answer"),
+        _ => anyhow::Error::from(error).context(GONE),
+    }
+}
+
+fn ask(
+    supervisor: &OwnedFd,
+    letter: u8,
+    what: impl AsRef<OsStr>,
+    fd: Option<BorrowedFd<'_>>,
+) -> anyhow::Result<Packet> {
+    protocol::send(supervisor, letter, what, fd).map_err(late)?;
+    protocol::receive(supervisor, false).map_err(late)?.context(GONE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{bind, listen};
+    use std::time::Instant;
+
+    /// Listens at the name as any process can.
+    fn listener(name: &str) -> OwnedFd {
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+        listen(&socket, 1).unwrap();
+        socket
+    }
+
+    #[test]
+    fn a_socket_with_the_name_of_another_process_is_skipped() {
+        // A name of process 1, which is not this one.
+        let name = format!("{}1/test-{}", protocol::NAME, std::process::id());
+        let _listener = listener(&name);
+        let why = connect_to(&name).unwrap_err().to_string();
+        assert!(why.contains("listens there"), "{why}");
+    }
+
+    #[test]
+    fn a_supervisor_that_does_not_answer_is_given_up() {
+        let pid = std::process::id().cast_signed();
+        let name = format!("{}/silent", protocol::name(pid, 99));
+        let _listener = listener(&name);
+        let supervisor = connect_to(&name).unwrap();
+        let began = Instant::now();
+        let why = ask(&supervisor, question::SERVES, "/x", None).unwrap_err().to_string();
+        assert!(why.contains("does not answer"), "{why}");
+        assert!(began.elapsed() >= ANSWERS);
+    }
 }

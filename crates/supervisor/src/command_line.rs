@@ -3,6 +3,8 @@
 use crate::protocol;
 use std::ffi::{OsStr, OsString};
 use std::os::fd::RawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 
 /// Option that marks a supervisor after exec and names the descriptor with its snapshot.
 pub(super) const AS_SUPERVISOR: &str = "--as-keeper";
@@ -28,10 +30,17 @@ pub fn is_asked_for(arguments: &[OsString]) -> bool {
         })
 }
 
-/// Returns true if the command line names a configuration file.
-pub(super) fn has_file(arguments: &[OsString]) -> bool {
+/// Path of the configuration file that the command line names.
+pub(super) fn config_file(arguments: &[OsString]) -> Option<PathBuf> {
     let mut words = arguments.iter().take_while(|word| *word != "--");
-    words.any(|word| word == "--config" || word.as_encoded_bytes().starts_with(b"--config="))
+    while let Some(word) = words.next() {
+        match word.as_bytes().strip_prefix(b"--config") {
+            Some([]) => return words.next().map(PathBuf::from),
+            Some([b'=', path @ ..]) => return Some(PathBuf::from(OsStr::from_bytes(path))),
+            _ => {}
+        }
+    }
+    None
 }
 
 fn is_option(word: &OsStr) -> bool {
@@ -72,10 +81,10 @@ mod tests {
 
     #[test]
     fn a_configuration_file_on_the_command_line_is_detected() {
-        let has = |line: &str| has_file(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert!(has("shadowbell serve --config a.toml"));
-        assert!(has("shadowbell -v serve --config=a.toml"));
-        assert!(!has("shadowbell serve mem:1MiB --socket a -- --config"));
+        let file = |line: &str| config_file(&words(line));
+        assert_eq!(file("shadowbell serve --config a.toml"), Some("a.toml".into()));
+        assert_eq!(file("shadowbell -v serve --config=a.toml"), Some("a.toml".into()));
+        assert_eq!(file("shadowbell serve mem:1MiB --socket a -- --config a"), None);
     }
 
     #[test]

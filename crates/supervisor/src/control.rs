@@ -63,7 +63,9 @@ impl Control {
     /// Returns the next request and its client. Does not block.
     pub(super) fn next(&mut self) -> Option<(Packet, OwnedFd)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        while let Ok(client) = accept_with(&self.socket, flags) {
+        // Any local process can connect, and must not keep the supervisor busy.
+        for _ in 0..MAX_CLIENTS {
+            let Ok(client) = accept_with(&self.socket, flags) else { break };
             if self.clients.len() < MAX_CLIENTS && protocol::is_ours(&client) {
                 self.clients.push(client);
             }

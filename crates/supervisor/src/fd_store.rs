@@ -32,7 +32,7 @@
 //! the server processes that it finds (by pidfd, since it is not their parent), reads their last
 //! messages, and continues as after the death of a server process.
 
-use super::open_broker;
+use super::grants::GRANTS;
 use super::snapshot::{PartialSnapshot, Snapshot};
 use crate::protocol::{self, Packet, send_bytes};
 use rustix::net::sockopt::set_socket_send_buffer_size;
@@ -69,7 +69,7 @@ pub(super) struct FdStore {
     number: u64,
     /// A snapshot must be written before the next change.
     is_wanted: bool,
-    /// Value of [`open_broker::changes`] at the last snapshot.
+    /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot.
     opened: u64,
     /// Bytes of changes since the last snapshot.
     behind: usize,
@@ -251,11 +251,11 @@ impl FdStore {
 
     /// Returns true if a snapshot must be written now.
     pub(super) fn needs_snapshot(&self) -> bool {
-        self.is_wanted || self.behind > MOST_BEHIND || self.opened != open_broker::changes()
+        self.is_wanted || self.behind > MOST_BEHIND || self.opened != GRANTS.lock().changes()
     }
 
     /// Appends a snapshot and removes the packets before it. `opened`: value of
-    /// [`open_broker::changes`] before the snapshot was made.
+    /// [`Grants::changes`](super::grants::Grants::changes) before the snapshot was made.
     ///
     /// # Errors
     /// The socket buffer is full.

@@ -3,8 +3,8 @@
 //!
 //! The supervisor does no I/O and parses nothing that guests or their VMMs have written. One
 //! thread does all of its work, except for two jobs that may block: other threads open images and
-//! close descriptors. The server process parses the command line; the supervisor looks for its
-//! own options only.
+//! close descriptors. Everything that a server process may open or create is in the grants
+//! (`grants`).
 //!
 //! # Upgrade
 //!
@@ -32,18 +32,21 @@
 #![forbid(unsafe_code)]
 
 mod adopt;
+mod broker;
 pub mod checkpoint;
 mod checkpoint_codec;
 pub mod client;
 mod command_line;
 mod control;
 mod fd_store;
+mod grants;
 mod log;
 mod monotonic;
 mod open_broker;
 mod path_broker;
 pub mod path_protocol;
 mod pending_exec;
+pub mod permissions;
 mod process;
 mod process_exit;
 pub mod protocol;
@@ -59,11 +62,14 @@ mod upgrade_progress;
 mod watchdog;
 mod worker;
 
-use command_line::has_file;
+use checkpoint::Checkpoint;
+use command_line::config_file;
 use control::Control;
 use fd_store::FdStore;
+use grants::GRANTS;
 use log::log_line;
 use pending_exec::PendingExec;
+use permissions::Permit;
 use protocol::{START, answer, question, to_supervisor, to_worker};
 use restart_policy::RestartPolicy;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -77,22 +83,35 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use trim_memory::TrimTimer;
-use upgrade_progress::{Step, tell_outcome};
+use upgrade_progress::{Step, answer_to};
 use watchdog::Watchdog;
 use worker::Worker;
 
 pub use command_line::{is_asked_for, is_serve};
 pub use self_exec::{CHECK, check};
 
+/// Maximum number of messages of a server process that are handled in a turn of the main loop.
+const MESSAGES: usize = 64;
+/// Maximum time for these messages.
+const TURN: Duration = Duration::from_millis(10);
+/// Upper bound of the messages in the socket of a server process that has ended.
+const QUEUED: usize = 4096;
+/// Maximum number of sockets that a server process reports.
+const MOST_SOCKETS: usize = 4096;
+/// Delay after a change of a checkpoint until images are released.
+const RELEASE: Duration = Duration::from_millis(200);
+
 /// Supervises a server process until it ends or a signal ends the service.
-pub fn run(mut arguments: Vec<OsString>) -> ExitCode {
+///
+/// `permit` returns the permissions of the server process.
+pub fn run(mut arguments: Vec<OsString>, permit: Permit) -> ExitCode {
     // The supervisor holds the descriptors of all guests for recovery.
     descriptor_limit::raise();
     // Closing the last descriptor of guest memory frees it, which must not block this thread.
     deferred_close::enable();
     let supervisor = match command_line::take_left(&mut arguments) {
-        Some(left) => Supervisor::go_on(arguments, left),
-        None => Supervisor::start(arguments),
+        Some(left) => Supervisor::go_on(arguments, left, permit),
+        None => Supervisor::start(arguments, permit),
     };
     let status = match supervisor {
         Ok(mut supervisor) => supervisor.run(),
@@ -106,14 +125,15 @@ pub fn run(mut arguments: Vec<OsString>) -> ExitCode {
 
 impl Supervisor {
     /// Creates a supervisor without a server process and without sockets.
-    fn bare(arguments: Vec<OsString>) -> io::Result<Self> {
+    fn bare(arguments: Vec<OsString>, permit: Permit) -> io::Result<Self> {
         let others = [SIGCHLD, SIGUSR1, SIGUSR2, SIGHUP];
         // Without a configuration file there is nothing to reload, so SIGHUP keeps its default.
-        let count = others.len() - usize::from(!has_file(&arguments));
+        let count = others.len() - usize::from(config_file(&arguments).is_none());
         let Meanings { ends, others } = Meanings::new(&others[..count]);
         let signals = Caught::catch(&[&ends[..], &others].concat())?;
         Ok(Self {
             arguments,
+            permit,
             // The path, not `/proc/self/exe`: a restart uses the file that is installed at that
             // time.
             program: std::env::current_exe()?,
@@ -135,16 +155,19 @@ impl Supervisor {
             is_ready: false,
             rest: TrimTimer::default(),
             reading: None,
+            release: None,
             watchdog: Watchdog::wanted(),
             ended: 0,
             over: None,
         })
     }
 
-    fn start(arguments: Vec<OsString>) -> io::Result<Self> {
-        let mut supervisor = Self::bare(arguments)?;
+    fn start(arguments: Vec<OsString>, permit: Permit) -> io::Result<Self> {
+        let mut supervisor = Self::bare(arguments, permit)?;
         supervisor.listen();
         if !supervisor.resume() {
+            // The server process reports an error, in the usual words.
+            let _ = supervisor.read_config();
             supervisor.worker =
                 Some(Worker::start(&supervisor.program, &supervisor.arguments, START)?);
         }
@@ -174,7 +197,7 @@ impl Supervisor {
                 self.take_signal(signal);
             }
             // Last messages of a server process are handled before its exit.
-            self.hear_workers();
+            self.hear_workers(MESSAGES);
             self.reap_children();
             self.check_deadlines(Instant::now());
             self.have_it_read();
@@ -183,7 +206,9 @@ impl Supervisor {
             self.update_fd_store(Instant::now());
             let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
             self.worker.iter_mut().chain(new).for_each(Worker::pass_on);
-            while let Some((packet, client)) = self.control.as_mut().and_then(Control::next) {
+            for _ in 0..MESSAGES {
+                let next = self.control.as_mut().and_then(Control::next);
+                let Some((packet, client)) = next else { break };
                 self.answer(packet, client);
             }
             if let Some(status) = self.over {
@@ -199,6 +224,9 @@ impl Supervisor {
 
     /// Waits for a descriptor, a signal or the next deadline.
     fn wait(&self) {
+        // Server processes that send descriptors faster than they can be closed have to wait.
+        let is_behind = deferred_close::is_behind();
+        let behind = is_behind.then(|| Instant::now() + Duration::from_millis(1));
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
         let deadlines = deadlines.chain(self.leaving.iter().map(|(_, until)| *until));
         let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
@@ -206,18 +234,19 @@ impl Supervisor {
         let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(FdStore::deadline));
         let replacement = self.replacement.as_ref().map(|replacement| replacement.until);
         let deadlines = deadlines.chain(self.rest.deadline()).chain(replacement);
+        let deadlines = deadlines.chain(self.release).chain(behind);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
             // Slightly longer, so that the deadline has passed when `poll` returns.
             let wait = next.saturating_duration_since(Instant::now()) + Duration::from_micros(100);
             Timespec::try_from(wait).ok()
         });
-        let fds = self.workers().filter_map(Worker::link);
+        let fds = self.workers().filter(|_| !is_behind).filter_map(Worker::link);
         let fds = fds.chain(self.control.iter().flat_map(Control::fds));
         let fds = fds.chain(self.workers().filter_map(|worker| worker.process.shows_end()));
         let fds = fds.chain([self.signals.as_fd()]);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let waiting = self.workers().filter(|worker| worker.has_more_to_hear());
+        let waiting = self.workers().filter(|worker| !worker.parts.is_empty());
         let link = waiting.filter_map(Worker::link);
         fds.extend(link.map(|link| PollFd::from_borrowed_fd(link, PollFlags::OUT)));
         // The result does not matter: the main loop checks everything.
@@ -242,7 +271,7 @@ impl Supervisor {
         match signal {
             SIGCHLD => {}
             SIGUSR1 => self.tell_worker(to_worker::REPORT),
-            SIGUSR2 => self.begin_upgrade(None, None, false),
+            SIGUSR2 => self.begin_outside_upgrade(None, None, false),
             _ if self.ends.contains(&signal) => self.end(),
             SIGHUP => self.read_again(),
             _ => {}
@@ -283,13 +312,27 @@ impl Supervisor {
         }
     }
 
-    fn hear_workers(&mut self) {
-        while let Some(packet) =
-            self.worker.as_mut().and_then(|worker| worker.hear(self.fd_store.as_mut()))
-        {
+    /// Handles messages of the server processes, at most `most` of each and for a limited time, so
+    /// that signals are handled in between.
+    ///
+    /// `most`: [`MESSAGES`]; or [`QUEUED`] after the end of a process, whose messages are all
+    /// handled.
+    fn hear_workers(&mut self, most: usize) {
+        let is_last = most == QUEUED;
+        if deferred_close::is_behind() && !is_last {
+            return;
+        }
+        let until = Instant::now() + TURN;
+        for _ in 0..most {
+            let next = self.worker.as_mut().filter(|_| is_last || Instant::now() < until);
+            let Some(packet) = next.and_then(|worker| worker.hear(self.fd_store.as_mut())) else {
+                break;
+            };
             let letter = packet.letter;
             match packet.letter {
-                to_supervisor::SOCKET => self.sockets.push(packet.path()),
+                to_supervisor::SOCKET if self.sockets.len() < MOST_SOCKETS => {
+                    self.sockets.push(packet.path());
+                }
                 to_supervisor::SERVING => self.serves(&packet.text()),
                 to_supervisor::READ => self.has_read(&packet.text()),
                 to_supervisor::ALIVE => self.is_alive(&packet.text()),
@@ -315,9 +358,13 @@ impl Supervisor {
             }
             self.has_heard(letter);
         }
-        while let Some(packet) =
-            self.upgrade.as_mut().and_then(|upgrade| upgrade.new.hear(self.fd_store.as_mut()))
-        {
+        let until = Instant::now() + TURN;
+        for _ in 0..most {
+            let next = self.upgrade.as_mut().filter(|_| is_last || Instant::now() < until);
+            let Some(packet) = next.and_then(|upgrade| upgrade.new.hear(self.fd_store.as_mut()))
+            else {
+                break;
+            };
             let letter = packet.letter;
             match packet.letter {
                 to_supervisor::PREPARED => self.check_checkpoint(),
@@ -348,7 +395,7 @@ impl Supervisor {
         }
         self.replacement_serves();
         if std::mem::replace(&mut self.is_ready, true) {
-            notify::send(&notify::status(status));
+            notify::try_send(&notify::status(status));
         } else {
             notify::send(&notify::ready(status));
         }
@@ -368,6 +415,23 @@ impl Supervisor {
             self.start_again();
         }
         self.upgrade_is_late(now);
+        self.release_images(now);
+    }
+
+    /// Releases the images of disks that no checkpoint contains any more, a moment after the last
+    /// change of a checkpoint.
+    fn release_images(&mut self, now: Instant) {
+        let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
+        for worker in self.worker.iter_mut().chain(new) {
+            if std::mem::take(&mut worker.has_changed) {
+                self.release = Some(now + RELEASE);
+            }
+        }
+        if self.release.take_if(|due| *due <= now).is_some() {
+            let left = self.left.iter().map(|left| &left.items);
+            let stored = self.workers().map(|worker| &worker.items).chain(left);
+            GRANTS.lock().release(stored.flat_map(Checkpoint::fds));
+        }
     }
 
     fn answer(&mut self, packet: protocol::Packet, client: OwnedFd) {
@@ -380,22 +444,22 @@ impl Supervisor {
                 })
             }
             question::GRANT => {
-                let is_outside = self.is_outside(&client);
-                if is_outside {
-                    open_broker::grant(packet.path());
-                }
-                is_outside
+                let path = permissions::path_of(&packet.body);
+                let opened = packet.fds.first().filter(|_| self.is_outside(&client));
+                opened.is_some_and(|opened| GRANTS.lock().grant(&path, opened.as_fd()).is_ok())
             }
             question::SERVES => self.sockets.contains(&packet.path()),
             letter @ (question::UPGRADE | question::CHECK) => {
                 let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
-                if program.is_some() && !self.is_outside(&client) {
-                    return tell_outcome(
-                        Some(client),
-                        Err("a server process must not choose the program of an upgrade"),
-                    );
+                let is_check = letter == question::CHECK;
+                if self.is_outside(&client) {
+                    return self.begin_outside_upgrade(program, Some(client), is_check);
                 }
-                return self.begin_upgrade(program, Some(client), letter == question::CHECK);
+                if program.is_some() {
+                    let why = "a server process must not choose the program of an upgrade";
+                    return answer_to(client, answer::NO, why);
+                }
+                return self.begin_upgrade(None, Some(client), is_check);
             }
             _ => return,
         };

@@ -1,104 +1,56 @@
-//! Path broker: creates and removes sockets and files for a server process in a sandbox (see
-//! `serve/sandbox`).
+//! Path broker: creates and removes sockets and files for a server process in a sandbox.
 //!
-//! Each server process that requests it has a thread in the supervisor, which acts with the
-//! server process's user id. Before it enters its sandbox, a server process registers what it may
-//! request ([`PathPermissions`]): sockets in certain directories, one trace file, and
-//! certain TCP addresses. In these directories only socket files are
-//! created and removed. So the server process can neither read nor write other files through the
-//! broker.
+//! Its threads act with the server process's user id. They create sockets in
+//! [granted](super::grants) directories, one trace file, and TCP sockets at configured addresses.
+//! Only sockets that this supervisor has created are removed. So the server process can neither
+//! read nor write other files through the broker, and cannot replace other programs' sockets.
 
-use super::log::log_line;
-use super::open_broker::working;
+use super::broker::Answer;
+use super::grants::GRANTS;
 use crate::path_protocol::{
-    DONE, ERRNO, KEEP, Kind, LISTEN, MOST, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
-    PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE, bytes_of,
-    path_of,
+    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, NoSocket, PAIR, REFUSED, REMOVE,
+    REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE,
 };
+use crate::permissions::{Permissions, bytes_of, path_of};
 use crate::protocol::{self, Packet};
-use parking_lot::Mutex;
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use shadowbell_controller::trace::TraceFile;
-use shadowbell_vfio_user::server::{BindError, Listener, remove_socket};
-use std::ffi::OsString;
-use std::fs::{DirBuilder, File, Permissions};
-use std::io::{self, Read};
+use shadowbell_process::process_env::absolute;
+use shadowbell_state::Bytes;
+use shadowbell_vfio_user::server::{BindError, BindOptions, Listener, remove_socket};
+use std::ffi::OsStr;
+use std::fs::{DirBuilder, File};
+use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
-use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
-
-/// All path brokers.
-static ALL: Mutex<Vec<Arc<PathBroker>>> = Mutex::new(Vec::new());
-
-struct PathBroker {
-    socket: OwnedFd,
-    places: Mutex<Option<PathPermissions>>,
-}
-
-/// Serialized permissions of one server process.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct SavedPlaces(Option<PathPermissions>);
-
-/// Returns the sockets of all brokers, and the permissions of each.
-///
-/// # Errors
-/// The descriptor limit is reached.
-pub(super) fn all() -> io::Result<Vec<(OwnedFd, SavedPlaces)>> {
-    let save = |broker: &Arc<PathBroker>| {
-        let places = broker.places.lock().clone();
-        Ok((broker.socket.try_clone()?, SavedPlaces(places)))
-    };
-    ALL.lock().iter().map(save).collect()
-}
-
-/// Starts a broker that answers a server process until the socket is closed.
-pub(super) fn start(socket: OwnedFd) {
-    restore(socket, SavedPlaces(None));
-}
-
-/// Starts a broker on a socket of an earlier supervisor.
-pub(super) fn restore(socket: OwnedFd, saved: SavedPlaces) {
-    let broker = Arc::new(PathBroker { socket, places: Mutex::new(saved.0) });
-    ALL.lock().push(Arc::clone(&broker));
-    let its = Arc::clone(&broker);
-    let started = super::open_broker::spawn("sb-path-broker", move || {
-        let is_it = its.places.lock().as_ref().is_none_or(|places| becomes(places).is_ok());
-        while is_it && its.answers() {}
-        its.ends();
-    });
-    if let Err(error) = started {
-        broker.ends();
-        log_line(&format!(
-            "error: the server process cannot create sockets: no thread for the path broker: \
-             {error}"
-        ));
-    }
-}
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
 
 /// Makes this thread, and no other, act as the server process's user. Only the effective user id
 /// changes, so that this user cannot send signals to the supervisor.
-fn becomes(places: &PathPermissions) -> io::Result<()> {
-    let Some((uid, gid, groups)) = &places.user else { return Ok(()) };
-    let (uid, gid) = (Uid::from_raw(*uid), Gid::from_raw(*gid));
+///
+/// # Errors
+/// Nothing is permitted, or a system call fails.
+pub(super) fn become_user() -> io::Result<()> {
+    let permissions = GRANTS.lock().facts.permissions.clone();
+    let Some((uid, gid, groups)) = permissions.ok_or(Errno::PERM)?.user else { return Ok(()) };
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
     let ours = geteuid();
     if uid == ours {
         return Ok(());
     }
-    let groups: Vec<_> = groups.iter().copied().map(Gid::from_raw).collect();
+    let groups: Vec<_> = groups.into_iter().map(Gid::from_raw).collect();
     set_thread_groups(&groups)?;
     set_thread_res_gid(gid, gid, gid)?;
     Ok(set_thread_res_uid(ours, uid, ours)?)
 }
 
-/// Answer to a request: descriptors and a text.
-type Outcome = Result<(Vec<OwnedFd>, OsString), Failure>;
+/// Descriptors and a text.
+type Outcome = Result<(Vec<OwnedFd>, Vec<u8>), Failure>;
 
 enum Failure {
     System(io::Error),
@@ -111,112 +63,80 @@ impl<E: Into<io::Error>> From<E> for Failure {
     }
 }
 
-impl PathBroker {
-    /// Answers the next request. Returns false after the end of the socket.
-    fn answers(&self) -> bool {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
-        let _ = poll(&mut fds, None);
-        let _work = working();
-        let packet = match protocol::receive(&self.socket, true) {
-            Ok(Some(packet)) => packet,
-            Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
-            Ok(None) => return false,
-        };
-        let is_answered = packet.letter != REMOVE_UNANSWERED;
-        let outcome = self.outcome(packet);
-        if !is_answered {
-            return true;
-        }
-        let (letter, body, fds) = match outcome {
-            Ok((fds, body)) => (DONE, body, fds),
-            Err(Failure::Socket(why)) => (NO_SOCKET, json(&why), Vec::new()),
-            Err(Failure::System(error)) => match error.raw_os_error() {
-                Some(errno) => (ERRNO, errno.to_string().into(), Vec::new()),
-                None => (REFUSED, error.to_string().into(), Vec::new()),
-            },
-        };
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        protocol::send_bytes(&self.socket, letter, body.as_bytes(), &fds, false).is_ok()
-    }
+/// Answers a request.
+pub(super) fn answer(packet: &Packet) -> Answer {
+    let is_answered = packet.letter != REMOVE_UNANSWERED;
+    let answer = match outcome(packet) {
+        Ok((fds, body)) => (DONE, body, fds),
+        Err(Failure::Socket(why)) => (NO_SOCKET, json(&why), Vec::new()),
+        Err(Failure::System(error)) => match error.raw_os_error() {
+            Some(errno) => (ERRNO, errno.to_string().into(), Vec::new()),
+            None => (REFUSED, error.to_string().into(), Vec::new()),
+        },
+    };
+    is_answered.then_some(answer)
+}
 
-    fn ends(&self) {
-        ALL.lock().retain(|other| !std::ptr::eq(&raw const **other, self));
-    }
-
-    fn outcome(&self, packet: Packet) -> Outcome {
-        let mut places = self.places.lock();
-        let Some(places) = &*places else {
-            // Registered once, before the server process enters its sandbox.
-            let (PLACES, Some(memory)) = (packet.letter, packet.fd()) else {
-                return Err(Errno::INVAL.into());
-            };
-            let named: PathPermissions = serde_json::from_slice(&contents(memory.as_fd())?)?;
-            becomes(&named)?;
-            *places = Some(named);
-            return Ok((Vec::new(), OsString::new()));
-        };
-        let nothing = |()| (Vec::new(), OsString::new());
-        match packet.letter {
-            LISTEN => {
-                let (kind, path) = Kind::parse(&packet.body).ok_or(Errno::INVAL)?;
-                listen(places, kind, &path)
-            }
-            REMOVE | REMOVE_UNANSWERED => {
-                let Made { path, file } = serde_json::from_slice(&packet.body)?;
-                let path = path_of(&path.0);
-                if let Some(file) = file.filter(|_| places.is_for_sockets(&path)) {
-                    remove_socket(&path, file);
-                }
-                Ok(nothing(()))
-            }
-            REMOVE_DIRECTORY => {
-                let path = packet.path();
-                if !places.is_own_directory(&path) {
-                    return Err(Errno::ACCESS.into());
-                }
-                Ok(nothing(std::fs::remove_dir(path)?))
-            }
-            TRACE => {
-                let path = places.trace.as_ref().ok_or(Errno::ACCESS)?;
-                let file = trace(&path_of(&path.0), packet.body == KEEP.as_bytes())?;
-                Ok((vec![file.into()], OsString::new()))
-            }
-            TCP => {
-                let address = packet.text().parse().map_err(|_| Errno::INVAL)?;
-                if !places.tcp.contains(&address) {
-                    return Err(Errno::ACCESS.into());
-                }
-                let listener = listen_tcp(address)?;
-                let address = listener.local_addr()?.to_string();
-                Ok((vec![listener.into()], address.into()))
-            }
-            PAIR => {
-                let (one, other) = protocol::pair()?;
-                Ok((vec![one, other], OsString::new()))
-            }
-            _ => Err(Errno::INVAL.into()),
+fn outcome(packet: &Packet) -> Outcome {
+    // A clone: no lock is held while a file system may hang.
+    let permissions = GRANTS.lock().facts.permissions.clone().ok_or(Errno::PERM)?;
+    let path = || Path::new(OsStr::from_bytes(&packet.body));
+    match packet.letter {
+        LISTEN => {
+            let (kind, path): (Kind, Bytes) = serde_json::from_slice(&packet.body)?;
+            listen(&permissions, kind, &path_of(&path.0))
         }
+        REMOVE | REMOVE_UNANSWERED => {
+            let made: Made = serde_json::from_slice(&packet.body)?;
+            if let Some(file) = made.file.filter(|_| GRANTS.lock().has_created(&made)) {
+                let path = path_of(&made.path.0);
+                remove_socket(&path, file);
+                if path.symlink_metadata().is_err() {
+                    GRANTS.lock().removed(&made);
+                }
+            }
+            Ok((Vec::new(), Vec::new()))
+        }
+        REMOVE_DIRECTORY => {
+            if !GRANTS.lock().has_created_directory(path()) {
+                return Err(Errno::ACCESS.into());
+            }
+            std::fs::remove_dir(path())?;
+            Ok((Vec::new(), Vec::new()))
+        }
+        TRACE => {
+            let path = permissions.trace.as_ref().ok_or(Errno::ACCESS)?;
+            let file = trace(&path_of(&path.0), packet.body == KEEP.as_bytes())?;
+            Ok((vec![file.into()], Vec::new()))
+        }
+        TCP => {
+            let address: SocketAddr = packet.text().parse().map_err(|_| Errno::INVAL)?;
+            if !permissions.tcp.contains(&address) {
+                return Err(Errno::ACCESS.into());
+            }
+            let listener = TcpListener::bind(address)?;
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?.to_string();
+            Ok((vec![listener.into()], address.into()))
+        }
+        PAIR => {
+            let (one, other) = protocol::pair()?;
+            Ok((vec![one, other], Vec::new()))
+        }
+        _ => Err(Errno::INVAL.into()),
     }
 }
 
-impl PathPermissions {
-    /// Returns true if sockets may be created and removed in this path's directory.
+impl Permissions {
+    /// Returns true if sockets may be created in the directory of this path.
     fn is_for_sockets(&self, path: &Path) -> bool {
         let Some(Ok(directory)) = path.parent().map(directory) else { return false };
-        let mut directories = self.directories.iter();
-        directories.any(|allowed| directory.starts_with(path_of(&allowed.0)))
-            || self.is_own_directory(&directory)
-    }
-
-    /// Returns true if the path is a server's directory for its control socket.
-    fn is_own_directory(&self, path: &Path) -> bool {
-        let control = self.control.as_ref().map(|control| path_of(&control.0));
-        let (Some(parent), Some(Component::Normal(_))) =
-            (path.parent(), path.components().next_back())
-        else {
-            return false;
-        };
-        control.is_some_and(|control| parent.canonicalize().is_ok_and(|parent| parent == control))
+        let real = |path: &Bytes| path_of(&path.0).canonicalize();
+        let is_it = |allowed| directory == allowed;
+        let is_below = |allowed| directory.starts_with(allowed);
+        let mut directories = self.socket_directories.iter().chain(&self.control);
+        directories.any(|allowed| real(allowed).is_ok_and(is_it))
+            || self.socket_trees.iter().any(|allowed| real(allowed).is_ok_and(is_below))
     }
 }
 
@@ -225,48 +145,39 @@ fn directory(path: &Path) -> io::Result<PathBuf> {
     if path.as_os_str().is_empty() { Path::new(".").canonicalize() } else { path.canonicalize() }
 }
 
-fn listen(places: &PathPermissions, kind: Kind, path: &Path) -> Outcome {
-    let system =
-        |what| move |source: io::Error| BindError::System { path: path.to_owned(), what, source };
+fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
     let no = |error: BindError| Failure::Socket(NoSocket::of(&error));
-    if kind == Kind::Private
-        && let Some(own) = path.parent()
-        && places.is_own_directory(own)
-    {
+    let own = path.parent().filter(|own| permissions.control.contains(&bytes_of(own)));
+    let own = own.filter(|_| kind == Kind::Private);
+    if let Some(own) = own {
         match DirBuilder::new().mode(0o700).create(own) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(no(system("created")(error)));
+            Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(no(BindError::System { path: path.into(), what: "created", source }));
             }
             _ => {}
         }
     }
     let at = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
     // If the directory does not exist, `bind` reports that.
-    if at.parent().is_some_and(|parent| directory(parent).is_ok()) && !places.is_for_sockets(&at) {
+    let there = at.parent().map(directory);
+    if there.is_some_and(|there| there.is_ok()) && !permissions.is_for_sockets(&at) {
         let text = format!("the sandbox permits no socket at {}", path.display());
         return Err(io::Error::other(text).into());
     }
-    let listener = Listener::bind(&at).map_err(no)?;
-    let (given, what) = match kind {
-        Kind::Plain => (Ok(()), ""),
-        Kind::Controller => {
-            (places.access().give_to(listener.path()), "given its mode or its group")
-        }
-        Kind::Private => {
-            let mode = Permissions::from_mode(0o600);
-            (std::fs::set_permissions(listener.path(), mode), "made private")
-        }
+    let (mode, group) = match kind {
+        Kind::Plain => (None, None),
+        Kind::Controller => (permissions.mode, permissions.group),
+        Kind::Private => (Some(0o600), None),
     };
-    given.map_err(|error| no(system(what)(error)))?;
-    let parts = listener.into_parts()?;
+    let made = |file| Made { path: bytes_of(&absolute(&at)), file: Some(file) };
+    let is_configured = permissions.sockets.contains(&bytes_of(&absolute(path)));
+    let replaces = |file| is_configured || own.is_some() || GRANTS.lock().has_created(&made(file));
+    let listener = Listener::bind_with(&at, BindOptions { mode, group, replaces: Some(&replaces) });
+    let parts = listener.map_err(no)?.into_parts()?;
     let made = Made { path: bytes_of(&parts.path), file: parts.file };
-    Ok((vec![parts.socket], json(&made)))
-}
-
-fn listen_tcp(address: SocketAddr) -> io::Result<TcpListener> {
-    let listener = TcpListener::bind(address)?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
+    let answer = json(&made);
+    GRANTS.lock().created(made, own.map(bytes_of));
+    Ok((vec![parts.socket], answer))
 }
 
 fn trace(path: &Path, keep: bool) -> io::Result<File> {
@@ -279,106 +190,120 @@ fn trace(path: &Path, keep: bool) -> io::Result<File> {
     TraceFile::create_file(path)
 }
 
-/// Reads a memfd of a server process. Concurrent changes only affect that process's own request.
-fn contents(memory: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
-    if rustix::fs::fcntl_get_seals(memory).is_err() {
-        return Err(Errno::INVAL.into());
-    }
-    let mut bytes = Vec::new();
-    File::from(memory.try_clone_to_owned()?).take(MOST).read_to_end(&mut bytes)?;
-    Ok(bytes)
-}
-
-fn json(what: &impl Serialize) -> OsString {
+fn json(what: &impl Serialize) -> Vec<u8> {
     // Numbers and strings only: serialization cannot fail.
-    serde_json::to_string(what).unwrap_or_default().into()
+    serde_json::to_vec(what).unwrap_or_default()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::fs::{MemfdFlags, memfd_create};
-    use std::io::{Seek, Write};
+    use crate::broker;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
     use std::os::unix::net::{UnixListener, UnixStream};
 
     struct Asks(OwnedFd);
 
     impl Asks {
-        fn ask(&self, letter: u8, body: impl Into<OsString>, memory: Option<&str>) -> Packet {
-            let memory = memory.map(|text| {
-                let fd = memfd_create("asks", MemfdFlags::CLOEXEC).unwrap();
-                let mut file = File::from(fd);
-                file.write_all(text.as_bytes()).unwrap();
-                file.rewind().unwrap();
-                file
-            });
-            let memory = memory.as_ref().map(AsFd::as_fd);
-            protocol::send(&self.0, letter, body.into(), memory).unwrap();
+        fn ask(&self, letter: u8, body: impl AsRef<OsStr>) -> Packet {
+            protocol::send(&self.0, letter, body.as_ref(), None).unwrap();
             protocol::receive(&self.0, false).unwrap().unwrap()
         }
 
         fn listen(&self, kind: Kind, path: &Path) -> Packet {
-            self.ask(LISTEN, kind.question(path), None)
+            self.ask(LISTEN, OsStr::from_bytes(&json(&(kind, bytes_of(path)))))
         }
     }
 
-    /// A compromised server process sends requests outside of its registered permissions.
+    /// A compromised server process sends requests outside of its permissions.
     #[test]
     fn requests_outside_of_the_permissions_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().canonicalize().unwrap();
         let at = |name: &str| root.join(name);
-        for name in ["sockets", "run", "elsewhere", "elsewhere/empty"] {
+        let directories =
+            ["sockets", "sockets/below", "allowed", "allowed/below", "run", "run/empty"];
+        for name in directories.into_iter().chain(["elsewhere", "elsewhere/empty"]) {
             std::fs::create_dir(at(name)).unwrap();
         }
         std::os::unix::fs::symlink(at("elsewhere"), at("sockets/link")).unwrap();
         std::fs::write(at("sockets/file"), "a disk").unwrap();
-        let (ours, theirs) = protocol::pair().unwrap();
-        start(theirs);
-        let worker = Asks(ours);
-        // Requests before the registration are refused.
-        let path = at("sockets/a");
-        assert_eq!(worker.listen(Kind::Plain, &path).letter, ERRNO);
-        let places = PathPermissions {
-            directories: vec![bytes_of(&at("sockets"))],
-            control: Some(bytes_of(&at("run"))),
-            mode: Some(0o640),
-            ..PathPermissions::default()
+        let permissions = Permissions {
+            sockets: vec![bytes_of(&at("sockets/configured"))],
+            socket_directories: vec![bytes_of(&at("sockets"))],
+            socket_trees: vec![bytes_of(&at("allowed"))],
+            ..Permissions::default()
         };
-        let places = serde_json::to_string(&places).unwrap();
-        assert_eq!(worker.ask(PLACES, "", Some(&places)).letter, DONE);
-        // A second registration is refused.
-        assert_eq!(worker.ask(PLACES, "", Some(&places)).letter, ERRNO);
-        for refused in ["elsewhere/a", "sockets/link/a", "sockets/../elsewhere/a", "run/a"] {
-            let answer = worker.listen(Kind::Private, &at(refused));
+        GRANTS.lock().permit(permissions, None);
+        // Other tests share the permissions, of which these are set only once.
+        if let Some(permissions) = &mut GRANTS.lock().facts.permissions {
+            permissions.mode = Some(0o640);
+            permissions.control = vec![bytes_of(&at("run/vm"))];
+        }
+        let process = Asks(broker::start(broker::Kind::Paths).unwrap());
+        let path = at("sockets/a");
+        let others = ["elsewhere/a", "sockets/link/a", "sockets/../elsewhere/a", "run/empty/a"];
+        for refused in others.into_iter().chain(["sockets/below/a"]) {
+            let answer = process.listen(Kind::Private, &at(refused));
             assert_eq!(answer.letter, REFUSED, "{refused}: {}", answer.text());
         }
-        let answer = worker.listen(Kind::Plain, &at("sockets/file"));
+        assert_eq!(process.listen(Kind::Plain, &at("allowed/below/a")).letter, DONE);
+        let answer = process.listen(Kind::Plain, &at("sockets/file"));
         assert_eq!(answer.letter, NO_SOCKET, "{}", answer.text());
-        let answer = worker.listen(Kind::Controller, &path);
+        let answer = process.listen(Kind::Controller, &path);
         let made: Made = serde_json::from_slice(&answer.body).unwrap();
         assert_eq!((answer.letter, path_of(&made.path.0)), (DONE, path.clone()));
-        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         assert_eq!(mode(&path), 0o640);
         drop(UnixStream::connect(&path).unwrap());
-        assert_eq!(worker.listen(Kind::Private, &at("run/vm/control.sock")).letter, DONE);
+        assert_eq!(process.listen(Kind::Private, &at("run/vm/control.sock")).letter, DONE);
         assert_eq!((mode(&at("run/vm")), mode(&at("run/vm/control.sock"))), (0o700, 0o600));
-        // Regular files, and sockets outside of the directories, are not removed.
-        let other = UnixListener::bind(at("elsewhere/b")).unwrap();
-        for (name, goes) in [("sockets/file", false), ("elsewhere/b", false), ("sockets/a", true)] {
-            use std::os::unix::fs::MetadataExt;
+        // Files, and sockets of other programs, are not removed.
+        let of = |name: &str| {
             let about = std::fs::metadata(at(name)).unwrap();
-            let made = Made { path: bytes_of(&at(name)), file: Some((about.dev(), about.ino())) };
-            worker.ask(REMOVE, json(&made), None);
-            assert_eq!(!at(name).exists(), goes, "{name}");
+            Made { path: bytes_of(&at(name)), file: Some((about.dev(), about.ino())) }
+        };
+        let text = |made: &Made| String::from_utf8(json(made)).unwrap();
+        let others = [UnixListener::bind(at("elsewhere/b")), UnixListener::bind(at("sockets/b"))];
+        for name in ["sockets/file", "elsewhere/b", "sockets/b"] {
+            process.ask(REMOVE, text(&of(name)));
+            assert!(at(name).exists(), "{name}");
         }
+        drop(others);
+        // Nor are they replaced, unless the configuration names their path.
+        drop(UnixListener::bind(at("sockets/configured")).unwrap());
+        let before = of("sockets/b");
+        let answer = process.listen(Kind::Plain, &at("sockets/b"));
+        assert_eq!((answer.letter, of("sockets/b")), (NO_SOCKET, before), "{}", answer.text());
+        assert_eq!(process.listen(Kind::Plain, &at("sockets/configured")).letter, DONE);
+        // A socket that took the place of one that this supervisor has created.
+        let created = of("sockets/a");
+        std::fs::rename(&path, at("sockets/c")).unwrap();
+        let other = UnixListener::bind(&path).unwrap();
+        for made in [created, of("sockets/a"), of("sockets/c")] {
+            process.ask(REMOVE, text(&made));
+        }
+        assert!(path.exists() && at("sockets/c").exists());
         drop(other);
-        for name in ["elsewhere/empty", "run", "run/../elsewhere/empty", "sockets/.."] {
-            assert_eq!(worker.ask(REMOVE_DIRECTORY, at(name), None).letter, ERRNO, "{name}");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::rename(at("sockets/c"), &path).unwrap();
+        process.ask(REMOVE, text(&made));
+        let answer = process.listen(Kind::Plain, &path);
+        assert_eq!(answer.letter, DONE, "{}", answer.text());
+        let again: Made = serde_json::from_slice(&answer.body).unwrap();
+        process.ask(REMOVE, text(&again));
+        assert!(!path.exists());
+        let others = ["elsewhere/empty", "run", "run/empty", "run/../elsewhere/empty"];
+        for name in others {
+            assert_eq!(process.ask(REMOVE_DIRECTORY, at(name)).letter, ERRNO, "{name}");
             assert!(at(name).exists());
         }
-        assert_eq!(worker.ask(TRACE, "", None).letter, ERRNO);
-        assert_eq!(worker.ask(TCP, "", None).letter, ERRNO);
-        assert_eq!(worker.ask(b'?', "", None).letter, ERRNO);
+        process.ask(REMOVE, text(&of("run/vm/control.sock")));
+        assert_eq!(process.ask(REMOVE_DIRECTORY, at("run/vm")).letter, DONE);
+        assert!(!at("run/vm").exists());
+        assert_eq!(process.ask(TRACE, "").letter, ERRNO);
+        assert_eq!(process.ask(TCP, "127.0.0.1:0").letter, ERRNO);
+        assert_eq!(process.ask(b'?', "").letter, ERRNO);
+        assert_eq!(process.ask(b'p', "{}").letter, ERRNO, "nothing registers permissions");
     }
 }

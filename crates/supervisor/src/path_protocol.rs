@@ -1,22 +1,17 @@
 //! Protocol of the path broker: a sandboxed server process asks its supervisor to create sockets
 //! and files.
 //!
-//! The supervisor acts with the credentials of the server process, and only on paths that were
-//! named before the server process entered its sandbox.
+//! The supervisor acts with the credentials of the server process, and only within the
+//! [permissions](crate::permissions).
 
+use crate::permissions::{bytes_of, path_of};
 use serde::{Deserialize, Serialize};
-use shadowbell_config::socket_access::SocketAccess;
 use shadowbell_state::Bytes;
 use shadowbell_vfio_user::server::BindError;
-use std::ffi::OsString;
 use std::io;
-use std::net::SocketAddr;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// Request: register the permitted paths ([`PathPermissions`] in the attached memory).
-pub const PLACES: u8 = b'p';
-/// Request: create a listening socket ([`Kind`] and path). The answer has [`Made`].
+/// Request: create a listening socket ([`Kind`] and [`Bytes`] of the path). The answer has [`Made`].
 pub const LISTEN: u8 = b'l';
 /// Request: remove the file of a socket that is no longer served ([`Made`]).
 pub const REMOVE: u8 = b'r';
@@ -42,38 +37,8 @@ pub const REFUSED: u8 = b'n';
 /// Answer: the socket cannot be created ([`NoSocket`]).
 pub const NO_SOCKET: u8 = b'b';
 
-/// Largest size of attached memory, in bytes.
-pub const MOST: u64 = 256 << 20;
-
-/// Paths and resources that a server process may request.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct PathPermissions {
-    /// Credentials for the operations: user, group, and supplementary groups.
-    pub user: Option<(u32, u32, Vec<u32>)>,
-    /// Directories in and below which sockets may be created and removed, without symbolic links.
-    pub directories: Vec<Bytes>,
-    /// Parent directory of the servers' control directories, without symbolic links.
-    pub control: Option<Bytes>,
-    /// File mode of the controllers' sockets. `group` is their group.
-    pub mode: Option<u32>,
-    /// Group of the controllers' sockets.
-    pub group: Option<String>,
-    /// Path of the trace file.
-    pub trace: Option<Bytes>,
-    /// TCP addresses of the metrics and of exports.
-    #[serde(default)]
-    pub tcp: Vec<SocketAddr>,
-}
-
-impl PathPermissions {
-    /// Access rights of the controllers' sockets.
-    pub fn access(&self) -> SocketAccess {
-        SocketAccess { mode: self.mode, group: self.group.clone() }
-    }
-}
-
 /// Access rights of a socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// Controller socket: the configured mode and group.
     Controller,
@@ -81,25 +46,6 @@ pub enum Kind {
     Plain,
     /// Private to the user.
     Private,
-}
-
-impl Kind {
-    const ALL: [(Self, u8); 3] =
-        [(Self::Controller, b'c'), (Self::Plain, b'p'), (Self::Private, b'u')];
-
-    /// Encodes the argument of [`LISTEN`].
-    pub fn question(self, path: &Path) -> OsString {
-        let letter = Self::ALL.iter().find(|(kind, _)| *kind == self).map(|(_, letter)| *letter);
-        let path = path.as_os_str().as_bytes().iter().copied();
-        OsString::from_vec(letter.into_iter().chain(path).collect())
-    }
-
-    /// Decodes the argument of [`LISTEN`].
-    pub fn parse(question: &[u8]) -> Option<(Self, PathBuf)> {
-        let (letter, path) = question.split_first()?;
-        let (kind, _) = Self::ALL.iter().find(|(_, other)| other == letter)?;
-        Some((*kind, path_of(path)))
-    }
 }
 
 /// Socket that was created, or is to be removed.
@@ -122,19 +68,20 @@ pub enum NoSocket {
     InUse,
     /// The path exists and is no socket.
     NotASocket,
+    /// The path has a socket of another program.
+    Foreign,
     /// Operation that failed, and its error number.
     System(String, i32),
 }
 
 /// Operations of [`BindError::System`], as static strings for the conversion back.
-const STEPS: [&str; 8] = [
+const STEPS: [&str; 7] = [
     "used",
     "listened on",
     "created",
     "probed",
     "replaced",
     "probed for a server",
-    "made private",
     "given its mode or its group",
 ];
 
@@ -146,6 +93,7 @@ impl NoSocket {
             BindError::NoDirectory { directory, .. } => Self::NoDirectory(bytes_of(directory)),
             BindError::InUse { .. } => Self::InUse,
             BindError::NotASocket { .. } => Self::NotASocket,
+            BindError::Foreign { .. } => Self::Foreign,
             BindError::System { what, source, .. } => {
                 Self::System((*what).to_owned(), source.raw_os_error().unwrap_or_default())
             }
@@ -163,6 +111,7 @@ impl NoSocket {
             }
             Self::InUse => BindError::InUse { path },
             Self::NotASocket => BindError::NotASocket { path },
+            Self::Foreign => BindError::Foreign { path },
             Self::System(what, errno) => BindError::System {
                 path,
                 what: STEPS.into_iter().find(|step| *step == what).unwrap_or("made"),
@@ -172,27 +121,12 @@ impl NoSocket {
     }
 }
 
-/// Bytes of a path.
-pub fn bytes_of(path: &Path) -> Bytes {
-    Bytes(path.as_os_str().as_bytes().to_vec())
-}
-
-/// Path of these bytes.
-pub fn path_of(bytes: &[u8]) -> PathBuf {
-    OsString::from_vec(bytes.to_vec()).into()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn questions_and_answers_are_understood() {
-        for (kind, _) in Kind::ALL {
-            let question = kind.question(Path::new("/run/x.sock"));
-            assert_eq!(Kind::parse(question.as_bytes()), Some((kind, "/run/x.sock".into())));
-        }
-        assert_eq!((Kind::parse(b""), Kind::parse(b"?/x")), (None, None));
+    fn errors_are_understood() {
         let path = Path::new("/x");
         let system = |what| BindError::System {
             path: path.to_owned(),
@@ -204,6 +138,7 @@ mod tests {
             BindError::NoDirectory { path: path.into(), directory: "/no".into() },
             BindError::InUse { path: path.into() },
             BindError::NotASocket { path: path.into() },
+            BindError::Foreign { path: path.into() },
         ]
         .into_iter()
         .chain(STEPS.map(system))

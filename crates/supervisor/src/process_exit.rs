@@ -1,5 +1,6 @@
 //! Exit of a server process: restart, recovery or end of the service.
 
+use super::QUEUED;
 use super::log::log_line;
 use super::restart_policy::Next;
 use super::state::Supervisor;
@@ -15,7 +16,9 @@ impl Supervisor {
         let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
         let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
         // Messages that were sent after the last read and before the exit.
-        self.hear_workers();
+        if new.is_some() || old.is_some() {
+            self.hear_workers(QUEUED);
+        }
         if let Some(status) = new {
             self.new_has_ended(status);
         }

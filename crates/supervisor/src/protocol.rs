@@ -66,7 +66,12 @@ pub mod to_worker {
     pub const END: u8 = b'E';
     /// Report the statistics (SIGUSR1).
     pub const REPORT: u8 = b'R';
-    /// Reload the configuration file, and answer [`READ`](super::to_supervisor::READ).
+    /// First message: descriptors of the sockets to the open broker and to the path broker, and of
+    /// the text of the configuration file, if there is one and it is readable.
+    pub const BEGIN: u8 = b'B';
+    /// Apply the configuration of the text in the descriptor, and answer
+    /// [`READ`](super::to_supervisor::READ). Without a descriptor: the file cannot be read, and the
+    /// body is the reason.
     pub const READ: u8 = b'L';
     /// Answer [`ALIVE`](super::to_supervisor::ALIVE) once all I/O threads have passed a liveness
     /// check.
@@ -120,25 +125,12 @@ pub mod to_supervisor {
     pub const TAKEN: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: receives the result.
     pub const UPGRADE: u8 = b'U';
-    /// Descriptor: a socket for requests to open images (`open_broker`).
-    pub const OPEN_BROKER: u8 = b'O';
-    /// Descriptor: a socket for [requests for sockets and files](crate::path_protocol).
-    pub const PATH_BROKER: u8 = b'D';
 }
 
 /// Requests of a sandboxed server process to the open broker, and the answers.
 pub mod open_broker {
     use shadowbell_disk_file::Access;
 
-    /// Registers the path of a permitted file or device, without symbolic links. No answer.
-    pub const FILE: u8 = b'f';
-    /// Registers a directory, of which all files below are permitted. No answer.
-    pub const DIRECTORY: u8 = b'd';
-    /// Registers the configuration file. Whenever it is opened, the images that it then names are
-    /// permitted too. No answer.
-    pub const CONFIG: u8 = b'k';
-    /// Ends the registration.
-    pub const COMPLETE: u8 = b'c';
     /// Requests an `O_PATH` descriptor of this path.
     pub const NAME: u8 = b'n';
     /// Requests that the image of an `O_PATH` descriptor is opened. Body: the access.
@@ -179,7 +171,8 @@ pub mod question {
     pub const UPGRADE: u8 = b'u';
     /// Checks an upgrade to the program at this path, as [`UPGRADE`], without carrying it out.
     pub const CHECK: u8 = b'c';
-    /// Permits the server process to open the image at this path, without symbolic links.
+    /// Permits the server process to open the file of the descriptor, with the access of the
+    /// descriptor, as the image at this absolute path.
     pub const GRANT: u8 = b'g';
 }
 

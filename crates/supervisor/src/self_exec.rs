@@ -16,7 +16,8 @@ use super::snapshot::PartialSnapshot;
 use super::snapshot_codec::{self, Held};
 use super::state::Supervisor;
 use super::upgrade_progress::tell_outcome;
-use super::{open_broker, path_broker};
+use super::{broker, grants::GRANTS};
+use crate::permissions::Permit;
 use crate::protocol;
 use rustix::io::{FdFlags, fcntl_setfd};
 use shadowbell_memory::process::{block_signals, execute, take_inherited, unblock_signals};
@@ -99,7 +100,8 @@ impl Supervisor {
     /// Starts the program with a snapshot on its standard input.
     fn ask(&self, program: &Path) -> io::Result<(Child, Identity)> {
         let identity = identity(program)?;
-        let memory = self.snapshot(None).map_err(io::Error::other)?.memory()?;
+        let images = GRANTS.lock().images();
+        let memory = self.snapshot(&images, None).map_err(io::Error::other)?.memory()?;
         let mut command = Command::new(program);
         command.arg(CHECK).stdin(Stdio::from(memory));
         command.stdout(Stdio::piped()).stderr(Stdio::null());
@@ -109,7 +111,7 @@ impl Supervisor {
     /// Returns true if one server process serves and no upgrade or restart runs.
     fn is_quiet(&self) -> bool {
         let worker = self.worker.as_ref();
-        worker.is_some_and(|worker| worker.serves_since.is_some() && !worker.has_more_to_hear())
+        worker.is_some_and(|worker| worker.serves_since.is_some() && worker.parts.is_empty())
             && self.upgrade.is_none()
             && self.leaving.is_empty()
             && self.restart.is_none()
@@ -137,7 +139,7 @@ impl Supervisor {
             return Ok(());
         }
         // If a broker answers a request, the exec is tried again later.
-        let Some(_paused) = open_broker::pause() else { return Ok(()) };
+        let Some(_paused) = broker::pause() else { return Ok(()) };
         let text = |error: &dyn std::fmt::Display| error.to_string();
         if !matches!(pending_exec.step, Step::Can(before) if identity(&pending_exec.program).is_ok_and(|now| now == before))
         {
@@ -146,8 +148,7 @@ impl Supervisor {
             return Ok(());
         }
         let held = Held {
-            openers: open_broker::openers().map_err(|error| text(&error))?,
-            places: path_broker::all().map_err(|error| text(&error))?,
+            brokers: broker::all().map_err(|error| text(&error))?,
             asker: pending_exec.asker.take(),
             outcome: pending_exec.outcome.clone(),
         };
@@ -160,7 +161,8 @@ impl Supervisor {
     fn leave_to(&self, program: &Path, held: &Held) -> io::Error {
         let send = || {
             let (ours, theirs) = protocol::pair()?;
-            let record = self.snapshot(Some(held)).map_err(io::Error::other)?;
+            let images = GRANTS.lock().images();
+            let record = self.snapshot(&images, Some(held)).map_err(io::Error::other)?;
             record.send(&ours, &mut 0)?;
             // `theirs` is inherited, and closed by its drop if exec fails.
             fcntl_setfd(&theirs, FdFlags::empty())?;
@@ -176,7 +178,7 @@ impl Supervisor {
     ///
     /// # Errors
     /// There is no complete snapshot at the descriptor `left`.
-    pub(super) fn go_on(arguments: Vec<OsString>, left: RawFd) -> io::Result<Self> {
+    pub(super) fn go_on(arguments: Vec<OsString>, left: RawFd, permit: Permit) -> io::Result<Self> {
         let nothing = || {
             io::Error::other(format!(
                 "{AS_SUPERVISOR} is an internal option of the supervisor; leave it out"
@@ -188,12 +190,11 @@ impl Supervisor {
             record = PartialSnapshot::take(record, packet);
         }
         let record = record.filter(PartialSnapshot::is_complete).ok_or_else(nothing)?;
-        let mut supervisor = Self::bare(arguments)?;
+        let mut supervisor = Self::bare(arguments, permit)?;
         let parcel = record.read().map_err(io::Error::other)?;
         let held = supervisor.restore(parcel, true).map_err(io::Error::other)?;
         let held = held.unwrap_or_default();
-        held.openers.into_iter().for_each(|(socket, named)| open_broker::restore(socket, named));
-        held.places.into_iter().for_each(|(socket, saved)| path_broker::restore(socket, saved));
+        held.brokers.into_iter().for_each(|(kind, socket)| broker::restore(kind, socket));
         let program = supervisor.program.display().to_string();
         log_line(&format!("the supervisor now runs {program}"));
         tell_outcome(

@@ -1,12 +1,17 @@
 //! Requests of the service manager: configuration reload and watchdog.
 
+use super::command_line;
+use super::grants::GRANTS;
 use super::log::log_line;
 use super::state::{Reading, Supervisor};
 use super::upgrade_progress::Step;
 use super::watchdog::Due;
 use super::worker::Worker;
+use crate::checkpoint::memory_of;
 use crate::protocol::to_worker;
-use shadowbell_process::notify;
+use shadowbell_config::config_file;
+use shadowbell_process::{exit, notify};
+use std::os::fd::AsFd;
 use std::time::Instant;
 
 impl Supervisor {
@@ -15,6 +20,21 @@ impl Supervisor {
         if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
             notify::send(&notify::reloading());
         }
+    }
+
+    /// Reads the configuration file and permits what it names, in addition to what was permitted
+    /// before.
+    ///
+    /// Returns the text of the file, and an error if it is invalid and adds nothing.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub(super) fn read_config(&self) -> anyhow::Result<(Option<String>, anyhow::Result<()>)> {
+        let file = command_line::config_file(&self.arguments);
+        let text = file.map(|file| config_file::read_text(&file)).transpose()?;
+        let outcome = (self.permit)(&self.arguments, text.as_deref())
+            .map(|permissions| GRANTS.lock().permit(permissions, text.clone()));
+        Ok((text, outcome))
     }
 
     /// Sends a pending reload request to the server process, if one serves and no upgrade runs.
@@ -28,8 +48,16 @@ impl Supervisor {
         if reading == Reading::Told(worker.pid()) {
             return;
         }
-        worker.say(to_worker::READ, "", None);
-        self.reading = Some(Reading::Told(worker.pid()));
+        let pid = worker.pid();
+        let (text, why) = match self.read_config() {
+            Ok((text, _)) => (text.and_then(|text| memory_of(text.as_bytes()).ok()), String::new()),
+            Err(error) => (None, exit::line(&error)),
+        };
+        let text = text.as_ref().map(AsFd::as_fd);
+        if let Some(worker) = &self.worker {
+            worker.say(to_worker::READ, &why, text);
+        }
+        self.reading = Some(Reading::Told(pid));
     }
 
     /// Reports the result of a reload to the service manager.

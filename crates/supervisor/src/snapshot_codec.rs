@@ -1,10 +1,10 @@
 //! Serialization of the supervisor's state: the content of a [snapshot](super::snapshot).
 
+use super::broker::Kind;
 use super::control::Control;
 use super::fd_store::{FdStore, SavedFdStore};
+use super::grants::{GRANTS, HeldImages, SavedGrants};
 use super::monotonic::Monotonic;
-use super::open_broker::{self, SavedNamed, SavedShared, bytes_of, path_of};
-use super::path_broker::SavedPlaces;
 use super::process::Process;
 use super::snapshot::{Snapshot, bytes_in};
 use super::state::{LEAVE, Reading, Supervisor};
@@ -13,6 +13,7 @@ use super::watchdog::SavedWatchdog;
 use super::worker::{Left, Worker};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint_codec::{Fds, SavedCheckpoint, add};
+use crate::permissions::{bytes_of, path_of};
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Bytes, Descriptors, FdRef, Parcel, StateError};
@@ -66,8 +67,6 @@ struct SavedWorker {
     why: Option<String>,
     items: SavedCheckpoint,
     is_broken: bool,
-    has_opener: bool,
-    has_places: bool,
     in_parts: bool,
 }
 
@@ -76,8 +75,7 @@ struct SavedWorker {
 struct SavedHeld {
     control: Option<FdRef>,
     clients: Vec<FdRef>,
-    openers: Vec<(FdRef, SavedNamed)>,
-    places: Vec<(FdRef, SavedPlaces)>,
+    brokers: Vec<(Kind, FdRef)>,
     /// Both ends of the fd store's socket pair, and its counters.
     journal: Option<(FdRef, FdRef, SavedFdStore)>,
     /// Requester of an upgrade, who receives its result.
@@ -89,8 +87,7 @@ struct SavedHeld {
 /// State for exec that is not part of [`Supervisor`].
 #[derive(Default)]
 pub(super) struct Held {
-    pub(super) openers: Vec<(OwnedFd, SavedNamed)>,
-    pub(super) places: Vec<(OwnedFd, SavedPlaces)>,
+    pub(super) brokers: Vec<(Kind, OwnedFd)>,
     pub(super) asker: Option<OwnedFd>,
     pub(super) outcome: String,
 }
@@ -102,7 +99,7 @@ pub(super) struct Held {
 pub(super) fn check(memory: OwnedFd) -> Result<(), StateError> {
     let mut parcel = Parcel::decode(&bytes_in(memory)?, Vec::new())?;
     section::<SavedSupervisor>(&mut parcel, SUPERVISOR)?;
-    section::<SavedShared>(&mut parcel, OPENED)?;
+    section::<SavedGrants>(&mut parcel, OPENED)?;
     parcel.take::<SavedHeld>(HELD)?;
     parcel.finish()
 }
@@ -138,8 +135,6 @@ impl Worker {
             why: self.why.clone(),
             items: self.items.save(fds),
             is_broken: self.is_broken,
-            has_opener: self.has_opener,
-            has_places: self.has_places,
             in_parts: self.in_parts,
         }
     }
@@ -164,14 +159,13 @@ impl Worker {
                 Process::of_another(pid, fd)
             },
             link: saved.link.map(|link| fds.take(link)).transpose()?,
-            program: path_of(saved.program),
+            program: path_of(&saved.program.0),
             serves_since: saved.serves_since.map(|since| clock.read(since)),
             has_taken: saved.has_taken,
             why: saved.why,
             items,
             is_broken: saved.is_broken,
-            has_opener: saved.has_opener,
-            has_places: saved.has_places,
+            has_changed: true,
             parts: std::collections::VecDeque::new(),
             is_seen: false,
             in_parts: saved.in_parts,
@@ -180,12 +174,14 @@ impl Worker {
 }
 
 impl Supervisor {
-    /// Makes a snapshot. `held`: state for exec, which only the same process can use.
+    /// Makes a snapshot with the held images. `held`: state for exec, which only the same process
+    /// can use.
     ///
     /// # Errors
     /// Serialization fails.
     pub(super) fn snapshot<'a>(
         &'a self,
+        images: &'a HeldImages,
         held: Option<&'a Held>,
     ) -> Result<Snapshot<'a>, StateError> {
         let clock = Monotonic::look();
@@ -213,7 +209,8 @@ impl Supervisor {
         };
         let mut parcel = Parcel::new();
         parcel.add(SUPERVISOR, true, &saved)?;
-        parcel.add(OPENED, true, &open_broker::shared())?;
+        let grants = GRANTS.lock().save(images, |fd| add(&mut fds, fd));
+        parcel.add(OPENED, true, &grants)?;
         if let Some(held) = held {
             let control = self.control.as_ref();
             let saved = SavedHeld {
@@ -223,15 +220,10 @@ impl Supervisor {
                     .flat_map(|control| control.clients())
                     .map(|client| add(&mut fds, client))
                     .collect(),
-                openers: held
-                    .openers
+                brokers: held
+                    .brokers
                     .iter()
-                    .map(|(socket, named)| (add(&mut fds, socket.as_fd()), named.clone()))
-                    .collect(),
-                places: held
-                    .places
-                    .iter()
-                    .map(|(socket, places)| (add(&mut fds, socket.as_fd()), places.clone()))
+                    .map(|(kind, socket)| (*kind, add(&mut fds, socket.as_fd())))
                     .collect(),
                 journal: self.fd_store.as_ref().map(|fd_store| {
                     let (write, read) = fd_store.ends();
@@ -256,7 +248,7 @@ impl Supervisor {
     ) -> Result<Option<Held>, StateError> {
         let clock = Monotonic::look();
         let saved: SavedSupervisor = section(&mut parcel, SUPERVISOR)?;
-        let shared: SavedShared = section(&mut parcel, OPENED)?;
+        let grants: SavedGrants = section(&mut parcel, OPENED)?;
         let held: Option<SavedHeld> = parcel.take(HELD)?;
         let mut fds = std::mem::take(parcel.descriptors());
         parcel.finish()?;
@@ -285,12 +277,12 @@ impl Supervisor {
         });
         self.worker = serves;
         self.leaving = leaving.into_iter().map(|worker| (worker, clock.now() + LEAVE)).collect();
-        self.program = path_of(saved.program);
-        self.sockets = saved.sockets.into_iter().map(path_of).collect();
+        self.program = path_of(&saved.program.0);
+        self.sockets = saved.sockets.iter().map(|path| path_of(&path.0)).collect();
         self.deaths = saved.deaths.iter().map(|time| clock.read(*time)).collect();
         self.died = saved.died.map(|time| clock.read(time));
         self.restart = saved.restart.map(|time| clock.read(time));
-        open_broker::restore_shared(shared);
+        GRANTS.lock().restore(grants, fds)?;
         if is_same {
             self.is_ready = saved.is_ready;
             self.reading = saved.reading.map(|told| told.map_or(Reading::Wanted, Reading::Told));
@@ -311,12 +303,9 @@ impl Supervisor {
                 Some(FdStore::of_before(fds.take(write)?, fds.take(read)?, &saved))
             }
         };
-        let openers = held.openers.into_iter().map(|(fd, named)| Ok((fds.take(fd)?, named)));
-        let openers = openers.collect::<Result<_, StateError>>()?;
-        let places = held.places.into_iter().map(|(fd, places)| Ok((fds.take(fd)?, places)));
+        let brokers = held.brokers.into_iter().map(|(kind, fd)| Ok((kind, fds.take(fd)?)));
         Ok(Some(Held {
-            openers,
-            places: places.collect::<Result<_, StateError>>()?,
+            brokers: brokers.collect::<Result<_, StateError>>()?,
             asker: held.asker.map(|asker| fds.take(asker)).transpose()?,
             outcome: held.outcome,
         }))

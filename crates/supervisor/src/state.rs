@@ -8,6 +8,7 @@ use super::trim_memory::TrimTimer;
 use super::upgrade_progress::{Replacement, Upgrade};
 use super::watchdog::Watchdog;
 use super::worker::{Left, Worker};
+use crate::permissions::Permit;
 use shadowbell_process::signals::Caught;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -28,6 +29,8 @@ pub(super) enum Reading {
 /// The supervisor.
 pub(super) struct Supervisor {
     pub(super) arguments: Vec<OsString>,
+    /// Parser of the command line and of the configuration file.
+    pub(super) permit: Permit,
     /// Program of the next server process.
     pub(super) program: PathBuf,
     pub(super) signals: Caught,
@@ -57,6 +60,8 @@ pub(super) struct Supervisor {
     pub(super) is_ready: bool,
     /// Pending reload of the configuration.
     pub(super) reading: Option<Reading>,
+    /// Time at which images of removed disks are released.
+    pub(super) release: Option<Instant>,
     /// Trims this process's memory when it is idle.
     pub(super) rest: TrimTimer,
     /// Watchdog of the service manager, if it is enabled.

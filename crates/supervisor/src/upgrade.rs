@@ -12,13 +12,15 @@
 //! fails after that (it crashes, for example), a process of the program that this supervisor runs
 //! recovers from the same checkpoint, and the requester of the upgrade receives the reason.
 
+use super::QUEUED;
 use super::log::log_line;
 use super::pending_exec::PendingExec;
 use super::state::{LEAVE, Supervisor};
-use super::upgrade_progress::{Replacement, Step, Upgrade, tell_check, tell_outcome};
+use super::upgrade_progress::{Replacement, Step, Upgrade, answer_to, tell_check, tell_outcome};
 use super::worker::{Left, Worker, how};
-use crate::protocol::{self, RECOVER, to_supervisor, to_worker};
+use crate::protocol::{self, RECOVER, answer, to_supervisor, to_worker};
 use rustix::process::Signal;
+use shadowbell_process::exit;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
@@ -36,6 +38,20 @@ const RECOVERS: Duration = Duration::from_secs(30);
 const OURSELVES: &str = "/proc/self/exe";
 
 impl Supervisor {
+    /// Starts an upgrade, or its check only, that was requested from outside, not by a server
+    /// process. The configuration file is read again for it.
+    pub(super) fn begin_outside_upgrade(
+        &mut self,
+        program: Option<PathBuf>,
+        asker: Option<OwnedFd>,
+        is_check: bool,
+    ) {
+        match self.read_config().and_then(|(_, outcome)| outcome) {
+            Ok(()) => self.begin_upgrade(program, asker, is_check),
+            Err(why) => tell_outcome(asker, Err(&exit::line(&why))),
+        }
+    }
+
     /// Starts the next server process of an upgrade, or of its check only.
     pub(super) fn begin_upgrade(
         &mut self,
@@ -50,7 +66,11 @@ impl Supervisor {
             _ => Some("the server does not serve yet; try again in a moment"),
         };
         if let Some(why) = refusal {
-            return tell_outcome(asker, Err(why));
+            return match asker {
+                // Not logged: a server process may repeat the request without end.
+                Some(asker) => answer_to(asker, answer::NO, why),
+                None => tell_outcome(None, Err(why)),
+            };
         }
         let program = program.unwrap_or_else(|| self.program.clone());
         match Worker::start(&program, &self.arguments, RECOVER) {
@@ -249,7 +269,8 @@ impl Supervisor {
     pub(super) fn upgrade_failed(&mut self, why: &str) {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         // The reason that the new process sent is more specific than its exit status.
-        while let Some(packet) = upgrade.new.hear(self.fd_store.as_mut()) {
+        for _ in 0..QUEUED {
+            let Some(packet) = upgrade.new.hear(self.fd_store.as_mut()) else { break };
             if packet.letter == to_supervisor::FAILED {
                 upgrade.new.why = Some(packet.text());
             }

@@ -4,6 +4,7 @@ use super::log::log_line;
 use super::worker::Worker;
 use crate::protocol::{self, answer};
 use serde::{Deserialize, Serialize};
+use shadowbell_process::deferred_close;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -66,9 +67,12 @@ impl Replacement {
     }
 }
 
+/// Maximum number of warnings of an upgrade.
+const MOST_WARNINGS: usize = 1000;
+
 fn add_warnings(warnings: &mut Vec<String>, lines: &str) {
     for line in lines.lines() {
-        if !warnings.iter().any(|known| known == line) {
+        if warnings.len() < MOST_WARNINGS && !warnings.iter().any(|known| known == line) {
             warnings.push(line.to_owned());
         }
     }
@@ -81,7 +85,7 @@ pub(super) fn tell_check(asker: Option<OwnedFd>, warnings: &[String]) {
         warnings => (answer::NO, warnings.join("\n")),
     };
     if let Some(asker) = asker {
-        let _ = protocol::send(asker, letter, text, None);
+        answer_to(asker, letter, &text);
     }
 }
 
@@ -95,6 +99,14 @@ pub(super) fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) 
         }
     };
     if let Some(asker) = asker {
-        let _ = protocol::send(asker, letter, text, None);
+        answer_to(asker, letter, text);
     }
+}
+
+/// Answers a requester. One that does not read must not block the supervisor.
+pub(super) fn answer_to(asker: OwnedFd, letter: u8, text: &str) {
+    let body = text.as_bytes();
+    let body = body.get(..protocol::MOST - 1).unwrap_or(body);
+    let _ = protocol::send_bytes(&asker, letter, body, &[], true);
+    deferred_close::close([asker]);
 }

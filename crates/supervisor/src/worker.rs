@@ -1,14 +1,15 @@
 //! Server process as seen by the supervisor: its handle, its messages and its checkpoint.
 
+use super::broker::{self, Kind};
 use super::command_line::is_verb;
 use super::fd_store::FdStore;
+use super::grants::GRANTS;
 use super::log::log_line;
-use super::open_broker;
-use super::path_broker;
 use super::process::Process;
-use crate::checkpoint::{COMPLETE, Checkpoint, Part};
+use crate::checkpoint::{COMPLETE, Checkpoint, Part, memory_of};
 use crate::protocol::{self, AS_WORKER, Packet, to_supervisor, to_worker};
 use rustix::process::Signal;
+use shadowbell_process::deferred_close;
 use signal_hook::consts::SIGSYS;
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -18,6 +19,9 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
+
+/// Maximum number of checkpoint changes that are handled at once.
+const MOST_AT_ONCE: usize = 16;
 
 /// Checkpoint of a dead server process.
 #[derive(Default)]
@@ -53,10 +57,8 @@ pub(super) struct Worker {
     pub(super) items: Checkpoint,
     /// The checkpoint is unusable: a change could not be stored.
     pub(super) is_broken: bool,
-    /// The process has an open broker.
-    pub(super) has_opener: bool,
-    /// The process has a path broker.
-    pub(super) has_places: bool,
+    /// The checkpoint has changed since images were released.
+    pub(super) has_changed: bool,
     /// Parts of another process's checkpoint that are still to be sent.
     pub(super) parts: VecDeque<Part>,
     /// The next packet in the socket was handled and is to be removed.
@@ -91,6 +93,11 @@ impl Worker {
         for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
             command.env_remove(name);
         }
+        let brokers = [broker::start(Kind::Images)?, broker::start(Kind::Paths)?];
+        let config = GRANTS.lock().facts.config.clone();
+        let config = config.map(|text| memory_of(text.as_bytes())).transpose()?;
+        let fds: Vec<_> = brokers.iter().chain(&config).map(AsFd::as_fd).collect();
+        protocol::send_bytes(&ours, to_worker::BEGIN, &[], &fds, true)?;
         let child = command.stdin(Stdio::from(theirs)).spawn()?;
         Ok(Self {
             process: child.into(),
@@ -101,8 +108,7 @@ impl Worker {
             why: None,
             items: Checkpoint::default(),
             is_broken: false,
-            has_opener: false,
-            has_places: false,
+            has_changed: false,
             parts: VecDeque::new(),
             is_seen: false,
             in_parts: false,
@@ -168,11 +174,6 @@ impl Worker {
         }
     }
 
-    /// Returns true if parts of the old checkpoint are still to be sent.
-    pub(super) fn has_more_to_hear(&self) -> bool {
-        !self.parts.is_empty()
-    }
-
     /// Returns true if only this process's own checkpoint is valid: it has recovered, or serves.
     pub(super) fn has_begun(&self) -> bool {
         self.has_taken || self.serves_since.is_some()
@@ -200,20 +201,23 @@ impl Worker {
         self.link.as_ref().map(AsFd::as_fd)
     }
 
-    /// Sends a message. Does nothing if the process is dead.
+    /// Sends a message. Does nothing if the process is dead. A process that reads none is killed.
     pub(super) fn say(&self, letter: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
-        if let Some(link) = &self.link {
-            let _ = protocol::send(link, letter, body, fd);
+        let Some(link) = &self.link else { return };
+        let sent = protocol::send_bytes(link, letter, body.as_bytes(), fd.as_slice(), true);
+        if sent.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
+            self.process.signal(Signal::KILL);
         }
     }
 
-    /// Returns the next message; checkpoint changes and broker requests are handled here.
+    /// Returns the next message; checkpoint changes are handled here, some at once. A packet
+    /// without a type stands for those.
     ///
     /// If there is an fd store, each packet stays in the socket until the next call. By then the
     /// packet is in the store, or a snapshot contains its effect, as [`FdStore::needs_snapshot`]
     /// demands.
     pub(super) fn hear(&mut self, mut fd_store: Option<&mut FdStore>) -> Option<Packet> {
-        loop {
+        for _ in 0..MOST_AT_ONCE {
             let link = self.link.as_ref()?;
             if std::mem::take(&mut self.is_seen) {
                 protocol::drop_one(link);
@@ -232,24 +236,14 @@ impl Worker {
             };
             self.is_seen = fd_store.is_some();
             match packet.letter {
-                to_supervisor::CHECKPOINT => {}
-                to_supervisor::PATH_BROKER => {
-                    // One path broker per process: its permissions are registered before the
-                    // sandbox.
-                    if !std::mem::replace(&mut self.has_places, true) {
-                        packet.fd().into_iter().for_each(path_broker::start);
-                    }
-                    continue;
+                to_supervisor::CHECKPOINT => self.has_changed = true,
+                letter => {
+                    // One descriptor of one message is used.
+                    let used = usize::from(letter == to_supervisor::UPGRADE);
+                    let unused = packet.fds.drain(used.min(packet.fds.len())..);
+                    deferred_close::close(unused);
+                    return Some(packet);
                 }
-                to_supervisor::OPEN_BROKER => {
-                    // One open broker per process: its permissions are registered before the
-                    // sandbox.
-                    if !std::mem::replace(&mut self.has_opener, true) {
-                        packet.fd().into_iter().for_each(open_broker::start);
-                    }
-                    continue;
-                }
-                _ => return Some(packet),
             }
             if let Some(fd_store) = &mut fd_store {
                 let (begins, ends) = Checkpoint::begins_and_ends(&packet.body);
@@ -283,12 +277,14 @@ impl Worker {
                 }
             }
         }
+        // There may be more.
+        Some(Packet { letter: 0, body: Vec::new(), fds: Vec::new() })
     }
 
     /// Applies a packet of a checkpoint change.
     pub(super) fn keep(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) {
         if self.is_broken {
-            return;
+            return deferred_close::close(fds);
         }
         if let Err(error) = self.items.take(bytes, fds) {
             self.is_broken = true;
@@ -362,8 +358,7 @@ mod tests {
             why: None,
             items,
             is_broken: false,
-            has_opener: false,
-            has_places: false,
+            has_changed: false,
             parts: VecDeque::new(),
             is_seen: false,
             in_parts,
@@ -373,8 +368,23 @@ mod tests {
     fn record(fd_store: &mut FdStore) {
         let bytes = Parcel::new().encode(0).unwrap();
         fd_store
-            .append_snapshot(&Snapshot { bytes, fds: Vec::new() }, open_broker::changes())
+            .append_snapshot(&Snapshot { bytes, fds: Vec::new() }, GRANTS.lock().changes())
             .unwrap();
+    }
+
+    #[test]
+    fn a_process_that_reads_no_message_is_killed() {
+        let (ours, _theirs) = protocol::pair().unwrap();
+        let child = Command::new("sleep").arg("3600").spawn().unwrap();
+        let mut worker =
+            Worker { process: child.into(), ..worker(&ours, Checkpoint::default(), false) };
+        let status = loop {
+            worker.say(to_worker::REPORT, "", None);
+            if let Some(status) = worker.ended() {
+                break status;
+            }
+        };
+        assert!(is_killed(status), "{status}");
     }
 
     /// A change of three packets, and a supervisor that is killed at each step of it.

@@ -224,6 +224,17 @@ pub(crate) fn deny(report: &mut Report) -> Result<()> {
     Ok(())
 }
 
+/// `cargo xtask campaign`.
+pub(crate) fn campaign(report: &mut Report, messages: u64, attacks: &[String]) -> Result<()> {
+    report.begin("campaign");
+    let test = ["test", "--package", "shadowbell-supervisor", "--test", "hostile", "--"];
+    let mut command = cargo();
+    command.args(test).arg(messages.to_string()).args(attacks);
+    step(report, "a supervisor withstands its server process", &mut command);
+    report.summary();
+    Ok(())
+}
+
 /// `cargo xtask loom`.
 pub(crate) fn loom(report: &mut Report) -> Result<()> {
     loom_models(report);

@@ -105,6 +105,17 @@ enum Verb {
     /// if the server does not end in time.
     #[command(after_help = hostile::EXAMPLES)]
     Hostile(hostile::Arguments),
+    /// Attack a supervisor as its server process would under an attacker's control.
+    ///
+    /// Fails if a file, socket or process outside of the grants changes, or if the shutdown does
+    /// not begin within 100 ms of SIGTERM.
+    Campaign {
+        /// Number of messages of each kind
+        #[arg(long, default_value_t = 1_000_000, value_name = "N")]
+        messages: u64,
+        /// Attacks; the default is all of them
+        attacks: Vec<String>,
+    },
     /// Run stress tests of minutes: many controllers, honest and hostile, with verified data.
     #[command(after_help = soak::EXAMPLES)]
     Soak(soak::Arguments),
@@ -227,6 +238,7 @@ fn main() -> ExitCode {
         Verb::Hostile(arguments) => {
             run_optimised().and_then(|()| hostile::run(&mut report, arguments))
         }
+        Verb::Campaign { messages, attacks } => chores::campaign(&mut report, messages, &attacks),
         Verb::Soak(arguments) => run_optimised().and_then(|()| soak::run(&mut report, arguments)),
         Verb::RunAlone { grace, command } => {
             match run_alone::run(&command, Duration::from_secs(grace)) {

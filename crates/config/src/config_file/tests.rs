@@ -364,12 +364,3 @@ fn ana_groups_and_states_belong_to_a_subsystem() {
         assert!(why.contains(words), "{why}");
     }
 }
-
-#[test]
-fn all_disks_of_a_file_are_listed() {
-    let toml = "name = \"a\"\n[[controller]]\nsocket = \"s\"\n\
-                disks = [\"a.img?direct=on\", { disk = \"b.img\", nsid = 7 }]\n\
-                [[controller]]\nsocket = \"t\"\ndisks = [\"mem:1MiB\"]\n";
-    assert_eq!(disks_of(toml), ["a.img?direct=on", "b.img", "mem:1MiB"]);
-    assert!(disks_of("nonsense").is_empty() && disks_of("controller = 7").is_empty());
-}

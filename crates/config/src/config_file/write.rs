@@ -30,6 +30,7 @@ pub struct Settings {
     metrics: Option<SocketAddr>,
     metrics_hosts: Vec<String>,
     access: SocketAccess,
+    allow: Vec<PathBuf>,
 }
 
 impl Settings {
@@ -43,7 +44,14 @@ impl Settings {
             metrics: config.metrics,
             metrics_hosts: config.metrics_hosts.clone(),
             access: config.socket_access.clone(),
+            allow: config.allow.clone(),
         }
+    }
+
+    /// True if a reload of these settings needs no restart. Further allowed directories take
+    /// effect at once.
+    pub fn are_in_effect(&self, now: &Self) -> bool {
+        Self { allow: now.allow.clone(), ..self.clone() } == *now
     }
 
     /// Returns true if a file with these settings contradicts the current settings `now`. A setting
@@ -98,6 +106,13 @@ struct File {
     disk: Vec<WrittenDisk>,
     controller: Vec<Controller>,
     export: Vec<ExportConfig>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    paths: Option<Paths>,
+}
+
+#[derive(Serialize)]
+struct Paths {
+    allow: Vec<PathBuf>,
 }
 
 #[derive(Serialize)]
@@ -159,7 +174,7 @@ pub fn write(
     exports: &[ExportConfig],
 ) -> String {
     let Settings { pool, trace, control_socket, .. } = settings;
-    let Settings { measure, metrics, metrics_hosts, access, .. } = settings;
+    let Settings { measure, metrics, metrics_hosts, access, allow, .. } = settings;
     let (poll, poll_max_us) = match pool.polling {
         Polling::Always => (Some("always"), None),
         Polling::Never => (Some("never"), None),
@@ -185,6 +200,8 @@ pub fn write(
         disk: disks.iter().map(WrittenDisk::of).collect(),
         controller: controllers.iter().map(|asked| controller(asked)).collect(),
         export: exports.iter().map(ExportConfig::from_root).collect(),
+        paths: (!allow.is_empty())
+            .then(|| Paths { allow: allow.iter().map(|path| absolute(path)).collect() }),
     };
     // Serialization cannot fail, because the file contains only numbers and texts.
     toml::to_string(&file).unwrap_or_default()

@@ -54,11 +54,11 @@ use shadowbell_state::{Descriptors, FdRef};
 use shadowbell_supervisor::path_protocol::Kind;
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, SavedListener};
-use std::fs::{self, DirBuilder, Permissions};
+use std::fs::DirBuilder;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -142,7 +142,9 @@ impl Resting {
             Self { name, socket, metrics, metrics_at, began, tracing, measures }
         };
         if let Some(path) = &place.path {
-            let listener = private(path).map_err(refused).context("the control socket")?;
+            let listener = path_broker::listen(path, Kind::Private)
+                .map_err(refused)
+                .context("the control socket")?;
             let socket = Some(Socket { listener, directory: None });
             return Ok(of(name, socket));
         }
@@ -159,7 +161,7 @@ impl Resting {
         let outcome = match listen_in(&directory, &name) {
             // Another server has the same default name.
             Err(BindError::InUse { .. }) if place.name.is_none() => {
-                let own = format!("{name}.{pid}");
+                let own = socket_path::name_for(&name, pid);
                 info!(
                     "another server is called {name}, so this one is {own} to `shadowbell ctl`; \
                      `--name` gives it a name of your choice"
@@ -258,7 +260,7 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
     let own = directory.join(name);
     if path_broker::has_broker() {
         // The supervisor creates the directory, too.
-        let listener = private(&path)?;
+        let listener = path_broker::listen(&path, Kind::Private)?;
         return Ok(Socket { listener, directory: Some(OwnDirectory(own)) });
     }
     let made = DirBuilder::new().recursive(true).mode(0o755).create(directory).and_then(|()| {
@@ -268,22 +270,8 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
         }
     });
     made.map_err(|source| BindError::System { path: path.clone(), what: "created", source })?;
-    let listener = private(&path)?;
+    let listener = path_broker::listen(&path, Kind::Private)?;
     Ok(Socket { listener, directory: Some(OwnDirectory(own)) })
-}
-
-/// Creates a socket for its own user only. Another user can connect before the mode is set; such
-/// a client is recognized by its peer credentials, and gets no answer.
-fn private(path: &Path) -> Result<Listener, BindError> {
-    let listener = path_broker::listen(path, Kind::Private)?;
-    if path_broker::has_broker() {
-        return Ok(listener);
-    }
-    let path = listener.path().to_owned();
-    match fs::set_permissions(&path, Permissions::from_mode(0o600)) {
-        Ok(()) => Ok(listener),
-        Err(source) => Err(BindError::System { path, what: "made private", source }),
-    }
 }
 
 /// The thread that serves the sockets. A drop ends the thread.

@@ -1,7 +1,6 @@
 //! Options of the sandbox.
 
 use super::user::User;
-use std::path::PathBuf;
 
 /// Mode of the sandbox.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -21,8 +20,4 @@ pub(crate) struct Asked {
     pub(crate) mode: Mode,
     /// User that the process becomes.
     pub(crate) user: Option<User>,
-    /// Directories in which images may be opened and sockets created.
-    pub(crate) allow: Vec<PathBuf>,
-    /// Configuration file, which may be reloaded.
-    pub(crate) config: Option<PathBuf>,
 }

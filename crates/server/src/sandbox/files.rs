@@ -1,15 +1,15 @@
 //! Landlock rules: file access by path, TCP, and signals.
 //!
-//! Images need no rule, since the supervisor opens them. The rules permit directories in which
-//! sockets are created and removed, output files, and parts of procfs and sysfs.
+//! Images, sockets and output files need no rule, since the supervisor opens and creates them. The
+//! rules permit parts of procfs and sysfs.
 
-use super::asked::Asked;
-use super::open_broker::{self, Allowed};
+use super::open_broker;
+use super::user::User;
 use crate::path_broker;
 use crate::worker_link::WorkerLink;
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort,
-    PathFd, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
+    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, PathFd,
+    Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
     path_beneath_rules,
 };
 use shadowbell_config::disk_spec;
@@ -17,20 +17,13 @@ use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::socket_path;
 use shadowbell_process::process_env;
-use shadowbell_supervisor::path_protocol::{PathPermissions, bytes_of};
-use shadowbell_supervisor::protocol::{self, to_supervisor};
+use shadowbell_supervisor::permissions::{Permissions, bytes_of};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use tracing::warn;
 
 /// Newest Landlock ABI in use: files, TCP, signals to other processes and abstract sockets.
 const KNOWN: ABI = ABI::V6;
-
-/// Access that creating and removing sockets in a directory requires.
-fn sockets() -> BitFlags<AccessFs> {
-    AccessFs::MakeSock | AccessFs::RemoveFile | AccessFs::ReadDir
-}
 
 /// Access that replacing files in a directory requires.
 fn outputs() -> BitFlags<AccessFs> {
@@ -49,66 +42,69 @@ const READ: [&str; 3] = ["/proc/self", "/proc/sys/vm/max_map_count", "/sys/devic
 pub(super) struct Files {
     rules: RulesetCreated,
     known: Vec<PathFd>,
-    /// The supervisor creates sockets and output files.
-    pub(super) by_supervisor: bool,
 }
 
-/// Makes the supervisor open images from now on, and prepares the rules for other paths.
+/// Makes the supervisor open images and create sockets from now on, and prepares the rules for
+/// other paths.
 ///
 /// # Errors
 /// There is no supervisor or no Landlock.
-pub(super) fn prepare(
-    asked: &Asked,
-    config: &ServerConfig,
-    link: Option<&WorkerLink>,
-) -> Result<Files, String> {
+pub(super) fn prepare(config: &ServerConfig, link: Option<&WorkerLink>) -> Result<Files, String> {
     let Some(link) = link else {
         return Err("there is no supervisor to open images (`--no-keeper`)".to_owned());
     };
-    let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
-    // Landlock is probed before anything is requested from the supervisor.
-    ruleset().map_err(|error| format!("Landlock: {error}"))?;
-    open_broker::begin(link, &allowed(asked, config))?;
-    let by_supervisor = ask_for_places(asked, config, link)
-        .inspect_err(|why| warn!("the sandbox permits the creation of sockets and files: {why}"))
-        .is_ok();
-    let rules =
-        rules(asked, config, by_supervisor).map_err(|error| format!("Landlock: {error}"))?;
-    Ok(Files { rules, known, by_supervisor })
+    let files = Files::new().map_err(|error| format!("Landlock: {error}"))?;
+    let (images, paths) = link.brokers().ok_or("its supervisor has no brokers")?;
+    open_broker::begin(images);
+    path_broker::begin(paths).map_err(|error| format!("the path broker: {error}"))?;
+    // Each server has a directory in the common one.
+    config.control.path.is_none().then(socket_path::settle).flatten().map(|path| make(&path));
+    Ok(files)
 }
 
-/// Makes the supervisor create sockets and output files from now on.
-fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Result<(), String> {
-    let (ours, theirs) = protocol::pair().map_err(|error| error.to_string())?;
-    link.give(to_supervisor::PATH_BROKER, theirs).map_err(|error| error.to_string())?;
-    let control = config.control.path.is_none().then(socket_path::settle).flatten();
-    let control = control.filter(|directory| make(directory));
-    let real = |path: PathBuf| path.canonicalize().ok().map(|path| bytes_of(&path));
-    let from_root = |path: &PathBuf| bytes_of(&process_env::absolute(path));
-    path_broker::begin(
-        ours,
-        &PathPermissions {
-            user: asked.user.as_ref().map(|user| user.ids(config)),
-            directories: socket_directories(asked, config).into_iter().filter_map(real).collect(),
-            control: control.and_then(real),
-            mode: config.socket_access.mode,
-            group: config.socket_access.group.clone(),
-            trace: config.trace.as_ref().map(|(path, _)| from_root(path)),
-            tcp: config.tcp().collect(),
-        },
-    )
-}
-
-/// Images that the process may request.
-fn allowed(asked: &Asked, config: &ServerConfig) -> Allowed {
-    let paths = config.disk_specs().filter_map(disk_spec::file);
+/// Permissions of a server process.
+///
+/// # Errors
+/// The group of the sockets does not exist.
+pub(crate) fn permissions(
+    user: Option<&User>,
+    config: &ServerConfig,
+) -> anyhow::Result<Permissions> {
+    let from_root = |path: &Path| bytes_of(&process_env::absolute(path));
+    let all = |paths: &mut dyn Iterator<Item = PathBuf>| {
+        let mut paths: Vec<_> = paths.map(|path| process_env::absolute(&path)).collect();
+        paths.sort();
+        paths.dedup();
+        paths.iter().map(|path| bytes_of(path)).collect()
+    };
     let pools = config.controllers.iter().filter_map(|served| served.controller.pool.as_ref());
     let pools = pools.map(|pool| pool.directory.clone());
-    Allowed {
-        files: paths.collect(),
-        directories: asked.allow.iter().cloned().chain(pools).collect(),
-        config: asked.config.clone(),
-    }
+    let sockets = || {
+        let controllers = config.controllers.iter().map(|served| served.socket.clone());
+        let exports = config.exports.iter().filter_map(ExportConfig::socket).map(Path::to_owned);
+        controllers.chain(config.control.path.clone()).chain(exports)
+    };
+    // A directory stands for the socket in it, as in SPDK.
+    let directories =
+        sockets().map(|socket| if socket.is_dir() { socket } else { directory_of(&socket) });
+    let control = config.control.path.is_none().then(socket_path::directory).flatten();
+    let name = config.control.name.as_ref().unwrap_or(&config.default_name);
+    let names = [name.clone(), socket_path::name_for(name, std::process::id())];
+    let control = control.iter().flat_map(|directory| names.iter().map(|n| directory.join(n)));
+    let (mode, group) = config.socket_access.numbers()?;
+    Ok(Permissions {
+        images: all(&mut config.disk_specs().filter_map(disk_spec::file)),
+        image_directories: all(&mut config.allow.iter().cloned().chain(pools)),
+        sockets: all(&mut sockets()),
+        socket_directories: all(&mut directories.into_iter()),
+        socket_trees: all(&mut config.allow.iter().cloned()),
+        control: all(&mut control.into_iter()),
+        user: user.map(|user| user.ids(config)),
+        mode,
+        group,
+        trace: config.trace.as_ref().map(|(path, _)| from_root(path)),
+        tcp: config.tcp().collect(),
+    })
 }
 
 fn ruleset() -> Result<RulesetCreated, RulesetError> {
@@ -122,55 +118,8 @@ fn ruleset() -> Result<RulesetCreated, RulesetError> {
         .create()
 }
 
-/// Creates the rules.
-fn rules(
-    asked: &Asked,
-    config: &ServerConfig,
-    by_supervisor: bool,
-) -> Result<RulesetCreated, RulesetError> {
-    let rules = ruleset()?
-        .add_rules(path_beneath_rules(READ, reading()))?
-        // In a build with fault injection: the directory with the abort points.
-        .add_rules(path_beneath_rules(shadowbell_state::abort_directory(), outputs()))?;
-    if by_supervisor {
-        return Ok(rules);
-    }
-    let rules = rules
-        .add_rules(path_beneath_rules(socket_directories(asked, config), sockets()))?
-        .add_rules(path_beneath_rules(written(config), outputs()))?;
-    let control = config.control.path.is_none().then(socket_path::settle).flatten();
-    // Each server has a directory in the common one.
-    let control = control.filter(|directory| make(directory));
-    let of_control = sockets() | AccessFs::MakeDir | AccessFs::RemoveDir;
-    let rules = rules.add_rules(path_beneath_rules(control, of_control))?;
-    config.tcp().try_fold(rules, |rules, address| {
-        rules.add_rule(NetPort::new(address.port(), AccessNet::BindTcp))
-    })
-}
-
 fn make(directory: &Path) -> bool {
     DirBuilder::new().recursive(true).mode(0o755).create(directory).is_ok()
-}
-
-/// Directories in which sockets are created and removed.
-fn socket_directories(asked: &Asked, config: &ServerConfig) -> Vec<PathBuf> {
-    let controllers = config.controllers.iter().map(|served| &served.socket);
-    let exports = config.exports.iter().filter_map(ExportConfig::socket);
-    let paths = controllers.chain(&config.control.path).map(PathBuf::as_path);
-    let of_sockets = paths.chain(exports).map(|socket| {
-        // A directory stands for the socket in it, as in SPDK.
-        if socket.is_dir() { socket.to_owned() } else { directory_of(socket) }
-    });
-    let mut all: Vec<_> = of_sockets.chain(asked.allow.iter().cloned()).collect();
-    all.sort();
-    all.dedup();
-    all
-}
-
-/// Output paths. A regular file is replaced, which needs its directory; other files are opened.
-fn written(config: &ServerConfig) -> Vec<PathBuf> {
-    let trace = config.trace.iter().map(|(path, _)| path);
-    trace.flat_map(|path| [directory_of(path), path.clone()]).collect()
 }
 
 fn directory_of(path: &Path) -> PathBuf {
@@ -182,10 +131,15 @@ fn directory_of(path: &Path) -> PathBuf {
 
 impl Files {
     /// Rules of a process whose supervisor opens images and creates sockets.
-    #[cfg(test)]
-    pub(super) fn of_supervised(asked: &Asked, config: &ServerConfig) -> Self {
+    ///
+    /// # Errors
+    /// There is no Landlock.
+    pub(super) fn new() -> Result<Self, RulesetError> {
         let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
-        Self { rules: rules(asked, config, true).unwrap(), known, by_supervisor: true }
+        // In a build with fault injection: the directory with the abort points.
+        let abort_points = path_beneath_rules(shadowbell_state::abort_directory(), outputs());
+        let rules = ruleset()?.add_rules(path_beneath_rules(READ, reading()))?;
+        Ok(Self { rules: rules.add_rules(abort_points)?, known })
     }
 
     /// Applies the rules to this process.

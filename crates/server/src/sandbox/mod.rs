@@ -30,7 +30,7 @@ mod user;
 mod tests;
 
 pub(super) use asked::{Asked, Mode};
-pub(super) use open_broker::open_config;
+pub(super) use files::permissions;
 pub(super) use user::{User, parse_user};
 
 use super::worker_link::WorkerLink;
@@ -76,7 +76,7 @@ pub(super) fn enter(
     };
     let mut files = None;
     if is_on {
-        match files::prepare(asked, config, link) {
+        match files::prepare(config, link) {
             Ok(prepared) => files = Some(prepared),
             Err(why) if asked.mode == Mode::On => {
                 return Err(bad_input(anyhow!("--sandbox on: {why}")));
@@ -104,7 +104,7 @@ fn close(
     files: Option<Files>,
     supervisor: bool,
 ) -> anyhow::Result<Option<Held>> {
-    let by_itself = !files.as_ref().is_some_and(|files| files.by_supervisor);
+    let by_itself = files.is_none();
     let tcp = config.tcp().next().is_some();
     let rings = rings::prepare(config.pool.count());
     let files = files.map(Files::restrict).transpose().context("Landlock")?;

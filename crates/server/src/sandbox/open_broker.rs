@@ -1,22 +1,16 @@
 //! Images, opened by the open broker of the supervisor.
 
-use crate::worker_link::WorkerLink;
 use parking_lot::Mutex;
 use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_disk_file::{Access, NamespaceFacts, Opener, open_images_by};
-use shadowbell_supervisor::protocol::{self, Packet, open_broker as requests, to_supervisor};
+use shadowbell_supervisor::protocol::{self, Packet, open_broker as requests};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
-use std::time::Duration;
-
-/// Time limit for the supervisor's first answer. An earlier release does not answer.
-const ANSWERS: Duration = Duration::from_secs(5);
 
 /// Connection to the open broker, locked during a request and its answer.
 struct Opening(Mutex<OwnedFd>);
@@ -26,64 +20,10 @@ static OPENING: OnceLock<Opening> = OnceLock::new();
 /// Opener of images that uses [`OPENING`].
 struct BySupervisor(&'static Opening);
 
-/// Opens the configuration file for reading.
-///
-/// # Errors
-/// The file cannot be opened.
-pub(crate) fn open_config(path: &Path) -> io::Result<File> {
-    match OPENING.get() {
-        Some(opening) => opening.open(opening.name(path)?.as_fd(), Access::Read),
-        None => File::open(path),
-    }
-}
-
-/// Permitted paths.
-#[derive(Debug, Default)]
-pub(super) struct Allowed {
-    /// Files and devices.
-    pub(super) files: Vec<PathBuf>,
-    /// Directories, with all files below.
-    pub(super) directories: Vec<PathBuf>,
-    /// Configuration file; the images that it names when it is reloaded are permitted too.
-    pub(super) config: Option<PathBuf>,
-}
-
-/// Makes the supervisor open images from now on, and registers the permitted paths.
-///
-/// # Errors
-/// The supervisor has no open broker or refuses.
-pub(super) fn begin(link: &WorkerLink, allowed: &Allowed) -> Result<(), String> {
-    let begin = || -> io::Result<bool> {
-        let (ours, theirs) = protocol::pair()?;
-        link.give(to_supervisor::OPEN_BROKER, theirs)?;
-        let config: Vec<_> = allowed.config.iter().cloned().collect();
-        for (letter, paths) in [
-            (requests::FILE, &allowed.files),
-            (requests::DIRECTORY, &allowed.directories),
-            (requests::CONFIG, &config),
-        ] {
-            for path in paths.iter().filter_map(|path| path.canonicalize().ok()) {
-                protocol::send(&ours, letter, path, None)?;
-            }
-        }
-        protocol::send(&ours, requests::COMPLETE, "", None)?;
-        set_socket_timeout(&ours, Timeout::Recv, Some(ANSWERS))?;
-        let packet = protocol::receive(&ours, false)?;
-        set_socket_timeout(&ours, Timeout::Recv, None)?;
-        let answers = packet.is_some_and(|packet| packet.letter == requests::OPENED);
-        if answers {
-            let opening = OPENING.get_or_init(|| Opening(Mutex::new(ours)));
-            open_images_by(Box::new(BySupervisor(opening)));
-        }
-        Ok(answers)
-    };
-    match begin() {
-        Ok(true) => Ok(()),
-        Ok(false) => {
-            Err("the supervisor is of an earlier release, which opens no images".to_owned())
-        }
-        Err(error) => Err(format!("the supervisor cannot open images ({error})")),
-    }
+/// Makes the open broker at the other end of this socket open images from now on.
+pub(super) fn begin(socket: OwnedFd) {
+    let opening = OPENING.get_or_init(|| Opening(Mutex::new(socket)));
+    open_images_by(Box::new(BySupervisor(opening)));
 }
 
 impl Opening {

@@ -5,7 +5,6 @@ use super::files::Files;
 use rustix::net::{AddressFamily, SocketType, socket};
 use shadowbell_config::config_file;
 use shadowbell_memory::sigsys::attempt;
-use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -27,9 +26,9 @@ fn attempt_in_the_sandbox() {
     let Ok(wanted) = std::env::var(ATTEMPT) else { return };
     let path = std::env::var(CONFIG).unwrap();
     let supervised = std::env::var(SUPERVISED).unwrap() == "true";
-    let config = config_file::read(Path::new(&path), |path| File::open(path)).unwrap();
-    let asked = Asked { mode: Mode::On, user: None, allow: Vec::new(), config: None };
-    let files = supervised.then(|| Files::of_supervised(&asked, &config));
+    let config = config_file::read(Path::new(&path)).unwrap();
+    let asked = Asked { mode: Mode::On, user: None };
+    let files = supervised.then(|| Files::new().unwrap());
     let connecting = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
     let _held = super::close(&asked, &config, files, supervised).unwrap();
     if wanted == "rings" {

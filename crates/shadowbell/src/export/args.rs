@@ -14,7 +14,8 @@ pub(crate) struct Args {
     /// Namespace or disk to export
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// Export by NBD: unix:/run/disk.sock, tcp:127.0.0.1:10809; can be given several times
+    /// Export by NBD: unix:/run/shadowbell/disk.sock, tcp:127.0.0.1:10809; can be given several
+    /// times
     #[arg(long, value_name = "unix:PATH|tcp:ADDRESS", group = "way")]
     pub nbd: Vec<nbd::Address>,
     /// With --nbd: accept only clients with TLS, with the certificates in DIR
@@ -88,9 +89,9 @@ Examples:
       block device on top of the user-space driver: mkfs, mount, fio
   shadowbell export disk.img --ublk --ublk-id 7 --recover
       /dev/ublkb7; if this command is killed, running it again recovers the device
-  shadowbell export vfio-user:/run/vm0.sock --fuse /run/disk
+  shadowbell export vfio-user:/run/shadowbell/vm0.sock --fuse /run/disk
       block device without ublk: `losetup --find --show /run/disk`
-  shadowbell export nvme://0000:01:00.0 --nbd unix:/run/disk.sock --read-only
+  shadowbell export nvme://0000:01:00.0 --nbd unix:/run/shadowbell/disk.sock --read-only
       for qemu-img, nbdcopy, fio; several exports of one disk can be combined
   shadowbell export disk.img --nbd tcp:0.0.0.0:10809 --tls-certificates /etc/pki/shadowbell
       over a network, for clients with a certificate",

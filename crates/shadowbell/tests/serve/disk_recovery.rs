@@ -59,7 +59,7 @@ pub(crate) fn survive(server: &mut Server, kills: u64) {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-fn qemu_img(arguments: &[&str]) -> Option<i32> {
+pub(crate) fn qemu_img(arguments: &[&str]) -> Option<i32> {
     match Command::new("qemu-img").args(arguments).output() {
         Ok(output) => output.status.code(),
         Err(error) => {
@@ -96,7 +96,10 @@ fn the_backing_file_of_a_qcow2_image_is_reopened_after_a_kill() {
     if qemu_img(&["create", "-q", "-f", "qcow2", "-b", base, "-F", "raw", path]) != Some(0) {
         return;
     }
-    let mut server = supervisor(&format!("{path}?allow-backing=on"));
+    let mut server = Server::start(
+        &[&format!("{path}?allow-backing=on")],
+        &["--keeper", "--sandbox", "on", "--allow", base],
+    );
     survive(&mut server, 5);
     is_consistent(path.as_ref());
 }

@@ -196,6 +196,9 @@ fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     let file = server.directory().join("vms.toml");
     let text = std::fs::read_to_string(&file).unwrap();
     std::fs::write(&file, text.replace("mem:16MiB", "mem:8MiB")).unwrap();
+    // The supervisor reads the file only on request.
+    signal(server.pid(), Signal::HUP);
+    server.wait_for_log("clients would lose");
     let before = worker(&server);
     signal(before, Signal::KILL);
     server.wait_for_log("is to serve 0.img, mem:8MiB at ");

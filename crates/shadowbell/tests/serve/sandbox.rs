@@ -1,9 +1,10 @@
 //! The sandbox (`serve --sandbox`): forbidden operations fail, and everything else works.
 
 use crate::control::{ctl, http_request, request};
+use crate::disk_recovery::qemu_img;
 use crate::harness::{Server, finish, image, program, run, until};
 use crate::recover::kill;
-use crate::supervisor::worker;
+use crate::supervisor::{signal, worker};
 use crate::upgrade::{Client, upgrade};
 use rustix::process::Signal;
 use serde_json::json;
@@ -125,6 +126,74 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
+}
+
+/// A backing file that an image names needs a grant as the image does. `ctl` passes both.
+#[test]
+fn backing_files_need_a_grant() {
+    let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    image(directory.path(), "disk.img", 1 << 20);
+    let path = |name: &str| elsewhere.path().join(name).to_str().unwrap().to_owned();
+    let (base, overlay) = (path("base.img"), path("overlay.qcow2"));
+    std::fs::write(&base, [7; 1 << 20]).unwrap();
+    if qemu_img(&["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", &overlay]) != Some(0) {
+        return;
+    }
+    let mut server = Server::start_in(directory, &["disk.img"], &["--keeper", "--sandbox", "on"]);
+    let disk = format!("{overlay}?allow-backing=on");
+    // Without the option, `ctl` passes the image alone.
+    let attach = |disk: &str| ctl(&server, &["namespace", "attach", "vm.sock", "2", disk]);
+    let (status, _, errors) = attach(&overlay);
+    assert!(status != Some(0) && errors.contains("allow-backing=on"), "{errors}");
+    let id = server.socket().to_str().unwrap().replace('/', "%2F");
+    let add = format!("/v1/controllers/{id}/namespaces/2");
+    let wanted = json!({ "disk": disk }).to_string();
+    let (code, body) = http_request(&server, &request("PUT", &add, &wanted));
+    assert!(code >= 400 && body.contains("base.img") && body.contains("--allow"), "{code} {body}");
+    let (status, _, errors) = attach(&disk);
+    assert_eq!(status, Some(0), "{errors}");
+    let mut guest = Client::attach(&server.socket());
+    assert_eq!(guest.read(2, 0), 7);
+    kill(&server, Signal::KILL);
+    assert_eq!(guest.read(2, 8), 7);
+    drop(guest);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// The supervisor reads the configuration file, and only on request. What lies below allowed
+/// directories can be added by each client of the control socket.
+#[test]
+fn allowed_paths_of_the_configuration_file_are_read_on_request() {
+    let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    image(directory.path(), "disk.img", 1 << 20);
+    let other = image(elsewhere.path(), "other.img", 1 << 20);
+    let config = |allowed: &str| {
+        let controller = "[[controller]]\nsocket = \"vm.sock\"\ndisks = [\"disk.img\"]\n";
+        format!("{allowed}{controller}")
+    };
+    std::fs::write(directory.path().join("vm.toml"), config("")).unwrap();
+    let mut command = program();
+    command.args(["serve", "--config", "vm.toml", "--keeper", "--sandbox", "on"]);
+    let mut server = Server::spawn(command, directory, &["vm.sock"]);
+    let id = server.socket().to_str().unwrap().replace('/', "%2F");
+    let add = format!("/v1/controllers/{id}/namespaces/2");
+    let wanted = json!({ "disk": other }).to_string();
+    let put = || http_request(&server, &request("PUT", &add, &wanted));
+    let allowed = format!("[paths]\nallow = [{:?}]\n", elsewhere.path());
+    std::fs::write(server.directory().join("vm.toml"), config(&allowed)).unwrap();
+    // A crash is no request: the next process has the configuration of the previous one.
+    let before = worker(&server);
+    signal(before, Signal::KILL);
+    let pid = || {
+        let (_, status, _) = ctl(&server, &["status", "--json"]);
+        serde_json::from_str::<serde_json::Value>(&status).ok()?["pid"].as_u64()
+    };
+    until("another process", || pid().is_some_and(|pid| pid != u64::from(before)));
+    let (code, body) = put();
+    assert!(code >= 400 && body.contains("--allow"), "{code} {body}");
+    server.signal(Signal::HUP);
+    until("the new configuration", || put().0 < 400);
+    assert!(server.stop().success(), "{}", server.stderr());
 }
 
 /// The queues of all disks share the I/O thread's io_uring. A server whose limit of descriptors is

@@ -194,10 +194,11 @@ fn a_supervisor_is_small_and_idle() {
     assert!(its(server.pid()) >= limit && its(worker(&server)) >= limit);
     println!("resident: {} KiB of its own, {} KiB of files", kib("RssAnon"), kib("RssFile"));
     // Pages of the program's file belong to the page cache and depend on the build.
-    assert!(kib("RssAnon") < 2048, "{} KiB", kib("RssAnon"));
+    // Parsing the command line and the configuration leaves some pages.
+    assert!(kib("RssAnon") < 3072, "{} KiB", kib("RssAnon"));
     // The supervisor is small after some work, too.
     drop(server.attach());
-    until("the supervisor is small", || kib("RssAnon") < 2048);
+    until("the supervisor is small", || kib("RssAnon") < 3072);
 }
 
 #[test]

@@ -1,16 +1,19 @@
 //! Listening socket of a device, and its file in the file system.
 
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File, Metadata};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, openat, renameat_with};
+use rustix::fs::{
+    AtFlags, CWD, FlockOperation, Gid, Mode, OFlags, RenameFlags, chownat, flock, openat,
+    renameat_with,
+};
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Bytes, Descriptors, FdRef};
 
@@ -25,6 +28,9 @@ use crate::{Errno, address};
 
 /// Maximum number of clients that wait in the backlog.
 const BACKLOG: i32 = 16;
+
+/// Mode bit (the sticky bit) that marks a socket file until it has its mode and group.
+const MARK: u32 = 0o1000;
 
 /// Maximum time to wait for another process that creates a socket in the same directory.
 const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
@@ -73,6 +79,15 @@ pub enum BindError {
         /// The path.
         path: PathBuf,
     },
+    /// Another program's socket, which has no listener, is at the path.
+    #[error(
+        "socket path {} has the socket of another program: remove it if it is not needed, or choose another path",
+        path.display()
+    )]
+    Foreign {
+        /// The path.
+        path: PathBuf,
+    },
     /// A system call failed.
     #[error("socket path {} cannot be {what}: {source}", path.display())]
     System {
@@ -83,6 +98,18 @@ pub enum BindError {
         /// The system's error.
         source: io::Error,
     },
+}
+
+/// Options of [`Listener::bind_with`].
+#[derive(Clone, Copy, Default)]
+pub struct BindOptions<'a> {
+    /// Permission bits of the socket file. `None`: set by the umask.
+    pub mode: Option<u32>,
+    /// Group of the socket file. `None`: that of the process.
+    pub group: Option<u32>,
+    /// Decides by device and inode number if a socket file without a listener is replaced. `None`:
+    /// every such file is replaced.
+    pub replaces: Option<&'a dyn Fn((u64, u64)) -> bool>,
 }
 
 /// Listening UNIX socket. When it is dropped, its socket file is removed, unless another file has
@@ -169,10 +196,24 @@ impl Listener {
     ///
     /// [`BindError`]. Its message describes the problem with the path, and the remedy.
     pub fn bind(path: impl AsRef<Path>) -> Result<Self, BindError> {
+        Self::bind_with(path, BindOptions::default())
+    }
+
+    /// Listens at `path`, as [`bind`](Self::bind) does, with these options. Mode and group are set
+    /// before the file gets its final name, and never on a file that this call has not created.
+    ///
+    /// # Errors
+    ///
+    /// [`BindError`].
+    pub fn bind_with(path: impl AsRef<Path>, options: BindOptions<'_>) -> Result<Self, BindError> {
         let path = address::resolve(path.as_ref());
-        let system = |what| {
+        let failed = |what| {
             let path = path.clone();
-            move |errno: Errno| BindError::System { path, what, source: errno.into() }
+            move |source: io::Error| BindError::System { path, what, source }
+        };
+        let system = |what| {
+            let failed = failed(what);
+            move |errno: Errno| failed(errno.into())
         };
         let len = address::len(&path);
         if len > address::MAX_PATH {
@@ -189,8 +230,14 @@ impl Listener {
         // Stale files are removed under a lock. Without it, two servers that start at the same time
         // could each remove the other's new file.
         let _lock = lock_directory(&directory);
-        remove_stale(&path, &address)?;
+        remove_stale(&path, &address, options.replaces)?;
         let socket = new_socket().map_err(system("listened on"))?;
+        let has_access = options.mode.is_some() || options.group.is_some();
+        if has_access {
+            // The file gets the mode of the socket. No client connects before it has its own.
+            let first = if options.mode.is_some() { MARK } else { MARK | 0o777 };
+            chmod(&socket, first).map_err(failed("created"))?;
+        }
         let in_use = |errno: Errno| match errno {
             Errno::ADDRINUSE | Errno::EXIST => BindError::InUse { path: path.clone() },
             other => system("created")(other),
@@ -205,9 +252,13 @@ impl Listener {
             _ => &path,
         };
         bind(&socket, hidden_address.as_ref().unwrap_or(&address)).map_err(in_use)?;
-        let file = fs::symlink_metadata(first).ok().map(|file| (file.dev(), file.ino()));
+        let (node, about) = new_node(first).map_err(failed("created"))?;
+        let file = (about.dev(), about.ino());
         // If a later step fails, the listener is dropped, which removes the file.
-        let mut listener = Self { socket, path: first.clone(), file, is_lent: false };
+        let mut listener = Self { socket, path: first.clone(), file: Some(file), is_lent: false };
+        if has_access {
+            set_access(&node, &about, options).map_err(failed("given its mode or its group"))?;
+        }
         listen(&listener.socket, BACKLOG).map_err(system("listened on"))?;
         if *first != path {
             rename_new(first, &path).map_err(in_use)?;
@@ -353,6 +404,41 @@ fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
     }
 }
 
+/// Opens the file of a socket that was just bound, without access to its content.
+fn new_node(path: &Path) -> io::Result<(File, Metadata)> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let node = File::from(openat(CWD, path, flags, Mode::empty())?);
+    let about = node.metadata()?;
+    match about.file_type().is_socket() {
+        true => Ok((node, about)),
+        false => Err(Errno::EXIST.into()),
+    }
+}
+
+/// Sets mode and group of a new socket file by its descriptor. Other users of the directory may
+/// have put another file in its place: that one has no [`MARK`].
+fn set_access(node: &File, about: &Metadata, options: BindOptions<'_>) -> io::Result<()> {
+    if about.mode() & MARK == 0 {
+        return Err(Errno::EXIST.into());
+    }
+    if let Some(group) = options.group {
+        let group = Some(Gid::from_raw(group));
+        chownat(CWD, own_path(node), None, group, AtFlags::empty())?;
+    }
+    chmod(node, options.mode.unwrap_or(about.mode() & 0o777))
+}
+
+/// Sets the mode of an open file, by the system call `chmod`, which the sandbox of a server
+/// without a supervisor permits.
+fn chmod(fd: impl AsFd, mode: u32) -> io::Result<()> {
+    fs::set_permissions(own_path(fd), fs::Permissions::from_mode(mode))
+}
+
+/// Path of an open file, which leads to the file itself.
+fn own_path(fd: impl AsFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
+}
+
 fn new_socket() -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
@@ -375,8 +461,12 @@ fn lock_directory(directory: &Path) -> Option<OwnedFd> {
     }
 }
 
-/// Removes the socket file of a dead server at `path`.
-fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), BindError> {
+/// Removes the socket file of a dead server at `path`, if `replaces` permits it.
+fn remove_stale(
+    path: &Path,
+    address: &SocketAddrUnix,
+    replaces: Option<&dyn Fn((u64, u64)) -> bool>,
+) -> Result<(), BindError> {
     let path = path.to_owned();
     let Ok(file) = fs::symlink_metadata(&path) else { return Ok(()) };
     if !file.file_type().is_socket() {
@@ -390,6 +480,9 @@ fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), BindError> 
     match connect(&probe, address) {
         // EAGAIN means that the backlog is full, so a server listens.
         Ok(()) | Err(Errno::AGAIN) => Err(BindError::InUse { path }),
+        Err(Errno::CONNREFUSED) if replaces.is_some_and(|may| !may((file.dev(), file.ino()))) => {
+            Err(BindError::Foreign { path })
+        }
         Err(Errno::CONNREFUSED) => fs::remove_file(&path).map_err(|source| BindError::System {
             path,
             what: "replaced",
@@ -398,6 +491,68 @@ fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), BindError> 
         Err(Errno::NOENT) => Ok(()),
         Err(errno) => {
             Err(BindError::System { path, what: "probed for a server", source: errno.into() })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+
+    fn mode(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn mode_and_group_are_set_only_on_the_new_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let group = fs::metadata(directory.path()).unwrap().gid();
+        let options = BindOptions { mode: Some(0o666), group: Some(group), replaces: None };
+        let listener = Listener::bind_with(at("vm.sock"), options).unwrap();
+        assert_eq!(mode(&at("vm.sock")), 0o666);
+        drop(listener);
+        let options = BindOptions { group: Some(group), ..BindOptions::default() };
+        let _listener = Listener::bind_with(at("vm.sock"), options).unwrap();
+        let usual = UnixListener::bind(at("usual")).unwrap();
+        assert_eq!(mode(&at("vm.sock")), mode(&at("usual")));
+        drop(usual);
+        // Another user of the directory has replaced the new socket.
+        fs::write(at("secret"), "").unwrap();
+        fs::set_permissions(at("secret"), fs::Permissions::from_mode(0o600)).unwrap();
+        symlink(at("secret"), at("link")).unwrap();
+        for name in ["link", "secret"] {
+            let why = new_node(&at(name)).unwrap_err();
+            assert_eq!(why.kind(), io::ErrorKind::AlreadyExists, "{name}");
+        }
+        let (node, about) = new_node(&at("usual")).unwrap();
+        let before = mode(&at("usual"));
+        let options = BindOptions { mode: Some(0o666), ..BindOptions::default() };
+        let why = set_access(&node, &about, options).unwrap_err();
+        assert_eq!(why.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!((mode(&at("secret")), mode(&at("usual"))), (0o600, before));
+    }
+
+    #[test]
+    fn a_stale_socket_of_another_program_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("vm.sock");
+        drop(UnixListener::bind(&path).unwrap());
+        let about = fs::symlink_metadata(&path).unwrap();
+        let file = (about.dev(), about.ino());
+        for replaces in [false, true] {
+            let decides = |it| {
+                assert_eq!(it, file);
+                replaces
+            };
+            let options = BindOptions { replaces: Some(&decides), ..BindOptions::default() };
+            let outcome = Listener::bind_with(&path, options);
+            match replaces {
+                false => assert!(matches!(outcome, Err(BindError::Foreign { .. }))),
+                true => assert!(outcome.is_ok()),
+            }
         }
     }
 }

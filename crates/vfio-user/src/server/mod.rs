@@ -72,7 +72,8 @@ pub use crate::exchange::prepare as prepare_exchange;
 pub use inbox::{Handle, PortId};
 pub use limits::{Limits, MAX_MSG_FDS};
 pub use listener::{
-    BindError, Listener, ListenerParts, SavedListener, remove_socket, remove_sockets_by,
+    BindError, BindOptions, Listener, ListenerParts, SavedListener, remove_socket,
+    remove_sockets_by,
 };
 pub use reactor::{Reactor, RestoredPort, RunEnd};
 pub use recorder::PortRecorder;

@@ -1,0 +1,36 @@
+//! Paths of the files that an image names, for callers that open them for another process.
+
+use crate::header::{Header, read_start};
+use crate::open::{MAX_CHAIN, beside};
+use std::fs::File;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+/// Paths of the external data file and of the backing files that the image at `path` names,
+/// directly or through others. A file that cannot be read ends the list; a raw image names none.
+///
+/// The flag is true for the image's own data file, which is written; the others are read.
+pub fn named_files(path: &Path) -> Vec<(PathBuf, bool)> {
+    let mut files = Vec::new();
+    let mut next = header_of(path).map(|header| (path.to_owned(), header));
+    let mut is_image = true;
+    while let Some((path, header)) = next.filter(|_| files.len() < MAX_CHAIN) {
+        let data_file = header.data_file.and_then(|name| beside(&path, &name).ok());
+        files.extend(data_file.map(|path| (path, is_image)));
+        is_image = false;
+        let backing = header.backing.and_then(|(name, _)| beside(&path, &name).ok());
+        files.extend(backing.iter().map(|path| (path.clone(), false)));
+        next = backing.and_then(|path| Some((path.clone(), header_of(&path)?)));
+    }
+    files
+}
+
+fn header_of(path: &Path) -> Option<Header> {
+    let kind = std::fs::metadata(path).ok()?.file_type();
+    // The open of a FIFO would block.
+    if kind.is_dir() || kind.is_fifo() {
+        return None;
+    }
+    let start = read_start(&File::open(path).ok()?).ok()?;
+    Header::parse(&start, u64::MAX / 2).ok()
+}

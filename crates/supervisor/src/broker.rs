@@ -1,0 +1,120 @@
+//! Brokers: threads of the supervisor that open images and create sockets for a server process in
+//! a sandbox (see `serve/sandbox`).
+//!
+//! Each server process has one thread for images (`open_broker`) and one for paths
+//! (`path_broker`), which end when the process closes its sockets. So a hung file system delays the
+//! answer to the server process, and not the supervisor. A request needs a
+//! [grant](super::grants), and none adds one.
+
+use super::log::log_line;
+use super::{open_broker, path_broker};
+use crate::protocol;
+use parking_lot::{Mutex, RwLock};
+use rustix::event::{PollFd, PollFlags, poll};
+use serde::{Deserialize, Serialize};
+use shadowbell_memory::process::{block_signals, unblock_signals};
+use shadowbell_process::deferred_close;
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+/// Read-locked from the receipt of a request to its answer. While it is write-locked ([`pause`])
+/// no request is half done, and further ones stay in their sockets.
+static WORK: RwLock<()> = RwLock::new(());
+
+/// All brokers.
+static ALL: Mutex<Vec<Arc<Broker>>> = Mutex::new(Vec::new());
+
+/// Kind of broker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Kind {
+    /// Opens images.
+    Images,
+    /// Creates and removes sockets and files.
+    Paths,
+}
+
+struct Broker {
+    kind: Kind,
+    socket: OwnedFd,
+}
+
+/// Answer to a request: type, body and descriptors. `None`: the request has no answer.
+pub(super) type Answer = Option<(u8, Vec<u8>, Vec<OwnedFd>)>;
+
+/// Blocks all brokers until the result is dropped. `None` if a request is being answered.
+pub(super) fn pause() -> Option<impl Sized> {
+    WORK.try_write()
+}
+
+/// Returns the sockets of all brokers.
+///
+/// # Errors
+/// The descriptor limit is reached.
+pub(super) fn all() -> io::Result<Vec<(Kind, OwnedFd)>> {
+    ALL.lock().iter().map(|broker| Ok((broker.kind, broker.socket.try_clone()?))).collect()
+}
+
+/// Starts a broker, and returns the socket for the server process.
+///
+/// # Errors
+/// The descriptor limit is reached.
+pub(super) fn start(kind: Kind) -> io::Result<OwnedFd> {
+    let (ours, theirs) = protocol::pair()?;
+    restore(kind, ours);
+    Ok(theirs)
+}
+
+/// Starts a broker on a socket of an earlier supervisor.
+pub(super) fn restore(kind: Kind, socket: OwnedFd) {
+    let broker = Arc::new(Broker { kind, socket });
+    ALL.lock().push(Arc::clone(&broker));
+    let its = Arc::clone(&broker);
+    // Signals are for the supervisor's main thread, which may block them during exec.
+    let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
+    let _ = block_signals(&signals);
+    let thread = std::thread::Builder::new().name("sb-broker".into()).stack_size(256 << 10);
+    let started = thread.spawn(move || {
+        let is_ready = kind == Kind::Images || path_broker::become_user().is_ok();
+        while is_ready && its.answers() {}
+        its.ends();
+    });
+    let _ = unblock_signals(&signals);
+    if let Err(error) = started {
+        broker.ends();
+        log_line(&format!(
+            "error: the server process cannot open images or create sockets: no thread for the \
+             broker: {error}"
+        ));
+    }
+}
+
+impl Broker {
+    /// Answers the next request. Returns false after the end of the socket.
+    fn answers(&self) -> bool {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
+        let _ = poll(&mut fds, None);
+        let _work = WORK.read();
+        let packet = match protocol::receive(&self.socket, true) {
+            Ok(Some(packet)) => packet,
+            Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
+            Ok(None) => return false,
+        };
+        let answer = match self.kind {
+            Kind::Images => Some(open_broker::answer(&packet)),
+            Kind::Paths => path_broker::answer(&packet),
+        };
+        deferred_close::close(packet.fds);
+        let Some((letter, body, fds)) = answer else { return true };
+        let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        // A process that waits for its answer has room for it in its socket.
+        let is_sent = protocol::send_bytes(&self.socket, letter, &body, &borrowed, true).is_ok();
+        deferred_close::close(fds);
+        is_sent
+    }
+
+    fn ends(&self) {
+        ALL.lock().retain(|other| !std::ptr::eq(&raw const **other, self));
+    }
+}

@@ -1,0 +1,73 @@
+//! Permissions of the server process: files, sockets and addresses that the command line and the
+//! configuration file name.
+
+use serde::{Deserialize, Serialize};
+use shadowbell_state::Bytes;
+use std::ffi::OsString;
+use std::net::SocketAddr;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+/// Returns the permissions of a command line and of the text of its configuration file.
+///
+/// # Errors
+/// The command line or the text is invalid.
+pub type Permit = fn(&[OsString], Option<&str>) -> anyhow::Result<Permissions>;
+
+/// Paths and resources that a server process may request. All paths are absolute, and may contain
+/// symbolic links.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Permissions {
+    /// Images: files and devices.
+    pub images: Vec<Bytes>,
+    /// Directories below which all files are permitted as images, and further files.
+    pub image_directories: Vec<Bytes>,
+    /// Sockets. A file of a dead server at such a path is replaced.
+    pub sockets: Vec<Bytes>,
+    /// Directories in which, but not below which, sockets may be created.
+    pub socket_directories: Vec<Bytes>,
+    /// Directories in and below which sockets may be created.
+    pub socket_trees: Vec<Bytes>,
+    /// Directories of the control socket, which are created for it.
+    pub control: Vec<Bytes>,
+    /// Credentials for the creation of sockets and files: user, group, and supplementary groups.
+    pub user: Option<(u32, u32, Vec<u32>)>,
+    /// File mode of the controllers' sockets.
+    pub mode: Option<u32>,
+    /// Group of the controllers' sockets.
+    pub group: Option<u32>,
+    /// Path of the trace file.
+    pub trace: Option<Bytes>,
+    /// TCP addresses of the metrics and of exports.
+    pub tcp: Vec<SocketAddr>,
+}
+
+impl Permissions {
+    /// Adds the paths and addresses of a configuration file that was read again. Credentials and
+    /// access rights stay.
+    pub(super) fn extend(&mut self, other: Self) {
+        for (ours, theirs) in [
+            (&mut self.images, other.images),
+            (&mut self.image_directories, other.image_directories),
+            (&mut self.sockets, other.sockets),
+            (&mut self.socket_directories, other.socket_directories),
+            (&mut self.socket_trees, other.socket_trees),
+        ] {
+            let new: Vec<_> = theirs.into_iter().filter(|path| !ours.contains(path)).collect();
+            ours.extend(new);
+        }
+        self.tcp.extend(other.tcp);
+        self.tcp.sort_unstable();
+        self.tcp.dedup();
+    }
+}
+
+/// Bytes of a path.
+pub fn bytes_of(path: &Path) -> Bytes {
+    Bytes(path.as_os_str().as_bytes().to_vec())
+}
+
+/// Path of these bytes.
+pub fn path_of(bytes: &[u8]) -> PathBuf {
+    OsString::from_vec(bytes.to_vec()).into()
+}

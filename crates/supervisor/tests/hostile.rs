@@ -1,0 +1,363 @@
+//! Campaign of a compromised server process against its supervisor, over the supervisor's real
+//! sockets: floods of each message, requests outside of the permissions, and descriptors that are
+//! slow to close. No file, socket or process outside of the grants may change, and the shutdown has
+//! to begin while the flood continues.
+//!
+//! The program starts itself as supervisor (`serve`), which starts it as server process
+//! (`--as-worker`). The first argument is the number of messages before the shutdown; with a million
+//! or more the shutdown must begin within 100 ms. Further arguments select attacks.
+
+use rustix::net::sockopt::{set_socket_linger, set_socket_send_buffer_size};
+use shadowbell_supervisor::checkpoint::{Change, packets};
+use shadowbell_supervisor::path_protocol::{self as paths, Kind, Made};
+use shadowbell_supervisor::permissions::{Permissions, bytes_of};
+use shadowbell_supervisor::protocol::{
+    self, AS_WORKER, START, open_broker as images, send_bytes, to_supervisor, to_worker,
+};
+use shadowbell_testing::process_group::ProcessGroup;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Environment variables of the hostile process: attack, number of messages, directory.
+const VARIABLES: [&str; 3] = ["HOSTILE_ATTACK", "HOSTILE_COUNT", "HOSTILE_DIRECTORY"];
+
+/// Messages before a shutdown in the ordinary tests.
+const FEW: usize = 2000;
+/// Messages from which on the time of the shutdown is checked.
+const CAMPAIGN: usize = 1_000_000;
+/// Time within which a shutdown has to begin.
+const BEGINS: Duration = Duration::from_millis(100);
+
+/// Attacks on the main socket: a message that is repeated, with its body. `QUIESCED` is missing: it
+/// ends its sender.
+const MESSAGES: [(&str, u8); 13] = [
+    ("SOCKET", to_supervisor::SOCKET),
+    ("SERVING", to_supervisor::SERVING),
+    ("READ", to_supervisor::READ),
+    ("ALIVE", to_supervisor::ALIVE),
+    ("WARNING", to_supervisor::WARNING),
+    ("PREPARED", to_supervisor::PREPARED),
+    ("CHECKED", to_supervisor::CHECKED),
+    ("RESUMES", to_supervisor::RESUMES),
+    ("FAILED", to_supervisor::FAILED),
+    ("TAKEN", to_supervisor::TAKEN),
+    ("UPGRADE", to_supervisor::UPGRADE),
+    ("CHECKPOINT", to_supervisor::CHECKPOINT),
+    ("unknown", b'?'),
+];
+
+/// Attacks that are no flood of a message.
+const OTHERS: [&str; 4] = ["checkpoint with descriptors", "slow descriptors", "images", "paths"];
+
+fn main() -> ExitCode {
+    let arguments: Vec<_> = std::env::args_os().collect();
+    if arguments.iter().any(|word| word == AS_WORKER) {
+        hostile(arguments.iter().any(|word| word == START));
+        return ExitCode::SUCCESS;
+    }
+    if arguments.get(1).is_some_and(|word| word == "serve") {
+        return shadowbell_supervisor::run(arguments, permit);
+    }
+    let words: Vec<_> = arguments.iter().skip(1).filter_map(|word| word.to_str()).collect();
+    let count = words.first().and_then(|word| word.parse().ok()).unwrap_or(FEW);
+    if words.contains(&"--list") {
+        return ExitCode::SUCCESS;
+    }
+    let all = || MESSAGES.iter().map(|(name, _)| *name).chain(OTHERS);
+    let is_wanted = |name: &&str| words.contains(name) || !all().any(|one| words.contains(&one));
+    for attack in all().filter(is_wanted) {
+        let took = withstands(attack, count);
+        println!("{attack}: the shutdown began after {} ms", took.as_millis());
+        assert!(count < CAMPAIGN || took <= BEGINS, "{attack}: {took:?}");
+    }
+    ExitCode::SUCCESS
+}
+
+/// Permissions of the test: one image and a directory of sockets.
+fn permit(_: &[OsString], _: Option<&str>) -> anyhow::Result<Permissions> {
+    let at = |name: &str| bytes_of(&directory().join(name));
+    Ok(Permissions {
+        images: vec![at("image")],
+        sockets: vec![at("sockets/vm.sock")],
+        socket_directories: vec![at("sockets")],
+        ..Permissions::default()
+    })
+}
+
+fn directory() -> PathBuf {
+    std::env::var_os(VARIABLES[2]).expect("set by the test").into()
+}
+
+/// Name, type and mode, inode, times, size and content of each file outside of the grants.
+fn outside(root: &Path) -> Vec<String> {
+    let mut all = Vec::new();
+    for name in ["secret", "other.sock", "stale.sock", "sockets/other.sock", "sockets/stale.sock"] {
+        let path = root.join(name);
+        let about = path.symlink_metadata().expect("the file is there");
+        let content = std::fs::read(&path).unwrap_or_default();
+        let (ino, mode, uid, gid) = (about.ino(), about.mode(), about.uid(), about.gid());
+        let (size, mtime, ctime) = (about.size(), about.mtime_nsec(), about.ctime_nsec());
+        all.push(format!("{name} {ino} {mode:o} {uid} {gid} {size} {mtime} {ctime} {content:?}"));
+    }
+    let mut names: Vec<_> = root.read_dir().expect("a directory").flatten().collect();
+    names.sort_by_key(std::fs::DirEntry::file_name);
+    all.extend(names.iter().map(|entry| format!("{:?}", entry.file_name())));
+    all
+}
+
+/// Runs an attack, ends the supervisor meanwhile, and returns the time until its shutdown began.
+fn withstands(attack: &str, count: usize) -> Duration {
+    let root = tempfile::tempdir().expect("a directory");
+    let at = |name: &str| root.path().join(name);
+    std::fs::create_dir(at("sockets")).expect("a directory");
+    std::fs::create_dir(at("empty")).expect("a directory");
+    for name in ["image", "secret"] {
+        std::fs::write(at(name), name).expect("a file");
+        std::fs::set_permissions(at(name), PermissionsExt::from_mode(0o600)).expect("a mode");
+    }
+    let listen = |name: &str| UnixListener::bind(at(name)).expect("a socket");
+    for listener in ["other.sock", "sockets/other.sock"].map(listen) {
+        // The supervisor connects to a socket to see whether it is in use.
+        std::thread::spawn(move || listener.incoming().for_each(drop));
+    }
+    drop(["stale.sock", "sockets/stale.sock"].map(listen));
+    let mut bystander = ProcessGroup::spawn(Command::new("sleep").arg("3600")).expect("sleep");
+    let before = outside(root.path());
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.arg("serve").stdin(Stdio::null()).stdout(Stdio::piped());
+    let path = root.path().as_os_str().to_owned();
+    let values = [attack.into(), count.to_string().into(), path];
+    command.envs(VARIABLES.into_iter().zip(values)).env_remove("NOTIFY_SOCKET");
+    let mut supervisor = ProcessGroup::spawn(&mut command).expect("the supervisor");
+    let mut lines = BufReader::new(supervisor.stdout.take().expect("a pipe")).lines();
+    let mut line = |expected: &str| loop {
+        let line = lines.next().expect("the process is alive").expect("a line");
+        assert!(!line.starts_with("breach"), "{attack}: {line}");
+        if line == expected {
+            break;
+        }
+    };
+    line("flooding");
+    let began = Instant::now();
+    let pid = rustix::process::Pid::from_child(&supervisor);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
+    line("end");
+    let took = began.elapsed();
+    assert!(bystander.try_wait().expect("a process").is_none(), "{attack}: the bystander died");
+    assert_eq!(outside(root.path()), before, "{attack}");
+    let connects = |name: &str| UnixStream::connect(at(name)).is_ok();
+    assert!(connects("other.sock") && connects("sockets/other.sock"), "{attack}");
+    let status = supervisor.wait();
+    assert_eq!(status.code(), Some(0), "{attack}: {status}");
+    took
+}
+
+/// The shutdown has begun.
+static END: AtomicBool = AtomicBool::new(false);
+
+/// Prints a line for the test.
+fn tell(line: &str) {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{line}").and_then(|()| out.flush()).expect("the test reads");
+}
+
+/// The compromised server process. `is_first`: it was not started for an upgrade.
+fn hostile(is_first: bool) {
+    let link = io::stdin().as_fd().try_clone_to_owned().expect("the link");
+    let first = protocol::receive(&link, false).expect("a message").expect("a message");
+    assert_eq!((first.letter, first.fds.len()), (to_worker::BEGIN, 2));
+    let brokers: [OwnedFd; 2] = first.fds.try_into().expect("two sockets");
+    let ear = link.try_clone().expect("a copy");
+    let listener = std::thread::spawn(move || {
+        while let Ok(Some(packet)) = protocol::receive(&ear, false) {
+            if packet.letter == to_worker::END {
+                END.store(true, Ordering::Release);
+                tell("end");
+                return;
+            }
+        }
+        std::process::exit(1);
+    });
+    if !is_first {
+        listener.join().expect("a thread");
+        return;
+    }
+    protocol::send(&link, to_supervisor::SERVING, "serves", None).expect("a message");
+    let variable = |at: usize| std::env::var(VARIABLES[at]).expect("set by the test");
+    let (attack, count) = (variable(0), variable(1).parse().expect("a number"));
+    match &*attack {
+        "images" => repeat(count, |number| ask_for_images(&brokers[0], number)),
+        "paths" => repeat(count, |number| ask_for_paths(&brokers[1], number)),
+        "slow descriptors" => {
+            let mut slow: Vec<_> = (0..64).map(|_| slow_to_close()).collect();
+            repeat(count, |number| match slow.pop() {
+                Some((socket, reader)) => {
+                    std::mem::forget(reader);
+                    give(&link, b'?', &[], &[socket.as_fd()]);
+                }
+                None => give(&link, b'?', &number.to_le_bytes(), &[]),
+            });
+        }
+        "checkpoint with descriptors" => {
+            let (read, _write) = io::pipe().expect("a pipe");
+            let mut fds = &[read.as_fd(); protocol::MOST_FDS][..];
+            if count < CAMPAIGN {
+                // The kernel limits the queued descriptors of each user: other tests need some.
+                fds = &fds[..16];
+                set_socket_send_buffer_size(&link, 64 << 10).expect("a socket");
+            }
+            repeat(count, |number| put(&link, number, fds));
+        }
+        "CHECKPOINT" => repeat(count, |number| put(&link, number, &[])),
+        "UPGRADE" => {
+            // Requesters that never read their answers.
+            let (_ours, theirs) = protocol::pair().expect("a pair");
+            while send_bytes(&theirs, b'n', &[0; 1024], &[], true).is_ok() {}
+            let fds = [theirs.as_fd()];
+            repeat(count, |_| give(&link, to_supervisor::UPGRADE, b"", &fds));
+        }
+        name => {
+            let letter = MESSAGES.iter().find(|(other, _)| *other == name).expect("an attack").1;
+            let kinds = descriptors();
+            let body = directory().join("secret").into_os_string().into_encoded_bytes();
+            repeat(count, |number| {
+                let fds = [kinds[number / 16 % kinds.len()].as_fd()];
+                give(&link, letter, &body, if number % 16 == 0 { &fds } else { &[] });
+            });
+        }
+    }
+    listener.join().expect("a thread");
+}
+
+/// Repeats a step `count` times, reports that, and continues until the shutdown begins.
+fn repeat(count: usize, mut step: impl FnMut(usize)) {
+    (0..count).for_each(&mut step);
+    tell("flooding");
+    (count..).take_while(|_| !END.load(Ordering::Acquire)).for_each(step);
+}
+
+fn give(socket: &OwnedFd, letter: u8, body: &[u8], fds: &[BorrowedFd<'_>]) {
+    // The supervisor closes the socket at the end.
+    let _ = send_bytes(socket, letter, body, fds, false);
+}
+
+/// A descriptor of each kind.
+fn descriptors() -> Vec<OwnedFd> {
+    let secret = directory().join("secret");
+    let (pipe, _write) = io::pipe().expect("a pipe");
+    let (stream, _other) = UnixStream::pair().expect("a pair");
+    let open = |path: &Path| File::open(path).expect("a file").into();
+    let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC);
+    let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC);
+    let memory = shadowbell_supervisor::checkpoint::memory_of(b"memory").expect("a memfd");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
+    vec![
+        open(&secret),
+        name_of(&secret),
+        name_of(Path::new("/etc/shadow")),
+        open(Path::new("/")),
+        open(Path::new("/dev/null")),
+        open(Path::new("/proc/self/mem")),
+        event.expect("an eventfd"),
+        epoll.expect("an epoll instance"),
+        memory,
+        pipe.into(),
+        stream.into(),
+        listener.into(),
+    ]
+}
+
+/// Opens a file without access to its content.
+fn name_of(path: &Path) -> OwnedFd {
+    use rustix::fs::{Mode, OFlags, open};
+    open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).expect("the file")
+}
+
+/// Stores an item in the checkpoint, under one of many keys.
+fn put(link: &OwnedFd, number: usize, fds: &[BorrowedFd<'_>]) {
+    let key = format!("item/{}", number % 50);
+    let changes = [Change::Put { key: &key, body: &[7; 4096], fds }];
+    let mut memory = Vec::new();
+    for packet in packets(&changes, &mut memory).expect("packets") {
+        give(link, to_supervisor::CHECKPOINT, &packet.bytes, &packet.fds);
+    }
+}
+
+/// Socket whose close takes seconds (SO_LINGER), because the peer does not read.
+fn slow_to_close() -> (OwnedFd, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
+    let address = listener.local_addr().expect("an address");
+    let mut writer = TcpStream::connect(address).expect("a connection");
+    let (reader, _) = listener.accept().expect("a connection");
+    writer.set_nonblocking(true).expect("a socket");
+    while writer.write(&[0; 65536]).is_ok() {}
+    writer.set_nonblocking(false).expect("a socket");
+    set_socket_linger(&writer, Some(Duration::from_secs(5))).expect("a socket");
+    (writer.into(), reader)
+}
+
+/// Requests images outside of the permissions, and reports those that were opened.
+fn ask_for_images(broker: &OwnedFd, number: usize) {
+    let at = |name: &str| directory().join(name).into_os_string().into_encoded_bytes();
+    let secret = File::open(directory().join("secret")).expect("the secret");
+    let named = name_of(&directory().join("secret"));
+    let requests: [(u8, Vec<u8>, Option<BorrowedFd<'_>>); 8] = [
+        (images::NAME, at("secret"), None),
+        (images::NAME, at("image/../secret"), None),
+        (images::NAME, b"/etc/shadow".into(), None),
+        (images::NAME, b"/proc/self/fd/0".into(), None),
+        (images::OPEN, b"w".into(), Some(secret.as_fd())),
+        (images::OPEN, b"r".into(), Some(named.as_fd())),
+        (images::IDENTIFY, b"r".into(), Some(named.as_fd())),
+        (number as u8, at("secret"), Some(named.as_fd())),
+    ];
+    let (letter, body, fd) = &requests[number % requests.len()];
+    if number as u8 == images::NAME && number % requests.len() == 7 {
+        return;
+    }
+    give(broker, *letter, body, fd.as_slice());
+    let Ok(Some(answer)) = protocol::receive(broker, false) else { return };
+    for fd in answer.fds {
+        let mut text = String::new();
+        let read = File::from(fd).read_to_string(&mut text);
+        tell(&format!("breach: {letter} {body:?} was opened: {read:?} {text}"));
+    }
+}
+
+/// Requests sockets and files outside of the permissions.
+fn ask_for_paths(broker: &OwnedFd, number: usize) {
+    let root = directory();
+    let names = ["other.sock", "stale.sock", "sockets/other.sock", "sockets/stale.sock", "secret"];
+    let path = root.join(names[number % names.len()]);
+    let about = path.symlink_metadata().expect("the file is there");
+    let made = Made { path: bytes_of(&path), file: Some((about.dev(), about.ino())) };
+    let made = serde_json::to_vec(&made).expect("a text");
+    let listen = |kind: Kind| serde_json::to_vec(&(kind, bytes_of(&path))).expect("a text");
+    let empty = root.join("empty");
+    let (letter, body) = match number / names.len() % 9 {
+        0 => (paths::LISTEN, listen(Kind::Controller)),
+        1 => (paths::LISTEN, listen(Kind::Private)),
+        2 => (paths::LISTEN, listen(Kind::Plain)),
+        3 => (paths::REMOVE, made),
+        4 => (paths::REMOVE_DIRECTORY, empty.as_os_str().as_bytes().to_vec()),
+        5 => (paths::TRACE, paths::KEEP.into()),
+        6 => (paths::TCP, b"127.0.0.1:1".into()),
+        7 => (paths::PAIR, Vec::new()),
+        _ => (b'p', b"{\"directories\":[[47]]}".into()),
+    };
+    give(broker, letter, &body, &[]);
+    let Ok(Some(answer)) = protocol::receive(broker, false) else { return };
+    if !answer.fds.is_empty() && letter != paths::PAIR {
+        tell(&format!("breach: {letter} {} was granted", path.display()));
+    }
+}
