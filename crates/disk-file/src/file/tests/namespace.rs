@@ -9,7 +9,8 @@ use serde_json::json;
 
 fn facts() -> NamespaceFacts {
     serde_json::from_value(json!({
-        "nsid": 1, "block_size": 512, "blocks": 1 << 21, "most": 128 << 10, "is_protected": false,
+        "nsid": 1, "block_size": 512, "blocks": 1 << 21, "max_transfer": 128 << 10,
+        "is_protected": false,
         "has_cache": true, "deallocates": true, "writes_zeroes": true, "zeroes_deallocate": true,
         "atom": 512, "granularity": 512,
     }))
