@@ -1,5 +1,5 @@
 //! Brokers: threads of the supervisor that open images and create sockets for a server process in
-//! a sandbox (see `serve/sandbox`).
+//! a sandbox.
 //!
 //! Each server process has one thread for images (`open_broker`) and one for paths
 //! (`path_broker`), which end when the process closes its sockets. So a hung file system delays the
@@ -39,9 +39,6 @@ struct Broker {
     kind: Kind,
     socket: OwnedFd,
 }
-
-/// Answer to a request: type, body and descriptors. `None`: the request has no answer.
-pub(super) type Answer = Option<(u8, Vec<u8>, Vec<OwnedFd>)>;
 
 /// Blocks all brokers until the result is dropped. `None` if a request is being answered.
 pub(super) fn pause() -> Option<impl Sized> {

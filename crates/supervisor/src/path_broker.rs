@@ -5,7 +5,6 @@
 //! Only sockets that this supervisor has created are removed. So the server process can neither
 //! read nor write other files through the broker, and cannot replace other programs' sockets.
 
-use super::broker::Answer;
 use super::grants::GRANTS;
 use crate::path_protocol::{
     DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, NoSocket, PAIR, REFUSED, REMOVE,
@@ -62,6 +61,9 @@ impl<E: Into<io::Error>> From<E> for Failure {
         Self::System(error.into())
     }
 }
+
+/// Answer to a request: type, body and descriptors. `None`: the request has no answer.
+pub(super) type Answer = Option<(u8, Vec<u8>, Vec<OwnedFd>)>;
 
 /// Answers a request.
 pub(super) fn answer(packet: &Packet) -> Answer {

@@ -302,6 +302,7 @@ fn slow_to_close() -> (OwnedFd, TcpStream) {
     writer.set_nonblocking(true).expect("a socket");
     while writer.write(&[0; 65536]).is_ok() {}
     writer.set_nonblocking(false).expect("a socket");
+    // The duration of the close, and no limit.
     set_socket_linger(&writer, Some(Duration::from_secs(5))).expect("a socket");
     (writer.into(), reader)
 }
