@@ -111,9 +111,9 @@ pub fn is_informational() -> bool {
     tracing::enabled!(Level::INFO)
 }
 
-/// Sets up the log. Lines are queued, and are written from [`begin`] on. The environment variable
-/// `RUST_LOG`, in the syntax of [`Targets`] (`shadowbell_vfio_user=trace`), overrides the verbosity
-/// options. With `timed`, lines have timestamps, which services need.
+/// Sets up the log. Lines are queued, and are written from [`start_thread`] on. The environment
+/// variable `RUST_LOG`, in the syntax of [`Targets`] (`shadowbell_vfio_user=trace`), overrides the
+/// verbosity options. With `timed`, lines have timestamps, which services need.
 pub fn start(args: &Args, timed: bool) {
     let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.is_empty());
     let asked = asked.and_then(|text| text.parse::<Targets>().ok().map(|filter| (text, filter)));

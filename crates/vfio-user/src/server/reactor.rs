@@ -400,7 +400,7 @@ impl Reactor {
     }
 
     /// Serializes all devices for the next server process, in the order in which they were added.
-    /// The reactor must be [frozen](Ended::Frozen), and may resume afterwards.
+    /// The reactor must be [frozen](RunEnd::Frozen), and may resume afterwards.
     ///
     /// # Errors
     ///
@@ -464,7 +464,7 @@ impl Reactor {
         }
     }
 
-    /// Drops a [frozen](Ended::Frozen) reactor after the next server process has restored it.
+    /// Drops a [frozen](RunEnd::Frozen) reactor after the next server process has restored it.
     /// Clients and devices are not notified, and the socket files stay.
     pub fn release_to_successor(mut self) {
         self.ports.values_mut().for_each(|port| port.set_lent(true));
