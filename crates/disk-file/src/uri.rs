@@ -95,8 +95,8 @@ impl FileSpec {
 }
 
 /// Recovers the disk `spec` of a dead process, which opened it by the same specification and stored
-/// `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead process can reach
-/// the disk any more. Calls `wait` repeatedly until then.
+/// `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead process can
+/// reach the disk any more. Calls `wait` repeatedly until then.
 ///
 /// # Errors
 /// [`OpenError`] if the disk has been replaced; [`OpenError::Busy`] if `wait` gives up.

@@ -185,7 +185,8 @@ impl RbdQueue {
         }
         task.outcome = task.outcome.and(result);
         if task.in_flight == 0 {
-            // All calls of the task have ended. The task is queued again, to start its flush or to end.
+            // All calls of the task have ended. The task is queued again, to start its flush or to
+            // end.
             self.tasks.wait(key);
         }
     }

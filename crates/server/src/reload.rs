@@ -206,8 +206,9 @@ impl Reload {
         Some(Arc::new(Self { args, settings: Settings::of(config) }))
     }
 
-    /// Reloads the file, or its `text` that the supervisor has read, on a thread of its own, because
-    /// disks may take long to open. That thread finally calls `done` with the result in a sentence.
+    /// Reloads the file, or its `text` that the supervisor has read, on a thread of its own,
+    /// because disks may take long to open. That thread finally calls `done` with the result in a
+    /// sentence.
     pub(super) fn start(
         self: &Arc<Self>,
         changes: &Arc<Changes>,

@@ -16,8 +16,8 @@ const SKIPPABLE: char = '?';
 /// # Errors
 ///
 /// [`StateError::Section`] if the bytes do not have the form of a `T`, and
-/// [`StateError::UnknownField`] for an unknown field that must not be skipped. `name` is the name of
-/// the section in the error.
+/// [`StateError::UnknownField`] for an unknown field that must not be skipped. `name` is the name
+/// of the section in the error.
 pub fn read_fields<'de, T, D>(name: &str, json: D) -> Result<T, StateError>
 where
     T: Deserialize<'de>,

@@ -11,7 +11,8 @@ use shadowbell_vfio_user::server::BindError;
 use std::io;
 use std::path::Path;
 
-/// Request: create a listening socket ([`Kind`] and [`Bytes`] of the path). The answer has [`Made`].
+/// Request: create a listening socket ([`Kind`] and [`Bytes`] of the path). The answer has
+/// [`Made`].
 pub const LISTEN: u8 = b'l';
 /// Request: remove the file of a socket that is no longer served ([`Made`]).
 pub const REMOVE: u8 = b'r';

@@ -4,8 +4,8 @@
 //! to begin while the flood continues.
 //!
 //! The program starts itself as supervisor (`serve`), which starts it as server process
-//! (`--as-worker`). The first argument is the number of messages before the shutdown; with a million
-//! or more the shutdown must begin within 100 ms. Further arguments select attacks.
+//! (`--as-worker`). The first argument is the number of messages before the shutdown; with a
+//! million or more the shutdown must begin within 100 ms. Further arguments select attacks.
 
 use rustix::net::sockopt::{set_socket_linger, set_socket_send_buffer_size};
 use shadowbell_supervisor::checkpoint::{Change, packets};

@@ -16,9 +16,9 @@ fn sources(directory: &Path, found: &mut Vec<std::path::PathBuf>) {
 }
 
 /// Scans the sources of all crates. Only `socket.rs` receives descriptors from peers, and it wraps
-/// each immediately. The other receivers are connected to a process of this program or of the system;
-/// they wrap clients' descriptors again before use. Only `PeerFd` itself and the closer can access the raw
-/// descriptor.
+/// each immediately. The other receivers are connected to a process of this program or of the
+/// system; they wrap clients' descriptors again before use. Only `PeerFd` itself and the closer can
+/// access the raw descriptor.
 #[test]
 fn descriptors_are_received_in_listed_files_only() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();

@@ -204,8 +204,8 @@ impl Entries {
     }
 }
 
-/// Executes one round before a sleep, with one submission queue: arms the doorbell, rechecks it, and
-/// sleeps, in the order that the crate prescribes.
+/// Executes one round before a sleep, with one submission queue: arms the doorbell, rechecks it,
+/// and sleeps, in the order that the crate prescribes.
 pub(crate) fn sleep_on<F: Fence, W: Fence>(
     tail: &mut SqTail<Word>,
     sleeper: &mut Sleeper<Word, F>,

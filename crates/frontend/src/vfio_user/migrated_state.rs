@@ -9,8 +9,8 @@ use shadowbell_state::{Bytes, Parcel};
 pub(super) const FUNCTION: &str = "function";
 pub(super) const CONTROLLER: &str = "controller";
 
-/// Locked while a stream is parsed: one at a time, because a parser may need thirty times the memory
-/// of its stream, and a CPU.
+/// Locked while a stream is parsed: one at a time, because a parser may need thirty times the
+/// memory of its stream, and a CPU.
 static PARSER: Mutex<()> = Mutex::new(());
 
 /// Serialized PCI function.
