@@ -519,6 +519,25 @@ fn a_shutdown_during_a_reset_follows_it() {
     await_shutdown(&host);
 }
 
+/// A reset that begins while a shutdown waits for commands in flight waits for them, too.
+#[test]
+fn a_reset_during_a_shutdown_waits_for_commands_in_flight() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    host.submit(&mut queue, &Sqe::read(1, 0, 0, 0).with_prps(page, 0));
+    host.until("a request", || gate.waiting() == 1);
+    begin_shutdown(&host, regs::SHN_NORMAL);
+    host.until("the disk to be asked to stop", || !gate.cancelled.lock().unwrap().is_empty());
+    let cc = Cc::from_bits(host.read32(regs::CC));
+    host.write32(regs::CC, cc.with_en(false).with_shn(regs::SHN_NONE).into_bits());
+    wait::short_pause();
+    assert!(host.csts().rdy(), "the disk still writes to the host's memory");
+    gate.end(Ok(()));
+    host.until("the end of the reset", || !host.csts().rdy());
+    assert_eq!(gate.waiting(), 0);
+}
+
 #[test]
 fn a_controller_that_is_enabled_during_a_shutdown_stays_enabled() {
     let (mut host, gate) = slow_host(ADAPTIVE);

@@ -65,7 +65,9 @@ fn child_process() {
 fn run_child(op: &str, spec: &str) -> DeadProcess {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "dies", "--nocapture"]).env(CHILD_OPERATION, format!("{op} {spec}"));
+    command
+        .args(["--exact", "child_process", "--nocapture"])
+        .env(CHILD_OPERATION, format!("{op} {spec}"));
     command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
     let mut child = ProcessGroup::spawn(&mut command).unwrap();
     drop(command);

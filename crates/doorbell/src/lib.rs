@@ -45,11 +45,11 @@
 //!
 //! // The host, before and after the Doorbell Buffer Config command.
 //! let mut host: HostDoorbell<&AtomicU32> = HostDoorbell::new(0);
-//! host.mirror(&shadow, &event_idx);
+//! host.attach_shadow(&shadow, &event_idx);
 //! // The controller executes the command.
 //! let mut tail = SqTail::new(RingSize::new(1024).unwrap(), &register);
 //! tail.enable(&shadow, &event_idx).unwrap();
-//! host.trust();
+//! host.enable_shadow();
 //!
 //! // The controller finds no work, and goes to sleep.
 //! let mut sleeper: Sleeper<&AtomicU32> = Sleeper::new(&state);
@@ -66,10 +66,10 @@
 //!
 //! // The controller polls again, and the host does not ring any more.
 //! drop(asleep);
-//! assert_eq!(tail.look(), Ok(1));
+//! assert_eq!(tail.poll(), Ok(1));
 //! for at in 2..1000 {
 //!     assert!(!host.publish(at));
-//!     assert_eq!(tail.look(), Ok(at));
+//!     assert_eq!(tail.poll(), Ok(at));
 //! }
 //! ```
 //!

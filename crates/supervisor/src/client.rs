@@ -9,6 +9,7 @@ use shadowbell_process::exit::bad_input;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -49,6 +50,7 @@ impl SupervisorClient {
         };
         // The supervisor with this process id is asked first, so that others need not wake up.
         let own = format!("{}{}/", protocol::NAME, server.display());
+        let owner = std::fs::metadata(server).ok().map(|file| file.uid());
         let mut others = 0;
         // A supervisor that was just started does not know the sockets yet, so the search is
         // repeated.
@@ -58,7 +60,9 @@ impl SupervisorClient {
             names.sort_by_key(|name| !name.starts_with(&own));
             let (mut asked, mut refused) = (0, 0);
             for name in names {
-                match connect_to(&name) {
+                // The caller has chosen the process itself, or the user who owns the socket.
+                let is_named = letter == question::IS_YOURS && name.starts_with(&own);
+                match connect_to(&name, owner, is_named) {
                     Ok(supervisor) => {
                         let said = ask(&supervisor, letter, &what, None);
                         if said.is_ok_and(|packet| packet.letter == answer::YES) {
@@ -152,8 +156,9 @@ fn names() -> io::Result<Vec<String>> {
 /// Connects to the supervisor with this name.
 ///
 /// Any process may listen at the name. So the peer must be the process that the name contains, and
-/// run as root or as our user; and it has to answer in time.
-fn connect_to(name: &str) -> anyhow::Result<OwnedFd> {
+/// run as root, as our user or as `owner`, unless the caller has named the process; and it has to
+/// answer in time.
+fn connect_to(name: &str, owner: Option<u32>, is_named: bool) -> anyhow::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     for direction in [Timeout::Send, Timeout::Recv] {
@@ -161,12 +166,13 @@ fn connect_to(name: &str) -> anyhow::Result<OwnedFd> {
     }
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
     connect(&socket, &address).map_err(|errno| late(errno.into()))?;
-    let pid = socket_peercred(&socket)?.pid.as_raw_pid();
+    let peer = socket_peercred(&socket)?;
+    let pid = peer.pid.as_raw_pid();
     let named = name.strip_prefix(protocol::NAME).and_then(|rest| rest.split_once('/'));
     if named.is_none_or(|(named, _)| *named != pid.to_string()) {
         return Err(anyhow!("process {pid} listens there"));
     }
-    if !protocol::is_ours(&socket) {
+    if !is_named && owner != Some(peer.uid.as_raw()) && !protocol::is_ours(&socket) {
         return Err(anyhow!("process {pid} runs as another user"));
     }
     Ok(socket)
@@ -210,7 +216,7 @@ mod tests {
         // A name of process 1, which is not this one.
         let name = format!("{}1/test-{}", protocol::NAME, std::process::id());
         let _listener = listener(&name);
-        let why = connect_to(&name).unwrap_err().to_string();
+        let why = connect_to(&name, None, false).unwrap_err().to_string();
         assert!(why.contains("listens there"), "{why}");
     }
 
@@ -219,7 +225,7 @@ mod tests {
         let pid = std::process::id().cast_signed();
         let name = format!("{}/silent", protocol::name(pid, 99));
         let _listener = listener(&name);
-        let supervisor = connect_to(&name).unwrap();
+        let supervisor = connect_to(&name, None, false).unwrap();
         let began = Instant::now();
         let why = ask(&supervisor, question::SERVES, "/x", None).unwrap_err().to_string();
         assert!(why.contains("does not answer"), "{why}");

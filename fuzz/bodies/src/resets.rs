@@ -535,7 +535,13 @@ impl Guest {
         // A shutdown that the host has requested meanwhile flushes the disk after the reset.
         let flushes = Csts::from_bits(self.read32(regs::CSTS)).shst() == regs::SHST_OCCURRING;
         let requests = self.test_disk.state().deferred();
-        assert!(flushes || requests == 0, "the disk has {requests} requests without a command");
+        assert!(
+            flushes || requests == 0,
+            "the disk has {requests} requests without a command; flushes {}; CSTS {:?}, CC {:#x}",
+            self.test_disk.state().flushes(),
+            Csts::from_bits(self.read32(regs::CSTS)),
+            self.read32(regs::CC)
+        );
         self.life = Life::Off;
         self.sqs.clear();
         self.cqs.clear();

@@ -43,6 +43,10 @@ pub(crate) struct TestDiskState {
 
 impl TestDiskState {
     /// Number of pending requests.
+    pub(crate) fn flushes(&self) -> usize {
+        self.deferred.iter().filter(|(.., is_flush)| *is_flush).count()
+    }
+
     pub(crate) fn deferred(&self) -> usize {
         self.deferred.len()
     }

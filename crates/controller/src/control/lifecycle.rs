@@ -198,6 +198,7 @@ impl Control {
         }
         let is_flushed = self.registers.csts.shst() == regs::SHST_COMPLETE;
         let was_ready = matches!(self.lifecycle.phase, Phase::Ready | Phase::ShutDown);
+        let has_requests = was_ready || self.is_shutting_down();
         if was_ready && self.queues.has_sqs() && !is_flushed && full {
             self.lifecycle.unsafe_shutdowns = self.lifecycle.unsafe_shutdowns.saturating_add(1);
         }
@@ -205,7 +206,7 @@ impl Control {
         self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
         self.lifecycle.shutdown = Shutdown::None;
         self.lifecycle.shutdown_limit = None;
-        if !was_ready {
+        if !has_requests {
             // The controller could not be enabled, so no queue exists.
             self.drop_exclusive(cx);
             return self.end_reset(cx, deferred);
@@ -279,7 +280,7 @@ impl Control {
         if let Some(overriding) = &mut self.overriding {
             overriding.function_reset();
         }
-        if self.lifecycle.phase == Phase::Disabled {
+        if self.lifecycle.phase == Phase::Disabled && !self.is_shutting_down() {
             if self.quiesce.step == Step::Quiesced {
                 self.quiesce.step = Step::Running;
                 deferred.callbacks.push(Box::new(cx.route.drop_quiesced()));

@@ -49,7 +49,7 @@ pub(crate) struct ControllerQueues {
     pub(super) draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Pending deletions, with the latches that wait for them.
     deleting: Vec<(Deleting, Latch)>,
-    detaching: Option<Latch>,
+    detaching: Vec<Latch>,
     /// `memory::sigbus::losses` at the last check. The initial value is 0, because memory that was
     /// lost before the first queue was created may be in the current map.
     pub(super) losses: u64,
@@ -88,7 +88,7 @@ impl ControllerQueues {
             doorbell_eventfds: Vec::new(),
             draining: VecDeque::new(),
             deleting: Vec::new(),
-            detaching: None,
+            detaching: Vec::new(),
             losses: 0,
             lost_memory_reported: false,
             first: 0,
@@ -127,7 +127,7 @@ impl ControllerQueues {
         latch: Latch,
         epoll: &Arc<OwnedFd>,
     ) {
-        if self.detaching.is_some() {
+        if self.is_detaching() {
             return self.deleting.push((Deleting::Everything, latch));
         }
         let opened = namespaces.get(nsid).map(|namespace| {
@@ -177,7 +177,7 @@ impl ControllerQueues {
 
     /// Verifies a piece of a namespace for the controller itself.
     pub(crate) fn verify(&mut self, piece: Piece, latch: Latch) {
-        if self.detaching.is_none() {
+        if !self.is_detaching() {
             self.set.engine.verify(piece, latch);
         }
     }
@@ -240,7 +240,7 @@ impl ControllerQueues {
             overriding.reset();
         }
         self.recovery = None;
-        self.detaching = Some(latch);
+        self.detaching.push(latch);
     }
 
     /// True if an interrupt is held by moderation, so briefly that a sleep is not worthwhile.
@@ -260,14 +260,19 @@ impl ControllerQueues {
 
     /// True if the queues are being detached.
     pub(crate) fn is_detaching(&self) -> bool {
-        self.detaching.is_some()
+        !self.detaching.is_empty()
+    }
+
+    /// Adds a latch to a detach in progress.
+    pub(crate) fn detach_again(&mut self, latch: Latch) {
+        self.detaching.push(latch);
     }
 
     /// True if the queues can be removed from this thread: nothing is in flight, and either a
     /// detach or a move to another thread is pending.
     #[inline]
     pub(crate) fn can_be_removed(&self) -> bool {
-        (self.detaching.is_some() || self.departure.is_some() && !self.is_waited_for())
+        (self.is_detaching() || self.departure.is_some() && !self.is_waited_for())
             && !self.is_pending()
             && !self.has_replays()
     }
@@ -551,7 +556,7 @@ impl ControllerQueues {
             && !self.is_pending()
             && self.draining.is_empty()
             && self.deleting.is_empty()
-            && self.detaching.is_none()
+            && !self.is_detaching()
             && self.departure.is_none()
             && self.page_table_check.is_none()
             && !self.has_replays()
@@ -706,7 +711,7 @@ impl ControllerQueues {
     /// were sent.
     pub(crate) fn depart(&mut self, worker: usize) -> bool {
         let Some(Departure { to, latch }) = self.departure.take() else { return false };
-        if self.detaching.is_some() {
+        if self.is_detaching() {
             return false;
         }
         let table = self.table();
@@ -771,7 +776,7 @@ impl ControllerQueues {
             doorbell_eventfds,
             draining: VecDeque::new(),
             deleting: Vec::new(),
-            detaching: None,
+            detaching: Vec::new(),
             losses,
             lost_memory_reported,
             first: 0,

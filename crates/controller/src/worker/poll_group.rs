@@ -191,6 +191,12 @@ impl PollGroup {
         active.find(|t| t.id() == id && !t.is_detaching())
     }
 
+    /// Queues of a controller that are being detached.
+    pub(super) fn detaching(&mut self, id: u32) -> impl Iterator<Item = &mut ControllerQueues> {
+        let all = self.active.iter_mut().chain(&mut self.dormant).map(|entry| &mut entry.queues);
+        all.filter(move |queues| queues.id() == id && queues.is_detaching())
+    }
+
     /// Starts a trace.
     pub(super) fn begin_trace(&mut self) {
         let skipped = self.dormant.iter_mut().chain(self.parked.values_mut());

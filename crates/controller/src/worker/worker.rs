@@ -345,6 +345,10 @@ impl Worker {
             }
             Message::Detach { controller, latch } => {
                 self.sources.remove(controller);
+                // A shutdown may have detached queues whose commands are still in flight.
+                for queues in self.poll_group.detaching(controller) {
+                    queues.detach_again(latch.clone());
+                }
                 if let Some(queues) = self.queues(controller) {
                     queues.detach(latch);
                 }

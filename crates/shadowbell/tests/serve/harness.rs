@@ -20,6 +20,14 @@ pub(crate) fn program() -> Command {
     Command::new(elsewhere.unwrap_or_else(|| env!("CARGO_BIN_EXE_shadowbell").into()))
 }
 
+/// The program under test, whose SIGHUP is not ignored. The caller of the tests may ignore it
+/// (`nohup`), and the program keeps that.
+pub(crate) fn program_with_sighup() -> Command {
+    let mut command = Command::new("env");
+    command.arg("--default-signal=HUP").arg(program().get_program());
+    command
+}
+
 /// Creates an image of zeroes.
 pub(crate) fn image(directory: &Path, name: &str, bytes: u64) -> PathBuf {
     let path = directory.join(name);

@@ -2,7 +2,7 @@
 
 use crate::control::{ctl, http_request, request};
 use crate::disk_recovery::qemu_img;
-use crate::harness::{Server, finish, image, program, run, until};
+use crate::harness::{Server, finish, image, program, program_with_sighup, run, until};
 use crate::recover::kill;
 use crate::supervisor::{signal, worker};
 use crate::upgrade::{Client, upgrade};
@@ -172,7 +172,7 @@ fn allowed_paths_of_the_configuration_file_are_read_on_request() {
         format!("{allowed}{controller}")
     };
     std::fs::write(directory.path().join("vm.toml"), config("")).unwrap();
-    let mut command = program();
+    let mut command = program_with_sighup();
     command.args(["serve", "--config", "vm.toml", "--keeper", "--sandbox", "on"]);
     let mut server = Server::spawn(command, directory, &["vm.sock"]);
     let id = server.socket().to_str().unwrap().replace('/', "%2F");

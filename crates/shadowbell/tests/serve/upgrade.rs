@@ -1,6 +1,6 @@
 //! Upgrades: restart in another process, and failed upgrades that change nothing.
 
-use crate::harness::{Server, complete, finish, image, program, run, until};
+use crate::harness::{Server, complete, finish, image, program, program_with_sighup, run, until};
 use crate::supervisor::{children, has_ended, signal, worker};
 use rustix::process::Signal;
 use shadowbell_driver::{AdminData, AttachOptions, BufferPool, Controller, QueuePair};
@@ -47,7 +47,7 @@ pub(crate) fn server_with(
         );
     }
     std::fs::write(directory.path().join("vms.toml"), file).unwrap();
-    let mut command = program();
+    let mut command = program_with_sighup();
     command.args(["serve", "--keeper", "--config", "vms.toml"]).args(options);
     command.envs(variables.iter().copied());
     let last = format!("vm{}.sock", controllers - 1);
