@@ -70,6 +70,11 @@ impl Client {
         Self { socket: socket.to_owned() }
     }
 
+    /// Path of the control socket.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
     /// Sends a GET request for `path` and parses the JSON answer.
     ///
     /// # Errors

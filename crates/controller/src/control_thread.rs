@@ -217,13 +217,13 @@ impl ControlThread {
         }
     }
 
-    /// Drops `check_liveness` between two turns. The drop shows that the control thread is alive.
-    pub(crate) fn check_liveness(&self, check_liveness: LivenessCheck) {
+    /// Drops `check` between two turns. The drop shows that the control thread is alive.
+    pub(crate) fn check_liveness(&self, check: LivenessCheck) {
         if self.is_inline() {
             return;
         }
         let mut queue = self.0.queue.lock();
-        queue.liveness_checks.push(check_liveness);
+        queue.liveness_checks.push(check);
         if queue.turn_began.is_none() {
             self.0.work.notify_one();
         } else {

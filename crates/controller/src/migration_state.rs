@@ -16,7 +16,7 @@ use crate::stats::{CqStats, IoStats, SqStats};
 use crate::uncorrectable::MAX_BLOCKS;
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::RingSize;
-use shadowbell_spec::regs::{Aqa, Cc, Csts, SHST_NORMAL};
+use shadowbell_spec::regs::{Aqa, Cc, Csts, SHST_NORMAL, SHST_OCCURRING};
 use shadowbell_state::Bytes;
 use std::collections::BTreeSet;
 
@@ -114,6 +114,9 @@ fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
 fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static str> {
     let SavedControl { registers, features, events, granted, changed, shadow, .. } = control;
     let csts = Csts::from_bits(registers.csts);
+    if csts.shst() == SHST_OCCURRING {
+        return Err("a shutdown in progress");
+    }
     // A controller that is shut down has no queues.
     let is_ready = csts.rdy() && csts.shst() == SHST_NORMAL;
     let is_enabled = Cc::from_bits(registers.cc).en();

@@ -152,7 +152,7 @@ pub(crate) enum Operation {
     DecisionsJournaled,
     /// Verification of one piece of a namespace, in a device self-test.
     SelfTest { run: u32, nsid: u32 },
-    /// Flush of a shutdown.
+    /// Step of a shutdown: queues detached, or caches flushed.
     Shutdown,
     /// Controller Level Reset.
     Reset,

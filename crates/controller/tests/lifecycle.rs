@@ -484,10 +484,10 @@ fn nothing_changes_after_a_shutdown() {
 /// and the shutdown ends when the storage answers.
 #[test]
 fn a_shutdown_that_exceeds_its_time_is_a_fatal_status() {
-    for disabled in [false, true] {
+    let shut_down = |is_disabled: bool| {
         let (mut host, gate) = slow_host(ADAPTIVE);
         let _queue = host.create(1, 16, false);
-        if disabled {
+        if is_disabled {
             host.disable();
         }
         begin_shutdown(&host, regs::SHN_NORMAL);
@@ -496,7 +496,34 @@ fn a_shutdown_that_exceeds_its_time_is_a_fatal_status() {
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
         gate.end(Ok(()));
         await_shutdown(&host);
-    }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| shut_down(true));
+        shut_down(false);
+    });
+}
+
+/// A reset of a disabled controller does not wait for the flush of its shutdown.
+#[test]
+fn a_reset_of_a_disabled_controller_abandons_its_shutdown() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let _queue = host.create(1, 16, false);
+    host.disable();
+    begin_shutdown(&host, regs::SHN_NORMAL);
+    host.until("the flush", || gate.waiting() == 1);
+    let (sent, done) = mpsc::channel();
+    host.controller.reset(move || sent.send(()).unwrap());
+    done.recv_timeout(LIMIT).unwrap();
+    assert_eq!(host.csts(), Csts::new());
+    gate.end(Ok(()));
+    host.until("the end of the flush", || gate.waiting() == 0);
+    host.enable();
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    gate.end(Ok(()));
+    let read = Sqe::read(1, 0, 0, 0).with_prps(page, 0);
+    assert!(host.run(&mut queue, read).0.is_success());
+    assert_eq!(host.csts().shst(), regs::SHST_NORMAL);
 }
 
 /// CC.EN cleared together with CC.SHN set: the reset ends first, and then the caches are flushed.

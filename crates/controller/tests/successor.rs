@@ -4,18 +4,20 @@ mod common;
 #[path = "common/held.rs"]
 mod held;
 
+use common::slow::{Gate, Slow};
 use common::{BASE, Host, MEMORY, Queue, config};
 use held::Held;
 use proptest::prelude::*;
 use shadowbell_controller::{
-    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Recorder,
-    RelocateError, RestoreError, SaveError, SavedController,
+    Carrier, CauseOfDeath, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
+    Recorder, RelocateError, RestoreError, SaveError, SavedController,
 };
 use shadowbell_disk::Disk;
 use shadowbell_memory::EventFd;
 use shadowbell_spec::admin::{DeleteIoQueue, GetFeatures, GetLogPage, Identify, SetFeatures};
 use shadowbell_spec::feature::fid;
 use shadowbell_spec::log::{ErrorLogEntry, lid};
+use shadowbell_spec::regs::{self, Cc};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_state::{Descriptors, Parcel};
 use shadowbell_testing::wait;
@@ -578,7 +580,7 @@ fn a_corrupt_state_never_panics() {
     let whole = serde_json::to_value(&saved).unwrap();
     let (pool, count) = (pool(2, Polling::Never), Mutex::new(0));
     let mut places = 0;
-    check_liveness(&whole, &mut |_| places += 1);
+    visit_numbers(&whole, &mut |_| places += 1);
     for place in 0..places {
         for value in [0u64, 1, 65_535, u64::MAX] {
             let mut changed = whole.clone();
@@ -606,14 +608,14 @@ fn a_corrupt_state_never_panics() {
 /// Field whose values are not changed to extremes: the sum of counters must not overflow.
 const COUNTERS: &str = "counters";
 
-fn check_liveness(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
+fn visit_numbers(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
     match value {
-        serde_json::Value::Array(items) => items.iter().for_each(|item| check_liveness(item, with)),
+        serde_json::Value::Array(items) => items.iter().for_each(|item| visit_numbers(item, with)),
         serde_json::Value::Object(items) => {
             items
                 .iter()
                 .filter(|(key, _)| *key != COUNTERS)
-                .for_each(|(_, item)| check_liveness(item, with));
+                .for_each(|(_, item)| visit_numbers(item, with));
         }
         serde_json::Value::Number(_) => with(value),
         _ => {}
@@ -665,6 +667,79 @@ fn a_successors_checkpoint_has_its_current_state() {
         // The checkpoint is stored before the completion is posted.
         let (before, _, staged) = at(&setup);
         assert_eq!((before, staged.as_array().unwrap().len()), (tail, 1));
+    }
+}
+
+/// Last recorded checkpoint with its descriptors.
+#[derive(Default)]
+struct WholeCheckpoint(Mutex<Option<(serde_json::Value, Descriptors)>>);
+
+impl Recorder for WholeCheckpoint {
+    fn record(&self, state: &SavedController, fds: Descriptors) {
+        *self.0.lock().unwrap() = Some((serde_json::to_value(state).unwrap(), fds));
+    }
+}
+
+/// A shutdown that a process has begun is ended by the process that recovers the controller.
+#[test]
+fn a_shutdown_continues_after_a_crash() {
+    let cc = |host: &Host| Cc::from_bits(host.read32(regs::CC));
+    let shut_down = |host: &Host| {
+        let cc = cc(host).with_shn(regs::SHN_NORMAL);
+        host.write32(regs::CC, cc.into_bits());
+    };
+    // The queues leave, or a reset comes first, or the host has enabled the controller meanwhile.
+    let begin: [(&str, &dyn Fn(&mut Host, &Gate)); 3] = [
+        ("ready", &|host, _| shut_down(host)),
+        ("resetting", &|host, gate| {
+            let mut queue = host.create(1, 16, false);
+            let page = host.alloc(4096);
+            host.submit(&mut queue, &Sqe::write(1, 0, 0, 0).with_prps(page, 0));
+            host.until("a request", || gate.waiting() == 1);
+            let cc = cc(host).with_en(false).with_shn(regs::SHN_NORMAL);
+            host.write32(regs::CC, cc.into_bits());
+        }),
+        ("enabled again", &|host, gate| {
+            host.disable();
+            shut_down(host);
+            host.until("the flush", || gate.waiting() == 1);
+            host.enable();
+            shut_down(host);
+        }),
+    ];
+    for (what, begin) in begin {
+        let slow = || {
+            let gate = Arc::new(Gate::default());
+            let disk: Arc<dyn Disk> = Arc::new(Slow(Arc::clone(&gate)));
+            let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+            (Config { namespaces, ..Config::default() }, gate)
+        };
+        let (config, gate) = slow();
+        let mut host = Host::with(config, ADAPTIVE);
+        let checkpoint = Arc::new(WholeCheckpoint::default());
+        let recorder: Arc<dyn Recorder> = Arc::<WholeCheckpoint>::clone(&checkpoint);
+        host.disable();
+        host.controller.record_with(recorder).unwrap();
+        host.enable();
+        begin(&mut host, &gate);
+        assert_eq!(host.csts().shst(), regs::SHST_OCCURRING, "{what}");
+        let (state, mut fds) = checkpoint.0.lock().unwrap().take().unwrap();
+        let saved: SavedController = serde_json::from_value(state).unwrap();
+        let (config, next) = slow();
+        let pool = pool(1, ADAPTIVE);
+        let successor =
+            Controller::successor(config, pool, Carrier::default(), &saved, &mut fds).unwrap();
+        successor.map_dma(BASE, MEMORY, &host.memory).unwrap();
+        successor.recover(&saved, &mut fds, CauseOfDeath::Killed).unwrap();
+        successor.resume();
+        let dead = std::mem::replace(&mut host.controller, successor);
+        host.until(&format!("{what}: the flush"), || next.waiting() == 1);
+        assert_eq!(host.csts().shst(), regs::SHST_OCCURRING, "{what}");
+        next.end(Ok(()));
+        host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
+        // The requests of the first controller end, so that it can be dropped.
+        (0..2).for_each(|_| gate.end(Ok(())));
+        drop(dead);
     }
 }
 

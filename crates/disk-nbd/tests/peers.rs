@@ -354,22 +354,22 @@ fn each_tls_error_has_its_message() {
     let refused = |directory: &Path, more: &str| try_open(&peer, directory, more).unwrap_err();
     let text = refused(own, "&tls-hostname=other.example");
     assert!(text.contains("not for this host but for localhost, 127.0.0.1, "), "{text}");
-    let stranger = tempfile::tempdir().unwrap();
-    Authority::new().write_all(stranger.path());
-    let text = refused(stranger.path(), "");
+    let other_ca = tempfile::tempdir().unwrap();
+    Authority::new().write_all(other_ca.path());
+    let text = refused(other_ca.path(), "");
     assert!(text.contains("not signed by the CA in ca-cert.pem"), "{text}");
     // gnutls closes the connection of a client without a certificate, or with a certificate of
     // another CA.
-    let nobody = tempfile::tempdir().unwrap();
-    certificates.authority.write_ca(nobody.path());
-    let text = refused(nobody.path(), "");
+    let ca_only = tempfile::tempdir().unwrap();
+    certificates.authority.write_ca(ca_only.path());
+    let text = refused(ca_only.path(), "");
     assert!(text.contains("TLS handshake failed") || text.contains("connection failed"), "{text}");
     Authority::new().write_certificate(
-        nobody.path(),
+        ca_only.path(),
         CertificatePurpose::Client,
         &CertificateSpec::default(),
     );
-    let text = refused(nobody.path(), "");
+    let text = refused(ca_only.path(), "");
     assert!(text.contains("TLS handshake failed") || text.contains("connection failed"), "{text}");
     let empty = tempfile::tempdir().unwrap();
     let text = refused(empty.path(), "");

@@ -37,7 +37,8 @@ impl Qcow2Disk {
     /// # Errors
     /// [`OpenError`]: the message says what is wrong with the image and what to do.
     pub fn open(path: &Path, options: &FileOptions) -> Result<Self, OpenError> {
-        Self::of(path, open::open(path, options, &mut ByPath)?, options.block_size.unwrap_or(512))
+        let opened = open::open(path, options, &mut ByPath)?;
+        Ok(Self::of(path, opened, options.block_size.unwrap_or(512)))
     }
 
     /// Recovers the image of a dead process, which opened it with the same options and stored
@@ -59,8 +60,12 @@ impl Qcow2Disk {
             Some(Err(error)) => return Err(refused(path, error.to_string())),
             None => return Err(refused(path, NO_STATE.to_owned())),
         };
+        let block_size = options.block_size.unwrap_or(512);
+        if block_size != kept.block_size {
+            return Err(refused(path, "it has another block size".to_owned()));
+        }
         let opened = open::open(path, options, &mut SavedFiles::new(&kept, fds, wait))?;
-        let disk = Self::of(path, opened, kept.block_size)?;
+        let disk = Self::of(path, opened, block_size);
         let image = disk.pool.image();
         if image.info.read_only && !kept.read_only {
             return Err(refused(path, "it is no longer writable".to_owned()));
@@ -78,13 +83,10 @@ impl Qcow2Disk {
         state.get(KEY).is_some()
     }
 
-    fn of(path: &Path, opened: Opened, block_size: u32) -> Result<Self, OpenError> {
+    fn of(path: &Path, opened: Opened, block_size: u32) -> Self {
         let header = &opened.format.header;
         let (size, version, bits) = (header.size, header.version, header.cluster_bits);
         let name = path.display().to_string();
-        if !size.is_multiple_of(u64::from(block_size)) {
-            return Err(OpenError::NotBlockMultiple { path: name, size, block_size });
-        }
         let mut info = DiskInfo::new(block_size, size / u64::from(block_size));
         info.read_only = opened.files.first().is_none_or(ImageFile::is_read_only);
         info.volatile_cache = !info.read_only;
@@ -92,7 +94,7 @@ impl Qcow2Disk {
         info.discard = !info.read_only && version >= 3;
         info.granularity = ((1 << bits) / block_size).max(1);
         let pool = Arc::new(Pool::new(Image::new(opened, info, name)));
-        Ok(Self { pool, path: path.to_owned() })
+        Self { pool, path: path.to_owned() }
     }
 
     /// True if a request for these bytes would take the fast path now. The request reads, or

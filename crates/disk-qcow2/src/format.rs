@@ -136,13 +136,18 @@ impl Format {
             && for_each_entry(&self.file, header.l1, |entry| {
                 !is_place(entry & OFFSET) || add((entry & OFFSET) >> bits)
             })?;
-        // Tables are in holes of the file only if they are empty, or the file system compresses
-        // them. Otherwise a small file could have tables that take very long to read.
-        let most = self.file.occupied()?.saturating_mul(DENSITY).saturating_add(HOLES);
-        if is_sound && tables.len() as u64 > most >> bits {
+        if is_sound && tables.len() as u64 > self.max_tables()? {
             defect = Some("it refers to more tables than fit into its file".to_owned());
         }
         Ok(defect.map_or(Ok(()), Err))
+    }
+
+    /// Maximum number of clusters with tables. Tables are in holes of the file only if they are
+    /// empty, or the file system compresses them. Otherwise a small file could have tables that
+    /// take very long to read.
+    pub(crate) fn max_tables(&self) -> io::Result<u64> {
+        let bytes = self.file.occupied()?.saturating_mul(DENSITY).saturating_add(HOLES);
+        Ok(bytes >> self.header.cluster_bits)
     }
 
     /// Offset of the L2 table with the entry of a cluster, if there is one. Also returns true if no
@@ -337,12 +342,18 @@ impl Format {
     /// Makes all completed writes durable, and then releases the clusters that were freed before.
     pub(crate) fn sync(&self) -> io::Result<()> {
         let freed = self.meta().counts.take_freed();
-        if let Some(data_file) = &self.data_file {
-            data_file.sync()?;
-        }
-        self.file.sync()?;
+        let data = self.data_file.as_ref().map_or(Ok(()), FileStorage::sync);
+        let synced = data.and_then(|()| self.file.sync());
         let meta = &mut *self.meta();
-        meta.counts.release(&self.file, &mut meta.cache, freed)
+        if synced.is_err() {
+            meta.counts.keep_freed(freed);
+            return synced;
+        }
+        if let Err(error) = meta.counts.release(&self.file, &mut meta.cache, freed) {
+            // The data are durable. Clusters leak, and the next change meets the error.
+            tracing::warn!("unused clusters of a qcow2 image could not be released: {error}");
+        }
+        Ok(())
     }
 
     /// True if no clusters are counted for later allocations. False if another thread uses the

@@ -54,13 +54,6 @@ pub(crate) fn open(
     let opened = chain.opened;
     format.limit_caches(opened.len() - 1);
     let is_writable = opened.first().is_some_and(|file| !file.is_read_only());
-    let check = if is_writable {
-        contain_panic(|| prepare(path, &format)).unwrap_or_else(|why| {
-            Err(OpenError::Damaged { path: path.display().to_string(), why })
-        })?
-    } else {
-        None
-    };
     // The data are in the data file, if there is one.
     let data = opened.get(usize::from(format.data_file.is_some())).or(opened.first());
     let block_size = options.block_size.unwrap_or(512);
@@ -70,6 +63,19 @@ pub(crate) fn open(
             ImageBytes::new(data, alignment, block_size, options.aio)?
         }
         None => None,
+    };
+    let size = format.header.size;
+    if !size.is_multiple_of(u64::from(block_size)) {
+        let path = path.display().to_string();
+        return Err(OpenError::NotBlockMultiple { path, size, block_size });
+    }
+    // The last step, because the check may go on.
+    let check = if is_writable {
+        contain_panic(|| prepare(path, &format)).unwrap_or_else(|why| {
+            Err(OpenError::Damaged { path: path.display().to_string(), why })
+        })?
+    } else {
+        None
     };
     Ok(Opened { format, files: opened, bytes, check })
 }

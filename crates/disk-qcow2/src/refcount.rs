@@ -96,6 +96,16 @@ impl Refcounts {
         self.bits + 3 - self.order
     }
 
+    /// End of the clusters whose offsets fit into an entry.
+    fn limit(&self) -> u64 {
+        1 << (56 - self.bits)
+    }
+
+    /// End of the clusters that the refcount table can count.
+    pub(crate) fn end_of_blocks(&self) -> u64 {
+        (self.table.len() as u64) << self.block_bits()
+    }
+
     /// Maximum count.
     pub(crate) fn max(&self) -> u64 {
         u64::MAX >> (64 - (1 << self.order))
@@ -126,7 +136,8 @@ impl Refcounts {
         if first >= end {
             return Ok(end..end);
         }
-        self.top = Some(end.max(self.top(file, cache)?));
+        // The counts are written anew, so the old ones do not matter.
+        self.top = Some(self.tables.iter().max().map_or(end, |last| end.max(last + 1)));
         let free = self.extend(file, cache, 1, first)?;
         self.give_back(free.start, 1);
         Ok(end..free.end)
@@ -149,31 +160,32 @@ impl Refcounts {
         let (order, per_slice) = (self.order, (cache.unit() * 8) >> self.order);
         let mut at = clusters.start;
         while at < clusters.end {
+            let Some(block) = self.block(file, at)? else {
+                at = ((at >> self.block_bits()) + 1) << self.block_bits();
+                continue;
+            };
             let end = clusters.end.min((at / per_slice + 1) * per_slice);
-            if let Some(block) = self.block(file, at)? {
-                let nth = at & ((1 << self.block_bits()) - 1);
-                let (from, to) = ((nth << order) / 8, ((nth + end - at) << order).div_ceil(8));
-                let skip = nth - ((from * 8) >> order);
-                let (_, slice) = cache.slice(file, block + from)?;
-                let base = (from % slice.len() as u64) as usize;
-                let counts = &slice[base..base + (to - from) as usize];
-                let old = (0..end - at).map(|n| count(counts, (skip + n) as usize, order));
-                let new: Vec<u64> =
-                    old.enumerate().map(|(n, c)| change(at + n as u64, c)).collect();
-                let old = (0..end - at).map(|n| count(counts, (skip + n) as usize, order));
-                if old.eq(new.iter().copied()) {
-                    at = end;
-                    continue;
-                }
-                if new.iter().any(|new| *new > self.max()) {
-                    return Err(damaged("a reference count that is too large for its width"));
-                }
-                cache.change(file, block + from, to - from, |counts| {
-                    for (n, new) in new.into_iter().enumerate() {
-                        set_count(counts, skip as usize + n, order, new);
-                    }
-                })?;
+            let nth = at & ((1 << self.block_bits()) - 1);
+            let (from, to) = ((nth << order) / 8, ((nth + end - at) << order).div_ceil(8));
+            let skip = nth - ((from * 8) >> order);
+            let (_, slice) = cache.slice(file, block + from)?;
+            let base = (from % slice.len() as u64) as usize;
+            let counts = &slice[base..base + (to - from) as usize];
+            let old = (0..end - at).map(|n| count(counts, (skip + n) as usize, order));
+            let new: Vec<u64> = old.enumerate().map(|(n, c)| change(at + n as u64, c)).collect();
+            let old = (0..end - at).map(|n| count(counts, (skip + n) as usize, order));
+            if old.eq(new.iter().copied()) {
+                at = end;
+                continue;
             }
+            if new.iter().any(|new| *new > self.max()) {
+                return Err(damaged("a reference count that is too large for its width"));
+            }
+            cache.change(file, block + from, to - from, |counts| {
+                for (n, new) in new.into_iter().enumerate() {
+                    set_count(counts, skip as usize + n, order, new);
+                }
+            })?;
             at = end;
         }
         Ok(())
@@ -199,6 +211,9 @@ impl Refcounts {
                     break 'blocks;
                 }
             }
+        }
+        if top > self.limit() {
+            return Err(damaged("counts of clusters beyond the largest offset"));
         }
         self.top = Some(top);
         Ok(top)
@@ -248,7 +263,10 @@ impl Refcounts {
         }
         let freed = self.take_freed();
         if !freed.is_empty() {
-            file.sync()?;
+            if let Err(error) = file.sync() {
+                self.keep_freed(freed);
+                return Err(error);
+            }
             self.release(file, cache, freed)?;
         }
         let want = want.max(self.batch);
@@ -305,7 +323,7 @@ impl Refcounts {
             let entries = self.table.len() as u64;
             let table = if last < entries { 0 } else { (last + 1 + last / 2) * 8 };
             let missing_blocks: Vec<u64> = (base.min(from) >> block_bits..=last)
-                .filter(|nth| self.table.get(*nth as usize).is_none_or(|entry| *entry == 0))
+                .filter(|nth| self.table.get(*nth as usize).is_none_or(|entry| entry & BLOCK == 0))
                 .collect();
             let next = (table.div_ceil(cluster), missing_blocks.len() as u64);
             if !file.grows && base + missing + next.0 + next.1 > file.len() / cluster {
@@ -323,6 +341,9 @@ impl Refcounts {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
         let end = base + in_table + in_blocks + missing;
+        if end > self.limit() {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
         if file.grows && end * cluster > file.len() {
             file.set_len(end * cluster)?;
         }
@@ -414,21 +435,32 @@ impl Refcounts {
         std::mem::take(&mut self.freed)
     }
 
-    /// Removes one reference to each of these clusters.
+    /// Keeps freed clusters for the next sync, because this one has failed.
+    pub(crate) fn keep_freed(&mut self, freed: Vec<Range<u64>>) {
+        self.freed.extend(freed);
+    }
+
+    /// Removes one reference to each of these clusters. After an error, the clusters of the failed
+    /// range leak, because some of them may be released already.
     pub(crate) fn release(
         &mut self,
         file: &FileStorage,
         cache: &mut Cache,
         freed: Vec<Range<u64>>,
     ) -> io::Result<()> {
-        for clusters in freed {
+        let mut freed = freed.into_iter();
+        while let Some(clusters) = freed.next() {
             let mut unused = Vec::new();
-            self.update(file, cache, clusters, &mut |cluster, count| {
+            let outcome = self.update(file, cache, clusters, &mut |cluster, count| {
                 if count == 1 {
                     unused.push(cluster);
                 }
                 count.saturating_sub(1)
-            })?;
+            });
+            if outcome.is_err() {
+                self.keep_freed(freed.collect());
+                return outcome;
+            }
             for cluster in unused {
                 self.tables.remove(&cluster);
                 self.cursor = self.cursor.min(cluster);

@@ -62,6 +62,10 @@ impl Scan<'_> {
                 return Err(damaged("more tables than a scan of them supports"));
             }
         }
+        tables.retain(|at, _| at.is_multiple_of(1 << bits));
+        if tables.len() as u64 > format.max_tables()? {
+            return Err(damaged("more tables than fit into its file"));
+        }
         let words = format.layout.entry / 8;
         for (at, times) in tables {
             add(at, 1, times);
@@ -123,10 +127,14 @@ impl Scan<'_> {
         }
         let used = counts.iter().rposition(|count| *count != 0).map_or(0, |last| last + 1);
         let added = meta.counts.cover(file, &mut meta.cache, used as u64)?;
+        if added.end > MOST {
+            return Ok(Err("it has tables that are too far apart"));
+        }
         counts.resize(counts.len().max(added.end as usize), 0);
         counts[added.start as usize..added.end as usize].fill(1);
-        let all = 0..counts.len() as u64;
-        let count = &mut |nth: u64, _| counts[nth as usize].into();
+        // Blocks beyond the file have counts of clusters that do not exist.
+        let all = 0..meta.counts.end_of_blocks();
+        let count = &mut |nth: u64, _| counts.get(nth as usize).copied().map_or(0, u64::from);
         meta.counts.update(file, &mut meta.cache, all, count)?;
         meta.counts.restart();
         file.sync()?;

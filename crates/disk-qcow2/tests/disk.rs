@@ -323,6 +323,65 @@ fn writes_on_full_storage_fail_until_there_is_space() {
     check(&path);
 }
 
+/// Gives an image a refcount table of `clusters` clusters at its end, which has the old entries,
+/// and a block of ones as entry `nth`. Returns the length of the file.
+fn count_far_away(path: &Path, bits: u32, clusters: u64, nth: u64) -> u64 {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let number = |at: u64| {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at).unwrap();
+        u64::from_be_bytes(bytes)
+    };
+    let put = |at: u64, value: u64| file.write_all_at(&value.to_be_bytes(), at).unwrap();
+    let table = file.metadata().unwrap().len().next_multiple_of(1 << bits);
+    let block = table + (clusters << bits);
+    let len = block + (1 << bits);
+    file.set_len(len).unwrap();
+    let old = number(48);
+    (0..8).for_each(|n| put(table + n * 8, number(old + n * 8)));
+    put(table + nth * 8, block);
+    file.write_all_at(&vec![0xff; 1 << bits], block).unwrap();
+    put(48, table);
+    file.write_all_at(&(clusters as u32).to_be_bytes(), 56).unwrap();
+    len
+}
+
+/// A cluster number whose offset does not fit into an entry would be another cluster.
+#[test]
+fn counts_beyond_the_largest_offset_are_refused() {
+    let directory = directory();
+    let path = directory.path().join("disk.qcow2");
+    let options = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=2M,refcount_bits=1"];
+    if !qemu_img_does(&[&options[..], &[name(&path), "64M"]].concat()) {
+        return;
+    }
+    count_far_away(&path, 21, 4, (1 << 19) - 1);
+    let before = std::fs::read(&path).unwrap();
+    let error = try_open(&path, "").unwrap_err().to_string();
+    assert!(error.contains("beyond the largest offset"), "{error}");
+    assert!(std::fs::read(&path).unwrap() == before, "nothing is changed");
+}
+
+/// The repair of a dirty image counts its references. Counts of clusters that do not exist make
+/// neither the file nor the memory large.
+#[test]
+fn counts_of_missing_clusters_do_not_matter_to_a_repair() {
+    let directory = directory();
+    let path = image(directory.path(), 64 * MIB);
+    let disk = open(&path, "");
+    write(&mut *disk.queue().unwrap(), 0, &[7; 65536]).unwrap();
+    drop(disk);
+    let len = count_far_away(&path, 16, 1, 8000);
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.write_all_at(&1_u64.to_be_bytes(), 72).unwrap();
+    drop(file);
+    let disk = open(&path, "");
+    assert_eq!(read(&mut *disk.queue().unwrap(), 0, 65536).unwrap(), [7; 65536]);
+    drop(disk);
+    assert!(std::fs::metadata(&path).unwrap().len() <= len + (1 << 20));
+    check(&path);
+}
+
 /// With any damage in the tables, each request ends and the process does not panic.
 #[test]
 fn damaged_tables_never_panic() {

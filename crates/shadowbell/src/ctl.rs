@@ -584,7 +584,7 @@ fn upgrade(client: &Client, binary: Option<&Path>, waits: bool, json: bool) -> a
     let status: Status = client.get("/v1/status")?;
     if let (true, Some(pid)) = (waits, status.keeper_pid) {
         // The supervisor responds when the new process serves. The old process ends before that.
-        let supervisor = SupervisorClient::find(Path::new(&pid.to_string()))?;
+        let supervisor = SupervisorClient::find_reported(pid, client.socket())?;
         let outcome = supervisor.upgrade(binary.as_deref());
         let said = outcome.with_context(|| format!("cannot upgrade {}", status.name))?;
         let now: Status = client.get("/v1/status")?;

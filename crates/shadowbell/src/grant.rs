@@ -9,7 +9,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Grants the supervisor of a server, if there is one, access to these disks and their backing
 /// files, with the rights of this process. Failures are ignored, because the server then refuses
@@ -22,10 +22,15 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     let Some(pid) = client.get("/v1/status").ok().and_then(|s: Status| s.keeper_pid) else {
         return;
     };
-    let Ok(supervisor) = SupervisorClient::find(Path::new(&pid.to_string())) else { return };
+    let Ok(supervisor) = SupervisorClient::find_reported(pid, client.socket()) else { return };
     // Relative paths refer to the working directory of the server.
-    let Ok(from) = PathBuf::from(format!("/proc/{pid}/cwd")).read_link() else { return };
-    for wanted in disks.iter().flat_map(|disk| disk_spec::files(disk, &from)) {
+    let from = supervisor.working_directory();
+    let disks = disks.iter().filter_map(|disk| {
+        let is_absolute = disk_spec::file(disk)?.is_absolute();
+        let from = if is_absolute { Path::new("/") } else { from.as_deref()? };
+        Some(disk_spec::files(disk, from))
+    });
+    for wanted in disks.flatten() {
         if let Ok(file) = open(&wanted)
             && !supervisor.grant(&wanted.path, file.as_fd())
         {

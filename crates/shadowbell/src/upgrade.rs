@@ -66,7 +66,7 @@ fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     SupervisorClient::find(server).or_else(|error| {
         let asked = discovery::owner(server).and_then(|(client, _)| {
             let status = client.get::<Status>("/v1/status").ok()?;
-            SupervisorClient::find(Path::new(&status.keeper_pid?.to_string())).ok()
+            SupervisorClient::find_reported(status.keeper_pid?, client.socket()).ok()
         });
         asked.ok_or(error)
     })

@@ -11,7 +11,8 @@ const SKIPPABLE: char = '?';
 ///
 /// A release adds a field under a name that begins with `?` (`#[serde(rename = "?name", default)]`)
 /// if the state has its full meaning without the field: the previous release skips it then. Any
-/// other unknown field changes what the state means, so it is an error.
+/// other unknown field changes what the state means, so it is an error. Types with flattened fields
+/// or untagged variants hide unknown fields, so no saved type has them.
 ///
 /// # Errors
 ///

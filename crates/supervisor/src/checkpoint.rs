@@ -27,7 +27,7 @@ const MOST_BODY: usize = MOST - 1024;
 const MOST_KEY: usize = 256;
 
 /// Maximum memory for the items of a checkpoint, in bytes.
-const MOST_BYTES: usize = 256 << 20;
+const MOST_BYTES: usize = 128 << 20;
 /// Estimated memory of an item without its body.
 const ITEM: usize = 512;
 /// Estimated memory of a descriptor.
@@ -307,8 +307,9 @@ impl Checkpoint {
         if !fds.is_empty() {
             return Err(Unreadable::Form);
         }
-        if self.bytes > MOST_BYTES {
-            // Replaced and removed items were counted too.
+        if self.bytes > 2 * MOST_BYTES {
+            // Replaced and removed items were counted too. The count takes time, so much must have
+            // been sent since the last one.
             self.bytes = self.memory();
             if self.bytes > MOST_BYTES {
                 return Err(Unreadable::Memory);

@@ -1,24 +1,26 @@
 //! Client of the supervisor: finds the supervisor of a server and sends it requests.
 
 use crate::protocol::{self, Packet, answer, question};
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use shadowbell_config::server_config::canonical_path;
 use shadowbell_process::exit::bad_input;
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Connection to a supervisor.
 pub struct SupervisorClient(OwnedFd);
 
 /// Time limit for a connection and for an answer.
 const ANSWERS: Duration = Duration::from_secs(10);
+/// Time limit for the search for a supervisor.
+const SEARCH: Duration = Duration::from_secs(30);
 /// Time limit for an upgrade. It exceeds the limits of all of its steps together.
 const UPGRADES: Duration = Duration::from_secs(300);
 
@@ -39,56 +41,88 @@ impl SupervisorClient {
     }
 
     /// Finds the supervisor of a server: by the process id of the supervisor or of the server
-    /// process, or by the path of a socket at which the server serves.
+    /// process, or by the path of a socket at which the server serves. A supervisor must run as
+    /// root, as our user, or as the owner of that process or socket.
     ///
     /// # Errors
     /// No supervisor answers for this server.
     pub fn find(server: &Path) -> anyhow::Result<Self> {
-        let (letter, what) = match server.to_str().and_then(|text| text.parse::<u32>().ok()) {
+        let process = pid_of(server).map(|pid| PathBuf::from(format!("/proc/{pid}")));
+        Self::find_as(server, owner_of(process.as_deref().unwrap_or(server)))
+    }
+
+    /// Finds the supervisor whose process id a server has reported at its control socket. The
+    /// server may be compromised, so the supervisor must run as root, as our user, or as the owner
+    /// of that socket, which our caller has chosen.
+    ///
+    /// # Errors
+    /// No supervisor answers for this server.
+    pub fn find_reported(pid: u32, control: &Path) -> anyhow::Result<Self> {
+        Self::find_as(Path::new(&pid.to_string()), owner_of(control))
+    }
+
+    fn find_as(server: &Path, owner: Option<u32>) -> anyhow::Result<Self> {
+        let (letter, what) = match pid_of(server) {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
             None => (question::SERVES, canonical_path(server).into_os_string()),
         };
         // The supervisor with this process id is asked first, so that others need not wake up.
         let own = format!("{}{}/", protocol::NAME, server.display());
-        let owner = std::fs::metadata(server).ok().map(|file| file.uid());
+        let (until, mut bad) = (Instant::now() + SEARCH, BTreeSet::new());
         let mut others = 0;
         // A supervisor that was just started does not know the sockets yet, so the search is
         // repeated.
         for wait in [0, 50, 100, 200] {
             std::thread::sleep(Duration::from_millis(wait));
             let mut names = names()?;
+            names.retain(|name| !bad.contains(name));
             names.sort_by_key(|name| !name.starts_with(&own));
-            let (mut asked, mut refused) = (0, 0);
+            let mut asked = 0;
+            others = 0;
             for name in names {
-                // The caller has chosen the process itself, or the user who owns the socket.
-                let is_named = letter == question::IS_YOURS && name.starts_with(&own);
-                match connect_to(&name, owner, is_named) {
-                    Ok(supervisor) => {
+                if Instant::now() >= until {
+                    let seconds = SEARCH.as_secs();
+                    bail!("{}: no answer of a supervisor in {seconds} s", server.display());
+                }
+                match connect_to(&name, owner, ANSWERS) {
+                    Ok(Some(supervisor)) => {
                         let said = ask(&supervisor, letter, &what, None);
                         if said.is_ok_and(|packet| packet.letter == answer::YES) {
                             return Ok(Self(supervisor));
                         }
                         asked += 1;
                     }
+                    Ok(None) => others += 1,
                     Err(why) => {
                         tracing::warn!("skipped the socket @{name}: {why}");
-                        refused += 1;
+                        bad.insert(name);
                     }
                 }
             }
-            others = refused;
             if asked == 0 || (letter == question::SERVES && !server.exists()) {
                 break;
             }
         }
-        let hint = match others {
-            0 => "start it with `shadowbell serve`, and without `--no-keeper`",
-            _ => {
+        let hint = match (others, rustix::process::geteuid().is_root()) {
+            (0, _) => "start it with `shadowbell serve`, and without `--no-keeper`",
+            (_, true) => {
+                "name its supervisor's process ID or one of its sockets, or start it with \
+                 `shadowbell serve` and without `--no-keeper`"
+            }
+            (_, false) => {
                 "start it with `shadowbell serve` and without `--no-keeper`, or ask as its own user \
                  or as root"
             }
         };
         Err(bad_input(anyhow!("{}: no server with a supervisor found; {hint}", server.display())))
+    }
+
+    /// Working directory of the supervisor, from which the server's relative paths start. `None` if
+    /// another user could have chosen it.
+    pub fn working_directory(&self) -> Option<PathBuf> {
+        let pid = socket_peercred(&self.0).ok()?.pid.as_raw_pid();
+        let directory = PathBuf::from(format!("/proc/{pid}/cwd")).read_link().ok()?;
+        protocol::is_ours(&self.0).then_some(directory)
     }
 
     /// Upgrades the server to `program`, or restarts the current program. Returns a sentence that
@@ -153,29 +187,43 @@ fn names() -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Connects to the supervisor with this name.
+/// Process id that a server is named by, if it is.
+fn pid_of(server: &Path) -> Option<u32> {
+    server.to_str()?.parse().ok()
+}
+
+/// User that owns a file or, by its directory in `/proc`, a process.
+fn owner_of(path: &Path) -> Option<u32> {
+    std::fs::metadata(path).ok().map(|file| file.uid())
+}
+
+/// Connects to the supervisor with this name. `None` if it runs neither as root nor as our user nor
+/// as `owner`.
 ///
-/// Any process may listen at the name. So the peer must be the process that the name contains, and
-/// run as root, as our user or as `owner`, unless the caller has named the process; and it has to
-/// answer in time.
-fn connect_to(name: &str, owner: Option<u32>, is_named: bool) -> anyhow::Result<OwnedFd> {
+/// Any process may listen at the name, so the peer must be the process that the name contains, and
+/// has to answer within `limit`.
+fn connect_to(name: &str, owner: Option<u32>, limit: Duration) -> anyhow::Result<Option<OwnedFd>> {
+    let named = name.strip_prefix(protocol::NAME).and_then(|rest| rest.split_once('/'));
+    let (named, _) = named.context("the name has no process ID")?;
+    let is_allowed =
+        |uid: u32| uid == 0 || uid == rustix::process::geteuid().as_raw() || Some(uid) == owner;
+    // Processes of others are not even waited for.
+    if !owner_of(Path::new(&format!("/proc/{named}"))).is_some_and(is_allowed) {
+        return Ok(None);
+    }
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     for direction in [Timeout::Send, Timeout::Recv] {
-        set_socket_timeout(&socket, direction, Some(ANSWERS))?;
+        set_socket_timeout(&socket, direction, Some(limit))?;
     }
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
     connect(&socket, &address).map_err(|errno| late(errno.into()))?;
     let peer = socket_peercred(&socket)?;
     let pid = peer.pid.as_raw_pid();
-    let named = name.strip_prefix(protocol::NAME).and_then(|rest| rest.split_once('/'));
-    if named.is_none_or(|(named, _)| *named != pid.to_string()) {
+    if *named != pid.to_string() {
         return Err(anyhow!("process {pid} listens there"));
     }
-    if !is_named && owner != Some(peer.uid.as_raw()) && !protocol::is_ours(&socket) {
-        return Err(anyhow!("process {pid} runs as another user"));
-    }
-    Ok(socket)
+    Ok(is_allowed(peer.uid.as_raw()).then_some(socket))
 }
 
 /// Error of a peer that has ended, or does not answer.
@@ -200,7 +248,10 @@ fn ask(
 mod tests {
     use super::*;
     use rustix::net::{bind, listen};
-    use std::time::Instant;
+    use shadowbell_testing::process_group::ProcessGroup;
+    use shadowbell_testing::programs::skipped;
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
 
     /// Listens at the name as any process can.
     fn listener(name: &str) -> OwnedFd {
@@ -216,7 +267,7 @@ mod tests {
         // A name of process 1, which is not this one.
         let name = format!("{}1/test-{}", protocol::NAME, std::process::id());
         let _listener = listener(&name);
-        let why = connect_to(&name, None, false).unwrap_err().to_string();
+        let why = connect_to(&name, None, ANSWERS).unwrap_err().to_string();
         assert!(why.contains("listens there"), "{why}");
     }
 
@@ -225,11 +276,40 @@ mod tests {
         let pid = std::process::id().cast_signed();
         let name = format!("{}/silent", protocol::name(pid, 99));
         let _listener = listener(&name);
-        let supervisor = connect_to(&name, None, false).unwrap();
-        let began = Instant::now();
+        // The limit expires.
+        let limit = Duration::from_millis(50);
+        let supervisor = connect_to(&name, None, limit).unwrap().unwrap();
         let why = ask(&supervisor, question::SERVES, "/x", None).unwrap_err().to_string();
         assert!(why.contains("does not answer"), "{why}");
-        // A lower bound: an answer is waited for.
-        assert!(began.elapsed() >= ANSWERS);
+    }
+
+    /// Root meets a supervisor of another user only if its caller has named that user's process or
+    /// socket. A process id that a server has reported is not enough.
+    #[test]
+    fn a_supervisor_of_another_user_needs_an_owner() {
+        const OTHER: u32 = 65_534;
+        if !rustix::process::geteuid().is_root() {
+            return skipped("it needs root");
+        }
+        let script = "import socket, sys, time\n\
+             s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n\
+             import os\n\
+             s.bind('\\0' + sys.argv[1] + str(os.getpid()) + '/0')\n\
+             s.listen(); print('ready', flush=True); time.sleep(3600)";
+        let mut other = Command::new("setpriv");
+        other.args(["--reuid", "65534", "--clear-groups", "python3", "-c", script, protocol::NAME]);
+        let Ok(mut other) = ProcessGroup::spawn(other.stdout(Stdio::piped())) else {
+            return skipped("it needs setpriv and python3");
+        };
+        let mut line = String::new();
+        BufReader::new(other.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "ready\n");
+        let name = format!("{}{}/0", protocol::NAME, other.id());
+        assert!(connect_to(&name, None, ANSWERS).unwrap().is_none());
+        assert!(connect_to(&name, Some(OTHER + 1), ANSWERS).unwrap().is_none());
+        let supervisor = connect_to(&name, Some(OTHER), ANSWERS).unwrap().unwrap();
+        assert_eq!(owner_of(Path::new(&format!("/proc/{}", other.id()))), Some(OTHER));
+        // A relative path of its server could lead anywhere.
+        assert_eq!(SupervisorClient(supervisor).working_directory(), None);
     }
 }

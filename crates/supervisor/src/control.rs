@@ -5,6 +5,7 @@ use crate::protocol::{self, Packet};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with,
 };
+use shadowbell_process::deferred_close;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -68,6 +69,9 @@ impl Control {
             let Ok(client) = accept_with(&self.socket, flags) else { break };
             if self.clients.len() < MAX_CLIENTS && protocol::is_ours(&client) {
                 self.clients.push(client);
+            } else {
+                // The client may have queued descriptors that are slow to close.
+                deferred_close::close([client]);
             }
         }
         let mut at = 0;
@@ -75,7 +79,7 @@ impl Control {
             match protocol::receive(client, true) {
                 Ok(Some(packet)) => return Some((packet, self.clients.swap_remove(at))),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => at += 1,
-                Ok(None) | Err(_) => drop(self.clients.swap_remove(at)),
+                Ok(None) | Err(_) => deferred_close::close([self.clients.swap_remove(at)]),
             }
         }
         None

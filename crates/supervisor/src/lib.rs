@@ -246,7 +246,7 @@ impl Supervisor {
         let fds = fds.chain(self.workers().filter_map(|worker| worker.process.shows_end()));
         let fds = fds.chain([self.signals.as_fd()]);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let waiting = self.workers().filter(|worker| !worker.parts.is_empty());
+        let waiting = self.workers().filter(|worker| worker.has_unsent());
         let link = waiting.filter_map(Worker::link);
         fds.extend(link.map(|link| PollFd::from_borrowed_fd(link, PollFlags::OUT)));
         // The result does not matter: the main loop checks everything.
@@ -349,11 +349,22 @@ impl Supervisor {
                         worker.why = Some(packet.text());
                     }
                 }
+                // Each upgrade starts a process, so one that has ended begins no more.
+                to_supervisor::UPGRADE if is_last => {
+                    if let Some(asker) = packet.fd() {
+                        answer_to(asker, answer::NO, "the server process has ended");
+                    }
+                }
                 // Upgrade to the current program only: a server process must not choose a
                 // program.
                 to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false),
                 to_supervisor::WARNING => self.warns(&packet.text()),
-                to_supervisor::RESUMES => self.upgrade_failed(&packet.text()),
+                to_supervisor::RESUMES => {
+                    let upgrade = self.upgrade.as_ref();
+                    if upgrade.is_some_and(|upgrade| upgrade.step == Step::Quiescing) {
+                        self.upgrade_failed(&packet.text());
+                    }
+                }
                 _ => {}
             }
             self.has_heard(letter);

@@ -1,6 +1,6 @@
 //! Path broker: creates and removes sockets and files for a server process in a sandbox.
 //!
-//! Its threads act with the server process's user id. They create sockets in
+//! The broker's threads act with the server process's user id. They create sockets in
 //! [granted](super::grants) directories, one trace file, and TCP sockets at configured addresses.
 //! Only sockets that this supervisor has created are removed. So the server process can neither
 //! read nor write other files through the broker, and cannot replace other programs' sockets.

@@ -309,7 +309,10 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
         }
     }
     bytes.truncate(received.bytes);
-    let Some(letter) = bytes.first().copied() else { return Ok(None) };
+    let Some(letter) = bytes.first().copied() else {
+        deferred_close::close(fds);
+        return Ok(None);
+    };
     Ok(Some(Packet { letter, body: bytes.split_off(1), fds }))
 }
 

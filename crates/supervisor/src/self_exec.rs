@@ -111,7 +111,7 @@ impl Supervisor {
     /// Returns true if one server process serves and no upgrade or restart runs.
     fn is_quiet(&self) -> bool {
         let worker = self.worker.as_ref();
-        worker.is_some_and(|worker| worker.serves_since.is_some() && worker.parts.is_empty())
+        worker.is_some_and(|worker| worker.serves_since.is_some() && !worker.has_unsent())
             && self.upgrade.is_none()
             && self.leaving.is_empty()
             && self.restart.is_none()

@@ -167,6 +167,7 @@ impl Worker {
             is_broken: saved.is_broken,
             has_changed: true,
             parts: std::collections::VecDeque::new(),
+            later: std::cell::RefCell::default(),
             is_seen: false,
             in_parts: saved.in_parts,
         })

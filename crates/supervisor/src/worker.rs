@@ -11,6 +11,7 @@ use crate::protocol::{self, AS_WORKER, Packet, to_supervisor, to_worker};
 use rustix::process::Signal;
 use shadowbell_process::deferred_close;
 use signal_hook::consts::SIGSYS;
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io;
@@ -22,6 +23,9 @@ use std::time::{Duration, Instant};
 
 /// Maximum number of checkpoint changes that are handled at once.
 const MOST_AT_ONCE: usize = 16;
+
+/// Maximum number of messages that wait for the end of a checkpoint.
+const MAX_LATER: usize = 64;
 
 /// Checkpoint of a dead server process.
 #[derive(Default)]
@@ -61,6 +65,8 @@ pub(super) struct Worker {
     pub(super) has_changed: bool,
     /// Parts of another process's checkpoint that are still to be sent.
     pub(super) parts: VecDeque<Part>,
+    /// Messages that are sent after the parts.
+    pub(super) later: RefCell<VecDeque<Packet>>,
     /// The next packet in the socket was handled and is to be removed.
     pub(super) is_seen: bool,
     /// A checkpoint change of several packets has begun, and a snapshot records that. If the
@@ -110,6 +116,7 @@ impl Worker {
             is_broken: false,
             has_changed: false,
             parts: VecDeque::new(),
+            later: RefCell::default(),
             is_seen: false,
             in_parts: false,
         })
@@ -155,7 +162,7 @@ impl Worker {
         is_usable.then(|| self.items.clone())
     }
 
-    /// Sends parts of the old checkpoint until the socket is full.
+    /// Sends parts of the old checkpoint, and then messages, until the socket is full.
     pub(super) fn pass_on(&mut self) {
         while let (Some(link), Some(part)) = (&self.link, self.parts.front()) {
             let packet = part.packet();
@@ -170,6 +177,15 @@ impl Worker {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 // The exit of the process is handled by `reap_children`.
                 Err(_) => self.parts.clear(),
+            }
+        }
+        let later = self.later.get_mut();
+        while let (Some(link), Some(message)) = (&self.link, later.front()) {
+            let fds: Vec<_> = message.fds.iter().map(AsFd::as_fd).collect();
+            match protocol::send_bytes(link, message.letter, &message.body, &fds, true) {
+                Ok(()) => drop(later.pop_front()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(_) => later.clear(),
             }
         }
     }
@@ -201,13 +217,28 @@ impl Worker {
         self.link.as_ref().map(AsFd::as_fd)
     }
 
-    /// Sends a message. Does nothing if the process is dead. A process that reads none is killed.
+    /// Sends a message, after the checkpoint that is being sent. Does nothing if the process is
+    /// dead. A process that reads none is killed.
     pub(super) fn say(&self, letter: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
         let Some(link) = &self.link else { return };
-        let sent = protocol::send_bytes(link, letter, body.as_bytes(), fd.as_slice(), true);
-        if sent.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
+        let mut later = self.later.borrow_mut();
+        if self.parts.is_empty() && later.is_empty() {
+            let sent = protocol::send_bytes(link, letter, body.as_bytes(), fd.as_slice(), true);
+            if sent.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
+                self.process.signal(Signal::KILL);
+            }
+            return;
+        }
+        let fd = fd.and_then(|fd| fd.try_clone_to_owned().ok());
+        later.push_back(Packet { letter, body: body.into(), fds: fd.into_iter().collect() });
+        if later.len() > MAX_LATER {
             self.process.signal(Signal::KILL);
         }
+    }
+
+    /// True if a checkpoint or messages wait for room in the socket.
+    pub(super) fn has_unsent(&self) -> bool {
+        !self.parts.is_empty() || !self.later.borrow().is_empty()
     }
 
     /// Returns the next message; checkpoint changes are handled here, some at once. A packet
@@ -230,7 +261,7 @@ impl Worker {
                 Ok(Some(packet)) => packet,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
                 Ok(None) | Err(_) => {
-                    self.link = None;
+                    deferred_close::close(self.link.take());
                     return None;
                 }
             };
@@ -258,8 +289,8 @@ impl Worker {
                     if fd_store.needs_snapshot() {
                         // The packet is read again after the snapshot.
                         self.is_seen = false;
-                        packet.letter = 0;
-                        return Some(packet);
+                        deferred_close::close(packet.fds);
+                        return Some(Packet { letter: 0, body: Vec::new(), fds: Vec::new() });
                     }
                 }
                 // A change of several packets is not stored: the next snapshot contains it.
@@ -316,6 +347,13 @@ impl Worker {
     }
 }
 
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // The process may have queued descriptors that are slow to close.
+        deferred_close::close(self.link.take());
+    }
+}
+
 /// Describes an exit status in a sentence's predicate.
 pub(super) fn how(status: ExitStatus) -> String {
     use std::os::unix::process::ExitStatusExt;
@@ -360,6 +398,7 @@ mod tests {
             is_broken: false,
             has_changed: false,
             parts: VecDeque::new(),
+            later: RefCell::default(),
             is_seen: false,
             in_parts,
         }
@@ -375,9 +414,8 @@ mod tests {
     #[test]
     fn a_process_that_reads_no_message_is_killed() {
         let (ours, _theirs) = protocol::pair().unwrap();
-        let child = Command::new("sleep").arg("3600").spawn().unwrap();
-        let mut worker =
-            Worker { process: child.into(), ..worker(&ours, Checkpoint::default(), false) };
+        let mut worker = worker(&ours, Checkpoint::default(), false);
+        worker.process = Command::new("sleep").arg("3600").spawn().unwrap().into();
         let status = loop {
             worker.say(to_worker::REPORT, "", None);
             if let Some(status) = worker.ended() {
@@ -385,6 +423,36 @@ mod tests {
             }
         };
         assert!(is_killed(status), "{status}");
+    }
+
+    #[test]
+    fn a_message_follows_the_checkpoint_that_is_being_sent() {
+        let (ours, theirs) = protocol::pair().unwrap();
+        let mut items = Checkpoint::default();
+        for number in 0..400 {
+            let key = format!("item/{number}");
+            let changes = [Change::Put { key: &key, body: &[7; 4096], fds: &[] }];
+            let mut memory = Vec::new();
+            for packet in packets(&changes, &mut memory).unwrap() {
+                items.take(&packet.bytes, Vec::new()).unwrap();
+            }
+        }
+        let mut worker = worker(&ours, Checkpoint::default(), false);
+        worker.process = Command::new("sleep").arg("3600").spawn().unwrap().into();
+        worker.send_checkpoint(&items);
+        worker.pass_on();
+        assert!(worker.has_unsent(), "the socket is full");
+        worker.say(to_worker::END, "", None);
+        loop {
+            worker.pass_on();
+            let packet = protocol::receive(&theirs, true).unwrap().unwrap();
+            if packet.letter == to_worker::END {
+                break;
+            }
+            assert_eq!(packet.letter, to_worker::CHECKPOINT);
+        }
+        assert!(!worker.has_unsent() && worker.ended().is_none());
+        worker.kill();
     }
 
     /// A change of three packets, and a supervisor that is killed at each step of it.

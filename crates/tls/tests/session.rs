@@ -213,8 +213,8 @@ fn each_failed_handshake_has_its_message() {
     assert_eq!(client, Some(SessionError::Issuer));
     assert_eq!(server, Some(SessionError::Refused("it does not know the CA that has signed it")));
     // The client has no certificate, a certificate of another CA, or the certificate of a server.
-    let nobody = Place::new(|path| authority.write_ca(path));
-    let [client, server] = faults(&nobody, &good, "localhost");
+    let ca_only = Place::new(|path| authority.write_ca(path));
+    let [client, server] = faults(&ca_only, &good, "localhost");
     assert_eq!((client, server), (Some(SessionError::Wanted), Some(SessionError::None)));
     let foreign = Place::new(|path| {
         authority.write_ca(path);
@@ -238,9 +238,9 @@ fn each_failed_handshake_has_its_message() {
 fn clients_without_certificates_are_accepted_on_request() {
     let authority = Authority::new();
     let good = Place::new(|path| authority.write_all(path));
-    let nobody = Place::new(|path| authority.write_ca(path));
+    let ca_only = Place::new(|path| authority.write_ca(path));
     let server = ServerTls::load(good.0.path(), true).unwrap();
-    Ends::new(&nobody.client(), &server, "::1", 50_000).agree().unwrap();
+    Ends::new(&ca_only.client(), &server, "::1", 50_000).agree().unwrap();
 }
 
 #[test]

@@ -445,6 +445,6 @@ impl Guest {
             self.test_disk.state().complete_flushes();
             self.run_until_idle();
         }
-        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests without a command");
+        assert_eq!(self.test_disk.state().transfers(), 0, "requests at the disk without a command");
     }
 }

@@ -42,11 +42,12 @@ pub(crate) struct TestDiskState {
 }
 
 impl TestDiskState {
-    /// Number of pending requests.
-    pub(crate) fn flushes(&self) -> usize {
-        self.deferred.iter().filter(|(.., is_flush)| *is_flush).count()
+    /// Number of pending requests that access host memory.
+    pub(crate) fn transfers(&self) -> usize {
+        self.deferred.iter().filter(|(.., is_flush)| !is_flush).count()
     }
 
+    /// Number of pending requests.
     pub(crate) fn deferred(&self) -> usize {
         self.deferred.len()
     }

@@ -81,11 +81,6 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Run of one minute, as a step of `cargo xtask test`.
-pub fn test(report: &mut Report, binary: &Path) {
-    soak(report, binary, Duration::from_secs(60), 1);
-}
-
 fn soak(report: &mut Report, binary: &Path, time: Duration, seed: u64) {
     report.begin("soak wakeups");
     let mut table = Table::new(
@@ -118,9 +113,9 @@ fn qcow2_image(directory: &Path) -> Result<()> {
 /// VMs beside the NBD clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Vms {
-    /// They kick random chains and disconnect.
+    /// VMs that kick random descriptor chains and disconnect.
     Hostile,
-    /// One that reads and writes.
+    /// A VM that reads and writes.
     Honest,
 }
 

@@ -1,6 +1,6 @@
 //! Runner of test programs: fails a test program that leaves a process behind.
 //!
-//! `cargo test` starts each test program through this runner. The runner is the child subreaper of
+//! `cargo xtask test` starts each test program through this runner. The runner is the child subreaper of
 //! all descendants of the test program, so it also detects daemons.
 
 use std::ffi::OsString;

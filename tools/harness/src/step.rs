@@ -39,7 +39,7 @@ pub struct Job {
     pub name: String,
     /// Program.
     pub command: Command,
-    /// What the program prints about its checks.
+    /// Form of the results that the program prints.
     pub output: Output,
 }
 

@@ -327,8 +327,6 @@ pub(crate) enum Part {
     Hostile,
     /// Short soak of kills
     Kill,
-    /// Short soak of exports, for lost wakeups
-    Wakeups,
     /// Loom models
     Loom,
     /// Instructions per I/O, next to the recorded ones
@@ -343,7 +341,6 @@ impl Part {
         match self {
             Self::Hostile => hostile::test(report, program),
             Self::Kill => soak::kill::test(report, program),
-            Self::Wakeups => soak::wakeups::test(report, program),
             Self::Loom => loom_models(report),
             Self::Package => deb::test(report, program),
             Self::Instructions => {

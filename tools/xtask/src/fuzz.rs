@@ -112,7 +112,7 @@ struct TargetResult {
 }
 
 fn table() -> Table {
-    let columns = ["target", "s", "programs", "in 1 s", "steps", "in 1 s", "places", "features"];
+    let columns = ["target", "s", "programs", "in 1 s", "steps", "in 1 s", "coverage", "features"];
     Table::new("Fuzzed targets", &columns)
 }
 
@@ -135,7 +135,7 @@ impl TargetResult {
             "seconds": time.as_secs_f64(),
             "programs": programs,
             "steps": steps,
-            "places": coverage,
+            "coverage": coverage,
             "features": features,
         });
         let name = std::iter::once(target.to_owned());

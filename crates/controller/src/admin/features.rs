@@ -666,8 +666,6 @@ pub(crate) const KEEP_ALIVE_GRANULARITY_MS: u32 = 1000;
 pub(crate) struct KeepAlive {
     /// Timeout and expiry time.
     expires_at: Option<(Duration, Instant)>,
-    /// Time of the next scheduled check.
-    check_at: Option<Instant>,
 }
 
 impl KeepAlive {
@@ -690,14 +688,9 @@ impl KeepAlive {
         self.expires_at.take_if(|(_, expires_at)| *expires_at <= now).is_some()
     }
 
-    /// Time for which the caller has to schedule a check; `None` if an earlier check suffices.
-    pub(crate) fn next_check(&mut self, now: Instant) -> Option<Instant> {
-        let (_, expires_at) = self.expires_at?;
-        if self.check_at.is_some_and(|check_at| now < check_at && check_at <= expires_at) {
-            return None;
-        }
-        self.check_at = Some(expires_at);
-        self.check_at
+    /// Time at which the timer expires, if it is enabled.
+    pub(crate) fn expires_at(&self) -> Option<Instant> {
+        self.expires_at.map(|(_, at)| at)
     }
 }
 

@@ -131,7 +131,9 @@ impl AdminPort {
     /// server drops `latch` when it no longer accesses the queue.
     pub(super) fn close(&mut self, latch: Latch) {
         self.open = false;
-        let latches = std::mem::take(&mut self.orders.latches);
+        let mut latches = std::mem::take(&mut self.orders.latches);
+        // A latch must not be dropped under the lock.
+        latches.extend(self.orders.detach.take());
         self.orders = Orders { detach: Some(latch), latches, ..Orders::default() };
     }
 

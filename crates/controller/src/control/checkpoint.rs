@@ -36,7 +36,7 @@ impl Control {
     /// # Errors
     /// [`SaveError`] if the controller is not quiesced or cannot be transferred.
     pub(crate) fn save(&self, cx: &Context) -> Result<(SavedControl, bool), SaveError> {
-        if self.quiesce.step != Step::Quiesced {
+        if self.quiesce.step != Step::Quiesced || !self.lifecycle.is_idle() {
             return Err(SaveError::AtWork);
         }
         if self.overriding.is_some() {
@@ -268,8 +268,11 @@ impl Control {
             // it.
             (self.lifecycle.phase, self.lifecycle.full_reset) = (Phase::Resetting, full);
             self.memory.shadow = None;
-            self.end_reset(cx, deferred);
+            if self.registers.csts.shst() == SHST_OCCURRING {
+                self.shut_down(cx, deferred);
+            }
             cx.route.begin_quiesced(Vec::new());
+            self.end_reset(cx, deferred);
             return Ok(0);
         }
         if !control.enabled {
@@ -290,6 +293,9 @@ impl Control {
             self.queues.recover(cx, control.granted, parts, eventfds, &restoring, journal)?;
         if cx.shared.is_exclusive() {
             self.exclusive.request();
+        }
+        if self.registers.csts.shst() == SHST_OCCURRING {
+            self.shut_down(cx, deferred);
         }
         Ok(replays)
     }
@@ -330,14 +336,14 @@ impl Control {
         deferred
     }
 
-    /// Continues a quiesce in progress. `admin_is_quiet` is true if no admin command is in flight.
+    /// Continues a quiesce in progress. `admin_is_idle` is true if no admin command is in flight.
     pub(crate) fn advance_quiesce(
         &mut self,
         cx: &Context,
-        admin_is_quiet: bool,
+        admin_is_idle: bool,
         deferred: &mut Deferred,
     ) {
-        if self.quiesce.step != Step::Requested || !admin_is_quiet || !self.is_idle(cx) {
+        if self.quiesce.step != Step::Requested || !admin_is_idle || !self.is_idle(cx) {
             return;
         }
         self.quiesce.step = Step::Leaving;

@@ -89,6 +89,10 @@ impl Control {
     /// cached.
     pub(super) fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.registers.csts.set_shst(regs::SHST_OCCURRING);
+        if self.lifecycle.shutdown_limit.is_none() {
+            let limit = Duration::from_micros(SHUTDOWN_MICROSECONDS.into());
+            self.lifecycle.shutdown_limit = Instant::now().checked_add(limit);
+        }
         match self.lifecycle.shutdown {
             Shutdown::AfterReset | Shutdown::Leaving => return,
             Shutdown::Flushing | Shutdown::FlushingAgain => {
@@ -97,8 +101,6 @@ impl Control {
             }
             Shutdown::None => {}
         }
-        let limit = Duration::from_micros(SHUTDOWN_MICROSECONDS.into());
-        self.lifecycle.shutdown_limit = Instant::now().checked_add(limit);
         match self.lifecycle.phase {
             Phase::Resetting => self.lifecycle.shutdown = Shutdown::AfterReset,
             Phase::Ready => {
@@ -110,8 +112,12 @@ impl Control {
         }
     }
 
-    /// True while a shutdown is in progress.
-    pub(crate) fn is_shutting_down(&self) -> bool {
+    /// True while the time of a shutdown is limited.
+    pub(crate) fn has_shutdown_limit(&self) -> bool {
+        self.lifecycle.shutdown_limit.is_some()
+    }
+
+    fn is_shutting_down(&self) -> bool {
         self.lifecycle.shutdown != Shutdown::None
     }
 
@@ -140,12 +146,26 @@ impl Control {
             Shutdown::Flushing => {
                 self.detach_flushed(cx, deferred);
                 cx.shared.irqs.clear_pending();
-                self.lifecycle.shutdown = Shutdown::None;
-                self.lifecycle.shutdown_limit = None;
+                self.end_shutdown();
                 self.registers.csts.set_shst(regs::SHST_COMPLETE);
                 deferred.event(Event::Shutdown);
             }
         }
+    }
+
+    /// Forgets a shutdown of a disabled controller, at a reset. Its flush may still be in flight,
+    /// and accesses no host memory; its end belongs to an earlier generation.
+    fn abandon_flush(&mut self, cx: &Context, deferred: &mut Deferred) {
+        if self.is_shutting_down() {
+            self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
+            self.end_shutdown();
+            self.detach_flushed(cx, deferred);
+        }
+    }
+
+    fn end_shutdown(&mut self) {
+        self.lifecycle.shutdown = Shutdown::None;
+        self.lifecycle.shutdown_limit = None;
     }
 
     /// Detaches a controller from the I/O thread that has flushed for its shutdown.
@@ -198,19 +218,18 @@ impl Control {
         }
         let is_flushed = self.registers.csts.shst() == regs::SHST_COMPLETE;
         let was_ready = matches!(self.lifecycle.phase, Phase::Ready | Phase::ShutDown);
-        let has_requests = was_ready || self.is_shutting_down();
         if was_ready && self.queues.has_sqs() && !is_flushed && full {
             self.lifecycle.unsafe_shutdowns = self.lifecycle.unsafe_shutdowns.saturating_add(1);
         }
         self.lifecycle.phase = Phase::Resetting;
         self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
-        self.lifecycle.shutdown = Shutdown::None;
-        self.lifecycle.shutdown_limit = None;
-        if !has_requests {
+        if !was_ready {
             // The controller could not be enabled, so no queue exists.
+            self.abandon_flush(cx, deferred);
             self.drop_exclusive(cx);
             return self.end_reset(cx, deferred);
         }
+        self.end_shutdown();
         self.drop_queues(cx, Operation::Reset, deferred);
     }
 
@@ -280,7 +299,8 @@ impl Control {
         if let Some(overriding) = &mut self.overriding {
             overriding.function_reset();
         }
-        if self.lifecycle.phase == Phase::Disabled && !self.is_shutting_down() {
+        if self.lifecycle.phase == Phase::Disabled {
+            self.abandon_flush(cx, &mut deferred);
             if self.quiesce.step == Step::Quiesced {
                 self.quiesce.step = Step::Running;
                 deferred.callbacks.push(Box::new(cx.route.drop_quiesced()));
@@ -330,8 +350,15 @@ impl Control {
     /// Time for which the caller has to schedule a timer turn for Keep Alive or background work.
     /// `None` if no turn is needed or one is already scheduled.
     pub(crate) fn next_timer(&mut self, now: Instant) -> Option<Instant> {
-        let due = self.next_due().into_iter().chain(self.lifecycle.shutdown_limit);
-        self.commands.keep_alive().next_check(now).into_iter().chain(due).min()
+        let others = [self.commands.keep_alive().expires_at(), self.lifecycle.shutdown_limit];
+        let due = others.into_iter().flatten().chain(self.next_due()).min()?;
+        // One timer is scheduled at a time. It schedules the next one.
+        let scheduled = self.lifecycle.timer_at.filter(|at| now < *at);
+        if scheduled.is_some_and(|at| at <= due) {
+            return None;
+        }
+        self.lifecycle.timer_at = Some(due);
+        Some(due)
     }
 
     /// Handles a dead host: adds an error log entry, enters a fatal state and stops command

@@ -38,7 +38,7 @@ pub(super) enum Shutdown {
     Leaving,
     /// The caches of all disks are being flushed.
     Flushing,
-    /// The same, and the host has requested another shutdown after the start of the flush.
+    /// Caches are being flushed, and the host has requested another shutdown meanwhile.
     FlushingAgain,
 }
 
@@ -62,6 +62,8 @@ pub(super) struct Lifecycle {
     pub(super) shutdown: Shutdown,
     /// Time at which the shutdown in progress exceeds RTD3E.
     pub(super) shutdown_limit: Option<Instant>,
+    /// Time of the control thread's next turn for a timer.
+    pub(super) timer_at: Option<Instant>,
     pub(super) power_cycles: u64,
     pub(super) unsafe_shutdowns: u64,
     pub(super) since: Instant,
@@ -79,6 +81,7 @@ impl Lifecycle {
             full_reset: false,
             shutdown: Shutdown::None,
             shutdown_limit: None,
+            timer_at: None,
             power_cycles: 1,
             unsafe_shutdowns: 0,
             since: Instant::now(),

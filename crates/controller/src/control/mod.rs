@@ -625,7 +625,7 @@ impl Control {
         }
     }
 
-    /// Drops the current round and all requests for a round, at a reset.
+    /// Drops the current round and all requests for a round, at a reset or shutdown.
     fn drop_exclusive(&mut self, cx: &Context) {
         self.exclusive = Exclusive::default();
         cx.shared.set_exclusive(false);

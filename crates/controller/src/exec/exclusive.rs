@@ -294,11 +294,13 @@ impl Engine {
         else {
             return;
         };
-        if *step != Step::Plain || parked.progress != FusedProgress::No && !status.is_success() {
+        if *step != Step::Plain
+            || parked.progress != FusedProgress::NotSubmitted && !status.is_success()
+        {
             return self.step_ended((sq, cid), permit, status);
         }
         if *can_compare_and_write && status.is_success() {
-            return self.repark(FusedProgress::Now, (sq, cid), permit);
+            return self.repark(FusedProgress::Submitted, (sq, cid), permit);
         }
         let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
         abort_point(AbortPoint::ExclusiveEnded);
@@ -427,7 +429,7 @@ impl Engine {
         let tag = self.in_flight.next_tag();
         debug_assert_eq!(tag, parked.tag, "the entry freed last is reused first");
         self.in_flight.insert(tag, entry.of_requests());
-        if progress == FusedProgress::Now {
+        if progress == FusedProgress::Submitted {
             self.exclusive.decided.push((tag, Decision::Try));
         }
         self.exclusive.parked.push_front(Parked { progress, ..parked });
@@ -438,7 +440,7 @@ impl Engine {
     fn begin_fused_step(&mut self, parked: Parked) -> Option<Parked> {
         let step = match parked.progress {
             FusedProgress::Differs => Step::CompareAgain,
-            FusedProgress::Now | FusedProgress::MaybeSubmitted
+            FusedProgress::Submitted | FusedProgress::MaybeSubmitted
                 if self.can_compare_and_write(&parked.sqe) =>
             {
                 Step::CompareAndWrite

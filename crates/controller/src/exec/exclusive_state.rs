@@ -42,9 +42,9 @@ pub(super) const FUSE: u8 = 0b11;
 /// (`exec/exclusive.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FusedProgress {
-    No,
+    NotSubmitted,
     /// Submitted by this process, or about to be: the journal has [`Decision::Try`].
-    Now,
+    Submitted,
     /// Possibly submitted by a dead process.
     MaybeSubmitted,
     /// Possibly submitted by a dead process; the blocks differ from the Compare data now.
@@ -65,7 +65,7 @@ pub(super) struct Parked {
 
 impl Parked {
     pub(super) fn new(tag: u32, sq: usize, sqe: Sqe) -> Self {
-        Self { tag, sq, sqe, second: None, progress: FusedProgress::No, cancelled: false }
+        Self { tag, sq, sqe, second: None, progress: FusedProgress::NotSubmitted, cancelled: false }
     }
 }
 

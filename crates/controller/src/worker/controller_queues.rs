@@ -768,7 +768,7 @@ impl ControllerQueues {
         if let Some(journal) = &mut set.journal {
             set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
         }
-        let send_deferred = Self {
+        let moved = Self {
             recovery: Recovery::new(inheritance, &mut set),
             set,
             overriding,
@@ -784,8 +784,8 @@ impl ControllerQueues {
             departure: None,
             page_table_check: None,
         };
-        send_deferred.write_down();
-        Ok((send_deferred, latch))
+        moved.write_down();
+        Ok((moved, latch))
     }
 
     /// Merges moved queues into the queues of the same controller on this thread.

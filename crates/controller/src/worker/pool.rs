@@ -280,11 +280,11 @@ impl Pool {
     /// claimed by a single controller are not checked, because its guest may delay them. In a
     /// [driven](Self::driven) pool, [`Turns::turn`] calls `ended`.
     pub fn check_liveness(&self, ended: impl FnOnce() + Send + 'static) {
-        let check_liveness = LivenessCheck::new(ended);
+        let check = LivenessCheck::new(ended);
         self.shared().for_each(|handle| {
-            handle.mailbox.send(Message::LivenessCheck(check_liveness.clone()));
+            handle.mailbox.send(Message::LivenessCheck(check.clone()));
         });
-        self.0.control.check_liveness(check_liveness);
+        self.0.control.check_liveness(check);
     }
 
     /// Records a trace event of the control plane.

@@ -17,9 +17,9 @@ pub(crate) struct Replay {
     /// Index of the submission queue.
     pub(crate) sq: usize,
     pub(crate) command: RecoveredCommand,
-    /// Place of the journal record that the command has until it is started and gets a new record.
+    /// Journal slot that the command has until it is started and gets a new record.
     pub(crate) reserved_slot: u32,
-    /// Second command of a fused operation, with the place of its journal record.
+    /// Second command of a fused operation, with its journal slot.
     pub(crate) second: Option<(RecoveredCommand, u32)>,
 }
 

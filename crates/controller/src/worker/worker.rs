@@ -421,7 +421,7 @@ impl Worker {
             .doorbell_eventfds()
             .iter()
             .try_for_each(|event| self.watch_eventfd(controller, event));
-        let send_deferred = watched.and_then(|()| {
+        let attached = watched.and_then(|()| {
             if let Some(queues) = self.queues(controller) {
                 return Ok(queues.absorb(relocated));
             }
@@ -431,7 +431,7 @@ impl Worker {
             self.poll_group.add(queues, state.unwrap_or_default());
             Ok(latch)
         });
-        if let Err(error) = send_deferred {
+        if let Err(error) = attached {
             tracing::error!(%error, "cannot take over queues from another I/O thread");
             control.notify(Notice::Stranded);
         }

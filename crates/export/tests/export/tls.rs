@@ -104,22 +104,22 @@ fn clients_without_the_right_certificate_are_sent_away() {
     }
     let certificates = Certificates::new();
     let rig = certificates.rig(8, false);
-    let (nobody, stranger) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    certificates.authority.write_ca(nobody.path());
+    let (ca_only, stranger) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    certificates.authority.write_ca(ca_only.path());
     certificates.authority.write_ca(stranger.path());
     Authority::new().write_certificate(
         stranger.path(),
         CertificatePurpose::Client,
         &CertificateSpec::default(),
     );
-    for directory in [&nobody, &stranger] {
+    for directory in [&ca_only, &stranger] {
         failure("nbdinfo", &[&uri(&rig, directory.path())]);
     }
     // Refused clients do not delay a valid client.
     run("nbdinfo", &["--size", &uri(&rig, certificates.directory.path())]);
     rig.end();
     let rig = certificates.rig(8, true);
-    assert_eq!(run("nbdinfo", &["--size", &uri(&rig, nobody.path())]).trim(), "8388608");
+    assert_eq!(run("nbdinfo", &["--size", &uri(&rig, ca_only.path())]).trim(), "8388608");
     rig.end();
 }
 

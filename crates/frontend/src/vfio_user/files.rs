@@ -290,8 +290,8 @@ mod tests {
 
     /// Waits for a condition. Released memory is unmapped on another thread, so the condition may
     /// become true later.
-    fn eventually(is_retained: impl FnMut() -> bool) {
-        shadowbell_testing::wait::until("an unmap by another thread", is_retained);
+    fn eventually(is_reached: impl FnMut() -> bool) {
+        shadowbell_testing::wait::until("an unmap by another thread", is_reached);
     }
 
     #[test]

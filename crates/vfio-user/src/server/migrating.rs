@@ -24,7 +24,7 @@ pub(super) struct Migrating {
 }
 
 /// Result of a DEVICE_FEATURE request.
-pub(super) enum FeatureRequest {
+pub(super) enum FeatureOutcome {
     /// Payload of the reply.
     Reply(Vec<u8>),
     /// Change to another state, and the flags of the reply.
@@ -66,7 +66,7 @@ impl Migrating {
         payload: &[u8],
         max_xfer: u32,
         device: &mut dyn Device,
-    ) -> Result<FeatureRequest, Errno> {
+    ) -> Result<FeatureOutcome, Errno> {
         use feature_flags::{GET, INDEX, PROBE, SET};
         let (request, data) = split::<DeviceFeature>(payload)?;
         // The VFIO driver of the kernel returns the same error for a device without features.
@@ -83,7 +83,7 @@ impl Migrating {
         if is_unknown || method & !methods != 0 {
             return Err(Errno::INVAL);
         }
-        let reply = |parts: &[&[u8]]| FeatureRequest::Reply(reply(request.flags, parts));
+        let reply = |parts: &[&[u8]]| FeatureOutcome::Reply(reply(request.flags, parts));
         if request.flags & PROBE != 0 {
             return Ok(reply(&[]));
         }
@@ -96,7 +96,7 @@ impl Migrating {
             (feature::MIG_DEVICE_STATE, SET) => {
                 let (wanted, _) = split::<DeviceState>(data)?;
                 let to = MigrationState::from_wire(wanted.state).ok_or(Errno::INVAL)?;
-                Ok(FeatureRequest::State { to, flags: request.flags })
+                Ok(FeatureOutcome::State { to, flags: request.flags })
             }
             (feature::DMA_LOGGING_START, SET) => {
                 let (mut control, rest) = split::<LoggingControl>(data)?;
@@ -104,7 +104,7 @@ impl Migrating {
                 device.start_logging(&ranges)?;
                 control.page_size = LOG_PAGE;
                 let head = request.flags;
-                Ok(FeatureRequest::Logs(self::reply(
+                Ok(FeatureOutcome::Logs(self::reply(
                     head,
                     &[control.as_bytes(), ranges.as_bytes()],
                 )))
@@ -120,7 +120,7 @@ impl Migrating {
                 if bytes > max_xfer as usize {
                     return Err(Errno::TOOBIG);
                 }
-                Ok(FeatureRequest::Log { report, flags: request.flags })
+                Ok(FeatureOutcome::Log { report, flags: request.flags })
             }
             // A request with neither GET nor SET, or with both, is invalid.
             _ => Err(Errno::INVAL),

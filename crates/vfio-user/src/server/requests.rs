@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::decode::{dma_map, dma_unmap, flag, set_irqs};
 use super::limits::MAX_MSG_FDS;
-use super::migrating::{FeatureRequest, Migrating, Progress};
+use super::migrating::{FeatureOutcome, Migrating, Progress};
 use super::saved::{Agreed, SavedLink};
 use super::turn::Context;
 use crate::Errno;
@@ -337,14 +337,14 @@ impl Link {
             command::DEVICE_FEATURE => {
                 let max_xfer = agreed.max_xfer;
                 match self.migrating.feature(payload, max_xfer, device)? {
-                    FeatureRequest::Reply(reply) => self.out.put_reply(header, &[&reply]),
-                    FeatureRequest::State { to, flags } => {
+                    FeatureOutcome::Reply(reply) => self.out.put_reply(header, &[&reply]),
+                    FeatureOutcome::State { to, flags } => {
                         return self.change_state(header, to, flags, device, context);
                     }
-                    FeatureRequest::Logs(reply) => {
+                    FeatureOutcome::Logs(reply) => {
                         self.sync_log(header, Remaining::Reply(reply), device, context)?;
                     }
-                    FeatureRequest::Log { report, flags } => {
+                    FeatureOutcome::Log { report, flags } => {
                         self.sync_log(header, Remaining::Log { report, flags }, device, context)?;
                     }
                 }

@@ -384,22 +384,21 @@ proptest! {
 }
 
 #[test]
-fn one_look_at_a_time() {
+fn the_keep_alive_timer_expires_once() {
     let (mut timer, now) = (KeepAlive::default(), Instant::now());
     let after = |ms| now + Duration::from_millis(ms);
-    assert_eq!(timer.next_check(now), None, "it is off");
+    assert_eq!(timer.expires_at(), None, "it is off");
     assert!(!timer.expires(after(1 << 40)));
     timer.set(5000, now);
-    assert_eq!(timer.next_check(now), Some(after(5000)));
+    assert_eq!(timer.expires_at(), Some(after(5000)));
     timer.restart(after(3000));
-    assert_eq!(timer.next_check(after(3000)), None, "there will be one, early enough");
     assert!(!timer.expires(after(5000)));
-    assert_eq!(timer.next_check(after(5000)), Some(after(8000)));
+    assert_eq!(timer.expires_at(), Some(after(8000)));
     timer.set(1000, after(6000));
-    assert_eq!(timer.next_check(after(6000)), Some(after(7000)), "before the one there is");
+    assert_eq!(timer.expires_at(), Some(after(7000)));
     assert!(timer.expires(after(7000)));
     assert!(!timer.expires(after(7000)), "once");
-    assert_eq!(timer.next_check(after(7000)), None);
+    assert_eq!(timer.expires_at(), None);
     timer.set(1000, after(7000));
     timer.set(0, after(7000));
     assert!(!timer.expires(after(9000)));
