@@ -276,7 +276,8 @@ impl ControlThread {
             queue.turn_began = Some(Instant::now());
             let again = MutexGuard::unlocked(&mut queue, || run_one(&next));
             queue.turn_began = None;
-            if again != Next::Nothing {
+            // Inline mode has no timers.
+            if again.is_requested {
                 queue.ready.push_back(next);
             }
         }
@@ -306,27 +307,24 @@ impl ControlThread {
     }
 }
 
-/// Scheduling decision after a turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Next {
-    Nothing,
-    Requeue,
-    At(Instant),
+/// Turns that follow a turn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Next {
+    /// True if a turn was requested.
+    is_requested: bool,
+    /// Time of a further turn.
+    timer: Option<Instant>,
 }
 
 /// Runs a turn. The caller holds no lock.
 fn run_one(task: &Waiting) -> Next {
-    let Some(task) = task.upgrade() else { return Next::Nothing };
+    let Some(task) = task.upgrade() else { return Next::default() };
     let _awake = Awake::new();
     task.run_state().begin();
     let turn = task.turn();
-    if task.run_state().end(turn == Turn::Requeue) {
-        return Next::Requeue;
-    }
-    match turn {
-        Turn::At(when) => Next::At(when),
-        Turn::Idle | Turn::Requeue => Next::Nothing,
-    }
+    // A request during the turn does not replace its timer: a task may set each timer only once.
+    let timer = if let Turn::At(when) = turn { Some(when) } else { None };
+    Next { is_requested: task.run_state().end(turn == Turn::Requeue), timer }
 }
 
 impl Shared {
@@ -386,18 +384,17 @@ impl Shared {
             if queue.is_waited_for() {
                 self.start_watching(&mut queue);
             }
-            let follows = MutexGuard::unlocked(&mut queue, || run_one(&next));
+            let Next { is_requested, timer } = MutexGuard::unlocked(&mut queue, || run_one(&next));
             if queue.leader == number {
                 queue.turn_began = None;
             } else {
                 self.work.notify_one();
             }
-            match follows {
-                Next::Nothing => {}
-                Next::Requeue => queue.ready.push_back(next),
-                Next::At(when) => {
-                    queue.timed.insert((when, next.as_ptr().addr()), next);
-                }
+            if let Some(when) = timer {
+                queue.timed.insert((when, next.as_ptr().addr()), next.clone());
+            }
+            if is_requested {
+                queue.ready.push_back(next);
             }
         }
     }
@@ -699,6 +696,27 @@ mod tests {
         }
         assert_eq!(early, 5);
         thread.stop();
+    }
+
+    /// A task sets its timer once, in a turn during which another turn is requested.
+    #[test]
+    fn a_request_during_a_turn_does_not_cancel_its_timer() {
+        struct Requested(RunState, Instant);
+        impl TurnTask for Requested {
+            fn run_state(&self) -> &RunState {
+                &self.0
+            }
+
+            fn turn(&self) -> Turn {
+                self.0.request();
+                Turn::At(self.1)
+            }
+        }
+        let when = Instant::now() + LIMIT;
+        let task: Arc<dyn TurnTask> = Arc::new(Requested(RunState::default(), when));
+        assert!(task.run_state().request());
+        let next = run_one(&Arc::downgrade(&task));
+        assert_eq!(next, Next { is_requested: true, timer: Some(when) });
     }
 
     /// A turn sees all writes that happened before its request.

@@ -250,15 +250,15 @@ mod tests {
     use rustix::net::{bind, listen};
     use shadowbell_testing::process_group::ProcessGroup;
     use shadowbell_testing::programs::skipped;
-    use std::io::{BufRead, BufReader};
-    use std::process::{Command, Stdio};
+    use shadowbell_testing::wait::until;
+    use std::process::Command;
 
     /// Listens at the name as any process can.
     fn listener(name: &str) -> OwnedFd {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
-        listen(&socket, 1).unwrap();
+        listen(&socket, 8).unwrap();
         socket
     }
 
@@ -291,25 +291,30 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return skipped("it needs root");
         }
-        let script = "import socket, sys, time\n\
-             s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n\
-             import os\n\
-             s.bind('\\0' + sys.argv[1] + str(os.getpid()) + '/0')\n\
-             s.listen(); print('ready', flush=True); time.sleep(3600)";
-        let mut other = Command::new("setpriv");
-        other.args(["--reuid", "65534", "--clear-groups", "python3", "-c", script, protocol::NAME]);
-        let Ok(mut other) = ProcessGroup::spawn(other.stdout(Stdio::piped())) else {
-            return skipped("it needs setpriv and python3");
-        };
-        let mut line = String::new();
-        BufReader::new(other.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert_eq!(line, "ready\n");
-        let name = format!("{}{}/0", protocol::NAME, other.id());
+        // The user of a thread is the user of the sockets that it makes.
+        let name = protocol::name(std::process::id().cast_signed(), 98) + "/other";
+        let as_other = name.clone();
+        let listening = std::thread::spawn(move || {
+            let other = rustix::process::Uid::from_raw(OTHER);
+            rustix::thread::set_thread_res_uid(None, other, None).unwrap();
+            listener(&as_other)
+        });
+        let _listening = listening.join().unwrap();
         assert!(connect_to(&name, None, ANSWERS).unwrap().is_none());
         assert!(connect_to(&name, Some(OTHER + 1), ANSWERS).unwrap().is_none());
         let supervisor = connect_to(&name, Some(OTHER), ANSWERS).unwrap().unwrap();
-        assert_eq!(owner_of(Path::new(&format!("/proc/{}", other.id()))), Some(OTHER));
         // A relative path of its server could lead anywhere.
         assert_eq!(SupervisorClient(supervisor).working_directory(), None);
+
+        // Nobody waits for a process of another user: no socket has this name.
+        let mut sleeper = Command::new("setpriv");
+        sleeper.args(["--reuid", "65534", "--clear-groups", "sleep", "infinity"]);
+        let Ok(sleeper) = ProcessGroup::spawn(&mut sleeper) else {
+            return skipped("its second part needs setpriv");
+        };
+        let process = PathBuf::from(format!("/proc/{}", sleeper.id()));
+        until("the process has its user", || owner_of(&process) == Some(OTHER));
+        let name = format!("{}{}/0", protocol::NAME, sleeper.id());
+        assert!(connect_to(&name, None, ANSWERS).unwrap().is_none());
     }
 }

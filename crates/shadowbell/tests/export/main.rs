@@ -118,8 +118,8 @@ impl Drop for Export {
     }
 }
 
-/// Minimal NBD client: greeting, options, and one write. Returns the error code.
-fn write_by_nbd(socket: &Path, offset: u64, data: &[u8]) -> u32 {
+/// Connects a minimal NBD client: greeting and options.
+fn connect_by_nbd(socket: &Path) -> UnixStream {
     let mut client = UnixStream::connect(socket).unwrap();
     client.set_read_timeout(Some(LIMIT)).unwrap();
     let mut greeting = [0; 18];
@@ -128,6 +128,11 @@ fn write_by_nbd(socket: &Path, offset: u64, data: &[u8]) -> u32 {
     client.write_all(&3u32.to_be_bytes()).unwrap();
     client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
     client.read_exact(&mut [0; 10]).unwrap();
+    client
+}
+
+/// Writes by NBD and returns the error code.
+fn write_by_nbd(client: &mut UnixStream, offset: u64, data: &[u8]) -> u32 {
     let mut request = b"\x25\x60\x95\x13\0\0\0\x01cookie!!".to_vec();
     request.extend(offset.to_be_bytes());
     request.extend((data.len() as u32).to_be_bytes());
@@ -170,7 +175,7 @@ fn written_data_is_in_the_image_after_the_export_ends() {
     let target = format!("local:{}", image.display());
     let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--name", "a disk"]);
     export.wait_for_output("nbdcopy 'nbd+unix:///a%20disk?socket=");
-    assert_eq!(write_by_nbd(&export.path("nbd"), 1000, b"any bytes"), 0);
+    assert_eq!(write_by_nbd(&mut connect_by_nbd(&export.path("nbd")), 1000, b"any bytes"), 0);
     export.stop();
     let mut bytes = [0; 11];
     File::open(&image).unwrap().read_exact_at(&mut bytes, 999).unwrap();
@@ -187,8 +192,8 @@ fn several_exports_share_one_disk() {
         "unix:DIR/two",
         "--queues=1",
     ]);
-    assert_eq!(write_by_nbd(&export.path("one"), 0, b"one"), 0);
-    assert_eq!(write_by_nbd(&export.path("two"), 8 << 20, b"x"), 28, "ENOSPC");
+    assert_eq!(write_by_nbd(&mut connect_by_nbd(&export.path("one")), 0, b"one"), 0);
+    assert_eq!(write_by_nbd(&mut connect_by_nbd(&export.path("two")), 8 << 20, b"x"), 28, "ENOSPC");
     export.stop();
 }
 
@@ -196,7 +201,7 @@ fn several_exports_share_one_disk() {
 fn a_read_only_export_refuses_writes() {
     let export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd", "--read-only"]);
     assert!(export.stderr().contains("read-only"));
-    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 1, "EPERM");
+    assert_eq!(write_by_nbd(&mut connect_by_nbd(&export.path("nbd")), 0, b"data"), 1, "EPERM");
     export.stop();
 }
 
@@ -235,7 +240,7 @@ fn a_socket_in_use_is_not_replaced() {
     let export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd"]);
     let address = format!("unix:{}", export.path("nbd").display());
     Export::refused(tempfile::tempdir().unwrap(), &["mem:1MiB", "--nbd", &address], "in use");
-    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);
+    assert_eq!(write_by_nbd(&mut connect_by_nbd(&export.path("nbd")), 0, b"data"), 0);
     export.stop();
 }
 
@@ -247,7 +252,7 @@ fn a_dead_exports_socket_is_replaced() {
     assert!(export.path("nbd").exists());
     let address = format!("unix:{}", export.path("nbd").display());
     let next = Export::start(&["mem:8MiB", "--nbd", &address]);
-    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);
+    assert_eq!(write_by_nbd(&mut connect_by_nbd(&export.path("nbd")), 0, b"data"), 0);
     next.stop();
     assert!(!export.path("nbd").exists());
 }
@@ -299,9 +304,11 @@ fn a_dead_controller_gives_clients_eio_and_fails_the_export() {
     // The death of the server may be detected only by a command that takes longer than this limit.
     let mut export =
         Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--timeout=2", "--queues=1"]);
-    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);
+    // A client that connects after the death is disconnected, because it gets no queue.
+    let mut client = connect_by_nbd(&export.path("nbd"));
+    assert_eq!(write_by_nbd(&mut client, 0, b"data"), 0);
     drop(server);
-    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 5, "EIO");
+    assert_eq!(write_by_nbd(&mut client, 0, b"data"), 5, "EIO");
     export.signal(Signal::TERM);
     let status = export.wait();
     let said = export.stderr();
