@@ -504,6 +504,11 @@ impl Check<'_> {
             if let Err(why) = table.get_ref().protocol() {
                 self.refuse(table, why);
             }
+            if table.get_ref().fuse.is_some() {
+                let why = "a FUSE file is mounted by `shadowbell ctl export add --fuse`, which passes \
+                           it to the running server: leave this export out";
+                self.refuse(table, why);
+            }
         }
         tables.into_iter().map(Spanned::into_inner).collect()
     }

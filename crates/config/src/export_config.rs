@@ -1,11 +1,11 @@
-//! Export configuration: a disk that is exported by NBD, or to a VM by vhost-user-blk.
+//! Export configuration: a disk that is exported by NBD, to a VM by vhost-user-blk, or as a file.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_process::process_env;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-/// Export of a disk: exactly one of `nbd` and `vhost_user_blk`.
+/// Export of a disk: exactly one of `nbd`, `vhost_user_blk` and `fuse`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ExportConfig {
@@ -19,6 +19,12 @@ pub struct ExportConfig {
     /// vhost-user-blk: path of the socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vhost_user_blk: Option<PathBuf>,
+    /// FUSE: path of the file, which `ctl` has mounted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fuse: Option<PathBuf>,
+    /// FUSE: user and group of the file. The default is that of the process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<(u32, u32)>,
     /// Name of the export for NBD clients, or serial number of the virtio disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
@@ -46,6 +52,8 @@ pub enum Protocol<'a> {
     Nbd(&'a str),
     /// vhost-user-blk at a UNIX socket.
     VhostUserBlk(&'a Path),
+    /// FUSE file.
+    Fuse(&'a Path),
 }
 
 impl ExportConfig {
@@ -54,17 +62,22 @@ impl ExportConfig {
     /// # Errors
     /// A sentence about keys that are missing, invalid or contradict each other.
     pub fn protocol(&self) -> Result<Protocol<'_>, String> {
-        let protocol = match (&self.nbd, &self.vhost_user_blk) {
-            (Some(nbd), None) => Protocol::Nbd(nbd),
-            (None, Some(path)) => Protocol::VhostUserBlk(path),
-            _ => return Err("an export has either `nbd` or `vhost-user-blk`".to_owned()),
+        let protocol = match (&self.nbd, &self.vhost_user_blk, &self.fuse) {
+            (Some(nbd), None, None) => Protocol::Nbd(nbd),
+            (None, Some(path), None) => Protocol::VhostUserBlk(path),
+            (None, None, Some(path)) => Protocol::Fuse(path),
+            _ => return Err("an export has one of `nbd`, `vhost-user-blk` and `fuse`".to_owned()),
         };
         let why = match protocol {
-            Protocol::Nbd(_) if self.queues.is_some() => "`queues` is for `vhost-user-blk` only",
+            Protocol::Nbd(_) | Protocol::Fuse(_) if self.queues.is_some() => {
+                "`queues` is for `vhost-user-blk` only"
+            }
             Protocol::Nbd(nbd) if !["unix:", "tcp:"].iter().any(|kind| nbd.starts_with(kind)) => {
                 return Err(format!("`nbd` is `unix:PATH` or `tcp:ADDRESS`, not `{nbd}`"));
             }
-            Protocol::VhostUserBlk(_) if self.tls_certificates.is_some() || self.tls_any_client => {
+            Protocol::VhostUserBlk(_) | Protocol::Fuse(_)
+                if self.tls_certificates.is_some() || self.tls_any_client =>
+            {
                 "TLS is for `nbd` only: leave out `tls-certificates` and `tls-any-client`"
             }
             Protocol::VhostUserBlk(path) if path.as_os_str().is_empty() => {
@@ -87,8 +100,9 @@ impl ExportConfig {
             None => nbd.clone(),
         });
         let vhost_user_blk = self.vhost_user_blk.as_deref().map(absolute);
+        let fuse = self.fuse.as_deref().map(absolute);
         let tls_certificates = self.tls_certificates.as_deref().map(absolute);
-        Self { nbd, vhost_user_blk, tls_certificates, ..self.clone() }
+        Self { nbd, vhost_user_blk, fuse, tls_certificates, ..self.clone() }
     }
 
     /// True if both are the same export.
@@ -103,6 +117,7 @@ impl ExportConfig {
         match self.protocol().ok()? {
             Protocol::Nbd(address) => address.strip_prefix("unix:").map(Path::new),
             Protocol::VhostUserBlk(path) => Some(path),
+            Protocol::Fuse(_) => None,
         }
     }
 
@@ -131,8 +146,9 @@ mod tests {
         assert_eq!(served.protocol(), Ok(Protocol::VhostUserBlk(Path::new("/b"))));
         assert_eq!((served.socket(), served.tcp()), (Some(Path::new("/b")), None));
         for (wrong, why) in [
-            (ExportConfig::default(), "either `nbd` or `vhost-user-blk`"),
-            (ExportConfig { nbd: Some("unix:/a".into()), ..vhost("/b") }, "either `nbd` or"),
+            (ExportConfig::default(), "one of `nbd`, `vhost-user-blk` and"),
+            (ExportConfig { nbd: Some("unix:/a".into()), ..vhost("/b") }, "one of `nbd`"),
+            (ExportConfig { fuse: Some("/f".into()), ..vhost("/b") }, "one of `nbd`"),
             (nbd("/a"), "`unix:PATH` or `tcp:ADDRESS`"),
             (vhost(""), "is empty"),
             (ExportConfig { queues: Some(1), ..nbd("unix:/a") }, "`queues` is for"),

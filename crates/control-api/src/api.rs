@@ -328,7 +328,7 @@ pub struct DiskUser {
     pub nsid: u32,
 }
 
-/// Export of a disk, by NBD or vhost-user-blk.
+/// Export of a disk, by NBD, vhost-user-blk or FUSE.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Export {
     /// Identifier in requests.
@@ -342,6 +342,9 @@ pub struct Export {
     /// Path of the socket for vhost-user-blk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vhost_user_blk: Option<String>,
+    /// Path of the FUSE file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fuse: Option<String>,
     /// Name of the export for NBD clients, or serial number of the virtio disk.
     pub name: String,
     /// True if clients without TLS are refused.
@@ -362,7 +365,7 @@ pub struct Export {
     pub failures: u64,
 }
 
-/// Export to add: `nbd` or `vhost_user_blk`.
+/// Export to add: one of `nbd`, `vhost_user_blk` and `fuse`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExportSpec {
@@ -375,6 +378,16 @@ pub struct ExportSpec {
     /// Absolute path of the socket for vhost-user-blk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vhost_user_blk: Option<String>,
+    /// Absolute path of a FUSE file that the client has mounted. The client passes the descriptor of
+    /// `/dev/fuse` by SCM_RIGHTS with an empty line (CR LF) before the request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fuse: Option<String>,
+    /// User ID of the FUSE file's owner.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
+    /// Group ID of the FUSE file's owner.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gid: Option<u32>,
     /// Number of virtio queues. The default is one per processor, up to four.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,

@@ -7,12 +7,16 @@ use hyper::body::Bytes;
 use hyper::{Method, Request, header};
 use hyper_util::rt::TokioIo;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shadowbell_process::exit;
 use std::error::Error as _;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Longest answer that is accepted, in bytes: the statistics of the maximum number of controllers
@@ -62,12 +66,20 @@ pub fn part(text: &str) -> String {
 #[derive(Clone, Debug)]
 pub struct Client {
     socket: PathBuf,
+    /// Descriptor that is sent before each request.
+    descriptor: Option<Arc<OwnedFd>>,
 }
 
 impl Client {
     /// Client for the control socket at `socket`. Does not connect yet.
     pub fn new(socket: &Path) -> Self {
-        Self { socket: socket.to_owned() }
+        Self { socket: socket.to_owned(), descriptor: None }
+    }
+
+    /// Client whose requests pass a descriptor to the server.
+    #[must_use]
+    pub fn with_descriptor(&self, descriptor: OwnedFd) -> Self {
+        Self { descriptor: Some(Arc::new(descriptor)), ..self.clone() }
     }
 
     /// Path of the control socket.
@@ -208,6 +220,9 @@ impl Client {
                 _ => anyhow!(error),
             })
         })?;
+        if let Some(descriptor) = &self.descriptor {
+            send_descriptor(&stream, descriptor)?;
+        }
         let (mut sender, connection) =
             hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
         let request = Request::builder()
@@ -247,6 +262,18 @@ impl Client {
         })
         .await
     }
+}
+
+/// Sends a descriptor with an empty line, which a server ignores before a request (RFC 9112, 2.2).
+fn send_descriptor(stream: &impl AsFd, descriptor: &OwnedFd) -> io::Result<()> {
+    let fds = [descriptor.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    let line = [IoSlice::new(b"\r\n")];
+    // The socket is new, so its buffer has room.
+    rustix::net::sendmsg(stream, &line, &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -21,6 +21,11 @@ pub(super) fn controller(index: usize) -> String {
     format!("controller/{index}")
 }
 
+/// Key of the descriptor of `/dev/fuse` of an export.
+pub(super) fn fuse_device(export: &str) -> String {
+    format!("fuse/{export}")
+}
+
 pub(super) fn port(index: usize) -> String {
     format!("port/{index}")
 }

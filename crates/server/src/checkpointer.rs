@@ -37,7 +37,7 @@ use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use tracing::info;
 
@@ -622,6 +622,19 @@ impl LiveCheckpoint {
         if let Some(before) = before {
             let _ = self.store.delete(&before.key);
         }
+    }
+
+    /// Sends the descriptor of `/dev/fuse` of an export.
+    pub(super) fn keep_fuse_device(&self, id: &str, device: BorrowedFd<'_>) {
+        if self.is_possible() {
+            // The store logs its errors.
+            let _ = self.store.put(&checkpoint_items::fuse_device(id), &[], &[device]);
+        }
+    }
+
+    /// Deletes the descriptor of `/dev/fuse` of a removed export.
+    pub(super) fn drop_fuse_device(&self, id: &str) {
+        let _ = self.store.delete(&checkpoint_items::fuse_device(id));
     }
 
     /// Sets the exports.

@@ -1,9 +1,13 @@
-//! Exports of the server's disks to programs other than NVMe hosts: NBD and vhost-user-blk.
+//! Exports of the server's disks to programs other than NVMe hosts: NBD, vhost-user-blk and FUSE.
 //!
 //! An export refers to a disk by id, and uses the same open disk as a controller. Its listening
 //! socket has the mode and group of the controllers' sockets. The next server process after a crash
 //! or an upgrade listens again, and clients connect again. A VMM then passes the virtio requests
 //! that were in flight, which are executed after the fence.
+//!
+//! A FUSE file is mounted by `ctl`, which passes the descriptor of `/dev/fuse`. The descriptor is in
+//! the checkpoint, so the mount stays over the death of a process, and the next one has the kernel
+//! send the requests again that were in flight.
 
 use super::builder::bind_socket;
 use super::disks::ListedDisk;
@@ -11,11 +15,14 @@ use super::path_broker;
 use super::reconfigure::Changes;
 use super::running_exports::{ExportDevice, RunningExport, tls_of};
 use anyhow::{Context, anyhow};
+use rustix::fs::{AtFlags, StatxFlags, statx};
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_config::export_config::{ExportConfig, Protocol};
+use shadowbell_export::fuse::{self, Session};
 use shadowbell_export::nbd::{Address, Listener, Options, Server};
 use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 use tracing::{info, warn};
 
@@ -23,6 +30,9 @@ use tracing::{info, warn};
 const MOST_QUEUES: usize = 4;
 /// Longest time for which the thread of a virtio queue polls before it sleeps.
 const POLL: Duration = Duration::from_micros(50);
+
+/// Device number of `/dev/fuse`.
+const FUSE: (u32, u32) = (10, 229);
 
 impl Changes {
     /// Starts the wanted exports. If `is_required`, the first error is returned; otherwise errors
@@ -33,7 +43,7 @@ impl Changes {
     pub(super) fn start_exports(&self, is_required: bool) -> anyhow::Result<()> {
         for export in self.exports().wanted() {
             let id = export.id.clone();
-            match self.serve_export(export) {
+            match self.serve_export(export, !is_required) {
                 Err(error) if is_required => return Err(error.context(format!("export {id}"))),
                 Err(error) => warn!("export {id} is not served: {}", exit::line(&error)),
                 Ok(()) => {}
@@ -47,26 +57,35 @@ impl Changes {
         for export in self.exports().wanted() {
             let id = export.id.clone();
             let is_there = self.exports().running.lock().contains_key(&id);
-            if !is_there && let Err(error) = self.serve_export(export) {
+            if !is_there && let Err(error) = self.serve_export(export, true) {
                 info!("export {id} is not served: {}", exit::line(&error));
             }
         }
     }
 
-    /// Adds an export. Returns false if it exists already.
+    /// Adds an export. `device` is the descriptor of `/dev/fuse` for a FUSE file. Returns false if
+    /// the export exists already.
     ///
     /// # Errors
     /// The export cannot be served, or its id belongs to a different export.
-    pub(super) fn add_export(&self, wanted: ExportConfig) -> anyhow::Result<bool> {
+    pub(super) fn add_export(
+        &self,
+        wanted: ExportConfig,
+        device: Option<OwnedFd>,
+    ) -> anyhow::Result<bool> {
         let _turn = self.turn();
-        self.put_export(wanted)
+        self.put_export(wanted, device)
     }
 
     /// Like [`add_export`](Self::add_export), for a caller that holds the lock of changes.
     ///
     /// # Errors
     /// As for [`add_export`](Self::add_export).
-    pub(super) fn put_export(&self, wanted: ExportConfig) -> anyhow::Result<bool> {
+    pub(super) fn put_export(
+        &self,
+        wanted: ExportConfig,
+        device: Option<OwnedFd>,
+    ) -> anyhow::Result<bool> {
         wanted.protocol().map_err(|why| exit::bad_input(anyhow!(why)))?;
         let there = self.exports().wanted().into_iter().find(|export| export.id == wanted.id);
         let is_running = self.exports().running.lock().contains_key(&wanted.id);
@@ -79,7 +98,16 @@ impl Changes {
                 ))),
             };
         }
-        self.serve_export(wanted.clone())?;
+        if let Some(device) = device.filter(|_| wanted.fuse.is_some()) {
+            if let Some(kept) = self.kept() {
+                kept.keep_fuse_device(&wanted.id, device.as_fd());
+            }
+            self.exports().devices().insert(wanted.id.clone(), device);
+        }
+        if let Err(error) = self.serve_export(wanted.clone(), false) {
+            self.drop_fuse_device(&wanted.id);
+            return Err(error);
+        }
         let mut all = self.exports().wanted();
         all.retain(|export| export.id != wanted.id);
         all.push(wanted);
@@ -113,6 +141,7 @@ impl Changes {
         let export = self.exports().running.lock().remove(id);
         if let Some(export) = export {
             let failures = export.device.stop();
+            self.drop_fuse_device(id);
             info!("export {id}: removed; failed requests: {failures}");
         }
         Ok(())
@@ -125,7 +154,7 @@ impl Changes {
             let Some(export) = self.exports().running.lock().remove(&id) else { continue };
             let RunningExport { config, device, .. } = export;
             let _ = device.stop();
-            if let Err(error) = self.serve_export(config) {
+            if let Err(error) = self.serve_export(config, false) {
                 warn!("export {id} is not served any more: {}", exit::line(&error));
             }
         }
@@ -179,7 +208,16 @@ impl Changes {
         }
     }
 
-    fn serve_export(&self, mut config: ExportConfig) -> anyhow::Result<()> {
+    fn drop_fuse_device(&self, id: &str) {
+        if self.exports().devices().remove(id).is_some()
+            && let Some(kept) = self.kept()
+        {
+            kept.drop_fuse_device(id);
+        }
+    }
+
+    /// Serves an export. `resumes`: its requests may have been in flight in a dead process.
+    fn serve_export(&self, mut config: ExportConfig, resumes: bool) -> anyhow::Result<()> {
         let protocol = config.protocol().map_err(|why| exit::bad_input(anyhow!(why)))?;
         let disk = self.disk(&config.disk)?;
         self.check_writers(&config, &disk)?;
@@ -201,12 +239,40 @@ impl Changes {
                 let device = VhostUserBlk::start_on(block.clone(), listener, serial);
                 ExportDevice::VhostUserBlk(device.map_err(exit::bad_input)?)
             }
+            Protocol::Fuse(path) => {
+                let device = self.fuse_device(&config.id)?;
+                if resumes && !Session::resend(device.as_fd()) {
+                    warn!(
+                        "export {}: programs with requests in flight wait until it is unmounted, \
+                         because the kernel cannot send them again (Linux 6.9 can)",
+                        config.id
+                    );
+                }
+                let mut options = fuse::Options::default();
+                options.owner = config.owner;
+                let session = Session::start(&block, device, &options, || ());
+                ExportDevice::Fuse(session.map_err(exit::bad_input)?, path.to_owned())
+            }
         };
         info!("export {}: disk {} at {}", config.id, disk.id, device.address());
         config.disk = disk.id;
         let id = config.id.clone();
         self.exports().running.lock().insert(id, RunningExport { config, block, device });
         Ok(())
+    }
+
+    /// Duplicate of an export's descriptor of `/dev/fuse`.
+    fn fuse_device(&self, id: &str) -> anyhow::Result<OwnedFd> {
+        let devices = self.exports().devices();
+        let device = devices.get(id).context(
+            "there is no descriptor of /dev/fuse, which `shadowbell ctl export add --fuse` passes",
+        );
+        let device = device.map_err(exit::bad_input)?.try_clone()?;
+        let about = statx(&device, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
+        if (about.stx_rdev_major, about.stx_rdev_minor) != FUSE {
+            return Err(exit::bad_input(anyhow!("the passed descriptor is not one of /dev/fuse")));
+        }
+        Ok(device)
     }
 
     fn record_exports(&self, all: Vec<ExportConfig>) {

@@ -12,7 +12,7 @@
 //! | `namespaces` | addition, removal and change of namespaces at run time |
 //! | `disks` | disks by id |
 //! | `open_disk` | open disks that no controller has |
-//! | `exports`, `running_exports` | exports of disks by NBD and vhost-user-blk |
+//! | `exports`, `running_exports` | exports of disks by NBD, vhost-user-blk and FUSE |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
 //! | `args` | command line |

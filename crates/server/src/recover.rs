@@ -36,12 +36,13 @@ use shadowbell_config::limits;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_controller::{CauseOfDeath, Pool, SavedController};
 use shadowbell_state::{AbortPoint, READABLE, StateError, abort_point};
-use shadowbell_supervisor::checkpoint::{COMPLETE, Checkpoint};
+use shadowbell_supervisor::checkpoint::{COMPLETE, Checkpoint, Item};
 use shadowbell_supervisor::protocol::to_supervisor;
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::Limits;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
@@ -100,6 +101,7 @@ pub(super) fn recover(
     let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
     let fence = Arc::new(FenceWait::new(ends));
     let kept = checkpointer.kept();
+    let fuse_devices = fuse_devices(&complete, &mut items)?;
     let plan = Plan::of(config, &complete, items, death);
     checkpointer.begin_recovery(&fence, plan.pending(), plan.disks, is_changed);
     let events = EventQueue::new();
@@ -107,6 +109,10 @@ pub(super) fn recover(
     let mut server = Server::resting(Vec::new(), events, pool.clone(), true);
     server.changes().exports().set_wanted(complete.exports.clone());
     kept.set_exports(complete.exports.clone());
+    for (id, device) in &fuse_devices {
+        kept.keep_fuse_device(id, device.as_fd());
+    }
+    server.changes().exports().devices().extend(fuse_devices);
     server.changes().number_from(plan.next);
     let waiting = plan.jobs.iter().flatten().filter_map(|job| match job {
         Job::Controller(job) => Some((job.index, &job.entry.asked)),
@@ -364,6 +370,20 @@ fn complete(items: &mut Checkpoint) -> anyhow::Result<Complete> {
         bail!(StateError::Version(complete.version));
     }
     Ok(complete)
+}
+
+/// Takes the descriptors of `/dev/fuse` of the exports.
+fn fuse_devices(
+    complete: &Complete,
+    items: &mut Checkpoint,
+) -> anyhow::Result<Vec<(String, OwnedFd)>> {
+    let mut all = Vec::new();
+    for export in complete.exports.iter().filter(|export| export.fuse.is_some()) {
+        let item = items.remove(&checkpoint_items::fuse_device(&export.id)).map(Item::read);
+        let device = item.transpose()?.and_then(|(_, fds)| fds.into_iter().next());
+        all.extend(device.map(|device| (export.id.clone(), device)));
+    }
+    Ok(all)
 }
 
 /// Checks that the configuration asks for what is served, unless that was changed at run time.

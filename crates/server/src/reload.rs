@@ -45,7 +45,7 @@ pub(super) fn apply(
     let mut failed = drop_exports(changes, &exports);
     failed.extend(ready.carry_out(changes, &plan));
     failed.extend(match_unattached(changes, &named));
-    failed.extend(exports.into_iter().filter_map(|export| changes.put_export(export).err()));
+    failed.extend(exports.into_iter().filter_map(|export| changes.put_export(export, None).err()));
     drop(turn);
     for group in config.groups {
         changes.limit_group(&group.name, group.limits)?;
@@ -72,7 +72,9 @@ fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Res
 /// Removes the exports that differ from the configuration. Returns the errors.
 fn drop_exports(changes: &Changes, wanted: &[ExportConfig]) -> Vec<anyhow::Error> {
     let now = changes.exports().wanted();
-    let gone = now.iter().filter(|now| !wanted.iter().any(|export| export.is_same(now)));
+    // A FUSE file is not in a configuration, because `ctl` has mounted it.
+    let now = now.iter().filter(|now| now.fuse.is_none());
+    let gone = now.filter(|now| !wanted.iter().any(|export| export.is_same(now)));
     gone.filter_map(|export| changes.drop_export(&export.id).err()).collect()
 }
 

@@ -1,13 +1,15 @@
 //! Exports that are served, and those to serve.
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use shadowbell_block::BlockDevice;
 use shadowbell_config::export_config::ExportConfig;
+use shadowbell_export::fuse::Session;
 use shadowbell_export::nbd::Server;
 use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
 use shadowbell_tls::ServerTls;
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use tracing::warn;
 
@@ -22,6 +24,8 @@ pub(super) struct RunningExport {
 pub(super) enum ExportDevice {
     Nbd(Server),
     VhostUserBlk(VhostUserBlk),
+    /// Session and path of the file.
+    Fuse(Session, PathBuf),
 }
 
 impl ExportDevice {
@@ -30,6 +34,7 @@ impl ExportDevice {
         match self {
             Self::Nbd(server) => server.address().to_string(),
             Self::VhostUserBlk(device) => device.path().display().to_string(),
+            Self::Fuse(_, path) => path.display().to_string(),
         }
     }
 
@@ -38,6 +43,7 @@ impl ExportDevice {
         match self {
             Self::Nbd(server) => server.failures(),
             Self::VhostUserBlk(device) => device.failures(),
+            Self::Fuse(session, _) => session.failures(),
         }
     }
 
@@ -47,6 +53,7 @@ impl ExportDevice {
         match self {
             Self::Nbd(server) => server.stop(),
             Self::VhostUserBlk(device) => device.stop(),
+            Self::Fuse(session, _) => session.stop(),
         }
     }
 }
@@ -57,6 +64,8 @@ pub(super) struct Exports {
     pub(super) running: Mutex<BTreeMap<String, RunningExport>>,
     /// Exports to start: of the configuration, or of the dead process.
     wanted: Mutex<Vec<ExportConfig>>,
+    /// Descriptors of `/dev/fuse` by the id of the export.
+    devices: Mutex<BTreeMap<String, OwnedFd>>,
 }
 
 /// Certificates by directory, with or without clients that have none.
@@ -98,6 +107,11 @@ impl Exports {
     /// Exports to start, or that run.
     pub(super) fn wanted(&self) -> Vec<ExportConfig> {
         self.wanted.lock().clone()
+    }
+
+    /// Descriptors of `/dev/fuse` by the id of the export.
+    pub(super) fn devices(&self) -> MutexGuard<'_, BTreeMap<String, OwnedFd>> {
+        self.devices.lock()
     }
 
     /// True if there are none.

@@ -104,7 +104,7 @@ enum Verb {
     /// List, add, remove or change disks
     #[command(subcommand)]
     Disk(DiskVerb),
-    /// List, add or remove exports of disks (NBD, vhost-user-blk)
+    /// List, add or remove exports of disks (NBD, vhost-user-blk, FUSE)
     #[command(subcommand)]
     Export(ExportVerb),
     /// Set rate limits of a disk or limit group, or show them

@@ -1,9 +1,11 @@
 //! `shadowbell ctl export`: lists, adds and removes exports of a server's disks.
 
-use clap::Subcommand;
+use clap::{ArgGroup, Subcommand};
 use hyper::Method;
 use shadowbell_control_api::api::{Export, ExportSpec};
 use shadowbell_control_api::client::{Client, part};
+use shadowbell_export::fuse::Mount;
+use shadowbell_process::exit::bad_input;
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
 use std::io::{self, Write};
@@ -13,18 +15,26 @@ use std::path::{Path, PathBuf};
 pub(crate) enum ExportVerb {
     /// List the exports
     Ls,
-    /// Export a disk by NBD or vhost-user-blk; no effect if an equal export exists
+    /// Export a disk by NBD, vhost-user-blk or FUSE; no effect if an equal export exists
+    #[command(group = ArgGroup::new("protocol").required(true))]
     Add {
         /// Id of the export
         id: String,
         /// Id of the disk
         disk: String,
         /// Listen address for NBD: unix:/run/disk.sock, tcp:127.0.0.1:10809
-        #[arg(long, value_name = "unix:PATH|tcp:ADDRESS")]
+        #[arg(long, value_name = "unix:PATH|tcp:ADDRESS", group = "protocol")]
         nbd: Option<String>,
         /// Socket for a VM, which gets the disk as a virtio disk
-        #[arg(long, value_name = "PATH", required_unless_present = "nbd", conflicts_with = "nbd")]
+        #[arg(long, value_name = "PATH", group = "protocol")]
         vhost_user_blk: Option<PathBuf>,
+        /// File to mount the disk over by FUSE (created if missing), for a loop device
+        ///
+        /// This command mounts it, with the rights and in the mount namespace of its caller, and
+        /// passes it to the server. The mount stays over crashes and upgrades of the server process,
+        /// until the export is removed.
+        #[arg(long, value_name = "FILE", group = "protocol")]
+        fuse: Option<PathBuf>,
         /// With --vhost-user-blk: number of virtio queues [default: one per processor, up to 4]
         #[arg(long, value_name = "COUNT", requires = "vhost_user_blk")]
         queues: Option<u16>,
@@ -44,7 +54,7 @@ pub(crate) enum ExportVerb {
         #[arg(long)]
         share: bool,
     },
-    /// Remove an export; its clients are disconnected
+    /// Remove an export; its clients are disconnected, and its FUSE file is unmounted
     Remove {
         /// Id of the export
         id: String,
@@ -59,12 +69,19 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
     let path = |id: &str| format!("/v1/exports/{}", part(id));
     let now = match verb {
         ExportVerb::Ls => client.get("/v1/exports")?,
-        ExportVerb::Remove { id } => return client.send::<()>(&Method::DELETE, &path(id), &()),
+        ExportVerb::Remove { id } => {
+            let file = client.get::<Export>(&path(id))?.fuse;
+            if let Some(file) = file {
+                Mount::at(Path::new(&file)).unmount();
+            }
+            return client.send::<()>(&Method::DELETE, &path(id), &());
+        }
         ExportVerb::Add {
             id,
             disk,
             nbd,
             vhost_user_blk,
+            fuse,
             queues,
             name,
             tls_certificates,
@@ -79,10 +96,13 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
                 Some(path) => absolute(Path::new(path)).map(|path| format!("unix:{path}")),
                 None => Ok(nbd.clone()),
             });
-            let spec = ExportSpec {
+            let mut spec = ExportSpec {
                 disk: crate::ctl_disk::canonical_id(disk),
                 nbd: nbd.transpose()?,
                 vhost_user_blk: vhost_user_blk.as_deref().map(absolute).transpose()?,
+                fuse: fuse.as_deref().map(absolute).transpose()?,
+                uid: fuse.as_ref().map(|_| rustix::process::getuid().as_raw()),
+                gid: fuse.as_ref().map(|_| rustix::process::getgid().as_raw()),
                 queues: *queues,
                 name: name.clone(),
                 tls_certificates: tls_certificates.as_deref().map(absolute).transpose()?,
@@ -90,7 +110,21 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
                 read_only: *read_only,
                 share: *share,
             };
-            vec![client.send(&Method::PUT, &path(id), &spec)?]
+            match fuse {
+                // The server compares an export that exists.
+                Some(file) if client.get::<Export>(&path(id)).is_err() => {
+                    let (mount, device) = Mount::new(file, *read_only).map_err(bad_input)?;
+                    spec.fuse = Some(mount.path().to_string_lossy().into_owned());
+                    let client = client.with_descriptor(device);
+                    let added = client.send(&Method::PUT, &path(id), &spec).inspect_err(|_| {
+                        drop(client);
+                        mount.unmount();
+                        mount.remove_file();
+                    });
+                    vec![added?]
+                }
+                _ => vec![client.send(&Method::PUT, &path(id), &spec)?],
+            }
         }
     };
     show(&now, json, exports)
@@ -104,8 +138,16 @@ fn exports(out: &mut dyn Write, all: &Vec<Export>) -> io::Result<()> {
         table.line([
             export.id.clone(),
             export.disk.clone(),
-            if export.nbd.is_some() { "NBD" } else { "vhost-user-blk" }.to_owned(),
-            export.nbd.clone().or_else(|| export.vhost_user_blk.clone()).unwrap_or_default(),
+            match export {
+                Export { nbd: Some(_), .. } => "NBD",
+                Export { fuse: Some(_), .. } => "FUSE",
+                _ => "vhost-user-blk",
+            }
+            .to_owned(),
+            [&export.nbd, &export.vhost_user_blk, &export.fuse]
+                .into_iter()
+                .find_map(Clone::clone)
+                .unwrap_or_default(),
             export.name.clone(),
             yes_or_no(export.tls),
             yes_or_no(!export.read_only),

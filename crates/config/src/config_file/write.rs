@@ -199,7 +199,12 @@ pub fn write(
         subsystem: subsystems(controllers),
         disk: disks.iter().map(WrittenDisk::of).collect(),
         controller: controllers.iter().map(|asked| controller(asked)).collect(),
-        export: exports.iter().map(ExportConfig::from_root).collect(),
+        // A FUSE file is mounted by `ctl`, not by a server.
+        export: exports
+            .iter()
+            .filter(|export| export.fuse.is_none())
+            .map(ExportConfig::from_root)
+            .collect(),
         paths: (!allow.is_empty())
             .then(|| Paths { allow: allow.iter().map(|path| absolute(path)).collect() }),
     };

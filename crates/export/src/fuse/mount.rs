@@ -88,6 +88,12 @@ impl Mount {
         }
     }
 
+    /// Existing mount over the file `path`, for its removal.
+    #[must_use]
+    pub fn at(path: &Path) -> Self {
+        Self { path: path.to_owned(), created: false }
+    }
+
     /// Path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {

@@ -6,21 +6,24 @@ use crate::running_exports::{ExportDevice, RunningExport};
 use shadowbell_config::config_file;
 use shadowbell_config::export_config::ExportConfig;
 use shadowbell_control_api::api::{Code, Export, ExportSpec, Problem};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 fn describe(export: &RunningExport) -> Export {
     let RunningExport { config, device, block } = export;
     let traffic = block.traffic();
     let address = Some(device.address());
-    let (nbd, vhost_user_blk) = match device {
-        ExportDevice::Nbd(_) => (address, None),
-        ExportDevice::VhostUserBlk(_) => (None, address),
+    let (nbd, vhost_user_blk, fuse) = match device {
+        ExportDevice::Nbd(_) => (address, None, None),
+        ExportDevice::VhostUserBlk(_) => (None, address, None),
+        ExportDevice::Fuse(..) => (None, None, address),
     };
     Export {
         id: config.id.clone(),
         disk: config.disk.clone(),
         nbd,
         vhost_user_blk,
+        fuse,
         name: config.name.clone(),
         tls: config.tls_certificates.is_some(),
         read_only: config.read_only,
@@ -74,6 +77,7 @@ pub(super) fn add_export(
     state: &ServerState,
     id: &str,
     wanted: ExportSpec,
+    device: Option<OwnedFd>,
 ) -> Result<(bool, Export), Problem> {
     config_file::check_id(id).map_err(|why| Problem::new(Code::BadRequest, why))?;
     let wanted = ExportConfig {
@@ -81,6 +85,8 @@ pub(super) fn add_export(
         disk: wanted.disk,
         nbd: wanted.nbd,
         vhost_user_blk: wanted.vhost_user_blk.map(PathBuf::from),
+        fuse: wanted.fuse.map(PathBuf::from),
+        owner: wanted.uid.zip(wanted.gid),
         name: wanted.name,
         tls_certificates: wanted.tls_certificates.map(PathBuf::from),
         tls_any_client: wanted.tls_any_client,
@@ -88,7 +94,7 @@ pub(super) fn add_export(
         read_only: wanted.read_only,
         share: wanted.share,
     };
-    let is_new = state.changes.add_export(wanted).map_err(problem)?;
+    let is_new = state.changes.add_export(wanted, device).map_err(problem)?;
     Ok((is_new, export(state, id)?))
 }
 

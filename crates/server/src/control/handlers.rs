@@ -14,6 +14,7 @@ use super::metrics;
 use super::namespaces;
 use super::parameters::Parameters;
 use super::server;
+use super::socket_io::ReceivedDescriptor;
 use super::state::ServerState;
 use super::trace::{self, TraceBody};
 use http_body_util::{Either, Full};
@@ -66,6 +67,8 @@ pub(super) struct Request<'a> {
     pub(super) state: &'a ServerState,
     pub(super) parameters: &'a Parameters,
     pub(super) body: &'a [u8],
+    /// Descriptor that came with the request.
+    pub(super) received: &'a ReceivedDescriptor,
 }
 
 impl Request<'_> {
@@ -131,7 +134,9 @@ routes! {
     disks::remove_disk: |r| removed(disks::remove_disk(r.state, r.id())?);
     exports::exports: |r| ok(exports::exports(r.state));
     exports::export: |r| ok(exports::export(r.state, r.id())?);
-    exports::add_export: |r| created(exports::add_export(r.state, r.id(), r.body()?)?);
+    exports::add_export: |r| {
+        created(exports::add_export(r.state, r.id(), r.body()?, r.received.lock().take())?)
+    };
     exports::remove_export: |r| removed(exports::remove_export(r.state, r.id())?);
     ana::set_ana: |r| ok(ana::set_ana(r.state, r.id(), r.parameters.number("group")?, &r.body()?)?);
     server::apply: |r| ok(server::apply(r.state, &r.body()?)?);

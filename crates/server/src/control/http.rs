@@ -13,7 +13,7 @@
 use super::handlers::{Answer, Body, Request as HandlerRequest};
 use super::routes::{self, Via};
 use super::seats::{Seat, Seats};
-use super::socket_io::ClientSocket;
+use super::socket_io::{ClientSocket, ReceivedDescriptor};
 use super::state::ServerState;
 use http_body_util::{BodyExt, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -154,10 +154,11 @@ fn connection(
     graceful: &GracefulShutdown,
 ) -> impl Future<Output = ()> + Send + use<> {
     let state = Arc::clone(state);
+    let received = stream.received();
     let service = service_fn(move |request| {
-        let (busy, state) = (seat.busy(), Arc::clone(&state));
+        let (busy, state, received) = (seat.busy(), Arc::clone(&state), Arc::clone(&received));
         async move {
-            let response = respond(request, via, state).await;
+            let response = respond(request, via, state, received).await;
             drop(busy);
             response
         }
@@ -181,6 +182,7 @@ async fn respond(
     request: Request<Incoming>,
     via: Via,
     state: Arc<ServerState>,
+    received: ReceivedDescriptor,
 ) -> Result<Response<Body>, Infallible> {
     let (head, body) = request.into_parts();
     let outcome = match routes::route(via, &head.method, &head.uri) {
@@ -196,7 +198,7 @@ async fn respond(
             Ok(body) => {
                 let work = tokio::task::spawn_blocking(move || {
                     let (state, parameters, body) = (&state, &parameters, &body);
-                    handler(&HandlerRequest { state, parameters, body })
+                    handler(&HandlerRequest { state, parameters, body, received: &received })
                 });
                 let failed = || Problem::new(Code::Failed, "the server has failed at this request");
                 work.await.unwrap_or_else(|_| Err(failed())).map_err(Into::into)

@@ -445,12 +445,15 @@ fn exports(text: &mut Text, state: &ServerState) {
         all.iter().map(|export| (labels(&[("export", &export.id)]), export)).collect();
     let mut info = text.family(Kind::Info, "shadowbell_export", "An export of a disk.");
     for (_, export) in &all {
-        let address = export.nbd.as_ref().or(export.vhost_user_blk.as_ref());
+        let all = [("nbd", &export.nbd), ("vhost-user-blk", &export.vhost_user_blk)];
+        let all = all.into_iter().chain([("fuse", &export.fuse)]);
+        let mut all = all.filter_map(|(protocol, address)| Some((protocol, address.as_ref()?)));
+        let (protocol, address) = all.next().map_or(("", ""), |(name, address)| (name, address));
         let labels = labels(&[
             ("export", &export.id[..]),
             ("disk", &export.disk),
-            ("protocol", if export.nbd.is_some() { "nbd" } else { "vhost-user-blk" }),
-            ("address", address.map_or("", |address| address)),
+            ("protocol", protocol),
+            ("address", address),
         ]);
         info.sample(&labels, 1);
     }

@@ -1,9 +1,14 @@
 //! Client connection for hyper that needs only the system calls `read` and `write`. tokio's own
 //! streams use further system calls, each of which the sandbox would have to allow.
+//!
+//! A client of the control socket can pass a descriptor with a request. This is the only place that
+//! receives one.
 
-use rustix::net::Shutdown;
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use parking_lot::Mutex;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, Shutdown, recvmsg};
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,10 +16,14 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 
+/// Last descriptor that a client has passed.
+pub(super) type ReceivedDescriptor = Arc<Mutex<Option<OwnedFd>>>;
+
 /// A client connection.
 pub(super) struct ClientSocket {
     stream: Stream,
     is_sending: Arc<AtomicBool>,
+    received: ReceivedDescriptor,
 }
 
 enum Stream {
@@ -24,13 +33,15 @@ enum Stream {
 
 impl From<UnixStream> for ClientSocket {
     fn from(stream: UnixStream) -> Self {
-        Self { stream: Stream::Unix(stream), is_sending: Arc::default() }
+        let (is_sending, received) = Default::default();
+        Self { stream: Stream::Unix(stream), is_sending, received }
     }
 }
 
 impl From<TcpStream> for ClientSocket {
     fn from(stream: TcpStream) -> Self {
-        Self { stream: Stream::Tcp(stream), is_sending: Arc::default() }
+        let (is_sending, received) = Default::default();
+        Self { stream: Stream::Tcp(stream), is_sending, received }
     }
 }
 
@@ -38,6 +49,11 @@ impl ClientSocket {
     /// Flag that is true while bytes wait until the client reads.
     pub(super) fn is_sending(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.is_sending)
+    }
+
+    /// Descriptor that the client has passed, once there is one.
+    pub(super) fn received(&self) -> ReceivedDescriptor {
+        Arc::clone(&self.received)
     }
 
     fn poll_ready(&self, context: &mut Context<'_>, interest: Interest) -> Poll<io::Result<()>> {
@@ -87,11 +103,32 @@ impl AsyncRead for ClientSocket {
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let room = into.initialize_unfilled();
-        let read = |socket: BorrowedFd<'_>| rustix::io::read(socket, &mut *room);
+        let read = |socket: BorrowedFd<'_>| match &self.stream {
+            Stream::Unix(_) => receive(socket, room, &self.received),
+            Stream::Tcp(_) => rustix::io::read(socket, &mut *room),
+        };
         let len = ready!(self.poll_call(context, Interest::READABLE, read))?;
         into.advance(len);
         Poll::Ready(Ok(()))
     }
+}
+
+/// Receives bytes, and a descriptor if one comes with them.
+fn receive(
+    socket: BorrowedFd<'_>,
+    room: &mut [u8],
+    received: &ReceivedDescriptor,
+) -> rustix::io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut room = [IoSliceMut::new(room)];
+    let bytes = recvmsg(socket, &mut room, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut fds) = message {
+            *received.lock() = fds.next();
+        }
+    }
+    Ok(bytes)
 }
 
 impl AsyncWrite for ClientSocket {

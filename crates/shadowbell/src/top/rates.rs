@@ -336,6 +336,7 @@ mod tests {
             disk: "data".into(),
             nbd: Some("unix:/a".into()),
             vhost_user_blk: None,
+            fuse: None,
             name: String::new(),
             tls: false,
             read_only: false,

@@ -10,10 +10,14 @@ use crate::supervisor::worker;
 use crate::upgrade::Client;
 use rustix::process::Signal;
 use serde_json::json;
+use shadowbell_testing::programs::skipped;
+use std::fs::OpenOptions;
 use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// NBD client of the default export. The server sends simple replies.
 struct Nbd(UnixStream);
@@ -241,4 +245,73 @@ fn two_writers_of_a_disk_need_share_on_both() {
     assert_eq!(ctl(&server, &["controller", "remove", "a"]).0, Some(0), "{}", server.stderr());
     let (code, _, errors) = ctl(&server, &add);
     assert!(code == Some(4) && errors.contains("written by the export shared"), "{errors}");
+}
+
+/// Unmounts a file at the end of a test, also of one that fails.
+struct Unmount(PathBuf);
+
+impl Drop for Unmount {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
+#[test]
+fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
+    let is_possible = rustix::process::geteuid().is_root()
+        && OpenOptions::new().read(true).write(true).open("/dev/fuse").is_ok();
+    if !is_possible {
+        skipped("this takes root and /dev/fuse");
+        return;
+    }
+    let file = "[[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\
+                [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n";
+    let server = start(file, &["vm0.sock"]);
+    let path = server.directory().join("file");
+    let _unmount = Unmount(path.clone());
+    // A refused export leaves no mount.
+    let add = ["export", "add", "f", "data", "--fuse", path.to_str().unwrap()];
+    let (code, _, errors) = ctl(&server, &[&add[..], &["--queues=2"]].concat());
+    assert!(code == Some(2) && !path.exists(), "{errors}");
+    assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), BLOCK * BLOCKS);
+    // An equal export changes nothing, and is not mounted again.
+    assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
+    let ends = AtomicBool::new(false);
+    let writes = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            while !ends.load(Ordering::SeqCst) {
+                let count = writes.load(Ordering::SeqCst) + 1;
+                let data = count.to_le_bytes();
+                file.write_all_at(&data, 8 * (count % 4096)).unwrap();
+                let mut back = [0; 8];
+                file.read_exact_at(&mut back, 8 * (count % 4096)).unwrap();
+                assert_eq!(back, data);
+                writes.store(count, Ordering::SeqCst);
+            }
+        });
+        for is_crash in [true, false, true] {
+            let before = worker(&server);
+            if is_crash {
+                kill(&server, Signal::KILL);
+            } else {
+                assert_eq!(ctl(&server, &["upgrade"]).0, Some(0), "{}", server.stderr());
+            }
+            until("another process", || worker(&server) != before);
+            let count = writes.load(Ordering::SeqCst);
+            until("further writes", || {
+                writer.is_finished() || writes.load(Ordering::SeqCst) > count + 100
+            });
+        }
+        ends.store(true, Ordering::SeqCst);
+        writer.join().unwrap();
+    });
+    let (_, saved, _) = ctl(&server, &["save-config", "-"]);
+    assert!(!saved.contains("fuse"), "{saved}");
+    drop(file);
+    assert_eq!(ctl(&server, &["export", "remove", "f"]).0, Some(0), "{}", server.stderr());
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), 0, "the file below the mount");
+    assert_eq!(ctl_json(&server, &["export", "ls"]), json!([]));
 }
