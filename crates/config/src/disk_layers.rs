@@ -1,8 +1,8 @@
 //! Layers around a disk in a specification: metadata or zones, then rate limits.
 
-use crate::limits::DiskLimits;
+use crate::limits::{DiskLimits, GROUP};
 use shadowbell_disk::{Disk, MetadataFormat, ZoneFormat};
-use shadowbell_disk_layers::{MetadataDisk, ZonedDisk};
+use shadowbell_disk_layers::{Limits, MetadataDisk, ZonedDisk};
 use std::sync::Arc;
 
 /// Layers around a disk.
@@ -41,6 +41,12 @@ impl Layers {
             rest => format!("{disk}?{}", rest.join("&")),
         };
         Ok((rest, Self { metadata, zoned, limits }))
+    }
+
+    /// Names of the options that all disks have: those of layers, and the UUID of the namespace.
+    pub fn options() -> impl Iterator<Item = &'static str> {
+        let of_layers = MetadataFormat::OPTIONS.into_iter().chain(ZoneFormat::OPTIONS);
+        ["uuid"].into_iter().chain(Limits::NAMES).chain([GROUP]).chain(of_layers)
     }
 
     /// Wraps `disk` in the layers. Limits are the outermost layer: they count the I/O of the host,

@@ -31,7 +31,9 @@ pub use null::NullDisk;
 #[doc(hidden)]
 pub use sys::CallOutcome;
 pub use sys::{fence, prepare as prepare_rings, unpin};
-pub use uri::{FileSpec, open, open_recoverable, recover};
+pub use uri::{
+    FILE_OPTIONS, FileSpec, MEMORY_OPTIONS, NULL_OPTIONS, open, open_recoverable, recover,
+};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

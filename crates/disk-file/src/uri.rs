@@ -3,7 +3,7 @@
 use crate::file::{Aio, Direct, FileDisk, FileOptions, Format};
 use crate::mem::MemDisk;
 use crate::null::NullDisk;
-use shadowbell_disk::{Disk, OpenError, Wait, parse_size};
+use shadowbell_disk::{Disk, DiskOptions, OpenError, Wait, parse_size};
 use shadowbell_state::Descriptors;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -124,6 +124,14 @@ fn parsed(spec: &str) -> Result<Parsed, OpenError> {
     parse(spec).map_err(|why| OpenError::Spec { spec: spec.to_owned(), why })
 }
 
+/// Options of a file.
+pub const FILE_OPTIONS: [&str; 6] =
+    ["block-size", "read-only", "direct", "aio", "format", "allow-backing"];
+/// Options of a memory disk.
+pub const MEMORY_OPTIONS: [&str; 2] = ["block-size", "read-only"];
+/// Options of a null disk.
+pub const NULL_OPTIONS: [&str; 3] = ["block-size", "read-only", "read-zeroes"];
+
 /// A parsed specification.
 #[derive(Debug, PartialEq, Eq)]
 enum Parsed {
@@ -133,11 +141,16 @@ enum Parsed {
 }
 
 fn parse(spec: &str) -> Result<Parsed, String> {
-    let (name, options) = spec.split_once('?').map_or((spec, None), |(n, o)| (n, Some(o)));
-    let mut options = Options::parse(options)?;
-    let block_size = options.block_size()?;
-    let read_only = options.switch("read-only")?;
+    let (name, mut options) = DiskOptions::split(spec)?;
     let (scheme, rest) = scheme(name)?;
+    let known = match scheme {
+        "null" => &NULL_OPTIONS[..],
+        "mem" => &MEMORY_OPTIONS,
+        _ => &FILE_OPTIONS,
+    };
+    options.check(scheme, known)?;
+    let block_size = options.take_block_size()?;
+    let read_only = options.take_switch("read-only")?;
     let parsed = match scheme {
         "mem" | "null" => {
             let block_size = block_size.unwrap_or(512);
@@ -146,7 +159,7 @@ fn parse(spec: &str) -> Result<Parsed, String> {
             if scheme == "mem" {
                 Parsed::Mem { size, block_size, read_only }
             } else {
-                let read_zeroes = options.switch("read-zeroes")?.unwrap_or(false);
+                let read_zeroes = options.take_switch("read-zeroes")?.unwrap_or(false);
                 Parsed::Null { size, block_size, read_only, read_zeroes }
             }
         }
@@ -181,7 +194,7 @@ fn parse(spec: &str) -> Result<Parsed, String> {
                     return Err(format!("the option `format` is `raw` or `qcow2`, not `{other}`"));
                 }
             };
-            let allow_backing = options.switch("allow-backing")?.unwrap_or(false);
+            let allow_backing = options.take_switch("allow-backing")?.unwrap_or(false);
             if allow_backing && format == Some(Format::Raw) {
                 return Err("a raw image names no other file; leave out `allow-backing`".to_owned());
             }
@@ -189,7 +202,6 @@ fn parse(spec: &str) -> Result<Parsed, String> {
             Parsed::File(FileSpec { path, options })
         }
     };
-    options.check_no_option_left(scheme)?;
     Ok(parsed)
 }
 
@@ -273,62 +285,6 @@ fn disk_size(scheme: &str, size: &str, block_size: u32) -> Result<u64, String> {
         ));
     }
     Ok(bytes)
-}
-
-/// Options after the `?`, as names and values.
-struct Options<'a>(Vec<(&'a str, &'a str)>);
-
-impl<'a> Options<'a> {
-    fn parse(text: Option<&'a str>) -> Result<Self, String> {
-        let mut list: Vec<(&str, &str)> = Vec::new();
-        for option in text.into_iter().flat_map(|t| t.split('&')) {
-            let (name, value) = option.split_once('=').ok_or_else(|| {
-                format!("`{option}` after the `?` is no option; options are written `name=value`")
-            })?;
-            if list.iter().any(|(other, _)| *other == name) {
-                return Err(format!("the option `{name}` is given twice"));
-            }
-            list.push((name, value));
-        }
-        Ok(Self(list))
-    }
-
-    fn take(&mut self, name: &str) -> Option<&'a str> {
-        let index = self.0.iter().position(|(n, _)| *n == name)?;
-        Some(self.0.swap_remove(index).1)
-    }
-
-    fn switch(&mut self, name: &str) -> Result<Option<bool>, String> {
-        match self.take(name) {
-            None => Ok(None),
-            Some("on" | "true" | "yes") => Ok(Some(true)),
-            Some("off" | "false" | "no") => Ok(Some(false)),
-            Some(other) => Err(format!("the option `{name}` is `on` or `off`, not `{other}`")),
-        }
-    }
-
-    fn block_size(&mut self) -> Result<Option<u32>, String> {
-        match self.take("block-size") {
-            None => Ok(None),
-            Some("512") => Ok(Some(512)),
-            Some("4096" | "4k" | "4K" | "4KiB") => Ok(Some(4096)),
-            Some(other) => Err(format!("the block size is 512 or 4096, not `{other}`")),
-        }
-    }
-
-    fn check_no_option_left(&self, scheme: &str) -> Result<(), String> {
-        let known = match scheme {
-            "null" => "`block-size`, `read-only`, `read-zeroes`",
-            "mem" => "`block-size`, `read-only`",
-            _ => "`block-size`, `read-only`, `direct`, `aio`, `format`, `allow-backing`",
-        };
-        match self.0.first() {
-            None => Ok(()),
-            Some((name, _)) => {
-                Err(format!("a `{scheme}` disk has no option `{name}`; its options are {known}"))
-            }
-        }
-    }
 }
 
 #[cfg(test)]

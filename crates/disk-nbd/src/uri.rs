@@ -2,6 +2,7 @@
 
 use crate::error::OpenError;
 use percent_encoding::percent_decode_str;
+use shadowbell_disk::DiskOptions;
 use shadowbell_nbd::wire::{MAX_STRING, PORT};
 use std::ffi::OsString;
 use std::fmt;
@@ -9,8 +10,6 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// URI schemes.
-const SCHEMES: [&str; 4] = ["nbd", "nbd+unix", "nbds", "nbds+unix"];
 /// Maximum of the option `connections`.
 const MAX_CONNECTIONS: usize = 16;
 /// Maximum of the option `replay` in bytes.
@@ -82,11 +81,19 @@ pub struct NbdSpec {
 }
 
 impl NbdSpec {
-    /// True if `spec` has a scheme of NBD. The rest of `spec` is not checked.
-    #[must_use]
-    pub fn is_one(spec: &str) -> bool {
-        spec.split_once(':').is_some_and(|(scheme, _)| SCHEMES.contains(&scheme))
-    }
+    /// Names of the options.
+    pub const OPTIONS: [&str; 8] = [
+        "socket",
+        "read-only",
+        "block-size",
+        "connections",
+        "replay",
+        "settle",
+        "tls-certificates",
+        "tls-hostname",
+    ];
+    /// Schemes of the specifications.
+    pub const SCHEMES: [&str; 4] = ["nbd", "nbd+unix", "nbds", "nbds+unix"];
 
     /// Parses a specification.
     ///
@@ -112,7 +119,7 @@ impl fmt::Display for NbdSpec {
 }
 
 fn parse(spec: &str) -> Result<NbdSpec, String> {
-    let (name, options) = spec.split_once('?').map_or((spec, None), |(n, o)| (n, Some(o)));
+    let (name, mut options) = DiskOptions::split(spec)?;
     let (scheme, rest) = name.split_once(':').unwrap_or((name, ""));
     let form = "write `nbd://HOST:PORT/EXPORT` or `nbd+unix:///EXPORT?socket=PATH`";
     let rest = rest.strip_prefix("//").ok_or_else(|| form.to_owned())?;
@@ -132,59 +139,34 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
         settle: None,
         secure: None,
     };
-    let mut socket = None;
-    let (mut certificates, mut hostname) = (None, None);
-    let mut seen = Vec::new();
-    for option in options.into_iter().flat_map(|text| text.split('&')) {
-        let (name, value) = option.split_once('=').ok_or_else(|| {
-            format!("`{option}` after the `?` is no option; options are written `name=value`")
-        })?;
-        if seen.contains(&name) {
-            return Err(format!("the option `{name}` is given twice"));
-        }
-        seen.push(name);
-        match name {
-            "socket" => socket = Some(value),
-            "read-only" => made.read_only = switch(name, value)?,
-            "block-size" => {
-                made.block_size = match value {
-                    "512" => Some(512),
-                    "4096" | "4k" | "4K" | "4KiB" => Some(4096),
-                    other => return Err(format!("the block size is 512 or 4096, not `{other}`")),
-                }
-            }
-            "connections" => {
-                made.connections = match value.parse() {
-                    Ok(count) if (1..=MAX_CONNECTIONS).contains(&count) => count,
-                    _ => {
-                        return Err(format!(
-                            "`connections` is a number from 1 to {MAX_CONNECTIONS}, not `{value}`"
-                        ));
-                    }
-                }
-            }
-            "replay" => {
-                made.replay = match value {
-                    "off" | "false" | "no" => 0,
-                    size => shadowbell_disk::parse_size(size)
-                        .map_err(|why| format!("the option `replay` is a size or `off`: {why}"))?,
-                };
-                if made.replay > MAX_REPLAY {
-                    return Err(format!("`replay` is at most 1GiB, not `{value}`"));
-                }
-            }
-            "settle" => made.settle = Some(seconds(value)?),
-            "tls-certificates" => certificates = Some(path(name, value)?),
-            "tls-hostname" => hostname = Some(value.to_owned()),
-            other => {
+    options.check(scheme, &NbdSpec::OPTIONS)?;
+    made.read_only = options.take_switch("read-only")?.unwrap_or(false);
+    made.block_size = options.take_block_size()?;
+    let socket = options.take("socket");
+    if let Some(value) = options.take("connections") {
+        made.connections = match value.parse() {
+            Ok(count) if (1..=MAX_CONNECTIONS).contains(&count) => count,
+            _ => {
                 return Err(format!(
-                    "an `nbd` disk has no option `{other}`; its options are `socket`, \
-                     `read-only`, `block-size`, `connections`, `replay`, `settle`, \
-                     `tls-certificates`, `tls-hostname`"
+                    "`connections` is a number from 1 to {MAX_CONNECTIONS}, not `{value}`"
                 ));
             }
+        };
+    }
+    if let Some(value) = options.take("replay") {
+        made.replay = match value {
+            "off" | "false" | "no" => 0,
+            size => shadowbell_disk::parse_size(size)
+                .map_err(|why| format!("the option `replay` is a size or `off`: {why}"))?,
+        };
+        if made.replay > MAX_REPLAY {
+            return Err(format!("`replay` is at most 1GiB, not `{value}`"));
         }
     }
+    made.settle = options.take("settle").map(seconds).transpose()?;
+    let certificates = options.take("tls-certificates");
+    let certificates = certificates.map(|value| path("tls-certificates", value)).transpose()?;
+    let hostname = options.take("tls-hostname").map(str::to_owned);
     let (scheme, is_secure) = match scheme {
         "nbds" => ("nbd", true),
         "nbds+unix" => ("nbd+unix", true),
@@ -223,14 +205,6 @@ fn path(name: &str, value: &str) -> Result<PathBuf, String> {
         return Err(format!("its `{name}` is empty; give a path"));
     }
     Ok(OsString::from_vec(bytes).into())
-}
-
-fn switch(name: &str, value: &str) -> Result<bool, String> {
-    match value {
-        "on" | "true" | "yes" => Ok(true),
-        "off" | "false" | "no" => Ok(false),
-        other => Err(format!("the option `{name}` is `on` or `off`, not `{other}`")),
-    }
 }
 
 /// Parses a time: `5s`, `1500ms`, or `5` for seconds.
@@ -323,8 +297,6 @@ mod tests {
         let parsed = NbdSpec::parse(spec).unwrap();
         assert_eq!(parsed.server_address, ServerAddress::Unix("/a".into()));
         assert_eq!(parsed.secure.unwrap().hostname.as_deref(), Some("s.example"));
-        assert!(NbdSpec::is_one("nbds://a") && NbdSpec::is_one("nbd:") && !NbdSpec::is_one("nbd"));
-        assert!(!NbdSpec::is_one("nbdx:a"));
     }
 
     #[test]

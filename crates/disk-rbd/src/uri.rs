@@ -2,6 +2,7 @@
 
 use crate::error::OpenError;
 use percent_encoding::percent_decode_str;
+use shadowbell_disk::DiskOptions;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -27,11 +28,8 @@ pub struct RbdSpec {
 }
 
 impl RbdSpec {
-    /// True if `spec` has the scheme of RBD. The rest of `spec` is not checked.
-    #[must_use]
-    pub fn is_one(spec: &str) -> bool {
-        spec.starts_with("rbd:")
-    }
+    /// Names of the options.
+    pub const OPTIONS: [&str; 5] = ["conf", "id", "namespace", "read-only", "block-size"];
 
     /// Parses a specification.
     ///
@@ -62,7 +60,7 @@ fn text(what: &str, text: &str) -> Result<String, String> {
 }
 
 fn parse(spec: &str) -> Result<RbdSpec, String> {
-    let (name, options) = spec.split_once('?').map_or((spec, None), |(n, o)| (n, Some(o)));
+    let (name, mut options) = DiskOptions::split(spec)?;
     let rest = name.strip_prefix("rbd:").unwrap_or(name);
     let (pool, image) = rest.split_once('/').ok_or("it lacks an image; write `rbd:POOL/IMAGE`")?;
     let (image, snapshot) = match image.split_once('@') {
@@ -79,40 +77,20 @@ fn parse(spec: &str) -> Result<RbdSpec, String> {
         namespace: None,
         block_size: 512,
     };
-    let mut seen = Vec::new();
-    for option in options.into_iter().flat_map(|text| text.split('&')) {
-        let (name, value) = option.split_once('=').ok_or_else(|| {
-            format!("`{option}` after the `?` is no option; options are written `name=value`")
-        })?;
-        if seen.contains(&name) {
-            return Err(format!("the option `{name}` is given twice"));
-        }
-        seen.push(name);
-        match (name, value) {
-            ("conf", path) => made.conf = Some(text("option `conf`", path)?.into()),
-            ("id", user) => made.id = text("option `id`", user)?,
-            ("namespace", name) => made.namespace = Some(text("option `namespace`", name)?),
-            ("read-only", "on" | "true" | "yes") => made.read_only = true,
-            ("read-only", "off" | "false" | "no") if made.snapshot.is_none() => {}
-            ("read-only", "off" | "false" | "no") => {
-                return Err("a snapshot takes no writes; leave out `read-only=off`".to_owned());
-            }
-            ("read-only", other) => {
-                return Err(format!("the option `read-only` is `on` or `off`, not `{other}`"));
-            }
-            ("block-size", "512") => made.block_size = 512,
-            ("block-size", "4096" | "4k" | "4K" | "4KiB") => made.block_size = 4096,
-            ("block-size", other) => {
-                return Err(format!("the block size is 512 or 4096, not `{other}`"));
-            }
-            (other, _) => {
-                return Err(format!(
-                    "an `rbd` disk has no option `{other}`; its options are `conf`, `id`, \
-                     `namespace`, `read-only`, `block-size`"
-                ));
-            }
-        }
+    options.check("rbd", &RbdSpec::OPTIONS)?;
+    made.conf = options.take("conf").map(|path| text("option `conf`", path)).transpose()?.map(PathBuf::from);
+    if let Some(user) = options.take("id") {
+        made.id = text("option `id`", user)?;
     }
+    let namespace = options.take("namespace");
+    made.namespace = namespace.map(|name| text("option `namespace`", name)).transpose()?;
+    match options.take_switch("read-only")? {
+        Some(false) if made.snapshot.is_some() => {
+            return Err("a snapshot takes no writes; leave out `read-only=off`".to_owned());
+        }
+        asked => made.read_only |= asked.unwrap_or(false),
+    }
+    made.block_size = options.take_block_size()?.unwrap_or(512);
     Ok(made)
 }
 

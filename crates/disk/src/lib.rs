@@ -9,6 +9,7 @@
 //!
 //! * [`CompletionQueue`] is for disks whose requests end on other threads;
 //! * [`Tasks`] is a table of requests for disks that execute a request in several calls;
+//! * [`DiskOptions`] are the options of a disk specification;
 //! * [`Metadata`] and [`Zones`] belong to disks with metadata and to zoned disks.
 #![forbid(unsafe_code)]
 
@@ -24,6 +25,7 @@ mod index_lists;
 mod info;
 mod merged_fd;
 mod metadata;
+mod options;
 mod request;
 mod request_table;
 mod resize;
@@ -42,6 +44,7 @@ pub use index_lists::Lists;
 pub use info::DiskInfo;
 pub use merged_fd::merge;
 pub use metadata::{Metadata, MetadataBuffer, MetadataFormat};
+pub use options::DiskOptions;
 pub use request::{DiskError, Op, Request, Submitted};
 pub use request_table::{NotIndexed, TagIndex, Tasks};
 pub use resize::{ResizeError, SizeChanges, notify_resize};

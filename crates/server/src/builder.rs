@@ -6,14 +6,14 @@ use super::registry::ServedController;
 use anyhow::Context;
 use bytesize::ByteSize;
 use shadowbell_config::controller_config::{ConfigureError, OfferedDoorbells};
-use shadowbell_config::disk_spec::{self, DiskSpecError};
+use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::server_config::{SocketConfig, WorkerChoice};
 use shadowbell_config::uuid_text::uuid_text;
 use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
 use shadowbell_process::exit::bad_input;
-use shadowbell_storage::disk_open;
+use shadowbell_storage::{disk_kinds, disk_open};
 use shadowbell_supervisor::path_protocol::Kind;
 use shadowbell_vfio_user::server::{BindError, Listener};
 use std::path::Path;
@@ -35,7 +35,7 @@ pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
 pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::Result<()> {
     let disks = &served.controller.disks;
     match served.worker {
-        None if disks.iter().any(|disk| disk_spec::is_of_a_controller(&disk.disk)) => {
+        None if disks.iter().any(|disk| disk_kinds::may_block(&disk.disk)) => {
             set_apart(controller);
         }
         None => {}
@@ -82,7 +82,7 @@ pub(super) fn open_one(
     let location = location.to_string_lossy();
     let config = served.controller.open_by(&location, |nth, spec| {
         let id = served.controller.disks.get(nth).and_then(|disk| disk.id.as_deref());
-        named(id).map_or_else(|| open(spec), |disk| disk.map_err(DiskSpecError::Device))
+        named(id).map_or_else(|| open(spec), |disk| disk.map_err(DiskSpecError::Other))
     });
     with_origin(served, config.map_err(ConfigureError::into_error))
 }

@@ -103,6 +103,7 @@ use shadowbell_config::{config_file, socket_access};
 use shadowbell_config::{limits, pool, subsystems};
 use shadowbell_process::signals::{EndSignals, Wake};
 use shadowbell_process::{descriptor_limit, exit, logging, notify};
+use shadowbell_storage::disk_kinds;
 use shadowbell_supervisor::protocol::{to_supervisor, to_worker};
 use signal_hook::consts::{SIGHUP, SIGUSR1};
 use startup_timing::Phases;
@@ -137,12 +138,12 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
     let config = config_file::read(file)?;
     for served in &config.controllers {
         for disk in &served.controller.disks {
-            let known = disk_spec::check(&disk.disk).map_err(DiskSpecError::into_error);
+            let known = disk_kinds::check(&disk.disk).map_err(DiskSpecError::into_error);
             builder::with_origin(served, known)?;
         }
     }
     for disk in &config.disks {
-        let known = disk_spec::check(&disk.spec).map_err(DiskSpecError::into_error);
+        let known = disk_kinds::check(&disk.spec).map_err(DiskSpecError::into_error);
         known.with_context(|| disk.origin.clone().unwrap_or_default())?;
     }
     let count = config.controllers.len();

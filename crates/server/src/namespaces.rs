@@ -20,6 +20,7 @@ use shadowbell_controller::{NamespaceConfig, NamespaceError};
 use shadowbell_disk::{Disk, ResizeError};
 use shadowbell_disk_layers::{LimitedDisk, Limits};
 use shadowbell_process::exit;
+use shadowbell_storage::disk_kinds;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -111,7 +112,7 @@ impl Changes {
         let read_only = served.asked().controller.read_only;
         let disk = open_disk(spec, read_only, |spec| self.open(spec));
         let disk = disk.map_err(ConfigureError::into_error)?;
-        if served.asked().worker.is_none() && disk_spec::is_of_a_controller(spec) {
+        if served.asked().worker.is_none() && disk_kinds::may_block(spec) {
             set_apart(&served.controller);
         }
         Ok(disk)

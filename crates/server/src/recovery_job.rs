@@ -159,7 +159,7 @@ impl ControllerJob {
                     return disk_open::open_recoverable(spec);
                 }
                 let missing = || anyhow!("the state lacks the disk of a namespace");
-                let key = disks.get(nth).ok_or_else(missing).map_err(DiskSpecError::Device)?.key();
+                let key = disks.get(nth).ok_or_else(missing).map_err(DiskSpecError::Other)?.key();
                 match wait.recover(spec, &self.items, key, self.death) {
                     Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
                         is_final.set(true);
@@ -359,7 +359,7 @@ impl<'a> Waits<'a> {
         key: &str,
         death: CauseOfDeath,
     ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-        let (state, mut fds): (Value, _) = decode(items, key).map_err(DiskSpecError::Device)?;
+        let (state, mut fds): (Value, _) = decode(items, key).map_err(DiskSpecError::Other)?;
         let has_quiesced = death == CauseOfDeath::Planned;
         let waits = |what: &str| {
             if self.since.elapsed() >= TELL {
@@ -369,7 +369,7 @@ impl<'a> Waits<'a> {
         if !has_quiesced && disk_recovery::needs_process_fence(&state) {
             let what = "waiting for I/O of the dead process at its disks";
             if !self.context.fence.wait_for_end(|| waits(what)) {
-                return Err(DiskSpecError::Device(anyhow!("the service is shutting down")));
+                return Err(DiskSpecError::Other(anyhow!("the service is shutting down")));
             }
         }
         disk_recovery::recover(spec, &state, &mut fds, has_quiesced, &|| {

@@ -1,9 +1,10 @@
 //! Access to images for a sandboxed server: its supervisor opens images that were named at the
 //! start, and files that `ctl` opens and passes to it. The server process itself can add none.
 
-use shadowbell_config::disk_spec::{self, DiskFile};
+use shadowbell_config::disk_spec;
 use shadowbell_control_api::api::Status;
 use shadowbell_control_api::client::Client;
+use shadowbell_storage::disk_files::{self, DiskFile};
 use shadowbell_supervisor::client::SupervisorClient;
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -28,7 +29,7 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     let disks = disks.iter().filter_map(|disk| {
         let is_absolute = disk_spec::file(disk)?.is_absolute();
         let from = if is_absolute { Path::new("/") } else { from.as_deref()? };
-        Some(disk_spec::files(disk, from))
+        Some(disk_files::files(disk, from))
     });
     for wanted in disks.flatten() {
         if let Ok(file) = open(&wanted)

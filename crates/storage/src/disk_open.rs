@@ -1,16 +1,12 @@
 //! Opening of disks by their specifications.
 
-use crate::transport;
+use crate::disk_kinds::{DiskKind, Lifetime, outside};
 use anyhow::anyhow;
 use shadowbell_config::disk_layers::Layers;
-use shadowbell_config::disk_spec::{DiskSpecError, check_name, device, outside, split, wrong};
-use shadowbell_config::target::{Target, not_a_disk};
-use shadowbell_disk::{Disk, ImageFormat};
-use shadowbell_disk_file::{FileSpec, Format};
-use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
+use shadowbell_config::disk_spec::{DiskSpecError, check_name, split, wrong};
+use shadowbell_config::target::Target;
+use shadowbell_disk::Disk;
 use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
-use shadowbell_disk_qcow2::Qcow2Disk;
-use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_driver::Transport;
 use shadowbell_process::exit;
 use std::path::Path;
@@ -22,8 +18,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// | `spec` | disk |
 /// |---|---|
 /// | `disk.qcow2` | qcow2 image, detected by its first bytes, whatever its name |
-/// | `nbd://host:10809/export`, `nbd+unix:///export?socket=PATH` | NBD export: [`NbdSpec`] |
-/// | `rbd:pool/image`, `rbd:pool/image@snapshot` | image of a Ceph cluster: [`RbdSpec`] |
+/// | `nbd://host:10809/export`, `nbd+unix:///export?socket=PATH` | NBD export: `NbdSpec` |
+/// | `rbd:pool/image`, `rbd:pool/image@snapshot` | image of a Ceph cluster: `RbdSpec` |
 /// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI function, with VFIO |
 /// | `vfio-user:/run/ssd.sock/1` | namespace 1 of a controller behind a vfio-user socket |
 ///
@@ -77,20 +73,20 @@ pub fn contain() {
 
 static IS_CONTAINED: AtomicBool = AtomicBool::new(false);
 
-/// Lifetime of the state that a disk has in memory.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Lifetime {
-    /// Lifetime of this process.
-    Process,
-    /// Lifetime of the supervisor, across the server processes that it starts.
-    Supervisor,
-}
-
 fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = split(spec)?;
     check_name(&spec)?;
-    let disk = open_unlimited(&spec, lifetime)?;
-    if let Some(remark) = write_protection(&spec, disk.info().read_only)? {
+    let kind = DiskKind::of(&spec)?;
+    if let Some(why) = outside(&spec).filter(|_| IS_CONTAINED.load(Ordering::Relaxed)) {
+        let why = anyhow!("{spec} {why}: the server needs `--sandbox off` for that");
+        return Err(DiskSpecError::Other(exit::bad_input(why)));
+    }
+    let disk = (kind.open)(&spec, lifetime)?;
+    if let Some(remark) = disk.remark() {
+        tracing::warn!("{remark}");
+    }
+    let is_read_only = disk.info().read_only && !kind.states_read_only;
+    if let Some(remark) = write_protection(&spec, is_read_only)? {
         tracing::warn!("{remark}");
     }
     wrap_disk(&spec, (&layers, false), disk)
@@ -99,9 +95,7 @@ fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErro
 /// Handles a disk that was opened read-only. Returns a warning if the specification did not request
 /// it, and an error if the specification requested a writable disk.
 fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, DiskSpecError> {
-    // A snapshot, or the option `read-only=on`, makes an RBD image read-only. Both are in the
-    // specification, so there is nothing to warn about.
-    if !is_read_only || RbdSpec::is_one(spec) {
+    if !is_read_only {
         return Ok(None);
     }
     let (name, options) = spec.split_once('?').unwrap_or((spec, ""));
@@ -117,84 +111,6 @@ fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, Di
                 .to_owned(),
         )),
         Some(_) => Ok(None),
-    }
-}
-
-fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    if let Some(why) = outside(spec).filter(|_| IS_CONTAINED.load(Ordering::Relaxed)) {
-        let why = anyhow!("{spec} {why}: the server needs `--sandbox off` for that");
-        return Err(DiskSpecError::Device(exit::bad_input(why)));
-    }
-    if NbdSpec::is_one(spec) {
-        let disk = NbdDisk::open(&NbdSpec::parse(spec)?)?;
-        tracing::info!("{}: {}", disk.name(), disk.describe());
-        if let Some(why) = disk.unfenced().filter(|_| lifetime == Lifetime::Supervisor) {
-            let name = disk.name();
-            tracing::info!("{name}: it cannot be recovered after a server crash: {why}");
-        }
-        return Ok(Arc::new(disk));
-    }
-    if RbdSpec::is_one(spec) {
-        let spec = RbdSpec::parse(spec)?;
-        let disk = match lifetime {
-            Lifetime::Process => RbdDisk::open(&spec)?,
-            Lifetime::Supervisor => RbdDisk::open_recoverable(&spec)?,
-        };
-        return Ok(Arc::new(disk));
-    }
-    if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        let disk = open_own(spec, lifetime).map_err(|error| match &error {
-            DiskSpecError::Disk(shadowbell_disk::OpenError::NoFile { path, .. }) => {
-                match not_a_disk(path) {
-                    Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
-                    None => error,
-                }
-            }
-            _ => error,
-        })?;
-        if let Some(remark) = disk.remark() {
-            tracing::warn!("{remark}");
-        }
-        return Ok(disk);
-    }
-    let (target, options) = device(spec)?;
-    let transport = transport::to(&target).map_err(DiskSpecError::Device)?;
-    let disk = attach(transport, &target, spec, &options).map_err(DiskSpecError::Device)?;
-    Ok(Arc::new(disk))
-}
-
-/// Opens a file or a disk in memory, with detection of qcow2 images.
-fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    let open = match lifetime {
-        Lifetime::Process => shadowbell_disk_file::open,
-        Lifetime::Supervisor => shadowbell_disk_file::open_recoverable,
-    };
-    let file = FileSpec::parse(spec)?;
-    let opened = match &file {
-        // With `format=qcow2`, the attempt to open a raw disk is skipped. Its errors would not fit
-        // an image.
-        Some(file) if file.options.format == Some(Format::Qcow2) => None,
-        _ => match open(spec) {
-            Err(shadowbell_disk::OpenError::Format { format: ImageFormat::Qcow2, .. }) => None,
-            opened => Some(opened?),
-        },
-    };
-    match (opened, file) {
-        (Some(_), Some(FileSpec { options, .. })) if options.allow_backing => {
-            Err(shadowbell_disk::OpenError::Spec {
-                spec: spec.to_owned(),
-                why: "a raw image names no other file; leave out `allow-backing`".to_owned(),
-            }
-            .into())
-        }
-        (None, Some(file)) => {
-            let disk = Qcow2Disk::open(&file.path, &file.options)?;
-            tracing::info!("{}: {}", disk.name(), disk.describe());
-            Ok(Arc::new(disk))
-        }
-        (Some(disk), _) => Ok(disk),
-        // This disk is not a file, so it cannot be a qcow2 image.
-        (None, None) => Ok(open(spec)?),
     }
 }
 
@@ -237,7 +153,7 @@ pub fn nothing_at(path: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_config::disk_spec::check;
+    use crate::disk_kinds::check;
 
     #[test]
     fn a_disk_may_have_a_uuid() {
@@ -275,7 +191,7 @@ mod tests {
             ("nbd+unix:///x", "lacks a socket"),
             ("nbd://host/x?direct=on", "no option `direct`"),
             ("vfio-user:/nonexistent/a.sock/1", "no controller behind /nonexistent/a.sock"),
-            ("vfio-user:/a.sock?block-size=512", "that of the device"),
+            ("vfio-user:/a.sock?block-size=512", "has no option `block-size`"),
             ("vfio-user:/a.sock?direct=on", "has no option `direct`"),
             ("vfio-user:/a.sock?read-only=1", "`on` or `off`, not `1`"),
             ("vfio-user:/a.sock?read-only", "no option; options are written"),

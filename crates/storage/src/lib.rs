@@ -1,6 +1,9 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+pub mod disk_files;
+pub mod disk_kinds;
 pub mod disk_open;
 pub mod disk_recovery;
+mod nvme_recovery;
 pub mod transport;

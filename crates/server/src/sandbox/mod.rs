@@ -38,14 +38,13 @@ use anyhow::{Context, anyhow};
 use files::{Files, Held};
 use filter::Needs;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use shadowbell_config::disk_spec;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::socket_path;
 use shadowbell_frontend::vfio_user::read_limits;
 use shadowbell_memory::processors;
 use shadowbell_process::exit::bad_input;
 use shadowbell_process::process_env;
-use shadowbell_storage::disk_open;
+use shadowbell_storage::{disk_kinds, disk_open};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{info, warn};
@@ -149,7 +148,7 @@ pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
 
 /// Reason why the configuration cannot be served in a sandbox.
 fn hindrance(config: &ServerConfig) -> Option<String> {
-    config.disk_specs().find_map(|disk| Some(format!("{disk} {}", disk_spec::outside(disk)?)))
+    config.disk_specs().find_map(|disk| Some(format!("{disk} {}", disk_kinds::outside(disk)?)))
 }
 
 /// Caches system values that the sandbox makes unreadable.

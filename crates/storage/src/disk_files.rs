@@ -1,0 +1,32 @@
+//! Files that a disk needs, for a process that opens them on behalf of the server.
+
+use shadowbell_config::disk_spec::{file, split};
+use shadowbell_disk_file::FileSpec;
+use std::path::{Path, PathBuf};
+
+/// File of a disk, as a process opens it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskFile {
+    /// Path.
+    pub path: PathBuf,
+    /// True if the file is only read.
+    pub is_read_only: bool,
+}
+
+/// Files of a disk: the file or device in `spec`, whose path is from `directory`, and the files
+/// that a qcow2 image names, if the options permit them. Empty for other disks.
+#[must_use]
+pub fn files(spec: &str, directory: &Path) -> Vec<DiskFile> {
+    let parsed = file(spec).and_then(|_| FileSpec::parse(&split(spec).ok()?.0).ok()?);
+    let Some(FileSpec { path, options, .. }) = parsed else { return Vec::new() };
+    let path = directory.join(path);
+    let named = match options.allow_backing {
+        true => shadowbell_disk_qcow2::named_files(&path),
+        false => Vec::new(),
+    };
+    let image = DiskFile { path, is_read_only: options.read_only };
+    let named = named
+        .into_iter()
+        .map(|(path, is_data)| DiskFile { path, is_read_only: !is_data || options.read_only });
+    [image].into_iter().chain(named).collect()
+}

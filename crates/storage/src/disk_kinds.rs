@@ -1,0 +1,370 @@
+//! Kinds of disks: one table of scheme, options, parser, opening, recovery, and effect on the
+//! sandbox. A new kind is a crate and a row.
+
+use crate::transport;
+use crate::{disk_open, nvme_recovery};
+use anyhow::anyhow;
+use serde_json::Value;
+use shadowbell_config::disk_layers::Layers;
+use shadowbell_config::disk_spec::{self, DiskSpecError, wrong};
+use shadowbell_config::target::{Target, not_a_disk};
+use shadowbell_disk::{Disk, DiskOptions, ImageFormat, OpenError, Wait};
+use shadowbell_disk_file::{
+    FILE_OPTIONS, FileSpec, Format, MEMORY_OPTIONS, NULL_OPTIONS, open, open_recoverable, recover,
+};
+use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
+use shadowbell_disk_nvme::{NvmeDisk, Options};
+use shadowbell_disk_qcow2::Qcow2Disk;
+use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
+use shadowbell_process::exit;
+use shadowbell_state::Descriptors;
+use std::sync::Arc;
+
+/// Open disk, or the reason why there is none.
+pub(crate) type Opened = Result<Arc<dyn Disk>, DiskSpecError>;
+
+/// Lifetime of the state that a disk has in memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lifetime {
+    /// Lifetime of this process.
+    Process,
+    /// Lifetime of the supervisor, across the server processes that it starts.
+    Supervisor,
+}
+
+/// Disk of a dead process.
+pub(crate) struct Recovery<'a, 'b> {
+    pub(crate) state: &'a Value,
+    pub(crate) fds: &'a mut Descriptors,
+    /// True if the process ended for an upgrade, without I/O in flight.
+    pub(crate) has_quiesced: bool,
+    pub(crate) wait: Wait<'b>,
+}
+
+/// Kind of disk. Specifications in its functions have no options of layers.
+pub(crate) struct DiskKind {
+    /// Schemes of the specifications. The first one of the table is that of bare paths.
+    schemes: &'static [&'static str],
+    /// Format of the files that are disks of this kind, whatever their scheme.
+    format: Option<ImageFormat>,
+    /// Names of the options, without those of layers.
+    options: &'static [&'static str],
+    /// Validation without access to the disk.
+    parse: fn(&str) -> Result<(), DiskSpecError>,
+    pub(crate) open: fn(&str, Lifetime) -> Opened,
+    /// True for the checkpoint of a disk of this kind.
+    is_state: fn(&Value) -> bool,
+    pub(crate) recover: fn(&str, Recovery<'_, '_>) -> Opened,
+    /// Reason why a sandboxed process cannot open the disk.
+    outside: fn(&str) -> Option<&'static str>,
+    /// True if the disk is read-only only where its specification says so.
+    pub(crate) states_read_only: bool,
+    /// True if an I/O thread may have to wait for the disk.
+    may_block: bool,
+}
+
+/// Files, block devices and NVMe character devices.
+static FILE: DiskKind = DiskKind {
+    schemes: &["file"],
+    format: None,
+    options: &FILE_OPTIONS,
+    parse: |spec| Ok(FileSpec::parse(spec).map(drop)?),
+    open: open_file,
+    is_state: |_| false,
+    recover: |spec, from| Ok(recover(spec, from.state, from.fds, from.wait)?),
+    outside: |_| None,
+    states_read_only: false,
+    may_block: false,
+};
+
+/// All kinds.
+static KINDS: [&DiskKind; 7] = [
+    &FILE,
+    &DiskKind { schemes: &["mem"], options: &MEMORY_OPTIONS, open: open_simple, ..FILE },
+    &DiskKind { schemes: &["null"], options: &NULL_OPTIONS, open: open_simple, ..FILE },
+    &DiskKind {
+        schemes: &[],
+        format: Some(ImageFormat::Qcow2),
+        open: |spec, _| {
+            let FileSpec { path, options, .. } = file_of(spec)?;
+            let disk = Qcow2Disk::open(&path, &options).map_err(qcow2_error)?;
+            tracing::info!("{}: {}", disk.name(), disk.describe());
+            Ok(Arc::new(disk))
+        },
+        is_state: Qcow2Disk::is_checkpoint,
+        recover: |spec, Recovery { state, fds, wait, .. }| {
+            let FileSpec { path, options, .. } = file_of(spec)?;
+            let disk = Qcow2Disk::recover(&path, &options, state, fds, wait);
+            Ok(Arc::new(disk.map_err(qcow2_error)?))
+        },
+        ..FILE
+    },
+    &DiskKind {
+        schemes: &NbdSpec::SCHEMES,
+        format: None,
+        options: &NbdSpec::OPTIONS,
+        parse: |spec| NbdSpec::parse(spec).map(drop).map_err(nbd_error),
+        open: open_nbd,
+        is_state: NbdDisk::is_checkpoint,
+        recover: |spec, Recovery { state, has_quiesced, wait, .. }| {
+            let spec = NbdSpec::parse(spec).map_err(nbd_error)?;
+            let disk = NbdDisk::recover(&spec, state, has_quiesced, wait);
+            Ok(Arc::new(disk.map_err(nbd_error)?))
+        },
+        outside: |_| Some("connects to a server by itself"),
+        states_read_only: false,
+        may_block: false,
+    },
+    &DiskKind {
+        schemes: &["rbd"],
+        format: None,
+        options: &RbdSpec::OPTIONS,
+        parse: |spec| RbdSpec::parse(spec).map(drop).map_err(rbd_error),
+        open: |spec, lifetime| {
+            let spec = RbdSpec::parse(spec).map_err(rbd_error)?;
+            let disk = match lifetime {
+                Lifetime::Process => RbdDisk::open(&spec),
+                Lifetime::Supervisor => RbdDisk::open_recoverable(&spec),
+            };
+            Ok(Arc::new(disk.map_err(rbd_error)?))
+        },
+        is_state: RbdDisk::is_checkpoint,
+        recover: |spec, Recovery { state, wait, .. }| {
+            let spec = RbdSpec::parse(spec).map_err(rbd_error)?;
+            Ok(Arc::new(RbdDisk::recover(&spec, state, wait).map_err(rbd_error)?))
+        },
+        outside: |_| Some("loads Ceph's library, which needs other system calls"),
+        states_read_only: true,
+        may_block: false,
+    },
+    &DiskKind {
+        schemes: &["nvme", "vfio-user"],
+        format: None,
+        options: &["read-only", "zero-copy"],
+        parse: |spec| device(spec).map(drop),
+        open: |spec, _| {
+            let (target, options) = device(spec)?;
+            let transport = transport::to(&target).map_err(DiskSpecError::Other)?;
+            let disk = disk_open::attach(transport, &target, spec, &options);
+            Ok(Arc::new(disk.map_err(DiskSpecError::Other)?))
+        },
+        is_state: NvmeDisk::is_checkpoint,
+        recover: |spec, Recovery { state, wait, .. }| nvme_recovery::recover(spec, state, wait),
+        outside: |_| Some("accesses another controller by itself"),
+        states_read_only: false,
+        may_block: true,
+    },
+];
+
+impl DiskKind {
+    /// Kind of the disk `spec`, whose options are checked.
+    ///
+    /// # Errors
+    /// There is no such kind, or it has no such option.
+    pub(crate) fn of(spec: &str) -> Result<&'static Self, DiskSpecError> {
+        let scheme = disk_spec::scheme(spec);
+        let kind = scheme.map_or(Some(&FILE), Self::named).ok_or_else(|| {
+            let all = KINDS.iter().flat_map(|kind| kind.schemes);
+            let all: Vec<_> = all.map(|scheme| format!("`{scheme}:`")).collect();
+            let name = scheme.unwrap_or_default();
+            wrong(
+                spec,
+                format!(
+                    "there is no kind of disk called `{name}`; there are {} (for a file of that name \
+                     write `file:{}`)",
+                    all.join(", "),
+                    spec.split('?').next().unwrap_or_default()
+                ),
+            )
+        })?;
+        let known: Vec<_> = kind.options.iter().copied().chain(Layers::options()).collect();
+        let checked = DiskOptions::split(spec)
+            .and_then(|(_, options)| options.check(scheme.unwrap_or("file"), &known));
+        checked.map_err(|why| wrong(spec, why))?;
+        Ok(kind)
+    }
+
+    fn named(scheme: &str) -> Option<&'static Self> {
+        KINDS.into_iter().find(|kind| kind.schemes.contains(&scheme))
+    }
+
+    /// Kind of the files with this format.
+    fn of_format(format: ImageFormat) -> Option<&'static Self> {
+        KINDS.into_iter().find(|kind| kind.format == Some(format))
+    }
+
+    /// Kind of the disk with this checkpoint.
+    pub(crate) fn of_state(state: &Value) -> &'static Self {
+        KINDS.into_iter().find(|kind| (kind.is_state)(state)).unwrap_or(&FILE)
+    }
+}
+
+/// Validates `spec` as far as possible without opening anything.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub fn check(spec: &str) -> Result<(), DiskSpecError> {
+    let (spec, _) = disk_spec::split(spec)?;
+    disk_spec::check_name(&spec)?;
+    (DiskKind::of(&spec)?.parse)(&spec)
+}
+
+/// Reason why a sandboxed process cannot open this disk; `None` if it can.
+#[must_use]
+pub fn outside(spec: &str) -> Option<&'static str> {
+    let (spec, _) = disk_spec::split(spec).ok()?;
+    (DiskKind::of(&spec).ok()?.outside)(&spec)
+}
+
+/// True if an I/O thread may have to wait for the disk. A namespace of another controller waits for
+/// the admin queue of that controller, for up to ten seconds if the controller hangs.
+#[must_use]
+pub fn may_block(spec: &str) -> bool {
+    disk_spec::scheme(spec).and_then(DiskKind::named).is_some_and(|kind| kind.may_block)
+}
+
+/// Parses a disk that is a namespace of a controller: target and options.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn device(spec: &str) -> Result<(Target, Options), DiskSpecError> {
+    let parse = || {
+        let (name, mut options) = DiskOptions::split(spec)?;
+        let mut parsed = Options::default();
+        parsed.read_only = options.take_switch("read-only")?.unwrap_or(false);
+        parsed.zero_copy = options.take_switch("zero-copy")?.unwrap_or(true);
+        Ok((name.parse()?, parsed))
+    };
+    parse().map_err(|why| wrong(spec, why))
+}
+
+/// Opens a raw image or a device. An image of another format is opened by its kind.
+fn open_file(spec: &str, lifetime: Lifetime) -> Opened {
+    let FileSpec { options, .. } = file_of(spec)?;
+    // The attempt to open a raw disk would report errors that do not fit the image.
+    let named = options.format == Some(Format::Qcow2);
+    if let Some(kind) = named.then(|| DiskKind::of_format(ImageFormat::Qcow2)).flatten() {
+        return (kind.open)(spec, lifetime);
+    }
+    match open_simple(spec, lifetime) {
+        Ok(_) if options.allow_backing => Err(wrong(
+            spec,
+            "a raw image names no other file; leave out `allow-backing`".to_owned(),
+        )),
+        Err(DiskSpecError::Disk(OpenError::Format { path, format })) => {
+            match DiskKind::of_format(format) {
+                Some(kind) => (kind.open)(spec, lifetime),
+                None => Err(OpenError::Format { path, format }.into()),
+            }
+        }
+        Err(DiskSpecError::Disk(OpenError::NoFile { path, what })) => match not_a_disk(&path) {
+            Some(why) => Err(DiskSpecError::Other(exit::bad_input(anyhow!(why)))),
+            None => Err(OpenError::NoFile { path, what }.into()),
+        },
+        opened => opened,
+    }
+}
+
+fn open_simple(spec: &str, lifetime: Lifetime) -> Opened {
+    Ok(match lifetime {
+        Lifetime::Process => open(spec),
+        Lifetime::Supervisor => open_recoverable(spec),
+    }?)
+}
+
+fn open_nbd(spec: &str, lifetime: Lifetime) -> Opened {
+    let disk = NbdSpec::parse(spec).and_then(|spec| NbdDisk::open(&spec)).map_err(nbd_error)?;
+    let name = disk.name();
+    tracing::info!("{name}: {}", disk.describe());
+    if let Some(why) = disk.unfenced().filter(|_| lifetime == Lifetime::Supervisor) {
+        tracing::info!("{name}: it cannot be recovered after a server crash: {why}");
+    }
+    Ok(Arc::new(disk))
+}
+
+fn file_of(spec: &str) -> Result<FileSpec, DiskSpecError> {
+    let file = FileSpec::parse(spec)?;
+    file.ok_or_else(|| wrong(spec, "it is not a file".to_owned()))
+}
+
+fn qcow2_error(error: shadowbell_disk_qcow2::OpenError) -> DiskSpecError {
+    use shadowbell_disk_qcow2::OpenError;
+    match error {
+        OpenError::File(error) => error.into(),
+        OpenError::System { .. } => DiskSpecError::Kind { error: error.into(), is_final: false },
+        error => DiskSpecError::Kind { error: exit::bad_input(error), is_final: false },
+    }
+}
+
+fn nbd_error(error: shadowbell_disk_nbd::OpenError) -> DiskSpecError {
+    use shadowbell_disk_nbd::OpenError;
+    let is_final = matches!(error, OpenError::NotThatDisk { .. });
+    let error = match error {
+        OpenError::Connect { .. } | OpenError::System { .. } => error.into(),
+        error => exit::bad_input(error),
+    };
+    DiskSpecError::Kind { error, is_final }
+}
+
+fn rbd_error(error: shadowbell_disk_rbd::OpenError) -> DiskSpecError {
+    use shadowbell_disk_rbd::OpenError;
+    let is_final = matches!(error, OpenError::NotThatDisk { .. });
+    let error = match error {
+        OpenError::Ceph { .. } | OpenError::Library { .. } => error.into(),
+        error => exit::bad_input(error),
+    };
+    DiskSpecError::Kind { error, is_final }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_option_is_refused_with_the_options_of_the_kind_and_its_layers() {
+        for (spec, own) in [
+            ("a.img?x=1", "`file:` has no option `x`; its options are `block-size`, `read-only`, `dir"),
+            ("mem:1MiB?x=1&iops=5", "`mem:` has no option `x`; its options are `block-size`, `read-"),
+            ("nbd://a/b?x=1", "`nbd:` has no option `x`; its options are `socket`, "),
+            ("rbd:a/b?x=1", "`rbd:` has no option `x`; its options are `conf`, "),
+            ("nvme://0:1:2.0?x=1", "`nvme:` has no option `x`; its options are `read-only`, `zero-"),
+        ] {
+            let error = check(spec).unwrap_err().to_string();
+            assert!(error.contains(own), "{error}");
+            for option in Layers::options() {
+                assert!(error.contains(&format!("`{option}`")), "{option}: {error}");
+            }
+        }
+        let error = check("vhdx:a").unwrap_err().to_string();
+        for scheme in ["`file:`", "`mem:`", "`nbds+unix:`", "`rbd:`", "`vfio-user:`", "`file:vhdx:a`"] {
+            assert!(error.contains(scheme), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_kind_is_that_of_the_scheme() {
+        for (spec, hindrance) in [
+            ("a.img", None),
+            ("./a:b.img", None),
+            ("mem:1MiB?iops=5", None),
+            ("a.img?allow-backing=on&iops=5", None),
+            ("nbds://a/b", Some("a server")),
+            ("rbd:a/b@c", Some("Ceph")),
+            ("vfio-user:/a.sock/1", Some("controller")),
+        ] {
+            let why = outside(spec);
+            assert_eq!(why.is_some(), hindrance.is_some(), "{spec}: {why:?}");
+            assert!(why.unwrap_or_default().contains(hindrance.unwrap_or_default()), "{spec}");
+        }
+        assert!(may_block("nvme://0000:01:00.0/1") && may_block("vfio-user:/a.sock"));
+        assert!(!may_block("nbd://a/b") && !may_block("/nvme:a"));
+    }
+
+    #[test]
+    fn the_options_of_a_controllers_namespace_are_parsed() {
+        let (_, options) = device("nvme://01:00.0?read-only=on&zero-copy=off").unwrap();
+        assert!(options.read_only && !options.zero_copy);
+        let (_, options) = device("nvme://01:00.0").unwrap();
+        assert!(!options.read_only && options.zero_copy);
+    }
+}
