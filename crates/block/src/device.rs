@@ -5,17 +5,17 @@ use crate::geometry::Geometry;
 use crate::options::BlockOptions;
 use crate::queue::BlockQueue;
 use crate::shared::DeviceShared;
-use crate::traffic::{Traffic, TrafficCounters};
+use crate::traffic::Traffic;
 use shadowbell_disk::Disk;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 /// A disk as a block device with byte granularity. A clone is another handle to the same device.
 ///
 /// Each thread that accesses the device opens a [`queue`](Self::queue). The queues share the locks
-/// of written ranges. Therefore all users of a disk should use clones of one device.
+/// of written ranges. Therefore all users of a disk should use clones of one device, or devices
+/// [`beside`](Self::beside) it.
 #[derive(Clone)]
 pub struct BlockDevice(Arc<DeviceShared>);
 
@@ -29,16 +29,16 @@ impl BlockDevice {
         if info.zoned.is_some() {
             return Err(OpenError::Zoned { disk: disk.name() });
         }
-        let geometry = Geometry::of(&info, options.read_only);
-        Ok(Self(Arc::new(DeviceShared {
-            disk,
-            geometry,
-            options: *options,
-            locks: Arc::default(),
-            write_zeroes: AtomicBool::new(geometry.write_zeroes),
-            queries: Arc::default(),
-            traffic: TrafficCounters::default(),
-        })))
+        Ok(Self(Arc::new(DeviceShared::new(disk, options, Arc::default(), Arc::default()))))
+    }
+
+    /// Creates another block device on the same disk, with its own options and counters. Both share
+    /// the locks of written ranges.
+    #[must_use]
+    pub fn beside(&self, options: &BlockOptions) -> Self {
+        let Self(shared) = self;
+        let (locks, queries) = (Arc::clone(&shared.locks), Arc::clone(&shared.queries));
+        Self(Arc::new(DeviceShared::new(Arc::clone(&shared.disk), options, locks, queries)))
     }
 
     /// The disk.

@@ -22,6 +22,18 @@ pub(crate) struct DeviceShared {
 }
 
 impl DeviceShared {
+    pub(crate) fn new(
+        disk: Arc<dyn Disk>,
+        options: &BlockOptions,
+        locks: Arc<RangeLocks>,
+        queries: Arc<ExtentQueries>,
+    ) -> Self {
+        let geometry = Geometry::of(&disk.info(), options.read_only);
+        let write_zeroes = AtomicBool::new(geometry.write_zeroes);
+        let traffic = TrafficCounters::default();
+        Self { disk, geometry, options: *options, locks, write_zeroes, queries, traffic }
+    }
+
     /// Records that the disk has refused to zero a range. Later requests write zeroes as data.
     pub(crate) fn forget_write_zeroes(&self) {
         if self.write_zeroes.swap(false, Ordering::Relaxed) {

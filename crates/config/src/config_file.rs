@@ -504,6 +504,9 @@ impl Check<'_> {
             if let Err(why) = table.get_ref().protocol() {
                 self.refuse(table, why);
             }
+            if table.get_ref().ublk.is_some() {
+                self.refuse(table, "a ublk device is created by `shadowbell export --ublk`");
+            }
             if table.get_ref().fuse.is_some() {
                 let why = "a FUSE file is mounted by `shadowbell ctl export add --fuse`, which passes \
                            it to the running server: leave this export out";

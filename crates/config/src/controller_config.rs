@@ -86,8 +86,8 @@ impl DiskConfig {
     /// Disk without options, with an absolute path if it is a file or device. Only one namespace at
     /// a time can use this resource.
     #[must_use]
-    pub fn takes(&self) -> String {
-        let disk = disk_spec::from_root(&self.disk);
+    pub fn exclusive_resources(&self) -> String {
+        let disk = disk_spec::with_absolute_paths(&self.disk);
         disk.split('?').next().unwrap_or_default().to_owned()
     }
 }
@@ -193,7 +193,7 @@ impl ControllerConfig {
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let is_same_disk = |(one, other): (&DiskConfig, &DiskConfig)| {
-            disk_spec::from_root(&one.disk) == disk_spec::from_root(&other.disk)
+            disk_spec::with_absolute_paths(&one.disk) == disk_spec::with_absolute_paths(&other.disk)
                 && (&one.id, one.share) == (&other.id, other.share)
                 && one.uuid.zip(other.uuid).is_none_or(|(one, other)| one == other)
         };

@@ -50,12 +50,12 @@ impl Layers {
     }
 
     /// Wraps `disk` in the layers. Limits are the outermost layer: they count the I/O of the host,
-    /// without the I/O for metadata. `goes_on` is true if this process recovers the disk of
+    /// without the I/O for metadata. `recovers` is true if this process recovers the disk of
     /// another process.
     ///
     /// # Errors
     /// A sentence about a layer that the disk does not support.
-    pub fn wrap_disk(&self, disk: Arc<dyn Disk>, goes_on: bool) -> Result<Arc<dyn Disk>, String> {
+    pub fn wrap_disk(&self, disk: Arc<dyn Disk>, recovers: bool) -> Result<Arc<dyn Disk>, String> {
         let disk = match self.metadata {
             None => disk,
             Some(format) => Arc::new(MetadataDisk::new(disk, format)?),
@@ -63,7 +63,7 @@ impl Layers {
         let disk = match self.zoned {
             None => disk,
             Some(format) => {
-                let disk = ZonedDisk::new(disk, format, goes_on)?;
+                let disk = ZonedDisk::new(disk, format, recovers)?;
                 if let Some(damaged) = disk.damaged() {
                     tracing::warn!("{damaged}");
                 }

@@ -47,7 +47,7 @@ pub fn split(spec: &str) -> Result<(String, Layers), DiskSpecError> {
     let (spec, uuid) = take_option(spec, "uuid");
     let spec = &spec[..];
     if let Some(text) = uuid.filter(|text| parse_uuid(text).is_none()) {
-        return Err(wrong(spec, invalid_uuid_text(&text)));
+        return Err(spec_error(spec, invalid_uuid_text(&text)));
     }
     Layers::split(spec).map_err(|why| {
         let spec = spec.to_owned();
@@ -125,7 +125,7 @@ pub fn scheme(spec: &str) -> Option<&str> {
 /// Returns `spec` with absolute paths of files, so that it does not depend on the working
 /// directory.
 #[must_use]
-pub fn from_root(spec: &str) -> String {
+pub fn with_absolute_paths(spec: &str) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
     // This disk has a scheme, so it is not a bare path. The path after `file:` is percent-encoded
     // and is left unchanged.
@@ -142,7 +142,7 @@ pub fn from_root(spec: &str) -> String {
 /// [`DiskSpecError`].
 pub fn check_name(spec: &str) -> Result<(), DiskSpecError> {
     match spec.split('?').next() {
-        Some("-") => Err(wrong(
+        Some("-") => Err(spec_error(
             spec,
             "standard input and output cannot be used; for a file of that name, give `./-`"
                 .to_owned(),
@@ -154,7 +154,7 @@ pub fn check_name(spec: &str) -> Result<(), DiskSpecError> {
 /// Creates the error for a specification. `why` is a sentence that does not repeat the
 /// specification.
 #[must_use]
-pub fn wrong(spec: &str, why: String) -> DiskSpecError {
+pub fn spec_error(spec: &str, why: String) -> DiskSpecError {
     shadowbell_disk::OpenError::Spec { spec: spec.to_owned(), why }.into()
 }
 
@@ -175,9 +175,12 @@ mod tests {
         assert_eq!(with_size("null:1MiB", 8192), "null:8192");
         assert_eq!(with_size("/a.img?direct=on", 8192), "/a.img?direct=on");
         let here = std::env::current_dir().unwrap();
-        assert_eq!(from_root("a.img?direct=on"), format!("{}/a.img?direct=on", here.display()));
+        assert_eq!(
+            with_absolute_paths("a.img?direct=on"),
+            format!("{}/a.img?direct=on", here.display())
+        );
         for spec in ["/a.img?direct=on", "mem:1MiB", "nvme://0000:01:00.0/1", "file:a%3F.img"] {
-            assert_eq!(from_root(spec), spec);
+            assert_eq!(with_absolute_paths(spec), spec);
         }
     }
 

@@ -1,11 +1,15 @@
-//! Export configuration: a disk that is exported by NBD, to a VM by vhost-user-blk, or as a file.
+//! Export configuration: a disk that is exported by NBD, to a VM by vhost-user-blk, as a file by
+//! FUSE, or as a block device by ublk.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_process::process_env;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-/// Export of a disk: exactly one of `nbd`, `vhost_user_blk` and `fuse`.
+/// Largest default number of queues.
+const MAX_DEFAULT_QUEUES: u16 = 4;
+
+/// Export of a disk: exactly one of `nbd`, `vhost_user_blk`, `fuse` and `ublk`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ExportConfig {
@@ -19,12 +23,18 @@ pub struct ExportConfig {
     /// vhost-user-blk: path of the socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vhost_user_blk: Option<PathBuf>,
-    /// FUSE: path of the file, which `ctl` has mounted.
+    /// FUSE: path of the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fuse: Option<PathBuf>,
+    /// FUSE: process that has mounted the file.
+    #[serde(default, skip_serializing_if = "Mounted::is_by_client")]
+    pub mounted: Mounted,
     /// FUSE: user and group of the file. The default is that of the process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<(u32, u32)>,
+    /// ublk: device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ublk: Option<UblkConfig>,
     /// Name of the export for NBD clients, or serial number of the virtio disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
@@ -37,12 +47,50 @@ pub struct ExportConfig {
     /// Number of virtio queues. The default is one per processor, up to four.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
+    /// Longest time in microseconds for which a thread polls before it sleeps. The default is 50.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub poll_max_us: Option<u32>,
+    /// Time in seconds after which a request is cancelled. The default is 30.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout: Option<u16>,
     /// True to refuse writes.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
     /// True to permit another writer of the disk, if that writer permits this one too.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub share: bool,
+}
+
+/// Process that has mounted a FUSE file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mounted {
+    /// `ctl`, which passed the descriptor of `/dev/fuse`.
+    #[default]
+    ByClient,
+    /// The server, which unmounts it at its end.
+    ByServer {
+        /// True if the file was created for the mount.
+        created: bool,
+    },
+}
+
+impl Mounted {
+    fn is_by_client(&self) -> bool {
+        *self == Self::ByClient
+    }
+}
+
+/// Device of a ublk export.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UblkConfig {
+    /// Number of the device. The default is the first free one.
+    pub id: Option<u32>,
+    /// True to recover the device of a dead process.
+    pub recover: bool,
+    /// True to copy the data of requests.
+    pub copy: bool,
 }
 
 /// Protocol of an export, with its address.
@@ -54,6 +102,8 @@ pub enum Protocol<'a> {
     VhostUserBlk(&'a Path),
     /// FUSE file.
     Fuse(&'a Path),
+    /// ublk block device.
+    Ublk(UblkConfig),
 }
 
 impl ExportConfig {
@@ -62,11 +112,16 @@ impl ExportConfig {
     /// # Errors
     /// A sentence about keys that are missing, invalid or contradict each other.
     pub fn protocol(&self) -> Result<Protocol<'_>, String> {
-        let protocol = match (&self.nbd, &self.vhost_user_blk, &self.fuse) {
-            (Some(nbd), None, None) => Protocol::Nbd(nbd),
-            (None, Some(path), None) => Protocol::VhostUserBlk(path),
-            (None, None, Some(path)) => Protocol::Fuse(path),
-            _ => return Err("an export has one of `nbd`, `vhost-user-blk` and `fuse`".to_owned()),
+        let mut all = [
+            self.nbd.as_deref().map(Protocol::Nbd),
+            self.vhost_user_blk.as_deref().map(Protocol::VhostUserBlk),
+            self.fuse.as_deref().map(Protocol::Fuse),
+            self.ublk.map(Protocol::Ublk),
+        ]
+        .into_iter()
+        .flatten();
+        let (Some(protocol), None) = (all.next(), all.next()) else {
+            return Err("an export has one of `nbd`, `vhost-user-blk` and `fuse`".to_owned());
         };
         let why = match protocol {
             Protocol::Nbd(_) | Protocol::Fuse(_) if self.queues.is_some() => {
@@ -75,7 +130,7 @@ impl ExportConfig {
             Protocol::Nbd(nbd) if !["unix:", "tcp:"].iter().any(|kind| nbd.starts_with(kind)) => {
                 return Err(format!("`nbd` is `unix:PATH` or `tcp:ADDRESS`, not `{nbd}`"));
             }
-            Protocol::VhostUserBlk(_) | Protocol::Fuse(_)
+            Protocol::VhostUserBlk(_) | Protocol::Fuse(_) | Protocol::Ublk(_)
                 if self.tls_certificates.is_some() || self.tls_any_client =>
             {
                 "TLS is for `nbd` only: leave out `tls-certificates` and `tls-any-client`"
@@ -93,7 +148,7 @@ impl ExportConfig {
 
     /// Returns the export with absolute paths, so that it does not depend on the working directory.
     #[must_use]
-    pub fn from_root(&self) -> Self {
+    pub fn with_absolute_paths(&self) -> Self {
         let absolute = |path: &Path| process_env::absolute(path);
         let nbd = self.nbd.as_ref().map(|nbd| match nbd.strip_prefix("unix:") {
             Some(path) => format!("unix:{}", absolute(Path::new(path)).display()),
@@ -108,7 +163,7 @@ impl ExportConfig {
     /// True if both are the same export.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
-        self.from_root() == other.from_root()
+        self.with_absolute_paths() == other.with_absolute_paths()
     }
 
     /// Path of the UNIX socket, if there is one.
@@ -117,8 +172,28 @@ impl ExportConfig {
         match self.protocol().ok()? {
             Protocol::Nbd(address) => address.strip_prefix("unix:").map(Path::new),
             Protocol::VhostUserBlk(path) => Some(path),
-            Protocol::Fuse(_) => None,
+            Protocol::Fuse(_) | Protocol::Ublk(_) => None,
         }
+    }
+
+    /// Path of the socket or of the file.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        self.socket().or(self.fuse.as_deref())
+    }
+
+    /// Default number of queues: one per processor, at most four.
+    #[must_use]
+    pub fn default_queues() -> u16 {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        u16::try_from(processors).map_or(MAX_DEFAULT_QUEUES, |count| count.min(MAX_DEFAULT_QUEUES))
+    }
+
+    /// True if the export takes privileges that a server process in a sandbox does not have: it
+    /// mounts a file, or creates a device.
+    #[must_use]
+    pub fn is_privileged(&self) -> bool {
+        self.ublk.is_some() || !self.mounted.is_by_client()
     }
 
     /// TCP address, if there is one.

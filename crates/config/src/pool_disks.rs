@@ -51,7 +51,7 @@ pub fn with_attached(spec: &PoolSpec, given: &[DiskConfig]) -> anyhow::Result<Ve
 }
 
 /// True if a disk is a namespace of the pool.
-pub fn is_of(spec: &PoolSpec, disk: &DiskConfig) -> bool {
+pub fn belongs_to(spec: &PoolSpec, disk: &DiskConfig) -> bool {
     let path = disk.disk.split('?').next().unwrap_or_default();
     Path::new(path).parent() == Some(&spec.directory)
 }

@@ -24,7 +24,7 @@ pub const MAX_POLL_US: u32 = 1_000_000;
 pub const TRACE_RECORDS: u32 = 1 << 18;
 
 /// Validated configuration. Disks and sockets are not opened yet.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct ServerConfig {
     /// Named disks.
     pub disks: Vec<NamedDisk>,
@@ -108,17 +108,17 @@ impl SocketConfig {
 
     /// Resources that no other controller can use: the socket and the disks.
     #[must_use]
-    pub fn takes(&self) -> Vec<String> {
-        let disks = self.controller.disks.iter().map(DiskConfig::takes);
+    pub fn exclusive_resources(&self) -> Vec<String> {
+        let disks = self.controller.disks.iter().map(DiskConfig::exclusive_resources);
         disks.chain([self.canonical_socket()]).collect()
     }
 
     /// Resource of a namespace that no other namespace can use: its disk.
     #[must_use]
-    pub fn takes_for(&self, nsid: u32) -> Option<String> {
+    pub fn exclusive_resource_of(&self, nsid: u32) -> Option<String> {
         let disks = &self.controller.disks;
         let at = nsids(disks).position(|other| other == nsid)?;
-        disks.get(at).map(DiskConfig::takes)
+        disks.get(at).map(DiskConfig::exclusive_resources)
     }
 
     /// Absolute path of the configured socket, which identifies the controller.
@@ -135,8 +135,8 @@ impl SocketConfig {
 
 /// Canonical path of a socket.
 pub fn canonical_path(path: &Path) -> PathBuf {
-    let from_root = process_env::absolute(path);
-    let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
+    let with_absolute_paths = process_env::absolute(path);
+    let path = std::fs::canonicalize(with_absolute_paths).unwrap_or_else(|_| path.to_owned());
     // If the path is a directory, the socket is `cntrl` in it, as in SPDK.
     if path.is_dir() { path.join("cntrl") } else { path }
 }

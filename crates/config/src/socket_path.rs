@@ -22,17 +22,17 @@ pub struct SocketPath {
 }
 
 /// Result of [`settle`].
-static SETTLED: OnceLock<Option<PathBuf>> = OnceLock::new();
+static DIRECTORY: OnceLock<Option<PathBuf>> = OnceLock::new();
 
 /// Determines the directory of control sockets and returns it. The directory stays the same for
 /// this process, even if its user changes later.
 pub fn settle() -> Option<PathBuf> {
-    SETTLED.get_or_init(find).clone()
+    DIRECTORY.get_or_init(find).clone()
 }
 
 /// Directory with one subdirectory per server. `None` if this user has no such directory.
 pub fn directory() -> Option<PathBuf> {
-    SETTLED.get().cloned().unwrap_or_else(find)
+    DIRECTORY.get().cloned().unwrap_or_else(find)
 }
 
 fn find() -> Option<PathBuf> {

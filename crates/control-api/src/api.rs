@@ -328,7 +328,7 @@ pub struct DiskUser {
     pub nsid: u32,
 }
 
-/// Export of a disk, by NBD, vhost-user-blk or FUSE.
+/// Export of a disk, by NBD, vhost-user-blk, FUSE or ublk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Export {
     /// Identifier in requests.
@@ -345,6 +345,9 @@ pub struct Export {
     /// Path of the FUSE file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fuse: Option<String>,
+    /// Path of the ublk block device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ublk: Option<String>,
     /// Name of the export for NBD clients, or serial number of the virtio disk.
     pub name: String,
     /// True if clients without TLS are refused.

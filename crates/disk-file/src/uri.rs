@@ -143,8 +143,8 @@ enum Parsed {
 fn parse(spec: &str) -> Result<Parsed, String> {
     let (name, mut options) = DiskOptions::split(spec)?;
     let (scheme, rest) = scheme(name)?;
-    let known = match scheme {
-        "null" => &NULL_OPTIONS[..],
+    let known: &[&str] = match scheme {
+        "null" => &NULL_OPTIONS,
         "mem" => &MEMORY_OPTIONS,
         _ => &FILE_OPTIONS,
     };

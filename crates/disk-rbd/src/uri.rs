@@ -78,7 +78,11 @@ fn parse(spec: &str) -> Result<RbdSpec, String> {
         block_size: 512,
     };
     options.check("rbd", &RbdSpec::OPTIONS)?;
-    made.conf = options.take("conf").map(|path| text("option `conf`", path)).transpose()?.map(PathBuf::from);
+    made.conf = options
+        .take("conf")
+        .map(|path| text("option `conf`", path))
+        .transpose()?
+        .map(PathBuf::from);
     if let Some(user) = options.take("id") {
         made.id = text("option `id`", user)?;
     }

@@ -12,10 +12,10 @@ use shadowbell_block::{BlockQueue, Buffer, BufferPool};
 /// Size in bytes and number of the shared buffers of a connection. Each size is allocated when it
 /// is first needed.
 const SIZES: [(usize, usize); 3] = [(4 << 10, 128), (64 << 10, 32), (256 << 10, 8)];
-/// Size in bytes of the largest ordinary buffer that is kept for later requests. `KEEP_ALL` is the
+/// Size in bytes of the largest ordinary buffer that is kept for later requests. `MAX_KEPT_BYTES` is the
 /// limit of all kept buffers together.
-const KEEP: usize = 256 << 10;
-const KEEP_ALL: usize = 4 << 20;
+const MAX_KEPT_BUFFER: usize = 256 << 10;
+const MAX_KEPT_BYTES: usize = 4 << 20;
 
 /// Data buffer of a request.
 pub(crate) enum Data {
@@ -127,7 +127,7 @@ impl DataMemory {
         // The drop of a shared buffer returns it to its pool.
         let Data::Own(bytes) = data else { return };
         let room = bytes.capacity();
-        if room > 0 && room <= KEEP && self.kept + room <= KEEP_ALL {
+        if room > 0 && room <= MAX_KEPT_BUFFER && self.kept + room <= MAX_KEPT_BYTES {
             self.kept += room;
             self.spare.push(bytes);
         }

@@ -171,20 +171,20 @@ impl<F: Future> IoThread<F> {
     /// True if the thread should look for work once more before it sleeps. Called after a round
     /// without work.
     #[cfg(feature = "vhost")]
-    pub(crate) fn looks_again(&mut self) -> bool {
-        self.window.looks_again()
+    pub(crate) fn polls_again(&mut self) -> bool {
+        self.window.polls_again()
     }
 
-    /// As [`looks_again`](Self::looks_again), for a thread that looks for work by a system call.
+    /// As [`polls_again`](Self::polls_again), for a thread that looks for work by a system call.
     #[cfg(any(feature = "nbd", feature = "fuse"))]
-    pub(crate) fn looks_again_by_call(&mut self) -> bool {
-        self.window.looks_again_by_call()
+    pub(crate) fn polls_again_by_call(&mut self) -> bool {
+        self.window.polls_again_by_call()
     }
 
-    /// As [`looks_again`](Self::looks_again), for a thread that looks only for completions.
+    /// As [`polls_again`](Self::polls_again), for a thread that looks only for completions.
     #[cfg(feature = "ublk")]
     pub(crate) fn spin(&mut self) -> bool {
-        self.queue.as_ref().is_some_and(|queue| queue.pending() > 0) && self.window.looks_again()
+        self.queue.as_ref().is_some_and(|queue| queue.pending() > 0) && self.window.polls_again()
     }
 
     /// Prepares a sleep. Returns true if no work is pending. Then the thread may sleep by

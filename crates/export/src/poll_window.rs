@@ -36,7 +36,7 @@ impl PollWindow {
 
     /// True if the thread should poll once more before a sleep. Called after a pass without work.
     #[inline]
-    pub(crate) fn looks_again(&mut self) -> bool {
+    pub(crate) fn polls_again(&mut self) -> bool {
         if self.poll.window().is_zero() {
             return false;
         }
@@ -48,10 +48,10 @@ impl PollWindow {
         self.check_deadlines()
     }
 
-    /// As [`looks_again`](Self::looks_again), for a pass that makes a system call. The clock is
+    /// As [`polls_again`](Self::polls_again), for a pass that makes a system call. The clock is
     /// read after each pass, because a system call takes longer than the clock.
     #[cfg(any(feature = "nbd", feature = "fuse"))]
-    pub(crate) fn looks_again_by_call(&mut self) -> bool {
+    pub(crate) fn polls_again_by_call(&mut self) -> bool {
         if self.poll.window().is_zero() {
             return false;
         }
@@ -93,7 +93,7 @@ mod tests {
     #[test]
     fn the_polling_window_adapts_to_the_interval_of_work() {
         let mut window = PollWindow::new(MOST);
-        assert!(window.looks_again());
+        assert!(window.polls_again());
         for _ in 0..5 {
             window.slept(MOST / 2);
         }
@@ -101,20 +101,20 @@ mod tests {
         for _ in 0..4 {
             window.slept(MOST * 2);
         }
-        assert!(!window.looks_again(), "nothing came for long");
+        assert!(!window.polls_again(), "nothing came for long");
         window.slept(MOST / 2);
-        assert!(window.looks_again());
+        assert!(window.polls_again());
     }
 
     #[test]
     fn the_polling_window_ends_without_work() {
         let mut window = PollWindow::new(MOST);
         let began = Instant::now();
-        while window.looks_again() {
+        while window.polls_again() {
             assert!(began.elapsed() < shadowbell_testing::wait::LIMIT);
         }
         window.found();
-        assert!(window.looks_again());
-        assert!(!PollWindow::new(Duration::ZERO).looks_again());
+        assert!(window.polls_again());
+        assert!(!PollWindow::new(Duration::ZERO).polls_again());
     }
 }

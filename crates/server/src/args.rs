@@ -6,10 +6,12 @@ use anyhow::{Context, anyhow};
 use shadowbell_config::config_file;
 use shadowbell_config::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use shadowbell_config::cpu_list::{self, CpuList};
+use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::parse;
 use shadowbell_config::pool::PoolSpec;
 use shadowbell_config::server_config::{
-    MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
+    MAX_POLL_US, MAX_WORKERS, NamedDisk, Poll, ServerConfig, SocketConfig, TRACE_RECORDS,
+    pool_options,
 };
 use shadowbell_config::socket_access::{self, SocketAccess};
 use shadowbell_config::socket_path::{self, SocketPath};
@@ -21,7 +23,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 /// Serve disks as an NVMe controller to a virtual machine, over a vfio-user socket
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Default, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub struct Args {
     /// Disks, one per namespace: disk.img, /dev/sdb, /dev/ng0n1, disk.qcow2, mem:1GiB, null:1TiB,
@@ -66,14 +68,25 @@ pub struct Args {
     #[arg(long)]
     measure: bool,
 
+    /// Name of the server [default: the name of the configuration file, or of the socket]
+    #[arg(long, value_name = "NAME", value_parser = socket_path::check_name)]
+    name: Option<String>,
+
+    #[command(flatten)]
+    pub(super) service: ServiceArgs,
+
+    /// Disk and exports of `shadowbell export`, instead of controllers.
+    #[arg(skip)]
+    pub(super) exported: Option<Exported>,
+}
+
+/// Options of the verbs that serve: `serve` and `export`.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(super) struct ServiceArgs {
     /// Path of the control socket, for `shadowbell ctl` [default:
     /// /run/shadowbell/NAME/control.sock, or below $XDG_RUNTIME_DIR for a user other than root]
     #[arg(long, value_name = "PATH")]
     control_socket: Option<PathBuf>,
-
-    /// Name of the server [default: the name of the configuration file, or of the socket]
-    #[arg(long, value_name = "NAME", value_parser = socket_path::check_name)]
-    name: Option<String>,
 
     /// Mode of the controllers' sockets, as in 0660 [default: set by the umask]
     #[arg(long, value_name = "MODE", value_parser = socket_access::parse_mode)]
@@ -124,6 +137,32 @@ pub struct Args {
     pub(super) faults: super::faults::FaultArgs,
 }
 
+/// Id of the disk of `export`.
+pub(super) const DISK: &str = "disk";
+
+/// Disk and exports of the command line.
+#[derive(Clone, Debug)]
+pub(super) struct Exported {
+    /// Path that gives the server its default name.
+    pub(super) named: PathBuf,
+    /// Specification of the disk.
+    pub(super) disk: String,
+    pub(super) exports: Vec<ExportConfig>,
+}
+
+impl Exported {
+    /// Configuration of the server.
+    pub(super) fn config(self) -> ServerConfig {
+        ServerConfig {
+            disks: vec![NamedDisk { id: DISK.to_owned(), spec: self.disk, origin: None }],
+            exports: self.exports,
+            // No controller uses them.
+            pool: PoolOptions { workers: 1, ..PoolOptions::default() },
+            ..ServerConfig::default()
+        }
+    }
+}
+
 const AFTER_HELP: &str = "\
 SIGINT, SIGTERM and SIGHUP end the service; a second one does not wait for the guests. With \
 --config, SIGHUP reloads the file, as `shadowbell ctl apply` does: controllers are added, removed \
@@ -167,6 +206,8 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
   namespace=NAME          [default: admin], namespace in the pool
   read-zeroes=on          of null: reads return zeroes
   zero-copy=off           of nvme:// and vfio-user: copy data through memory of this process
+  queue-pairs=N, timeout=SECONDS  of nvme:// and vfio-user: number of queue pairs [default: 8],
+                          time limit of a command
   iops=N[:BURST], read-iops=, write-iops=, bandwidth=SIZE[:BURST], read-bandwidth=,
   write-bandwidth=        rate limits per second; requests beyond them wait
   limit-group=NAME        share the limits of this group
@@ -280,6 +321,11 @@ pub(super) struct PoolArgs {
 }
 
 impl Args {
+    /// Command line for exports.
+    pub(super) fn of_exports(service: ServiceArgs, exported: Exported) -> Self {
+        Self { service, exported: Some(exported), ..Self::default() }
+    }
+
     /// Returns true if a configuration file was given.
     pub(super) fn has_file(&self) -> bool {
         self.config.is_some()
@@ -293,12 +339,12 @@ impl Args {
         if self.has_file() && text.is_none() {
             return Err(anyhow!("the configuration file was not read"));
         }
-        sandbox::permissions(self.user.as_ref(), &self.clone().config(text)?)
+        sandbox::permissions(self.service.user.as_ref(), &self.clone().config(text)?)
     }
 
     /// Options of the sandbox.
     pub(super) fn sandbox(&self) -> sandbox::Asked {
-        sandbox::Asked { mode: self.sandbox, user: self.user.clone() }
+        sandbox::Asked { mode: self.service.sandbox, user: self.service.user.clone() }
     }
 
     /// Configuration from the command line and the file. `text`: the content of the file, if it
@@ -309,17 +355,17 @@ impl Args {
     pub fn config(self, text: Option<&str>) -> anyhow::Result<ServerConfig> {
         let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
         let names = self.config.as_deref().or(self.socket.as_deref());
+        let names = names.or_else(|| self.exported.as_ref().map(|exported| &*exported.named));
         let default_name = names.map(socket_path::name_from).unwrap_or_default();
         let is_polling_open = self.pool.poll.is_none() && self.pool.poll_max.is_none();
-        let mut config = match self.config {
-            Some(path) => match text {
+        let mut config = match (self.config, self.exported) {
+            (_, Some(exported)) => exported.config(),
+            (Some(path), None) => match text {
                 Some(text) => config_file::parse(text, &path.display().to_string())
                     .map_err(|why| bad_input(anyhow!(why)))?,
                 None => config_file::read(&path)?,
             },
-            None => ServerConfig {
-                disks: Vec::new(),
-                exports: Vec::new(),
+            (None, None) => ServerConfig {
                 controllers: vec![SocketConfig {
                     id: None,
                     socket: self.socket.unwrap_or_default(),
@@ -331,31 +377,25 @@ impl Args {
                     origin: None,
                 }],
                 pool: self.pool.options()?,
-                trace: None,
-                measure: false,
-                control: SocketPath::default(),
-                default_name: String::new(),
-                metrics: None,
-                metrics_hosts: Vec::new(),
-                groups: Vec::new(),
-                socket_access: SocketAccess::default(),
-                allow: Vec::new(),
-                polls_for_mapped: false,
+                ..ServerConfig::default()
             }
             .settled(is_polling_open),
         };
         config.trace = trace.or(config.trace);
         config.measure |= self.measure;
         config.default_name = default_name;
-        config.allow.extend(self.allow);
-        config.metrics = self.metrics.or(config.metrics);
-        config.metrics_hosts.extend(self.metrics_host);
+        let service = self.service;
+        config.allow.extend(service.allow);
+        config.metrics = service.metrics.or(config.metrics);
+        config.metrics_hosts.extend(service.metrics_host);
         let SocketAccess { mode, group } = config.socket_access;
-        config.socket_access =
-            SocketAccess { mode: self.socket_mode.or(mode), group: self.socket_group.or(group) };
+        config.socket_access = SocketAccess {
+            mode: service.socket_mode.or(mode),
+            group: service.socket_group.or(group),
+        };
         let SocketPath { name, path } = config.control;
         config.control =
-            SocketPath { name: self.name.or(name), path: self.control_socket.or(path) };
+            SocketPath { name: self.name.or(name), path: service.control_socket.or(path) };
         if let Some((path, _)) = &config.trace {
             let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
             checked.context("--trace").map_err(bad_input)?;

@@ -216,7 +216,7 @@ impl Parts {
         let (rest, limits) = DiskLimits::split(spec).ok()?;
         let (bare, read_only) = disk_spec::take_option(&rest, "read-only");
         let read_only = read_only.is_some_and(|value| ["on", "true"].contains(&&value[..]));
-        Some(Self { bare: disk_spec::from_root(&bare), limits, read_only })
+        Some(Self { bare: disk_spec::with_absolute_paths(&bare), limits, read_only })
     }
 }
 
@@ -247,7 +247,7 @@ fn differences(
         let is_both =
             from.zip(to).is_none_or(|(from, to)| from.uuid.is_some() && to.uuid.is_some());
         let text = |disk: &&DiskConfig| {
-            let spec = disk_spec::from_root(&disk.disk);
+            let spec = disk_spec::with_absolute_paths(&disk.disk);
             match disk.uuid.filter(|_| is_both) {
                 Some(uuid) => disk_spec::with_option(&spec, "uuid", &uuid_text(&uuid)),
                 None => spec,

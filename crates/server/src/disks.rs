@@ -31,7 +31,7 @@ pub(super) struct ListedDisk {
 impl ListedDisk {
     /// True if the disk has this specification.
     pub(super) fn is_same(&self, spec: &str) -> bool {
-        disk_spec::from_root(&self.open.spec) == disk_spec::from_root(spec)
+        disk_spec::with_absolute_paths(&self.open.spec) == disk_spec::with_absolute_paths(spec)
     }
 
     /// True if the id names this disk: its own id, or with the path of a controller's socket.

@@ -1,4 +1,4 @@
-//! Exports of the server's disks to programs other than NVMe hosts: NBD, vhost-user-blk and FUSE.
+//! Exports of the server's disks to programs other than NVMe hosts: NBD, vhost-user-blk, FUSE, ublk.
 //!
 //! An export refers to a disk by id, and uses the same open disk as a controller. Its listening
 //! socket has the mode and group of the controllers' sockets. The next server process after a crash
@@ -15,20 +15,21 @@ use super::path_broker;
 use super::reconfigure::Changes;
 use super::running_exports::{ExportDevice, RunningExport, tls_of};
 use anyhow::{Context, anyhow};
+use bytesize::ByteSize;
 use rustix::fs::{AtFlags, StatxFlags, statx};
 use shadowbell_block::{BlockDevice, BlockOptions};
-use shadowbell_config::export_config::{ExportConfig, Protocol};
+use shadowbell_config::export_config::{ExportConfig, Protocol, UblkConfig};
 use shadowbell_export::fuse::{self, Session};
 use shadowbell_export::nbd::{Address, Listener, Options, Server};
+use shadowbell_export::ublk::{self, Ublk, WhyCopied};
 use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
-/// Largest default number of virtio queues.
-const MOST_QUEUES: usize = 4;
-/// Longest time for which the thread of a virtio queue polls before it sleeps.
+/// Default of the longest time for which a thread polls before it sleeps.
 const POLL: Duration = Duration::from_micros(50);
 
 /// Device number of `/dev/fuse`.
@@ -99,6 +100,7 @@ impl Changes {
             };
         }
         if let Some(device) = device.filter(|_| wanted.fuse.is_some()) {
+            check_fuse_device(&device)?;
             if let Some(kept) = self.kept() {
                 kept.keep_fuse_device(&wanted.id, device.as_fd());
             }
@@ -221,14 +223,18 @@ impl Changes {
         let protocol = config.protocol().map_err(|why| exit::bad_input(anyhow!(why)))?;
         let disk = self.disk(&config.disk)?;
         self.check_writers(&config, &disk)?;
+        if let Some(path) = config.socket().filter(|path| path.is_dir()) {
+            let why = anyhow!("{} is a directory: name a socket in it", path.display());
+            return Err(exit::bad_input(why));
+        }
         let mut options = BlockOptions::default();
         options.read_only = config.read_only;
-        if let Protocol::VhostUserBlk(_) = protocol {
-            let processors = std::thread::available_parallelism().map_or(1, usize::from);
-            options.queues = config.queues.map_or(processors.min(MOST_QUEUES), usize::from);
-            options.poll = POLL;
+        options.queues = config.queues.unwrap_or_else(ExportConfig::default_queues).into();
+        options.poll = config.poll_max_us.map_or(POLL, |us| Duration::from_micros(us.into()));
+        if let Some(seconds) = config.timeout {
+            options.timeout = Duration::from_secs(seconds.into());
         }
-        let block = BlockDevice::new(disk.open.disk, &options).map_err(exit::bad_input)?;
+        let block = self.block_device(&disk, &options)?;
         let device = match protocol {
             Protocol::Nbd(address) => {
                 ExportDevice::Nbd(start_nbd(block.clone(), address, &config, &disk.id)?)
@@ -250,15 +256,44 @@ impl Changes {
                 }
                 let mut options = fuse::Options::default();
                 options.owner = config.owner;
-                let session = Session::start(&block, device, &options, || ());
+                let ended = self.exports().on_end(format!("{} was unmounted", path.display()));
+                let session = Session::start(&block, device, &options, ended);
                 ExportDevice::Fuse(session.map_err(exit::bad_input)?, path.to_owned())
             }
+            Protocol::Ublk(wanted) => {
+                let is_shared = self.exports().wanted().len() > 1;
+                let why = "the block device was removed by another program".to_owned();
+                let ended = self.exports().on_end(why);
+                let device = start_ublk(&block, wanted, is_shared, ended)?;
+                ExportDevice::Ublk(Box::new(device))
+            }
         };
-        info!("export {}: disk {} at {}", config.id, disk.id, device.address());
+        info!(
+            "export {}: exporting {} ({}{}) at {}",
+            config.id,
+            block.disk().name(),
+            ByteSize(block.geometry().bytes).display().iec(),
+            if block.geometry().read_only { ", read-only" } else { "" },
+            device.address()
+        );
         config.disk = disk.id;
         let id = config.id.clone();
         self.exports().running.lock().insert(id, RunningExport { config, block, device });
         Ok(())
+    }
+
+    /// Block device on a disk. All exports of the disk share the locks of written ranges.
+    fn block_device(
+        &self,
+        disk: &ListedDisk,
+        options: &BlockOptions,
+    ) -> anyhow::Result<BlockDevice> {
+        let running = self.exports().running.lock();
+        let mut others = running.values().map(|export| &export.block);
+        match others.find(|other| Arc::ptr_eq(other.disk(), &disk.open.disk)) {
+            Some(other) => Ok(other.beside(options)),
+            None => BlockDevice::new(Arc::clone(&disk.open.disk), options).map_err(exit::bad_input),
+        }
     }
 
     /// Duplicate of an export's descriptor of `/dev/fuse`.
@@ -267,12 +302,7 @@ impl Changes {
         let device = devices.get(id).context(
             "there is no descriptor of /dev/fuse, which `shadowbell ctl export add --fuse` passes",
         );
-        let device = device.map_err(exit::bad_input)?.try_clone()?;
-        let about = statx(&device, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
-        if (about.stx_rdev_major, about.stx_rdev_minor) != FUSE {
-            return Err(exit::bad_input(anyhow!("the passed descriptor is not one of /dev/fuse")));
-        }
-        Ok(device)
+        Ok(device.map_err(exit::bad_input)?.try_clone()?)
     }
 
     fn record_exports(&self, all: Vec<ExportConfig>) {
@@ -280,6 +310,15 @@ impl Changes {
         if let Some(kept) = self.kept() {
             kept.set_exports(all);
         }
+    }
+}
+
+/// Refuses a descriptor that is not one of `/dev/fuse`.
+fn check_fuse_device(device: &OwnedFd) -> anyhow::Result<()> {
+    let about = statx(device, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
+    match (about.stx_rdev_major, about.stx_rdev_minor) {
+        FUSE => Ok(()),
+        _ => Err(exit::bad_input(anyhow!("the passed descriptor is not one of /dev/fuse"))),
     }
 }
 
@@ -296,6 +335,18 @@ fn start_nbd(
     options.name.clone_from(&config.name);
     disk.clone_into(&mut options.description);
     options.tls = tls_of(config)?;
+    let clients_are_known = config.tls_certificates.is_some() && !config.tls_any_client;
+    if let Address::Tcp(tcp) = address
+        && !tcp.ip().is_loopback()
+        && !clients_are_known
+    {
+        warn!(
+            "all hosts that can reach {tcp} can read the disk{}, because NBD without client \
+             certificates has no authentication; `tcp:127.0.0.1:{}` permits only this machine",
+            if config.read_only { "" } else { " and write it" },
+            tcp.port()
+        );
+    }
     let (listener, address) = match address {
         Address::Unix(path) => {
             let listener = bind_socket(&path).map_err(super::sandbox::explain)?;
@@ -309,4 +360,28 @@ fn start_nbd(
         }
     };
     Server::start_on(block, listener, address, &options).map_err(exit::bad_input)
+}
+
+/// Creates a ublk device on a disk, or recovers it.
+fn start_ublk(
+    block: &BlockDevice,
+    wanted: UblkConfig,
+    is_shared: bool,
+    ended: impl FnOnce() + Send + 'static,
+) -> anyhow::Result<Ublk> {
+    let mut options = ublk::Options::default();
+    (options.id, options.recover, options.copy) = (wanted.id, wanted.recover, wanted.copy);
+    options.shared = is_shared;
+    let device = Ublk::start(block, options, ended).map_err(exit::bad_input)?;
+    let path = device.path().display();
+    if device.was_recovered() {
+        info!("{path}: recovered");
+    }
+    match device.why_copied() {
+        None => info!("{path}: zero-copy I/O to the disk"),
+        // Expected for a disk without a local file, so only debug output.
+        Some(WhyCopied::NoFile) => debug!("{path}: {}", WhyCopied::NoFile),
+        Some(why) => info!("{path}: data is copied: {why}"),
+    }
+    Ok(device)
 }

@@ -28,7 +28,7 @@ impl Endpoint {
 
 /// Prints the arguments to standard output, except with `--quiet`.
 pub(super) fn show(config: &ServerConfig) {
-    if !logging::is_informational() {
+    if !logging::is_informational() || config.controllers.is_empty() {
         return;
     }
     let endpoints: Vec<Endpoint> = config.controllers.iter().map(Endpoint::new).collect();

@@ -1,4 +1,5 @@
-//! `shadowbell serve`: NVMe controllers for virtual machines, over vfio-user sockets.
+//! `shadowbell serve`: NVMe controllers for virtual machines, over vfio-user sockets, and exports of
+//! disks to other programs. `shadowbell export` is its short form for exports of one disk.
 //!
 //! # Architecture
 //!
@@ -12,16 +13,16 @@
 //! | `namespaces` | addition, removal and change of namespaces at run time |
 //! | `disks` | disks by id |
 //! | `open_disk` | open disks that no controller has |
-//! | `exports`, `running_exports` | exports of disks by NBD, vhost-user-blk and FUSE |
+//! | `exports`, `running_exports` | exports of disks by NBD, vhost-user-blk, FUSE and ublk |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
-//! | `args` | command line |
+//! | `args`, `export_args` | command lines of `serve` and `export` |
 //! | `builder` | builds a controller and its socket from the configuration |
 //! | `server` | I/O threads, reactor and controllers, from start to stop |
 //! | `flush` | synchronous flush of a disk |
 //! | `event` | queue of controller events for the log |
 //! | `event_log` | log lines for events of guests |
-//! | `launch_hint` | command-line arguments for QEMU, Cloud Hypervisor and SPDK |
+//! | `launch_hint`, `export_hint` | commands for VMMs and for clients of exports |
 //! | `stats_report` | statistics for the control socket and the log |
 //! | `reactor_thread` | thread that serves the vfio-user sockets |
 //! | `quiesce` | quiesce for an upgrade |
@@ -55,6 +56,8 @@ mod disks;
 mod endpoints;
 mod event;
 mod event_log;
+mod export_args;
+mod export_hint;
 mod exports;
 #[cfg(feature = "faults")]
 mod faults;
@@ -85,6 +88,7 @@ mod tracer;
 mod worker_link;
 
 pub use args::Args;
+pub use export_args::ExportArgs;
 
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
@@ -96,11 +100,13 @@ use parent_watch::ParentWatch;
 use recover::Recovery;
 use reload::Reload;
 use resize_watch::ResizeWatch;
+use running_exports::OwnMounts;
 use server::Server;
 use shadowbell_config::disk_spec::{self, DiskSpecError};
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::{config_file, socket_access};
 use shadowbell_config::{limits, pool, subsystems};
+use shadowbell_export::ublk;
 use shadowbell_process::signals::{EndSignals, Wake};
 use shadowbell_process::{descriptor_limit, exit, logging, notify};
 use shadowbell_storage::disk_kinds;
@@ -124,13 +130,21 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if let Some(file) = &args.check {
         return check(file);
     }
-    let Some(role) = args.as_worker else { return serve(args, None) };
+    let Some(role) = args.service.as_worker else { return serve(args, None) };
     let link = WorkerLink::take()?;
     let outcome = serve(args, Some((role, &link)));
     if let Err(error) = &outcome {
         link.say(to_supervisor::FAILED, &exit::line(error));
     }
     outcome
+}
+
+/// Serves exports of one disk, until a signal ends the service, or all exports have ended.
+///
+/// # Errors
+/// The disk cannot be exported, or the service has failed.
+pub fn run_export(args: ExportArgs) -> anyhow::Result<ExitCode> {
+    run(args.serve()?)
 }
 
 /// Validates a configuration file.
@@ -153,10 +167,11 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
 
 fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
     #[cfg(feature = "faults")]
-    let faults = args.faults.clone();
+    let faults = args.service.faults.clone();
     let mut phases = Phases::begin();
     let given = args.clone();
     let asked = args.sandbox();
+    let ends_unused = args.exported.is_some();
     let text = supervisor.map(|(_, link)| link.begin()).transpose()?.flatten();
     let mut config = args.config(text.as_deref())?;
     let reload = Reload::of(&given, &config);
@@ -185,6 +200,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let handle = signals.handle();
     let ended = move || handle.close();
     let link = supervisor.map(|(_, link)| link);
+    if config.exports.iter().any(|export| export.ublk.is_some()) {
+        ublk::mark_as_io_flusher();
+    }
     // Before any disk is opened, so that the fence covers all I/O.
     let checkpointer = link.map(Checkpointer::new).transpose()?;
     let supervisor_pid = link.and_then(|_| rustix::process::getppid());
@@ -199,6 +217,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let contained = sandbox::enter(&asked, &config, link)?;
     logging::start_thread();
     phases.ended("sandbox");
+    let mut mounts = OwnMounts::default();
     let (mut server, endpoints, late) = match (supervisor, &checkpointer) {
         (Some((Role::Recover, link)), Some(checkpointer)) => {
             match recover::recover(&config, link, checkpointer, ended, &mut phases)? {
@@ -216,9 +235,14 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             // A remote disk may not answer, so the open may block when the supervisor dies.
             let _watch = link.map(|link| ParentWatch::start(link, Duration::ZERO)).transpose()?;
             let endpoints = Endpoints::listen(&config, supervisor_pid)?;
+            let devices;
+            (mounts, devices) = OwnMounts::new(&mut config.exports)?;
             let keep = checkpointer.as_ref().map(|checkpointer| {
                 |server: &Server, reactor: &mut _, ports: &[_]| {
                     checkpointer.begin(&server.controllers(), reactor, ports, false);
+                    for (id, device) in &devices {
+                        checkpointer.kept().keep_fuse_device(id, device.as_fd());
+                    }
                     checkpointer.keep_others(
                         server.changes().unattached(),
                         server.changes().exports().wanted(),
@@ -226,7 +250,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
                     checkpointer.complete();
                 }
             });
-            (Server::start(&config, keep, ended)?, endpoints, None)
+            let server = Server::start(&config, keep, ended).inspect_err(|_| mounts.undo())?;
+            server.changes().exports().devices().extend(devices);
+            (server, endpoints, None)
         }
     };
     #[cfg(feature = "faults")]
@@ -236,7 +262,14 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         server.changes().set_checkpoint(checkpointer.kept());
     }
     let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
-    server.changes().start_exports(is_first)?;
+    if ends_unused {
+        let handle = signals.handle();
+        server.changes().exports().end_when_unused(move || handle.close());
+    }
+    if !is_first {
+        mounts = OwnMounts::recover(&server.changes().exports().wanted());
+    }
+    server.changes().start_exports(is_first).inspect_err(|_| mounts.undo())?;
     namespace_requests::begin(&server)?;
     let _sizes = ResizeWatch::start(&server)?;
     let handle = signals.handle();
@@ -252,6 +285,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         Some((role, link)) => {
             if role == Role::Start {
                 launch_hint::show(&config);
+                export_hint::show(server.changes().exports());
             }
             let sockets = config.controllers.iter().map(|served| served.socket.as_path());
             link.serves(sockets, &server.registry().summary());
@@ -262,6 +296,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         }
         None => {
             launch_hint::show(&config);
+            export_hint::show(server.changes().exports());
             notify::send(&notify::ready(&server.registry().summary()));
         }
     }
@@ -285,6 +320,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     drop(late);
     // The endpoints and exports remove their socket files.
     drop(answering.map(RunningEndpoints::rest));
+    mounts.end(server.changes().exports());
     server.changes().exports().stop();
     let outcome = server.stop();
     drop(event_log);

@@ -176,7 +176,7 @@ impl Carrier {
     fn own(&self, served: &ServedController) -> Vec<u32> {
         let asked = explicit(served);
         let Some(spec) = &asked.controller.pool else { return Vec::new() };
-        let disks = asked.controller.disks.iter().filter(|disk| pool_disks::is_of(spec, disk));
+        let disks = asked.controller.disks.iter().filter(|disk| pool_disks::belongs_to(spec, disk));
         disks.filter_map(|disk| disk.nsid).collect()
     }
 

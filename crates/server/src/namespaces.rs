@@ -68,7 +68,8 @@ impl Changes {
         check_pool(&asked, nsid)?;
         if let Some(found) = find(&served, &asked, nsid) {
             let is_same = (found.disk.id.as_ref() == Some(&wanted.disk)
-                || disk_spec::from_root(&found.disk.disk) == disk_spec::from_root(&wanted.disk))
+                || disk_spec::with_absolute_paths(&found.disk.disk)
+                    == disk_spec::with_absolute_paths(&wanted.disk))
                 && wanted.uuid.is_none_or(|uuid| uuid == found.namespace.uuid);
             return match is_same {
                 true => Ok(false),
@@ -426,7 +427,7 @@ pub(super) fn altered(
             Altered::Disk(spec, wanted.limit(Arc::clone(bare)))
         }
         NamespaceChange::Disk(new) => {
-            if disk_spec::from_root(new) == disk_spec::from_root(spec) {
+            if disk_spec::with_absolute_paths(new) == disk_spec::with_absolute_paths(spec) {
                 return Ok(Altered::Same);
             }
             Altered::Disk(new.clone(), open(new)?)

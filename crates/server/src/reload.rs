@@ -60,12 +60,12 @@ pub(super) fn apply(
 /// Opens the new disks of a configuration that no controller names, except those whose file is in
 /// use until a removal.
 fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Result<()> {
-    let takes = |spec: &str| DiskConfig::of(spec).takes();
+    let exclusive_resources = |spec: &str| DiskConfig::of(spec).exclusive_resources();
     let all = changes.disks();
-    let taken: HashSet<_> = all.iter().map(|disk| takes(&disk.open.spec)).collect();
+    let taken: HashSet<_> = all.iter().map(|disk| exclusive_resources(&disk.open.spec)).collect();
     let is_new = |disk: &&NamedDisk| all.iter().all(|other| other.id != disk.id);
     let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
-    let mut early = early.filter(|disk| !taken.contains(&takes(&disk.spec)));
+    let mut early = early.filter(|disk| !taken.contains(&exclusive_resources(&disk.spec)));
     early.try_for_each(|disk| changes.put_disk(disk).map(drop))
 }
 
@@ -118,14 +118,14 @@ impl<'a> Ready<'a> {
         let going = plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
         let going: Vec<_> = going.filter_map(|id| registry.find(&id)).collect();
         let mut taken: HashSet<_> =
-            going.iter().flat_map(|served| served.asked().takes()).collect();
+            going.iter().flat_map(|served| served.asked().exclusive_resources()).collect();
         let mut coming = Vec::new();
         for (id, steps) in &plan.change {
             let served = changes.find(id)?;
             for step in steps {
                 match step {
                     Step::Add(nsid, disk) => coming.push((Arc::clone(&served), *nsid, disk)),
-                    Step::Remove(nsid) => taken.extend(served.asked().takes_for(*nsid)),
+                    Step::Remove(nsid) => taken.extend(served.asked().exclusive_resource_of(*nsid)),
                     Step::Change(..) | Step::Ana(..) => {}
                 }
             }
@@ -133,9 +133,10 @@ impl<'a> Ready<'a> {
         let (late_controllers, early): (Vec<_>, Vec<_>) = plan
             .add
             .iter()
-            .partition(|asked| asked.takes().iter().any(|what| taken.contains(what)));
-        let (late_namespaces, namespaces): (Vec<_>, Vec<_>) =
-            coming.into_iter().partition(|(_, _, disk)| taken.contains(&disk.takes()));
+            .partition(|asked| asked.exclusive_resources().iter().any(|what| taken.contains(what)));
+        let (late_namespaces, namespaces): (Vec<_>, Vec<_>) = coming
+            .into_iter()
+            .partition(|(_, _, disk)| taken.contains(&disk.exclusive_resources()));
         let controllers = early.into_iter().map(|asked| changes.prepare(asked.clone()));
         let controllers = controllers.collect::<Result<_, _>>()?;
         let namespaces = namespaces.into_iter().map(|coming| {

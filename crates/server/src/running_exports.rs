@@ -2,16 +2,19 @@
 
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_block::BlockDevice;
-use shadowbell_config::export_config::ExportConfig;
-use shadowbell_export::fuse::Session;
+use shadowbell_config::export_config::{ExportConfig, Mounted};
+use shadowbell_export::fuse::{Mount, Session};
 use shadowbell_export::nbd::Server;
+use shadowbell_export::ublk::Ublk;
 use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
 use shadowbell_tls::ServerTls;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use tracing::warn;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use tracing::{info, warn};
 
 /// An export that is served.
 pub(super) struct RunningExport {
@@ -26,6 +29,7 @@ pub(super) enum ExportDevice {
     VhostUserBlk(VhostUserBlk),
     /// Session and path of the file.
     Fuse(Session, PathBuf),
+    Ublk(Box<Ublk>),
 }
 
 impl ExportDevice {
@@ -35,6 +39,7 @@ impl ExportDevice {
             Self::Nbd(server) => server.address().to_string(),
             Self::VhostUserBlk(device) => device.path().display().to_string(),
             Self::Fuse(_, path) => path.display().to_string(),
+            Self::Ublk(device) => device.path().display().to_string(),
         }
     }
 
@@ -44,6 +49,7 @@ impl ExportDevice {
             Self::Nbd(server) => server.failures(),
             Self::VhostUserBlk(device) => device.failures(),
             Self::Fuse(session, _) => session.failures(),
+            Self::Ublk(device) => device.failures(),
         }
     }
 
@@ -54,6 +60,7 @@ impl ExportDevice {
             Self::Nbd(server) => server.stop(),
             Self::VhostUserBlk(device) => device.stop(),
             Self::Fuse(session, _) => session.stop(),
+            Self::Ublk(device) => device.stop(),
         }
     }
 }
@@ -65,7 +72,89 @@ pub(super) struct Exports {
     /// Exports to start: of the configuration, or of the dead process.
     wanted: Mutex<Vec<ExportConfig>>,
     /// Descriptors of `/dev/fuse` by the id of the export.
-    devices: Mutex<BTreeMap<String, OwnedFd>>,
+    devices: Mutex<Devices>,
+    unused: Arc<Unused>,
+}
+
+/// End of a server whose exports have all ended by themselves: other programs have unmounted the
+/// files and removed the devices.
+#[derive(Default)]
+struct Unused {
+    ended: AtomicUsize,
+    /// Number of exports, and the end of the server.
+    end: OnceLock<(usize, Box<dyn Fn() + Send + Sync>)>,
+}
+
+/// FUSE files that this server has mounted, by the id of the export.
+#[derive(Default)]
+pub(super) struct OwnMounts(Vec<(String, Mount)>);
+
+impl OwnMounts {
+    /// Mounts the files of these exports. Also returns the descriptors of `/dev/fuse`.
+    ///
+    /// # Errors
+    /// A file cannot be mounted. No file is.
+    pub(super) fn new(exports: &mut [ExportConfig]) -> anyhow::Result<(Self, Devices)> {
+        let (mut all, mut devices) = (Self::default(), Devices::new());
+        for export in exports {
+            let (Some(path), Mounted::ByServer { .. }) = (&export.fuse, export.mounted) else {
+                continue;
+            };
+            let mounted = Mount::new(path, export.read_only);
+            let (mount, device) = mounted.inspect_err(|_| all.undo()).map_err(exit::bad_input)?;
+            export.fuse = Some(mount.path().to_owned());
+            export.mounted = Mounted::ByServer { created: mount.has_created() };
+            devices.insert(export.id.clone(), device);
+            all.0.push((export.id.clone(), mount));
+        }
+        Ok((all, devices))
+    }
+
+    /// Files that a dead process of this server has mounted.
+    pub(super) fn recover(exports: &[ExportConfig]) -> Self {
+        let all = exports.iter().filter_map(|export| match (&export.fuse, export.mounted) {
+            (Some(path), Mounted::ByServer { created }) => {
+                Some((export.id.clone(), Mount::at(path, created)))
+            }
+            _ => None,
+        });
+        Self(all.collect())
+    }
+
+    /// Unmounts the files before they were served.
+    pub(super) fn undo(&self) {
+        for (_, mount) in &self.0 {
+            mount.unmount();
+            mount.remove_file();
+        }
+    }
+
+    /// Unmounts the files, and waits until no program uses them.
+    pub(super) fn end(self, exports: &Exports) {
+        for (id, mount) in self.0 {
+            let running = exports.running.lock().remove(&id);
+            let session = match running.map(|export| export.device) {
+                Some(ExportDevice::Fuse(session, _)) => Some(session),
+                _ => None,
+            };
+            if !session.as_ref().is_some_and(Session::is_over) {
+                mount.unmount();
+            }
+            if let Some(session) = session {
+                warn_of_failures(&id, session.finish());
+            }
+            mount.remove_file();
+        }
+    }
+}
+
+/// Descriptors of `/dev/fuse` by the id of the export.
+pub(super) type Devices = BTreeMap<String, OwnedFd>;
+
+fn warn_of_failures(id: &str, failures: u64) {
+    if failures > 0 {
+        warn!("export {id}: {failures} requests failed");
+    }
 }
 
 /// Certificates by directory, with or without clients that have none.
@@ -110,8 +199,27 @@ impl Exports {
     }
 
     /// Descriptors of `/dev/fuse` by the id of the export.
-    pub(super) fn devices(&self) -> MutexGuard<'_, BTreeMap<String, OwnedFd>> {
+    pub(super) fn devices(&self) -> MutexGuard<'_, Devices> {
         self.devices.lock()
+    }
+
+    /// Calls `end` when all wanted exports have ended by themselves.
+    pub(super) fn end_when_unused(&self, end: impl Fn() + Send + Sync + 'static) {
+        let _ = self.unused.end.set((self.wanted.lock().len(), Box::new(end)));
+    }
+
+    /// Function to call when an export has ended by itself, for the reason `why`.
+    pub(super) fn on_end(&self, why: String) -> impl FnOnce() + Send + 'static + use<> {
+        let unused = Arc::clone(&self.unused);
+        move || {
+            info!("{why}");
+            let ended = unused.ended.fetch_add(1, Ordering::AcqRel) + 1;
+            if let Some((count, end)) = unused.end.get()
+                && *count == ended
+            {
+                end();
+            }
+        }
     }
 
     /// True if there are none.
@@ -135,10 +243,7 @@ impl Exports {
     pub(super) fn stop(&self) {
         let running = std::mem::take(&mut *self.running.lock());
         for (id, export) in running {
-            let failures = export.device.stop();
-            if failures > 0 {
-                warn!("export {id}: {failures} requests failed");
-            }
+            warn_of_failures(&id, export.device.stop());
         }
     }
 }

@@ -75,7 +75,10 @@ impl Server {
         server.changes.exports().set_wanted(config.exports.clone());
         for disk in config.unattached() {
             let added = server.changes.put_disk(disk);
-            added.with_context(|| disk.origin.clone().unwrap_or_default())?;
+            match &disk.origin {
+                Some(origin) => added.with_context(|| origin.clone())?,
+                None => added?,
+            };
         }
         server.trace(config, false)?;
         for served in server.controllers() {

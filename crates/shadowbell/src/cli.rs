@@ -1,6 +1,6 @@
 //! Command line: verbs and global options.
 
-use crate::{ctl, export, manual, top, upgrade};
+use crate::{ctl, manual, top, upgrade};
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use shadowbell_nvme_tools::{
@@ -14,7 +14,7 @@ use std::io::{self, IsTerminal};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-/// File name of the program for `serve`, in the directory of this program.
+/// File name of the program for `serve` and `export`, in the directory of this program.
 const SERVE: &str = "shadowbell-serve";
 
 /// NVMe for virtual machines and user-space programs, with doorbells that almost never ring.
@@ -66,7 +66,7 @@ enum Verb {
     Read(transfer::ReadArgs),
     Write(transfer::WriteArgs),
     Copy(transfer::CopyArgs),
-    Export(export::Args),
+    Export(Box<shadowbell_server::ExportArgs>),
     Bind(bind::BindArgs),
     Unbind(bind::UnbindArgs),
     Ctl(ctl::Args),
@@ -112,7 +112,7 @@ impl Verb {
             Self::Read(args) => transfer::read(&args),
             Self::Write(args) => transfer::write(&args),
             Self::Copy(args) => transfer::copy(&args),
-            Self::Export(args) => export::run(&args),
+            Self::Export(args) => shadowbell_server::run_export(*args),
             Self::Bind(args) => bind::bind(&args),
             Self::Unbind(args) => bind::unbind(&args),
             Self::Ctl(args) => ctl::run(&args),
@@ -136,17 +136,18 @@ struct ServeCli {
     verb: ServeVerb,
 }
 
-/// The one verb of the program `shadowbell-serve`.
+/// Verbs of the program `shadowbell-serve`.
 #[derive(Debug, Subcommand)]
 enum ServeVerb {
     Serve(Box<shadowbell_server::Args>),
+    Export(Box<shadowbell_server::ExportArgs>),
 }
 
 /// Runs the program `shadowbell`: parses the command line, runs the verb and reports errors.
 #[must_use]
 pub fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
-    if shadowbell_supervisor::is_serve(&arguments) {
+    if shadowbell_supervisor::is_service(&arguments) {
         exec_serve(&arguments);
     }
     if let Some(status) = supervise(&arguments) {
@@ -157,14 +158,14 @@ pub fn main() -> ExitCode {
         Err(error) => return refuse(&error),
     };
     logging::start(&cli.logging, cli.verb.is_service());
-    // `serve` starts the logging thread itself, because it must be single-threaded before that.
-    if !matches!(cli.verb, Verb::Serve(_)) {
+    // A service starts the logging thread itself, because it must be single-threaded before that.
+    if !cli.verb.is_service() {
         logging::start_thread();
     }
     finish(cli.verb.run())
 }
 
-/// Runs the program `shadowbell-serve`: `shadowbell serve` without the code of the other verbs,
+/// Runs the program `shadowbell-serve`: `serve` and `export` without the code of the other verbs,
 /// such as plots, the terminal interface and the load generator, which a process that faces guests
 /// does not need.
 #[must_use]
@@ -178,8 +179,10 @@ pub fn serve_main() -> ExitCode {
         Err(error) => return refuse(&error),
     };
     logging::start(&cli.logging, true);
-    let ServeVerb::Serve(args) = cli.verb;
-    finish(shadowbell_server::run(*args))
+    finish(match cli.verb {
+        ServeVerb::Serve(args) => shadowbell_server::run(*args),
+        ServeVerb::Export(args) => shadowbell_server::run_export(*args),
+    })
 }
 
 /// Executes the program `shadowbell-serve` in the directory of this program, with the same command
@@ -213,8 +216,10 @@ fn finish(outcome: anyhow::Result<ExitCode>) -> ExitCode {
 
 /// Permissions of a server process with these arguments and this configuration file.
 fn permissions(arguments: &[OsString], config: Option<&str>) -> anyhow::Result<Permissions> {
-    let ServeVerb::Serve(args) = ServeCli::try_parse_from(arguments)?.verb;
-    args.permissions(config)
+    match ServeCli::try_parse_from(arguments)?.verb {
+        ServeVerb::Serve(args) => args.permissions(config),
+        ServeVerb::Export(args) => args.permissions(),
+    }
 }
 
 /// Prints an error of the command line, or the requested help, and ends the program.

@@ -457,7 +457,7 @@ fn change_controllers(client: &Client, change: &ControllerVerb, json: bool) -> a
             read_only,
             worker,
         } => {
-            let disks = disks.iter().map(|disk| disk_spec::from_root(disk));
+            let disks = disks.iter().map(|disk| disk_spec::with_absolute_paths(disk));
             let spec = ControllerSpec {
                 socket: std::path::absolute(socket)?.to_string_lossy().into_owned(),
                 disks: disks.map(|disk| DiskSpec { disk, uuid: None, nsid: None }).collect(),
@@ -486,7 +486,7 @@ fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow
         NamespaceVerb::Attach { which, disk, uuid, read_only, share } => {
             let disk = match is_disk(client, disk)? {
                 true => disk.clone(),
-                false => disk_spec::from_root(disk),
+                false => disk_spec::with_absolute_paths(disk),
             };
             let disk = match read_only {
                 true => disk_spec::with_option(&disk, "read-only", "on"),

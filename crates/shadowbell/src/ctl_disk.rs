@@ -92,7 +92,7 @@ pub(crate) fn is_disk(client: &Client, id: &str) -> anyhow::Result<bool> {
 /// The server refuses the request.
 pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Result<()> {
     let absolute = |source: &str| {
-        let source = disk_spec::from_root(source);
+        let source = disk_spec::with_absolute_paths(source);
         grant(client, std::iter::once(&source[..]));
         source
     };

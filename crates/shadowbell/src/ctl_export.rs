@@ -72,7 +72,7 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
         ExportVerb::Remove { id } => {
             let file = client.get::<Export>(&path(id))?.fuse;
             if let Some(file) = file {
-                Mount::at(Path::new(&file)).unmount();
+                Mount::at(Path::new(&file), false).unmount();
             }
             return client.send::<()>(&Method::DELETE, &path(id), &());
         }
@@ -141,10 +141,11 @@ fn exports(out: &mut dyn Write, all: &Vec<Export>) -> io::Result<()> {
             match export {
                 Export { nbd: Some(_), .. } => "NBD",
                 Export { fuse: Some(_), .. } => "FUSE",
+                Export { ublk: Some(_), .. } => "ublk",
                 _ => "vhost-user-blk",
             }
             .to_owned(),
-            [&export.nbd, &export.vhost_user_blk, &export.fuse]
+            [&export.nbd, &export.vhost_user_blk, &export.fuse, &export.ublk]
                 .into_iter()
                 .find_map(Clone::clone)
                 .unwrap_or_default(),

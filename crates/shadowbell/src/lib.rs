@@ -3,16 +3,15 @@
 //!
 //! # Architecture
 //!
-//! The program has two files. `shadowbell serve` executes `shadowbell-serve` if that is in its
-//! directory, so that the process that faces guests contains no code of the other verbs.
+//! The program has two files. The verbs `serve` and `export` execute `shadowbell-serve` if that is
+//! in its directory, so that the process that faces guests contains no code of the other verbs.
 //!
 //! `cli` is the command line. Each verb has a module with `Args` (its options) and `run`, here or
-//! in another crate: `serve` in `shadowbell-server`, the verbs that use a controller in
+//! in another crate: `serve` and `export` in `shadowbell-server`, the verbs that use a controller in
 //! `shadowbell-nvme-tools`.
 //!
 //! | module | contents |
 //! |---|---|
-//! | `export` | export a disk by NBD, FUSE, ublk or vhost-user-blk |
 //! | `upgrade` | restart a running `serve` for an upgrade |
 //! | `ctl`, `ctl_*` | query and change a running `serve` |
 //! | `grant` | access to images for a sandboxed server, for `ctl` |
@@ -27,7 +26,6 @@ mod ctl_disk;
 mod ctl_export;
 mod ctl_plan;
 mod ctl_trace;
-mod export;
 mod grant;
 mod manual;
 mod top;

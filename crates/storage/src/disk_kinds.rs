@@ -1,19 +1,18 @@
 //! Kinds of disks: one table of scheme, options, parser, opening, recovery, and effect on the
 //! sandbox. A new kind is a crate and a row.
 
-use crate::transport;
-use crate::{disk_open, nvme_recovery};
+use crate::nvme_disk;
 use anyhow::anyhow;
 use serde_json::Value;
 use shadowbell_config::disk_layers::Layers;
-use shadowbell_config::disk_spec::{self, DiskSpecError, wrong};
-use shadowbell_config::target::{Target, not_a_disk};
+use shadowbell_config::disk_spec::{self, DiskSpecError, spec_error};
+use shadowbell_config::target::not_a_disk;
 use shadowbell_disk::{Disk, DiskOptions, ImageFormat, OpenError, Wait};
 use shadowbell_disk_file::{
     FILE_OPTIONS, FileSpec, Format, MEMORY_OPTIONS, NULL_OPTIONS, open, open_recoverable, recover,
 };
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
-use shadowbell_disk_nvme::{NvmeDisk, Options};
+use shadowbell_disk_nvme::NvmeDisk;
 use shadowbell_disk_qcow2::Qcow2Disk;
 use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_process::exit;
@@ -56,7 +55,7 @@ pub(crate) struct DiskKind {
     is_state: fn(&Value) -> bool,
     pub(crate) recover: fn(&str, Recovery<'_, '_>) -> Opened,
     /// Reason why a sandboxed process cannot open the disk.
-    outside: fn(&str) -> Option<&'static str>,
+    sandbox_conflict: fn(&str) -> Option<&'static str>,
     /// True if the disk is read-only only where its specification says so.
     pub(crate) states_read_only: bool,
     /// True if an I/O thread may have to wait for the disk.
@@ -72,7 +71,7 @@ static FILE: DiskKind = DiskKind {
     open: open_file,
     is_state: |_| false,
     recover: |spec, from| Ok(recover(spec, from.state, from.fds, from.wait)?),
-    outside: |_| None,
+    sandbox_conflict: |_| None,
     states_read_only: false,
     may_block: false,
 };
@@ -111,7 +110,7 @@ static KINDS: [&DiskKind; 7] = [
             let disk = NbdDisk::recover(&spec, state, has_quiesced, wait);
             Ok(Arc::new(disk.map_err(nbd_error)?))
         },
-        outside: |_| Some("connects to a server by itself"),
+        sandbox_conflict: |_| Some("connects to a server by itself"),
         states_read_only: false,
         may_block: false,
     },
@@ -133,24 +132,19 @@ static KINDS: [&DiskKind; 7] = [
             let spec = RbdSpec::parse(spec).map_err(rbd_error)?;
             Ok(Arc::new(RbdDisk::recover(&spec, state, wait).map_err(rbd_error)?))
         },
-        outside: |_| Some("loads Ceph's library, which needs other system calls"),
+        sandbox_conflict: |_| Some("loads Ceph's library, which needs other system calls"),
         states_read_only: true,
         may_block: false,
     },
     &DiskKind {
         schemes: &["nvme", "vfio-user"],
         format: None,
-        options: &["read-only", "zero-copy"],
-        parse: |spec| device(spec).map(drop),
-        open: |spec, _| {
-            let (target, options) = device(spec)?;
-            let transport = transport::to(&target).map_err(DiskSpecError::Other)?;
-            let disk = disk_open::attach(transport, &target, spec, &options);
-            Ok(Arc::new(disk.map_err(DiskSpecError::Other)?))
-        },
+        options: &nvme_disk::OPTIONS,
+        parse: |spec| nvme_disk::parse(spec).map(drop),
+        open: |spec, _| nvme_disk::open(spec),
         is_state: NvmeDisk::is_checkpoint,
-        recover: |spec, Recovery { state, wait, .. }| nvme_recovery::recover(spec, state, wait),
-        outside: |_| Some("accesses another controller by itself"),
+        recover: |spec, Recovery { state, wait, .. }| nvme_disk::recover(spec, state, wait),
+        sandbox_conflict: |_| Some("accesses another controller by itself"),
         states_read_only: false,
         may_block: true,
     },
@@ -167,7 +161,7 @@ impl DiskKind {
             let all = KINDS.iter().flat_map(|kind| kind.schemes);
             let all: Vec<_> = all.map(|scheme| format!("`{scheme}:`")).collect();
             let name = scheme.unwrap_or_default();
-            wrong(
+            spec_error(
                 spec,
                 format!(
                     "there is no kind of disk called `{name}`; there are {} (for a file of that name \
@@ -180,7 +174,7 @@ impl DiskKind {
         let known: Vec<_> = kind.options.iter().copied().chain(Layers::options()).collect();
         let checked = DiskOptions::split(spec)
             .and_then(|(_, options)| options.check(scheme.unwrap_or("file"), &known));
-        checked.map_err(|why| wrong(spec, why))?;
+        checked.map_err(|why| spec_error(spec, why))?;
         Ok(kind)
     }
 
@@ -211,9 +205,9 @@ pub fn check(spec: &str) -> Result<(), DiskSpecError> {
 
 /// Reason why a sandboxed process cannot open this disk; `None` if it can.
 #[must_use]
-pub fn outside(spec: &str) -> Option<&'static str> {
+pub fn sandbox_conflict(spec: &str) -> Option<&'static str> {
     let (spec, _) = disk_spec::split(spec).ok()?;
-    (DiskKind::of(&spec).ok()?.outside)(&spec)
+    (DiskKind::of(&spec).ok()?.sandbox_conflict)(&spec)
 }
 
 /// True if an I/O thread may have to wait for the disk. A namespace of another controller waits for
@@ -221,21 +215,6 @@ pub fn outside(spec: &str) -> Option<&'static str> {
 #[must_use]
 pub fn may_block(spec: &str) -> bool {
     disk_spec::scheme(spec).and_then(DiskKind::named).is_some_and(|kind| kind.may_block)
-}
-
-/// Parses a disk that is a namespace of a controller: target and options.
-///
-/// # Errors
-/// [`DiskSpecError`].
-pub(crate) fn device(spec: &str) -> Result<(Target, Options), DiskSpecError> {
-    let parse = || {
-        let (name, mut options) = DiskOptions::split(spec)?;
-        let mut parsed = Options::default();
-        parsed.read_only = options.take_switch("read-only")?.unwrap_or(false);
-        parsed.zero_copy = options.take_switch("zero-copy")?.unwrap_or(true);
-        Ok((name.parse()?, parsed))
-    };
-    parse().map_err(|why| wrong(spec, why))
 }
 
 /// Opens a raw image or a device. An image of another format is opened by its kind.
@@ -247,7 +226,7 @@ fn open_file(spec: &str, lifetime: Lifetime) -> Opened {
         return (kind.open)(spec, lifetime);
     }
     match open_simple(spec, lifetime) {
-        Ok(_) if options.allow_backing => Err(wrong(
+        Ok(_) if options.allow_backing => Err(spec_error(
             spec,
             "a raw image names no other file; leave out `allow-backing`".to_owned(),
         )),
@@ -284,35 +263,35 @@ fn open_nbd(spec: &str, lifetime: Lifetime) -> Opened {
 
 fn file_of(spec: &str) -> Result<FileSpec, DiskSpecError> {
     let file = FileSpec::parse(spec)?;
-    file.ok_or_else(|| wrong(spec, "it is not a file".to_owned()))
+    file.ok_or_else(|| spec_error(spec, "it is not a file".to_owned()))
 }
 
 fn qcow2_error(error: shadowbell_disk_qcow2::OpenError) -> DiskSpecError {
-    use shadowbell_disk_qcow2::OpenError;
+    use shadowbell_disk_qcow2::OpenError::{File, System};
     match error {
-        OpenError::File(error) => error.into(),
-        OpenError::System { .. } => DiskSpecError::Kind { error: error.into(), is_final: false },
-        error => DiskSpecError::Kind { error: exit::bad_input(error), is_final: false },
+        File(error) => error.into(),
+        error => kind_error(matches!(error, System { .. }), false, error),
     }
 }
 
 fn nbd_error(error: shadowbell_disk_nbd::OpenError) -> DiskSpecError {
-    use shadowbell_disk_nbd::OpenError;
-    let is_final = matches!(error, OpenError::NotThatDisk { .. });
-    let error = match error {
-        OpenError::Connect { .. } | OpenError::System { .. } => error.into(),
-        error => exit::bad_input(error),
-    };
-    DiskSpecError::Kind { error, is_final }
+    use shadowbell_disk_nbd::OpenError::{Connect, NotThatDisk, System};
+    let is_of_system = matches!(error, Connect { .. } | System { .. });
+    kind_error(is_of_system, matches!(error, NotThatDisk { .. }), error)
 }
 
 fn rbd_error(error: shadowbell_disk_rbd::OpenError) -> DiskSpecError {
-    use shadowbell_disk_rbd::OpenError;
-    let is_final = matches!(error, OpenError::NotThatDisk { .. });
-    let error = match error {
-        OpenError::Ceph { .. } | OpenError::Library { .. } => error.into(),
-        error => exit::bad_input(error),
-    };
+    use shadowbell_disk_rbd::OpenError::{Ceph, Library, NotThatDisk};
+    let is_of_system = matches!(error, Ceph { .. } | Library { .. });
+    kind_error(is_of_system, matches!(error, NotThatDisk { .. }), error)
+}
+
+/// Error of one kind of disk. If the system or a server has caused it, the user's input is not bad.
+fn kind_error<E>(is_of_system: bool, is_final: bool, error: E) -> DiskSpecError
+where
+    E: std::error::Error + Send + Sync + 'static,
+{
+    let error = if is_of_system { error.into() } else { exit::bad_input(error) };
     DiskSpecError::Kind { error, is_final }
 }
 
@@ -323,11 +302,20 @@ mod tests {
     #[test]
     fn an_unknown_option_is_refused_with_the_options_of_the_kind_and_its_layers() {
         for (spec, own) in [
-            ("a.img?x=1", "`file:` has no option `x`; its options are `block-size`, `read-only`, `dir"),
-            ("mem:1MiB?x=1&iops=5", "`mem:` has no option `x`; its options are `block-size`, `read-"),
+            (
+                "a.img?x=1",
+                "`file:` has no option `x`; its options are `block-size`, `read-only`, `dir",
+            ),
+            (
+                "mem:1MiB?x=1&iops=5",
+                "`mem:` has no option `x`; its options are `block-size`, `read-",
+            ),
             ("nbd://a/b?x=1", "`nbd:` has no option `x`; its options are `socket`, "),
             ("rbd:a/b?x=1", "`rbd:` has no option `x`; its options are `conf`, "),
-            ("nvme://0:1:2.0?x=1", "`nvme:` has no option `x`; its options are `read-only`, `zero-"),
+            (
+                "nvme://0:1:2.0?x=1",
+                "`nvme:` has no option `x`; its options are `read-only`, `zero-",
+            ),
         ] {
             let error = check(spec).unwrap_err().to_string();
             assert!(error.contains(own), "{error}");
@@ -336,7 +324,9 @@ mod tests {
             }
         }
         let error = check("vhdx:a").unwrap_err().to_string();
-        for scheme in ["`file:`", "`mem:`", "`nbds+unix:`", "`rbd:`", "`vfio-user:`", "`file:vhdx:a`"] {
+        for scheme in
+            ["`file:`", "`mem:`", "`nbds+unix:`", "`rbd:`", "`vfio-user:`", "`file:vhdx:a`"]
+        {
             assert!(error.contains(scheme), "{error}");
         }
     }
@@ -352,19 +342,11 @@ mod tests {
             ("rbd:a/b@c", Some("Ceph")),
             ("vfio-user:/a.sock/1", Some("controller")),
         ] {
-            let why = outside(spec);
+            let why = sandbox_conflict(spec);
             assert_eq!(why.is_some(), hindrance.is_some(), "{spec}: {why:?}");
             assert!(why.unwrap_or_default().contains(hindrance.unwrap_or_default()), "{spec}");
         }
         assert!(may_block("nvme://0000:01:00.0/1") && may_block("vfio-user:/a.sock"));
         assert!(!may_block("nbd://a/b") && !may_block("/nvme:a"));
-    }
-
-    #[test]
-    fn the_options_of_a_controllers_namespace_are_parsed() {
-        let (_, options) = device("nvme://01:00.0?read-only=on&zero-copy=off").unwrap();
-        assert!(options.read_only && !options.zero_copy);
-        let (_, options) = device("nvme://01:00.0").unwrap();
-        assert!(!options.read_only && options.zero_copy);
     }
 }

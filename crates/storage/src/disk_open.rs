@@ -1,13 +1,10 @@
 //! Opening of disks by their specifications.
 
-use crate::disk_kinds::{DiskKind, Lifetime, outside};
+use crate::disk_kinds::{DiskKind, Lifetime, sandbox_conflict};
 use anyhow::anyhow;
 use shadowbell_config::disk_layers::Layers;
-use shadowbell_config::disk_spec::{DiskSpecError, check_name, split, wrong};
-use shadowbell_config::target::Target;
+use shadowbell_config::disk_spec::{DiskSpecError, check_name, spec_error, split};
 use shadowbell_disk::Disk;
-use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
-use shadowbell_driver::Transport;
 use shadowbell_process::exit;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,6 +26,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// |---|---|---|
 /// | `read-only` | `on`, `off` | `off`; `on` for a write-protected namespace |
 /// | `zero-copy` | `on`: the device accesses guest memory directly if possible; `off` | `on` |
+/// | `queue-pairs` | number of queue pairs, one for each thread that uses the disk | 8 |
+/// | `timeout` | time in seconds after which a command counts as failed | the driver's |
 ///
 /// Options of all disks: metadata (`metadata=8&pi=1`):
 /// [`MetadataFormat`](shadowbell_disk::MetadataFormat); rate limits (`iops=1000`,
@@ -53,20 +52,20 @@ pub fn open_recoverable(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Supervisor)
 }
 
-/// Adds the layers of `spec` to an open disk. `goes_on` is true if this process continues the disk
+/// Adds the layers of `spec` to an open disk. `recovers` is true if this process continues the disk
 /// of another process, whose hosts do not notice the change.
 ///
 /// # Errors
 /// [`DiskSpecError`].
 pub fn wrap_disk(
     spec: &str,
-    (layers, goes_on): (&Layers, bool),
+    (layers, recovers): (&Layers, bool),
     disk: Arc<dyn Disk>,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    layers.wrap_disk(disk, goes_on).map_err(|why| wrong(spec, why))
+    layers.wrap_disk(disk, recovers).map_err(|why| spec_error(spec, why))
 }
 
-/// From now on, refuses to open disks that the sandbox does not permit ([`outside`]).
+/// From now on, refuses to open disks that the sandbox does not permit ([`sandbox_conflict`]).
 pub fn contain() {
     IS_CONTAINED.store(true, Ordering::Relaxed);
 }
@@ -77,7 +76,7 @@ fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErro
     let (spec, layers) = split(spec)?;
     check_name(&spec)?;
     let kind = DiskKind::of(&spec)?;
-    if let Some(why) = outside(&spec).filter(|_| IS_CONTAINED.load(Ordering::Relaxed)) {
+    if let Some(why) = sandbox_conflict(&spec).filter(|_| IS_CONTAINED.load(Ordering::Relaxed)) {
         let why = anyhow!("{spec} {why}: the server needs `--sandbox off` for that");
         return Err(DiskSpecError::Other(exit::bad_input(why)));
     }
@@ -105,32 +104,13 @@ fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, Di
             "{name}: read-only, because the system permits no writes; add `read-only=on` if this \
              is intended"
         ))),
-        Some((_, "off" | "false" | "no")) => Err(wrong(
+        Some((_, "off" | "false" | "no")) => Err(spec_error(
             spec,
             "the system permits no writes; change its permissions, or leave out `read-only=off`"
                 .to_owned(),
         )),
         Some(_) => Ok(None),
     }
-}
-
-/// Attaches the controller at the other end of `transport` and opens its namespace `target`.
-///
-/// # Errors
-/// With exit status [`exit::BAD_INPUT`] if the namespace cannot be used as a disk.
-pub fn attach(
-    transport: Arc<dyn Transport>,
-    target: &Target,
-    spec: &str,
-    options: &Options,
-) -> anyhow::Result<NvmeDisk> {
-    NvmeDisk::open(transport, target.nsid(), spec, options).map_err(|error| match error {
-        OpenError::Attach(_) | OpenError::System(_) => {
-            anyhow::Error::new(error).context(target.to_string())
-        }
-        // Exit status for bad input: the user has to name another namespace.
-        error => exit::bad_input(error).context(target.to_string()),
-    })
 }
 
 /// Error text for a TARGET that is the path of a missing file.

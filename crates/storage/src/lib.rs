@@ -5,5 +5,5 @@ pub mod disk_files;
 pub mod disk_kinds;
 pub mod disk_open;
 pub mod disk_recovery;
-mod nvme_recovery;
+mod nvme_disk;
 pub mod transport;

@@ -11,19 +11,20 @@ pub(super) const AS_SUPERVISOR: &str = "--as-keeper";
 /// Option that requests a supervisor explicitly. A supervisor is the default.
 const SUPERVISOR: &str = "--keeper";
 
-/// Returns true if the verb of this command line is `serve`.
+/// Returns true if the verb of this command line is `serve` or `export`.
 #[must_use]
-pub fn is_serve(arguments: &[OsString]) -> bool {
+pub fn is_service(arguments: &[OsString]) -> bool {
     let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
     words.next().is_some_and(|word| is_verb(word))
 }
 
-/// Returns true if this command line starts a supervisor: it is `serve` without `--no-keeper`,
-/// `--check` or help. The command line of a server process is not (`--as-worker`).
+/// Returns true if this command line starts a supervisor: it is `serve` or `export` without
+/// `--no-keeper`, `--check` or help. The command line of a server process is not (`--as-worker`). A
+/// device of `--ublk` has none: the kernel keeps its requests until the next process is started.
 pub fn is_asked_for(arguments: &[OsString]) -> bool {
     let mut options = arguments.iter().take_while(|word| *word != "--");
-    let without = ["--no-keeper", protocol::AS_WORKER, "--check", "--help", "-h"];
-    is_serve(arguments)
+    let without = ["--no-keeper", protocol::AS_WORKER, "--check", "--ublk", "--help", "-h"];
+    is_service(arguments)
         && !options.any(|word| {
             without.iter().any(|option| word == option)
                 || word.as_encoded_bytes().starts_with(b"--check=")
@@ -47,9 +48,9 @@ fn is_option(word: &OsStr) -> bool {
     word.as_encoded_bytes().starts_with(b"-")
 }
 
-/// Returns true if this word is the subcommand that has a supervisor.
+/// Returns true if this word is a subcommand that has a supervisor.
 pub(super) fn is_verb(word: &OsStr) -> bool {
-    word == "serve"
+    word == "serve" || word == "export"
 }
 
 /// Adds [`AS_SUPERVISOR`] with the descriptor of the snapshot to the supervisor's command line.
@@ -94,10 +95,12 @@ mod tests {
         assert!(asks("shadowbell serve mem:1MiB --socket a"));
         assert!(asks("shadowbell -v serve mem:1MiB --socket a --keeper"));
         assert!(asks("shadowbell serve --socket a -- --no-keeper"));
+        assert!(asks("shadowbell -q export a.img --nbd unix:/a"));
         for other in [
             "shadowbell",
             "shadowbell serve mem:1MiB --socket a --no-keeper",
             "shadowbell serve --as-worker start mem:1MiB --socket a",
+            "shadowbell export a.img --ublk --ublk-id=1",
             "shadowbell serve --help",
             "shadowbell serve -h",
             "shadowbell serve --check a.toml",

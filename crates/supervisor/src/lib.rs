@@ -87,7 +87,7 @@ use upgrade_progress::{Step, answer_to};
 use watchdog::Watchdog;
 use worker::Worker;
 
-pub use command_line::{is_asked_for, is_serve};
+pub use command_line::{is_asked_for, is_service};
 pub use self_exec::{CHECK, check};
 
 /// Maximum number of messages of a server process that are handled in a turn of the main loop.

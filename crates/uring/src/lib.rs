@@ -33,6 +33,8 @@ pub struct Allowed {
 
 /// Operations of `io_uring_register`, for [`Allowed::registers`] and for seccomp filters.
 pub mod register {
+    /// Unregisters the table of registered files.
+    pub const UNREGISTER_FILES: u8 = 3;
     /// Registers an eventfd for completions.
     pub const EVENTFD: u8 = 4;
     /// Unregisters the eventfd.

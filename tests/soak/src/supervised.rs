@@ -79,7 +79,7 @@ impl DiskKind {
             Self::VfioUser => command.args(["serve", "--no-keeper", &disk, "--socket"]).arg(socket),
             Self::Nbd => {
                 let at = format!("unix:{}", socket.display());
-                command.args(["export", &disk, "--nbd", &at])
+                command.args(["export", "--no-keeper", &disk, "--nbd", &at])
             }
             _ => return Ok(None),
         };

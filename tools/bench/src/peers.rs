@@ -64,7 +64,9 @@ impl NbdServer {
     pub(crate) fn shadowbell(binary: &Path, disk: &str, home: Option<&Path>) -> Result<Self> {
         Self::start("shadowbell export", home, |socket| {
             let mut command = child(binary);
-            command.args(["export", disk, "--nbd"]).arg(format!("unix:{}", socket.display()));
+            command
+                .args(["export", "--no-keeper", disk, "--nbd"])
+                .arg(format!("unix:{}", socket.display()));
             if let Some(home) = home {
                 command.arg("--tls-certificates").arg(certificates_in(home));
             }

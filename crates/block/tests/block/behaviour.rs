@@ -86,6 +86,16 @@ fn a_disk_of_zones_is_refused_with_the_reason() {
 
 #[test]
 fn a_partial_write_waits_for_requests_on_the_same_block() {
+    partial_write(|device| device.queue().unwrap());
+}
+
+#[test]
+fn block_devices_of_one_disk_share_the_locks_of_ranges() {
+    partial_write(|device| device.beside(&BlockOptions::default()).queue().unwrap());
+}
+
+/// Writes a part of a block by the queue that `other` opens, while the whole block is written.
+fn partial_write(other: impl Fn(&BlockDevice) -> BlockQueue) {
     let backing = TestDisk::new(64, 512);
     let device = device(&backing, &BlockOptions::default());
     let disk = device.queue().unwrap();
@@ -103,7 +113,7 @@ fn a_partial_write_waits_for_requests_on_the_same_block() {
     begin(&mut whole);
     backing.expect(1);
     // The write changes a part of the second block, on another queue.
-    let other = device.queue().unwrap();
+    let other = other(&device);
     let mut part = Box::pin(other.write(600, &[9], false));
     begin(&mut part);
     let mut beside = Box::pin(other.write(2000, &[8], false));

@@ -97,7 +97,7 @@ pub(super) struct WrittenDisk {
 
 impl WrittenDisk {
     pub(super) fn of(disk: &NamedDisk) -> Self {
-        Self { id: disk.id.clone(), source: crate::disk_spec::from_root(&disk.spec) }
+        Self { id: disk.id.clone(), source: crate::disk_spec::with_absolute_paths(&disk.spec) }
     }
 }
 

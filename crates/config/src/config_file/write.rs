@@ -199,11 +199,11 @@ pub fn write(
         subsystem: subsystems(controllers),
         disk: disks.iter().map(WrittenDisk::of).collect(),
         controller: controllers.iter().map(|asked| controller(asked)).collect(),
-        // A FUSE file is mounted by `ctl`, not by a server.
+        // A FUSE file is mounted by `ctl`, not by a server with a configuration file.
         export: exports
             .iter()
-            .filter(|export| export.fuse.is_none())
-            .map(ExportConfig::from_root)
+            .filter(|export| export.fuse.is_none() && export.ublk.is_none())
+            .map(ExportConfig::with_absolute_paths)
             .collect(),
         paths: (!allow.is_empty())
             .then(|| Paths { allow: allow.iter().map(|path| absolute(path)).collect() }),
@@ -262,8 +262,9 @@ fn controller(asked: &SocketConfig) -> Controller {
 
 /// Disks of a controller, without the namespaces of its pool, which the index of the pool lists.
 fn configured_disks(config: &ControllerConfig) -> Vec<DiskConfig> {
-    let is_of_pool =
-        |disk: &&DiskConfig| config.pool.as_ref().is_some_and(|spec| pool_disks::is_of(spec, disk));
+    let is_of_pool = |disk: &&DiskConfig| {
+        config.pool.as_ref().is_some_and(|spec| pool_disks::belongs_to(spec, disk))
+    };
     config.disks.iter().filter(|disk| !is_of_pool(disk)).cloned().collect()
 }
 
@@ -272,7 +273,8 @@ fn disks(all: &[DiskConfig]) -> Vec<Disk> {
     let numbered = nsids(all).zip(all).map(|(nsid, config)| {
         let next = std::mem::replace(&mut before, nsid) + 1;
         let nsid = (nsid != next).then_some(nsid);
-        let disk = config.id.clone().unwrap_or_else(|| disk_spec::from_root(&config.disk));
+        let disk =
+            config.id.clone().unwrap_or_else(|| disk_spec::with_absolute_paths(&config.disk));
         let uuid = config.uuid.as_ref().map(uuid_text);
         match (nsid, uuid, config.share) {
             (None, None, false) => Disk::Plain(disk),

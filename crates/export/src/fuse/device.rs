@@ -10,7 +10,7 @@
 
 use super::file::{Action, DiskFile, Step};
 use super::sys;
-use super::wire::{Answer, Extent, MAX_REQUEST, Request, WRITE_HEAD};
+use super::wire::{Extent, MAX_REQUEST, Reply, Request, WRITE_HEAD};
 use crate::data::{Data, DataMemory};
 use crate::failures::FailureCount;
 use crate::io_thread::{FIRST, IoThread};
@@ -54,6 +54,8 @@ pub(super) struct Crew {
     helpers: Vec<Helper>,
     /// True after the file system was unmounted, or when the session is to end.
     over: AtomicBool,
+    /// True if the session is to end.
+    is_stopped: AtomicBool,
 }
 
 struct Helper {
@@ -64,7 +66,12 @@ struct Helper {
 impl Crew {
     /// Creates a crew without helpers. `first` wakes the first thread.
     pub(super) fn new(first: EventFd) -> Self {
-        Self { first, helpers: Vec::new(), over: AtomicBool::new(false) }
+        Self {
+            first,
+            helpers: Vec::new(),
+            over: AtomicBool::new(false),
+            is_stopped: AtomicBool::new(false),
+        }
     }
 
     pub(super) fn add(&mut self, waker: EventFd) -> usize {
@@ -90,6 +97,17 @@ impl Crew {
         }
     }
 
+    /// True if the session was to end before the file system was unmounted.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Acquire)
+    }
+
+    /// Ends the session, whose file system stays mounted.
+    pub(super) fn stop(&self) {
+        self.is_stopped.store(true, Ordering::Release);
+        self.end();
+    }
+
     /// Ends all threads.
     pub(super) fn end(&self) {
         self.over.store(true, Ordering::Release);
@@ -112,7 +130,7 @@ pub(super) struct Completed {
 }
 
 /// Executes a job.
-pub(super) async fn carry_out(disk: BlockQueue, Job { action, data }: Job) -> Completed {
+pub(super) async fn execute(disk: BlockQueue, Job { action, data }: Job) -> Completed {
     match (action, data) {
         (Action::Read(Extent { offset, len }), Data::Shared(buffer)) => {
             moved(disk.read_direct(offset, len as usize, buffer).await.map(Data::Shared))
@@ -229,7 +247,7 @@ impl<F: Future<Output = Completed>> Device<F> {
             if any || busy {
                 continue;
             }
-            let again = self.io.looks_again_by_call();
+            let again = self.io.polls_again_by_call();
             // While the thread polls, it does not call epoll_wait. So only a read of the device
             // tells whether there is a request.
             self.readable |= again && self.listens() && !is_over;
@@ -303,9 +321,9 @@ impl<F: Future<Output = Completed>> Device<F> {
         };
         let (unique, action) = match step {
             (unique, Step::Do(action)) => (unique, action),
-            (_, Step::Answer(answer)) => {
+            (_, Step::Reply(reply)) => {
                 self.io.tasks().release(slot);
-                return self.answer(&answer, &Data::default(), 0);
+                return self.reply(&reply, &Data::default(), 0);
             }
             (_, Step::Nothing) => return self.io.tasks().release(slot),
         };
@@ -340,11 +358,11 @@ impl<F: Future<Output = Completed>> Device<F> {
             let pending = self.pending.get_mut(slot).and_then(Option::take);
             if let Some(Pending { unique, action, held }) = pending {
                 self.held -= held;
-                let (answer, len) = match outcome {
-                    Ok(()) => answer(unique, action),
-                    Err(error) => (Answer::error(unique, self.errno(&error)), 0),
+                let (reply, len) = match outcome {
+                    Ok(()) => reply(unique, action),
+                    Err(error) => (Reply::error(unique, self.errno(&error)), 0),
                 };
-                self.answer(&answer, &data, len);
+                self.reply(&reply, &data, len);
             }
             self.memory.give_back(data);
         }
@@ -362,9 +380,9 @@ impl<F: Future<Output = Completed>> Device<F> {
     }
 
     /// Writes an answer with `len` bytes of data.
-    fn answer(&self, answer: &Answer, data: &Data, len: usize) {
+    fn reply(&self, reply: &Reply, data: &Data, len: usize) {
         let device = self.shared.device.as_fd();
-        match sys::write(device, answer.bytes(), data.part(0, len)) {
+        match sys::write(device, reply.bytes(), data.part(0, len)) {
             // These errors mean that the kernel has aborted the request.
             Ok(()) | Err(Errno::NOENT | Errno::NODEV) => {}
             Err(errno) => tracing::warn!("a request could not be answered: {errno}"),
@@ -380,16 +398,16 @@ fn room(memory: &mut DataMemory, disk: &BlockQueue, offset: u64, len: usize) -> 
 }
 
 /// Answer to a completed operation, and the length of its data.
-fn answer(unique: u64, action: Action) -> (Answer, usize) {
+fn reply(unique: u64, action: Action) -> (Reply, usize) {
     match action {
         Action::Read(Extent { len, .. }) => {
             let len = len as usize;
-            (Answer::done(unique).with_data(len), len)
+            (Reply::done(unique).with_data(len), len)
         }
         Action::Write(Extent { len, .. }) | Action::Copy { len, .. } => {
-            (Answer::written(unique, len), 0)
+            (Reply::written(unique, len), 0)
         }
-        Action::Flush | Action::WriteZeroes { .. } => (Answer::done(unique), 0),
+        Action::Flush | Action::WriteZeroes { .. } => (Reply::done(unique), 0),
     }
 }
 

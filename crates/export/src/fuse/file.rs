@@ -1,6 +1,6 @@
 //! Requests of the kernel for the only file of the file system.
 
-use super::wire::{Answer, Attributes, Extent, Fields, Request, change, opcode, open};
+use super::wire::{Attributes, Extent, Fields, Reply, Request, change, opcode, open};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use shadowbell_block::{Geometry, Zeroes};
@@ -48,7 +48,7 @@ pub(super) enum Action {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// The request is answered at once.
-    Answer(Answer),
+    Reply(Reply),
     /// The kernel expects no answer.
     Nothing,
     /// The request is answered after the disk operation.
@@ -91,7 +91,7 @@ impl DiskFile {
             opcode::WRITE => Extent::decode(fields)
                 .filter(|extent| extent.len as usize <= data)
                 .map(|extent| self.write(unique, extent)),
-            opcode::INIT => Some(Step::Answer(Answer::init(unique, fields))),
+            opcode::INIT => Some(Step::Reply(Reply::init(unique, fields))),
             opcode::GETATTR => Some(self.about(unique)),
             opcode::SETATTR => self.set_attributes(unique, fields),
             opcode::OPEN => self.open(unique, fields),
@@ -101,12 +101,12 @@ impl DiskFile {
             opcode::COPY_FILE_RANGE => self.copy(unique, fields),
             // The close of a file does not flush, because `close(2)` does not guarantee durability.
             opcode::FLUSH | opcode::RELEASE | opcode::DESTROY => {
-                Some(Step::Answer(Answer::done(unique)))
+                Some(Step::Reply(Reply::done(unique)))
             }
             opcode::STATFS => {
                 let block = self.attributes.block_size;
                 let blocks = self.size() / u64::from(block);
-                Some(Step::Answer(Answer::file_system(unique, blocks, block)))
+                Some(Step::Reply(Reply::file_system(unique, blocks, block)))
             }
             // The root is a regular file, which has no entries.
             opcode::LOOKUP => Some(refused(unique, Errno::NOTDIR)),
@@ -130,7 +130,7 @@ impl DiskFile {
 
     fn read(&self, unique: u64, extent: Extent) -> Step {
         match self.clipped(extent) {
-            Extent { len: 0, .. } => Step::Answer(Answer::done(unique)),
+            Extent { len: 0, .. } => Step::Reply(Reply::done(unique)),
             extent => Step::Do(Action::Read(extent)),
         }
     }
@@ -143,7 +143,7 @@ impl DiskFile {
     }
 
     fn about(&self, unique: u64) -> Step {
-        Step::Answer(Answer::attributes(unique, &self.attributes, REMEMBER))
+        Step::Reply(Reply::attributes(unique, &self.attributes, REMEMBER))
     }
 
     fn set_attributes(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
@@ -162,7 +162,7 @@ impl DiskFile {
             return Some(refused(unique, Errno::ROFS));
         }
         let flags = open::DIRECT_IO | open::PARALLEL_DIRECT_WRITES;
-        Some(Step::Answer(Answer::opened(unique, flags)))
+        Some(Step::Reply(Reply::opened(unique, flags)))
     }
 
     fn allocate(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
@@ -183,7 +183,7 @@ impl DiskFile {
             PUNCH => zeroes(true),
             ZERO | ZERO_KEEP => zeroes(false),
             // Nothing to do, because all of the file counts as allocated.
-            0 | mode::KEEP_SIZE => Step::Answer(Answer::done(unique)),
+            0 | mode::KEEP_SIZE => Step::Reply(Reply::done(unique)),
             _ => refused(unique, Errno::OPNOTSUPP),
         })
     }
@@ -193,8 +193,8 @@ impl DiskFile {
         Some(match whence {
             SEEK_DATA | SEEK_HOLE if offset >= self.size() => refused(unique, Errno::NXIO),
             // The export does not know the holes of the disk, so the whole file counts as data.
-            SEEK_DATA => Step::Answer(Answer::offset(unique, offset)),
-            SEEK_HOLE => Step::Answer(Answer::offset(unique, self.size())),
+            SEEK_DATA => Step::Reply(Reply::offset(unique, offset)),
+            SEEK_HOLE => Step::Reply(Reply::offset(unique, self.size())),
             _ => refused(unique, Errno::INVAL),
         })
     }
@@ -206,7 +206,7 @@ impl DiskFile {
         let there = self.clip(from, len);
         let len = self.clip(to, there).min(MAX_COPY);
         Some(match u32::try_from(len).unwrap_or(u32::MAX) {
-            0 if there == 0 => Step::Answer(Answer::written(unique, 0)),
+            0 if there == 0 => Step::Reply(Reply::written(unique, 0)),
             0 => refused(unique, Errno::NOSPC),
             len => Step::Do(Action::Copy { from, to, len }),
         })
@@ -214,7 +214,7 @@ impl DiskFile {
 }
 
 fn refused(unique: u64, errno: Errno) -> Step {
-    Step::Answer(Answer::error(unique, errno))
+    Step::Reply(Reply::error(unique, errno))
 }
 
 #[cfg(test)]
@@ -250,8 +250,8 @@ mod tests {
         let write = |offset, len| ask(opcode::WRITE, &transfer(offset, len), len as usize);
         assert_eq!(read(4, 8), Step::Do(Action::Read(extent(4, 8))));
         assert_eq!(read(SIZE - 3, 8), Step::Do(Action::Read(extent(SIZE - 3, 3))));
-        assert_eq!(read(SIZE, 8), Step::Answer(Answer::done(5)));
-        assert_eq!(read(u64::MAX, 8), Step::Answer(Answer::done(5)));
+        assert_eq!(read(SIZE, 8), Step::Reply(Reply::done(5)));
+        assert_eq!(read(u64::MAX, 8), Step::Reply(Reply::done(5)));
         assert_eq!(write(SIZE - 3, 8), Step::Do(Action::Write(extent(SIZE - 3, 3))));
         assert_eq!(write(SIZE, 8), refused(5, Errno::NOSPC));
     }

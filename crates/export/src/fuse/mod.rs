@@ -18,7 +18,6 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | [`Mounted`] | a mount and its session |
 //! | [`Mount`] | the mount, by `mount(2)` or fusermount3 |
 //! | [`Session`] | the threads that serve a mount of this process or of another one |
 //! | `device` | requests: the threads that execute them |
@@ -36,21 +35,20 @@ pub use mount::{Mount, MountError};
 
 use crate::failures::FailureCount;
 use crate::vectors::Part;
-use device::{Crew, Device, Shared, carry_out};
+use device::{Crew, Device, Shared, execute};
 use file::DiskFile;
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use wire::Answer;
+use wire::Reply;
 
 /// Largest default number of threads of a mount. At most half of the processors are used, because a
 /// program with a high load needs the others.
-const MOST_THREADS: usize = 4;
+const MAX_THREADS: usize = 4;
 
 /// Options of a mount.
 #[derive(Clone, Debug, Default)]
@@ -102,7 +100,7 @@ impl Session {
     /// system is unmounted. To be called before the first session of this process.
     #[must_use]
     pub fn resend(device: BorrowedFd<'_>) -> bool {
-        sys::write(device, Answer::resend().bytes(), Part::NONE).is_ok()
+        sys::write(device, Reply::resend().bytes(), Part::NONE).is_ok()
     }
 
     /// Number of requests that failed because of the disk.
@@ -126,7 +124,16 @@ impl Session {
         failures.count()
     }
 
-    /// Waits until the file system is unmounted.
+    /// Waits until the file system is unmounted, and no program uses the file any more. A user of the
+    /// open file, such as a loop device with a file system on it, may still have data to write.
+    /// Returns the number of requests that failed because of the disk.
+    #[must_use]
+    pub fn finish(mut self) -> u64 {
+        self.wait();
+        self.failures()
+    }
+
+    /// Waits for the end of the threads.
     fn wait(&mut self) {
         if let Some(server) = self.server.take() {
             let _ = server.join();
@@ -136,85 +143,8 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.crew.end();
+        self.crew.stop();
         self.wait();
-    }
-}
-
-/// Disk that is mounted over a file. Dropping the value unmounts it.
-pub struct Mounted {
-    mount: Mount,
-    session: Session,
-}
-
-impl Mounted {
-    /// Mounts `disk` over the file `path`, which is created if it does not exist. `on_end` is
-    /// called when the file system is unmounted for any reason.
-    ///
-    /// # Errors
-    /// [`MountError`]. The mount and a created file are removed before the return.
-    pub fn start(
-        disk: BlockDevice,
-        path: &Path,
-        on_end: impl FnOnce() + Send + 'static,
-    ) -> Result<Self, MountError> {
-        Self::start_with(disk, path, &Options::default(), on_end)
-    }
-
-    /// Mounts like [`start`](Self::start), with `options`.
-    ///
-    /// # Errors
-    /// [`MountError`]; the mount and a created file are removed then.
-    pub fn start_with(
-        disk: BlockDevice,
-        path: &Path,
-        options: &Options,
-        on_end: impl FnOnce() + Send + 'static,
-    ) -> Result<Self, MountError> {
-        let (mount, device) = Mount::new(path, disk.geometry().read_only)?;
-        match Session::start(&disk, device, options, on_end) {
-            Ok(session) => Ok(Self { mount, session }),
-            Err(error) => {
-                mount.unmount();
-                mount.remove_file();
-                Err(MountError::System(error))
-            }
-        }
-    }
-
-    /// Path of the file.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        self.mount.path()
-    }
-
-    /// Number of requests that failed because of the disk.
-    #[must_use]
-    pub fn failures(&self) -> u64 {
-        self.session.failures()
-    }
-
-    /// Unmounts the file system, and waits until no program uses the file any more. A user of the
-    /// open file, such as a loop device with a file system on it, may still have data to write.
-    /// Returns the number of requests that failed because of the disk.
-    #[must_use]
-    pub fn stop(mut self) -> u64 {
-        self.end();
-        self.failures()
-    }
-
-    fn end(&mut self) {
-        if !self.session.is_over() {
-            self.mount.unmount();
-        }
-        self.session.wait();
-        self.mount.remove_file();
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        self.end();
     }
 }
 
@@ -230,7 +160,7 @@ struct Threads {
 
 fn threads(disk: &BlockDevice, device: OwnedFd, options: &Options) -> io::Result<Threads> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    let count = options.threads.unwrap_or((processors / 2).min(MOST_THREADS));
+    let count = options.threads.unwrap_or((processors / 2).min(MAX_THREADS));
     let count = count.clamp(1, disk.queues());
     let first = EventFd::new()?;
     let mut crew = Crew::new(first.try_clone()?);
@@ -249,7 +179,7 @@ fn threads(disk: &BlockDevice, device: OwnedFd, options: &Options) -> io::Result
     for (helper, event) in parts {
         let (shared, disk) = (Arc::clone(&shared), disk.clone());
         runs.push(
-            Box::new(move || Device::new(shared, helper, &disk, event)?.run(&carry_out)) as Run
+            Box::new(move || Device::new(shared, helper, &disk, event)?.run(&execute)) as Run
         );
     }
     let first = runs.remove(0);
@@ -272,11 +202,13 @@ fn serve(
         }
     }
     let outcome = first();
+    let is_stopped = shared.crew.is_stopped();
     shared.crew.end();
     for thread in running {
         let _ = thread.join();
     }
     match outcome {
+        Ok(()) if is_stopped => return,
         Ok(()) => tracing::debug!("unmounted"),
         Err(error) => tracing::warn!("the mount has ended: {error}"),
     }

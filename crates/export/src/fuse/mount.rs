@@ -46,9 +46,6 @@ pub enum MountError {
         /// Error of the mount.
         source: io::Error,
     },
-    /// A thread or descriptor cannot be created.
-    #[error("the mount cannot be served: {0}")]
-    System(io::Error),
 }
 
 /// Program that mounts for users without privileges.
@@ -88,10 +85,17 @@ impl Mount {
         }
     }
 
-    /// Existing mount over the file `path`, for its removal.
+    /// Existing mount over the file `path`, for its removal. `created` is true if the file was
+    /// [created](Self::has_created) for the mount.
     #[must_use]
-    pub fn at(path: &Path) -> Self {
-        Self { path: path.to_owned(), created: false }
+    pub fn at(path: &Path, created: bool) -> Self {
+        Self { path: path.to_owned(), created }
+    }
+
+    /// True if the file was created for the mount.
+    #[must_use]
+    pub fn has_created(&self) -> bool {
+        self.created
     }
 
     /// Path of the file.

@@ -70,9 +70,9 @@ const HEADER: usize = 40;
 /// Size of a `WRITE` without its data. No other request with data has more bytes of fields.
 pub(super) const WRITE_HEAD: usize = HEADER + 40;
 /// Size of an answer header.
-const ANSWER: usize = 16;
+const REPLY: usize = 16;
 /// Length of the longest answer without data, which is that with attributes.
-const LONGEST: usize = ANSWER + 16 + ATTRIBUTES;
+const LONGEST: usize = REPLY + 16 + ATTRIBUTES;
 const ATTRIBUTES: usize = 88;
 
 /// Parser of consecutive integers.
@@ -142,29 +142,29 @@ pub(super) struct Attributes {
 const INODE: u64 = 1;
 
 impl Attributes {
-    fn put(&self, answer: &mut Answer) {
-        answer.u64(INODE).u64(self.size).u64(self.size / 512);
+    fn put(&self, reply: &mut Reply) {
+        reply.u64(INODE).u64(self.size).u64(self.size / 512);
         let (seconds, nanoseconds) = self.time;
-        (0..3).for_each(|_| _ = answer.u64(seconds));
-        (0..3).for_each(|_| _ = answer.u32(nanoseconds));
+        (0..3).for_each(|_| _ = reply.u64(seconds));
+        (0..3).for_each(|_| _ = reply.u32(nanoseconds));
         let (links, device, flags) = (1, 0, 0);
-        answer.u32(self.mode).u32(links).u32(self.uid).u32(self.gid);
-        answer.u32(device).u32(self.block_size).u32(flags);
+        reply.u32(self.mode).u32(links).u32(self.uid).u32(self.gid);
+        reply.u32(device).u32(self.block_size).u32(flags);
     }
 }
 
 /// Answer without the data of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Answer {
+pub(super) struct Reply {
     bytes: [u8; LONGEST],
     len: usize,
 }
 
-impl Answer {
+impl Reply {
     fn new(unique: u64, error: i32) -> Self {
-        let mut answer = Self { bytes: [0; LONGEST], len: 0 };
-        answer.u32(ANSWER as u32).u32(error.cast_unsigned()).u64(unique);
-        answer
+        let mut reply = Self { bytes: [0; LONGEST], len: 0 };
+        reply.u32(REPLY as u32).u32(error.cast_unsigned()).u64(unique);
+        reply
     }
 
     /// Creates an answer that reports success.
@@ -197,54 +197,54 @@ impl Answer {
         let (background, congestion) = BACKGROUND;
         let nanoseconds = 1;
         let pages = MAX_REQUEST as usize / rustix::param::page_size();
-        let mut answer = Self::done(unique);
-        answer.u32(VERSION.0).u32(VERSION.1.min(minor)).u32(read_ahead).u32(accepted as u32);
-        answer.put(&background.to_ne_bytes()).put(&congestion.to_ne_bytes());
-        answer.u32(MAX_REQUEST).u32(nanoseconds);
-        answer.put(&(pages as u16).to_ne_bytes()).put(&0_u16.to_ne_bytes());
-        answer.u32((accepted >> 32) as u32);
-        (0..7).for_each(|_| _ = answer.u32(0));
-        answer
+        let mut reply = Self::done(unique);
+        reply.u32(VERSION.0).u32(VERSION.1.min(minor)).u32(read_ahead).u32(accepted as u32);
+        reply.put(&background.to_ne_bytes()).put(&congestion.to_ne_bytes());
+        reply.u32(MAX_REQUEST).u32(nanoseconds);
+        reply.put(&(pages as u16).to_ne_bytes()).put(&0_u16.to_ne_bytes());
+        reply.u32((accepted >> 32) as u32);
+        (0..7).for_each(|_| _ = reply.u32(0));
+        reply
     }
 
     /// Creates an answer that reports a write of `len` bytes.
     pub(super) fn written(unique: u64, len: u32) -> Self {
-        let mut answer = Self::done(unique);
-        answer.u32(len).u32(0);
-        answer
+        let mut reply = Self::done(unique);
+        reply.u32(len).u32(0);
+        reply
     }
 
     /// Creates an answer with the result of a seek.
     pub(super) fn offset(unique: u64, offset: u64) -> Self {
-        let mut answer = Self::done(unique);
-        answer.u64(offset);
-        answer
+        let mut reply = Self::done(unique);
+        reply.u64(offset);
+        reply
     }
 
     /// Creates an answer that reports a successful open.
     pub(super) fn opened(unique: u64, flags: u32) -> Self {
-        let mut answer = Self::done(unique);
-        answer.u64(0).u32(flags).u32(0);
-        answer
+        let mut reply = Self::done(unique);
+        reply.u64(0).u32(flags).u32(0);
+        reply
     }
 
     /// Creates an answer with attributes, which the kernel may cache for `remember` seconds.
     pub(super) fn attributes(unique: u64, attributes: &Attributes, remember: u64) -> Self {
-        let mut answer = Self::done(unique);
-        answer.u64(remember).u32(0).u32(0);
-        attributes.put(&mut answer);
-        answer
+        let mut reply = Self::done(unique);
+        reply.u64(remember).u32(0).u32(0);
+        attributes.put(&mut reply);
+        reply
     }
 
     /// Creates an answer with the statistics of a file system of `blocks` blocks, all of which
     /// belong to the file.
     pub(super) fn file_system(unique: u64, blocks: u64, block_size: u32) -> Self {
-        let mut answer = Self::done(unique);
+        let mut reply = Self::done(unique);
         let (free, available, files, files_free, name) = (0, 0, 1, 0, 0);
-        answer.u64(blocks).u64(free).u64(available).u64(files).u64(files_free);
-        answer.u32(block_size).u32(name).u32(block_size).u32(0);
-        (0..6).for_each(|_| _ = answer.u32(0));
-        answer
+        reply.u64(blocks).u64(free).u64(available).u64(files).u64(files_free);
+        reply.u32(block_size).u32(name).u32(block_size).u32(0);
+        (0..6).for_each(|_| _ = reply.u32(0));
+        reply
     }
 
     /// Records that `len` bytes of data follow the answer.
@@ -293,12 +293,12 @@ mod tests {
 
     #[test]
     fn answers_begin_with_their_length_and_number() {
-        let answer = Answer::error(7, Errno::IO);
-        assert_eq!(answer.bytes().len(), 16);
-        assert_eq!(u32_at(answer.bytes(), 0), 16);
-        assert_eq!(u32_at(answer.bytes(), 4).cast_signed(), -5);
-        assert_eq!(u32_at(answer.bytes(), 8), 7);
-        let read = Answer::done(9).with_data(4096);
+        let reply = Reply::error(7, Errno::IO);
+        assert_eq!(reply.bytes().len(), 16);
+        assert_eq!(u32_at(reply.bytes(), 0), 16);
+        assert_eq!(u32_at(reply.bytes(), 4).cast_signed(), -5);
+        assert_eq!(u32_at(reply.bytes(), 8), 7);
+        let read = Reply::done(9).with_data(4096);
         assert_eq!((read.bytes().len(), u32_at(read.bytes(), 0)), (16, 16 + 4096));
     }
 
@@ -306,7 +306,7 @@ mod tests {
     fn fuse_replies_have_the_kernels_length() {
         let attributes =
             Attributes { size: 1 << 20, time: (1, 2), mode: 3, uid: 4, gid: 5, block_size: 4096 };
-        let about = Answer::attributes(1, &attributes, 3600);
+        let about = Reply::attributes(1, &attributes, 3600);
         let bytes = about.bytes();
         assert_eq!((bytes.len(), u32_at(bytes, 0)), (16 + 104, 16 + 104));
         // The values are inode, size and number of blocks.
@@ -314,32 +314,32 @@ mod tests {
         // The values are mode, number of links, owner and group.
         let found: Vec<u32> = (0..4).map(|i| u32_at(bytes, 92 + 4 * i)).collect();
         assert_eq!(found, [3, 1, 4, 5]);
-        assert_eq!(Answer::written(1, 5).bytes().len(), 16 + 8);
-        assert_eq!(Answer::offset(1, 5).bytes().len(), 16 + 8);
-        assert_eq!(Answer::opened(1, 5).bytes().len(), 16 + 16);
-        assert_eq!(Answer::file_system(1, 5, 512).bytes().len(), 16 + 80);
+        assert_eq!(Reply::written(1, 5).bytes().len(), 16 + 8);
+        assert_eq!(Reply::offset(1, 5).bytes().len(), 16 + 8);
+        assert_eq!(Reply::opened(1, 5).bytes().len(), 16 + 16);
+        assert_eq!(Reply::file_system(1, 5, 512).bytes().len(), 16 + 80);
     }
 
     #[test]
     fn the_negotiation_accepts_what_both_have() {
         let init = |words: [u32; 5]| {
             let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
-            Answer::init(3, Fields(&bytes))
+            Reply::init(3, Fields(&bytes))
         };
-        let answer = init([7, 45, 131_072, u32::MAX, u32::MAX]);
-        let bytes = answer.bytes();
+        let reply = init([7, 45, 131_072, u32::MAX, u32::MAX]);
+        let bytes = reply.bytes();
         assert_eq!((bytes.len(), u32_at(bytes, 0), u32_at(bytes, 4)), (16 + 64, 16 + 64, 0));
         assert_eq!((u32_at(bytes, 16), u32_at(bytes, 20), u32_at(bytes, 24)), (7, 40, 131_072));
         assert_eq!(u64::from(u32_at(bytes, 28)), init::INIT_EXT | init::WANTED & 0xffff_ffff);
         assert_eq!(u64::from(u32_at(bytes, 48)), init::WANTED >> 32);
         assert_eq!(u32_at(bytes, 36), MAX_REQUEST);
         // An older kernel has neither the second field nor the newer flags.
-        let answer = init([7, 31, 0, 1 << 5, u32::MAX]);
-        let bytes = answer.bytes();
+        let reply = init([7, 31, 0, 1 << 5, u32::MAX]);
+        let bytes = reply.bytes();
         assert_eq!((u32_at(bytes, 20), u32_at(bytes, 28), u32_at(bytes, 48)), (31, 1 << 5, 0));
         let refused = init([7, 22, 0, 0, 0]);
-        assert_eq!((refused.bytes().len(), refused), (16, Answer::error(3, Errno::PROTO)));
-        assert_eq!(Answer::resend().bytes().len(), 16);
+        assert_eq!((refused.bytes().len(), refused), (16, Reply::error(3, Errno::PROTO)));
+        assert_eq!(Reply::resend().bytes().len(), 16);
     }
 
     #[test]

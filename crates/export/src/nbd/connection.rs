@@ -17,7 +17,7 @@ use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
 use super::replies::{Replies, Reply, Sent};
 use super::reply_coalescing::ReplyCoalescing;
-use super::request::{Action, Checked, Completed, EXTENTS, Job, carry_out, check, number};
+use super::request::{Action, Checked, Completed, EXTENTS, Job, check, execute, number};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT, INPUT};
 use crate::data::{Data, DataMemory};
@@ -155,7 +155,7 @@ pub(super) fn serve(
         last: false,
         hung_up: false,
     };
-    connection.run(&carry_out)
+    connection.run(&execute)
 }
 
 impl<F: Future<Output = Completed>> Connection<F> {
@@ -216,7 +216,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if busy {
                 continue;
             }
-            let again = self.io.looks_again_by_call();
+            let again = self.io.polls_again_by_call();
             if again {
                 // While the thread polls, it does not call epoll_wait. So only an attempt tells
                 // whether the socket is readable or writable.

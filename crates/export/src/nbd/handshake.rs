@@ -163,10 +163,10 @@ impl Handshake {
             return Some(Step::More);
         }
         let data = reader.bytes(usize::try_from(len).ok()?)?;
-        Some(self.carry_out(option, data, out))
+        Some(self.execute(option, data, out))
     }
 
-    fn carry_out(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
+    fn execute(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
         if self.security == Security::Required {
             match option {
                 option::STARTTLS | option::ABORT => {}

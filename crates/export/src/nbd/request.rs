@@ -116,11 +116,11 @@ pub(super) struct Completed {
 }
 
 /// Executes a job.
-pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
+pub(super) async fn execute(disk: BlockQueue, job: Job) -> Completed {
     let Job { request, data } = job;
     let mut data = match data {
         Data::Own(data) => data,
-        Data::Shared(buffer) => return carry_out_direct(&disk, request, buffer).await,
+        Data::Shared(buffer) => return execute_direct(&disk, request, buffer).await,
     };
     let Checked { action, fua, offset, len } = request;
     let mut extents = 0;
@@ -148,7 +148,7 @@ pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
 }
 
 /// Reads or writes whole blocks. Only these operations use shared buffers.
-async fn carry_out_direct(disk: &BlockQueue, request: Checked, buffer: Buffer) -> Completed {
+async fn execute_direct(disk: &BlockQueue, request: Checked, buffer: Buffer) -> Completed {
     let Checked { action, offset, len, .. } = request;
     let moved = match action {
         Action::Write { fua } => disk.write_direct(offset, len as usize, buffer, fua).await,

@@ -73,7 +73,7 @@ pub enum WhyCopied {
 /// disks to free some, because one of these disks might be the one that this process serves. Must
 /// be called before other threads start, which inherit the mark. Has no effect without the
 /// capability CAP_SYS_RESOURCE.
-pub fn promise_progress() {
+pub fn mark_as_io_flusher() {
     if let Err(errno) = rustix::process::configure_io_flusher_behavior(true) {
         tracing::debug!("cannot mark the process as an I/O flusher: {errno}");
     }
@@ -266,7 +266,7 @@ impl Ublk {
 
     /// True if the device existed and was taken over.
     #[must_use]
-    pub fn was_taken_over(&self) -> bool {
+    pub fn was_recovered(&self) -> bool {
         self.recovered
     }
 
@@ -275,6 +275,12 @@ impl Ublk {
     #[must_use]
     pub fn why_copied(&self) -> Option<WhyCopied> {
         self.why_copied
+    }
+
+    /// Number of requests that failed because of the disk.
+    #[must_use]
+    pub fn failures(&self) -> u64 {
+        self.shared.status.failures.count()
     }
 
     /// Removes the device when it is no longer in use. A program that has the device mounted or

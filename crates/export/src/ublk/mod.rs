@@ -51,5 +51,5 @@ mod zero_copy;
 mod sys;
 mod wire;
 
-pub use device::{Options, Ublk, WhyCopied, promise_progress};
+pub use device::{Options, Ublk, WhyCopied, mark_as_io_flusher};
 pub use error::UblkError;

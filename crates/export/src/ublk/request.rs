@@ -84,7 +84,7 @@ pub(super) fn parse(
 }
 
 /// Executes a job.
-pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
+pub(super) async fn execute(disk: BlockQueue, job: Job) -> Completed {
     let Job { action, offset, mut buffer } = job;
     let outcome = match action {
         Action::Read { len } => disk.read(offset, buffer.get_mut(..len).unwrap_or_default()).await,

@@ -5,7 +5,7 @@
 //! together are answered together. For [zero-copy](super::zero_copy) requests, the same call
 //! submits the operations on the image's file.
 
-use super::request::{Action, Completed, Job, carry_out, parse};
+use super::request::{Action, Completed, Job, execute, parse};
 use super::sys::{Device, Event, Queue};
 use super::wire::{Descriptor, operation};
 use super::zero_copy::{Next, ZeroCopy, errno};
@@ -87,7 +87,7 @@ pub(super) fn serve(
             status,
         };
         server.queue.enter(false)?;
-        server.take(&carry_out)?;
+        server.take(&execute)?;
         match server.refused.take() {
             Some(error) => Err(error),
             None => Ok((waker, server)),
@@ -96,7 +96,7 @@ pub(super) fn serve(
     match begun {
         Ok((waker, mut server)) => {
             let _ = started.send(Ok(waker));
-            server.run(&carry_out)
+            server.run(&execute)
         }
         Err(error) => {
             let _ = started.send(Err(error));
@@ -142,7 +142,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             if over || self.status.quit.load(Ordering::Acquire) {
                 return Ok(());
             }
-            if self.answer()? {
+            if self.reply()? {
                 if self.queue.prepared() >= BATCH {
                     self.queue.enter(false)?;
                 }
@@ -228,7 +228,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
     ) -> io::Result<()> {
         match next {
             Next::Call(call) => self.queue.call(tag, &call),
-            Next::Answer(outcome) => {
+            Next::Reply(outcome) => {
                 self.counts.0 += 1;
                 let result = match outcome {
                     Ok(moved) => i32::try_from(moved).unwrap_or(i32::MAX),
@@ -296,7 +296,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
     }
 
     /// Prepares the answers to completed requests. Returns true if there was any work.
-    fn answer(&mut self) -> io::Result<bool> {
+    fn reply(&mut self) -> io::Result<bool> {
         let Self { queue, io, tags, done, status, buffers, .. } = self;
         let mut outcome = Ok(());
         let busy = io.run_once(|slot, completed| {

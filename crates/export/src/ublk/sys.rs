@@ -13,10 +13,11 @@ use super::wire::{
     feature, io as command, registered_at,
 };
 use io_uring::squeue::{Entry, Entry128};
-use io_uring::{EnterFlags, IoUring, cqueue, opcode, types};
+use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue, types};
 use rustix::io::Errno;
 use shadowbell_disk_file::RawCall;
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
+use shadowbell_uring::{Allowed, register};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -49,7 +50,8 @@ impl Control {
     /// # Errors
     /// If io_uring is not available.
     pub(super) fn new(file: File) -> io::Result<Self> {
-        Ok(Self { ring: IoUring::builder().build(4)?, file })
+        let allowed = Allowed { opcodes: &[opcode::UringCmd80::CODE], ..Allowed::NOTHING };
+        Ok(Self { ring: allowed.build(&IoUring::builder(), 4, |_| Ok(()))?, file })
     }
 
     /// Executes a command and waits for its completion. `data` is the input and output of the
@@ -246,11 +248,11 @@ impl Queue {
         })?;
         // Each tag has at most one operation and its cancellation in flight. The timer and the poll
         // need one entry each.
-        let ring = build(2 * u32::from(depth) + 2)?;
-        if let Some(image) = image {
+        let ring = build(2 * u32::from(depth) + 2, |ring| {
+            let Some(image) = image else { return Ok(()) };
             ring.submitter().register_files(&[image.as_raw_fd()])?;
-            ring.submitter().register_buffers_sparse(depth.into())?;
-        }
+            ring.submitter().register_buffers_sparse(depth.into())
+        })?;
         let mut this = Self {
             ring,
             device,
@@ -264,7 +266,7 @@ impl Queue {
         };
         for tag in 0..depth {
             let room = if this.device.copies() { this.room() } else { 0 };
-            this.hand_over(command::FETCH_REQ, tag, 0, vec![0; room])?;
+            this.pass_to_driver(command::FETCH_REQ, tag, 0, vec![0; room])?;
         }
         Ok(this)
     }
@@ -282,10 +284,16 @@ impl Queue {
     /// If the tag belongs to the kernel, the buffer is too short, or the ring is full: bugs of
     /// this program.
     pub(super) fn commit(&mut self, tag: u16, result: i32, buffer: Vec<u8>) -> io::Result<()> {
-        self.hand_over(command::COMMIT_AND_FETCH_REQ, tag, result, buffer)
+        self.pass_to_driver(command::COMMIT_AND_FETCH_REQ, tag, result, buffer)
     }
 
-    fn hand_over(&mut self, op: u32, tag: u16, result: i32, buffer: Vec<u8>) -> io::Result<()> {
+    fn pass_to_driver(
+        &mut self,
+        op: u32,
+        tag: u16,
+        result: i32,
+        buffer: Vec<u8>,
+    ) -> io::Result<()> {
         let copies = self.device.copies();
         if copies && buffer.len() < self.room() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -400,7 +408,7 @@ impl Queue {
         let prepared = self.ring.submission().len() as u32;
         let flags = EnterFlags::GETEVENTS.bits();
         // SAFETY: no argument structure is passed, and the memory of the commands is kept as
-        // described in `hand_over`.
+        // described in `pass_to_driver`.
         let entered =
             unsafe { self.ring.submitter().enter::<()>(prepared, wait.into(), flags, None) };
         match entered.map_err(|error| (error.kind(), error)) {
@@ -480,16 +488,59 @@ impl Drop for Queue {
     }
 }
 
-/// Creates a ring with the best mode that the kernel supports: completions are processed when this
-/// thread enters the kernel (6.1), or without interrupting the thread (5.19).
-fn build(entries: u32) -> io::Result<IoUring> {
+/// Operations of a queue's ring.
+const ALLOWED: Allowed = Allowed {
+    opcodes: &[
+        opcode::UringCmd16::CODE,
+        opcode::ReadFixed::CODE,
+        opcode::WriteFixed::CODE,
+        opcode::AsyncCancel::CODE,
+        opcode::PollAdd::CODE,
+        opcode::Timeout::CODE,
+    ],
+    flags: squeue::Flags::FIXED_FILE,
+    registers: &[register::UNREGISTER_FILES],
+};
+
+/// Creates a restricted ring with the best mode that the kernel supports: completions are processed
+/// when this thread enters the kernel (6.1), or without interrupting the thread (5.19). `prepare`
+/// registers files and buffers.
+fn build(entries: u32, prepare: impl Fn(&IoUring) -> io::Result<()>) -> io::Result<IoUring> {
     let mut plain = IoUring::builder();
     plain.setup_submit_all().setup_coop_taskrun();
     let mut best = plain.clone();
     best.setup_single_issuer().setup_defer_taskrun();
     let entries = entries.next_power_of_two();
-    match best.build(entries) {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => plain.build(entries),
+    match ALLOWED.build(&best, entries, &prepare) {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            ALLOWED.build(&plain, entries, prepare)
+        }
         outcome => outcome,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queues_ring_refuses_operations_that_the_queue_does_not_use() {
+        let Ok(mut ring) = build(8, |_| Ok(())) else {
+            return shadowbell_testing::programs::skipped("there is no io_uring here");
+        };
+        let timeout = opcode::Timeout::new(&raw const TICKS).build().user_data(1);
+        let cancel = opcode::AsyncCancel::new(1).build().user_data(2);
+        let socket = opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build().user_data(3);
+        for entry in [&timeout, &cancel, &socket] {
+            // SAFETY: the entries point to no memory except that of a static variable.
+            unsafe { ring.submission().push(entry) }.unwrap();
+        }
+        ring.submit_and_wait(3).unwrap();
+        let mut results: Vec<_> =
+            ring.completion().map(|end| (end.user_data(), end.result())).collect();
+        results.sort_unstable();
+        assert_eq!(results, [(1, -libc::ECANCELED), (2, 0), (3, -libc::EACCES)]);
+        let registered = ring.submitter().register_files(&[0]);
+        assert_eq!(registered.unwrap_err().raw_os_error(), Some(libc::EACCES));
     }
 }

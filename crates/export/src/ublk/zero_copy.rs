@@ -35,7 +35,7 @@ pub(super) enum Next {
     /// Make this call on the file.
     Call(RawCall),
     /// Answer the request with the number of bytes transferred, or with the error.
-    Answer(Result<usize, DiskError>),
+    Reply(Result<usize, DiskError>),
     /// Execute the request on a queue of the disk, with a copy.
     Disk(Action, u64),
 }
@@ -70,7 +70,7 @@ impl ZeroCopy {
         };
         let transfer = match self.file.begin(&Request { op, offset, len: len as u64 }) {
             Ok(transfer) => transfer,
-            Err(outcome) => return Next::Answer(outcome.map(|()| len)),
+            Err(outcome) => return Next::Reply(outcome.map(|()| len)),
         };
         let Some(call) = transfer.call() else { return Next::Disk(action, offset) };
         *place = Some(Moving { transfer, action, offset, since: Instant::now() });
@@ -89,7 +89,7 @@ impl ZeroCopy {
                 Some(call) => return Some(Next::Call(call)),
                 None => Next::Disk(action, offset),
             },
-            RawStep::End(outcome) => Next::Answer(outcome.map(|()| action.moves())),
+            RawStep::End(outcome) => Next::Reply(outcome.map(|()| action.moves())),
             RawStep::Refused => Next::Disk(action, offset),
         };
         *place = None;
@@ -165,10 +165,10 @@ mod tests {
         // queue.
         assert_eq!(zero_copy.begin(3, READ, 0), Next::Disk(READ, 0));
         assert_eq!(zero_copy.begin(4, READ, 0), Next::Disk(READ, 0));
-        assert_eq!(zero_copy.ended(3, 4096), Some(Next::Answer(Ok(4096))));
+        assert_eq!(zero_copy.ended(3, 4096), Some(Next::Reply(Ok(4096))));
         assert_eq!((zero_copy.ended(3, 4096), zero_copy.pending()), (None, 0));
         // For a request beyond the end of the disk, no call is made.
-        let beyond = Next::Answer(Err(DiskError::OutOfRange));
+        let beyond = Next::Reply(Err(DiskError::OutOfRange));
         assert_eq!(zero_copy.begin(0, READ, 1 << 20), beyond);
         assert_eq!(zero_copy.pending(), 0);
     }
@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(zero_copy.ended(1, -libc::EINVAL), Some(Next::Disk(READ, 512)));
         assert_eq!(zero_copy.pending(), 0);
         assert!(matches!(zero_copy.begin(1, READ, 512), Next::Call(_)));
-        let failed = Next::Answer(Err(DiskError::Io(libc::EIO)));
+        let failed = Next::Reply(Err(DiskError::Io(libc::EIO)));
         assert_eq!(zero_copy.ended(1, -libc::EIO), Some(failed));
         let read_only = Geometry { read_only: true, ..GEOMETRY };
         zero_copy.read_only = read_only.read_only;
@@ -195,7 +195,7 @@ mod tests {
         assert_eq!(zero_copy.cancel_late(now).count(), 0);
         let late: Vec<u16> = zero_copy.cancel_late(now + Duration::from_secs(3)).collect();
         assert_eq!(late, [2]);
-        let cancelled = Some(Next::Answer(Err(DiskError::Cancelled)));
+        let cancelled = Some(Next::Reply(Err(DiskError::Cancelled)));
         assert_eq!(zero_copy.ended(2, -libc::ECANCELED), cancelled);
     }
 

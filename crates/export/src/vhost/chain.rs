@@ -101,7 +101,7 @@ impl Chain {
             take_first(&mut self.read, view, &mut segment).map(|()| segment)
         };
         let understood = understand(header, (given, room), rules, segment);
-        let job = understood.map_err(|answer| Bad::Status(answer, status))?;
+        let job = understood.map_err(|reply| Bad::Status(reply, status))?;
         Ok(Request { job, status })
     }
 }

@@ -2,7 +2,7 @@
 
 use super::inflight::{Found, Senseless, Tracker};
 use super::ring::{Config, Ring};
-use super::serve::{Context, ServedQueue, carry_out};
+use super::serve::{Context, ServedQueue, execute};
 use super::shared::DeviceShared;
 use super::split_ring::SplitRing;
 use ::shadowbell_memory::{DmaTable, SharedBytes};
@@ -109,7 +109,7 @@ impl BlkQueue {
         let (disk, index) = (self.disk.clone(), self.index);
         let mut complained = self.complained;
         let served = self.serve_by(device, vring, |context, ring, table| {
-            let queue = ServedQueue::new(context, ring, table, &disk, carry_out)?;
+            let queue = ServedQueue::new(context, ring, table, &disk, execute)?;
             queue.serve(&mut |error| complain(&mut complained, index, error));
             Ok(())
         });

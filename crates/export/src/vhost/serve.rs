@@ -34,7 +34,7 @@ const PREFETCH: u64 = 1 << 20;
 const FINISH: Duration = Duration::from_secs(60);
 const CANCELLED: Duration = Duration::from_secs(5);
 /// Polling interval of a thread that waits for a page table check.
-const LOOK: Duration = Duration::from_millis(1);
+const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Disk operation, and its data in the guest's memory.
 pub(super) struct Job {
@@ -51,7 +51,7 @@ pub(super) struct Completed {
 }
 
 /// Executes a job.
-pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
+pub(super) async fn execute(disk: BlockQueue, job: Job) -> Completed {
     let Job { op, offset, len, data } = job;
     let moved = match op {
         Op::Read => disk.read_to(offset, data).await,
@@ -124,7 +124,7 @@ pub(super) struct ServedQueue<'a, F> {
 
 impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     /// Creates the state for a queue in its current configuration, with the current guest memory.
-    /// `make` is [`carry_out`]. It is a parameter, because the type of its future has no name.
+    /// `make` is [`execute`]. It is a parameter, because the type of its future has no name.
     ///
     /// # Errors
     /// The error of the system call if the resources for the disk's queue are exhausted.
@@ -168,7 +168,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         while self.poll(complain) {
             // No event is signalled for a request that waits for a page table check, so the sleep
             // has a limit.
-            self.sleep(self.stalled.map(|_| Instant::now() + LOOK));
+            self.sleep(self.stalled.map(|_| Instant::now() + STALL_CHECK_INTERVAL));
         }
         let _touches_memory = Awake::new();
         self.leave();
@@ -202,7 +202,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                     return !self.must_leave();
                 }
             }
-            if self.io.looks_again() {
+            if self.io.polls_again() {
                 continue;
             }
             // While a request waits for a slot, the thread can take no more requests, so it needs
@@ -354,7 +354,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         match self.chain.parse(&self.view, &self.rules) {
             // A head outside of the queue must not be put into the used ring.
             Err(Bad::NoRoom) if head >= self.ring.size() => {}
-            Err(Bad::NoRoom) => self.answer(head, 0),
+            Err(Bad::NoRoom) => self.reply(head, 0),
             Err(Bad::Status(status, at)) => self.end(head, at, 0, status),
             Ok(Request { job: Parsed::Identify { room }, status }) => {
                 let id = identifier(&self.context.device.id, room);
@@ -435,11 +435,11 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     #[inline]
     fn end(&mut self, head: u16, status_at: u64, len: u32, status: Status) {
         let written = self.view.write(status_at, &[status as u8]).is_ok();
-        self.answer(head, if written { len + 1 } else { 0 });
+        self.reply(head, if written { len + 1 } else { 0 });
     }
 
     #[inline]
-    fn answer(&mut self, head: u16, len: u32) {
+    fn reply(&mut self, head: u16, len: u32) {
         let Some(tracker) = self.context.tracker else {
             self.ring.put(head, len);
             return;
@@ -449,7 +449,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         tracker.answering(head);
         self.ring.put(head, len);
         self.ring.publish();
-        tracker.answered(head, self.ring.places().1);
+        tracker.replied(head, self.ring.places().1);
     }
 
     /// Completes the requests in flight, and stores the positions in the rings.
@@ -485,7 +485,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                 (is_cancelled, deadline) = (true, now + CANCELLED);
             }
             if !any {
-                let soon = self.stalled.map_or(deadline, |_| deadline.min(now + LOOK));
+                let soon =
+                    self.stalled.map_or(deadline, |_| deadline.min(now + STALL_CHECK_INTERVAL));
                 self.sleep(Some(soon));
             }
         }

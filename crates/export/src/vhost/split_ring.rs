@@ -56,7 +56,7 @@ pub(super) struct SplitRing {
     next_used: u16,
     published: u16,
     /// Published index at the last decision about an interrupt.
-    told: u16,
+    notified: u16,
     /// True if notifications of the guest are requested.
     wants_kicks: bool,
 }
@@ -83,7 +83,7 @@ impl SplitRing {
             seen: next_available,
             next_used,
             published: next_used,
-            told: next_used,
+            notified: next_used,
             wants_kicks: true,
         };
         // The loads check the alignment, on which every later access depends.
@@ -161,10 +161,10 @@ impl SplitRing {
     /// last call.
     #[inline]
     pub(super) fn wants_notification(&mut self) -> bool {
-        if self.told == self.published {
+        if self.notified == self.published {
             return false;
         }
-        let old = std::mem::replace(&mut self.told, self.published);
+        let old = std::mem::replace(&mut self.notified, self.published);
         // The fence orders the store of the index before the load of the guest's request for
         // interrupts. So either the guest sees the index, or this load sees the guest's change of
         // the request.
@@ -280,13 +280,13 @@ mod tests {
         assert_eq!(get(&bytes, USED), 0);
         put(&bytes, AVAILABLE + 2, 1);
         assert!(ring.ask_for_kicks(), "there is one already");
-        let mut answer = |flags| {
+        let mut reply = |flags| {
             put(&bytes, AVAILABLE, flags);
             ring.put(0, 1);
             ring.publish();
             ring.wants_notification()
         };
-        assert!(!answer(1) && answer(0));
+        assert!(!reply(1) && reply(0));
         assert!(!ring.wants_notification(), "it knows");
     }
 

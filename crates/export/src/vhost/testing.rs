@@ -7,7 +7,7 @@ use super::inflight::{Region as InflightRegion, Shape};
 use super::memory;
 use super::queue::{BlkQueue, Served};
 use super::ring::{Config, Ring};
-use super::serve::{ServedQueue, carry_out};
+use super::serve::{ServedQueue, execute};
 use ::shadowbell_memory::EventFd;
 use shadowbell_block::BlockDevice;
 use std::fs::File;
@@ -163,7 +163,7 @@ impl Queue {
         let Self { disk, queue, device, ring } = self;
         let mut senseless = None;
         let served = queue.serve_by(device, ring, |context, ring, table| {
-            let queue = ServedQueue::new(context, ring, table, disk, carry_out)?;
+            let queue = ServedQueue::new(context, ring, table, disk, execute)?;
             queue.run_dry(&mut |error| senseless = Some(error.to_string()));
             Ok(())
         });

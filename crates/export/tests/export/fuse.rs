@@ -5,7 +5,7 @@ use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_disk::{DiskError, Op};
-use shadowbell_export::fuse::{Mount, MountError, Mounted, Options, Session};
+use shadowbell_export::fuse::{Mount, MountError, Options, Session};
 use shadowbell_testing::programs::skipped;
 use shadowbell_testing::test_disk::TestDisk;
 use std::fs::{File, OpenOptions};
@@ -24,6 +24,40 @@ fn is_possible() -> bool {
         skipped("this takes root and /dev/fuse");
     }
     possible
+}
+
+/// A mounted disk.
+struct Mounted(Mount, Session);
+
+impl Mounted {
+    fn start(disk: &BlockDevice, path: &Path) -> Result<Self, MountError> {
+        Self::start_with(disk, path, &Options::default(), || ())
+    }
+
+    fn start_with(
+        disk: &BlockDevice,
+        path: &Path,
+        options: &Options,
+        on_end: impl FnOnce() + Send + 'static,
+    ) -> Result<Self, MountError> {
+        let (mount, device) = Mount::new(path, disk.geometry().read_only)?;
+        Ok(Self(mount, Session::start(disk, device, options, on_end).unwrap()))
+    }
+
+    fn failures(&self) -> u64 {
+        self.1.failures()
+    }
+
+    /// Unmounts the disk unless it was unmounted before, and waits for its users.
+    fn stop(self) -> u64 {
+        let Self(mount, session) = self;
+        if !session.is_over() {
+            mount.unmount();
+        }
+        let failures = session.finish();
+        mount.remove_file();
+        failures
+    }
 }
 
 struct Rig {
@@ -48,7 +82,7 @@ impl Rig {
         let count = Arc::clone(&ended);
         let path = directory.path().join("disk");
         let on_end = move || _ = count.fetch_add(1, Ordering::SeqCst);
-        let mounted = Some(Mounted::start_with(disk, &path, mount, on_end).unwrap());
+        let mounted = Some(Mounted::start_with(&disk, &path, mount, on_end).unwrap());
         Self { backing, mounted, directory, ended }
     }
 
@@ -68,6 +102,12 @@ impl Rig {
         assert_eq!(self.mounted.take().unwrap().stop(), 0);
         assert_eq!(self.ended.load(Ordering::SeqCst), 1);
         assert!(!self.path().exists(), "the file was made for the mount");
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.mounted.take().map(Mounted::stop);
     }
 }
 
@@ -379,7 +419,7 @@ fn invalid_mount_points_are_refused_and_unchanged() {
     let rig = Rig::new(8, false);
     let disk = Arc::new(TestDisk::new(64, 512));
     let disk = BlockDevice::new(disk, &BlockOptions::default()).unwrap();
-    let start = |path: &Path| Mounted::start(disk.clone(), path, || ()).err().unwrap();
+    let start = |path: &Path| Mounted::start(&disk, path).err().unwrap();
     let error = start(rig.directory.path());
     assert!(matches!(error, MountError::NotAFile(_)), "{error}");
     let error = start(&rig.directory.path().join("no/such/directory"));
@@ -387,7 +427,7 @@ fn invalid_mount_points_are_refused_and_unchanged() {
     // A file that existed before the mount is kept.
     let file = rig.directory.path().join("mine");
     std::fs::write(&file, "mine").unwrap();
-    let mounted = Mounted::start(disk, &file, || ()).unwrap();
+    let mounted = Mounted::start(&disk, &file).unwrap();
     assert_eq!(std::fs::metadata(&file).unwrap().len(), 64 * 512);
     assert_eq!(mounted.stop(), 0);
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");

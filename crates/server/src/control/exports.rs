@@ -13,17 +13,14 @@ fn describe(export: &RunningExport) -> Export {
     let RunningExport { config, device, block } = export;
     let traffic = block.traffic();
     let address = Some(device.address());
-    let (nbd, vhost_user_blk, fuse) = match device {
-        ExportDevice::Nbd(_) => (address, None, None),
-        ExportDevice::VhostUserBlk(_) => (None, address, None),
-        ExportDevice::Fuse(..) => (None, None, address),
-    };
+    let if_it_is = |is_it: bool| address.clone().filter(|_| is_it);
     Export {
         id: config.id.clone(),
         disk: config.disk.clone(),
-        nbd,
-        vhost_user_blk,
-        fuse,
+        nbd: if_it_is(matches!(device, ExportDevice::Nbd(_))),
+        vhost_user_blk: if_it_is(matches!(device, ExportDevice::VhostUserBlk(_))),
+        fuse: if_it_is(matches!(device, ExportDevice::Fuse(..))),
+        ublk: if_it_is(matches!(device, ExportDevice::Ublk(_))),
         name: config.name.clone(),
         tls: config.tls_certificates.is_some(),
         read_only: config.read_only,
@@ -93,6 +90,7 @@ pub(super) fn add_export(
         queues: wanted.queues,
         read_only: wanted.read_only,
         share: wanted.share,
+        ..ExportConfig::default()
     };
     let is_new = state.changes.add_export(wanted, device).map_err(problem)?;
     Ok((is_new, export(state, id)?))

@@ -446,7 +446,7 @@ fn exports(text: &mut Text, state: &ServerState) {
     let mut info = text.family(Kind::Info, "shadowbell_export", "An export of a disk.");
     for (_, export) in &all {
         let all = [("nbd", &export.nbd), ("vhost-user-blk", &export.vhost_user_blk)];
-        let all = all.into_iter().chain([("fuse", &export.fuse)]);
+        let all = all.into_iter().chain([("fuse", &export.fuse), ("ublk", &export.ublk)]);
         let mut all = all.filter_map(|(protocol, address)| Some((protocol, address.as_ref()?)));
         let (protocol, address) = all.next().map_or(("", ""), |(name, address)| (name, address));
         let labels = labels(&[

@@ -148,7 +148,12 @@ pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
 
 /// Reason why the configuration cannot be served in a sandbox.
 fn hindrance(config: &ServerConfig) -> Option<String> {
-    config.disk_specs().find_map(|disk| Some(format!("{disk} {}", disk_kinds::outside(disk)?)))
+    if let Some(export) = config.exports.iter().find(|export| export.is_privileged()) {
+        return Some(format!("the export `{}` needs privileges", export.id));
+    }
+    config
+        .disk_specs()
+        .find_map(|disk| Some(format!("{disk} {}", disk_kinds::sandbox_conflict(disk)?)))
 }
 
 /// Caches system values that the sandbox makes unreadable.

@@ -337,6 +337,7 @@ mod tests {
             nbd: Some("unix:/a".into()),
             vhost_user_blk: None,
             fuse: None,
+            ublk: None,
             name: String::new(),
             tls: false,
             read_only: false,

@@ -21,7 +21,8 @@ impl Service {
     pub(crate) fn start(bytes: u64, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         File::create(directory.path().join("disk.img")).unwrap().set_len(bytes).unwrap();
-        let arguments = ["local:DIR/disk.img"].iter().chain(arguments);
+        // Without a supervisor, whose next server process would continue the export.
+        let arguments = ["local:DIR/disk.img", "--no-keeper"].iter().chain(arguments);
         let arguments = arguments.map(|argument| (*argument).to_owned()).collect();
         let path = directory.path().to_owned();
         let mut service = Self { export: None, arguments, directory: path };

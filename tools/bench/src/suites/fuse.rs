@@ -42,7 +42,12 @@ impl Server {
                 "shadowbell export",
                 |directory| {
                     let mut command = child(&settings.binary);
-                    command.args(["export", &format!("mem:{mebibytes}MiB"), "--fuse"]);
+                    command.args([
+                        "export",
+                        "--no-keeper",
+                        &format!("mem:{mebibytes}MiB"),
+                        "--fuse",
+                    ]);
                     command.arg(directory.join(DISK));
                     command
                 },

@@ -17,7 +17,7 @@ const WORDS: usize = 2 + 2 * ENTRIES as usize;
 /// Block that each request writes. The guest creates a request after the previous request to the
 /// same block was answered.
 const BLOCKS: [usize; 5] = [0, 1, 2, 0, 1];
-const DEATHS: u8 = 2;
+const MAX_CRASHES: u8 = 2;
 
 /// Deliberate mistake: a step that is omitted or in the wrong order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,7 +146,7 @@ impl State {
 
     /// For each store, adds the state in which the process has died after it to `next`. Returns the
     /// state after all stores.
-    fn deaths(&self, model: &Model, stores: &[Store], next: &mut Vec<Self>) -> Self {
+    fn crashes(&self, model: &Model, stores: &[Store], next: &mut Vec<Self>) -> Self {
         let mut state = self.clone();
         for store in stores {
             if model.may_die(self) {
@@ -164,7 +164,7 @@ impl Model {
     }
 
     fn may_die(&self, state: &State) -> bool {
-        state.processes <= DEATHS
+        state.processes <= MAX_CRASHES
     }
 
     fn next(&self, state: &State) -> Result<Vec<State>, Wrong> {
@@ -178,7 +178,7 @@ impl Model {
                     next.push(State { process: None, ..state.clone() });
                 }
                 self.take(state, process, &mut next);
-                self.answer(state, process, &mut next);
+                self.reply(state, process, &mut next);
             }
         }
         Ok(next)
@@ -254,7 +254,7 @@ impl Model {
         let counted = if self.is(Mistake::OnlyAnsweredAreCounted) { used } else { found.available };
         let mut state = state.clone();
         state.processes += 1;
-        let mut after = state.deaths(self, &stores, next);
+        let mut after = state.crashes(self, &stores, next);
         after.process = Some(Process {
             number: state.processes,
             tracker,
@@ -290,13 +290,13 @@ impl Model {
                 _ => {}
             }
         }
-        let mut after = state.deaths(self, &stores, next);
+        let mut after = state.crashes(self, &stores, next);
         after.in_hand.push((process.number, head, state.descriptors[usize::from(head)]));
         after.process = Some(process);
         next.push(after);
     }
 
-    fn answer(&self, state: &State, process: &Process, next: &mut Vec<State>) {
+    fn reply(&self, state: &State, process: &Process, next: &mut Vec<State>) {
         for nth in 0..process.ended.len() {
             let mut process = process.clone();
             let head = process.ended.remove(nth);
@@ -304,7 +304,7 @@ impl Model {
             let mut tracker = Tracker::with_state(&log, process.tracker);
             tracker.answering(head);
             log.stores.borrow_mut().push(Store::Used(head));
-            tracker.answered(head, state.used.len() as u16 + 1);
+            tracker.replied(head, state.used.len() as u16 + 1);
             process.tracker = tracker.state();
             let mut stores = log.stores.into_inner();
             let [_, _, _, _, _] = stores[..] else { unreachable!("{stores:?}") };
@@ -317,7 +317,7 @@ impl Model {
                 }
                 _ => {}
             }
-            let mut after = state.deaths(self, &stores, next);
+            let mut after = state.crashes(self, &stores, next);
             after.process = Some(process);
             next.push(after);
         }

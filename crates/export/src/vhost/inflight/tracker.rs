@@ -70,7 +70,7 @@ impl<W: Words> Tracker<W> {
         let entries = self.header.entries;
         let mut marks: Vec<_> = (0..entries).map(|head| Mark::load(&self.words, head)).collect();
         let batch = used.wrapping_sub(self.header.used);
-        let mut answered = Vec::new();
+        let mut replied = Vec::new();
         // If no request has a mark, the guest may have reset its queue in the meantime, so the
         // indices are not compared.
         if marks.iter().any(|mark| mark.in_flight) {
@@ -81,7 +81,7 @@ impl<W: Words> Tracker<W> {
             for _ in 0..batch {
                 let mark = marks.get_mut(usize::from(head)).ok_or(Senseless::Head(head))?;
                 mark.in_flight = false;
-                answered.push((head, *mark));
+                replied.push((head, *mark));
                 head = mark.next;
             }
         }
@@ -95,7 +95,7 @@ impl<W: Words> Tracker<W> {
         self.number = found.last().map_or(0, |(number, _)| number.wrapping_add(1));
         // All of the memory was validated before the first store. If this process dies during these
         // stores, the next process finds an equivalent state.
-        answered.into_iter().for_each(|(head, mark)| mark.store(&self.words, head));
+        replied.into_iter().for_each(|(head, mark)| mark.store(&self.words, head));
         self.header.used = used;
         self.header.store(&self.words);
         let heads: Vec<_> = found.into_iter().map(|(_, head)| head).collect();
@@ -124,7 +124,7 @@ impl<W: Words> Tracker<W> {
     }
 
     /// Records that a request is in the used ring, whose index is now `used`.
-    pub(in super::super) fn answered(&mut self, head: u16, used: u16) {
+    pub(in super::super) fn replied(&mut self, head: u16, used: u16) {
         if head >= self.header.entries {
             return;
         }

@@ -120,7 +120,14 @@ impl Server {
                         Kind::Qcow2 => format!("{}?direct=on", disks.qcow2.display()),
                     };
                     let mut command = pinned(&settings.binary);
-                    command.args(["export", &disk, "--queues", "1", "--vhost-user-blk"]);
+                    command.args([
+                        "export",
+                        "--no-keeper",
+                        &disk,
+                        "--queues",
+                        "1",
+                        "--vhost-user-blk",
+                    ]);
                     command.arg(socket);
                     command
                 }

@@ -1,82 +1,171 @@
-//! The command line of `export`.
+//! Command line of `export`, the short form of a server with one disk and its exports.
 
+use super::args::{Args, DISK, Exported, ServiceArgs};
+use anyhow::anyhow;
 use clap::ArgGroup;
+use shadowbell_config::export_config::{ExportConfig, Mounted, UblkConfig};
 use shadowbell_config::target::{self, Target};
 use shadowbell_export::nbd;
-use std::path::PathBuf;
+use shadowbell_process::exit;
+use shadowbell_supervisor::permissions::Permissions;
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
+
+/// Queue pairs of a remote controller for NBD, where each client uses a queue of its own.
+const NBD_QUEUE_PAIRS: u16 = 16;
 
 /// Export a disk as a block device (ublk), a file (FUSE), by NBD, or to a VM (vhost-user-blk)
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP, after_long_help = LONG_HELP.as_str())]
 #[command(group = ArgGroup::new("way").required(true).multiple(true))]
-pub(crate) struct Args {
+pub struct ExportArgs {
     /// Namespace or disk to export
     #[arg(value_name = "TARGET")]
-    pub target: Target,
+    target: Target,
     /// Export by NBD: unix:/run/shadowbell/disk.sock, tcp:127.0.0.1:10809; can be given several
     /// times
     #[arg(long, value_name = "unix:PATH|tcp:ADDRESS", group = "way")]
-    pub nbd: Vec<nbd::Address>,
+    nbd: Vec<nbd::Address>,
     /// With --nbd: accept only clients with TLS, with the certificates in DIR
     ///
     /// DIR holds ca-cert.pem, server-cert.pem and server-key.pem, as for nbdkit and QEMU. Clients
     /// must have a certificate that this CA has signed.
     #[arg(long, value_name = "DIR", requires = "nbd")]
-    pub tls_certificates: Option<PathBuf>,
+    tls_certificates: Option<PathBuf>,
     /// With --tls-certificates: also accept clients without a certificate
     #[arg(long, requires = "tls_certificates")]
-    pub tls_any_client: bool,
+    tls_any_client: bool,
     /// Export as a file by FUSE, mounted over FILE (created if missing), for a loop device
     #[arg(long, value_name = "FILE", group = "way")]
-    pub fuse: Option<PathBuf>,
+    fuse: Option<PathBuf>,
     /// Export to a VM as a virtio disk (vhost-user-blk), with this socket
     ///
     /// The guest's memory must be shared, in a memfd or a file of tmpfs, hugetlbfs or a local disk;
     /// other VMMs are refused. One VMM can be connected at a time. A VMM that reconnects continues
     /// its requests, even if this command was killed meanwhile.
     #[arg(long, value_name = "PATH", group = "way")]
-    pub vhost_user_blk: Option<PathBuf>,
+    vhost_user_blk: Option<PathBuf>,
     /// Export as a block device of this machine, /dev/ublkbN
     ///
     /// Requires root and the kernel module: `modprobe ublk_drv` (Linux 6.4 or later). At its end,
     /// this program waits until the device is neither mounted nor open, and removes it.
     #[arg(long, group = "way")]
-    pub ublk: bool,
+    ublk: bool,
     /// Number N of /dev/ublkbN [default: the first free one]
     #[arg(long, value_name = "N", requires = "ublk",
         value_parser = clap::value_parser!(u32).range(0..1 << 20))]
-    pub ublk_id: Option<u32>,
+    ublk_id: Option<u32>,
     /// Recover /dev/ublkbN if a killed server left it behind
     ///
     /// Users of the device wait meanwhile, and unanswered requests are repeated. A missing device
     /// is created, so the same command line works for every start.
     #[arg(long, requires = "ublk_id")]
-    pub recover: bool,
+    recover: bool,
     /// Copy the data of requests to this program, even if zero-copy is possible
     ///
     /// Zero-copy applies to a raw image or a block device that this program opens itself, with the
     /// page cache bypassed, without rate limits, on Linux 6.17 or later. An older release of this
     /// program can take over only devices that were created with this option.
     #[arg(long, requires = "ublk")]
-    pub ublk_copy: bool,
+    ublk_copy: bool,
     /// Refuse requests that change the disk
     #[arg(long)]
-    pub read_only: bool,
+    read_only: bool,
     /// Name of the NBD export, and serial number of the disk in a VM
     #[arg(long, default_value = "", value_name = "NAME", hide_default_value = true)]
-    pub name: String,
+    name: String,
     /// Number of queues of the device for --ublk and --vhost-user-blk, and of a remote controller's
     /// queue pairs [default: one per processor, up to 4]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
-    pub queues: Option<u16>,
+    queues: Option<u16>,
     /// Longest time in microseconds for which a thread polls before it sleeps [default: 50]
     #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
-    pub poll_max: Option<u32>,
+    poll_max: Option<u32>,
     /// Time in seconds after which a request is cancelled
     #[arg(long, default_value_t = 30, value_name = "SECONDS",
         value_parser = clap::value_parser!(u16).range(1..=3600))]
-    pub timeout: u16,
+    timeout: u16,
+
+    #[command(flatten)]
+    service: ServiceArgs,
+}
+
+impl ExportArgs {
+    /// Command line of `serve` for the disk and its exports.
+    ///
+    /// # Errors
+    /// A memory disk was lost with the process to recover from.
+    pub(super) fn serve(self) -> anyhow::Result<Args> {
+        let disk = self.disk();
+        if self.recover && disk.starts_with("mem:") {
+            return Err(exit::bad_input(anyhow!(
+                "{}: the content was lost with the process to recover from",
+                self.target
+            )));
+        }
+        let exports = self.exports();
+        let sockets = exports.iter().filter_map(ExportConfig::path);
+        let named = sockets.map(Path::to_owned).next().unwrap_or_else(|| DISK.into());
+        Ok(Args::of_exports(self.service, Exported { named, disk, exports }))
+    }
+
+    /// Permissions of the server process.
+    ///
+    /// # Errors
+    /// As for [`Args::config`].
+    pub fn permissions(self) -> anyhow::Result<Permissions> {
+        self.serve()?.permissions(None)
+    }
+
+    /// Specification of the disk.
+    fn disk(&self) -> String {
+        let Self { target, queues, timeout, .. } = self;
+        if let Target::Local { disk } = target {
+            return disk.clone();
+        }
+        let queues = queues.unwrap_or_else(ExportConfig::default_queues);
+        let pairs = if self.nbd.is_empty() { queues } else { queues.max(NBD_QUEUE_PAIRS) };
+        format!("{target}?queue-pairs={pairs}&timeout={timeout}")
+    }
+
+    fn exports(&self) -> Vec<ExportConfig> {
+        let export = |id: &str| ExportConfig {
+            id: id.to_owned(),
+            disk: DISK.to_owned(),
+            name: self.name.clone(),
+            read_only: self.read_only,
+            share: true,
+            poll_max_us: self.poll_max,
+            timeout: Some(self.timeout),
+            ..ExportConfig::default()
+        };
+        let nbd = self.nbd.iter().enumerate().map(|(nth, address)| ExportConfig {
+            nbd: Some(address.to_string()),
+            tls_certificates: self.tls_certificates.clone(),
+            tls_any_client: self.tls_any_client,
+            ..export(&if nth == 0 { "nbd".to_owned() } else { format!("nbd{nth}") })
+        });
+        let vhost = self.vhost_user_blk.iter().map(|path| ExportConfig {
+            vhost_user_blk: Some(path.clone()),
+            queues: self.queues,
+            ..export("vhost-user-blk")
+        });
+        let fuse = self.fuse.iter().map(|path| ExportConfig {
+            fuse: Some(path.clone()),
+            mounted: Mounted::ByServer { created: false },
+            ..export("fuse")
+        });
+        let ublk = self.ublk.then(|| ExportConfig {
+            ublk: Some(UblkConfig {
+                id: self.ublk_id,
+                recover: self.recover,
+                copy: self.ublk_copy,
+            }),
+            queues: self.queues,
+            ..export("ublk")
+        });
+        nbd.chain(vhost).chain(ublk).chain(fuse).collect()
+    }
 }
 
 /// End of the long help: target syntax and examples.

@@ -1,24 +1,36 @@
 //! Example commands for clients of an export, printed after the start.
 
-use super::exported_disk::ExportedDisk;
+use super::running_exports::{ExportDevice, Exports, RunningExport};
 use shadowbell_export::nbd::Address;
 use shadowbell_process::logging;
+use shadowbell_process::process_env;
 use shadowbell_process::shell_quote::{self, quote as quoted};
 use std::path::Path;
 
 /// Prints the commands on standard output. Prints nothing with `--quiet`.
-pub(super) fn show(disk: &ExportedDisk) {
-    if !logging::is_informational() {
-        return;
+pub(super) fn show(exports: &Exports) {
+    if logging::is_informational() && !exports.is_empty() {
+        shell_quote::print_commands(exports.map(hint).concat());
     }
-    let nbd = disk.nbd().map(|address| match disk.has_tls() {
-        true => nbd_by_tls(address, disk.name()),
-        false => nbd(address, disk.name()),
-    });
-    let ublk = disk.ublk().map(|(path, id)| ublk(path, id, &disk.target().to_string()));
-    let text: String =
-        nbd.chain(disk.vhost().map(vhost)).chain(ublk).chain(disk.fuse().map(fuse)).collect();
-    shell_quote::print_commands(text);
+}
+
+fn hint(RunningExport { config, block, device }: &RunningExport) -> String {
+    match device {
+        ExportDevice::Nbd(server) => {
+            let text = if config.tls_certificates.is_some() { nbd_by_tls } else { nbd };
+            // The sandbox forbids to ask for the working directory.
+            text(
+                &match server.address() {
+                    Address::Unix(path) => Address::Unix(process_env::absolute(path)),
+                    tcp @ Address::Tcp(_) => tcp.clone(),
+                },
+                &config.name,
+            )
+        }
+        ExportDevice::VhostUserBlk(device) => vhost((device.path(), block.queues())),
+        ExportDevice::Fuse(_, path) => fuse(path),
+        ExportDevice::Ublk(device) => ublk(device.path(), device.id(), &block.disk().name()),
+    }
 }
 
 fn nbd(address: &Address, name: &str) -> String {
