@@ -124,7 +124,8 @@ pub(super) struct Job {
 
 /// Result of a job. It returns the job's data buffer.
 pub(super) struct Completed {
-    outcome: Result<(), BlockError>,
+    /// Position that a seek has found, or 0.
+    outcome: Result<u64, BlockError>,
     /// Data buffer; empty if a failed operation has consumed the buffer.
     data: Data,
 }
@@ -142,26 +143,49 @@ pub(super) async fn execute(disk: BlockQueue, Job { action, data }: Job) -> Comp
         (Action::Read(Extent { offset, len }), Data::Own(mut data)) => {
             let into = data.get_mut(..len as usize).unwrap_or_default();
             let outcome = disk.read(offset, into).await;
-            Completed { outcome, data: Data::Own(data) }
+            done(outcome, Data::Own(data))
         }
         (Action::Write(Extent { offset, len }), Data::Own(data)) => {
             let from = data.get(..len as usize).unwrap_or_default();
             let outcome = disk.write(offset, from, false).await;
-            Completed { outcome, data: Data::Own(data) }
+            done(outcome, Data::Own(data))
         }
-        (Action::Flush, data) => Completed { outcome: disk.flush().await, data },
+        (Action::Flush, data) => done(disk.flush().await, data),
         (Action::WriteZeroes { offset, len, how }, data) => {
-            Completed { outcome: disk.write_zeroes(offset, len, how).await, data }
+            done(disk.write_zeroes(offset, len, how).await, data)
         }
-        (Action::Copy { from, to, len }, data) => {
-            Completed { outcome: disk.copy(from, to, len.into()).await, data }
+        (Action::Copy { from, to, len }, data) => done(disk.copy(from, to, len.into()).await, data),
+        (Action::Seek { offset, end, is_hole }, data) => {
+            Completed { outcome: seek(&disk, offset, end, is_hole).await, data }
         }
     }
 }
 
+fn done(outcome: Result<(), BlockError>, data: Data) -> Completed {
+    Completed { outcome: outcome.map(|()| 0), data }
+}
+
+/// First byte of a hole or of data from `offset` on. `end` if there is none.
+async fn seek(
+    disk: &BlockQueue,
+    mut offset: u64,
+    end: u64,
+    is_hole: bool,
+) -> Result<u64, BlockError> {
+    while offset < end {
+        for extent in disk.extents(offset, end - offset, 2).await? {
+            if extent.is_hole == is_hole {
+                return Ok(offset);
+            }
+            offset += extent.len;
+        }
+    }
+    Ok(end)
+}
+
 fn moved(moved: Result<Data, BlockError>) -> Completed {
     match moved {
-        Ok(data) => Completed { outcome: Ok(()), data },
+        Ok(data) => done(Ok(()), data),
         Err(error) => Completed { outcome: Err(error), data: Data::default() },
     }
 }
@@ -336,9 +360,10 @@ impl<F: Future<Output = Completed>> Device<F> {
                 room.put(0, data.get(..len as usize).unwrap_or_default());
                 (len as usize, room)
             }
-            Action::Flush | Action::WriteZeroes { .. } | Action::Copy { .. } => {
-                (0, Data::default())
-            }
+            Action::Flush
+            | Action::WriteZeroes { .. }
+            | Action::Copy { .. }
+            | Action::Seek { .. } => (0, Data::default()),
         };
         self.held += held;
         if let Some(pending) = self.pending.get_mut(slot) {
@@ -359,7 +384,7 @@ impl<F: Future<Output = Completed>> Device<F> {
             if let Some(Pending { unique, action, held }) = pending {
                 self.held -= held;
                 let (reply, len) = match outcome {
-                    Ok(()) => reply(unique, action),
+                    Ok(found) => reply(unique, action, found),
                     Err(error) => (Reply::error(unique, self.errno(&error)), 0),
                 };
                 self.reply(&reply, &data, len);
@@ -398,7 +423,7 @@ fn room(memory: &mut DataMemory, disk: &BlockQueue, offset: u64, len: usize) -> 
 }
 
 /// Answer to a completed operation, and the length of its data.
-fn reply(unique: u64, action: Action) -> (Reply, usize) {
+fn reply(unique: u64, action: Action, found: u64) -> (Reply, usize) {
     match action {
         Action::Read(Extent { len, .. }) => {
             let len = len as usize;
@@ -408,6 +433,11 @@ fn reply(unique: u64, action: Action) -> (Reply, usize) {
             (Reply::written(unique, len), 0)
         }
         Action::Flush | Action::WriteZeroes { .. } => (Reply::done(unique), 0),
+        // The end of the file counts as a hole, and is no data.
+        Action::Seek { end, is_hole: false, .. } if found == end => {
+            (Reply::error(unique, Errno::NXIO), 0)
+        }
+        Action::Seek { .. } => (Reply::offset(unique, found), 0),
     }
 }
 

@@ -42,6 +42,12 @@ pub(super) enum Action {
         to: u64,
         len: u32,
     },
+    /// Search from `offset` to `end` for data or for a hole.
+    Seek {
+        offset: u64,
+        end: u64,
+        is_hole: bool,
+    },
 }
 
 /// Next step for a request.
@@ -182,7 +188,7 @@ impl DiskFile {
             _ if grows => refused(unique, Errno::NOSPC),
             PUNCH => zeroes(true),
             ZERO | ZERO_KEEP => zeroes(false),
-            // Nothing to do, because all of the file counts as allocated.
+            // Accepted without effect, because the disk allocates space itself.
             0 | mode::KEEP_SIZE => Step::Reply(Reply::done(unique)),
             _ => refused(unique, Errno::OPNOTSUPP),
         })
@@ -192,9 +198,10 @@ impl DiskFile {
         let (_handle, offset, whence) = (fields.u64()?, fields.u64()?, fields.u32()?);
         Some(match whence {
             SEEK_DATA | SEEK_HOLE if offset >= self.size() => refused(unique, Errno::NXIO),
-            // The export does not know the holes of the disk, so the whole file counts as data.
-            SEEK_DATA => Step::Reply(Reply::offset(unique, offset)),
-            SEEK_HOLE => Step::Reply(Reply::offset(unique, self.size())),
+            SEEK_DATA | SEEK_HOLE => {
+                let (end, is_hole) = (self.size(), whence == SEEK_HOLE);
+                Step::Do(Action::Seek { offset, end, is_hole })
+            }
             _ => refused(unique, Errno::INVAL),
         })
     }

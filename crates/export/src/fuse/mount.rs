@@ -3,7 +3,7 @@
 //! Without the privilege to mount, the program `fusermount3` mounts and passes the descriptor of
 //! `/dev/fuse` over a socket.
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, unmount};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -26,6 +26,9 @@ pub enum MountError {
         .0.display()
     )]
     NotAFile(PathBuf),
+    /// Another file system is mounted over the file, such as that of a running export.
+    #[error("{} is a mount point, perhaps of a running export: name another file", .0.display())]
+    InUse(PathBuf),
     /// The path is still the mount point of a file system whose server has died.
     #[error("{path} is the mount of a server that died: `umount {path}` first", path = .0.display())]
     Dead(PathBuf),
@@ -189,6 +192,9 @@ fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
 fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
     let failed = |source| MountError::File { path: path.to_owned(), source };
     let created = match std::fs::metadata(path) {
+        Ok(about) if about.is_file() && is_mount_point(path) => {
+            return Err(MountError::InUse(path.to_owned()));
+        }
         Ok(about) if about.is_file() => false,
         Ok(_) => return Err(MountError::NotAFile(path.to_owned())),
         Err(error) if error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()) => {
@@ -209,6 +215,11 @@ fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
             Err(failed(error))
         }
     }
+}
+
+fn is_mount_point(path: &Path) -> bool {
+    statx(CWD, path, AtFlags::empty(), StatxFlags::TYPE)
+        .is_ok_and(|about| about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
 }
 
 /// Removes the file if it was created for the mount and is still empty.

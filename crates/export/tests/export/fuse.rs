@@ -1,7 +1,7 @@
 //! FUSE export, mounted by the kernel. The tests are skipped without root or /dev/fuse.
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
+use rustix::fs::{FallocateFlags, SeekFrom, copy_file_range, fallocate, seek};
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_disk::{DiskError, Op};
@@ -73,7 +73,10 @@ impl Rig {
     }
 
     fn with(mebibytes: u64, read_only: bool, mount: &Options) -> Self {
-        let backing = TestDisk::new(mebibytes << 11, 512);
+        Self::over(TestDisk::new(mebibytes << 11, 512), read_only, mount)
+    }
+
+    fn over(backing: TestDisk, read_only: bool, mount: &Options) -> Self {
         let mut options = BlockOptions::default();
         (options.read_only, options.queues) = (read_only, 2);
         let disk = BlockDevice::new(Arc::new(backing.clone()), &options).unwrap();
@@ -431,6 +434,57 @@ fn invalid_mount_points_are_refused_and_unchanged() {
     assert_eq!(std::fs::metadata(&file).unwrap().len(), 64 * 512);
     assert_eq!(mounted.stop(), 0);
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
+    rig.end();
+}
+
+#[test]
+fn a_file_of_a_running_export_is_not_mounted_over() {
+    if !is_possible() {
+        return;
+    }
+    let rig = Rig::new(8, false);
+    let file = rig.open();
+    file.write_all_at(b"first", 0).unwrap();
+    let disk = Arc::new(TestDisk::new(64, 512));
+    let disk = BlockDevice::new(disk, &BlockOptions::default()).unwrap();
+    let link = rig.directory.path().join("link");
+    std::os::unix::fs::symlink(rig.path(), &link).unwrap();
+    for path in [rig.path(), link] {
+        let error = Mounted::start(&disk, &path).err().unwrap();
+        assert!(matches!(error, MountError::InUse(_)), "{error}");
+    }
+    let mut bytes = [0; 5];
+    File::open(rig.path()).unwrap().read_exact_at(&mut bytes, 0).unwrap();
+    assert_eq!(&bytes, b"first");
+    drop(file);
+    rig.end();
+}
+
+#[test]
+fn holes_of_the_disk_are_holes_of_the_file() {
+    if !is_possible() {
+        return;
+    }
+    const MIB: u64 = 1 << 20;
+    let rig = Rig::over(TestDisk::sparse(64 << 11, 512), false, &Options::default());
+    let file = rig.open();
+    let data = |at| seek(&file, SeekFrom::Data(at));
+    let hole = |at| seek(&file, SeekFrom::Hole(at));
+    assert_eq!((hole(0), data(0)), (Ok(0), Err(Errno::NXIO)));
+    file.write_all_at(b"abc", 33 * MIB + 5).unwrap();
+    // With huge pages, the data is larger than the write.
+    let first = data(0).unwrap();
+    assert!(first > 31 * MIB && first <= 33 * MIB, "{first}");
+    let end = hole(first).unwrap();
+    assert!(end > 33 * MIB && end < 36 * MIB, "{end}");
+    assert_eq!((hole(0), data(33 * MIB)), (Ok(0), Ok(33 * MIB)));
+    assert_eq!((data(end), hole(end + 7)), (Err(Errno::NXIO), Ok(end + 7)));
+    file.write_all_at(&[1], 64 * MIB - 1).unwrap();
+    assert_eq!(hole(64 * MIB - 1), Ok(64 * MIB), "the end of the file");
+    assert_eq!(data(64 * MIB), Err(Errno::NXIO));
+    fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, 64 * MIB).unwrap();
+    assert_eq!((hole(33 * MIB), data(0)), (Ok(33 * MIB), Err(Errno::NXIO)));
+    drop(file);
     rig.end();
 }
 
