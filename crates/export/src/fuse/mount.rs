@@ -12,6 +12,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -51,6 +52,8 @@ pub enum MountError {
     },
 }
 
+/// Type of the file system.
+const FILE_SYSTEM: &str = "fuse.shadowbell";
 /// Program that mounts for users without privileges.
 const HELPER: &str = "fusermount3";
 
@@ -108,9 +111,15 @@ impl Mount {
     }
 
     /// Unmounts the file system. Programs that have the file open can still use it.
+    ///
+    /// Has no effect on file systems of other types, because a server process may have named the
+    /// path.
     pub fn unmount(&self) {
         let path = &self.path;
-        match unmount(path, UnmountFlags::empty()) {
+        if !is_fuse_file(path) {
+            return;
+        }
+        match unmount(path, UnmountFlags::NOFOLLOW) {
             Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
             Err(Errno::BUSY) => {
                 tracing::warn!(
@@ -118,7 +127,7 @@ impl Mount {
                      empty file",
                     path.display()
                 );
-                let _ = unmount(path, UnmountFlags::DETACH);
+                let _ = unmount(path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW);
             }
             Err(errno) => {
                 let helper = Command::new(HELPER).args(["-u", "-z", "--"]).arg(path).output();
@@ -147,7 +156,7 @@ fn mount(path: &Path, read_only: bool) -> io::Result<OwnedFd> {
     let options = CString::new(options)?;
     let mut flags = MountFlags::NODEV | MountFlags::NOSUID;
     flags.set(MountFlags::RDONLY, read_only);
-    rustix::mount::mount("shadowbell", path, "fuse.shadowbell", flags, options.as_c_str())?;
+    rustix::mount::mount("shadowbell", path, FILE_SYSTEM, flags, options.as_c_str())?;
     Ok(device)
 }
 
@@ -222,9 +231,50 @@ fn is_mount_point(path: &Path) -> bool {
         .is_ok_and(|about| about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
 }
 
+/// True if the topmost file system at `path` is a mounted file of this program.
+fn is_fuse_file(path: &Path) -> bool {
+    std::fs::read("/proc/self/mountinfo").is_ok_and(|mounts| has_fuse_file(&mounts, path))
+}
+
+/// Searches `mountinfo`; see proc_pid_mountinfo(5). Later mounts cover earlier ones.
+fn has_fuse_file(mounts: &[u8], path: &Path) -> bool {
+    let mut escaped = Vec::new();
+    for byte in path.as_os_str().as_bytes() {
+        match byte {
+            b' ' | b'\t' | b'\n' | b'\\' => escaped.extend(format!("\\{byte:03o}").into_bytes()),
+            byte => escaped.push(*byte),
+        }
+    }
+    let types = mounts.split(|byte| *byte == b'\n').filter_map(|line| {
+        let mut fields = line.split(|byte| *byte == b' ');
+        let is_at_path = fields.nth(4)? == escaped;
+        let kind = fields.skip_while(|field| *field != b"-").nth(1)?;
+        is_at_path.then_some(kind)
+    });
+    types.last() == Some(FILE_SYSTEM.as_bytes())
+}
+
 /// Removes the file if it was created for the mount and is still empty.
 fn forget(path: &Path, created: bool) {
     if created && std::fs::metadata(path).is_ok_and(|about| about.is_file() && about.len() == 0) {
         let _ = std::fs::remove_file(path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_topmost_mount_counts() {
+        let mounts = b"36 25 0:30 / /run rw - tmpfs tmpfs rw\n\
+            37 36 0:40 / /run/a\\040disk rw,nosuid shared:5 - fuse.shadowbell shadowbell rw\n\
+            38 36 0:41 / /run/b rw - fuse.shadowbell shadowbell rw\n\
+            39 36 0:42 / /run/b rw - ext4 /dev/sda1 rw\n";
+        let has = |path: &str| has_fuse_file(mounts, Path::new(path));
+        assert!(has("/run/a disk"));
+        for other in ["/run", "/run/b", "/run/a", ""] {
+            assert!(!has(other), "{other}");
+        }
     }
 }
