@@ -1,4 +1,4 @@
-//! Known requirements of the Windows driver (stornvme): see "Windows" in `docs/nvme.md`. These
+//! Known requirements of the Windows driver (stornvme): see "Windows" in `docs/internals/nvme.md`. These
 //! tests do not run Windows.
 
 mod common;

@@ -50,7 +50,7 @@ pub(crate) struct Args {
 }
 
 const AFTER_HELP: &str = "\
-For programs, the same functions are available over HTTP (docs/control.md, docs/openapi.json):
+For programs, the same functions are available over HTTP (docs/reference/http-api.md, docs/openapi.json):
 
   curl --unix-socket /run/shadowbell/vm0/control.sock http://localhost/v1/status
 

@@ -34,7 +34,7 @@ pub(crate) struct Args {
 
 const AFTER_HELP: &str = "\
 SIGUSR2 to the supervisor has the same effect, with the program at the path of the running one; the \
-result is in the server's log. See also `shadowbell serve --help` and docs/upgrades.md.
+result is in the server's log. See also `shadowbell serve --help` and docs/guides/upgrade.md.
 
 Exit status:
   0  the new process serves

@@ -1,7 +1,7 @@
 //! Recovery of disks after the death of a server process.
 //!
 //! Each disk type has its own fence: proof that I/O of the dead process can no longer reach the
-//! disk or a guest's memory. `docs/upgrades.md` describes all of them.
+//! disk or a guest's memory. `docs/internals/crash-recovery.md` describes all of them.
 
 use crate::disk_kinds::{DiskKind, Recovery};
 use crate::disk_open;

@@ -26,7 +26,7 @@ pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
         lines.push(format!(
             "the kernel reports free pages to this machine's host ({REPORTING_ORDER}). The next use of \
              such a page takes microseconds, so blocks of 64 KiB can be many times too slow on both \
-             sides (docs/performance.md: how to measure without it)"
+             sides (docs/internals/performance.md: how to measure without it)"
         ));
     }
     lines

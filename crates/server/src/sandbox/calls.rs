@@ -1,4 +1,4 @@
-//! System calls that the sandbox allows. docs/sandbox.md has the purpose of each.
+//! System calls that the sandbox allows. docs/internals/sandbox.md has the purpose of each.
 
 use libc::c_long;
 
@@ -159,14 +159,17 @@ mod tests {
 
     #[test]
     fn each_call_is_in_the_documentation() {
-        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/sandbox.md");
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/internals/sandbox.md");
         let page = std::fs::read_to_string(page).unwrap();
         let listed = page.split_once("## System calls").unwrap().1;
         for (by_itself, words) in [(false, "with a supervisor has"), (true, "one without has")] {
             let names = super::all(by_itself).map(|call| Sysno::new(call as usize).unwrap().name());
             let names: Vec<_> = names.filter(|name| !["kill", "rename"].contains(name)).collect();
             for name in &names {
-                assert!(listed.contains(&format!("`{name}`")), "{name} is not in docs/sandbox.md");
+                assert!(
+                    listed.contains(&format!("`{name}`")),
+                    "{name} is not in docs/internals/sandbox.md"
+                );
             }
             assert!(by_itself || names.len() <= 61, "{}", names.len());
             if cfg!(target_arch = "x86_64") {

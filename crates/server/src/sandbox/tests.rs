@@ -1,4 +1,4 @@
-//! Attempts of a process in the sandbox to leave it. docs/sandbox.md has the results.
+//! Attempts of a process in the sandbox to leave it. docs/internals/sandbox.md has the results.
 
 use super::asked::{Asked, Mode};
 use super::files::Files;

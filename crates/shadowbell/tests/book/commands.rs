@@ -4,7 +4,9 @@
 //! for `/run`, `/srv` and `/etc/shadowbell`. A block of `sh,no-run` cannot be run by the tests:
 //! the reason stands above it, in italics. A comment `<!-- sh: COMMAND -->` is run and not
 //! shown; `<!-- write: PATH -->` stores the block before it in a file. `shadowbell serve` runs
-//! in the background until the page ends. In no other block does a line begin with a command.
+//! in the background until the page ends. A block of `output` after a block of `sh` is what its
+//! commands print: numbers may differ, and `...` stands for any text, or alone for any lines. In no
+//! other block does a line begin with a command.
 
 use crate::pages::{Page, book};
 use pulldown_cmark::Event;
@@ -34,18 +36,28 @@ fn serves(line: &str) -> bool {
     line.starts_with("shadowbell serve ") && !line.contains("--check")
 }
 
-/// Script of the page's commands; none if the page has no command.
+/// Script of the page's commands; none if the page has no command. The standard output of a block
+/// before a block of `output` is in the file `output.LINE` afterwards, with the latter's line.
 fn script(page: &Page, directory: &Path) -> Option<String> {
     let mut script = String::new();
     let mut last = String::new();
-    let mut blocks = page.blocks().into_iter();
+    let mut blocks = page.blocks().into_iter().peekable();
     for (event, range) in page.events() {
         match event {
             Event::Start(pulldown_cmark::Tag::CodeBlock(_)) => {
                 let (info, text, line) = blocks.next().unwrap();
                 assert_eq!(line, page.line(range.start));
                 if info == "sh" {
+                    let output = blocks.peek().filter(|(info, _, _)| info == "output");
+                    if let Some((_, _, line)) = output {
+                        let _ =
+                            writeln!(script, "exec 4>&1 > {}/output.{line}", directory.display());
+                    }
+                    let output = output.is_some();
                     commands(&mut script, &moved(&format!("\n{text}"), directory));
+                    if output {
+                        let _ = writeln!(script, "exec >&4 4>&-");
+                    }
                 }
                 last = text;
             }
@@ -56,7 +68,9 @@ fn script(page: &Page, directory: &Path) -> Option<String> {
                     commands(&mut script, &moved(&format!("\n{command}"), directory));
                 } else if let Some(path) = comment.and_then(|c| c.strip_prefix("write: ")) {
                     let path = moved(&format!(" {path}"), directory);
-                    std::fs::write(path.trim(), moved(&last, directory)).unwrap();
+                    let path = Path::new(path.trim());
+                    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                    std::fs::write(path, moved(&last, directory)).unwrap();
                 }
             }
             _ => {}
@@ -83,6 +97,98 @@ fn commands(script: &mut String, text: &str) {
             "until {ready} > /dev/null 2>&1; do kill -0 $! 2> /dev/null; sleep 0.02; done"
         );
     }
+}
+
+/// A line of output for a comparison: a number is `0`, and space between words is one blank.
+fn plain(line: &str) -> String {
+    let mut plain = String::new();
+    let mut characters = line.split_whitespace().collect::<Vec<_>>().join(" ");
+    characters.push(' ');
+    let mut characters = characters.chars().peekable();
+    while let Some(character) = characters.next() {
+        let is_number = |next: &char| next.is_ascii_digit() || *next == '.';
+        if character.is_ascii_digit() {
+            while characters.next_if(is_number).is_some() {}
+            plain.push('0');
+        } else if character != '-' || !plain.ends_with('-') {
+            plain.push(character);
+        }
+    }
+    plain.trim_end().to_owned()
+}
+
+/// True if the line is the shown one, in which `...` stands for any text.
+fn is_like(shown: &str, line: &str) -> bool {
+    // A number before `...` takes its dots.
+    let shown = plain(&shown.replace("...", "\u{2026}"));
+    let line = plain(line);
+    let mut parts = shown.split('\u{2026}').map(str::trim);
+    let first = parts.next().unwrap_or_default();
+    let Some(mut rest) = line.strip_prefix(first) else { return false };
+    let parts: Vec<_> = parts.collect();
+    let Some((last, middle)) = parts.split_last() else { return rest.is_empty() };
+    for part in middle {
+        let Some((_, after)) = rest.split_once(part) else { return false };
+        rest = after;
+    }
+    rest.ends_with(last)
+}
+
+/// True if the lines are the shown ones, where a line of `...` stands for any lines.
+fn are_like(shown: &[&str], lines: &[&str]) -> bool {
+    match shown.split_first() {
+        None => lines.is_empty(),
+        Some((&"...", shown)) => (0..=lines.len()).any(|skip| are_like(shown, &lines[skip..])),
+        Some((first, shown)) => lines
+            .split_first()
+            .is_some_and(|(line, lines)| is_like(first, line) && are_like(shown, lines)),
+    }
+}
+
+/// Compares blocks of `output` with what the commands before them have printed.
+fn compare(page: &Page, directory: &Path) -> Result<(), String> {
+    for (info, shown, line) in page.blocks() {
+        let path = directory.join(format!("output.{line}"));
+        if info != "output" {
+            continue;
+        }
+        let text = std::fs::read_to_string(path).map_err(|e| {
+            format!("{}:{line}: no block of `sh` before it: {e}", page.path.display())
+        })?;
+        let text = text.replace(&directory.display().to_string(), "");
+        let (shown, lines): (Vec<_>, Vec<_>) = (shown.lines().collect(), text.lines().collect());
+        if !are_like(&shown, &lines) {
+            return Err(format!("{}:{line}: the commands print:\n{text}", page.path.display()));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn outputs_are_compared() {
+    for (shown, line) in [
+        ("vm0  12 MiB", "vm0 7 MiB"),
+        ("serial ..., UUID ...", "serial SB1, UUID 0e"),
+        ("1.5 s", "12 s"),
+        ("a  -----", "a  --"),
+    ] {
+        assert!(is_like(shown, line), "{shown}: {line}");
+    }
+    for (shown, line) in
+        [("vm0 yes", "vm0 no"), ("a ... b", "a c"), ("a", "a b"), ("5 MiB", "5 GiB"), ("", "a")]
+    {
+        assert!(!is_like(shown, line), "{shown}: {line}");
+    }
+    assert!(are_like(&["a", "...", "b"], &["a", "x", "y", "b"]));
+    assert!(!are_like(&["a", "...", "b"], &["a", "x"]) && !are_like(&["a"], &["a", "b"]));
+    let page = |output: &str| Page {
+        path: "page.md".into(),
+        text: format!(
+            "```sh\necho 5 blocks > /srv/a\ncat /srv/a\n```\n\n```output\n{output}\n```\n"
+        ),
+    };
+    run(&page("7 blocks")).unwrap();
+    assert!(run(&page("7 bytes")).is_err());
 }
 
 #[test]
@@ -133,10 +239,12 @@ fn run(page: &Page) -> Result<(), String> {
     // Ends the background processes of the page, too.
     child.kill();
     let read = |name: &str| std::fs::read_to_string(directory.join(name)).unwrap_or_default();
-    let (page, out, log) = (page.path.display(), read("out"), read("server.log"));
+    let (name, out, log) = (page.path.display(), read("out"), read("server.log"));
     let fine = status.is_some_and(|status| status.success());
-    fine.then_some(())
-        .ok_or_else(|| format!("{page}: {status:?}\n{out}\nlog of the server:\n{log}"))
+    if !fine {
+        return Err(format!("{name}: {status:?}\n{out}\nlog of the server:\n{log}"));
+    }
+    compare(page, directory)
 }
 
 #[test]
@@ -169,7 +277,7 @@ fn every_block_that_is_not_run_has_a_reason() {
                 ["shadowbell ", "curl ", "cargo ", "qemu-", "systemctl ", "sudo ", "nvme "];
             let is_command = |line: &str| commands.iter().any(|word| line.trim().starts_with(word));
             match info.as_str() {
-                "sh" => {}
+                "sh" | "output" => {}
                 "sh,no-run" => {
                     let above = lines[..line - 1].iter().rev().find(|line| !line.is_empty());
                     let reason = above.is_some_and(|l| l.starts_with("*Not run by the tests"));

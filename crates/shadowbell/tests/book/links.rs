@@ -1,7 +1,20 @@
 //! Links between the pages of the book, and from the pages to files of the repository.
 
 use crate::pages::{Page, book, root};
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
+
+/// A path without `..`.
+fn cleaned(path: &Path) -> PathBuf {
+    let mut cleaned = PathBuf::new();
+    for component in path.components() {
+        if component == Component::ParentDir {
+            cleaned.pop();
+        } else {
+            cleaned.push(component);
+        }
+    }
+    cleaned
+}
 
 /// Broken links of a page. `is_book`: targets must be in the book, too.
 fn broken(page: &Page, is_book: bool) -> Vec<String> {
@@ -13,10 +26,11 @@ fn broken(page: &Page, is_book: bool) -> Vec<String> {
         let mut bad = |why: &str| found.push(format!("{}: {link}: {why}", page.path.display()));
         let (path, anchor) = link.split_once('#').map_or((&*link, None), |(p, a)| (p, Some(a)));
         let directory = page.path.parent().unwrap_or(Path::new(""));
-        let target = if path.is_empty() { page.path.clone() } else { directory.join(path) };
+        let target =
+            if path.is_empty() { page.path.clone() } else { cleaned(&directory.join(path)) };
         if !root().join(&target).exists() {
             bad("there is no such file");
-        } else if is_book && (!target.starts_with("docs") || path.contains("..")) {
+        } else if is_book && !target.starts_with("docs") {
             bad("it is not in the book");
         } else if let Some(anchor) = anchor
             && target.extension().is_some_and(|extension| extension == "md")
@@ -50,10 +64,10 @@ fn links_of_the_repository_resolve() {
 
 #[test]
 fn a_broken_link_is_found() {
-    let page = |text: &str| Page { path: "docs/control.md".into(), text: text.to_owned() };
+    let page = |text: &str| Page { path: "docs/performance.md".into(), text: text.to_owned() };
     for (text, why) in [
         ("[a](missing.md)", "no such file"),
-        ("[a](disks.md#no-such)", "no such heading"),
+        ("[a](introduction.md#no-such)", "no such heading"),
         ("[a](#no-such)", "no such heading"),
         ("[a](../README.md)", "not in the book"),
     ] {
@@ -61,6 +75,7 @@ fn a_broken_link_is_found() {
         assert!(found.len() == 1 && found[0].contains(why), "{text}: {found:?}");
     }
     assert!(
-        broken(&page("# B c\n[a](disks.md) [b](#b-c) [c](https://example.org)"), true).is_empty()
+        broken(&page("# B c\n[a](introduction.md) [b](#b-c) [c](https://example.org)"), true)
+            .is_empty()
     );
 }

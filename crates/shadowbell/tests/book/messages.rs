@@ -29,7 +29,7 @@ fn every_message_that_is_explained_is_in_the_program() {
             source(&directory, &mut text);
         }
     }
-    let page = Page::open("docs/troubleshooting.md");
+    let page = Page::open("docs/reference/messages.md");
     let headings = page.headings();
     let messages: Vec<_> = headings.iter().filter(|(l, _)| *l == HeadingLevel::H3).collect();
     assert!(messages.len() > 20);

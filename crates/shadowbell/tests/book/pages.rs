@@ -120,17 +120,55 @@ pub(crate) fn book() -> Vec<Page> {
     summary.links().iter().map(|link| Page::open(Path::new("docs").join(link))).collect()
 }
 
+/// Collects the files below a directory of the repository.
+fn files(directory: &Path, found: &mut BTreeSet<PathBuf>) {
+    for entry in std::fs::read_dir(root().join(directory)).unwrap() {
+        let entry = entry.unwrap();
+        let path = directory.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            files(&path, found);
+        } else {
+            found.insert(path);
+        }
+    }
+}
+
+#[test]
+fn the_operators_book_has_at_most_16000_words_of_prose() {
+    let summary = Page::open("docs/SUMMARY.md");
+    let (operators, _) = summary.text.split_once("\n# Programming").unwrap();
+    let operators = Page { path: summary.path.clone(), text: operators.to_owned() };
+    let (mut words, mut pages) = (0, String::new());
+    for link in operators.links() {
+        let page = Page::open(Path::new("docs").join(&link));
+        let (mut count, mut is_code) = (0, false);
+        for (event, _) in page.events() {
+            match event {
+                Event::Start(Tag::CodeBlock(_)) => is_code = true,
+                Event::End(TagEnd::CodeBlock) => is_code = false,
+                Event::Text(text) | Event::Code(text) if !is_code => {
+                    count += text.split_whitespace().count();
+                }
+                _ => {}
+            }
+        }
+        words += count;
+        pages += &format!("{count:6} {link}\n");
+    }
+    println!("{pages}{words:6} in all");
+    assert!(words > 5000 && words <= 16_000, "{words} words\n{pages}");
+}
+
 #[test]
 fn every_page_is_in_the_summary_once() {
     let listed: Vec<_> = book().into_iter().map(|page| page.path).collect();
     let unique: BTreeSet<_> = listed.iter().cloned().collect();
     assert_eq!(unique.len(), listed.len(), "twice in the summary");
-    let there = ["docs", "docs/internals"].into_iter().flat_map(|directory| {
-        let entries = std::fs::read_dir(root().join(directory)).unwrap();
-        entries.map(move |entry| Path::new(directory).join(entry.unwrap().file_name()))
+    let mut pages = BTreeSet::new();
+    files(Path::new("docs"), &mut pages);
+    pages.retain(|path| {
+        path.extension().is_some_and(|e| e == "md") && !path.ends_with("SUMMARY.md")
     });
-    let pages = there.filter(|path| path.extension().is_some_and(|e| e == "md"));
-    let pages: BTreeSet<_> = pages.filter(|path| !path.ends_with("SUMMARY.md")).collect();
     assert_eq!(pages, unique);
     // mdBook is configured with the folder that the tests read.
     let book = std::fs::read_to_string(root().join("book.toml")).unwrap();
