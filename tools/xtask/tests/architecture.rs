@@ -49,7 +49,10 @@ fn check(text: &str, all: &str) -> (usize, Vec<String>) {
                 if !defines(file.as_deref().unwrap_or(all), function) {
                     wrong.push(format!("no function {name}"));
                 }
-            } else if name.contains('/') && (name.ends_with(".rs") || name.ends_with('/')) {
+            } else if name.contains('/')
+                && !name.contains("://")
+                && (name.ends_with(".rs") || name.ends_with('/'))
+            {
                 checked += 1;
                 let paths = [root().join(name), root().join("crates").join(name)];
                 match paths.into_iter().find(|path| path.exists()) {

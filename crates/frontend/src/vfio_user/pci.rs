@@ -83,6 +83,13 @@ mod tests {
         ConfigSpace::new(&function(1, 128)).unwrap();
     }
 
+    // Windows does not start a controller with a smaller BAR0 (SPDK 2576 and SPDK's 4acc9aefa8).
+    #[test]
+    fn bar0_has_16_kib() {
+        let bar = function(1, 65).bars.into_iter().find(|bar| bar.index == 0).unwrap();
+        assert_eq!(bar.size, 16 << 10);
+    }
+
     #[test]
     fn the_table_keeps_what_is_written_and_the_rest_reads_as_zero() {
         let mut table = MsixTable::new(65);
