@@ -75,7 +75,7 @@ impl AdminServer {
             if let Some(pages) = shadow {
                 self.shadow = pages;
                 if queue.change_shadow(current, pages).is_err() {
-                    control.lock().report_invalid_admin_doorbell();
+                    control.lock().invalid_doorbell_value();
                 }
             }
             if let Some(acq) = acq {
@@ -134,13 +134,13 @@ impl AdminServer {
                 return Next::Command(Fetched(sqe));
             }
             Ok(None) => {}
-            Err(_) => control.lock().report_invalid_admin_doorbell(),
+            Err(_) => control.lock().invalid_doorbell_value(),
         }
         post(queue, control, cx);
         match queue.arm() {
             Ok(true) => return Next::Idle,
             Ok(false) => {}
-            Err(_) => control.lock().report_invalid_admin_doorbell(),
+            Err(_) => control.lock().invalid_doorbell_value(),
         }
         Next::PollAgain
     }

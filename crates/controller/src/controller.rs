@@ -285,15 +285,22 @@ impl Controller {
         let side = if doorbell.kind == DoorbellKind::Cq { COMPLETION_QUEUE } else { 0 };
         self.0.context.trace(Kind::MmioWrite, doorbell.qid | side, value, 0);
         let register = shared.register(doorbell.qid, doorbell.kind);
+        if worker.is_none() && doorbell.qid != 0 {
+            self.invalid_doorbell_register();
+            return None;
+        }
+        let judged = shared.judge_trapped(doorbell.qid, doorbell.kind, &register, value);
+        let Ok(value) = judged else {
+            self.0.context.trace(Kind::Invalid, doorbell.qid | side, value, 0);
+            self.invalid_doorbell_value();
+            return None;
+        };
         if doorbell.qid == 0 {
             shadowbell_doorbell::Cell::store_release(&register, value);
             self.0.schedule();
             return None;
         }
-        let Some(worker) = worker else {
-            self.invalid_doorbell_register();
-            return None;
-        };
+        let worker = worker?;
         let ring = |worker| match doorbell.kind {
             DoorbellKind::Sq => pool.write_doorbell(worker, shared, &register, value),
             DoorbellKind::Cq => {
@@ -302,8 +309,7 @@ impl Controller {
                 // `request_head_wakeup`. Either that thread sees the head in its recheck, or this
                 // thread sees that it has to wake it.
                 fence(Ordering::SeqCst);
-                (shared.needs_head_wakeup(doorbell.qid)
-                    || shared.is_head_invalid(doorbell.qid, value))
+                shared.needs_head_wakeup(doorbell.qid)
                     && pool.write_doorbell(worker, shared, &register, value)
             }
         };
@@ -328,6 +334,13 @@ impl Controller {
     #[must_use]
     pub fn has_mapped_doorbells(&self) -> bool {
         self.0.context.shared.mapped
+    }
+
+    fn invalid_doorbell_value(&self) {
+        self.0.with(|control, _| {
+            control.invalid_doorbell_value();
+            Deferred::default()
+        });
     }
 
     fn invalid_doorbell_register(&self) {

@@ -342,6 +342,7 @@ pub(crate) enum SavedTruth {
     Register,
     Last,
     Shadow,
+    Invalid,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -9,7 +9,7 @@ use crate::stats::{
 };
 use crate::uncorrectable::Uncorrectable;
 use parking_lot::Mutex;
-use shadowbell_doorbell::RingSize;
+use shadowbell_doorbell::{Cell, InvalidDoorbell, RingSize};
 use shadowbell_memory::{Mapping, Protection, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
 use std::collections::BTreeMap;
@@ -67,10 +67,12 @@ pub(crate) struct ControllerShared {
     /// True if a sleeping I/O thread waits for a new head of the completion queue; by queue
     /// identifier.
     head_wakeups: Vec<AtomicBool>,
-    /// Valid heads of each completion queue while its I/O thread sleeps, by queue identifier: the
-    /// last head, the tail, the last position of the ring, and [`EXPECTED`]; 0 if the head is not
-    /// in the register.
-    expected_heads: Vec<AtomicU64>,
+    /// Sizes of submission queues in entries, by queue identifier; 0 if there was none yet.
+    sq_sizes: Vec<AtomicU32>,
+    /// Valid heads of completion queues, by queue identifier.
+    heads: Vec<Mutex<Option<Heads>>>,
+    /// True if Doorbell Buffer Config was executed: trapped doorbell writes are wakeups only.
+    shadowed: AtomicBool,
     /// True if the volatile write cache is disabled (feature 06h). Every write is then forced to
     /// the medium.
     write_through: AtomicBool,
@@ -94,8 +96,35 @@ pub(crate) struct ControllerShared {
     journal: OnceLock<Journal>,
 }
 
-/// Bit of an entry in [`ControllerShared::expected_heads`] that has heads.
-const EXPECTED: u64 = 1 << 63;
+/// Data from which the valid heads of a completion queue follow, for the thread that handles
+/// trapped writes.
+#[derive(Debug)]
+pub(crate) struct Heads {
+    size: RingSize,
+    /// Tail of the queue when `counters` had counted `posted` completions.
+    tail: u16,
+    posted: u64,
+    counters: Arc<CqCounters>,
+}
+
+impl Heads {
+    /// Heads of a queue whose next completion is posted at `tail`.
+    pub(crate) fn new(size: RingSize, tail: u16, counters: &Arc<CqCounters>) -> Self {
+        let posted = counters.completions.get();
+        Self { size, tail, posted, counters: Arc::clone(counters) }
+    }
+
+    /// Judges a written head. `last` is the last valid one. Completions are counted before the host
+    /// can see them.
+    fn judge(&self, last: u32, value: u32) -> Result<u16, InvalidDoorbell> {
+        let posted = self.counters.completions.get().wrapping_sub(self.posted);
+        let ahead = (posted % u64::from(self.size.entries())) as u32;
+        let last = self.size.position(last).unwrap_or_default();
+        let limit = self.size.distance(last, self.size.forward(self.tail, ahead));
+        let judged = self.size.judge(last, value, limit);
+        judged.inspect_err(|_| self.counters.invalid_traps.add(1))
+    }
+}
 
 /// Maps the doorbell page. Its offset in the file equals its offset in BAR0, because a client that
 /// maps the page uses the region offset as file offset.
@@ -130,7 +159,9 @@ impl ControllerShared {
             owners: (0..MAX_QUEUES * 2).map(|_| AtomicU8::new(0)).collect(),
             park_states: (0..workers).map(|_| Arc::default()).collect(),
             head_wakeups: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
-            expected_heads: (0..MAX_QUEUES).map(|_| AtomicU64::new(0)).collect(),
+            sq_sizes: (0..MAX_QUEUES).map(|_| AtomicU32::new(0)).collect(),
+            heads: (0..MAX_QUEUES).map(|_| Mutex::default()).collect(),
+            shadowed: AtomicBool::new(false),
             write_through: AtomicBool::new(false),
             copy_formats: Arc::default(),
             exclusive: AtomicBool::new(false),
@@ -242,27 +273,67 @@ impl ControllerShared {
         self.head_wakeups.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
 
-    /// Stores the valid heads of completion queue `qid` before a sleep of its I/O thread, as the
-    /// last head and the tail. The thread calls it before its full fence.
-    pub(crate) fn expect_head(&self, qid: u16, heads: Option<(u16, u16)>, size: RingSize) {
-        let Some(word) = self.expected_heads.get(usize::from(qid)) else { return };
-        let end = u64::from(size.entries() - 1);
-        let heads = heads.map(|(last, tail)| u64::from(last) | u64::from(tail) << 16);
-        word.store(heads.map_or(0, |heads| heads | end << 32 | EXPECTED), Ordering::Release);
+    /// Sets the size of submission queue `qid`.
+    pub(crate) fn set_sq_size(&self, qid: u16, size: RingSize) {
+        if let Some(entry) = self.sq_sizes.get(usize::from(qid)) {
+            entry.store(size.entries(), Ordering::Release);
+        }
     }
 
-    /// True if a trapped head write of `qid` is invalid, so that it has to wake the sleeping I/O
-    /// thread, which reports it. The answer has no meaning while the thread is awake. It must be
-    /// called after the register is stored and a full fence.
-    pub(crate) fn is_head_invalid(&self, qid: u16, value: u32) -> bool {
-        let word = self.expected_heads.get(usize::from(qid));
-        let word = word.map_or(0, |word| word.load(Ordering::Acquire));
-        let (last, tail, end) = (word as u16, (word >> 16) as u16, (word >> 32) as u16);
-        let Some(size) = RingSize::from_zero_based(end) else { return false };
-        let is_valid = size
-            .position(value)
-            .is_some_and(|head| size.distance(last, head) <= size.distance(last, tail));
-        word & EXPECTED != 0 && !is_valid
+    /// Sets the valid heads of completion queue `qid`.
+    pub(crate) fn set_heads(&self, qid: u16, heads: Heads) {
+        if let Some(entry) = self.heads.get(usize::from(qid)) {
+            *entry.lock() = Some(heads);
+        }
+    }
+
+    /// Drops the valid heads of completion queue `qid`, which is deleted.
+    pub(crate) fn drop_heads(&self, qid: u16) {
+        if let Some(entry) = self.heads.get(usize::from(qid)) {
+            *entry.lock() = None;
+        }
+    }
+
+    /// Sets whether the queues have shadow doorbells.
+    pub(crate) fn set_shadowed(&self, shadowed: bool) {
+        self.shadowed.store(shadowed, Ordering::Release);
+    }
+
+    /// Judges a trapped doorbell write, and returns the value to store in the register. With shadow
+    /// doorbells, a trapped write is only a wakeup, because posted writes arrive late. Values of
+    /// mapped doorbells are judged when they are polled.
+    ///
+    /// An invalid tail stays in the register, where the I/O thread finds it even if the host has
+    /// written a valid tail since.
+    ///
+    /// # Errors
+    /// An invalid completion queue head, which the register does not get.
+    pub(crate) fn judge_trapped(
+        &self,
+        qid: u16,
+        kind: DoorbellKind,
+        register: &SharedU32,
+        value: u32,
+    ) -> Result<u32, InvalidDoorbell> {
+        if self.mapped || self.shadowed.load(Ordering::Acquire) {
+            return Ok(value);
+        }
+        let stored = register.load_acquire();
+        match kind {
+            DoorbellKind::Sq => {
+                let size = self.sq_sizes.get(usize::from(qid));
+                let size = size.and_then(|size| RingSize::new(size.load(Ordering::Acquire)));
+                let is_invalid =
+                    size.is_some_and(|size| size.judge(0, stored, RingSize::MAX).is_err());
+                Ok(if is_invalid { stored } else { value })
+            }
+            DoorbellKind::Cq => {
+                let heads = self.heads.get(usize::from(qid)).map(|heads| heads.lock());
+                let heads = heads.as_ref().and_then(|heads| heads.as_ref());
+                heads.map_or(Ok(()), |heads| heads.judge(stored, value).map(drop))?;
+                Ok(value)
+            }
+        }
     }
 
     /// Returns true only for the first call. So the message that the in-flight limit is reached is
@@ -370,6 +441,7 @@ impl ControllerShared {
 
     /// Adds a deleted completion queue's counters to the sums.
     pub(crate) fn retire_cq(&self, counters: &Arc<CqCounters>) {
+        self.drop_heads(counters.qid());
         let mut counted = self.counted.lock();
         remove_dead(&mut counted.cqs, counters);
         let traps = self.take_traps(counters.qid(), DoorbellKind::Cq);

@@ -171,6 +171,8 @@ pub(crate) struct CqCounters {
     pub(crate) completions: Counter,
     pub(crate) interrupts: Counter,
     pub(crate) interrupts_suppressed: Counter,
+    /// Invalid heads that were judged when their writes were trapped.
+    pub(crate) invalid_traps: Counter,
     doorbell: ControllerCounters,
 }
 
@@ -181,6 +183,7 @@ impl CqCounters {
             completions: Counter::default(),
             interrupts: Counter::default(),
             interrupts_suppressed: Counter::default(),
+            invalid_traps: Counter::default(),
             doorbell: ControllerCounters::default(),
         }
     }
@@ -191,12 +194,14 @@ impl CqCounters {
 
     /// Current values. `mmio_writes` is the number of trapped doorbell writes.
     pub(crate) fn read(&self, mmio_writes: u64) -> CqStats {
+        let mut doorbell = DoorbellCounts::of(mmio_writes, self.doorbell.read());
+        doorbell.invalid += self.invalid_traps.get();
         CqStats {
             qid: self.qid,
             completions: self.completions.get(),
             interrupts: self.interrupts.get(),
             interrupts_suppressed: self.interrupts_suppressed.get(),
-            doorbell: DoorbellCounts::of(mmio_writes, self.doorbell.read()),
+            doorbell,
         }
     }
 }

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Host, LIMIT, Queue};
 use shadowbell_controller::{Carrier, Config, Controller, Polling};
-use shadowbell_spec::admin::{DoorbellBufferConfig, GetLogPage};
+use shadowbell_spec::admin::{DeleteIoQueue, DoorbellBufferConfig, GetLogPage};
 use shadowbell_spec::log::{ErrorLogEntry, lid};
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::regs::{self, Cc};
@@ -270,7 +270,7 @@ fn values_outside_the_ring_are_refused_with_the_event() {
         if shadowed {
             assert!(host.configure_shadow(|_, _| 0).is_success());
         }
-        let mut queue = host.create(1, 16, false);
+        host.create(1, 16, false);
         let mut admin = std::mem::replace(&mut host.admin, Queue::none());
         host.submit(&mut admin, &Sqe::async_event_request(99));
         for value in [16, 17, 0xffff, 0x1_0001, u32::MAX] {
@@ -284,8 +284,103 @@ fn values_outside_the_ring_are_refused_with_the_event() {
         let entry = newest_error(&mut host);
         assert_eq!((entry.sqid, entry.cid), (0xffff, 0xffff), "of no command");
         assert_eq!(entry.status >> 1, Status::INVALID_FIELD.bits());
-        // The queue continues at its previous position.
-        host.doorbell(shadowed, shadowbell_spec::regs::sq_doorbell_offset(1, 0), 0, 0);
+    }
+}
+
+/// Way by which doorbell values arrive.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Doorbells {
+    Trapped,
+    Mapped,
+    Shadow,
+}
+
+/// After an invalid tail, positions of host and controller differ, so no command is taken until the
+/// queue is created again.
+#[test]
+fn no_command_is_taken_after_an_invalid_tail() {
+    let tail = regs::sq_doorbell_offset(1, 0);
+    for polling in [SLEEPY, Polling::Always] {
+        for doorbells in [Doorbells::Trapped, Doorbells::Mapped, Doorbells::Shadow] {
+            let what = format!("{polling:?}, {doorbells:?}");
+            let carrier =
+                Carrier { mapped_doorbells: doorbells == Doorbells::Mapped, listener: None };
+            let config = common::config(&["null:1GiB"]);
+            let controller = Controller::new(config, common::pool(polling), carrier).unwrap();
+            let mut host = Host::attach(controller);
+            host.enable();
+            let shadowed = doorbells == Doorbells::Shadow;
+            if shadowed {
+                assert!(host.configure_shadow(|_, _| 0).is_success());
+            }
+            let mut queue = host.create(1, 16, false);
+            let mut witness = host.create(2, 16, false);
+            stream(&mut host, &mut queue, 8, 20);
+            let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+            host.submit(&mut admin, &Sqe::async_event_request(99));
+            // The commands before and after the invalid value are valid.
+            let old = queue.tail;
+            let buffer = host.alloc(4096);
+            host.put(&mut queue, &Sqe::read(1, 0, 7, 1).with_prps(buffer, 0));
+            host.doorbell(shadowed, tail, old, 16);
+            if doorbells == Doorbells::Trapped {
+                // Only a trapped value counts even if the next one arrives before a poll.
+                host.ring(&queue, old);
+            }
+            if shadowed {
+                host.controller.write_doorbell(tail, 16);
+            }
+            expect_invalid_doorbell(&mut host, &mut admin, &what);
+            host.admin = admin;
+            for at in [queue.tail, (queue.tail + 1) % 16] {
+                host.doorbell(shadowed, tail, old, at);
+                host.controller.write_doorbell(tail, at);
+            }
+            stream(&mut host, &mut witness, 8, 50);
+            assert_eq!(host.reap(&mut queue), None, "{what}: a command was taken");
+            let stats = host.controller.stats();
+            let taken = stats.submission_queues.iter().find(|sq| sq.qid == 1).unwrap().commands;
+            assert_eq!(taken, 20, "{what}");
+            assert_eq!(newest_error(&mut host).error_count, 1, "{what}: one event");
+            // Created again, the queue works.
+            host.must(DeleteIoQueue { qid: 1 }.encode(Sqe::new(0x00, 0, 0)));
+            if let Some((shadow, _)) = host.shadow {
+                host.poke32(shadow + 8, 0);
+            }
+            host.must(common::create_sq(1, 15, 1, queue.sq));
+            queue.tail = 0;
+            stream(&mut host, &mut queue, 8, 100);
+        }
+    }
+}
+
+/// A trapped head is judged when it arrives.
+#[test]
+fn a_trapped_invalid_head_counts_although_a_valid_one_follows_at_once() {
+    let head = regs::cq_doorbell_offset(1, 0);
+    for polling in [SLEEPY, Polling::Always] {
+        let mut host = Host::new(&["null:1GiB"], polling);
+        let mut queue = host.create(1, 16, false);
+        stream(&mut host, &mut queue, 8, 20);
+        let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+        let mut events = 0;
+        for value in [queue.head + 1, 15, 16, 0xffff, u32::MAX] {
+            if value == queue.head {
+                continue;
+            }
+            host.submit(&mut admin, &Sqe::async_event_request(99));
+            host.controller.write_doorbell(head, value);
+            host.controller.write_doorbell(head, queue.head);
+            expect_invalid_doorbell(&mut host, &mut admin, &format!("{polling:?}: {value}"));
+            events += 1;
+            std::mem::swap(&mut host.admin, &mut admin);
+            assert_eq!(newest_error(&mut host).error_count, events, "one event");
+            std::mem::swap(&mut host.admin, &mut admin);
+        }
+        host.admin = admin;
+        let stats = host.controller.stats();
+        let refused = stats.completion_queues.iter().find(|cq| cq.qid == 1).unwrap();
+        assert_eq!(refused.doorbell.invalid, events, "counted");
         stream(&mut host, &mut queue, 8, 100);
     }
 }

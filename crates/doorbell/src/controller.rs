@@ -16,7 +16,8 @@ use crate::{Arming, Cell, ControllerCounters, ControllerStats, Fence, Fenced, Ri
 /// entries than were posted.
 ///
 /// The controller reports the asynchronous event Invalid Doorbell Write Value (type Error Status,
-/// 01h; NVMe Base 2.0, 5.2) and ignores the value.
+/// 01h; NVMe Base 2.0, 5.2) and ignores the value. After an invalid submission queue tail, it takes
+/// no command from the queue until the queue is created again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidDoorbell {
     /// The invalid value.
@@ -43,6 +44,9 @@ pub enum Truth {
     Last,
     /// The shadow entry, for the rest of the queue's lifetime.
     Shadow,
+    /// The last valid value, for the rest of the queue's lifetime: the submission queue tail was
+    /// invalid.
+    Invalid,
 }
 
 /// Serializable state of a doorbell: plain data without cells, to continue the doorbell in another
@@ -109,7 +113,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         let snapshot = value.load_acquire();
         let pending = if self.shadow.is_some() { self.take(limit) } else { Ok(false) };
         self.state.snapshot = Some(snapshot);
-        if self.state.truth != Truth::Register {
+        if matches!(self.state.truth, Truth::Last | Truth::Shadow) {
             // An entry with the last value is up to date. If the new entry has changed since it was
             // read, the host already uses it.
             let is_current = snapshot == u32::from(self.state.last);
@@ -144,6 +148,9 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         if self.state.truth == Truth::Shadow {
             return shadow.value.load_acquire();
         }
+        if self.state.truth == Truth::Invalid {
+            return last;
+        }
         // The register is read first. A host stores a value in its shadow entry before it writes
         // the register. So if the register has the value, the read of the entry sees it, too.
         let register = self.register.load_acquire();
@@ -169,11 +176,10 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         if value == u32::from(self.state.last) {
             return Ok(false);
         }
-        let Some(seen) = self.size.position(value) else { return self.refuse(value) };
-        let moved = self.size.distance(self.state.last, seen);
-        if moved > limit {
+        let Ok(seen) = self.size.judge(self.state.last, value, limit) else {
             return self.refuse(value);
-        }
+        };
+        let moved = self.size.distance(self.state.last, seen);
         self.refused = None;
         self.state.last = seen;
         self.run_ahead(moved);
@@ -406,7 +412,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     /// The value of the old entry is invalid. The new entry is enabled all the same.
     #[inline]
     pub fn enable(&mut self, value: S, event_idx: S) -> Result<(), InvalidDoorbell> {
-        self.doorbell.enable(value, event_idx, RingSize::MAX)
+        let outcome = self.doorbell.enable(value, event_idx, RingSize::MAX);
+        outcome.inspect_err(|_| self.doorbell.state.truth = Truth::Invalid)
     }
 
     /// Reads the tail. Entries before it may be fetched, because the host's writes to them are
@@ -414,10 +421,14 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     ///
     /// # Errors
     ///
-    /// A value outside of the ring. It is reported once, until there is a valid value.
+    /// A value outside of the ring. It is reported once, and the tail stays at its last valid value
+    /// ([`Truth::Invalid`]): the positions of host and controller differ until the host creates the
+    /// queue again.
     #[inline]
     pub fn poll(&mut self) -> Result<u16, InvalidDoorbell> {
-        self.doorbell.poll(RingSize::MAX)
+        self.doorbell
+            .poll(RingSize::MAX)
+            .inspect_err(|_| self.doorbell.state.truth = Truth::Invalid)
     }
 
     /// Value that [`poll`](Self::poll) would return now. The value is not accepted, so it is only a
@@ -450,6 +461,9 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     ) -> Result<u16, InvalidDoorbell> {
         let result = self.doorbell.recheck(RingSize::MAX);
         fenced.rechecked(!matches!(result, Ok(false)));
+        if result.is_err() {
+            self.doorbell.state.truth = Truth::Invalid;
+        }
         result.map(|_| self.last())
     }
 }

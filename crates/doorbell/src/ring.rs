@@ -1,5 +1,7 @@
 //! Positions in a queue, and arithmetic modulo its size.
 
+use crate::InvalidDoorbell;
+
 /// Number of entries of a queue: 2 to 65536 (NVMe Base 2.0, Queue Size), not necessarily a power of
 /// two.
 ///
@@ -38,6 +40,20 @@ impl RingSize {
     #[inline]
     pub const fn position(self, value: u32) -> Option<u16> {
         if value < self.0 { Some(value as u16) } else { None }
+    }
+
+    /// Judges a doorbell value: returns its position if that is inside of the ring and at most
+    /// `limit` entries after `last`, the last valid position.
+    ///
+    /// # Errors
+    ///
+    /// The value is invalid.
+    #[inline]
+    pub const fn judge(self, last: u16, value: u32, limit: u32) -> Result<u16, InvalidDoorbell> {
+        match self.position(value) {
+            Some(seen) if self.distance(last, seen) <= limit => Ok(seen),
+            _ => Err(InvalidDoorbell { value }),
+        }
     }
 
     /// Number of entries from `from` forward to `to`: 0 to size - 1.

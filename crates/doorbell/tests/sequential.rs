@@ -254,6 +254,7 @@ proptest! {
         let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
         let mut tail = SqTail::new(size, &register);
         tail.enable(&shadow, &event_idx).unwrap();
+        let mut has_ended = false;
         for (cell, value) in writes {
             [&register, &shadow, &event_idx][usize::from(cell)].store(value, Ordering::Relaxed);
             let expected = if tail.state().truth == shadowbell_doorbell::Truth::Shadow
@@ -263,14 +264,20 @@ proptest! {
             } else {
                 register.load(Ordering::Relaxed)
             };
+            let before = tail.state();
             match tail.poll() {
                 Ok(seen) => prop_assert!(u32::from(seen) < entries),
                 Err(InvalidDoorbell { value }) => {
                     prop_assert_eq!(value, expected);
                     prop_assert!(value >= entries);
+                    prop_assert_eq!(tail.state().truth, shadowbell_doorbell::Truth::Invalid);
                 }
             }
-            prop_assert!(expected >= entries || u32::from(tail.last()) == expected);
+            // After an invalid tail, no value counts.
+            let is_ended = tail.state().truth == shadowbell_doorbell::Truth::Invalid;
+            prop_assert_eq!(is_ended, has_ended || expected >= entries);
+            prop_assert_eq!(u32::from(tail.last()), if is_ended { before.last.into() } else { expected });
+            has_ended = is_ended;
         }
     }
 }

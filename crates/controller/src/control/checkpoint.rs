@@ -161,6 +161,7 @@ impl Control {
         self.commands.diagnostics = Diagnostics::restore(&control.diagnostics);
         self.commands.pool = PoolCommands::restore(control.creating);
         self.memory.shadow = control.shadow;
+        cx.shared.set_shadowed(control.shadow.is_some());
         let csts = self.registers.csts;
         self.lifecycle.phase = match (control.enabled, csts.rdy() && csts.shst() != SHST_NORMAL) {
             (true, _) => Phase::Ready,
@@ -268,6 +269,7 @@ impl Control {
             // it.
             (self.lifecycle.phase, self.lifecycle.full_reset) = (Phase::Resetting, full);
             self.memory.shadow = None;
+            cx.shared.set_shadowed(false);
             if self.registers.csts.shst() == SHST_OCCURRING {
                 self.shut_down(cx, deferred);
             }

@@ -344,6 +344,7 @@ impl AdminCommands {
             return Ok(Outcome::NotYet);
         }
         env.memory.shadow = Some(pages);
+        env.cx.shared.set_shadowed(true);
         env.port.change_shadow(Some(pages));
         let operation = Operation::ShadowDoorbells { cid: sqe.cid };
         let latch = env.cx.latch(ended_notice(env.lifecycle.generation, operation));

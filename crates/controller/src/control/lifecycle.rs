@@ -186,6 +186,7 @@ impl Control {
     fn drop_queues(&mut self, cx: &Context, operation: Operation, deferred: &mut Deferred) {
         self.log_queues();
         self.memory.shadow = None;
+        cx.shared.set_shadowed(false);
         self.queues.drop_eventfds();
         self.drop_exclusive(cx);
         let hours = hours(&self.lifecycle);

@@ -210,8 +210,8 @@ impl Control {
         }
     }
 
-    /// Reports an invalid value of an admin doorbell.
-    pub(crate) fn report_invalid_admin_doorbell(&mut self) {
+    /// Reports an invalid doorbell value.
+    pub(crate) fn invalid_doorbell_value(&mut self) {
         if self.is_ready() {
             self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
         }
@@ -361,9 +361,7 @@ impl Control {
         match notice {
             Notice::InvalidDoorbell { qid } => {
                 tracing::debug!(qid, "invalid doorbell value");
-                if self.is_ready() {
-                    self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
-                }
+                self.invalid_doorbell_value();
             }
             Notice::CommandError { sqid, cid, status, nsid, lba } => {
                 self.port.log_error(sqid, cid, status, nsid, lba);

@@ -130,6 +130,7 @@ impl Position {
             Truth::Register => 0,
             Truth::Last => 1,
             Truth::Shadow => 2,
+            Truth::Invalid => 3,
         };
         u64::from(self.at) | truth << 16 | u64::from(self.phase) << 18 | self.count << 19
     }
@@ -138,7 +139,8 @@ impl Position {
         let truth = match word >> 16 & 3 {
             0 => Truth::Register,
             1 => Truth::Last,
-            _ => Truth::Shadow,
+            2 => Truth::Shadow,
+            _ => Truth::Invalid,
         };
         Self { at: word as u16, phase: word >> 18 & 1 != 0, count: word >> 19, truth }
     }
@@ -218,7 +220,7 @@ mod tests {
 
     #[test]
     fn positions_and_doorbells_are_decoded_as_encoded() {
-        for truth in [Truth::Register, Truth::Last, Truth::Shadow] {
+        for truth in [Truth::Register, Truth::Last, Truth::Shadow, Truth::Invalid] {
             for (at, phase, count) in [(0, false, 0), (65535, true, (1 << 45) - 1), (7, true, 1)] {
                 let position = Position { at, phase, count, truth };
                 assert_eq!(Position::unpack(position.pack()), position);

@@ -192,7 +192,7 @@ impl AdminQueue {
         if self.sq.ring.is_none() || self.cq.ring.is_none() {
             return Ok(None);
         }
-        let tail = self.sq.tail.poll()?;
+        let tail = self.sq.poll_tail()?;
         if self.sq.head == tail && self.replays.is_empty() {
             self.sq.blocked = false;
             return Ok(None);
@@ -262,7 +262,7 @@ impl AdminQueue {
             cq.head.arm(&mut arming);
         }
         let mut fenced = arming.fence();
-        let tail = sq.tail.recheck(&mut fenced);
+        let tail = sq.recheck_tail(&mut fenced);
         let head = if wait_for_room { cq.head.recheck(&mut fenced, cq.tail) } else { Ok(0) };
         if !wait_for_room {
             cq.poll_head();
@@ -276,6 +276,7 @@ impl AdminQueue {
     /// Ends the queues. The counters of their doorbell writes are cleared, so that later queues
     /// start anew.
     pub(crate) fn retire(self, shared: &ControllerShared) {
+        shared.drop_heads(0);
         shared.take_traps(0, DoorbellKind::Sq);
         shared.take_traps(0, DoorbellKind::Cq);
     }

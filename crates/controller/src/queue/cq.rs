@@ -4,7 +4,7 @@ use super::layout::{QueueLayout, ShadowCells, restore_doorbell, save_doorbell};
 use crate::interrupt::{Coalescing, Decision, HoldLimit, InterruptPolicy, IrqLine};
 use crate::journal::{JournalPart, Position, Records};
 use crate::saved::SavedCq;
-use crate::shared::{ControllerShared, DSTRD};
+use crate::shared::{ControllerShared, DSTRD, Heads};
 use crate::stats::{CountedBy, CqCounters};
 use shadowbell_doorbell::{CqHead, DoorbellState, InvalidDoorbell, Truth};
 use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
@@ -97,6 +97,7 @@ impl Cq {
         head: CqHead<SharedU32>,
     ) -> Self {
         let counters = shared.count_cq(layout.qid);
+        shared.set_heads(layout.qid, Heads::new(layout.size, 0, &counters));
         Self {
             layout,
             ring: None,
@@ -147,6 +148,7 @@ impl Cq {
         let reserved = u32::try_from(staged.len()).ok()?;
         let (tail, phase) = (saved.tail, saved.phase);
         let new = Self::with_head(layout, shared, (irq, limit), head);
+        shared.set_heads(layout.qid, Heads::new(layout.size, tail, &new.counters));
         Some(Self { tail, traced: tail, phase, reserved, staged, ..new })
     }
 
@@ -309,6 +311,7 @@ impl Cq {
         let register = shared.register(saved.qid, DoorbellKind::Cq);
         let head = CqHead::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
         cq.head = head.counted_by(CountedBy(Arc::clone(&cq.counters)));
+        shared.set_heads(layout.qid, Heads::new(layout.size, cq.tail, &cq.counters));
         Some(cq)
     }
 
@@ -351,12 +354,6 @@ impl Cq {
     #[inline]
     pub(crate) fn take_invalid(&mut self) -> Option<InvalidDoorbell> {
         self.invalid.take()
-    }
-
-    /// Last head and tail, if the host writes its head to the trapped register.
-    pub(crate) fn trapped_head(&self) -> Option<(u16, u16)> {
-        let is_register = self.head.state().truth == Truth::Register;
-        is_register.then(|| (self.head.last(), self.tail))
     }
 
     /// Records that the head may have moved from `before`. Called after every read of the head.

@@ -49,6 +49,7 @@ pub(super) fn save_doorbell(state: DoorbellState) -> SavedDoorbell {
         Truth::Register => SavedTruth::Register,
         Truth::Last => SavedTruth::Last,
         Truth::Shadow => SavedTruth::Shadow,
+        Truth::Invalid => SavedTruth::Invalid,
     };
     SavedDoorbell { last, truth, snapshot }
 }
@@ -60,6 +61,7 @@ pub(super) fn restore_doorbell(saved: SavedDoorbell) -> DoorbellState {
         SavedTruth::Register => Truth::Register,
         SavedTruth::Last => Truth::Last,
         SavedTruth::Shadow => Truth::Shadow,
+        SavedTruth::Invalid => Truth::Invalid,
     };
     DoorbellState { last, truth, snapshot }
 }

@@ -5,7 +5,7 @@ use crate::journal::{JournalPart, Position};
 use crate::saved::SavedSq;
 use crate::shared::{ControllerShared, DSTRD};
 use crate::stats::{CountedBy, SqCounters};
-use shadowbell_doorbell::{DoorbellState, InvalidDoorbell, SqTail, Truth};
+use shadowbell_doorbell::{Cell, DoorbellState, Fence, Fenced, InvalidDoorbell, SqTail, Truth};
 use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
 use shadowbell_spec::dbbuf::sq_entry_offset;
 use shadowbell_spec::regs::DoorbellKind;
@@ -25,7 +25,8 @@ pub(crate) struct PrefetchCursor {
 #[derive(Debug)]
 pub(crate) struct Sq {
     pub(crate) layout: QueueLayout,
-    /// `None` while the queue's memory is not mapped: no commands are fetched.
+    /// `None` while the queue's memory is not mapped, and after an invalid tail: no commands are
+    /// fetched.
     pub(crate) ring: Option<Ring<{ Sqe::SIZE }>>,
     pub(crate) tail: SqTail<SharedU32, SharedU32, CountedBy<SqCounters>>,
     pub(crate) head: u16,
@@ -64,6 +65,7 @@ impl Sq {
         tail: SqTail<SharedU32>,
     ) -> Self {
         let counters = shared.count_sq(layout.qid);
+        shared.set_sq_size(layout.qid, layout.size);
         Self {
             layout,
             ring: None,
@@ -152,12 +154,29 @@ impl Sq {
         Cqe::new(cid, self.layout.qid, self.head, status, dw0)
     }
 
-    /// Resolves the queue's memory in `table`.
+    /// Resolves the queue's memory in `table`. A queue whose tail was invalid stays without.
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
         self.ring = None;
+        if self.tail.state().truth == Truth::Invalid {
+            return Ok(());
+        }
         let entries = self.layout.size.entries();
         self.ring = Some(Ring::resolve(table, self.layout.iova, entries, false)?);
         Ok(())
+    }
+
+    /// Reads the host's tail. After an invalid one, no command is taken from the queue.
+    #[inline(always)]
+    pub(crate) fn poll_tail(&mut self) -> Result<u16, InvalidDoorbell> {
+        self.tail.poll().inspect_err(|_| self.ring = None)
+    }
+
+    /// Reads the host's tail before a sleep, like [`poll_tail`](Self::poll_tail).
+    pub(crate) fn recheck_tail<T: Cell, F: Fence>(
+        &mut self,
+        fenced: &mut Fenced<'_, T, F>,
+    ) -> Result<u16, InvalidDoorbell> {
+        self.tail.recheck(fenced).inspect_err(|_| self.ring = None)
     }
 
     /// Replaces the shadow doorbell. Fails if the tail in the old one is invalid.
@@ -166,7 +185,7 @@ impl Sq {
             self.tail.disable();
             return Ok(());
         };
-        self.tail.enable(cells.value, cells.event_idx)
+        self.tail.enable(cells.value, cells.event_idx).inspect_err(|_| self.ring = None)
     }
 
     /// Resolves the queue and its doorbell in another DMA map. `pages` are the buffers of Doorbell

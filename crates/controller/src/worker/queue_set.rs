@@ -81,7 +81,7 @@ impl QueueSet {
             return None;
         }
         let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
-        let tail = match sq.tail.poll() {
+        let tail = match sq.poll_tail() {
             Ok(tail) => {
                 if let Some(before) = before {
                     trace_poll(trace, &self.shared, sq, before);
@@ -89,9 +89,9 @@ impl QueueSet {
                 tail
             }
             Err(error) => {
-                let (qid, tail) = (sq.layout.qid, sq.tail.last());
+                let qid = sq.layout.qid;
                 self.invalid(qid, error, trace);
-                tail
+                return None;
             }
         };
         self.sqs[index].as_ref().is_some_and(|sq| sq.head != tail).then_some(tail)
@@ -445,6 +445,13 @@ impl QueueSet {
     #[cold]
     pub(super) fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<Observer>) {
         record(trace, Kind::Invalid, &self.shared, qid, error.value, 0);
+        if let Some(journal) = &self.journal
+            && let Some(sq) = self.find_sq(qid).and_then(|index| self.sqs[index].as_ref())
+        {
+            // The next process takes no command from the queue either.
+            let cq = self.cqs.get(sq.cq).and_then(Option::as_ref);
+            sq.write_down(journal, cq.map_or(0, Cq::posted));
+        }
         self.control.notify(Notice::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }
 
@@ -474,9 +481,6 @@ impl QueueSet {
                 cq.head.arm(arming);
             }
         }
-        for cq in cqs.iter().flatten() {
-            shared.expect_head(cq.layout.qid, cq.trapped_head(), cq.layout.size);
-        }
     }
 
     /// Second phase before a sleep, after [`arm`](Self::arm) and a fence: reads the doorbells
@@ -497,7 +501,7 @@ impl QueueSet {
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
             if !sq.blocked {
                 let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
-                if let Err(error) = sq.tail.recheck(fenced) {
+                if let Err(error) = sq.recheck_tail(fenced) {
                     invalid.push((sq.layout.qid, error));
                 }
                 if let Some(before) = before {

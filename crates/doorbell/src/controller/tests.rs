@@ -93,21 +93,46 @@ fn the_shadow_entry_is_never_written() {
 }
 
 #[test]
-fn an_invalid_value_is_reported_once_and_never_used() {
+fn an_invalid_tail_is_reported_once_and_ends_the_queue() {
     for bad in [8, 9, 0xffff, 0x1_0000, u32::MAX] {
         let cells = Cells::default();
         let mut tail = departed(&cells, 8, 3);
         cells.shadow(bad);
         assert_eq!(tail.poll(), Err(InvalidDoorbell { value: bad }));
-        assert_eq!(tail.poll(), Ok(3));
-        assert_eq!(tail.poll(), Ok(3));
-        cells.shadow(4);
-        assert_eq!(tail.poll(), Ok(4));
-        cells.shadow(bad);
-        assert_eq!(tail.poll(), Err(InvalidDoorbell { value: bad }));
-        assert_eq!(tail.stats().invalid, 2);
-        assert_eq!(tail.last(), 4);
+        assert_eq!(tail.state().truth, Truth::Invalid);
+        for value in [4, bad, 5] {
+            cells.shadow(value);
+            cells.ring(value);
+            assert_eq!((tail.poll(), tail.peek()), (Ok(3), 3));
+            // Neither another configuration nor another process changes it.
+            tail.enable(&cells.shadow, &cells.event_idx).unwrap();
+            assert_eq!(tail.poll(), Ok(3));
+        }
+        assert_eq!(tail.stats().invalid, 1);
+        let mut resumed = SqTail::resume(size(8), &cells.register, tail.state()).unwrap();
+        resumed.reattach(&cells.shadow, &cells.event_idx);
+        assert_eq!(resumed.poll(), Ok(3));
     }
+}
+
+#[test]
+fn an_invalid_tail_in_a_register_or_before_a_sleep_ends_the_queue() {
+    let cells = Cells::default();
+    let mut tail: SqTail<_> = SqTail::new(size(8), &cells.register);
+    cells.ring(8);
+    assert_eq!(tail.poll(), Err(InvalidDoorbell { value: 8 }));
+    cells.ring(1);
+    assert_eq!(tail.poll(), Ok(0));
+    let mut tail = departed(&cells, 8, 3);
+    cells.shadow(9);
+    let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
+    let mut arming = sleeper.prepare();
+    tail.arm(&mut arming);
+    let mut fenced = arming.fence();
+    assert_eq!(tail.recheck(&mut fenced), Err(InvalidDoorbell { value: 9 }));
+    assert!(fenced.try_sleep().is_none(), "the event is reported before a sleep");
+    cells.shadow(4);
+    assert_eq!(tail.poll(), Ok(3));
 }
 
 #[test]
@@ -276,7 +301,7 @@ fn a_second_configuration_takes_over_the_pending_value() {
     assert_eq!((tail.poll(), new.event_idx()), (Ok(0), 0));
     new.shadow(3);
     assert_eq!(tail.poll(), Ok(3));
-    // An invalid value is reported, and the position stays.
+    // An invalid value is reported, and the position stays for good.
     new.shadow(8);
     let refused = Err(InvalidDoorbell { value: 8 });
     assert_eq!(tail.enable(&cells.shadow, &cells.event_idx), refused);
