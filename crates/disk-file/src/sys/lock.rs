@@ -1,20 +1,48 @@
-//! Advisory lock: it prevents two programs from writing to one image.
+//! Advisory locks of images: they prevent two programs from writing to one image.
+//!
+//! They are the locks of QEMU, so each of the programs detects the other: open file description
+//! locks, one byte per permission. A program locks byte 100+n for permission n that it uses, and
+//! byte 200+n for permission n that it does not share. Then it tests the opposite bytes: whether
+//! another one does not share what it uses, or uses what it does not share. All these are read
+//! locks, so that several programs can hold them and read-only files can have them.
+//!
+//! A writer also has a write lock on one byte that QEMU does not use: the fence of its requests.
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// Locks all of `file`, for the lifetime of its open file description. Readers share the lock; a
-/// writer has it exclusively. QEMU locks its images by the same kind of lock (open file description
-/// locks, on a few bytes), so each of the programs detects the other.
+/// First byte of the permissions in use.
+const USED: i64 = 100;
+/// First byte of the permissions that are not shared.
+const UNSHARED: i64 = 200;
+/// Byte of the fence.
+const FENCE: Range<i64> = 300..301;
+
+/// Permission to read consistent data.
+const CONSISTENT_READ: i64 = 0;
+/// Permission to write.
+const WRITE: i64 = 1;
+/// Permission to change the size.
+const RESIZE: i64 = 3;
+
+/// Permissions that no program shares: while an image is open, no other program changes it.
+const CHANGES: [i64; 2] = [WRITE, RESIZE];
+
+/// Locks `file`, for the lifetime of its open file description. Readers share it with other
+/// readers; a `writer` shares it only with those that accept changes.
 ///
 /// # Errors
-/// [`io::ErrorKind::WouldBlock`] if another process holds the lock. If the file system has no
-/// locks, this is no error.
-pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
-    match set(file, if exclusive { libc::F_WRLCK } else { libc::F_RDLCK }) {
+/// [`io::ErrorKind::WouldBlock`] if another program has a lock that excludes this one. If the file
+/// system has no locks, this is no error.
+pub(crate) fn lock_image(file: &File, writer: bool) -> io::Result<()> {
+    match lock(file, writer) {
         Err(e) => match e.raw_os_error() {
-            Some(libc::EAGAIN | libc::EACCES) => Err(io::ErrorKind::WouldBlock.into()),
+            Some(libc::EAGAIN | libc::EACCES) => {
+                unlock_image(file);
+                Err(io::ErrorKind::WouldBlock.into())
+            }
             Some(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOLCK | libc::EINVAL) => Ok(()),
             _ => Err(e),
         },
@@ -22,32 +50,60 @@ pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
     }
 }
 
-/// True if this open file holds the exclusive lock, which the file system supports.
+fn lock(file: &File, writer: bool) -> io::Result<()> {
+    // The fence first: of two writers that lock at the same time, one then succeeds.
+    if writer {
+        call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE)?;
+    }
+    let uses = if writer { &[CONSISTENT_READ, WRITE, RESIZE][..] } else { &[CONSISTENT_READ] };
+    for byte in uses.iter().map(|n| USED + n).chain(CHANGES.map(|n| UNSHARED + n)) {
+        call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte..byte + 1)?;
+    }
+    for byte in uses.iter().map(|n| UNSHARED + n).chain(CHANGES.map(|n| USED + n)) {
+        // The test of a write lock finds read locks of others.
+        if call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte..byte + 1)? != libc::F_UNLCK {
+            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        }
+    }
+    Ok(())
+}
+
+/// True if this open file holds the fence, and the file system supports locks.
 pub(crate) fn is_locked_exclusively(file: &File) -> bool {
     // The lock of the open file is set again, without an effect if it is held. It cannot be set
     // by a read-only open file, or where the file system has no locks.
-    set(file, libc::F_WRLCK).is_ok()
+    call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE).is_ok()
 }
 
-/// Releases the lock before the file is closed. Closing does not release it at once, because a
+/// Releases the locks before the file is closed. Closing does not release them at once, because a
 /// closed io_uring releases its files later.
 pub(crate) fn unlock_image(file: &File) {
-    // A failure is ignored, because closing the file releases the lock anyway.
-    let _ = set(file, libc::F_UNLCK);
+    // A failure is ignored, because closing the file releases the locks anyway.
+    let _ = call(file, libc::F_OFD_SETLK, libc::F_UNLCK, 0..0);
 }
 
-fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
+/// Sets or tests a lock of these bytes; an empty range is the whole file. Returns the type of the
+/// lock that a test has found.
+fn call(
+    file: &File,
+    command: libc::c_int,
+    kind: libc::c_int,
+    bytes: Range<i64>,
+) -> io::Result<libc::c_int> {
     loop {
-        // SAFETY: `flock` is plain data for which zeroes are valid values; start and length 0 mean
-        // the whole file. The structure outlives the call, which only reads it.
-        let outcome = unsafe {
+        // SAFETY: `flock` is plain data for which zeroes are valid values. The structure outlives
+        // the call, which reads and writes only it.
+        let (outcome, found) = unsafe {
             let mut lock: libc::flock = std::mem::zeroed();
             lock.l_type = kind as libc::c_short;
             lock.l_whence = libc::SEEK_SET as libc::c_short;
-            libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock)
+            lock.l_start = bytes.start;
+            lock.l_len = bytes.end - bytes.start;
+            let outcome = libc::fcntl(file.as_raw_fd(), command, &raw mut lock);
+            (outcome, libc::c_int::from(lock.l_type))
         };
         if outcome == 0 {
-            return Ok(());
+            return Ok(found);
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
