@@ -5,3 +5,4 @@ mod commands;
 mod links;
 mod messages;
 mod pages;
+mod settings;

@@ -1,0 +1,71 @@
+//! The reference has each setting of a configuration file and each option of a disk.
+
+use crate::pages::root;
+use std::collections::BTreeSet;
+use std::process::Command;
+
+/// Help of `shadowbell serve`.
+fn help() -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+    let output = command.args(["serve", "--help"]).output().unwrap();
+    assert!(output.status.success());
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Part of the help between two lines that begin with these words.
+fn part<'a>(help: &'a str, from: &str, to: &str) -> &'a str {
+    let from = help.split_once(&format!("\n{from}")).unwrap().1;
+    from.split_once(&format!("\n{to}")).unwrap().0
+}
+
+/// Names before a `=` in a text, without those in quotes and comments.
+fn names(text: &str) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for line in text.lines() {
+        let line = line.split('#').next().unwrap_or_default();
+        let plain: String = line.split('"').step_by(2).collect::<Vec<_>>().join(" ");
+        for (at, _) in plain.match_indices('=') {
+            let before = plain[..at].trim_end();
+            let is_name = |c: char| c.is_ascii_lowercase() || c == '-';
+            let name = before.rsplit(|c| !is_name(c)).next().unwrap_or_default();
+            if !name.is_empty() {
+                found.insert(name.to_owned());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn every_setting_of_the_help_is_in_the_reference() {
+    let help = help();
+    let pages = |paths: &[&str]| {
+        let text = |path: &&str| std::fs::read_to_string(root().join("docs").join(path)).unwrap();
+        paths.iter().map(text).collect::<String>()
+    };
+    let settings = names(part(&help, "A configuration file:", "A file with"));
+    assert!(settings.len() > 20, "{settings:?}");
+    let page = pages(&["reference/config.md"]);
+    let missing: Vec<_> =
+        settings.iter().filter(|name| !page.contains(&format!("`{name}`"))).collect();
+    assert!(missing.is_empty(), "not in reference/config.md: {missing:?}");
+
+    // Columns begin with the names of options; the text beside them has no other ones.
+    let options = part(&help, "Options of a disk", "A configuration file:");
+    let first = |line: &str| line.starts_with("  ") && !line.starts_with("   ");
+    let columns = options.lines().filter(|line| first(line));
+    let columns = columns.map(|line| line.trim().split("  ").next().unwrap_or_default());
+    let options = names(&columns.collect::<Vec<_>>().join("\n"));
+    assert!(options.len() > 15, "{options:?}");
+    let page = pages(&[
+        "disks/index.md",
+        "disks/files.md",
+        "disks/qcow2.md",
+        "disks/nbd.md",
+        "disks/ceph.md",
+        "disks/nvme.md",
+        "guides/limits.md",
+    ]);
+    let missing: Vec<_> = options.iter().filter(|name| !page.contains(name.as_str())).collect();
+    assert!(missing.is_empty(), "in no page of disks: {missing:?}");
+}
