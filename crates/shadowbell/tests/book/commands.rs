@@ -194,9 +194,10 @@ fn outputs_are_compared() {
 #[test]
 fn the_commands_of_every_page_work() {
     std::thread::scope(|scope| {
-        for page in book() {
-            scope.spawn(move || run(&page).unwrap());
-        }
+        let pages = book().into_iter();
+        let runs: Vec<_> = pages.map(|page| scope.spawn(move || run(&page))).collect();
+        let failed: Vec<_> = runs.into_iter().filter_map(|run| run.join().unwrap().err()).collect();
+        assert!(failed.is_empty(), "{}", failed.join("\n"));
     });
 }
 
