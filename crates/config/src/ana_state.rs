@@ -11,7 +11,7 @@ use utoipa::ToSchema;
     Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize, ToSchema,
 )]
 #[serde(rename_all = "kebab-case")]
-pub enum AnaWord {
+pub enum AnaStateName {
     /// Optimized path: preferred by hosts
     #[default]
     Optimized,
@@ -25,19 +25,19 @@ pub enum AnaWord {
     Change,
 }
 
-impl From<AnaWord> for AnaState {
-    fn from(word: AnaWord) -> Self {
-        match word {
-            AnaWord::Optimized => Self::Optimized,
-            AnaWord::NonOptimized => Self::NonOptimized,
-            AnaWord::Inaccessible => Self::Inaccessible,
-            AnaWord::PersistentLoss => Self::PersistentLoss,
-            AnaWord::Change => Self::Change,
+impl From<AnaStateName> for AnaState {
+    fn from(name: AnaStateName) -> Self {
+        match name {
+            AnaStateName::Optimized => Self::Optimized,
+            AnaStateName::NonOptimized => Self::NonOptimized,
+            AnaStateName::Inaccessible => Self::Inaccessible,
+            AnaStateName::PersistentLoss => Self::PersistentLoss,
+            AnaStateName::Change => Self::Change,
         }
     }
 }
 
-impl From<AnaState> for AnaWord {
+impl From<AnaState> for AnaStateName {
     fn from(state: AnaState) -> Self {
         match state {
             AnaState::Optimized => Self::Optimized,
@@ -49,7 +49,7 @@ impl From<AnaState> for AnaWord {
     }
 }
 
-impl fmt::Display for AnaWord {
+impl fmt::Display for AnaStateName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(AnaState::from(*self).name())
     }
@@ -63,7 +63,7 @@ pub struct AnaGroups {
     pub nsids: Vec<Vec<u32>>,
     /// States of groups 1, 2 and so on; missing ones are optimized.
     #[serde(default)]
-    pub states: Vec<AnaWord>,
+    pub states: Vec<AnaStateName>,
 }
 
 impl AnaGroups {
@@ -91,20 +91,20 @@ impl AnaGroups {
     }
 
     /// State of a group.
-    pub fn state(&self, group: u32) -> AnaWord {
+    pub fn state(&self, group: u32) -> AnaStateName {
         let at = (group as usize).checked_sub(1);
         at.and_then(|at| self.states.get(at)).copied().unwrap_or_default()
     }
 
     /// Sets the state of a group. Optimized states at the end of the list are not stored.
-    pub fn set(&mut self, group: u32, state: AnaWord) {
+    pub fn set(&mut self, group: u32, state: AnaStateName) {
         let Some(at) = (group as usize).checked_sub(1) else { return };
         let room = self.states.len().max(at + 1);
-        self.states.resize(room, AnaWord::default());
+        self.states.resize(room, AnaStateName::default());
         if let Some(its) = self.states.get_mut(at) {
             *its = state;
         }
-        while self.states.last() == Some(&AnaWord::default()) {
+        while self.states.last() == Some(&AnaStateName::default()) {
             self.states.pop();
         }
     }
@@ -136,11 +136,11 @@ mod tests {
     fn states_after_the_last_unoptimized_one_are_not_stored() {
         let mut groups = AnaGroups { nsids: vec![vec![2], vec![1, 3]], states: Vec::new() };
         assert_eq!((groups.count(), groups.text()), (2, None));
-        groups.set(2, AnaWord::Change);
-        assert_eq!(groups.states, [AnaWord::Optimized, AnaWord::Change]);
+        groups.set(2, AnaStateName::Change);
+        assert_eq!(groups.states, [AnaStateName::Optimized, AnaStateName::Change]);
         assert_eq!(groups.text().unwrap(), "optimized, change");
         assert_eq!(groups.by_nsid().collect::<Vec<_>>(), [(2, 1), (1, 2), (3, 2)]);
-        groups.set(2, AnaWord::Optimized);
+        groups.set(2, AnaStateName::Optimized);
         assert!(groups.states.is_empty());
         assert_eq!(AnaGroups::default().count(), 1);
     }

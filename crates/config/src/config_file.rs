@@ -16,7 +16,7 @@ use crate::socket_access::{self, SocketAccess};
 use crate::socket_path::{self, SocketPath};
 use crate::uuid_text::{invalid_uuid_text, parse_uuid};
 use anyhow::anyhow;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_disk_layers::Limits;
 use shadowbell_process::error_text::without_rust_terms;
@@ -32,21 +32,21 @@ use toml::Spanned;
 /// line each.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Configuration file as deserialized.
-#[derive(Debug, Deserialize)]
+/// Configuration file, as read and as written.
+#[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
-    trace: Option<PathBuf>,
-    trace_records: Option<Spanned<u32>>,
-    #[serde(default)]
-    measure: bool,
     name: Option<Spanned<String>>,
     control_socket: Option<PathBuf>,
     socket_mode: Option<Spanned<String>>,
     socket_group: Option<Spanned<String>>,
     metrics: Option<SocketAddr>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     metrics_hosts: Vec<String>,
+    trace: Option<PathBuf>,
+    trace_records: Option<Spanned<u32>>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    measure: bool,
     workers: Option<Spanned<u16>>,
     pin: Option<Spanned<Vec<usize>>>,
     poll: Option<Spanned<Poll>>,
@@ -59,13 +59,12 @@ struct File {
     disk: Vec<Spanned<NamedDiskTable>>,
     controller: Option<Vec<Spanned<ControllerTable>>>,
     #[serde(default)]
-    paths: PathsTable,
-    #[serde(default)]
     export: Vec<Spanned<ExportConfig>>,
+    paths: Option<PathsTable>,
 }
 
 /// Table `[paths]`.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PathsTable {
     /// Directories of images and sockets that requests may add.
@@ -74,7 +73,7 @@ struct PathsTable {
 
 /// Table `[[limit-group]]`: name and limits of a limit group. The keys of the limits are those of
 /// disk options.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 struct GroupTable {
     name: String,
     #[serde(flatten)]
@@ -82,13 +81,11 @@ struct GroupTable {
 }
 
 /// Table `[[controller]]`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ControllerTable {
     id: Option<Spanned<String>>,
     socket: Spanned<PathBuf>,
-    disks: Option<Spanned<Vec<Spanned<DiskEntry>>>>,
-    pool: Option<Spanned<String>>,
     serial: Option<Spanned<String>>,
     model: Option<Spanned<String>>,
     #[serde(default)]
@@ -99,12 +96,14 @@ struct ControllerTable {
     #[serde(default)]
     read_only: bool,
     worker: Option<Spanned<WorkerChoice>>,
+    pool: Option<Spanned<String>>,
     subsystem: Option<Spanned<String>>,
     ana: Option<Spanned<AnaStates>>,
+    disks: Option<Spanned<Vec<Spanned<DiskEntry>>>>,
 }
 
 /// A disk: a string, or a table.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[serde(
     untagged,
     expecting = "a disk is a string, or a table of `disk`, `uuid`, `nsid` and `share`"
@@ -114,13 +113,15 @@ enum DiskEntry {
     Table(DiskTable),
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct DiskTable {
     disk: String,
-    uuid: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     nsid: Option<u32>,
-    #[serde(default)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    uuid: Option<String>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     share: bool,
 }
 
@@ -366,10 +367,10 @@ impl Check<'_> {
             metrics_hosts: file.metrics_hosts,
             groups,
             socket_access: SocketAccess { mode, group },
-            allow: file.paths.allow,
+            allow: file.paths.map(|paths| paths.allow).unwrap_or_default(),
             polls_for_mapped: false,
         }
-        .settled(is_polling_open)
+        .with_default_polling(is_polling_open)
     }
 
     fn group(&mut self, table: &Spanned<GroupTable>) -> Group {

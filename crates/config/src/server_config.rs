@@ -160,7 +160,7 @@ pub enum Own {
 }
 
 /// Polling of an idle I/O thread.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Poll {
     /// Poll before sleeping, for a time that grows while that pays off and shrinks otherwise
@@ -246,7 +246,7 @@ impl ServerConfig {
     /// Selects constant polling if a controller has mapped doorbells and no polling option was
     /// given (`is_open`). A write to a mapped doorbell wakes no thread.
     #[must_use]
-    pub fn settled(mut self, is_open: bool) -> Self {
+    pub fn with_default_polling(mut self, is_open: bool) -> Self {
         let is_mapped = |one: &SocketConfig| one.controller.doorbells == OfferedDoorbells::Mapped;
         self.polls_for_mapped = is_open && self.controllers.iter().any(is_mapped);
         if self.polls_for_mapped {

@@ -21,12 +21,12 @@ pub struct SocketPath {
     pub path: Option<PathBuf>,
 }
 
-/// Result of [`settle`].
+/// Result of [`fix_directory`].
 static DIRECTORY: OnceLock<Option<PathBuf>> = OnceLock::new();
 
 /// Determines the directory of control sockets and returns it. The directory stays the same for
 /// this process, even if its user changes later.
-pub fn settle() -> Option<PathBuf> {
+pub fn fix_directory() -> Option<PathBuf> {
     DIRECTORY.get_or_init(find).clone()
 }
 

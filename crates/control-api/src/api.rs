@@ -2,7 +2,7 @@
 //! `docs/openapi.json`.
 
 use serde::{Deserialize, Serialize};
-use shadowbell_config::ana_state::AnaWord;
+use shadowbell_config::ana_state::AnaStateName;
 use shadowbell_config::doorbell_mode::OfferedDoorbells;
 use shadowbell_config::limits::{self, DiskLimits};
 use shadowbell_disk_layers::Limits;
@@ -71,7 +71,7 @@ pub struct AnaGroup {
     /// ANA group identifier, from 1.
     pub group: u32,
     /// ANA state of the group for this controller.
-    pub state: AnaWord,
+    pub state: AnaStateName,
     /// Namespace identifiers of the group.
     pub namespaces: Vec<u32>,
 }
@@ -81,7 +81,7 @@ pub struct AnaGroup {
 #[serde(deny_unknown_fields)]
 pub struct AnaStateChange {
     /// New ANA state.
-    pub state: AnaWord,
+    pub state: AnaStateName,
 }
 
 /// State of a controller, from its registers.

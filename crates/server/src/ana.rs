@@ -3,14 +3,14 @@
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::anyhow;
-use shadowbell_config::ana_state::AnaWord;
+use shadowbell_config::ana_state::AnaStateName;
 use shadowbell_process::exit;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 use tracing::info;
 
 /// Time limit for commands in flight on the namespaces of the group.
-const UNDER_WAY: Duration = Duration::from_secs(30);
+const IN_PROGRESS: Duration = Duration::from_secs(30);
 
 impl Changes {
     /// Sets the ANA state of a group for a controller. Returns false if the group has that state
@@ -18,7 +18,12 @@ impl Changes {
     ///
     /// # Errors
     /// The controller or the group does not exist, or commands in flight take too long.
-    pub(super) fn set_ana(&self, id: &str, group: u32, state: AnaWord) -> anyhow::Result<bool> {
+    pub(super) fn set_ana(
+        &self,
+        id: &str,
+        group: u32,
+        state: AnaStateName,
+    ) -> anyhow::Result<bool> {
         let _turn = self.turn();
         let served = self.find(id)?;
         self.alter_ana(&served, group, state)
@@ -35,7 +40,7 @@ impl Changes {
         &self,
         served: &ServedController,
         group: u32,
-        state: AnaWord,
+        state: AnaStateName,
     ) -> anyhow::Result<bool> {
         let mut asked = (*served.asked()).clone();
         let Some(membership) = &mut asked.controller.subsystem else {
@@ -64,14 +69,14 @@ impl Changes {
             let _ = ends.send(());
         });
         info!("{}: ANA group {group} is {state}", served.name);
-        match end.recv_timeout(UNDER_WAY) {
+        match end.recv_timeout(IN_PROGRESS) {
             // The channel is closed without a message if the controller was removed.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(true),
             Err(RecvTimeoutError::Timeout) => Err(anyhow!(
                 "ANA group {group} of {} is {state} for new commands, but earlier commands in \
                  flight did not end within {} s",
                 served.name,
-                UNDER_WAY.as_secs()
+                IN_PROGRESS.as_secs()
             )),
         }
     }

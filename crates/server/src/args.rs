@@ -379,7 +379,7 @@ impl Args {
                 pool: self.pool.options()?,
                 ..ServerConfig::default()
             }
-            .settled(is_polling_open),
+            .with_default_polling(is_polling_open),
         };
         config.trace = trace.or(config.trace);
         config.measure |= self.measure;

@@ -8,7 +8,7 @@ use super::namespaces::{NamespaceChange, explicit};
 use super::registry::{Registry, ServedController};
 use bytesize::ByteSize;
 use clap::ValueEnum;
-use shadowbell_config::ana_state::AnaWord;
+use shadowbell_config::ana_state::AnaStateName;
 use shadowbell_config::controller_config::{ControllerConfig, DiskConfig, nsids};
 use shadowbell_config::disk_spec;
 use shadowbell_config::limits::{self, DiskLimits, Group};
@@ -48,7 +48,7 @@ pub(super) enum Step {
     /// Change a namespace.
     Change(u32, NamespaceChange),
     /// Set the ANA state of a group.
-    Ana(u32, AnaWord),
+    Ana(u32, AnaStateName),
 }
 
 impl Plan {
@@ -348,7 +348,7 @@ mod tests {
         let two = "ana-groups = [[1], [2]]";
         let (before, after) = (of(two, "ana = \"change\""), of(two, "ana = [\"change\"]"));
         assert_eq!(steps(&before, &before, |_| true), Some(vec![]));
-        let step = Step::Ana(2, AnaWord::Optimized);
+        let step = Step::Ana(2, AnaStateName::Optimized);
         assert_eq!(steps(&before, &after, |_| true), Some(vec![step]));
         assert_eq!(steps(&before, &of("", "ana = \"change\""), |_| true), None);
     }

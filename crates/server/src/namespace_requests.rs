@@ -54,10 +54,10 @@ pub(super) fn begin_one(served: &ServedController, changes: &Arc<Changes>) -> io
         carrier.resume();
         while let Ok((order, done)) = orders.recv() {
             let began = Instant::now();
-            let outcome = carrier.carry_out(&order);
+            let outcome = carrier.execute(&order);
             debug!(?order, ?outcome, "a pool command");
             done.end(outcome);
-            carrier.go_on_sanitizing();
+            carrier.continue_sanitize();
             std::thread::sleep(began.elapsed().min(REST));
         }
     })?;
@@ -125,7 +125,7 @@ impl Carrier {
         if let Err(error) = outcome {
             error!("the pool {}: {error:#}", self.pool.directory().display());
         }
-        self.go_on_sanitizing();
+        self.continue_sanitize();
     }
 
     /// Makes the files and the controller match the index.
@@ -197,8 +197,8 @@ impl Carrier {
         self.changes.drop_namespace(&served, nsid)
     }
 
-    fn carry_out(&self, PoolOrder { act, .. }: &PoolOrder) -> PoolOutcome {
-        // A handover is running: the host may retry.
+    fn execute(&self, PoolOrder { act, .. }: &PoolOrder) -> PoolOutcome {
+        // An upgrade is in progress: the host may retry.
         let Some(_turn) = self.changes.pause() else { return Err(Status::COMMAND_INTERRUPTED) };
         let outcome = match act {
             PoolAct::Create { uuid, blocks, block_size, metadata } => {
@@ -347,7 +347,7 @@ impl Carrier {
     }
 
     /// Performs a pending Sanitize operation until its end.
-    fn go_on_sanitizing(&self) {
+    fn continue_sanitize(&self) {
         if self.pool.index().sanitize.phase != Phase::InProgress {
             return;
         }

@@ -70,12 +70,12 @@ impl Refusal {
     fn into_error(self) -> io::Error {
         match self {
             Self::System(error) => error,
-            Self::Socket(_) => nonsense(),
+            Self::Socket(_) => unexpected_answer(),
         }
     }
 }
 
-fn nonsense() -> io::Error {
+fn unexpected_answer() -> io::Error {
     io::Error::other("unexpected answer of the supervisor")
 }
 
@@ -90,13 +90,16 @@ fn ask(socket: &OwnedFd, letter: u8, body: impl AsRef<OsStr>) -> Result<Packet, 
         DONE => return Ok(packet),
         NO_SOCKET => match serde_json::from_slice(&packet.body) {
             Ok(why) => Refusal::Socket(why),
-            Err(_) => Refusal::System(nonsense()),
+            Err(_) => Refusal::System(unexpected_answer()),
         },
         ERRNO => Refusal::System(
-            packet.text().parse().map_or_else(|_| nonsense(), io::Error::from_raw_os_error),
+            packet
+                .text()
+                .parse()
+                .map_or_else(|_| unexpected_answer(), io::Error::from_raw_os_error),
         ),
         REFUSED => Refusal::System(io::Error::new(io::ErrorKind::PermissionDenied, packet.text())),
-        _ => Refusal::System(nonsense()),
+        _ => Refusal::System(unexpected_answer()),
     })
 }
 
@@ -120,7 +123,7 @@ pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
         Ok(packet) => {
             let made: Result<Made, _> = serde_json::from_slice(&packet.body);
             let (Ok(made), Some(socket)) = (made, packet.fd()) else {
-                return Err(system(nonsense()));
+                return Err(system(unexpected_answer()));
             };
             let path = path_of(&made.path.0);
             Ok(Listener::from_parts(ListenerParts::new(socket, path, made.file)))
@@ -151,8 +154,8 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
     };
     let packet =
         ask(&broker.socket.lock(), TCP, address.to_string()).map_err(Refusal::into_error)?;
-    let address = packet.text().parse().map_err(|_| nonsense())?;
-    Ok((packet.fd().ok_or_else(nonsense)?.into(), address))
+    let address = packet.text().parse().map_err(|_| unexpected_answer())?;
+    Ok((packet.fd().ok_or_else(unexpected_answer)?.into(), address))
 }
 
 /// Creates the file of a new trace at `path`. With `keep`, the previous file is renamed.
@@ -171,7 +174,7 @@ pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
     };
     let keep = if keep { KEEP } else { "" };
     let packet = ask(&broker.socket.lock(), TRACE, keep).map_err(Refusal::into_error)?;
-    Ok(packet.fd().ok_or_else(nonsense)?.into())
+    Ok(packet.fd().ok_or_else(unexpected_answer)?.into())
 }
 
 /// Creates a pair of packet sockets.
@@ -181,5 +184,5 @@ pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let Some(broker) = BROKER.get() else { return protocol::pair() };
     let mut packet = ask(&broker.socket.lock(), PAIR, "").map_err(Refusal::into_error)?;
-    packet.fds.pop().zip(packet.fds.pop()).ok_or_else(nonsense)
+    packet.fds.pop().zip(packet.fds.pop()).ok_or_else(unexpected_answer)
 }

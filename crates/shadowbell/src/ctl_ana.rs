@@ -1,7 +1,7 @@
 //! `shadowbell ctl ana`: ANA states of the controllers of a subsystem.
 
 use hyper::Method;
-use shadowbell_config::ana_state::AnaWord;
+use shadowbell_config::ana_state::AnaStateName;
 use shadowbell_control_api::api::{AnaGroup, AnaStateChange, Controller};
 use shadowbell_control_api::client::Client;
 use shadowbell_process::output::show;
@@ -17,7 +17,7 @@ pub(crate) struct AnaArgs {
     pub(crate) group: Option<u32>,
     /// New ANA state of the group for the controller
     #[arg(value_enum)]
-    pub(crate) state: Option<AnaWord>,
+    pub(crate) state: Option<AnaStateName>,
 }
 
 /// Runs the verb. `path` returns the request path of a controller.

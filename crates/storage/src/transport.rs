@@ -25,7 +25,7 @@ pub fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
     match target {
         Target::VfioUser { socket, .. } => {
             let transport = VfioUser::connect(socket, CONNECT_TIMEOUT).map_err(|error| {
-                let why = nobody_at(socket).or_else(|| who_has(socket));
+                let why = missing_server(socket).or_else(|| client_of(socket));
                 let why = why.unwrap_or_else(|| error.to_string());
                 exit::bad_input(anyhow!("no controller behind {}: {why}", socket.display()))
             })?;
@@ -62,7 +62,7 @@ pub fn again(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
 }
 
 /// Error text if the server reports that another client is connected.
-fn who_has(path: &Path) -> Option<String> {
+fn client_of(path: &Path) -> Option<String> {
     let (_, controller) = discovery::owner(path)?;
     controller.client.then(|| {
         "another client is connected, and a controller serves one at a time; `shadowbell list`, \
@@ -72,7 +72,7 @@ fn who_has(path: &Path) -> Option<String> {
 }
 
 /// Error text with a remedy if no server listens at a path.
-fn nobody_at(path: &Path) -> Option<String> {
+fn missing_server(path: &Path) -> Option<String> {
     let path = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
     let serve = format!("`shadowbell serve DISK --socket {}`", path.display());
     match std::fs::metadata(&path) {

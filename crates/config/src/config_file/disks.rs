@@ -8,24 +8,24 @@ use shadowbell_disk_layers::Limits;
 use std::collections::BTreeMap;
 
 /// Table `[[disk]]`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct NamedDiskTable {
     pub(super) id: String,
     /// Path or URI, with or without options.
     pub(super) source: String,
     /// Options of the disk's kind.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     options: BTreeMap<String, OptionValue>,
     /// Options of the layers around the disk: metadata or zones.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     layers: BTreeMap<String, OptionValue>,
     /// Rate limits; `group` is the limit group.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     limits: BTreeMap<String, OptionValue>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[serde(untagged, expecting = "an option is a string, a number, or `true` or `false`")]
 enum OptionValue {
     Switch(bool),
@@ -45,6 +45,13 @@ impl OptionValue {
 }
 
 impl NamedDiskTable {
+    /// Table of a disk, whose source contains the options.
+    pub(super) fn of(disk: &NamedDisk) -> Self {
+        let source = crate::disk_spec::with_absolute_paths(&disk.spec);
+        let (options, layers, limits) = Default::default();
+        Self { id: disk.id.clone(), source, options, layers, limits }
+    }
+
     /// Specification of the disk: source, options, layers and limits.
     ///
     /// # Errors
@@ -85,19 +92,6 @@ impl NamedDiskTable {
             (false, true) => format!("{}&{}", self.source, options.join("&")),
             (false, false) => format!("{}?{}", self.source, options.join("&")),
         })
-    }
-}
-
-/// Table `[[disk]]` of a written file. Its source contains the options.
-#[derive(Serialize)]
-pub(super) struct WrittenDisk {
-    id: String,
-    source: String,
-}
-
-impl WrittenDisk {
-    pub(super) fn of(disk: &NamedDisk) -> Self {
-        Self { id: disk.id.clone(), source: crate::disk_spec::with_absolute_paths(&disk.spec) }
     }
 }
 

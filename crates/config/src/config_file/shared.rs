@@ -1,35 +1,35 @@
 //! NVM subsystems of a configuration file, and their controllers.
 
-use crate::ana_state::{AnaGroups, AnaWord};
+use crate::ana_state::{AnaGroups, AnaStateName};
 use crate::controller_config::{ControllerConfig, DiskConfig, nsids as nsids_of};
 use crate::limits;
 use crate::subsystems::Membership;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use toml::Spanned;
 
 /// Table `[[subsystem]]`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct SubsystemTable {
-    name: String,
-    state: PathBuf,
-    serial: Option<String>,
-    #[serde(default)]
-    ana_groups: Vec<Vec<u32>>,
+    pub(super) name: String,
+    pub(super) state: PathBuf,
+    pub(super) serial: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) ana_groups: Vec<Vec<u32>>,
 }
 
 /// ANA states for a controller: one state for all ANA groups, or one for each.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(
     untagged,
     expecting = "`ana` is `optimized`, `non-optimized`, `inaccessible`, `persistent-loss` or \
                  `change`, or a list of these, one for each group"
 )]
 pub(super) enum AnaStates {
-    All(AnaWord),
-    Each(Vec<AnaWord>),
+    All(AnaStateName),
+    Each(Vec<AnaStateName>),
 }
 
 /// Subsystem, with the part of its configuration that was read so far.

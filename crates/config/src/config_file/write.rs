@@ -1,24 +1,22 @@
 //! Writes a configuration file from the state of a running server.
 
-use super::disks::WrittenDisk;
-use crate::ana_state::AnaWord;
-use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
+use super::disks::NamedDiskTable;
+use super::shared::{AnaStates, SubsystemTable};
+use super::{ControllerTable, DiskEntry, DiskTable, File, GroupTable, PathsTable};
+use crate::controller_config::{ControllerConfig, DiskConfig, nsids};
 use crate::disk_spec;
 use crate::export_config::ExportConfig;
 use crate::limits::{self, Group};
-use crate::pool::PoolSpec;
 use crate::pool_disks;
-use crate::server_config::{NamedDisk, Own, ServerConfig, SocketConfig, WorkerChoice};
+use crate::server_config::{NamedDisk, Poll, ServerConfig, SocketConfig};
 use crate::socket_access::SocketAccess;
 use crate::uuid_text::uuid_text;
-use serde::Serialize;
 use shadowbell_controller::{Polling, PoolOptions};
 use shadowbell_process::process_env::absolute;
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use toml::Spanned;
 
 /// Server-wide settings of a configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,87 +82,6 @@ impl Settings {
     }
 }
 
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct File {
-    name: String,
-    control_socket: Option<PathBuf>,
-    socket_mode: Option<String>,
-    socket_group: Option<String>,
-    metrics: Option<SocketAddr>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    metrics_hosts: Vec<String>,
-    trace: Option<PathBuf>,
-    trace_records: Option<u32>,
-    measure: Option<bool>,
-    workers: Option<usize>,
-    pin: Vec<usize>,
-    poll: Option<&'static str>,
-    poll_max_us: Option<u64>,
-    limit_group: Vec<BTreeMap<&'static str, String>>,
-    subsystem: Vec<Subsystem>,
-    disk: Vec<WrittenDisk>,
-    controller: Vec<Controller>,
-    export: Vec<ExportConfig>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    paths: Option<Paths>,
-}
-
-#[derive(Serialize)]
-struct Paths {
-    allow: Vec<PathBuf>,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Subsystem {
-    name: String,
-    state: PathBuf,
-    serial: Option<String>,
-    ana_groups: Option<Vec<Vec<u32>>>,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Controller {
-    id: Option<String>,
-    socket: PathBuf,
-    serial: Option<String>,
-    model: Option<String>,
-    doorbells: OfferedDoorbells,
-    queues: Option<u16>,
-    queue_entries: Option<u32>,
-    max_transfer: Option<String>,
-    read_only: bool,
-    worker: Option<Worker>,
-    pool: Option<String>,
-    subsystem: Option<String>,
-    ana: Option<Vec<AnaWord>>,
-    disks: Vec<Disk>,
-}
-
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Worker {
-    Shared(usize),
-    Own(&'static str),
-}
-
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Disk {
-    Plain(String),
-    Table {
-        disk: String,
-        #[serde(skip_serializing_if = "Option::is_none")]
-        nsid: Option<u32>,
-        #[serde(skip_serializing_if = "Option::is_none")]
-        uuid: Option<String>,
-        #[serde(skip_serializing_if = "std::ops::Not::not")]
-        share: bool,
-    },
-}
-
 /// Writes a configuration file with which a server called `name` serves these controllers.
 pub fn write(
     settings: &Settings,
@@ -176,87 +93,86 @@ pub fn write(
     let Settings { pool, trace, control_socket, .. } = settings;
     let Settings { measure, metrics, metrics_hosts, access, allow, .. } = settings;
     let (poll, poll_max_us) = match pool.polling {
-        Polling::Always => (Some("always"), None),
-        Polling::Never => (Some("never"), None),
+        Polling::Always => (Some(Poll::Always), None),
+        Polling::Never => (Some(Poll::Never), None),
         adaptive if adaptive == Polling::default() => (None, None),
-        Polling::Adaptive(most) => (None, Some(micros(most))),
+        Polling::Adaptive(most) => (None, u32::try_from(most.as_micros()).ok()),
     };
     let file = File {
-        name: name.to_owned(),
+        name: Some(at(name.to_owned())),
         control_socket: control_socket.as_deref().map(absolute),
-        socket_mode: access.mode.map(|mode| format!("{mode:04o}")),
-        socket_group: access.group.clone(),
+        socket_mode: access.mode.map(|mode| at(format!("{mode:04o}"))),
+        socket_group: access.group.clone().map(at),
         metrics: *metrics,
         metrics_hosts: metrics_hosts.clone(),
         trace: trace.as_ref().map(|(path, _)| absolute(path)),
-        trace_records: trace.as_ref().map(|(_, records)| *records),
-        measure: measure.then_some(true),
-        workers: (pool.workers != 0).then_some(pool.workers),
-        pin: pool.pin.clone(),
-        poll,
-        poll_max_us,
-        limit_group: limits::groups().into_iter().map(group).collect(),
+        trace_records: trace.as_ref().map(|(_, records)| at(*records)),
+        measure: *measure,
+        workers: u16::try_from(pool.workers).ok().filter(|count| *count != 0).map(at),
+        pin: (!pool.pin.is_empty()).then(|| at(pool.pin.clone())),
+        poll: poll.map(at),
+        poll_max_us: poll_max_us.map(at),
+        limit_group: limits::groups().into_iter().map(group).map(at).collect(),
         subsystem: subsystems(controllers),
-        disk: disks.iter().map(WrittenDisk::of).collect(),
-        controller: controllers.iter().map(|asked| controller(asked)).collect(),
+        disk: disks.iter().map(NamedDiskTable::of).map(at).collect(),
+        controller: Some(controllers.iter().map(|asked| at(controller(asked))).collect()),
         // A FUSE file is mounted by `ctl`, not by a server with a configuration file.
         export: exports
             .iter()
             .filter(|export| export.fuse.is_none() && export.ublk.is_none())
-            .map(ExportConfig::with_absolute_paths)
+            .map(|export| at(export.with_absolute_paths()))
             .collect(),
         paths: (!allow.is_empty())
-            .then(|| Paths { allow: allow.iter().map(|path| absolute(path)).collect() }),
+            .then(|| PathsTable { allow: allow.iter().map(|path| absolute(path)).collect() }),
     };
     // Serialization cannot fail, because the file contains only numbers and texts.
     toml::to_string(&file).unwrap_or_default()
 }
 
-fn group(group: Group) -> BTreeMap<&'static str, String> {
-    group.limits.texts().chain([("name", group.name)]).collect()
+/// Value without a position in a file.
+fn at<T>(value: T) -> Spanned<T> {
+    Spanned::new(0..0, value)
+}
+
+fn group(Group { name, limits }: Group) -> GroupTable {
+    GroupTable { name, limits: limits.texts().map(|(key, text)| (key.to_owned(), text)).collect() }
 }
 
 /// Subsystems of the controllers, each one once, in the order of the controllers.
-fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Subsystem> {
-    let mut all: Vec<Subsystem> = Vec::new();
+fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Spanned<SubsystemTable>> {
+    let mut all: Vec<Spanned<SubsystemTable>> = Vec::new();
     for place in controllers.iter().filter_map(|asked| asked.controller.subsystem.as_ref()) {
-        if all.iter().all(|other| other.name != place.name) {
-            let (name, serial) = (place.name.clone(), place.serial.clone());
-            let groups = Some(place.ana.nsids.clone()).filter(|groups| !groups.is_empty());
-            let state = absolute(&place.state);
-            all.push(Subsystem { name, state, serial, ana_groups: groups });
+        if all.iter().all(|other| other.get_ref().name != place.name) {
+            all.push(at(SubsystemTable {
+                name: place.name.clone(),
+                state: absolute(&place.state),
+                serial: place.serial.clone(),
+                ana_groups: place.ana.nsids.clone(),
+            }));
         }
     }
     all
 }
 
-fn controller(asked: &SocketConfig) -> Controller {
+fn controller(asked: &SocketConfig) -> ControllerTable {
     let config = asked.controller.clone();
     let disks = disks(&configured_disks(&config));
-    let ControllerConfig { serial, model, queues, queue_entries, doorbells, read_only, .. } =
-        config;
-    Controller {
-        id: asked.id.clone(),
-        socket: absolute(&asked.socket),
-        serial,
-        model,
-        doorbells,
-        queues,
-        queue_entries,
-        max_transfer: config.max_transfer.map(|bytes| bytes.to_string()),
-        read_only,
-        worker: asked.worker.map(|worker| match worker {
-            WorkerChoice::Shared(number) => Worker::Shared(number),
-            WorkerChoice::Own(Own::Own) => Worker::Own("own"),
-        }),
-        ana: config
-            .subsystem
-            .as_ref()
-            .map(|place| place.ana.states.clone())
-            .filter(|states| !states.is_empty()),
-        subsystem: config.subsystem.map(|place| place.name),
-        disks,
-        pool: config.pool.as_ref().map(PoolSpec::to_string),
+    let states = config.subsystem.as_ref().map(|place| place.ana.states.clone());
+    ControllerTable {
+        id: asked.id.clone().map(at),
+        socket: at(absolute(&asked.socket)),
+        serial: config.serial.map(at),
+        model: config.model.map(at),
+        doorbells: config.doorbells,
+        queues: config.queues.map(at),
+        queue_entries: config.queue_entries.map(at),
+        max_transfer: config.max_transfer.map(|bytes| at(bytes.to_string())),
+        read_only: config.read_only,
+        worker: asked.worker.map(at),
+        pool: config.pool.as_ref().map(|pool| at(pool.to_string())),
+        ana: states.filter(|states| !states.is_empty()).map(|states| at(AnaStates::Each(states))),
+        subsystem: config.subsystem.map(|place| at(place.name)),
+        disks: Some(at(disks)),
     }
 }
 
@@ -268,7 +184,7 @@ fn configured_disks(config: &ControllerConfig) -> Vec<DiskConfig> {
     config.disks.iter().filter(|disk| !is_of_pool(disk)).cloned().collect()
 }
 
-fn disks(all: &[DiskConfig]) -> Vec<Disk> {
+fn disks(all: &[DiskConfig]) -> Vec<Spanned<DiskEntry>> {
     let mut before = 0;
     let numbered = nsids(all).zip(all).map(|(nsid, config)| {
         let next = std::mem::replace(&mut before, nsid) + 1;
@@ -276,14 +192,10 @@ fn disks(all: &[DiskConfig]) -> Vec<Disk> {
         let disk =
             config.id.clone().unwrap_or_else(|| disk_spec::with_absolute_paths(&config.disk));
         let uuid = config.uuid.as_ref().map(uuid_text);
-        match (nsid, uuid, config.share) {
-            (None, None, false) => Disk::Plain(disk),
-            (nsid, uuid, share) => Disk::Table { disk, nsid, uuid, share },
-        }
+        at(match (nsid, uuid, config.share) {
+            (None, None, false) => DiskEntry::Plain(disk),
+            (nsid, uuid, share) => DiskEntry::Table(DiskTable { disk, nsid, uuid, share }),
+        })
     });
     numbered.collect()
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

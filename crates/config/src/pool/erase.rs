@@ -95,16 +95,16 @@ pub fn is_vacant(pool: &HostPool, nsid: u32) -> bool {
 }
 
 /// Overwrites the allocated parts of a namespace's file with the pattern of this pass, at the rate
-/// of the pool. Calls `goes_on` repeatedly with the current offset; the overwrite stops if it
+/// of the pool. Calls `continues` repeatedly with the current offset; the overwrite stops if it
 /// returns false.
 ///
 /// # Errors
-/// Errors of the file system; [`io::ErrorKind::Interrupted`] if `goes_on` returned false.
+/// Errors of the file system; [`io::ErrorKind::Interrupted`] if `continues` returned false.
 pub fn overwrite(
     pool: &HostPool,
     nsid: u32,
     (command, pass): (Sanitize, u8),
-    goes_on: &mut dyn FnMut(u64) -> bool,
+    continues: &mut dyn FnMut(u64) -> bool,
 ) -> io::Result<()> {
     let image = open(pool, nsid)?;
     let mut file = image.file();
@@ -125,7 +125,7 @@ pub fn overwrite(
                 rustix::fs::fdatasync(image.file())?;
             }
             std::thread::sleep(pace.wait(pace.began.elapsed()));
-            if !goes_on(at) {
+            if !continues(at) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
         }

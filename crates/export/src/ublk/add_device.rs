@@ -87,7 +87,7 @@ pub(super) fn was_never_started(
 }
 
 /// Takes over a device that has no server any more.
-pub(super) fn take_over(
+pub(super) fn adopt(
     control: &mut Control,
     id: u32,
     info: &DeviceInfo,

@@ -1,6 +1,6 @@
 //! Lifecycle of a ublk device.
 
-use super::add_device::{add, find, header, take_over, was_never_started};
+use super::add_device::{add, adopt, find, header, was_never_started};
 use super::error::UblkError;
 use super::parameters::{aligned, parameters};
 use super::serve::{QueueStatus, Work, serve};
@@ -164,7 +164,7 @@ impl Ublk {
             (Some(id), Some(info))
                 if !was_never_started(&mut control, id, &info, options.recover)? =>
             {
-                take_over(&mut control, id, &info, &parameters, options.recover)?;
+                adopt(&mut control, id, &info, &parameters, options.recover)?;
                 if info.flags & feature::ZERO_COPY == 0 {
                     why_copied.get_or_insert(WhyCopied::Device);
                 }

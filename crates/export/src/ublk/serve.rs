@@ -181,7 +181,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                     if let Some(next) =
                         self.zero_copy.as_mut().and_then(|zero_copy| zero_copy.ended(tag, result))
                     {
-                        self.go_on(tag, next, Vec::new(), make)?;
+                        self.perform(tag, next, Vec::new(), make)?;
                     }
                 }
                 Event::TagDone { tag, error } => {
@@ -216,10 +216,10 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             Some(zero_copy) if is_registered => zero_copy.begin(tag, action, offset),
             _ => Next::Disk(action, offset),
         };
-        self.go_on(tag, next, buffer, make)
+        self.perform(tag, next, buffer, make)
     }
 
-    fn go_on(
+    fn perform(
         &mut self,
         tag: u16,
         next: Next,

@@ -72,7 +72,7 @@ impl BlkQueue {
                 Ok((tracker, found)) => {
                     self.tracker = Some(tracker);
                     if let Some(found) = found {
-                        self.go_on(vring, &found);
+                        self.resume(vring, &found);
                     }
                 }
                 Err(error) => {
@@ -93,7 +93,7 @@ impl BlkQueue {
 
     /// Restores the queue's position from the in-flight tracking, after the death of a process or
     /// after a stop of the queue. The requests that were in flight are executed again.
-    fn go_on(&mut self, vring: &Ring, found: &Found) {
+    fn resume(&mut self, vring: &Ring, found: &Found) {
         self.again = found.heads.iter().copied().collect();
         vring.config().next_available = found.available;
         if !found.heads.is_empty() {

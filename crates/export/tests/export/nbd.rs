@@ -65,7 +65,7 @@ impl Rig {
     }
 
     /// Checks that the server still serves a new client.
-    fn goes_on(&self) {
+    fn continues(&self) {
         let mut client = self.client();
         assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
     }
@@ -268,7 +268,7 @@ fn a_client_that_reads_no_replies_is_not_read_from() {
     let bytes: u64 = rig.backing.seen().iter().map(|seen| seen.len).sum();
     // The server holds only replies that do not fit into the socket's buffer.
     assert!(bytes <= 10 << 20, "{} MiB are held for one client", bytes >> 20);
-    rig.goes_on();
+    rig.continues();
     for _ in 0..REQUESTS {
         assert_eq!(client.reply().data.len(), LEN as usize);
     }
@@ -356,7 +356,7 @@ fn a_long_read_that_fails_in_its_middle_is_no_success() {
             assert!(client.is_over());
         }
     }
-    rig.goes_on();
+    rig.continues();
     rig.end();
 }
 
@@ -500,7 +500,7 @@ fn clients_that_disconnect_in_a_message_leak_nothing() {
         }
         drop(client);
     }
-    rig.goes_on();
+    rig.continues();
     rig.end();
 }
 
@@ -550,7 +550,7 @@ fn clients_that_violate_the_protocol_are_disconnected() {
     put_option(&mut option, option::EXPORT_NAME, b"another");
     client.socket.write_all(&option).unwrap();
     assert!(client.is_over());
-    rig.goes_on();
+    rig.continues();
     rig.end();
 }
 
@@ -580,7 +580,7 @@ proptest! {
         // The server may close the connection at any byte.
         let _ = client.socket.write_all(&bytes);
         drop(client);
-        rig.goes_on();
+        rig.continues();
         rig.end();
     }
 }
@@ -605,7 +605,7 @@ fn a_socket_in_use_is_kept_and_a_stale_one_is_replaced() {
     let unix = |path: &Path| Address::Unix(path.to_owned());
     let error = refused(&rig, &unix(&rig.socket()));
     assert!(error.to_string().contains("in use"), "{error}");
-    rig.goes_on();
+    rig.continues();
     let error = refused(&rig, &unix(rig.directory.path()));
     assert!(error.to_string().contains("is a directory"), "{error}");
     let file = rig.directory.path().join("file");

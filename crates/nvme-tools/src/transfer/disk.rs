@@ -97,7 +97,7 @@ impl Port {
 }
 
 /// Stream of the bytes of a namespace.
-pub(super) struct DiskReader {
+pub(crate) struct DiskReader {
     port: Port,
     /// Offset of the next request, a multiple of the block size.
     next: u64,
@@ -183,7 +183,7 @@ impl Map {
 
 impl DiskReader {
     /// Stream of `len` bytes from byte `offset` on, which must be inside `namespace`.
-    pub(super) fn open(
+    pub(crate) fn open(
         session: &mut Session,
         namespace: Namespace,
         offset: u64,
@@ -191,22 +191,36 @@ impl DiskReader {
     ) -> anyhow::Result<Self> {
         let name = session.target().with_nsid(namespace.nsid()).to_string();
         let port = Port::open(&mut session.controller, namespace, name)?;
-        let block = port.block();
-        let skip = offset % block;
-        let end = offset
+        let window = VecDeque::with_capacity(DEPTH);
+        let (next, end, skip, left) = (0, 0, 0, 0);
+        let mut reader = Self { port, next, end, window, skip, left, bytes: Vec::new(), map: None };
+        reader.seek(offset, len)?;
+        Ok(reader)
+    }
+
+    /// Continues with `len` bytes from byte `offset` on. The stream must be at its end.
+    pub(crate) fn seek(&mut self, offset: u64, len: u64) -> anyhow::Result<()> {
+        let block = self.port.block();
+        self.end = offset
             .checked_add(len)
             .and_then(|end| end.checked_next_multiple_of(block))
             .ok_or_else(|| anyhow!("the end of the range exceeds 64 bits"))?;
-        Ok(Self {
-            port,
-            next: offset - skip,
-            end,
-            window: VecDeque::with_capacity(DEPTH),
-            skip,
-            left: len,
-            bytes: Vec::new(),
-            map: None,
-        })
+        self.skip = offset % block;
+        self.next = offset - self.skip;
+        self.left = len;
+        Ok(())
+    }
+
+    /// Reads up to the end of the stream.
+    pub(crate) fn rest(&mut self) -> anyhow::Result<Vec<u8>> {
+        let mut all = Vec::new();
+        while let Some(piece) = self.next()? {
+            match piece {
+                Piece::Bytes(bytes) => all.extend_from_slice(bytes),
+                Piece::Zeroes(len) => all.resize(all.len() + usize::try_from(len)?, 0),
+            }
+        }
+        Ok(all)
     }
 
     /// Skips deallocated blocks from now on, if the controller supports it.

@@ -4,7 +4,7 @@
 //! Several commands are in flight at once. A write ends with a flush, so the data is durable when
 //! the program ends successfully.
 
-mod disk;
+pub(crate) mod disk;
 
 use crate::overwrite::Overwrite;
 use crate::session::Session;

@@ -58,7 +58,13 @@ pub(super) fn prepare(config: &ServerConfig, link: Option<&WorkerLink>) -> Resul
     open_broker::begin(images);
     path_broker::begin(paths).map_err(|error| format!("the path broker: {error}"))?;
     // Each server has a directory in the common one.
-    config.control.path.is_none().then(socket_path::settle).flatten().map(|path| make(&path));
+    config
+        .control
+        .path
+        .is_none()
+        .then(socket_path::fix_directory)
+        .flatten()
+        .map(|path| make(&path));
     Ok(files)
 }
 

@@ -91,7 +91,7 @@ pub(super) fn enter(
         return Ok(None);
     }
     disk_open::contain();
-    settle();
+    store_unreadable_values();
     limit();
     close(asked, config, files, link.is_some()).map(|files| files.map(Contained))
 }
@@ -157,8 +157,8 @@ fn hindrance(config: &ServerConfig) -> Option<String> {
 }
 
 /// Caches system values that the sandbox makes unreadable.
-fn settle() {
-    socket_path::settle();
+fn store_unreadable_values() {
+    socket_path::fix_directory();
     process_env::store_initial_state();
     processors::store_affinity();
     read_limits();

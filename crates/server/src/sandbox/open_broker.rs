@@ -68,14 +68,15 @@ impl Opening {
 
 /// Converts a refusal to an error.
 fn understand(packet: Packet) -> io::Result<Packet> {
-    let nonsense = || io::Error::other("unexpected answer of the supervisor");
+    let unexpected_answer = || io::Error::other("unexpected answer of the supervisor");
     match packet.letter {
         requests::OPENED => Ok(packet),
-        requests::ERRNO => {
-            Err(packet.text().parse().map_or_else(|_| nonsense(), io::Error::from_raw_os_error))
-        }
+        requests::ERRNO => Err(packet
+            .text()
+            .parse()
+            .map_or_else(|_| unexpected_answer(), io::Error::from_raw_os_error)),
         requests::REFUSED => Err(io::Error::new(io::ErrorKind::PermissionDenied, packet.text())),
-        _ => Err(nonsense()),
+        _ => Err(unexpected_answer()),
     }
 }
 

@@ -73,7 +73,7 @@ impl User {
 /// The change is not permitted, or could be reverted.
 pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<()> {
     // The control socket's directory is determined before, since it depends on the user.
-    let directory = socket_path::settle();
+    let directory = socket_path::fix_directory();
     if geteuid().as_raw() == user.uid {
         return Ok(());
     }

@@ -63,10 +63,10 @@ impl<W: Words> Tracker<W> {
         if header.entries != entries {
             return Err(Senseless::Entries(header.entries, entries));
         }
-        Self { words, header, number: 0 }.go_on(size, used)
+        Self { words, header, number: 0 }.resume(size, used)
     }
 
-    fn go_on(mut self, size: u16, used: u16) -> Result<(Self, Option<Found>), Senseless> {
+    fn resume(mut self, size: u16, used: u16) -> Result<(Self, Option<Found>), Senseless> {
         let entries = self.header.entries;
         let mut marks: Vec<_> = (0..entries).map(|head| Mark::load(&self.words, head)).collect();
         let batch = used.wrapping_sub(self.header.used);
