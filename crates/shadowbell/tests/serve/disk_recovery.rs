@@ -225,6 +225,8 @@ fn recovery_refuses_a_disk_with_another_uuid() {
     let server = supervisor(&format!("vfio-user:{}/1", path.display()));
     let client = Client::attach(&server.socket());
     drop(first);
+    // Its server process ends after the supervisor.
+    until("the end of the first server", || UnixStream::connect(&path).is_err());
     let _second = below("mem:4MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad92");
     crate::supervisor::signal(worker(&server), Signal::KILL);
     server.wait_for_log("another disk than before");

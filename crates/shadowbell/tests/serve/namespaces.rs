@@ -306,7 +306,7 @@ fn limits_change_at_run_time_and_survive_restarts() {
     ctl_json(&server, &["limit", "vm.sock/1", "--none"]);
     assert_eq!(seen(&server)[0], Value::Null);
     let (_, saved, _) = ctl(&server, &["save-config", "-"]);
-    assert!(saved.contains("[[limit-group]]\niops = \"1000000\"\nname = \"slow\""), "{saved}");
+    assert!(saved.contains("[[limit-group]]\nname = \"slow\"\niops = \"1000000\""), "{saved}");
     assert!(saved.contains("mem:4MiB?limit-group=slow"), "{saved}");
     assert!(server.stop().success());
 }
