@@ -39,7 +39,8 @@ pub(super) fn client_file(index: usize, number: u64) -> String {
     format!("file/{index}.{number}")
 }
 
-pub(super) fn client_file_number(key: &str) -> Option<u64> {
+/// Number at the end of the key of a file or a disk.
+pub(super) fn number(key: &str) -> Option<u64> {
     key.rsplit_once('.')?.1.parse().ok()
 }
 

@@ -48,17 +48,19 @@ impl CheckpointStore {
         Ok(Self(Arc::new(Shared { link, old, state: Mutex::default() })))
     }
 
-    /// Sends the first two items, which have descriptors and no body: [`OLD`], by which
-    /// [`is_old`] recognizes an outdated checkpoint, and `fence`, a key and its descriptors.
+    /// Sends the first items, which have descriptors and no body: [`OLD`], by which [`is_old`]
+    /// recognizes an outdated checkpoint, and two others, each a key and its descriptors.
     ///
     /// # Errors
     /// As [`put`](Self::put).
-    pub(super) fn begin(&self, fence: (&str, &[BorrowedFd<'_>])) -> io::Result<()> {
-        let (key, fds) = fence;
-        self.change(&[
-            Change::Put { key: OLD, body: &[], fds: &[self.0.old.as_fd()] },
-            Change::Put { key, body: &[], fds },
-        ])
+    pub(super) fn begin(&self, others: [(&str, &[BorrowedFd<'_>]); 2]) -> io::Result<()> {
+        let old: &[_] = &[self.0.old.as_fd()];
+        let [first, second] = others;
+        self.change(&[(OLD, old), first, second].map(|(key, fds)| Change::Put {
+            key,
+            body: &[],
+            fds,
+        }))
     }
 
     /// Sends an item, which replaces the one with the same key.
@@ -199,12 +201,12 @@ mod tests {
         // Short limit: its expiry is tested.
         let (store, supervisor) = store(Duration::from_millis(20));
         let (fence, _write) = io::pipe().unwrap();
-        store.begin(("fence", &[fence.as_fd()])).unwrap();
+        store.begin([("fence", &[fence.as_fd()]), ("attempts", &[])]).unwrap();
         store.put(COMPLETE, b"", &[]).unwrap();
         let mut items = Checkpoint::default();
         hear(&supervisor, &mut items);
         assert!(items.contains("fence") && !is_old(&mut items).unwrap());
-        store.begin(("fence", &[fence.as_fd()])).unwrap();
+        store.begin([("fence", &[fence.as_fd()]), ("attempts", &[])]).unwrap();
         let mut puts = 0;
         while store.put("a", &[1; 10_000], &[]).is_ok() {
             puts += 1;

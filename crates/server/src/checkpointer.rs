@@ -1,7 +1,7 @@
 //! Checkpoint for recovery: sends the supervisor everything that the next process needs if this
 //! one dies.
 //!
-//! The checkpoint consists of items: [`fence`](FENCE); `old`, by which a
+//! The checkpoint consists of items: [`fence`](FENCE); [`attempts`](ATTEMPTS); `old`, by which a
 //! [store](super::checkpoint_store) marks the other items as outdated; `disk/N.M`, `controller/N`
 //! and `port/N`, each with descriptors; `file/N.M`, the files of a client's memory if there are
 //! many; and, once all of them are sent, the list of what is served ([`COMPLETE`]), which names the
@@ -19,6 +19,7 @@ use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Served};
 use super::checkpoint_store::CheckpointStore;
 use super::fence_wait::FenceWait;
 use super::open_disk::{UnattachedDisks, id_of};
+use super::recovery_attempts::{ATTEMPTS, Attempts};
 use super::registry::ServedController;
 use super::worker_link::WorkerLink;
 use parking_lot::Mutex;
@@ -230,17 +231,18 @@ impl Checkpointer {
     }
 
     /// Begins the checkpoint of a process that recovers: with the `pending` entries of the dead
-    /// process, whose items have keys up to number `disks`, and with its fence.
+    /// process, whose items have keys up to number `disks`, with its fence and with its attempts.
     pub(super) fn begin_recovery(
         &self,
         fence: &FenceWait,
+        attempts: &Attempts,
         pending: Pending,
         disks: u64,
         is_changed: bool,
     ) {
         let ends = [&self.fence].into_iter().chain(fence.ends());
         let ends: Vec<_> = ends.map(AsFd::as_fd).collect();
-        let begun = self.kept.store.begin((FENCE, &ends[..]));
+        let begun = self.kept.store.begin([(FENCE, &ends[..]), (ATTEMPTS, &[attempts.fd()])]);
         let mut state = self.kept.state.lock();
         let Pending { controllers, unattached } = pending;
         (state.pending, state.unattached) = (controllers, unattached);
@@ -282,7 +284,9 @@ impl Checkpointer {
         for disk in controllers.iter().flat_map(|served| served.disks()) {
             disk.checkpoint(&mut Descriptors::default())?;
         }
-        self.kept.store.begin((FENCE, &[self.fence.as_fd()]))?;
+        let attempts = Attempts::new()?;
+        let fence = self.fence.as_fd();
+        self.kept.store.begin([(FENCE, &[fence]), (ATTEMPTS, &[attempts.fd()])])?;
         controllers.iter().zip(ports).try_for_each(|(served, port)| {
             let kept = self.kept.keep_controller(served)?;
             self.kept.state.lock().controllers.insert(served.index, kept);

@@ -75,6 +75,7 @@ mod quiesce;
 mod reactor_thread;
 mod reconfigure;
 mod recover;
+mod recovery_attempts;
 mod recovery_job;
 mod registry;
 mod reload;

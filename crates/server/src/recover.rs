@@ -25,6 +25,7 @@ use super::event::EventQueue;
 use super::fence_wait::FenceWait;
 use super::late_recovery::{LateRecovery, Openers};
 use super::parent_watch::ParentWatch;
+use super::recovery_attempts::{Attempts, Slot};
 use super::recovery_job::{
     self, ControllerJob, DiskJob, Items, Job, JobContext, Recovered, RecoveredController, decode,
 };
@@ -76,10 +77,10 @@ pub(super) fn recover(
     let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     phases.ended("threads");
     link.say(to_supervisor::PREPARED, "");
-    let (mut items, death) = loop {
+    let (mut items, death, by_fault) = loop {
         let Some(received) = link.checkpoint()? else { return Ok(None) };
         if let Some(death) = received.death {
-            break (received.items, death);
+            break (received.items, death, received.by_fault);
         }
         let lost = check(config, received.items)?;
         abort_point(AbortPoint::Checked);
@@ -102,8 +103,12 @@ pub(super) fn recover(
     let fence = Arc::new(FenceWait::new(ends));
     let kept = checkpointer.kept();
     let fuse_devices = fuse_devices(&complete, &mut items)?;
-    let plan = Plan::of(config, &complete, items, death);
-    checkpointer.begin_recovery(&fence, plan.pending(), plan.disks, is_changed);
+    let attempts = Arc::new(Attempts::take(&mut items)?);
+    let controllers = complete.controllers.iter().map(|entry| Slot::of_controller(entry.index));
+    let unattached = complete.unattached.values().map(|entry| Slot::of_disk(&entry.key));
+    attempts.count(controllers.chain(unattached), by_fault);
+    let plan = Plan::of(config, &complete, items, death, &attempts);
+    checkpointer.begin_recovery(&fence, &attempts, plan.pending(), plan.disks, is_changed);
     let events = EventQueue::new();
     let event_sender = events.sender(0);
     let mut server = Server::resting(Vec::new(), events, pool.clone(), true);
@@ -125,6 +130,7 @@ pub(super) fn recover(
         kept: Arc::clone(&kept),
         fence,
         registry: Arc::clone(server.registry()),
+        attempts,
     };
     let threads = config.pool.workers.clamp(1, OPENERS);
     let mut openers = Openers::start(plan.jobs, context, threads)?;
@@ -232,15 +238,16 @@ impl Plan {
         complete: &Complete,
         mut items: Checkpoint,
         death: CauseOfDeath,
+        attempts: &Attempts,
     ) -> Self {
         let quiesced = take_quiesced(&mut items);
         let of_process = |index: &usize| match quiesced.controllers.contains(index) {
             true => CauseOfDeath::Planned,
             false => death,
         };
-        // Number after a point, in the key of a disk's item.
-        let number = |key: &String| key.rsplit_once('.')?.1.parse::<u64>().ok();
-        let disks = items.keys("disk/").iter().filter_map(number).max().unwrap_or_default();
+        let disks = items.keys("disk/");
+        let disks = disks.iter().filter_map(|key| checkpoint_items::number(key)).max();
+        let disks = disks.unwrap_or_default();
         // New indices differ from those of the dead process, and so do the keys of the items.
         let next = complete.controllers.iter().map(|entry| entry.index + 1).max().unwrap_or(0);
         let mut jobs = Vec::new();
@@ -257,7 +264,7 @@ impl Plan {
             });
         }
         let next = next + jobs.len();
-        sort(&mut jobs, &quiesced);
+        sort(&mut jobs, &quiesced, attempts);
         let mut groups: VecDeque<Vec<Job>> = VecDeque::new();
         let mut of_subsystem: HashMap<String, usize> = HashMap::new();
         for job in jobs {
@@ -308,13 +315,17 @@ impl Plan {
 
 /// Sorts controllers by their number of commands: of a process that has quiesced, its own order;
 /// otherwise by the counters in the checkpoint.
-fn sort(jobs: &mut [ControllerJob], quiesced: &Quiesced) {
+fn sort(jobs: &mut [ControllerJob], quiesced: &Quiesced, attempts: &Attempts) {
     if !quiesced.controllers.is_empty() {
         let place: HashMap<_, _> = (0..).zip(&quiesced.controllers).map(|(n, i)| (*i, n)).collect();
         jobs.sort_by_key(|job| place.get(&job.entry.index).copied().unwrap_or(usize::MAX));
         return;
     }
     jobs.sort_by_cached_key(|job| {
+        if attempts.deaths(job.slot()) > 0 {
+            return Reverse(0);
+        }
+        let _attempt = attempts.begin(job.slot());
         let key = checkpoint_items::controller(job.entry.index);
         let saved = decode::<SavedController>(&job.items, &key);
         Reverse(saved.map_or(0, |(saved, _)| saved.io_commands()))
@@ -335,10 +346,14 @@ fn take_quiesced(items: &mut Checkpoint) -> Quiesced {
 fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<Vec<String>> {
     let complete = complete(&mut items)?;
     matches_configuration(config, &complete)?;
+    let attempts = Attempts::take(&mut items)?;
     let mut lost = Vec::new();
     for entry in &complete.controllers {
         let its = recovery_job::take_items(&mut items, entry);
-        if let Err(why) = recovery_job::check(entry, &its) {
+        let slot = Slot::of_controller(entry.index);
+        let checked = recovery_job::check_deaths(attempts.deaths(slot));
+        let check = || attempts.check(slot, || recovery_job::check(entry, &its));
+        if let Err(why) = checked.and_then(|()| check()) {
             // A state of a release that is not supported is the reason for a refusal, not for the
             // loss of a client.
             if why.downcast_ref::<StateError>().is_some_and(StateError::is_of_another_release) {

@@ -10,8 +10,10 @@ use super::checkpointer::{ControllerEntry, DiskEntry, LiveCheckpoint, Unattached
 use super::event::EventSender;
 use super::fence_wait::FenceWait;
 use super::open_disk::OpenDisk;
+use super::recovery_attempts::{Attempt, Attempts, LIMIT, Slot};
 use super::registry::{Registry, ServedController};
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
+use rustix::net::sockopt;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use shadowbell_config::controller_config::ConfigureError;
@@ -21,10 +23,10 @@ use shadowbell_controller::{CauseOfDeath, Config, Controller, Pool, SavedControl
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::{ControllerDevice, check_memory};
 use shadowbell_process::exit;
-use shadowbell_state::Descriptors;
+use shadowbell_state::{Descriptors, ItemFault, item_fault};
 use shadowbell_storage::{disk_open, disk_recovery};
 use shadowbell_supervisor::checkpoint::{Checkpoint, Item};
-use shadowbell_vfio_user::server::{Limits, RestoredPort, SavedPort};
+use shadowbell_vfio_user::server::{Limits, Listener, RestoredPort, SavedPort};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -44,6 +46,7 @@ pub(super) struct JobContext {
     pub(super) kept: Arc<LiveCheckpoint>,
     pub(super) fence: Arc<FenceWait>,
     pub(super) registry: Arc<Registry>,
+    pub(super) attempts: Arc<Attempts>,
 }
 
 /// Items of the dead process, by key.
@@ -130,8 +133,15 @@ impl ControllerJob {
         self.entry.asked.socket.display().to_string()
     }
 
+    /// Slot of its deaths.
+    pub(super) fn slot(&self) -> Slot {
+        Slot::of_controller(self.entry.index)
+    }
+
     fn run(self, context: &JobContext) -> Option<RecoveredController> {
         let (name, lost) = (self.name(), RefCell::new(None));
+        let wait = Waits::new(context, self.index, name.clone(), self.slot());
+        let deaths = wait.deaths()?;
         let lose = |why: String| {
             if lost.borrow().is_none() {
                 warn!("{name}: its client cannot be recovered, and is disconnected: {why}");
@@ -139,7 +149,7 @@ impl ControllerJob {
             }
         };
         let mut uses = Uses::Client;
-        let disks = match self.disks() {
+        let disks = match check_deaths(deaths).and_then(|()| self.disks()) {
             Ok(disks) => disks,
             Err(why) => {
                 lose(exit::line(&why));
@@ -151,7 +161,6 @@ impl ControllerJob {
             Some(asked) => asked.clone(),
             None => self.entry.as_asked(&disks),
         };
-        let wait = Waits::new(context, self.index, name.clone());
         let is_final = Cell::new(false);
         let config = wait.until_open(|| {
             let opened = asked.controller.open_by(&location(&asked), |nth, spec| {
@@ -218,9 +227,14 @@ impl ControllerJob {
         builder::with_origin(asked, config.map_err(ConfigureError::into_error))
     }
 
-    /// Socket and client in the checkpoint.
-    fn port(&self) -> anyhow::Result<(SavedPort, Descriptors)> {
-        port(&self.items, self.entry.index)
+    /// Listening socket in the checkpoint, found without the state of the client; or a new one.
+    fn listener(&self, asked: &SocketConfig) -> anyhow::Result<Listener> {
+        let item = self.items.get(&checkpoint_items::port(self.entry.index));
+        let mut fds = item.into_iter().flat_map(|item| &item.fds);
+        let Some(socket) = fds.find(|fd| sockopt::socket_acceptconn(fd).unwrap_or_default()) else {
+            return builder::bind_one(asked);
+        };
+        Ok(Listener::of_before(socket.try_clone()?, &asked.absolute_socket()))
     }
 
     fn build(
@@ -245,17 +259,25 @@ impl ControllerJob {
             controller
         };
         builder::place(asked, &controller)?;
-        let (mut port, mut port_fds) = self.port()?;
-        if is_lost(&port) {
-            lose(NOT_SAVED.to_owned());
-        }
-        if uses != Uses::Client {
-            port = port.without_client();
-        }
-        let client = Arc::new(AtomicBool::new(port.has_client()));
+        let port = match uses {
+            Uses::Client => {
+                let (port, fds) = port(&self.items, self.entry.index)?;
+                if is_lost(&port) {
+                    lose(NOT_SAVED.to_owned());
+                }
+                Some((port, fds))
+            }
+            Uses::Controller | Uses::Socket => None,
+        };
+        let has_client = port.as_ref().is_some_and(|(port, _)| port.has_client());
+        let client = Arc::new(AtomicBool::new(has_client));
         let handler = builder::client_events(events, &client);
         let device = Box::new(ControllerDevice::new(controller.clone(), handler)?);
-        let port = RestoredPort::new(port, &mut port_fds, device, &Limits::default())?;
+        let limits = Limits::default();
+        let port = match port {
+            Some((port, mut fds)) => RestoredPort::new(port, &mut fds, device, &limits)?,
+            None => RestoredPort::without_client(self.listener(asked)?, device, &limits),
+        };
         let served = ServedController::new(self.index, asked.clone(), controller, client);
         let entry = context.kept.keep_recovered(&served);
         let replays = match &mut state {
@@ -282,10 +304,13 @@ impl ControllerJob {
 impl DiskJob {
     fn run(self, context: &JobContext) -> Option<Recovered> {
         let Self { id, entry: UnattachedEntry { key, spec, .. }, death, items } = self;
-        let wait = Waits::new(context, usize::MAX, format!("disk {id}"));
+        let wait = Waits::new(context, usize::MAX, format!("disk {id}"), Slot::of_disk(&key));
+        let deaths = wait.deaths()?;
         let disk = wait.until_open(|| {
-            let disk = match wait.recover(&spec, &items, &key, death) {
-                Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
+            let recovered = check_deaths(deaths).map_err(DiskSpecError::Other);
+            let is_lost = recovered.is_err();
+            let disk = match recovered.and_then(|()| wait.recover(&spec, &items, &key, death)) {
+                Err(error) if is_lost || disk_recovery::is_final(&error) && !wait.is_over() => {
                     let why = exit::line(&error.into_error());
                     warn!("disk {id} cannot be recovered, and is opened anew: {why}");
                     disk_open::open_recoverable(&spec)
@@ -305,11 +330,38 @@ struct Waits<'a> {
     name: String,
     since: Instant,
     told: RefCell<String>,
+    slot: Slot,
+    attempt: Attempt<'a>,
+}
+
+/// Returns an error if the item's client has to be dropped.
+pub(super) fn check_deaths(deaths: u8) -> anyhow::Result<()> {
+    match deaths {
+        0..LIMIT => Ok(()),
+        _ => bail!("its recovery has crashed {deaths} server processes"),
+    }
 }
 
 impl<'a> Waits<'a> {
-    fn new(context: &'a JobContext, index: usize, name: String) -> Self {
-        Self { context, index, name, since: Instant::now(), told: RefCell::default() }
+    fn new(context: &'a JobContext, index: usize, name: String, slot: Slot) -> Self {
+        let attempt = context.attempts.begin(slot);
+        let (since, told) = (Instant::now(), RefCell::default());
+        Self { context, index, name, since, told, slot, attempt }
+    }
+
+    /// Number of processes that the recovery has ended. If there were more than [`LIMIT`], nothing
+    /// is tried any more, and `None` is returned at the end of the service.
+    fn deaths(&self) -> Option<u8> {
+        let deaths = self.context.attempts.deaths(self.slot);
+        if deaths > LIMIT {
+            self.tell(
+                "not served, because its recovery has crashed server processes also without its \
+                 client; remove its disks from the configuration, and restart the service",
+            );
+            while self.pause() {}
+            return None;
+        }
+        Some(deaths)
     }
 
     fn is_over(&self) -> bool {
@@ -329,12 +381,14 @@ impl<'a> Waits<'a> {
     /// Waits before the next attempt. Returns false if the service ends.
     fn pause(&self) -> bool {
         let until = Instant::now() + AGAIN;
-        while Instant::now() < until {
-            if !self.context.fence.wait_for_lock(self.since) {
-                return false;
+        self.attempt.pause(|| {
+            while Instant::now() < until {
+                if !self.context.fence.wait_for_lock(self.since) {
+                    return false;
+                }
             }
-        }
-        true
+            true
+        })
     }
 
     /// Calls `open` until it succeeds. `None` if the service ends.
@@ -368,13 +422,13 @@ impl<'a> Waits<'a> {
         };
         if !has_quiesced && disk_recovery::needs_process_fence(&state) {
             let what = "waiting for I/O of the dead process at its disks";
-            if !self.context.fence.wait_for_end(|| waits(what)) {
+            if !self.attempt.pause(|| self.context.fence.wait_for_end(|| waits(what))) {
                 return Err(DiskSpecError::Other(anyhow!("the service is shutting down")));
             }
         }
         disk_recovery::recover(spec, &state, &mut fds, has_quiesced, &|| {
             waits(&format!("waiting for I/O of the dead process at {spec}"));
-            self.context.fence.wait_for_lock(self.since)
+            self.attempt.pause(|| self.context.fence.wait_for_lock(self.since))
         })
     }
 }
@@ -400,7 +454,7 @@ fn port(items: &Items, index: usize) -> anyhow::Result<(SavedPort, Descriptors)>
             break;
         }
         let file = item.copy()?.1.into_iter().next();
-        if let Some((number, file)) = checkpoint_items::client_file_number(key).zip(file) {
+        if let Some((number, file)) = checkpoint_items::number(key).zip(file) {
             fds.add_lasting(number, file);
         }
     }
@@ -414,6 +468,11 @@ pub(super) fn decode<T: DeserializeOwned>(
 ) -> anyhow::Result<(T, Descriptors)> {
     let item = items.get(key).with_context(|| format!("the state has no section {key}"))?;
     let (body, fds) = item.copy()?;
+    match item_fault(key) {
+        None => {}
+        Some(ItemFault::Undecodable) => bail!("cannot decode section {key} of the state"),
+        Some(ItemFault::Panic) => panic!("cannot decode section {key} of the state"),
+    }
     Ok((shadowbell_state::read_json(key, &body)?, Descriptors::from(fds)))
 }
 

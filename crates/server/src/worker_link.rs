@@ -36,6 +36,8 @@ pub(super) struct Received {
     /// How its process ended. `None`: the process still serves, and the checkpoint is only to be
     /// checked.
     pub(super) death: Option<CauseOfDeath>,
+    /// The last process that wrote the checkpoint, or was to recover from it, died by a fault.
+    pub(super) by_fault: bool,
 }
 
 /// Connection to the supervisor. It is closed when the supervisor dies.
@@ -97,17 +99,19 @@ impl WorkerLink {
     pub(super) fn checkpoint(&self) -> anyhow::Result<Option<Received>> {
         let mut items = Checkpoint::default();
         let mut death = Some(CauseOfDeath::Killed);
+        let mut by_fault = false;
         while let Some(packet) = protocol::receive(&self.0, false)? {
             match packet.letter {
                 to_worker::CHECKPOINT => {
                     let is_whole = items.take(&packet.body, packet.fds)?;
                     if is_whole {
-                        return Ok(Some(Received { items, death }));
+                        return Ok(Some(Received { items, death, by_fault }));
                     }
                 }
                 to_worker::END => return Ok(None),
                 to_worker::CHECK => death = None,
-                to_worker::FAULT => death = Some(CauseOfDeath::Fault),
+                to_worker::FAULT => (death, by_fault) = (Some(CauseOfDeath::Fault), true),
+                to_worker::FAULT_IN_RECOVERY => by_fault = true,
                 to_worker::QUIESCED => death = Some(CauseOfDeath::Planned),
                 _ => {}
             }

@@ -171,9 +171,31 @@ pub fn is_wrong(order: WrongOrder) -> bool {
     }
 }
 
+/// Fault of an item of a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ItemFault {
+    /// The item cannot be decoded.
+    Undecodable,
+    /// The decoder panics.
+    Panic,
+}
+
+/// Fault of the item `key` that `SHADOWBELL_ITEM_FAULT` selects: `undecodable:KEY` or `panic:KEY`.
+/// `None` without the feature `abort-points`, and in an optimised build.
+#[must_use]
+pub fn item_fault(key: &str) -> Option<ItemFault> {
+    #[cfg(all(feature = "abort-points", debug_assertions))]
+    return armed::item_fault(key);
+    #[cfg(not(all(feature = "abort-points", debug_assertions)))]
+    {
+        let _ = key;
+        None
+    }
+}
+
 #[cfg(all(feature = "abort-points", debug_assertions))]
 mod armed {
-    use super::{AbortPoint, CommandStep, WrongOrder};
+    use super::{AbortPoint, CommandStep, ItemFault, WrongOrder};
     use rustix::process::Signal;
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU32, Ordering};
@@ -257,6 +279,21 @@ mod armed {
         if DEADLY.get_or_init(read).contains(&(step, lba)) {
             kill_self(Signal::ABORT);
         }
+    }
+
+    pub(super) fn item_fault(key: &str) -> Option<ItemFault> {
+        static FAULT: OnceLock<Option<(ItemFault, String)>> = OnceLock::new();
+        let read = || {
+            let text = std::env::var("SHADOWBELL_ITEM_FAULT").ok()?;
+            let (fault, key) = text.split_once(':').unwrap_or((&text, ""));
+            let fault = match fault {
+                "undecodable" => ItemFault::Undecodable,
+                "panic" => ItemFault::Panic,
+                other => panic!("{other}: there is no such fault"),
+            };
+            Some((fault, key.to_owned()))
+        };
+        FAULT.get_or_init(read).as_ref().filter(|(_, its)| its == key).map(|(fault, _)| *fault)
     }
 
     pub(super) fn wrong_order() -> Option<WrongOrder> {

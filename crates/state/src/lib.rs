@@ -16,7 +16,8 @@ pub use bytes::Bytes;
 pub use descriptors::{Descriptors, FdRef, LastingChange};
 pub use error::StateError;
 pub use failpoint::{
-    AbortPoint, CommandStep, WrongOrder, abort_command, abort_directory, abort_point, is_wrong,
+    AbortPoint, CommandStep, ItemFault, WrongOrder, abort_command, abort_directory, abort_point,
+    is_wrong, item_fault,
 };
 pub use fields::{read_fields, read_json};
 pub use state_message::Parcel;

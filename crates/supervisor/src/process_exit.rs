@@ -5,7 +5,7 @@ use super::log::log_line;
 use super::restart_policy::Next;
 use super::state::Supervisor;
 use super::upgrade_progress::Step;
-use super::worker::{Worker, how, is_killed};
+use super::worker::{Worker, how, is_fault, is_killed};
 use crate::protocol::START;
 use shadowbell_process::{exit, notify};
 use std::time::{Duration, Instant};
@@ -32,6 +32,11 @@ impl Supervisor {
         }
         if self.upgrade.is_some() {
             self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
+        }
+        if !worker.has_begun()
+            && let Some(left) = &mut self.left
+        {
+            left.fault_in_recovery = is_fault(status);
         }
         let served = if worker.has_begun() { "served" } else { "was to serve" };
         let what = format!("process {pid}, which {served}, {}", how(status));

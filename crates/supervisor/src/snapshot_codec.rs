@@ -54,6 +54,8 @@ struct SavedLeft {
     items: SavedCheckpoint,
     by_fault: bool,
     is_quiesced: bool,
+    #[serde(default)]
+    fault_in_recovery: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -113,13 +115,16 @@ fn section<T: serde::de::DeserializeOwned>(
 
 impl Left {
     fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedLeft {
-        let Self { items, by_fault, is_quiesced } = self;
-        SavedLeft { items: items.save(fds), by_fault: *by_fault, is_quiesced: *is_quiesced }
+        let Self { items, by_fault, is_quiesced, fault_in_recovery } = self;
+        let (by_fault, is_quiesced) = (*by_fault, *is_quiesced);
+        let fault_in_recovery = *fault_in_recovery;
+        SavedLeft { items: items.save(fds), by_fault, is_quiesced, fault_in_recovery }
     }
 
     fn restore(saved: SavedLeft, fds: &mut Descriptors) -> Result<Self, StateError> {
-        let SavedLeft { items, by_fault, is_quiesced } = saved;
-        Ok(Self { items: Checkpoint::restore(items, fds)?, by_fault, is_quiesced })
+        let SavedLeft { items, by_fault, is_quiesced, fault_in_recovery } = saved;
+        let items = Checkpoint::restore(items, fds)?;
+        Ok(Self { items, by_fault, is_quiesced, fault_in_recovery })
     }
 }
 

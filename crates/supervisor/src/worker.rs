@@ -35,6 +35,8 @@ pub(super) struct Left {
     pub(super) by_fault: bool,
     /// The process had quiesced, so none of its I/O is in flight.
     pub(super) is_quiesced: bool,
+    /// The last process that was to recover from it died by a fault.
+    pub(super) fault_in_recovery: bool,
 }
 
 impl Left {
@@ -146,6 +148,9 @@ impl Worker {
         if left.is_quiesced {
             self.say(to_worker::QUIESCED, "", None);
         }
+        if left.fault_in_recovery {
+            self.say(to_worker::FAULT_IN_RECOVERY, "", None);
+        }
         self.send_checkpoint(&left.items);
         // Until the process has recovered, its changes apply to the old checkpoint.
         self.items = left.items.clone();
@@ -199,7 +204,7 @@ impl Worker {
     pub(super) fn leaves(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
         let items = std::mem::take(&mut self.items);
         let by_fault = ended.is_some_and(is_fault);
-        let left = Left { items, by_fault, is_quiesced: false };
+        let left = Left { items, by_fault, ..Left::default() };
         Some(left).filter(|left| left.items.contains(COMPLETE))
     }
 
@@ -367,7 +372,7 @@ pub(super) fn how(status: ExitStatus) -> String {
 }
 
 /// Returns true if the process ended by a fault of its own, such as a panic or SIGSEGV.
-fn is_fault(status: ExitStatus) -> bool {
+pub(super) fn is_fault(status: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     status.signal().is_some() && !is_killed(status)
 }

@@ -4,7 +4,7 @@ use crate::control::ctl_json;
 use crate::disk_recovery::Export;
 use crate::harness::{Server, complete, finish, program, until};
 use crate::supervisor::{children, has_ended, signal, worker};
-use crate::upgrade::{Client, Load, server, socket, upgrade, upgrade_with};
+use crate::upgrade::{Client, Load, server, server_with, socket, upgrade, upgrade_with};
 use rustix::fs::{
     FlockOperation, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_lock, ftruncate, memfd_create,
 };
@@ -273,6 +273,97 @@ fn a_client_with_unmappable_memory_is_dropped_alone() {
     let (status, output, errors) = upgrade_with(&target, &["--check"]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(output.contains("can recover all clients"), "{output}");
+}
+
+/// A client whose state cannot be decoded is disconnected alone, after a crash and after an upgrade.
+#[test]
+fn a_client_with_an_undecodable_state_is_dropped_alone() {
+    // The second process has other keys than the first one.
+    for item in ["controller/1", "port/1"] {
+        for by_upgrade in [false, true] {
+            let fault = format!("undecodable:{item}");
+            let mut server = server_with(3, &[], &[("SHADOWBELL_ITEM_FAULT", &fault)]);
+            let mut others = [0, 2].map(|n| Client::attach(&socket(&server, n)));
+            others.iter_mut().for_each(|other| other.write(1, 0, 7));
+            let client = Client::attach(&socket(&server, 1));
+            if by_upgrade {
+                let (status, output, errors) = upgrade(&server.pid().to_string(), None);
+                assert_eq!(status, Some(0), "{errors}");
+                assert!(output.contains("warning: vm1.sock: its client"), "{output}");
+            } else {
+                kill(&server, Signal::KILL);
+            }
+            server.wait_for_log(
+                "vm1.sock: its client cannot be recovered, and is disconnected: cannot decode",
+            );
+            others.iter_mut().for_each(|other| assert_eq!(other.read(1, 0), 7));
+            assert_eq!(log_count(&server, "is disconnected: "), 1, "{}", server.stderr());
+            drop(client);
+            Client::attach(&socket(&server, 1)).write(1, 0, 1);
+            drop(others);
+            assert!(server.stop().success(), "{}", server.stderr());
+            assert!(!socket(&server, 1).exists());
+        }
+    }
+}
+
+/// A client whose recovery crashes the server process is disconnected alone after three crashes,
+/// also if it has waited for its disks, and others are served meanwhile.
+#[test]
+fn a_client_whose_recovery_crashes_is_dropped_alone() {
+    for waits in [false, true] {
+        // Items of sockets are decoded once the disks are open.
+        let fault = if waits { "panic:port/1" } else { "panic:controller/1" };
+        let mut server = server_with(3, &[], &[("SHADOWBELL_ITEM_FAULT", fault)]);
+        let mut others = [0, 2].map(|n| Client::attach(&socket(&server, n)));
+        others.iter_mut().for_each(|other| other.write(1, 0, 7));
+        let client = Client::attach(&socket(&server, 1));
+        let thief = waits.then(|| Thief::of(server.directory().join("1.img")));
+        signal(worker(&server), Signal::KILL);
+        if let Some(thief) = thief {
+            thief.locked.recv().unwrap();
+            server.wait_for_log("warning: vm1.sock: waiting for ");
+            others.iter_mut().for_each(|other| assert_eq!(other.read(1, 0), 7));
+            thief.release.send(()).unwrap();
+        }
+        server.wait_for_log(
+            "vm1.sock: its client cannot be recovered, and is disconnected: its recovery has \
+             crashed 3 server processes",
+        );
+        others.iter_mut().for_each(|other| assert_eq!(other.read(1, 0), 7));
+        let log = server.stderr();
+        // The kill, and three crashes.
+        assert_eq!(log.matches("another process recovers its clients").count(), 4, "{log}");
+        assert_eq!(log.matches("is disconnected: ").count(), 1, "{log}");
+        assert!(!log.contains("have lost"), "{log}");
+        drop(client);
+        Client::attach(&socket(&server, 1)).write(1, 0, 1);
+        // Further recoveries are not affected.
+        kill(&server, Signal::KILL);
+        others.iter_mut().for_each(|other| assert_eq!(other.read(1, 0), 7));
+        assert_eq!(log_count(&server, "is disconnected: "), 1, "{}", server.stderr());
+        drop(others);
+        assert!(server.stop().success(), "{}", server.stderr());
+    }
+}
+
+/// A check that crashes the next process of an upgrade cannot refuse upgrades for good.
+#[test]
+fn a_client_whose_check_crashes_is_dropped_by_a_later_upgrade() {
+    let server = server_with(2, &[], &[("SHADOWBELL_ITEM_FAULT", "panic:controller/1")]);
+    let mut other = Client::attach(&socket(&server, 0));
+    other.write(1, 0, 7);
+    let _client = Client::attach(&socket(&server, 1));
+    let target = server.pid().to_string();
+    for _ in 0..3 {
+        let (status, output, errors) = upgrade(&target, None);
+        assert_eq!(status, Some(1), "{output}{errors}");
+        assert_eq!(other.read(1, 0), 7);
+    }
+    let (status, output, errors) = upgrade(&target, None);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(output.contains("warning: vm1.sock: its client was disconnected"), "{output}");
+    assert_eq!(other.read(1, 0), 7);
 }
 
 /// Another program, which gets the lock of an image when the server process releases it.

@@ -329,6 +329,15 @@ impl Listener {
         Ok(Self { socket, path: saved.path(), file: saved.file, is_lent: true })
     }
 
+    /// Restores the listener at `path` without the state of [`save`](Self::save), from the socket of
+    /// the previous process.
+    #[must_use]
+    pub fn of_before(socket: OwnedFd, path: &Path) -> Self {
+        let path = address::resolve(path);
+        let file = fs::symlink_metadata(&path).ok().map(|file| (file.dev(), file.ino()));
+        Self { socket, path, file, is_lent: true }
+    }
+
     /// Sets whether another process also has the socket, and accepts clients on it. If so, dropping
     /// the listener affects neither the socket nor its file.
     pub fn set_lent(&mut self, is_lent: bool) {

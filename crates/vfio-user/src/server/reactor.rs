@@ -186,6 +186,16 @@ pub struct RestoredPort {
 }
 
 impl RestoredPort {
+    /// Creates a port that has lost the state of its client. The client is disconnected with the
+    /// last descriptor of its socket.
+    #[must_use]
+    pub fn without_client(listener: Listener, device: Box<dyn Device>, limits: &Limits) -> Self {
+        let mut port = Box::new(Port::new(device, limits));
+        // The device releases the client.
+        (port.listener, port.leaving) = (Some(listener), true);
+        Self { port, session: None }
+    }
+
     /// Restores a port: its sockets, and its client in `device`, whose memory is mapped. This may
     /// take long with much memory, so it may run on any thread.
     ///

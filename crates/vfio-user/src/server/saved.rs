@@ -36,12 +36,6 @@ impl SavedPort {
         &self.device
     }
 
-    /// Removes the client, whose state cannot be restored. The device releases it.
-    #[must_use]
-    pub fn without_client(self) -> Self {
-        Self { session: None, device: serde_json::Value::Null, leaving: true, ..self }
-    }
-
     /// True if a client is attached.
     #[must_use]
     pub fn has_client(&self) -> bool {

@@ -1,0 +1,219 @@
+//! Number of server processes that died by a fault while they recovered a controller or a disk.
+//!
+//! A recovery that ends the process would end each next one too, and so all clients would lose
+//! their controllers. So the checkpoint has a table in a memfd, which outlives each process: a byte
+//! for each item that is recovered. A thread marks the byte while it recovers the item, but not
+//! while it waits for storage. The next process counts a death for each marked byte, if the process
+//! died by a fault. After one death the item is a suspect: no two suspects are recovered at once,
+//! so the next death shows which of them is the cause. After [`LIMIT`] deaths the item's client is
+//! dropped, and after one more death nothing of the item is accessed any more.
+
+use super::checkpoint_items;
+use parking_lot::{Mutex, MutexGuard};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::{ReadWriteFlags, pwritev2};
+use shadowbell_supervisor::checkpoint::Checkpoint;
+use std::cell::RefCell;
+use std::fs::File;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+use tracing::warn;
+
+/// Key of the item with the table.
+pub(super) const ATTEMPTS: &str = "attempts";
+
+/// Number of deaths after which a controller is recovered without its client.
+pub(super) const LIMIT: u8 = 3;
+/// Mark of an item that is being recovered.
+const MARK: u8 = 0x80;
+/// Time limit for the wait of a suspect for the other suspects, one of which may hang.
+const ALONE: Duration = Duration::from_secs(10);
+
+/// Byte of an item in the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Slot(u64);
+
+impl Slot {
+    /// Slot of the controller with this index, which no other controller ever has.
+    pub(super) fn of_controller(index: usize) -> Self {
+        Self(2 * index as u64)
+    }
+
+    /// Slot of the disk with this item key, which ends with a unique number.
+    pub(super) fn of_disk(key: &str) -> Self {
+        Self(2 * checkpoint_items::number(key).unwrap_or_default() + 1)
+    }
+}
+
+/// Table of deaths.
+pub(super) struct Attempts {
+    table: File,
+    /// Locked while a suspect is recovered.
+    suspect: Mutex<()>,
+}
+
+impl Attempts {
+    /// Creates an empty table.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn new() -> io::Result<Self> {
+        let table = memfd_create("shadowbell-attempts", MemfdFlags::CLOEXEC)?;
+        Ok(Self { table: table.into(), suspect: Mutex::default() })
+    }
+
+    /// Takes the table out of a dead process's checkpoint. A checkpoint of an earlier release has
+    /// none.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn take(items: &mut Checkpoint) -> io::Result<Self> {
+        let item = items.remove(ATTEMPTS).map(|item| item.read()).transpose()?;
+        match item.and_then(|(_, fds)| fds.into_iter().next()) {
+            Some(table) => Ok(Self { table: table.into(), suspect: Mutex::default() }),
+            None => Self::new(),
+        }
+    }
+
+    /// Descriptor of the table, for the checkpoint.
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.table.as_fd()
+    }
+
+    /// Number of deaths during the recovery of this item.
+    pub(super) fn deaths(&self, slot: Slot) -> u8 {
+        self.get(slot) & !MARK
+    }
+
+    /// Removes the marks of a dead process, and counts its death for each marked item if it died
+    /// by a fault.
+    pub(super) fn count(&self, slots: impl Iterator<Item = Slot>, by_fault: bool) {
+        for slot in slots {
+            let byte = self.get(slot);
+            if byte & MARK != 0 {
+                self.set(slot, (byte & !MARK).saturating_add(by_fault.into()).min(LIMIT + 1));
+            }
+        }
+    }
+
+    /// Marks an item until the guard is dropped. A suspect waits for other suspects.
+    pub(super) fn begin(&self, slot: Slot) -> Attempt<'_> {
+        let attempt = Attempt { attempts: self, slot, alone: RefCell::default() };
+        attempt.mark();
+        attempt
+    }
+
+    /// Calls `check`, which may end this process. A death is counted at once, because the process
+    /// that serves continues.
+    pub(super) fn check<T>(&self, slot: Slot, check: impl FnOnce() -> T) -> T {
+        let byte = self.get(slot);
+        self.set(slot, byte.saturating_add(1).min(LIMIT | (byte & MARK)));
+        let outcome = check();
+        self.set(slot, byte);
+        outcome
+    }
+
+    fn get(&self, slot: Slot) -> u8 {
+        let mut byte = [0];
+        // Beyond the end of the file: zero.
+        let _ = self.table.read_at(&mut byte, slot.0);
+        byte[0]
+    }
+
+    fn set(&self, slot: Slot, byte: u8) {
+        let byte = [byte];
+        let bytes = [IoSlice::new(&byte)];
+        if let Err(error) = pwritev2(&self.table, &bytes, slot.0, ReadWriteFlags::empty()) {
+            warn!("a crash during a recovery will not be attributed to its controller: {error}");
+        }
+    }
+}
+
+/// Mark of an item that is being recovered.
+pub(super) struct Attempt<'a> {
+    attempts: &'a Attempts,
+    slot: Slot,
+    alone: RefCell<Option<MutexGuard<'a, ()>>>,
+}
+
+impl Attempt<'_> {
+    fn mark(&self) {
+        let byte = self.attempts.get(self.slot);
+        if byte != 0 {
+            *self.alone.borrow_mut() = self.attempts.suspect.try_lock_for(ALONE);
+        }
+        self.attempts.set(self.slot, byte | MARK);
+    }
+
+    fn unmark(&self) {
+        self.attempts.set(self.slot, self.attempts.deaths(self.slot));
+        *self.alone.borrow_mut() = None;
+    }
+
+    /// Calls `wait`, which waits for storage, without the mark.
+    pub(super) fn pause<T>(&self, wait: impl FnOnce() -> T) -> T {
+        self.unmark();
+        let waited = wait();
+        self.mark();
+        waited
+    }
+}
+
+impl Drop for Attempt<'_> {
+    fn drop(&mut self) {
+        self.unmark();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table of the next process after a death.
+    fn next(attempts: &Attempts, slots: &[Slot], by_fault: bool) -> Attempts {
+        let table = attempts.table.try_clone().unwrap();
+        let next = Attempts { table, suspect: Mutex::default() };
+        next.count(slots.iter().copied(), by_fault);
+        next
+    }
+
+    #[test]
+    fn deaths_are_counted_for_the_items_that_are_being_recovered() {
+        let slots = [Slot::of_controller(3), Slot::of_disk("disk/unattached.3")];
+        let mut attempts = Attempts::new().unwrap();
+        // A killed process, one that waits and one that has finished are not counted.
+        std::mem::forget(attempts.begin(slots[0]));
+        attempts = next(&attempts, &slots, false);
+        let waiting = attempts.begin(slots[0]);
+        drop(attempts.begin(slots[1]));
+        let after = waiting.pause(|| next(&attempts, &slots, true));
+        drop(waiting);
+        attempts = after;
+        assert_eq!(slots.map(|slot| attempts.deaths(slot)), [0, 0]);
+        for deaths in [1, 2, LIMIT, LIMIT + 1, LIMIT + 1] {
+            std::mem::forget(attempts.begin(slots[0]));
+            attempts = next(&attempts, &slots, true);
+            assert_eq!(slots.map(|slot| attempts.deaths(slot)), [deaths, 0]);
+        }
+        // A check that ends its process counts, and one that returns does not.
+        attempts.check(slots[1], || assert_eq!(attempts.deaths(slots[1]), 1));
+        assert_eq!(attempts.deaths(slots[1]), 0);
+    }
+
+    #[test]
+    fn suspects_are_recovered_one_after_the_other() {
+        let slots = [0, 1].map(Slot::of_controller);
+        let attempts = Attempts::new().unwrap();
+        slots.into_iter().for_each(|slot| std::mem::forget(attempts.begin(slot)));
+        let attempts = next(&attempts, &slots, true);
+        let first = attempts.begin(slots[0]);
+        assert!(attempts.suspect.try_lock().is_none());
+        // A suspect that waits for its storage lets the other one continue.
+        first.pause(|| drop(attempts.begin(slots[1])));
+        assert!(attempts.suspect.try_lock().is_none());
+        drop(first);
+        assert!(attempts.suspect.try_lock().is_some());
+    }
+}
