@@ -76,14 +76,14 @@ impl Export {
     }
 }
 
-/// Checks a refusal: exit status 2, and one line that contains all of `words`.
+/// Checks a refusal: exit status 2, and after the log one line that contains all of `words`.
 pub(crate) fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     let output = shadowbell(guest, &format!("export {arguments}"))?;
     ensure!(output.code == 2, "`{arguments}` ended with {}: {}", output.code, output.text);
-    let line = output.text.trim();
-    ensure!(line.lines().count() == 1, "more than a sentence: {line}");
+    let line = output.text.lines().last().unwrap_or_default();
+    ensure!(line.starts_with("shadowbell: "), "no sentence at the end: {}", output.text);
     for word in words {
-        ensure!(line.contains(word), "`{arguments}` does not say `{word}`: {line}");
+        ensure!(line.contains(word), "`{arguments}` does not say `{word}`: {}", output.text);
     }
     Ok(())
 }
