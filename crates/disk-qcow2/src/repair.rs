@@ -38,7 +38,8 @@ impl Scan<'_> {
         let format = self.format;
         let (header, file, bits) = (&format.header, &format.file, format.layout.bits);
         let mut add = |offset: u64, len: u64, times: u16| {
-            if offset.is_multiple_of(1 << bits) {
+            // An empty table is nowhere.
+            if len != 0 && offset.is_multiple_of(1 << bits) {
                 found(offset >> bits..offset.saturating_add(len).div_ceil(1 << bits), times);
             }
         };

@@ -13,7 +13,7 @@
 
 use crate::format::{Format, Kind, Meta};
 use crate::refcount::Span;
-use crate::storage::{IoBuffer, Reach, is_full};
+use crate::storage::{IoBuffer, Reach, SECTOR, is_full};
 use crate::tables::{COPIED, Cluster, damaged};
 use std::io;
 use std::ops::Range;
@@ -165,10 +165,19 @@ impl Format {
         all & layout.all()
     }
 
-    /// Bytes of the cluster in these subclusters.
+    /// Bytes of the cluster in these subclusters. An external data file has none beyond the end of
+    /// the disk.
     fn written_bytes(&self, step: &Step) -> Range<u64> {
         let (mask, unit) = (self.written(step), self.layout.unit());
-        u64::from(mask.trailing_zeros()) * unit..u64::from(u32::BITS - mask.leading_zeros()) * unit
+        let end = u64::from(u32::BITS - mask.leading_zeros()) * unit;
+        let end = match self.data_file {
+            Some(_) => {
+                let size = self.layout.size.next_multiple_of(SECTOR);
+                end.min(size - (step.cluster << self.layout.bits))
+            }
+            None => end,
+        };
+        u64::from(mask.trailing_zeros()) * unit..end
     }
 
     /// Writes the data of the steps to their locations.

@@ -51,6 +51,49 @@ fn a_qcow2_image_is_locked_like_a_raw_one() {
     open(&path, "");
 }
 
+/// The offset of a table without entries has no meaning.
+#[test]
+fn an_empty_snapshot_table_is_nowhere() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.write_all_at(&(1_u64 << 40).to_be_bytes(), 64).unwrap();
+    // The dirty bit, so that all references are counted.
+    file.write_all_at(&1_u64.to_be_bytes(), 72).unwrap();
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(write(&mut *queue, 0, &[1; 512]), Ok(()));
+    drop((queue, disk));
+    check_whole(&path);
+}
+
+/// The first write of a part of a cluster writes the whole cluster, but no bytes that the disk does
+/// not have.
+#[test]
+fn a_data_file_does_not_grow_beyond_the_disk() {
+    for raw in ["on", "off"] {
+        let directory = directory();
+        let path = directory.path().join("disk.qcow2");
+        let data = directory.path().join("data");
+        let options = format!("data_file={},data_file_raw={raw}", data.display());
+        if !qemu_img_does(&["create", "-q", "-fqcow2", "-o", &options, name(&path), "100K"]) {
+            return;
+        }
+        // QEMU rounds the length of a raw data file up.
+        let before = std::fs::metadata(&data).unwrap().len();
+        let disk = open(&path, "?allow-backing=on");
+        let mut queue = disk.queue().unwrap();
+        assert_eq!(write(&mut *queue, 65536 + 512, &[7; 1024]), Ok(()));
+        let len = std::fs::metadata(&data).unwrap().len();
+        assert_eq!(len, before, "{raw}: the data file has grown");
+        let mut expected = vec![0; 36 << 10];
+        expected[512..1536].fill(7);
+        assert!(read(&mut *queue, 65536, 36 << 10).unwrap() == expected);
+        drop((queue, disk));
+        check_whole(&path);
+    }
+}
+
 #[test]
 fn an_image_has_the_properties_of_its_format() {
     let directory = directory();
