@@ -1,8 +1,8 @@
 //! Server side of the NBD handshake, without a socket: a state machine on bytes.
 
 use shadowbell_nbd::wire::{
-    BASE_ALLOCATION, MAGIC, MAX_PAYLOAD, OPTION_MAGIC, Reader, answer, handshake, info, option,
-    put_answer, put_string, transmission,
+    BASE_ALLOCATION, MAGIC, MAX_PAYLOAD, MAX_STRING, OPTION_MAGIC, Reader, answer, handshake, info,
+    option, put_answer, put_string, transmission,
 };
 use std::sync::Arc;
 
@@ -150,7 +150,9 @@ impl Handshake {
         if magic != OPTION_MAGIC {
             return over(format!("the client does not speak NBD (option magic {magic:#x})"));
         }
-        self.options += 1;
+        // An option that arrives in pieces counts once.
+        let is_whole = len > MAX_OPTION || reader.0.len() >= len as usize;
+        self.options += u32::from(is_whole);
         if self.options > MAX_OPTIONS {
             return over(format!("the client sent more than {MAX_OPTIONS} options"));
         }
@@ -205,7 +207,7 @@ impl Handshake {
             option::INFO | option::GO => {
                 let refusal = self.info(option, data, out).err();
                 match refusal {
-                    Some((error, text)) => put_answer(out, option, error, text.as_bytes()),
+                    Some((error, text)) => put_error(out, option, error, &text),
                     None => {
                         put_answer(out, option, answer::ACK, b"");
                         if option == option::GO {
@@ -216,7 +218,7 @@ impl Handshake {
             }
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
                 match self.meta_context(option, data, out) {
-                    Some((error, text)) => put_answer(out, option, error, text.as_bytes()),
+                    Some((error, text)) => put_error(out, option, error, &text),
                     None => put_answer(out, option, answer::ACK, b""),
                 }
             }
@@ -347,6 +349,13 @@ impl Handshake {
         }
         None
     }
+}
+
+/// Appends the reply of an error. Its text may contain what the client has sent, so the end is left
+/// out where it is longer than the protocol permits.
+fn put_error(out: &mut Vec<u8>, option: u32, error: u32, text: &str) {
+    let end = text.floor_char_boundary(MAX_STRING);
+    put_answer(out, option, error, &text.as_bytes()[..end]);
 }
 
 #[cfg(test)]

@@ -186,6 +186,26 @@ fn invalid_options_are_refused_and_the_handshake_continues() {
     assert!(matches!(step, Step::Transmission(_)));
 }
 
+/// A name has at most 4096 bytes, and so has the text of a reply that contains it.
+#[test]
+fn the_text_of_an_error_has_at_most_4096_bytes() {
+    for name in ["x".repeat(4064), "x".repeat(4065), "x".repeat(4096), "\u{e4}\n".repeat(1365)] {
+        let mut client = Client::new();
+        client.kinds(option::STRUCTURED_REPLY, b"");
+        for (option, data) in [
+            (option::GO, go(&name, &[])),
+            (option::INFO, go(&name, &[])),
+            (option::SET_META_CONTEXT, contexts(&name, &[])),
+        ] {
+            let (_, answers) = client.option(option, &data);
+            let [(_, answer::ERR_UNKNOWN, text)] = &answers[..] else { panic!("{answers:?}") };
+            assert!(text.len() <= 4096, "{} bytes", text.len());
+            assert!(text.starts_with(b"there is no export named"));
+            assert!(String::from_utf8(text.clone()).is_ok());
+        }
+    }
+}
+
 #[test]
 fn a_client_that_aborts_is_answered() {
     let (step, answers) = Client::new().option(option::ABORT, b"");
