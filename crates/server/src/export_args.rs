@@ -3,6 +3,7 @@
 use super::args::{Args, DISK, Exported, ServiceArgs};
 use anyhow::anyhow;
 use clap::ArgGroup;
+use shadowbell_config::disk_spec::with_option;
 use shadowbell_config::export_config::{ExportConfig, Mounted, UblkConfig};
 use shadowbell_config::target::{self, Target};
 use shadowbell_export::nbd;
@@ -117,15 +118,17 @@ impl ExportArgs {
         self.serve()?.permissions(None)
     }
 
-    /// Specification of the disk.
+    /// Specification of the disk. With `--read-only`, no file of it is opened for writing.
     fn disk(&self) -> String {
         let Self { target, queues, timeout, .. } = self;
-        if let Target::Local { disk } = target {
-            return disk.clone();
-        }
-        let queues = queues.unwrap_or_else(ExportConfig::default_queues);
-        let pairs = if self.nbd.is_empty() { queues } else { queues.max(NBD_QUEUE_PAIRS) };
-        format!("{target}?queue-pairs={pairs}&timeout={timeout}")
+        let disk = if let Target::Local { disk } = target {
+            disk.clone()
+        } else {
+            let queues = queues.unwrap_or_else(ExportConfig::default_queues);
+            let pairs = if self.nbd.is_empty() { queues } else { queues.max(NBD_QUEUE_PAIRS) };
+            format!("{target}?queue-pairs={pairs}&timeout={timeout}")
+        };
+        if self.read_only { with_option(&disk, "read-only", "on") } else { disk }
     }
 
     fn exports(&self) -> Vec<ExportConfig> {

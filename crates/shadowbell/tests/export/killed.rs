@@ -2,11 +2,64 @@
 
 use crate::Export;
 use rustix::process::Signal;
+use shadowbell_testing::programs::can_run;
 use shadowbell_testing::wait;
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Instant;
 use tempfile::TempDir;
+
+/// Image that is exported.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Image {
+    Raw,
+    /// qcow2 image without data, so that writes allocate.
+    Qcow2,
+    /// qcow2 image on a backing file, so that writes copy.
+    Overlay,
+}
+
+impl Image {
+    /// All kinds that can be created here.
+    pub(crate) fn all() -> &'static [Self] {
+        if can_run("qemu-img") { &[Self::Raw, Self::Qcow2, Self::Overlay] } else { &[Self::Raw] }
+    }
+
+    /// Creates `disk.img` in the directory, whose content is zeroes.
+    fn create(self, directory: &Path, bytes: u64) {
+        let raw = if self == Self::Overlay { "base.img" } else { "disk.img" };
+        if self != Self::Qcow2 {
+            File::create(directory.join(raw)).unwrap().set_len(bytes).unwrap();
+        }
+        let size = bytes.to_string();
+        match self {
+            Self::Raw => {}
+            Self::Qcow2 => qemu_img(directory, &["create", "-q", "-fqcow2", "disk.img", &size]),
+            Self::Overlay => {
+                let backing = ["-b", "base.img", "-Fraw"];
+                let create = [&["create", "-q", "-fqcow2"], &backing[..], &["disk.img"]].concat();
+                qemu_img(directory, &create);
+            }
+        }
+    }
+
+    /// Checks that the closed image in the directory has no error, and returns its content.
+    pub(crate) fn content(self, directory: &Path) -> Vec<u8> {
+        if self == Self::Raw {
+            return std::fs::read(directory.join("disk.img")).unwrap();
+        }
+        qemu_img(directory, &["check", "-q", "-fqcow2", "disk.img"]);
+        qemu_img(directory, &["convert", "-fqcow2", "-Oraw", "disk.img", "content"]);
+        std::fs::read(directory.join("content")).unwrap()
+    }
+}
+
+/// Runs `qemu-img` in a directory. Its status 3 means that a check has found leaked clusters only.
+fn qemu_img(directory: &Path, arguments: &[&str]) {
+    let output = Command::new("qemu-img").args(arguments).current_dir(directory).output().unwrap();
+    assert!(matches!(output.status.code(), Some(0 | 3)), "qemu-img {arguments:?}: {output:?}");
+}
 
 /// An image exported by one process after another.
 pub(crate) struct Service {
@@ -19,11 +72,25 @@ pub(crate) struct Service {
 impl Service {
     /// Exports an image of `bytes` bytes with `arguments`.
     pub(crate) fn start(bytes: u64, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
+        Self::start_on(Image::Raw, bytes, arguments, variables)
+    }
+
+    /// Like `start`, with a kind of image.
+    pub(crate) fn start_on(
+        image: Image,
+        bytes: u64,
+        arguments: &[&str],
+        variables: &[(&str, &str)],
+    ) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        File::create(directory.path().join("disk.img")).unwrap().set_len(bytes).unwrap();
+        image.create(directory.path(), bytes);
+        let target = match image {
+            Image::Overlay => "local:DIR/disk.img?allow-backing=on",
+            Image::Raw | Image::Qcow2 => "local:DIR/disk.img",
+        };
         // Without a supervisor, whose next server process would continue the export.
-        let arguments = ["local:DIR/disk.img", "--no-keeper"].iter().chain(arguments);
-        let arguments = arguments.map(|argument| (*argument).to_owned()).collect();
+        let arguments = [target, "--no-keeper"].into_iter().chain(arguments.iter().copied());
+        let arguments = arguments.map(str::to_owned).collect();
         let path = directory.path().to_owned();
         let mut service = Self { export: None, arguments, directory: path };
         service.run(directory, variables);

@@ -208,6 +208,97 @@ fn a_read_only_export_refuses_writes() {
     export.stop();
 }
 
+/// A process and its descendants.
+fn process_tree(pid: u32) -> Vec<u32> {
+    let mut all = vec![pid];
+    let mut at = 0;
+    while let Some(pid) = all.get(at) {
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+        let children = children.unwrap_or_default();
+        all.extend(children.split_whitespace().map(|child| child.parse::<u32>().unwrap()));
+        at += 1;
+    }
+    all
+}
+
+/// Files that a process and its descendants have open, each with true if it is open for writing.
+fn open_files(pid: u32) -> Vec<(PathBuf, bool)> {
+    let mut files = Vec::new();
+    for pid in process_tree(pid) {
+        for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
+            let entry = entry.unwrap();
+            // A descriptor may be closed meanwhile.
+            let Ok(file) = std::fs::read_link(entry.path()) else { continue };
+            let number = entry.file_name().into_string().unwrap();
+            let Ok(info) = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")) else {
+                continue;
+            };
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap().trim();
+            files.push((file, u32::from_str_radix(flags, 8).unwrap() & 3 != 0));
+        }
+    }
+    files
+}
+
+/// Neither the image nor its backing files or its data file are opened for writing or locked
+/// against readers, and none of them changes. An image of QEMU with a bitmap keeps its autoclear
+/// bits.
+#[test]
+fn a_read_only_export_opens_no_file_for_writing() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let data: Vec<u8> = (0..1_u32 << 20).map(|at| (at >> 9) as u8).collect();
+    std::fs::write(path("raw.img"), &data).unwrap();
+    let mut kinds = vec![("raw.img", "raw.img"), ("raw.img", "raw.img?read-only=off&direct=off")];
+    let qemu = |arguments: &[&str]| {
+        let mut command = Command::new("qemu-img");
+        let made = command.args(arguments).current_dir(&directory).stdout(Stdio::null()).status();
+        made.is_ok_and(|status| status.success())
+    };
+    if qemu(&["create", "-fqcow2", "-braw.img", "-Fraw", "base.qcow2", "1M"])
+        && qemu(&["create", "-fqcow2", "-bbase.qcow2", "-Fqcow2", "top.qcow2", "1M"])
+        && qemu(&["bitmap", "--add", "top.qcow2", "changes"])
+        && qemu(&["create", "-fqcow2", "-odata_file=data,data_file_raw=on", "ext.qcow2", "1M"])
+    {
+        kinds.extend([
+            ("top.qcow2", "top.qcow2?allow-backing=on"),
+            ("ext.qcow2", "ext.qcow2?allow-backing=on"),
+        ]);
+    } else {
+        skipped("qcow2 images take qemu-img");
+    }
+    let fuse = OpenOptions::new().read(true).write(true).open("/dev/fuse");
+    let has_fuse = rustix::process::geteuid().is_root() && fuse.is_ok();
+    let files = ["raw.img", "base.qcow2", "top.qcow2", "ext.qcow2", "data"];
+    let content = || files.map(|name| std::fs::read(path(name)).unwrap_or_default());
+    let before = content();
+    for (name, disk) in kinds {
+        for front_end in ["--nbd", "--vhost-user-blk", "--fuse"] {
+            if front_end == "--fuse" && !has_fuse {
+                skipped("FUSE takes root and /dev/fuse");
+                continue;
+            }
+            let target = format!("local:{}/{disk}", directory.path().display());
+            let address = if front_end == "--nbd" { "unix:DIR/out" } else { "DIR/out" };
+            let allowed = directory.path().to_str().unwrap();
+            let arguments = [&target, front_end, address, "--read-only", "--allow", allowed];
+            let export = Export::start(&arguments);
+            if front_end == "--nbd" {
+                let mut client = connect_by_nbd(&export.path("out"));
+                assert_eq!(write_by_nbd(&mut client, 0, b"data"), 1, "EPERM");
+            }
+            let files = open_files(export.child.id());
+            let is_disk = |file: &Path| file.starts_with(directory.path());
+            let writable = files.iter().find(|(file, writes)| *writes && is_disk(file));
+            assert_eq!(writable, None, "{disk} with {front_end}");
+            let reads = files.iter().any(|(file, _)| *file == path(name));
+            assert!(reads, "{disk} with {front_end}: its file is not open");
+            export.stop();
+            assert!(content() == before, "{disk} with {front_end}: a file has changed");
+        }
+    }
+}
+
 /// Anyone who can reach the address can read the disk, so the program warns.
 #[test]
 fn an_export_to_a_non_local_address_warns() {

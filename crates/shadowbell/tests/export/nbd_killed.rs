@@ -1,7 +1,7 @@
 //! NBD clients that reconnect, and an export that is killed.
 
 use crate::Export;
-use crate::killed::Service;
+use crate::killed::{Image, Service};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::can_run;
@@ -63,20 +63,24 @@ fn kill(pid: u32, signal: Signal) {
 
 #[test]
 fn a_load_over_nbd_survives_kills_of_the_export() {
-    let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
-    let load = Load::start(&service.path("nbd"));
-    // Time for load before the first kill.
-    std::thread::sleep(Duration::from_millis(300));
-    for moment in KILL_DELAYS {
-        // The kill may come at any moment.
-        std::thread::sleep(Duration::from_millis(moment));
-        service.kill();
-        service.restart(&[]);
-        // Time for the load to reconnect, usually.
-        std::thread::sleep(Duration::from_millis(200));
+    for image in Image::all() {
+        let nbd = ["--nbd", "unix:DIR/nbd"];
+        let mut service = Service::start_on(*image, 16 * MIB, &nbd, &[]);
+        let load = Load::start(&service.path("nbd"));
+        // Time for load before the first kill.
+        std::thread::sleep(Duration::from_millis(300));
+        for moment in KILL_DELAYS {
+            // The kill may come at any moment.
+            std::thread::sleep(Duration::from_millis(moment));
+            service.kill();
+            service.restart(&[]);
+            // Time for the load to reconnect, usually.
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        load.assert_no_loss();
+        let directory = service.stop();
+        image.content(directory.path());
     }
-    load.assert_no_loss();
-    service.stop();
 }
 
 /// The export is a client of a server that is killed; its driver recovers without an error.

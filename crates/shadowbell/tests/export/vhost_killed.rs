@@ -1,21 +1,22 @@
 //! A virtio disk whose device process is killed, without an error in the machine.
 
-use crate::killed::Service;
+use crate::killed::{Image, Service};
 use crate::machine::{BLOCK, BLOCKS, Machine};
 use shadowbell_testing::wait::{LIMIT, until};
 use std::time::{Duration, Instant};
 
 /// A running machine, and the processes that serve it.
 struct Running {
+    image: Image,
     service: Service,
     machine: Machine,
 }
 
 impl Running {
-    fn start() -> Self {
+    fn start(image: Image) -> Self {
         let arguments = ["--vhost-user-blk", "DIR/vm.sock", "--queues=1"];
-        let service = Service::start(BLOCK * BLOCKS, &arguments, &[]);
-        let mut running = Self { service, machine: Machine::new() };
+        let service = Service::start_on(image, BLOCK * BLOCKS, &arguments, &[]);
+        let mut running = Self { image, service, machine: Machine::new() };
         running.connect();
         running
     }
@@ -74,11 +75,10 @@ impl Running {
     fn end(mut self) -> Result<(), String> {
         self.run(500)?;
         self.finish()?;
-        let Self { service, mut machine } = self;
+        let Self { image, service, mut machine } = self;
         let directory = service.stop();
         machine.check_completions()?;
-        let image = std::fs::read(directory.path().join("disk.img")).unwrap();
-        if image != machine.image() {
+        if image.content(directory.path()) != machine.image() {
             return Err("the image holds something else".to_owned());
         }
         Ok(())
@@ -87,23 +87,25 @@ impl Running {
 
 #[test]
 fn a_vhost_process_may_be_killed_at_any_moment() {
-    let mut running = Running::start();
-    for moment in [0, 3, 50, 17, 1, 8, 130, 29, 5, 77] {
-        running.run(20 + 13 * moment).unwrap();
-        // Requests are in flight at the kill.
-        running.machine.submit_requests();
-        // The kill may come at any moment.
-        std::thread::sleep(Duration::from_micros(37 * moment));
-        running.service.kill();
-        running.restart();
+    for image in Image::all() {
+        let mut running = Running::start(*image);
+        for moment in [0, 3, 50, 17, 1, 8, 130, 29, 5, 77] {
+            running.run(20 + 13 * moment).unwrap();
+            // Requests are in flight at the kill.
+            running.machine.submit_requests();
+            // The kill may come at any moment.
+            std::thread::sleep(Duration::from_micros(37 * moment));
+            running.service.kill();
+            running.restart();
+        }
+        running.end().unwrap();
     }
-    running.end().unwrap();
 }
 
 /// A paused machine has nothing in flight at the disk, and resumes with another process.
 #[test]
 fn a_paused_machine_resumes_with_a_new_vhost_process() {
-    let mut running = Running::start();
+    let mut running = Running::start(Image::Raw);
     for _ in 0..3 {
         running.run(50).unwrap();
         running.machine.pause();
