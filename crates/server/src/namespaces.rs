@@ -147,6 +147,7 @@ impl Changes {
             controller.add_namespace(Some(nsid), &config, done).map(drop)
         })?;
         self.attached(own.id.as_deref());
+        self.registry().warn_of_equal_uuids(served, Some(nsid));
         info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
         Ok(())
     }

@@ -3,7 +3,8 @@
 use anyhow::anyhow;
 use parking_lot::RwLock;
 use shadowbell_config::server_config::SocketConfig;
-use shadowbell_controller::Controller;
+use shadowbell_config::uuid_text::uuid_text;
+use shadowbell_controller::{Controller, NamespaceConfig};
 use shadowbell_disk::Disk;
 use shadowbell_disk_layers::LimitedDisk;
 use shadowbell_process::exit;
@@ -100,6 +101,53 @@ pub(super) struct WaitingController {
     pub(super) why: String,
 }
 
+/// Namespace of a controller, for the comparison with others.
+struct Identified {
+    /// Name of the controller.
+    controller: String,
+    nsid: u32,
+    config: NamespaceConfig,
+}
+
+impl Identified {
+    fn all_of(served: &ServedController) -> impl Iterator<Item = Self> {
+        let controller = served.name.clone();
+        let all = served.controller.namespaces().into_iter();
+        all.map(move |(nsid, config)| Self { controller: controller.clone(), nsid, config })
+    }
+
+    /// Warning if the other namespace has the same UUID, and another disk.
+    fn conflict(&self, other: &Self) -> Option<String> {
+        let (here, there) = (storage_of(&self.config.disk), storage_of(&other.config.disk));
+        // Two disks in memory have the same name.
+        let is_named = !here.name().starts_with("mem:") && !here.name().starts_with("null:");
+        let is_same = Arc::ptr_eq(here, there) || is_named && here.name() == there.name();
+        (self.config.uuid == other.config.uuid && !is_same).then(|| {
+            format!(
+                "{} (namespace {} of {}) and {} (namespace {} of {}) are different disks with the \
+                 UUID {}: a host that uses both takes them for two paths to one disk, and damages \
+                 the data; give one of them another `uuid`",
+                other.config.disk.name(),
+                other.nsid,
+                other.controller,
+                self.config.disk.name(),
+                self.nsid,
+                self.controller,
+                uuid_text(&self.config.uuid)
+            )
+        })
+    }
+}
+
+/// Disk below all layers.
+fn storage_of(disk: &Arc<dyn Disk>) -> &Arc<dyn Disk> {
+    let mut storage = disk;
+    while let Some(inner) = storage.inner() {
+        storage = inner;
+    }
+    storage
+}
+
 /// Served controllers, in the order of their indices.
 #[derive(Default)]
 pub(super) struct Registry {
@@ -110,8 +158,27 @@ pub(super) struct Registry {
 
 impl Registry {
     pub(super) fn new(controllers: Vec<ServedController>) -> Self {
-        let controllers = RwLock::new(controllers.into_iter().map(Arc::new).collect());
-        Self { controllers, ..Self::default() }
+        let controllers: Vec<_> = controllers.into_iter().map(Arc::new).collect();
+        let registry = Self { controllers: RwLock::new(controllers), ..Self::default() };
+        registry.all().iter().for_each(|served| registry.warn_of_equal_uuids(served, None));
+        registry
+    }
+
+    /// Logs a warning for each namespace of `served`, or only for `nsid`, that has the UUID of
+    /// another disk.
+    pub(super) fn warn_of_equal_uuids(&self, served: &ServedController, nsid: Option<u32>) {
+        let others = self.all();
+        for own in Identified::all_of(served).filter(|own| nsid.is_none_or(|nsid| nsid == own.nsid))
+        {
+            let conflict = others
+                .iter()
+                .take_while(|other| nsid.is_some() || other.index <= served.index)
+                .flat_map(|other| Identified::all_of(other))
+                .find_map(|other| own.conflict(&other));
+            if let Some(conflict) = conflict {
+                tracing::warn!("{conflict}");
+            }
+        }
     }
 
     /// Current controllers.
@@ -207,10 +274,43 @@ impl Registry {
     pub(super) fn add(&self, served: ServedController) -> Arc<ServedController> {
         let served = Arc::new(served);
         self.controllers.write().push(Arc::clone(&served));
+        self.warn_of_equal_uuids(&served, None);
         served
     }
 
     pub(super) fn remove(&self, id: &str) {
         self.controllers.write().retain(|served| served.id != id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_disk_file::{MemDisk, NullDisk};
+
+    /// Namespace with the UUID `uuid`.
+    fn namespace(controller: &str, uuid: u8, disk: &Arc<dyn Disk>) -> Identified {
+        let config = NamespaceConfig { disk: Arc::clone(disk), uuid: [uuid; 16] };
+        Identified { controller: controller.to_owned(), nsid: 1, config }
+    }
+
+    #[test]
+    fn different_disks_with_one_uuid_are_named() {
+        let mem = |blocks| -> Arc<dyn Disk> { Arc::new(MemDisk::new(blocks, 512).unwrap()) };
+        let (one, two) = (mem(2048), mem(2048));
+        let null: Arc<dyn Disk> = Arc::new(NullDisk::new(4096, 512));
+        let first = namespace("vm0.sock", 7, &one);
+        // The same disk twice, as in a subsystem, and another UUID.
+        assert_eq!(namespace("vm1.sock", 7, &one).conflict(&first), None);
+        assert_eq!(namespace("vm1.sock", 8, &two).conflict(&first), None);
+        for (disk, name) in [(&two, "mem:1MiB"), (&null, "null:2MiB")] {
+            let said = namespace("vm1.sock", 7, disk).conflict(&first).unwrap();
+            let both = [
+                "mem:1MiB (namespace 1 of vm0.sock)",
+                &format!("{name} (namespace 1 of vm1.sock)"),
+                "07070707-0707-0707-0707-070707070707",
+            ];
+            assert!(both.iter().all(|part| said.contains(part)), "{said}");
+        }
     }
 }
