@@ -245,13 +245,13 @@ fn has_fuse_file(mounts: &[u8], path: &Path) -> bool {
             byte => escaped.push(*byte),
         }
     }
-    let types = mounts.split(|byte| *byte == b'\n').filter_map(|line| {
+    let mut types = mounts.split(|byte| *byte == b'\n').filter_map(|line| {
         let mut fields = line.split(|byte| *byte == b' ');
         let is_at_path = fields.nth(4)? == escaped;
         let kind = fields.skip_while(|field| *field != b"-").nth(1)?;
         is_at_path.then_some(kind)
     });
-    types.last() == Some(FILE_SYSTEM.as_bytes())
+    types.next_back() == Some(FILE_SYSTEM.as_bytes())
 }
 
 /// Removes the file if it was created for the mount and is still empty.
