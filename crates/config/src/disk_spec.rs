@@ -100,9 +100,17 @@ pub fn with_size(spec: &str, bytes: u64) -> String {
 /// Path of a file or device as written in `spec`; `None` for other disks.
 #[must_use]
 pub fn file(spec: &str) -> Option<PathBuf> {
+    image(spec).map(|(path, _)| path)
+}
+
+/// File or device in `spec`, with the path as written there, and true if it is only read; `None`
+/// for other disks.
+#[must_use]
+pub fn image(spec: &str) -> Option<(PathBuf, bool)> {
     let (spec, _) = split(spec).ok()?;
     // The parser refuses the schemes of other disks.
-    Some(FileSpec::parse(&spec).ok()??.path)
+    let FileSpec { path, options, .. } = FileSpec::parse(&spec).ok()??;
+    Some((path, options.read_only))
 }
 
 /// Size of a disk in memory, which is the memory that it uses when full. `None` for other disks.

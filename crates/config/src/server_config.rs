@@ -1,6 +1,7 @@
 //! Configuration of `serve`, from the command line or a configuration file.
 
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
+use crate::disk_spec;
 use crate::export_config::ExportConfig;
 use crate::limits::Group;
 use crate::pool_disks;
@@ -211,6 +212,18 @@ impl ServerConfig {
         let of_controllers = self.controllers.iter().flat_map(|served| &served.controller.disks);
         let named = self.disks.iter().map(|disk| &disk.spec[..]);
         named.chain(of_controllers.map(|disk| &disk.disk[..]))
+    }
+
+    /// Paths of the images of all disks, each with true if the image is only read, as all of a
+    /// read-only controller are.
+    pub fn images(&self) -> impl Iterator<Item = (PathBuf, bool)> {
+        let named = self.disks.iter().filter_map(|disk| disk_spec::image(&disk.spec));
+        let of_controllers = self.controllers.iter().flat_map(|served| {
+            let ControllerConfig { disks, read_only, .. } = &served.controller;
+            let images = disks.iter().filter_map(|disk| disk_spec::image(&disk.disk));
+            images.map(|(path, is_read_only)| (path, *read_only || is_read_only))
+        });
+        named.chain(of_controllers)
     }
 
     /// TCP addresses on which the server listens, for metrics and for exports.

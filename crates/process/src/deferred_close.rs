@@ -5,23 +5,23 @@
 //! GiB. Closing other files may take even longer. During that time, a supervisor would not respond
 //! to its server processes.
 
-use rustix::process::Signal;
-use shadowbell_memory::process::{block_signals, unblock_signals};
+use crate::signals::start_thread;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Number of waiting descriptors from which on no more should be [received](is_behind).
 const MANY: usize = 1024;
-/// Maximum number of closing threads. More than one run only if many descriptors wait: a descriptor
-/// may block its thread for ever.
+/// Maximum number of closing threads that make progress. More than one run only if many descriptors
+/// wait.
 const THREADS: usize = 4;
-
-/// Signals that only the main thread handles.
-const SIGNALS: [Signal; 6] =
-    [Signal::INT, Signal::TERM, Signal::HUP, Signal::USR1, Signal::USR2, Signal::CHILD];
+/// Maximum number of closing threads: a descriptor may block its thread for ever.
+const MOST_THREADS: usize = 32;
+/// Time without a close after which all closing threads count as blocked.
+const BLOCKED: Duration = Duration::from_secs(1);
 
 /// Closing threads of this process, if enabled.
 static CLOSER: OnceLock<Closer> = OnceLock::new();
@@ -32,6 +32,9 @@ struct Closer {
     waiting: Arc<AtomicUsize>,
     /// Number of threads, which are started when they are needed.
     threads: AtomicUsize,
+    began: Instant,
+    /// Milliseconds from `began` to the last close, or to the first descriptor that waits for one.
+    progress: Arc<AtomicU64>,
     sender: Sender<OwnedFd>,
     fds: Arc<Mutex<Receiver<OwnedFd>>>,
 }
@@ -40,7 +43,9 @@ impl Default for Closer {
     fn default() -> Self {
         let (sender, fds) = channel();
         let fds = Arc::new(Mutex::new(fds));
-        Self { waiting: Arc::default(), threads: AtomicUsize::new(0), sender, fds }
+        let (waiting, progress) = (Arc::default(), Arc::default());
+        let (threads, began) = (AtomicUsize::new(0), Instant::now());
+        Self { waiting, threads, began, progress, sender, fds }
     }
 }
 
@@ -58,51 +63,73 @@ pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
     }
 }
 
-/// True if so many descriptors wait to be closed that no more should be received.
+/// True if so many descriptors wait to be closed that no more should be received. False if all
+/// closing threads are blocked: their sender must not delay others for ever.
 pub fn is_behind() -> bool {
-    CLOSER.get().is_some_and(|closer| closer.waiting.load(Ordering::Relaxed) >= MANY)
+    CLOSER.get().is_some_and(Closer::is_behind)
 }
 
 impl Closer {
     fn close(&self, fd: OwnedFd) {
-        let wanted = 1 + self.waiting.fetch_add(1, Ordering::Relaxed) * THREADS / MANY;
-        if self.threads.load(Ordering::Relaxed) < wanted.min(THREADS) && self.start().is_ok() {
+        let waiting = self.waiting.fetch_add(1, Ordering::Relaxed);
+        if waiting == 0 {
+            self.progress.store(now(self.began), Ordering::Relaxed);
+        }
+        let threads = self.threads.load(Ordering::Relaxed);
+        let is_wanted = threads < (1 + waiting * THREADS / MANY).min(THREADS)
+            || threads < MOST_THREADS && threads <= waiting && self.is_blocked();
+        if is_wanted && self.start().is_ok() {
             self.threads.fetch_add(1, Ordering::Relaxed);
         }
         // The receiver exists as long as this handle, so this cannot fail.
         let _ = self.sender.send(fd);
     }
 
+    fn is_blocked(&self) -> bool {
+        let last = Duration::from_millis(self.progress.load(Ordering::Relaxed));
+        self.began.elapsed().saturating_sub(last) > BLOCKED
+    }
+
+    fn is_behind(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) >= MANY && !self.is_blocked()
+    }
+
     fn start(&self) -> io::Result<()> {
         let (waiting, fds) = (Arc::clone(&self.waiting), Arc::clone(&self.fds));
-        let signals = SIGNALS.map(Signal::as_raw);
-        let _ = block_signals(&signals);
-        let thread = std::thread::Builder::new().name("sb-close".into()).stack_size(64 << 10);
-        let started = thread.spawn(move || {
+        let (progress, began) = (Arc::clone(&self.progress), self.began);
+        start_thread("sb-close", 64 << 10, move || {
             let next = || fds.lock().unwrap_or_else(PoisonError::into_inner).recv();
             while let Ok(fd) = next() {
                 drop(fd);
+                progress.store(now(began), Ordering::Relaxed);
                 waiting.fetch_sub(1, Ordering::Release);
             }
-        });
-        let _ = unblock_signals(&signals);
-        started.map(drop)
+        })
     }
+}
+
+/// Milliseconds since `began`.
+fn now(began: Instant) -> u64 {
+    u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::net::sockopt::set_socket_linger;
+    use rustix::net::sockopt::{
+        set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size,
+    };
     use shadowbell_testing::wait::{LIMIT, until};
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
 
-    /// Socket whose close takes five seconds (SO_LINGER), because the peer does not read.
+    /// Socket whose close does not end (SO_LINGER) until the peer, which does not read, is dropped.
     fn slow() -> (OwnedFd, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        set_socket_recv_buffer_size(&listener, 4096).unwrap();
         let mut writer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (reader, _) = listener.accept().unwrap();
+        set_socket_send_buffer_size(&writer, 4096).unwrap();
         writer.set_nonblocking(true).unwrap();
         while writer.write(&[0; 65536]).is_ok() {}
         writer.set_nonblocking(false).unwrap();
@@ -124,5 +151,27 @@ mod tests {
         // Dropping the reader lets the pending close finish.
         drop(reader);
         until("the close", || closer.waiting.load(Ordering::Acquire) == 0);
+    }
+
+    /// A sender whose descriptors cannot be closed does not delay messages and closes for ever.
+    #[test]
+    fn blocked_threads_are_replaced_and_do_not_count() {
+        let closer = Closer::default();
+        let (blocked, readers): (Vec<_>, Vec<_>) = (0..MOST_THREADS).map(|_| slow()).unzip();
+        let mut blocked = blocked.into_iter();
+        let (mut read, write) = io::pipe().unwrap();
+        let waiting = || closer.waiting.load(Ordering::Acquire);
+        let give = || closer.close(write.try_clone().unwrap().into());
+        blocked.by_ref().take(MOST_THREADS - 1).for_each(|fd| closer.close(fd));
+        until("the closes of the last thread", || {
+            give();
+            waiting() == MOST_THREADS - 1
+        });
+        blocked.for_each(|fd| closer.close(fd));
+        (0..MANY).for_each(|_| give());
+        until("the end of the delay", || !closer.is_behind());
+        assert!(waiting() >= MANY);
+        drop((write, readers));
+        assert_eq!(std::io::Read::read(&mut read, &mut [0]).unwrap(), 0);
     }
 }

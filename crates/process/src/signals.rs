@@ -4,13 +4,31 @@
 use crate::exit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
+use shadowbell_memory::process::{block_signals, unblock_signals};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tracing::debug;
+
+/// Starts a thread that handles none of the signals that a main thread catches.
+///
+/// # Errors
+/// The thread cannot be started.
+pub fn start_thread(
+    name: &str,
+    stack: usize,
+    run: impl FnOnce() + Send + 'static,
+) -> io::Result<()> {
+    let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
+    block_signals(&signals)?;
+    let thread = std::thread::Builder::new().name(name.into()).stack_size(stack);
+    let started = thread.spawn(run);
+    unblock_signals(&signals)?;
+    started.map(drop)
+}
 
 /// Returns a flag that SIGINT and SIGTERM set, for loops that check it. A second signal exits the
 /// process immediately.

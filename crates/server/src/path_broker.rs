@@ -5,14 +5,15 @@ use parking_lot::Mutex;
 use shadowbell_config::socket_access;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_supervisor::path_protocol::{
-    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, NoSocket, PAIR, REFUSED, REMOVE,
-    REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE,
+    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE, REMOVE_DIRECTORY,
+    REMOVE_UNANSWERED, TCP, TRACE,
 };
 use shadowbell_supervisor::permissions::{bytes_of, path_of};
 use shadowbell_supervisor::protocol::{self, Packet, send_bytes};
 use shadowbell_vfio_user::server::{
     BindError, BindOptions, Listener, ListenerParts, remove_sockets_by,
 };
+use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
@@ -63,7 +64,7 @@ pub(super) fn has_broker() -> bool {
 /// Reason for a refused request.
 enum Refusal {
     System(io::Error),
-    Socket(NoSocket),
+    Socket(BindError),
 }
 
 impl Refusal {
@@ -108,7 +109,8 @@ fn ask(socket: &OwnedFd, letter: u8, body: impl AsRef<OsStr>) -> Result<Packet, 
 /// # Errors
 /// The socket cannot be created.
 pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
-    let system = |source| BindError::System { path: path.to_owned(), what: "created", source };
+    let (what, to) = (Cow::from("created"), path);
+    let system = |source| BindError::System { path: to.to_owned(), what: what.clone(), source };
     let Some(broker) = BROKER.get() else {
         let (mode, group) = match kind {
             Kind::Controller => socket_access::configured().map_err(system)?,
@@ -128,7 +130,7 @@ pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
             let path = path_of(&made.path.0);
             Ok(Listener::from_parts(ListenerParts::new(socket, path, made.file)))
         }
-        Err(Refusal::Socket(why)) => Err(why.into_error(path)),
+        Err(Refusal::Socket(error)) => Err(error),
         Err(Refusal::System(error)) => Err(system(error)),
     }
 }

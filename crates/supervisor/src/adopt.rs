@@ -30,7 +30,6 @@ impl Supervisor {
         let Some(found) = found else { return false };
         if let Err(why) = self.take_in(found) {
             (self.worker, self.upgrade, self.left, self.restart) = (None, None, None, None);
-            self.leaving.clear();
             log_line(&format!(
                 "error: the supervisor was killed, and its state in the fd store is unusable: \
                  {why}. The clients have lost their controllers"
@@ -45,8 +44,7 @@ impl Supervisor {
         let Found { record, changes } = found;
         self.restore(record.read()?, false)?;
         let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
-        let leaving = self.leaving.iter_mut().map(|(worker, _)| worker);
-        let mut all: Vec<_> = self.worker.iter_mut().chain(new).chain(leaving).collect();
+        let mut all: Vec<_> = self.worker.iter_mut().chain(new).collect();
         for (pid, packet) in changes {
             if let Some(worker) = all.iter_mut().find(|worker| worker.pid() == pid) {
                 worker.keep(&packet.body, packet.fds);

@@ -12,9 +12,8 @@ use crate::protocol;
 use parking_lot::{Mutex, RwLock};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
-use shadowbell_memory::process::{block_signals, unblock_signals};
 use shadowbell_process::deferred_close;
-use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+use shadowbell_process::signals::start_thread;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -68,16 +67,11 @@ pub(super) fn restore(kind: Kind, socket: OwnedFd) {
     let broker = Arc::new(Broker { kind, socket });
     ALL.lock().push(Arc::clone(&broker));
     let its = Arc::clone(&broker);
-    // Signals are for the supervisor's main thread, which may block them during exec.
-    let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
-    let _ = block_signals(&signals);
-    let thread = std::thread::Builder::new().name("sb-broker".into()).stack_size(256 << 10);
-    let started = thread.spawn(move || {
+    let started = start_thread("sb-broker", 256 << 10, move || {
         let is_ready = kind == Kind::Images || path_broker::become_user().is_ok();
         while is_ready && its.answers() {}
         its.ends();
     });
-    let _ = unblock_signals(&signals);
     if let Err(error) = started {
         broker.ends();
         log_line(&format!(

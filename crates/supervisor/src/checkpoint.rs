@@ -21,6 +21,9 @@ use std::sync::Arc;
 /// unusable.
 pub const COMPLETE: &str = "served";
 
+/// Prefix of the keys of disks.
+pub const DISK: &str = "disk/";
+
 /// Longest body that is sent inside a packet.
 const MOST_BODY: usize = MOST - 1024;
 /// Longest key.
@@ -372,20 +375,15 @@ impl Checkpoint {
         (flags & FIRST != 0, flags & LAST != 0)
     }
 
-    /// Discards an unfinished transaction, after the connection was closed.
-    pub fn close(&mut self) {
-        self.staged.clear();
-        self.is_open = false;
-    }
-
     /// True if more packets of the last transaction are expected.
     pub fn is_open(&self) -> bool {
         self.is_open
     }
 
-    /// Descriptors of all items.
-    pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.all.values().flat_map(|item| item.fds.iter().map(AsFd::as_fd))
+    /// Descriptors of the disks' items.
+    pub fn disk_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let disks = self.all.range(DISK.to_owned()..).take_while(|(key, _)| key.starts_with(DISK));
+        disks.flat_map(|(_, item)| item.fds.iter().map(AsFd::as_fd))
     }
 
     /// True if there is an item with this key.

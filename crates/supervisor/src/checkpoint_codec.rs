@@ -15,12 +15,10 @@ pub(crate) fn add<'a>(fds: &mut Fds<'a>, fd: BorrowedFd<'a>) -> FdRef {
     FdRef::at(fds.len() - 1)
 }
 
-/// Serialized checkpoint, with the changes of an unfinished transaction.
+/// Serialized checkpoint, without the changes of an unfinished transaction.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct SavedCheckpoint {
     all: Vec<(String, SavedItem)>,
-    staged: Vec<(String, Option<SavedItem>)>,
-    is_open: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -60,12 +58,6 @@ impl Checkpoint {
     pub(crate) fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedCheckpoint {
         SavedCheckpoint {
             all: self.all.iter().map(|(key, item)| (key.clone(), item.save(fds))).collect(),
-            staged: self
-                .staged
-                .iter()
-                .map(|(key, item)| (key.clone(), item.as_ref().map(|item| item.save(fds))))
-                .collect(),
-            is_open: self.is_open,
         }
     }
 
@@ -77,13 +69,9 @@ impl Checkpoint {
         saved: SavedCheckpoint,
         fds: &mut Descriptors,
     ) -> Result<Self, StateError> {
-        let mut items = Self { is_open: saved.is_open, ..Self::default() };
+        let mut items = Self::default();
         for (key, item) in saved.all {
             items.all.insert(key, Arc::new(Item::restore(item, fds)?));
-        }
-        for (key, item) in saved.staged {
-            let item = item.map(|item| Item::restore(item, fds)).transpose()?;
-            items.staged.push((key, item.map(Arc::new)));
         }
         Ok(items)
     }

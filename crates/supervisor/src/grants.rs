@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
 /// Maximum numbers of images and of sockets.
-const MOST: usize = 4096;
+pub(super) const MOST: usize = 4096;
 
 /// Flags of a descriptor that only names a file.
 const NAME_ONLY: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
@@ -38,7 +38,7 @@ const NAME_ONLY: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 pub(super) static GRANTS: LazyLock<Mutex<Grants>> = LazyLock::new(Mutex::default);
 
 /// Identity of a file: mount, device (major and minor), and inode.
-type Id = (u64, u32, u32, u64);
+pub(super) type Id = (u64, u32, u32, u64);
 
 /// All grants, and the files that belong to them.
 #[derive(Default)]
@@ -59,6 +59,12 @@ pub(super) struct Facts {
     sockets: Vec<Made>,
     /// Directories of control sockets that this supervisor has created.
     directories: Vec<Bytes>,
+}
+
+/// Permissions, and the text of the configuration file that they are from, if there is one.
+pub(super) struct Permitted {
+    pub(super) permissions: Permissions,
+    pub(super) config: Option<String>,
 }
 
 /// Image that a server process may open.
@@ -103,11 +109,11 @@ impl HeldImages {
 }
 
 impl Grants {
-    /// Sets or extends the permissions, with the text of the configuration file that they are
-    /// from. Configured paths are resolved again.
-    pub(super) fn permit(&mut self, permissions: Permissions, config: Option<String>) {
+    /// Sets or extends the permissions by those of a configuration, whose paths are resolved again.
+    pub(super) fn permit(&mut self, permitted: Permitted) {
+        let Permitted { permissions, config } = permitted;
         for image in &mut self.images {
-            image.is_current &= !permissions.images.contains(&bytes_of(&image.path));
+            image.is_current &= permissions.access(&bytes_of(&image.path)).is_none();
         }
         match &mut self.facts.permissions {
             Some(ours) => ours.extend(permissions),
@@ -129,22 +135,23 @@ impl Grants {
         Some(Arc::clone(&image.file))
     }
 
-    /// Returns the location at which a permitted path is to be opened. `None` if the path is not
-    /// permitted.
-    pub(super) fn location(&self, path: &Path) -> Option<Location> {
+    /// Returns the location at which a permitted path is to be opened, and whether it may be
+    /// written. `None` if the path is not permitted.
+    pub(super) fn location(&self, path: &Path) -> Option<(Location, bool)> {
         let path = absolute(path);
         let permissions = self.facts.permissions.as_ref()?;
-        if permissions.images.contains(&bytes_of(&path)) {
-            return Some(Location::Configured(path));
+        if let Some(is_writable) = permissions.access(&bytes_of(&path)) {
+            return Some((Location::Configured(path), is_writable));
         }
         let mut directories = permissions.image_directories.iter().map(|one| path_of(&one.0));
         directories.find_map(|directory| {
             let below = path.strip_prefix(&directory).ok()?.to_owned();
-            match below.as_os_str().is_empty() {
+            let location = match below.as_os_str().is_empty() {
                 // A file may be allowed, too. A directory is no image, and reported as such.
-                true => Some(Location::Configured(directory)),
-                false => Some(Location::Below(directory, below)),
-            }
+                true => Location::Configured(directory),
+                false => Location::Below(directory, below),
+            };
+            Some((location, true))
         })
     }
 
@@ -176,9 +183,12 @@ impl Grants {
             return Ok(Arc::clone(&known.file));
         }
         if self.images.len() >= MOST {
-            return Err(io::Error::other(format!(
-                "the supervisor holds {MOST} images; restart the server to open more"
-            )));
+            // The disk of the oldest one outside of the checkpoints was refused, or is gone.
+            let oldest = self.images.iter().position(|image| !image.was_stored);
+            let oldest = oldest.ok_or_else(|| {
+                io::Error::other(format!("the disks of a server have at most {MOST} images"))
+            })?;
+            deferred_close::close(Arc::into_inner(self.images.remove(oldest).file));
         }
         let file = Arc::new(file);
         let held = Arc::clone(&file);
@@ -218,13 +228,9 @@ impl Grants {
         Ok(Arc::clone(&image.file))
     }
 
-    /// Releases images that were in a checkpoint and are in none any more. `stored`: descriptors
-    /// of all checkpoints.
-    pub(super) fn release<'a>(&mut self, stored: impl Iterator<Item = BorrowedFd<'a>>) {
-        if self.images.is_empty() {
-            return;
-        }
-        let stored: BTreeSet<_> = stored.filter_map(|fd| id_of(fd).ok()).collect();
+    /// Releases images that were in a checkpoint and are in none any more. `stored`: files of all
+    /// checkpoints.
+    pub(super) fn release(&mut self, stored: &BTreeSet<Id>) {
         let (stay, gone): (Vec<_>, _) = std::mem::take(&mut self.images)
             .into_iter()
             .partition(|image| !image.was_stored || stored.contains(&image.id));
@@ -376,7 +382,7 @@ fn check_kind(file: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
-fn id_of(file: BorrowedFd<'_>) -> io::Result<Id> {
+pub(super) fn id_of(file: BorrowedFd<'_>) -> io::Result<Id> {
     let about = attributes(file)?;
     Ok((about.stx_mnt_id, about.stx_dev_major, about.stx_dev_minor, about.stx_ino))
 }

@@ -66,7 +66,7 @@ use checkpoint::Checkpoint;
 use command_line::config_file;
 use control::Control;
 use fd_store::FdStore;
-use grants::GRANTS;
+use grants::{GRANTS, id_of};
 use log::log_line;
 use pending_exec::PendingExec;
 use permissions::Permit;
@@ -167,7 +167,7 @@ impl Supervisor {
         supervisor.listen();
         if !supervisor.resume() {
             // The server process reports an error, in the usual words.
-            let _ = supervisor.read_config();
+            let _ = supervisor.install_config();
             supervisor.worker =
                 Some(Worker::start(&supervisor.program, &supervisor.arguments, START)?);
         }
@@ -228,7 +228,6 @@ impl Supervisor {
         let is_behind = deferred_close::is_behind();
         let behind = is_behind.then(|| Instant::now() + Duration::from_millis(1));
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
-        let deadlines = deadlines.chain(self.leaving.iter().map(|(_, until)| *until));
         let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
         let deadlines = deadlines.chain(self.pending_exec.as_ref().map(PendingExec::deadline));
         let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(FdStore::deadline));
@@ -256,7 +255,7 @@ impl Supervisor {
     /// All server processes that have not ended.
     fn workers(&self) -> impl Iterator<Item = &Worker> {
         let workers = self.worker.iter().chain(self.upgrade.iter().map(|upgrade| &upgrade.new));
-        workers.chain(self.leaving.iter().map(|(worker, _)| worker))
+        workers.chain(&self.leaving)
     }
 
     /// Returns true if the client is no server process. A server process must not extend its own
@@ -278,6 +277,13 @@ impl Supervisor {
         }
     }
 
+    /// Kills a process whose exit and messages do not matter.
+    fn kill(&mut self, mut worker: Worker) {
+        worker.kill();
+        deferred_close::close(worker.link.take());
+        self.leaving.push(worker);
+    }
+
     fn tell_worker(&self, letter: u8) {
         if let Some(worker) = &self.worker {
             worker.say(letter, "", None);
@@ -288,10 +294,7 @@ impl Supervisor {
     fn end(&mut self) {
         self.ended += 1;
         if self.ended > 1 {
-            let mut new = self.upgrade.take().map(|upgrade| upgrade.new);
-            for worker in self.worker.iter_mut().chain(&mut new) {
-                worker.kill();
-            }
+            self.workers().for_each(Worker::kill);
             self.over = Some(exit::FAILED);
             return;
         }
@@ -307,6 +310,7 @@ impl Supervisor {
             Some(Step::Quiescing | Step::Ending) => return,
         }
         match &self.worker {
+            Some(worker) if worker.link.is_none() => worker.kill(),
             Some(worker) => worker.say(to_worker::END, "", None),
             None => self.over = Some(exit::FAILED),
         }
@@ -357,7 +361,7 @@ impl Supervisor {
                 }
                 // Upgrade to the current program only: a server process must not choose a
                 // program.
-                to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false),
+                to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
                 to_supervisor::WARNING => self.warns(&packet.text()),
                 to_supervisor::RESUMES => {
                     let upgrade = self.upgrade.as_ref();
@@ -413,11 +417,6 @@ impl Supervisor {
     }
 
     fn check_deadlines(&mut self, now: Instant) {
-        for (worker, until) in &mut self.leaving {
-            if *until <= now {
-                worker.kill();
-            }
-        }
         if self.replacement.as_ref().is_some_and(|replacement| replacement.until <= now) {
             self.replacement_is_late();
         }
@@ -441,7 +440,9 @@ impl Supervisor {
         if self.release.take_if(|due| *due <= now).is_some() {
             let left = self.left.iter().map(|left| &left.items);
             let stored = self.workers().map(|worker| &worker.items).chain(left);
-            GRANTS.lock().release(stored.flat_map(Checkpoint::fds));
+            let stored = stored.flat_map(Checkpoint::disk_fds);
+            let stored = stored.filter_map(|fd| id_of(fd).ok()).collect();
+            GRANTS.lock().release(&stored);
         }
     }
 
@@ -470,7 +471,7 @@ impl Supervisor {
                     let why = "a server process must not choose the program of an upgrade";
                     return answer_to(client, answer::NO, why);
                 }
-                return self.begin_upgrade(None, Some(client), is_check);
+                return self.begin_upgrade(None, Some(client), is_check, None);
             }
             _ => return,
         };

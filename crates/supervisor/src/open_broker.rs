@@ -52,11 +52,11 @@ fn name(path: &Path) -> io::Result<OwnedFd> {
         return known.try_clone();
     }
     let location = grants.location(path);
-    let location = location.ok_or_else(|| refusal(path.parent().unwrap_or(path)))?;
+    let (location, is_writable) = location.ok_or_else(|| refusal(path.parent().unwrap_or(path)))?;
     // The file system may hang.
     drop(grants);
     let file = location.open()?;
-    GRANTS.lock().hold(&location, file, true)?.try_clone()
+    GRANTS.lock().hold(&location, file, is_writable)?.try_clone()
 }
 
 /// Path by which the held image of this descriptor is opened, and the image.
@@ -67,6 +67,7 @@ fn path_of(file: BorrowedFd<'_>, access: Access) -> io::Result<(PathBuf, Arc<Own
 
 #[cfg(test)]
 mod tests {
+    use super::super::grants::{MOST, Permitted, id_of};
     use super::*;
     use crate::broker::{self, Kind};
     use crate::permissions::{Permissions, bytes_of};
@@ -74,8 +75,10 @@ mod tests {
     use rustix::fs::{Mode, OFlags, open};
     use shadowbell_testing::process_group::ProcessGroup;
     use shadowbell_testing::programs::skipped;
+    use std::collections::BTreeSet;
     use std::fs::{File, write};
     use std::io::{BufRead, BufReader, Read};
+    use std::os::unix::fs::MetadataExt;
     use std::process::{Command, Stdio};
 
     struct Asks(OwnedFd);
@@ -128,7 +131,7 @@ mod tests {
         let all = |paths: &[&Path]| paths.iter().map(|path| bytes_of(path)).collect();
         let (images, image_directories) = (all(images), all(directories));
         let permissions = Permissions { images, image_directories, ..Permissions::default() };
-        GRANTS.lock().permit(permissions, None);
+        GRANTS.lock().permit(Permitted { permissions, config: None });
     }
 
     fn directory(names: &[&str]) -> (tempfile::TempDir, impl Fn(&str) -> PathBuf) {
@@ -226,20 +229,60 @@ mod tests {
         }
     }
 
+    /// True if one of many new files gets the inode number of a removed one.
+    fn reuses_inodes(directory: &tempfile::TempDir) -> bool {
+        let new = |name: &str| {
+            let path = directory.path().join(name);
+            write(&path, name).unwrap();
+            path.metadata().unwrap().ino()
+        };
+        let removed = new("removed");
+        std::fs::remove_file(directory.path().join("removed")).unwrap();
+        (0..100).any(|number| new(&format!("new{number}")) == removed)
+    }
+
     #[test]
     fn the_inode_of_a_removed_image_cannot_pass() {
-        let (_directory, path) = directory(&["image"]);
+        let root = std::env::temp_dir();
+        let roots = [root.as_path(), Path::new("/var/tmp"), Path::new(env!("CARGO_MANIFEST_DIR"))];
+        let directories = roots.iter().filter_map(|root| tempfile::tempdir_in(root).ok());
+        let Some(directory) = directories.into_iter().find(reuses_inodes) else {
+            return skipped(format_args!("no file system here reuses the numbers of inodes"));
+        };
+        let root = directory.path().canonicalize().unwrap();
+        let path = |name: &str| root.join(name);
+        write(path("image"), "image").unwrap();
         permit(&[&path("image")], &[]);
         let process = Asks::new();
         drop(process.name(&path("image")).unwrap());
         std::fs::remove_file(path("image")).unwrap();
-        // The number of a free inode would be reused for one of these.
         for number in 0..100 {
             let other = path(&format!("secret{number}"));
             write(&other, "secret").unwrap();
             let why = process.read(o_path(&other).as_fd(), "r").unwrap_err();
             assert!(why.contains("--allow"), "{why}");
         }
+    }
+
+    #[test]
+    fn a_read_only_image_is_not_opened_for_writing() {
+        let (_directory, path) = directory(&["read", "both"]);
+        let read_only_images = ["read", "both"].map(|name| bytes_of(&path(name))).to_vec();
+        let permissions = Permissions { read_only_images, ..Permissions::default() };
+        GRANTS.lock().permit(Permitted { permissions, config: None });
+        permit(&[&path("both")], &[]);
+        let process = Asks::new();
+        let read = process.name(&path("read")).unwrap();
+        assert_eq!(process.read(read.as_fd(), "r"), Ok(b'r'));
+        for access in ["w", "x"] {
+            assert_eq!(process.read(read.as_fd(), access), Err(format!("errno {}", libc::EACCES)));
+        }
+        let both = process.name(&path("both")).unwrap();
+        assert_eq!(process.read(both.as_fd(), "w"), Ok(b'b'));
+        // A configuration that is read again may permit to write.
+        permit(&[&path("read")], &[]);
+        let read = process.name(&path("read")).unwrap();
+        assert_eq!(process.read(read.as_fd(), "w"), Ok(b'r'));
     }
 
     #[test]
@@ -262,6 +305,25 @@ mod tests {
     }
 
     #[test]
+    fn images_outside_of_checkpoints_make_room_for_others() {
+        shadowbell_process::descriptor_limit::raise();
+        let mut grants = super::super::grants::Grants::default();
+        let (_directory, path) = directory(&[]);
+        let mut grant = |number: usize, stored: &[BorrowedFd<'_>]| {
+            let (path, ids) = (path(&number.to_string()), stored.iter().map(|fd| id_of(*fd)));
+            write(&path, "").unwrap();
+            grants.release(&ids.collect::<Result<_, _>>().unwrap());
+            grants.grant(&path, File::open(&path).unwrap().as_fd()).unwrap();
+            o_path(&path)
+        };
+        let first = grant(0, &[]);
+        let second = grant(1, &[first.as_fd()]);
+        (2..=MOST).for_each(|number| drop(grant(number, &[first.as_fd()])));
+        assert!(grants.held(first.as_fd(), Access::Read).is_ok(), "a checkpoint has its disk");
+        assert!(grants.held(second.as_fd(), Access::Read).is_err());
+    }
+
+    #[test]
     fn an_image_is_held_as_long_as_a_checkpoint_has_its_disk() {
         let mut grants = super::super::grants::Grants::default();
         let (_directory, path) = directory(&["image", "new"]);
@@ -269,11 +331,11 @@ mod tests {
         grants.grant(&path("image"), open("image").as_fd()).unwrap();
         let image = o_path(&path("image"));
         // It is not in a checkpoint yet.
-        grants.release(std::iter::empty());
+        grants.release(&BTreeSet::new());
         assert!(grants.held(image.as_fd(), Access::Read).is_ok());
-        grants.release([image.as_fd()].into_iter());
+        grants.release(&BTreeSet::from([id_of(image.as_fd()).unwrap()]));
         grants.grant(&path("new"), open("new").as_fd()).unwrap();
-        grants.release(std::iter::empty());
+        grants.release(&BTreeSet::new());
         assert!(grants.held(image.as_fd(), Access::Read).is_err());
         assert!(grants.held(o_path(&path("new")).as_fd(), Access::Read).is_ok());
     }

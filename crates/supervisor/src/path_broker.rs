@@ -7,8 +7,8 @@
 
 use super::grants::GRANTS;
 use crate::path_protocol::{
-    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, NoSocket, PAIR, REFUSED, REMOVE,
-    REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE,
+    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE, REMOVE_DIRECTORY,
+    REMOVE_UNANSWERED, TCP, TRACE,
 };
 use crate::permissions::{Permissions, bytes_of, path_of};
 use crate::protocol::{self, Packet};
@@ -53,7 +53,7 @@ type Outcome = Result<(Vec<OwnedFd>, Vec<u8>), Failure>;
 
 enum Failure {
     System(io::Error),
-    Socket(NoSocket),
+    Socket(BindError),
 }
 
 impl<E: Into<io::Error>> From<E> for Failure {
@@ -148,13 +148,13 @@ fn directory(path: &Path) -> io::Result<PathBuf> {
 }
 
 fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
-    let no = |error: BindError| Failure::Socket(NoSocket::of(&error));
     let own = path.parent().filter(|own| permissions.control.contains(&bytes_of(own)));
     let own = own.filter(|_| kind == Kind::Private);
     if let Some(own) = own {
         match DirBuilder::new().mode(0o700).create(own) {
             Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(no(BindError::System { path: path.into(), what: "created", source }));
+                let what = "created".into();
+                return Err(Failure::Socket(BindError::System { path: path.into(), what, source }));
             }
             _ => {}
         }
@@ -175,7 +175,7 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
     let is_configured = permissions.sockets.contains(&bytes_of(&absolute(path)));
     let replaces = |file| is_configured || own.is_some() || GRANTS.lock().has_created(&made(file));
     let listener = Listener::bind_with(&at, BindOptions { mode, group, replaces: Some(&replaces) });
-    let parts = listener.map_err(no)?.into_parts()?;
+    let parts = listener.map_err(Failure::Socket)?.into_parts()?;
     let made = Made { path: bytes_of(&parts.path), file: parts.file };
     let answer = json(&made);
     GRANTS.lock().created(made, own.map(bytes_of));
@@ -199,6 +199,7 @@ fn json(what: &impl Serialize) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::grants::Permitted;
     use super::*;
     use crate::broker;
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -236,7 +237,7 @@ mod tests {
             socket_trees: vec![bytes_of(&at("allowed"))],
             ..Permissions::default()
         };
-        GRANTS.lock().permit(permissions, None);
+        GRANTS.lock().permit(Permitted { permissions, config: None });
         // Other tests share the permissions, of which these are set only once.
         if let Some(permissions) = &mut GRANTS.lock().facts.permissions {
             permissions.mode = Some(0o640);

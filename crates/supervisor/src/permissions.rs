@@ -20,6 +20,8 @@ pub type Permit = fn(&[OsString], Option<&str>) -> anyhow::Result<Permissions>;
 pub struct Permissions {
     /// Images: files and devices.
     pub images: Vec<Bytes>,
+    /// Images that are only opened for reading.
+    pub read_only_images: Vec<Bytes>,
     /// Directories below which all files are permitted as images, and further files.
     pub image_directories: Vec<Bytes>,
     /// Sockets. A file of a dead server at such a path is replaced.
@@ -43,11 +45,18 @@ pub struct Permissions {
 }
 
 impl Permissions {
+    /// Returns whether an image may be written. `None` if its path is not permitted by itself.
+    pub(super) fn access(&self, path: &Bytes) -> Option<bool> {
+        let is_writable = self.images.contains(path);
+        (is_writable || self.read_only_images.contains(path)).then_some(is_writable)
+    }
+
     /// Adds the paths and addresses of a configuration file that was read again. Credentials and
     /// access rights stay.
     pub(super) fn extend(&mut self, other: Self) {
         for (ours, theirs) in [
             (&mut self.images, other.images),
+            (&mut self.read_only_images, other.read_only_images),
             (&mut self.image_directories, other.image_directories),
             (&mut self.sockets, other.sockets),
             (&mut self.socket_directories, other.socket_directories),

@@ -27,14 +27,10 @@ impl From<Child> for Process {
 }
 
 impl Process {
-    /// Restores a child that this process started before exec.
-    pub(super) fn of_before(pid: Pid, fd: Option<OwnedFd>) -> Self {
-        Self { pid, fd, is_child: true, ended: None }
-    }
-
-    /// Restores a child of a supervisor that has died.
-    pub(super) fn of_another(pid: Pid, fd: Option<OwnedFd>) -> Self {
-        Self { pid, fd, is_child: false, ended: None }
+    /// Restores a child that this process started before exec (`is_child`), or a child of a
+    /// supervisor that has died.
+    pub(super) fn of_before(pid: Pid, fd: Option<OwnedFd>, is_child: bool) -> Self {
+        Self { pid, fd, is_child, ended: None }
     }
 
     pub(super) fn pid(&self) -> Pid {
@@ -54,25 +50,25 @@ impl Process {
     /// Returns the exit status if the process has ended.
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
         if self.ended.is_none() {
-            self.ended = self.look(WaitOptions::NOHANG);
+            self.ended = self.look();
         }
         self.ended
     }
 
-    fn look(&self, how: WaitOptions) -> Option<ExitStatus> {
+    fn look(&self) -> Option<ExitStatus> {
         // The exit status of another process's child is unknown: it counts as killed.
         let killed = || ExitStatus::from_raw(Signal::KILL.as_raw());
         if self.is_child {
-            return match rustix::io::retry_on_intr(|| waitpid(Some(self.pid), how)) {
+            let wait = || waitpid(Some(self.pid), WaitOptions::NOHANG);
+            return match rustix::io::retry_on_intr(wait) {
                 Ok(ended) => ended.map(|(_, status)| ExitStatus::from_raw(status.as_raw())),
                 Err(_) => Some(killed()),
             };
         }
         let Some(fd) = self.fd() else { return Some(killed()) };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let timeout = Some(&now).filter(|_| how.contains(WaitOptions::NOHANG));
         let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
-        match poll(&mut fds, timeout) {
+        match poll(&mut fds, Some(&now)) {
             Ok(0) | Err(Errno::INTR) => None,
             _ => Some(killed()),
         }
@@ -89,13 +85,5 @@ impl Process {
             None if self.is_child => kill_process(self.pid, signal),
             None => Ok(()),
         };
-    }
-
-    /// Sends SIGKILL and waits for the end.
-    pub(super) fn kill(&mut self) {
-        self.signal(Signal::KILL);
-        while self.ended.is_none() {
-            self.ended = self.look(WaitOptions::empty());
-        }
     }
 }

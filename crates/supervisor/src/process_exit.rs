@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 impl Supervisor {
     pub(super) fn reap_children(&mut self) {
-        self.leaving.retain_mut(|(worker, _)| worker.ended().is_none());
+        self.leaving.retain_mut(|worker| worker.ended().is_none());
         let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
         let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
         // Messages that were sent after the last read and before the exit.

@@ -111,8 +111,9 @@ impl Supervisor {
     /// Returns true if one server process serves and no upgrade or restart runs.
     fn is_quiet(&self) -> bool {
         let worker = self.worker.as_ref();
-        worker.is_some_and(|worker| worker.serves_since.is_some() && !worker.has_unsent())
-            && self.upgrade.is_none()
+        worker.is_some_and(|worker| {
+            worker.serves_since.is_some() && !worker.has_unsent() && !worker.items.is_open()
+        }) && self.upgrade.is_none()
             && self.leaving.is_empty()
             && self.restart.is_none()
             && self.died.is_none()

@@ -1,7 +1,7 @@
 //! Requests of the service manager: configuration reload and watchdog.
 
 use super::command_line;
-use super::grants::GRANTS;
+use super::grants::{GRANTS, Permitted};
 use super::log::log_line;
 use super::state::{Reading, Supervisor};
 use super::upgrade_progress::Step;
@@ -22,19 +22,30 @@ impl Supervisor {
         }
     }
 
-    /// Reads the configuration file and permits what it names, in addition to what was permitted
-    /// before.
-    ///
-    /// Returns the text of the file, and an error if it is invalid and adds nothing.
+    /// Reads the configuration file. Returns its text, and the permissions unless it is invalid.
     ///
     /// # Errors
     /// The file cannot be read.
-    pub(super) fn read_config(&self) -> anyhow::Result<(Option<String>, anyhow::Result<()>)> {
+    pub(super) fn read_config(
+        &self,
+    ) -> anyhow::Result<(Option<String>, anyhow::Result<Permitted>)> {
         let file = command_line::config_file(&self.arguments);
-        let text = file.map(|file| config_file::read_text(&file)).transpose()?;
-        let outcome = (self.permit)(&self.arguments, text.as_deref())
-            .map(|permissions| GRANTS.lock().permit(permissions, text.clone()));
-        Ok((text, outcome))
+        let config = file.map(|file| config_file::read_text(&file)).transpose()?;
+        let permissions = (self.permit)(&self.arguments, config.as_deref());
+        let text = config.clone();
+        Ok((text, permissions.map(|permissions| Permitted { permissions, config })))
+    }
+
+    /// Reads the configuration file and permits what it names, in addition to what was permitted
+    /// before. Returns its text.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub(super) fn install_config(&self) -> anyhow::Result<Option<String>> {
+        let (text, permitted) = self.read_config()?;
+        // The server process reports that the file is invalid.
+        let _ = permitted.map(|permitted| GRANTS.lock().permit(permitted));
+        Ok(text)
     }
 
     /// Sends a pending reload request to the server process, if one serves and no upgrade runs.
@@ -49,8 +60,8 @@ impl Supervisor {
             return;
         }
         let pid = worker.pid();
-        let (text, why) = match self.read_config() {
-            Ok((text, _)) => (text.and_then(|text| memory_of(text.as_bytes()).ok()), String::new()),
+        let (text, why) = match self.install_config() {
+            Ok(text) => (text.and_then(|text| memory_of(text.as_bytes()).ok()), String::new()),
             Err(error) => (None, exit::line(&error)),
         };
         let text = text.as_ref().map(AsFd::as_fd);

@@ -7,9 +7,9 @@ use super::grants::{GRANTS, HeldImages, SavedGrants};
 use super::monotonic::Monotonic;
 use super::process::Process;
 use super::snapshot::{Snapshot, bytes_in};
-use super::state::{LEAVE, Reading, Supervisor};
+use super::state::{Reading, Supervisor};
+use super::upgrade::STEP;
 use super::upgrade_progress::{Step, Upgrade};
-use super::watchdog::SavedWatchdog;
 use super::worker::{Left, Worker};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint_codec::{Fds, SavedCheckpoint, add};
@@ -34,11 +34,9 @@ struct SavedSupervisor {
     restart: Option<u64>,
     /// Pending reload: the outer option is set if one is pending, the inner one has the process
     /// id of the server process that received the request.
-    reading: Option<Option<u32>>,
-    watchdog: Option<SavedWatchdog>,
+    reading: Option<Reading>,
     worker: Option<SavedWorker>,
     upgrade: Option<SavedUpgrade>,
-    leaving: Vec<SavedWorker>,
     left: Option<SavedLeft>,
 }
 
@@ -116,9 +114,12 @@ fn section<T: serde::de::DeserializeOwned>(
 impl Left {
     fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedLeft {
         let Self { items, by_fault, is_quiesced, fault_in_recovery } = self;
-        let (by_fault, is_quiesced) = (*by_fault, *is_quiesced);
-        let fault_in_recovery = *fault_in_recovery;
-        SavedLeft { items: items.save(fds), by_fault, is_quiesced, fault_in_recovery }
+        SavedLeft {
+            items: items.save(fds),
+            by_fault: *by_fault,
+            is_quiesced: *is_quiesced,
+            fault_in_recovery: *fault_in_recovery,
+        }
     }
 
     fn restore(saved: SavedLeft, fds: &mut Descriptors) -> Result<Self, StateError> {
@@ -152,17 +153,10 @@ impl Worker {
     ) -> Result<Self, StateError> {
         let pid = Pid::from_raw(saved.pid).ok_or(StateError::NotAState("no process is 0"))?;
         let fd = saved.process.map(|fd| fds.take(fd)).transpose()?;
-        let mut items = Checkpoint::restore(saved.items, fds)?;
-        if !is_child {
-            // Packets with the rest of an open transaction may be lost, so it is discarded.
-            items.close();
-        }
+        // Without an open transaction: its packets may be lost.
+        let items = Checkpoint::restore(saved.items, fds)?;
         Ok(Self {
-            process: if is_child {
-                Process::of_before(pid, fd)
-            } else {
-                Process::of_another(pid, fd)
-            },
+            process: Process::of_before(pid, fd, is_child),
             link: saved.link.map(|link| fds.take(link)).transpose()?,
             program: path_of(&saved.program.0),
             serves_since: saved.serves_since.map(|since| clock.read(since)),
@@ -199,18 +193,13 @@ impl Supervisor {
             deaths: self.deaths.times().map(|time| clock.write(time)).collect(),
             died: self.died.map(|time| clock.write(time)),
             restart: self.restart.map(|time| clock.write(time)),
-            reading: self.reading.map(|reading| match reading {
-                Reading::Wanted => None,
-                Reading::Told(pid) => Some(pid),
-            }),
-            watchdog: self.watchdog.as_ref().map(|watchdog| watchdog.save(&clock)),
+            reading: self.reading,
             worker: self.worker.as_ref().map(|worker| worker.save(&mut fds, &clock)),
             upgrade: self.upgrade.as_ref().map(|upgrade| SavedUpgrade {
                 new: upgrade.new.save(&mut fds, &clock),
                 step: upgrade.step,
                 why: upgrade.why.clone(),
             }),
-            leaving: self.leaving.iter().map(|(worker, _)| worker.save(&mut fds, &clock)).collect(),
             left: self.left.as_ref().map(|left| left.save(&mut fds)),
         };
         let mut parcel = Parcel::new();
@@ -261,8 +250,6 @@ impl Supervisor {
         let fds = &mut fds;
         let mut worker = |saved| Worker::restore(saved, &mut *fds, &clock, is_same);
         let serves = saved.worker.map(&mut worker).transpose()?;
-        let leaving: Result<Vec<_>, _> = saved.leaving.into_iter().map(&mut worker).collect();
-        let leaving = leaving?;
         let upgrade = match saved.upgrade {
             None => None,
             Some(upgrade) => {
@@ -275,14 +262,14 @@ impl Supervisor {
             new,
             step,
             began: clock.now(),
-            until: clock.now() + LEAVE,
+            until: clock.now() + STEP,
             asker: None,
             why,
             warnings: Vec::new(),
             is_check: false,
+            permitted: None,
         });
         self.worker = serves;
-        self.leaving = leaving.into_iter().map(|worker| (worker, clock.now() + LEAVE)).collect();
         self.program = path_of(&saved.program.0);
         self.sockets = saved.sockets.iter().map(|path| path_of(&path.0)).collect();
         self.deaths = saved.deaths.iter().map(|time| clock.read(*time)).collect();
@@ -291,10 +278,7 @@ impl Supervisor {
         GRANTS.lock().restore(grants, fds)?;
         if is_same {
             self.is_ready = saved.is_ready;
-            self.reading = saved.reading.map(|told| told.map_or(Reading::Wanted, Reading::Told));
-            if let (Some(watchdog), Some(saved)) = (&mut self.watchdog, &saved.watchdog) {
-                watchdog.restore(saved, &clock);
-            }
+            self.reading = saved.reading;
         }
         let Some(held) = held else { return Ok(None) };
         let taken: Result<Vec<_>, _> = held.clients.into_iter().map(|fd| fds.take(fd)).collect();

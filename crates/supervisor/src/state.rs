@@ -9,16 +9,14 @@ use super::upgrade_progress::{Replacement, Upgrade};
 use super::watchdog::Watchdog;
 use super::worker::{Left, Worker};
 use crate::permissions::Permit;
+use serde::{Deserialize, Serialize};
 use shadowbell_process::signals::Caught;
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
-
-/// Time limit for the end of an old process after it was killed.
-pub(super) const LEAVE: Duration = Duration::from_secs(2);
+use std::time::Instant;
 
 /// Progress of a configuration reload.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Reading {
     /// The request waits for a server process that serves while no upgrade runs.
     Wanted,
@@ -43,8 +41,8 @@ pub(super) struct Supervisor {
     pub(super) pending_exec: Option<PendingExec>,
     /// Pending recovery by the next process of an upgrade.
     pub(super) replacement: Option<Replacement>,
-    /// Old processes that have quiesced and were killed, each with the deadline of its end.
-    pub(super) leaving: Vec<(Worker, Instant)>,
+    /// Processes that were killed, and whose end does not matter.
+    pub(super) leaving: Vec<Worker>,
     pub(super) deaths: RestartPolicy,
     /// Time of the first death since a server process last served.
     pub(super) died: Option<Instant>,

@@ -13,13 +13,15 @@
 //! recovers from the same checkpoint, and the requester of the upgrade receives the reason.
 
 use super::QUEUED;
+use super::grants::{GRANTS, Permitted};
 use super::log::log_line;
 use super::pending_exec::PendingExec;
-use super::state::{LEAVE, Supervisor};
-use super::upgrade_progress::{Replacement, Step, Upgrade, answer_to, tell_check, tell_outcome};
+use super::state::Supervisor;
+use super::upgrade_progress::{
+    Replacement, Step, Upgrade, add_warnings, answer_to, tell_check, tell_outcome,
+};
 use super::worker::{Left, Worker, how};
 use crate::protocol::{self, RECOVER, answer, to_supervisor, to_worker};
-use rustix::process::Signal;
 use shadowbell_process::exit;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -27,7 +29,7 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 /// Time limit for each step of an upgrade before the old process quiesces.
-const STEP: Duration = Duration::from_secs(10);
+pub(super) const STEP: Duration = Duration::from_secs(10);
 /// Time limit for the quiesce, after which the old process is killed. Guests wait meanwhile. The
 /// old process has a far shorter limit of its own for its clients.
 const QUIESCES: Duration = Duration::from_secs(2);
@@ -46,18 +48,20 @@ impl Supervisor {
         asker: Option<OwnedFd>,
         is_check: bool,
     ) {
-        match self.read_config().and_then(|(_, outcome)| outcome) {
-            Ok(()) => self.begin_upgrade(program, asker, is_check),
+        match self.read_config().and_then(|(_, permitted)| permitted) {
+            Ok(permitted) => self.begin_upgrade(program, asker, is_check, Some(permitted)),
             Err(why) => tell_outcome(asker, Err(&exit::line(&why))),
         }
     }
 
-    /// Starts the next server process of an upgrade, or of its check only.
+    /// Starts the next server process of an upgrade, or of its check only. `permitted`: the
+    /// configuration for it, which is permitted when the running process has ended.
     pub(super) fn begin_upgrade(
         &mut self,
         program: Option<PathBuf>,
         asker: Option<OwnedFd>,
         is_check: bool,
+        permitted: Option<Permitted>,
     ) {
         let refusal = match &self.worker {
             _ if self.ended != 0 => Some("the server is to end"),
@@ -73,7 +77,11 @@ impl Supervisor {
             };
         }
         let program = program.unwrap_or_else(|| self.program.clone());
-        match Worker::start(&program, &self.arguments, RECOVER) {
+        let config = match &permitted {
+            Some(permitted) => permitted.config.clone(),
+            None => GRANTS.lock().facts.config.clone(),
+        };
+        match Worker::start_with(&program, &self.arguments, RECOVER, config) {
             Ok(new) => {
                 let began = Instant::now();
                 let (step, until) = (Step::Starting, began + STEP);
@@ -86,6 +94,7 @@ impl Supervisor {
                     why: None,
                     warnings: Vec::new(),
                     is_check,
+                    permitted,
                 });
                 self.write_snapshot();
             }
@@ -120,13 +129,13 @@ impl Supervisor {
     /// line.
     pub(super) fn has_checked(&mut self, lost: &str) {
         let Some(upgrade) = &mut self.upgrade else { return };
-        upgrade.warn(lost);
+        add_warnings(&mut upgrade.warnings, lost);
         if !upgrade.is_check {
             return self.quiesce();
         }
-        if let Some(mut upgrade) = self.upgrade.take() {
-            upgrade.new.kill();
-            tell_check(upgrade.asker.take(), &upgrade.warnings);
+        if let Some(upgrade) = self.upgrade.take() {
+            self.kill(upgrade.new);
+            tell_check(upgrade.asker, &upgrade.warnings);
         }
         if self.ended != 0 {
             self.tell_worker(to_worker::END);
@@ -152,12 +161,11 @@ impl Supervisor {
             return self.end_old(unfinished);
         }
         let Some(mut old) = self.worker.take() else { return };
-        let left = old.leaves(None).map(Left::after_quiesce);
+        let left = old.leaves(None).map(|left| Left { is_quiesced: true, ..left });
         let pid = old.pid();
         log_line(&format!("process {pid} has quiesced; another process recovers its clients"));
         // The next process does not wait for the end: the locks are released.
-        old.process.signal(Signal::KILL);
-        self.leaving.push((old, Instant::now() + LEAVE));
+        self.kill(old);
         self.replace(left);
     }
 
@@ -166,13 +174,13 @@ impl Supervisor {
     fn end_old(&mut self, why: &str) {
         if let Some(upgrade) = &mut self.upgrade {
             why.lines().for_each(|line| log_line(&format!("warning: upgrade: {line}")));
-            upgrade.warn(why);
+            add_warnings(&mut upgrade.warnings, why);
             upgrade.step = Step::Ending;
             // The end of a killed process has no limit.
             upgrade.until = Instant::now() + STEP;
         }
         if let Some(worker) = &self.worker {
-            worker.process.signal(Signal::KILL);
+            worker.kill();
         }
     }
 
@@ -181,9 +189,10 @@ impl Supervisor {
         self.sockets.clear();
         self.died = Some(Instant::now());
         self.left = left;
-        let Some(Upgrade { mut new, began, asker, why, warnings, .. }) = self.upgrade.take() else {
+        let Some(upgrade) = self.upgrade.take() else {
             return self.start_instead(Path::new(OURSELVES));
         };
+        let Upgrade { mut new, began, asker, why, warnings, permitted, .. } = upgrade;
         let replacement = Replacement {
             program: new.program.clone(),
             asker,
@@ -195,10 +204,11 @@ impl Supervisor {
             return self.go_back(replacement, &why);
         }
         let Some(left) = &self.left else {
-            new.kill();
+            self.kill(new);
             return self
                 .go_back(replacement, "the checkpoint of the running process is incomplete");
         };
+        permitted.into_iter().for_each(|permitted| GRANTS.lock().permit(permitted));
         new.recovers_from(left);
         self.worker = Some(new);
         self.replacement = Some(replacement);
@@ -275,9 +285,9 @@ impl Supervisor {
                 upgrade.new.why = Some(packet.text());
             }
         }
-        upgrade.new.kill();
-        let reason = upgrade.new.why.take().or_else(|| upgrade.why.take());
-        tell_outcome(upgrade.asker.take(), Err(reason.as_deref().unwrap_or(why)));
+        let reason = upgrade.new.why.take().or(upgrade.why);
+        self.kill(upgrade.new);
+        tell_outcome(upgrade.asker, Err(reason.as_deref().unwrap_or(why)));
         if self.ended != 0 {
             self.tell_worker(to_worker::END);
         }
@@ -286,7 +296,7 @@ impl Supervisor {
     /// Records warnings of the next process, one a line, for the requester of the upgrade.
     pub(super) fn warns(&mut self, lines: &str) {
         if let Some(replacement) = &mut self.replacement {
-            replacement.warn(lines);
+            add_warnings(&mut replacement.warnings, lines);
         }
     }
 

@@ -1,5 +1,6 @@
 //! Progress of an upgrade and of the recovery that follows, and the report of its result.
 
+use super::grants::Permitted;
 use super::log::log_line;
 use super::worker::Worker;
 use crate::protocol::{self, answer};
@@ -37,6 +38,8 @@ pub(super) struct Upgrade {
     pub(super) warnings: Vec<String>,
     /// Only the check is requested: the old process continues.
     pub(super) is_check: bool,
+    /// Configuration that is permitted once the old process has ended.
+    pub(super) permitted: Option<Permitted>,
 }
 
 /// Pending recovery by the next process after the old one has quiesced.
@@ -53,24 +56,11 @@ pub(super) struct Replacement {
     pub(super) warnings: Vec<String>,
 }
 
-impl Upgrade {
-    /// Adds warnings, one a line.
-    pub(super) fn warn(&mut self, lines: &str) {
-        add_warnings(&mut self.warnings, lines);
-    }
-}
-
-impl Replacement {
-    /// Adds warnings, one a line.
-    pub(super) fn warn(&mut self, lines: &str) {
-        add_warnings(&mut self.warnings, lines);
-    }
-}
-
 /// Maximum number of warnings of an upgrade.
 const MOST_WARNINGS: usize = 1000;
 
-fn add_warnings(warnings: &mut Vec<String>, lines: &str) {
+/// Adds warnings, one a line.
+pub(super) fn add_warnings(warnings: &mut Vec<String>, lines: &str) {
     for line in lines.lines() {
         if warnings.len() < MOST_WARNINGS && !warnings.iter().any(|known| known == line) {
             warnings.push(line.to_owned());

@@ -1,7 +1,5 @@
 //! Watchdog of the service manager, and liveness checks of the server process for it.
 
-use super::monotonic::Monotonic;
-use serde::{Deserialize, Serialize};
 use shadowbell_process::notify;
 use std::time::{Duration, Instant};
 
@@ -32,35 +30,15 @@ pub(super) enum Due {
     Lost,
 }
 
-/// Serialized timers.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct SavedWatchdog {
-    next: u64,
-    asked: Option<(u32, u64)>,
-    given_up: Option<u32>,
-}
-
 impl Watchdog {
-    /// Returns the timers for serialization.
-    pub(super) fn save(&self, clock: &Monotonic) -> SavedWatchdog {
-        let asked = self.asked.map(|(pid, until)| (pid, clock.write(until)));
-        SavedWatchdog { next: clock.write(self.next), asked, given_up: self.given_up }
-    }
-
-    /// Restores timers.
-    pub(super) fn restore(&mut self, saved: &SavedWatchdog, clock: &Monotonic) {
-        self.next = clock.read(saved.next).min(self.next);
-        self.asked = saved.asked.map(|(pid, until)| (pid, clock.read(until)));
-        self.given_up = saved.given_up;
-    }
-
-    /// Creates the watchdog that the environment (`WATCHDOG_USEC`) requests.
+    /// Creates the watchdog that the environment (`WATCHDOG_USEC`) requests. The first check is due
+    /// at once: before an exec, another program may have sent the last notification long ago.
     pub(super) fn wanted() -> Option<Self> {
         notify::watchdog().map(|every| Self::new(every, Instant::now()))
     }
 
-    fn new(every: Duration, now: Instant) -> Self {
-        Self { every, next: now + every, asked: None, given_up: None }
+    fn new(every: Duration, next: Instant) -> Self {
+        Self { every, next, asked: None, given_up: None }
     }
 
     /// Time of the next action.
@@ -116,7 +94,7 @@ mod tests {
     #[test]
     fn a_responsive_worker_is_checked_periodically() {
         let mut now = Instant::now();
-        let mut watchdog = Watchdog::new(EVERY, now);
+        let mut watchdog = Watchdog::new(EVERY, now + EVERY);
         assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
         for _ in 0..3 {
             assert_eq!(watchdog.deadline(), now + EVERY);
@@ -135,7 +113,7 @@ mod tests {
     #[test]
     fn a_worker_that_does_not_answer_is_ended_before_the_service_manager_acts() {
         let began = Instant::now();
-        let mut watchdog = Watchdog::new(EVERY, began);
+        let mut watchdog = Watchdog::new(EVERY, began + EVERY);
         assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Visit);
         let late = watchdog.deadline();
         assert!(late < began + 2 * EVERY, "else the service manager is the first");
@@ -152,7 +130,7 @@ mod tests {
     #[test]
     fn an_ended_or_unscheduled_worker_is_not_killed() {
         let began = Instant::now();
-        let mut watchdog = Watchdog::new(EVERY, began);
+        let mut watchdog = Watchdog::new(EVERY, began + EVERY);
         assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Visit);
         assert_eq!(watchdog.due(began + EVERY, None), Due::Alive);
         assert_eq!(watchdog.due(began + 2 * EVERY, Some(2)), Due::Visit);

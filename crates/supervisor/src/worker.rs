@@ -39,13 +39,6 @@ pub(super) struct Left {
     pub(super) fault_in_recovery: bool,
 }
 
-impl Left {
-    /// Marks the checkpoint as that of a process that had quiesced.
-    pub(super) fn after_quiesce(self) -> Self {
-        Self { is_quiesced: true, ..self }
-    }
-}
-
 /// A server process.
 pub(super) struct Worker {
     pub(super) process: Process,
@@ -83,6 +76,20 @@ impl Worker {
     /// # Errors
     /// The program cannot be started.
     pub(super) fn start(program: &Path, arguments: &[OsString], how: &str) -> io::Result<Self> {
+        let config = GRANTS.lock().facts.config.clone();
+        Self::start_with(program, arguments, how, config)
+    }
+
+    /// As [`start`](Self::start), with the text of another configuration file.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub(super) fn start_with(
+        program: &Path,
+        arguments: &[OsString],
+        how: &str,
+        config: Option<String>,
+    ) -> io::Result<Self> {
         let (ours, theirs) = protocol::pair()?;
         // A server process that does not read its socket must not block the supervisor.
         rustix::io::ioctl_fionbio(&ours, true)?;
@@ -102,7 +109,6 @@ impl Worker {
             command.env_remove(name);
         }
         let brokers = [broker::start(Kind::Images)?, broker::start(Kind::Paths)?];
-        let config = GRANTS.lock().facts.config.clone();
         let config = config.map(|text| memory_of(text.as_bytes())).transpose()?;
         let fds: Vec<_> = brokers.iter().chain(&config).map(AsFd::as_fd).collect();
         protocol::send_bytes(&ours, to_worker::BEGIN, &[], &fds, true)?;
@@ -346,9 +352,9 @@ impl Worker {
         self.process.signal(Signal::CONT);
     }
 
-    /// Kills the process and waits for its end.
-    pub(super) fn kill(&mut self) {
-        self.process.kill();
+    /// Kills the process. `reap_children` sees its end, which may take long.
+    pub(super) fn kill(&self) {
+        self.process.signal(Signal::KILL);
     }
 }
 
@@ -393,7 +399,7 @@ mod tests {
 
     fn worker(link: &OwnedFd, items: Checkpoint, in_parts: bool) -> Worker {
         Worker {
-            process: Process::of_another(rustix::process::getpid(), None),
+            process: Process::of_before(rustix::process::getpid(), None, false),
             link: Some(link.try_clone().unwrap()),
             program: PathBuf::new(),
             serves_since: None,

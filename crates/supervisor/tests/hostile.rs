@@ -7,14 +7,20 @@
 //! (`--as-worker`). The first argument is the number of messages before the shutdown; with a
 //! million or more the shutdown must begin within 100 ms. Further arguments select attacks.
 
-use rustix::net::sockopt::{set_socket_linger, set_socket_send_buffer_size};
+use rustix::net::sockopt::{
+    Timeout, set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size,
+    set_socket_timeout,
+};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, connect};
 use shadowbell_supervisor::checkpoint::{Change, packets};
 use shadowbell_supervisor::path_protocol::{self as paths, Kind, Made};
 use shadowbell_supervisor::permissions::{Permissions, bytes_of};
 use shadowbell_supervisor::protocol::{
-    self, AS_WORKER, START, open_broker as images, send_bytes, to_supervisor, to_worker,
+    self, AS_WORKER, START, answer, open_broker as images, question, send_bytes, to_supervisor,
+    to_worker,
 };
 use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait::LIMIT;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -23,6 +29,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,6 +40,8 @@ const VARIABLES: [&str; 3] = ["HOSTILE_ATTACK", "HOSTILE_COUNT", "HOSTILE_DIRECT
 
 /// Messages before a shutdown in the ordinary tests.
 const FEW: usize = 2000;
+/// Number of keys that would need more memory than a checkpoint may have.
+const MANY_KEYS: usize = 400_000;
 /// Messages from which on the time of the shutdown is checked.
 const CAMPAIGN: usize = 1_000_000;
 /// Time within which a shutdown has to begin.
@@ -57,7 +66,17 @@ const MESSAGES: [(&str, u8); 13] = [
 ];
 
 /// Attacks that are no flood of a message.
-const OTHERS: [&str; 4] = ["checkpoint with descriptors", "slow descriptors", "images", "paths"];
+const OTHERS: [&str; 6] =
+    ["checkpoint with descriptors", "many keys", "slow descriptors", ENDS_LINK, "images", "paths"];
+
+/// Attack after which the server process has no connection to the supervisor.
+const ENDS_LINK: &str = "empty packets";
+
+/// Maximum memory of a supervisor whose checkpoint was flooded, in KiB.
+const MEMORY: u64 = 350 << 10;
+
+/// User id of another user.
+const OTHER_USER: u32 = 65534;
 
 fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
@@ -67,6 +86,9 @@ fn main() -> ExitCode {
     }
     if arguments.get(1).is_some_and(|word| word == "serve") {
         return shadowbell_supervisor::run(arguments, permit);
+    }
+    if arguments.get(1).is_some_and(|word| word == "stranger") {
+        return stranger(&arguments[2]);
     }
     let words: Vec<_> = arguments.iter().skip(1).filter_map(|word| word.to_str()).collect();
     let count = words.first().and_then(|word| word.parse().ok()).unwrap_or(FEW);
@@ -148,18 +170,65 @@ fn withstands(attack: &str, count: usize) -> Duration {
         }
     };
     line("flooding");
+    if attack == "many keys" {
+        let memory = resident(supervisor.id());
+        assert!(memory < MEMORY, "{attack}: {memory} KiB");
+    }
+    if attack == "UPGRADE" {
+        refuses_another_user(supervisor.id());
+    }
     let began = Instant::now();
     let pid = rustix::process::Pid::from_child(&supervisor);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
-    line("end");
+    // A server process without a connection is killed.
+    let expected = if attack == ENDS_LINK { None } else { Some("end") };
+    expected.into_iter().for_each(&mut line);
+    let status = (attack == ENDS_LINK).then(|| supervisor.wait());
     let took = began.elapsed();
     assert!(bystander.try_wait().expect("a process").is_none(), "{attack}: the bystander died");
     assert_eq!(outside(root.path()), before, "{attack}");
     let connects = |name: &str| UnixStream::connect(at(name)).is_ok();
     assert!(connects("other.sock") && connects("sockets/other.sock"), "{attack}");
-    let status = supervisor.wait();
-    assert_eq!(status.code(), Some(0), "{attack}: {status}");
+    let status = status.unwrap_or_else(|| supervisor.wait());
+    assert_eq!(status.code(), Some(i32::from(attack == ENDS_LINK)), "{attack}: {status}");
     took
+}
+
+/// Resident memory of a process, in KiB.
+fn resident(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a line");
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
+}
+
+/// Requests of another user at the supervisor's control socket have no answer.
+fn refuses_another_user(supervisor: u32) {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root can be another user");
+    }
+    let mut command = Command::new("/proc/self/exe");
+    command.arg("stranger").arg(supervisor.to_string()).uid(OTHER_USER);
+    let status = command.status().expect("this program");
+    assert!(status.success(), "the request of another user: {status}");
+}
+
+/// Another user. Succeeds if the supervisor answers no request.
+fn stranger(supervisor: &std::ffi::OsStr) -> ExitCode {
+    let pid = supervisor.to_str().and_then(|pid| pid.parse().ok()).expect("a number");
+    let address = SocketAddrUnix::new_abstract_name(protocol::name(pid, 0).as_bytes());
+    for letter in [question::IS_YOURS, question::SERVES, question::GRANT, question::UPGRADE] {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None);
+        let socket = socket.expect("a socket");
+        connect(&socket, address.as_ref().expect("an address")).expect("a supervisor");
+        let body = supervisor.as_encoded_bytes();
+        // The supervisor may have closed the connection already.
+        let _ = send_bytes(&socket, letter, body, &[], false);
+        let answer = protocol::receive(&socket, false);
+        if matches!(answer, Ok(Some(_))) {
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
 }
 
 /// The shutdown has begun.
@@ -186,6 +255,11 @@ fn hostile(is_first: bool) {
                 return;
             }
         }
+        if std::env::var(VARIABLES[0]).is_ok_and(|attack| attack == ENDS_LINK) {
+            loop {
+                std::thread::park();
+            }
+        }
         std::process::exit(1);
     });
     if !is_first {
@@ -199,14 +273,40 @@ fn hostile(is_first: bool) {
         "images" => repeat(count, |number| ask_for_images(&brokers[0], number)),
         "paths" => repeat(count, |number| ask_for_paths(&brokers[1], number)),
         "slow descriptors" => {
-            let mut slow: Vec<_> = (0..64).map(|_| slow_to_close()).collect();
-            repeat(count, |number| match slow.pop() {
-                Some((socket, reader)) => {
-                    std::mem::forget(reader);
-                    give(&link, b'?', &[], &[socket.as_fd()]);
-                }
-                None => give(&link, b'?', &number.to_le_bytes(), &[]),
-            });
+            let supervisor = rustix::process::getppid().expect("a parent");
+            let signal = |signal| {
+                rustix::process::kill_process(supervisor, signal).expect("a signal");
+            };
+            // The supervisor's copy of each has to be the last one.
+            signal(rustix::process::Signal::STOP);
+            for _ in 0..64 {
+                let (socket, reader) = slow_to_close();
+                std::mem::forget(reader);
+                give(&link, b'?', &[], &[socket.as_fd()]);
+            }
+            signal(rustix::process::Signal::CONT);
+            // The second upgrade is refused at once, behind all of those messages.
+            let (ours, theirs) = protocol::pair().expect("a pair");
+            for fds in [&[][..], &[theirs.as_fd()]] {
+                give(&link, to_supervisor::UPGRADE, b"", fds);
+            }
+            set_socket_timeout(&ours, Timeout::Recv, Some(LIMIT)).expect("a socket");
+            let answer = protocol::receive(&ours, false).expect("an answer").expect("an answer");
+            assert_eq!(answer.letter, answer::NO, "{}", answer.text());
+            repeat(count, |number| give(&link, b'?', &number.to_le_bytes(), &[]));
+        }
+        "many keys" => repeat(count.max(MANY_KEYS), |number| {
+            put(&link, &format!("item/{number}"), &[7; 1024], &[]);
+        }),
+        ENDS_LINK => {
+            let sockets = [&brokers[0], &brokers[1], &link];
+            for socket in sockets {
+                // The supervisor takes it for the end of the connection.
+                rustix::net::send(socket, &[], rustix::net::SendFlags::NOSIGNAL).expect("a packet");
+            }
+            // The supervisor has closed its ends.
+            sockets.map(|socket| while send_bytes(socket, b'?', &[], &[], false).is_ok() {});
+            repeat(0, |_| std::thread::park());
         }
         "checkpoint with descriptors" => {
             let (read, _write) = io::pipe().expect("a pipe");
@@ -216,9 +316,9 @@ fn hostile(is_first: bool) {
                 fds = &fds[..16];
                 set_socket_send_buffer_size(&link, 64 << 10).expect("a socket");
             }
-            repeat(count, |number| put(&link, number, fds));
+            repeat(count, |number| put(&link, &key(number), &[7; 4096], fds));
         }
-        "CHECKPOINT" => repeat(count, |number| put(&link, number, &[])),
+        "CHECKPOINT" => repeat(count, |number| put(&link, &key(number), &[7; 4096], &[])),
         "UPGRADE" => {
             // Requesters that never read their answers.
             let (_ours, theirs) = protocol::pair().expect("a pair");
@@ -283,27 +383,33 @@ fn name_of(path: &Path) -> OwnedFd {
     open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).expect("the file")
 }
 
-/// Stores an item in the checkpoint, under one of many keys.
-fn put(link: &OwnedFd, number: usize, fds: &[BorrowedFd<'_>]) {
-    let key = format!("item/{}", number % 50);
-    let changes = [Change::Put { key: &key, body: &[7; 4096], fds }];
+/// One of 50 keys.
+fn key(number: usize) -> String {
+    format!("item/{}", number % 50)
+}
+
+/// Stores an item in the checkpoint.
+fn put(link: &OwnedFd, key: &str, body: &[u8], fds: &[BorrowedFd<'_>]) {
+    let changes = [Change::Put { key, body, fds }];
     let mut memory = Vec::new();
     for packet in packets(&changes, &mut memory).expect("packets") {
         give(link, to_supervisor::CHECKPOINT, &packet.bytes, &packet.fds);
     }
 }
 
-/// Socket whose close takes seconds (SO_LINGER), because the peer does not read.
+/// Socket whose close does not end (SO_LINGER), because the peer does not read.
 fn slow_to_close() -> (OwnedFd, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
+    set_socket_recv_buffer_size(&listener, 4096).expect("a socket");
     let address = listener.local_addr().expect("an address");
     let mut writer = TcpStream::connect(address).expect("a connection");
     let (reader, _) = listener.accept().expect("a connection");
+    set_socket_send_buffer_size(&writer, 4096).expect("a socket");
     writer.set_nonblocking(true).expect("a socket");
     while writer.write(&[0; 65536]).is_ok() {}
     writer.set_nonblocking(false).expect("a socket");
     // The duration of the close, and no limit.
-    set_socket_linger(&writer, Some(Duration::from_secs(5))).expect("a socket");
+    set_socket_linger(&writer, Some(LIMIT * 100)).expect("a socket");
     (writer.into(), reader)
 }
 

@@ -7,6 +7,23 @@ fn parse_error(text: &str) -> String {
 }
 
 #[test]
+fn images_of_read_only_disks_and_controllers_are_only_read() {
+    let text = r#"
+        [[controller]]
+        socket = "/run/vm0.sock"
+        disks = ["a.img", "b.img?read-only=on", "mem:1MiB"]
+        [[controller]]
+        socket = "/run/vm1.sock"
+        disks = ["c.img"]
+        read-only = true
+    "#;
+    let config = parse(text, "vms.toml").unwrap();
+    let images: Vec<_> = config.images().collect();
+    let expected = [("a.img", false), ("b.img", true), ("c.img", true)];
+    assert_eq!(images, expected.map(|(path, is_read_only)| (path.into(), is_read_only)));
+}
+
+#[test]
 fn every_setting_is_parsed() {
     let text = r#"
         trace = "/var/tmp/trace"

@@ -269,7 +269,11 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
             outcome => outcome,
         }
     });
-    made.map_err(|source| BindError::System { path: path.clone(), what: "created", source })?;
+    made.map_err(|source| BindError::System {
+        path: path.clone(),
+        what: "created".into(),
+        source,
+    })?;
     let listener = path_broker::listen(&path, Kind::Private)?;
     Ok(Socket { listener, directory: Some(OwnDirectory(own)) })
 }

@@ -12,7 +12,6 @@ use landlock::{
     Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
     path_beneath_rules,
 };
-use shadowbell_config::disk_spec;
 use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::socket_path;
@@ -83,6 +82,10 @@ pub(crate) fn permissions(
         paths.dedup();
         paths.iter().map(|path| bytes_of(path)).collect()
     };
+    let images = |is_read_only| {
+        let images = config.images().filter(|image| image.1 == is_read_only);
+        all(&mut images.map(|(path, _)| path))
+    };
     let pools = config.controllers.iter().filter_map(|served| served.controller.pool.as_ref());
     let pools = pools.map(|pool| pool.directory.clone());
     let sockets = || {
@@ -99,7 +102,8 @@ pub(crate) fn permissions(
     let control = control.iter().flat_map(|directory| names.iter().map(|n| directory.join(n)));
     let (mode, group) = config.socket_access.numbers()?;
     Ok(Permissions {
-        images: all(&mut config.disk_specs().filter_map(disk_spec::file)),
+        images: images(false),
+        read_only_images: images(true),
         image_directories: all(&mut config.allow.iter().cloned().chain(pools)),
         sockets: all(&mut sockets()),
         socket_directories: all(&mut directories.into_iter()),

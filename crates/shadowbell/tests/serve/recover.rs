@@ -210,6 +210,25 @@ fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     Client::attach(&socket(&server, 0)).write(2, 0, 1);
 }
 
+/// A check and a refused upgrade read the configuration file, but do not install it.
+#[test]
+fn a_refused_upgrade_does_not_install_its_configuration() {
+    let server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.write(1, 0, 7);
+    let file = server.directory().join("vms.toml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("mem:16MiB", "mem:8MiB")).unwrap();
+    for options in [&["--check"][..], &[]] {
+        let (status, output, errors) = upgrade_with(&server.pid().to_string(), options);
+        assert_eq!(status, Some(1), "{output}{errors}");
+        assert!(errors.contains("is to serve 0.img, mem:8MiB at "), "{errors}");
+    }
+    kill(&server, Signal::KILL);
+    assert_eq!(client.read(1, 0), 7);
+    assert_no_loss(&server);
+}
+
 #[test]
 fn an_unrecoverable_disk_is_reported() {
     let below = Export::start("mem:4MiB");

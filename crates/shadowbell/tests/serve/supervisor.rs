@@ -166,7 +166,7 @@ fn a_second_signal_ends_the_server_at_once() {
     assert!(server.is_alive());
     server.signal(Signal::TERM);
     assert_eq!(server.wait().code(), Some(1));
-    assert!(has_ended(worker));
+    until("the end of the server process", || has_ended(worker));
 }
 
 #[test]

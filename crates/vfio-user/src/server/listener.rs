@@ -1,5 +1,6 @@
 //! Listening socket of a device, and its file in the file system.
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -36,7 +37,7 @@ const MARK: u32 = 0o1000;
 const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
 
 /// Error in creating a listening socket.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
     /// The path exceeds the length of a socket address.
@@ -94,10 +95,25 @@ pub enum BindError {
         /// The path.
         path: PathBuf,
         /// The failed operation, as a participle.
-        what: &'static str,
+        what: Cow<'static, str>,
         /// The system's error.
+        #[serde(with = "error_number")]
         source: io::Error,
     },
+}
+
+/// Serialization of an error of the system as its number.
+mod error_number {
+    use serde::{Deserialize, Deserializer, Serializer};
+    use std::io;
+
+    pub(super) fn serialize<S: Serializer>(error: &io::Error, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_i32(error.raw_os_error().unwrap_or_default())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<io::Error, D::Error> {
+        i32::deserialize(from).map(io::Error::from_raw_os_error)
+    }
 }
 
 /// Options of [`Listener::bind_with`].
@@ -207,8 +223,8 @@ impl Listener {
     /// [`BindError`].
     pub fn bind_with(path: impl AsRef<Path>, options: BindOptions<'_>) -> Result<Self, BindError> {
         let path = address::resolve(path.as_ref());
-        let failed = |what| {
-            let path = path.clone();
+        let failed = |what: &'static str| {
+            let (path, what) = (path.clone(), what.into());
             move |source: io::Error| BindError::System { path, what, source }
         };
         let system = |what| {
@@ -483,7 +499,7 @@ fn remove_stale(
     }
     let probe = new_socket().map_err(|errno| BindError::System {
         path: path.clone(),
-        what: "probed",
+        what: "probed".into(),
         source: errno.into(),
     })?;
     match connect(&probe, address) {
@@ -494,13 +510,15 @@ fn remove_stale(
         }
         Err(Errno::CONNREFUSED) => fs::remove_file(&path).map_err(|source| BindError::System {
             path,
-            what: "replaced",
+            what: "replaced".into(),
             source,
         }),
         Err(Errno::NOENT) => Ok(()),
-        Err(errno) => {
-            Err(BindError::System { path, what: "probed for a server", source: errno.into() })
-        }
+        Err(errno) => Err(BindError::System {
+            path,
+            what: "probed for a server".into(),
+            source: errno.into(),
+        }),
     }
 }
 
@@ -512,6 +530,24 @@ mod tests {
 
     fn mode(path: &Path) -> u32 {
         fs::symlink_metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn errors_reach_another_process() {
+        let path = || PathBuf::from("/x");
+        let source = io::Error::from_raw_os_error(13);
+        for error in [
+            BindError::TooLong { path: path(), len: 200 },
+            BindError::NoDirectory { path: path(), directory: "/no".into() },
+            BindError::InUse { path: path() },
+            BindError::NotASocket { path: path() },
+            BindError::Foreign { path: path() },
+            BindError::System { path: path(), what: "probed".into(), source },
+        ] {
+            let text = serde_json::to_string(&error).unwrap();
+            let read: BindError = serde_json::from_str(&text).unwrap();
+            assert_eq!(read.to_string(), error.to_string());
+        }
     }
 
     #[test]
