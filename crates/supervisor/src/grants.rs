@@ -177,6 +177,9 @@ impl Grants {
         self.changes += 1;
         if let Some(known) = self.images.iter_mut().find(|image| image.id == id) {
             known.is_writable |= is_writable;
+            // A new use: the end of the last one, which may not have been released yet, does not
+            // end it.
+            known.was_stored = false;
             if is_current {
                 (known.path, known.is_current) = (path, true);
             }

@@ -339,4 +339,20 @@ mod tests {
         assert!(grants.held(image.as_fd(), Access::Read).is_err());
         assert!(grants.held(o_path(&path("new")).as_fd(), Access::Read).is_ok());
     }
+
+    #[test]
+    fn an_image_that_is_granted_again_before_its_release_stays() {
+        let mut grants = super::super::grants::Grants::default();
+        let (_directory, path) = directory(&["image"]);
+        let grant = |grants: &mut super::super::grants::Grants| {
+            grants.grant(&path("image"), File::open(path("image")).unwrap().as_fd()).unwrap();
+        };
+        let image = o_path(&path("image"));
+        grant(&mut grants);
+        grants.release([image.as_fd()].into_iter());
+        // Its controller is removed and added again.
+        grant(&mut grants);
+        grants.release(std::iter::empty());
+        assert!(grants.held(image.as_fd(), Access::Read).is_ok());
+    }
 }
