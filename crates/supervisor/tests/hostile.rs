@@ -305,7 +305,9 @@ fn hostile(is_first: bool) {
                 rustix::net::send(socket, &[], rustix::net::SendFlags::NOSIGNAL).expect("a packet");
             }
             // The supervisor has closed its ends.
-            sockets.map(|socket| while send_bytes(socket, b'?', &[], &[], false).is_ok() {});
+            for socket in sockets {
+                while send_bytes(socket, b'?', &[], &[], false).is_ok() {}
+            }
             repeat(0, |_| std::thread::park());
         }
         "checkpoint with descriptors" => {
