@@ -424,7 +424,8 @@ impl Core {
     fn cancel_late(&mut self) {
         let (now, timeout) = (self.now, self.timeout);
         self.cancel(|since| now.saturating_sub(since) > timeout);
-        let (mut due, grace) = (u32::MAX, CANCELLED.as_secs() as u32);
+        // A request that is submitted from now on does not exceed the timeout earlier.
+        let (mut due, grace) = (late(now, timeout), CANCELLED.as_secs() as u32);
         for slot in &mut self.slots {
             let (State::Pending(in_flight) | State::Late(in_flight) | State::Abandoned(in_flight)) =
                 &slot.state
@@ -491,5 +492,42 @@ impl Drop for Engine {
             }
             std::thread::sleep(PAUSE);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A queue that never completes a request.
+    struct Mute;
+
+    impl Queue for Mute {
+        fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
+            Submitted::Pending
+        }
+    }
+
+    #[test]
+    fn a_request_beside_a_hung_one_has_its_own_timeout() {
+        let timeout = Duration::from_secs(1);
+        let info = DiskInfo::new(512, 8);
+        let engine = Engine::new(Box::new(Mute), &info, timeout, Arc::default());
+        let submit = || {
+            let request = Request { op: Op::Flush, offset: 0, len: 0 };
+            let begun = engine.submit(&request, Data::NONE, None, Waker::noop());
+            assert!(matches!(begun, Begun::Slot(_)));
+        };
+        submit();
+        // The first request was submitted long ago, and does not end after its cancellation.
+        if let Some(core) = engine.core.borrow_mut().as_mut() {
+            core.started -= Duration::from_secs(100);
+        }
+        engine.after_sleep();
+        submit();
+        let limit = engine.sleep_limit().unwrap();
+        assert!(limit <= Duration::from_secs(2), "{limit:?}");
+        // The drop of the engine would wait for the requests.
+        std::mem::forget(engine);
     }
 }
