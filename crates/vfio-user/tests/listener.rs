@@ -2,6 +2,8 @@
 
 mod common;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::{Arc, Barrier};
@@ -19,6 +21,40 @@ fn the_socket_file_is_removed_with_the_listener() {
     assert!(path.exists());
     drop(listener);
     assert!(!path.exists());
+}
+
+/// Directory for the part of a test that runs in a process of its own.
+const DIRECTORY: &str = "SHADOWBELL_TEST_LISTENER_DIRECTORY";
+
+/// A process without a further descriptor leaves no socket file. The limit applies to a whole
+/// process, so the test starts one.
+#[test]
+fn a_failed_listener_leaves_no_file() {
+    let Some(path) = std::env::var_os(DIRECTORY) else {
+        let directory = tempfile::tempdir().unwrap();
+        let mut own = std::process::Command::new(std::env::current_exe().unwrap());
+        own.args(["--exact", "a_failed_listener_leaves_no_file", "--nocapture"]);
+        let output = own.env(DIRECTORY, directory.path()).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        return;
+    };
+    let directory = Path::new(&path);
+    let free = std::fs::File::open("/dev/null").unwrap().as_raw_fd();
+    let before = getrlimit(Resource::Nofile);
+    // Each step that needs a descriptor fails once.
+    for more in 0.. {
+        let limit = Rlimit { current: Some(free as u64 + more), maximum: before.maximum };
+        setrlimit(Resource::Nofile, limit).unwrap();
+        let outcome = Listener::bind(directory.join("socket"));
+        let usual = Rlimit { current: before.current, maximum: before.maximum };
+        setrlimit(Resource::Nofile, usual).unwrap();
+        if outcome.is_ok() {
+            assert!(more > 2, "the file of the socket needed no descriptor");
+            break;
+        }
+        let left: Vec<_> = std::fs::read_dir(directory).unwrap().collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
 }
 
 #[test]

@@ -22,6 +22,7 @@ use rustix::net::{
     AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
     listen, shutdown, socket_with,
 };
+use rustix::process::geteuid;
 
 use crate::descriptor::Stream;
 use crate::handover::RestoreError;
@@ -268,7 +269,8 @@ impl Listener {
             _ => &path,
         };
         bind(&socket, hidden_address.as_ref().unwrap_or(&address)).map_err(in_use)?;
-        let (node, about) = new_node(first).map_err(failed("created"))?;
+        let node = new_node(first).inspect_err(|_| remove_bound(first));
+        let (node, about) = node.map_err(failed("created"))?;
         let file = (about.dev(), about.ino());
         // If a later step fails, the listener is dropped, which removes the file.
         let mut listener = Self { socket, path: first.clone(), file: Some(file), is_lent: false };
@@ -437,6 +439,16 @@ fn new_node(path: &Path) -> io::Result<(File, Metadata)> {
     match about.file_type().is_socket() {
         true => Ok((node, about)),
         false => Err(Errno::EXIST.into()),
+    }
+}
+
+/// Removes a socket file that was bound and cannot be opened, for example for lack of descriptors.
+/// If another user of the directory has put another file in its place, that one stays.
+fn remove_bound(path: &Path) {
+    if let Ok(about) = fs::symlink_metadata(path)
+        && about.uid() == geteuid().as_raw()
+    {
+        remove_socket(path, (about.dev(), about.ino()));
     }
 }
 
