@@ -29,7 +29,7 @@ struct StatusQuery<'a> {
 
 impl Drop for StatusQuery<'_> {
     fn drop(&mut self) {
-        self.link.lock().leave(self.number);
+        self.link.lock().leave(self.number, &self.connections.shared);
     }
 }
 

@@ -242,6 +242,10 @@ impl Disk for NbdDisk {
         self.connections().shared.unflushed.lock().has_lost_writes
     }
 
+    fn orphans(&self) -> usize {
+        self.connections().shared.orphans.len()
+    }
+
     fn checkpoint(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         let saved = SavedExport::new(&self.info, self.has_lost_writes());
         Ok(serde_json::json!({ KEY: saved }))

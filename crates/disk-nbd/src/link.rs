@@ -95,10 +95,13 @@ impl Link {
         Ok(at as u32)
     }
 
-    /// Removes a queue with its unsent subrequests.
-    pub(crate) fn leave(&mut self, user: u32) {
+    /// Removes a queue with its unsent subrequests. Sent writes become orphans.
+    pub(crate) fn leave(&mut self, user: u32, shared: &Shared) {
         for slot in self.parts.all(|part| part.owner.is_some_and(|owner| owner.user == user)) {
-            self.drop_subrequest(slot);
+            if !self.drop_subrequest(slot, shared) {
+                // No other queue of this number may get the result.
+                self.parts.disown(slot);
+            }
         }
         if let Some(place) = self.users.get_mut(user as usize) {
             *place = None;
@@ -155,29 +158,40 @@ impl Link {
 
     /// Adds an automatic flush, in front of all waiting subrequests.
     pub(crate) fn push_flush(&mut self) {
-        let slot = self.parts.insert(Subrequest::new(command::FLUSH, 0, 0, 0, Vec::new()));
+        let mut flush = Subrequest::new(command::FLUSH, 0, 0, 0, Vec::new());
+        flush.is_automatic = true;
+        let slot = self.parts.insert(flush);
         self.waiting.push_front(WAITING, slot);
     }
 
-    /// Cancels the unsent subrequests and the reads of a queue's request. Replies to these reads
-    /// will be discarded. Returns the number of cancelled subrequests and their bytes.
-    pub(crate) fn cancel(&mut self, user: u32, task: u32) -> (u32, u64) {
+    /// Cancels the subrequests of a queue's request. Sent writes become orphans; with too many
+    /// orphans, they are not cancelled. Returns the number of cancelled subrequests and their
+    /// bytes.
+    pub(crate) fn cancel(&mut self, user: u32, task: u32, shared: &Shared) -> (u32, u64) {
         let mut sum = (0, 0);
         for slot in self.parts.of(user, task) {
-            if let Some(part) = self.parts.get(slot)
-                && (!part.is_sent || part.is_read())
-            {
-                sum = (sum.0 + 1, sum.1 + u64::from(part.len));
-                self.drop_subrequest(slot);
+            let Some(len) = self.parts.get(slot).map(|part| part.len) else { continue };
+            if self.drop_subrequest(slot, shared) {
+                sum = (sum.0 + 1, sum.1 + u64::from(len));
             }
         }
         sum
     }
 
-    /// Drops a subrequest. If it has been sent, its reply will be discarded.
-    fn drop_subrequest(&mut self, slot: u32) {
+    /// Drops a subrequest. If it has been sent, it has no owner until its reply. Returns false, and
+    /// leaves a sent write as it is, if the disk has too many orphans.
+    fn drop_subrequest(&mut self, slot: u32, shared: &Shared) -> bool {
         match self.parts.get_mut(slot) {
-            Some(part) if part.is_sent => self.parts.disown(slot),
+            Some(part) if part.is_sent => {
+                if part.changes() && part.orphan.is_none() {
+                    let orphan = shared.orphans.adopt(part.offset, part.len.into());
+                    let Some(orphan) = orphan else { return false };
+                    part.orphan = Some(orphan);
+                    // The queue may be closed, so the reconnection thread receives the reply.
+                    shared.wake.signal();
+                }
+                self.parts.disown(slot);
+            }
             _ => {
                 self.waiting.remove(slot);
                 if let Some(part) = self.parts.remove(slot) {
@@ -185,6 +199,14 @@ impl Link {
                 }
             }
         }
+        true
+    }
+
+    /// Returns the socket if the connection has orphans in flight, or an automatic flush. The flag
+    /// is true if some requests still have to be sent.
+    pub(crate) fn unattended(&self) -> Option<(Stream, bool)> {
+        let is_unattended = |part: &Subrequest| part.orphan.is_some() || part.is_automatic;
+        self.busy().filter(|_| self.parts.any(is_unattended))
     }
 
     /// Installs a new connection, and sends waiting subrequests.
@@ -390,6 +412,8 @@ impl Link {
         caller: &mut Option<CallerResults<'_>>,
     ) {
         let Subrequest { command, flags, offset, len, mut data, owner, flushes, .. } = part;
+        // Requests that wait for the orphan start when the write is recorded.
+        let (_orphan, is_automatic) = (part.orphan, part.is_automatic);
         let changes = matches!(command, command::WRITE | command::WRITE_ZEROES | command::TRIM);
         if changes && error == 0 {
             shared.is_full.store(false, Ordering::Relaxed);
@@ -402,11 +426,11 @@ impl Link {
         }
         if command == command::FLUSH {
             let mut unflushed = shared.unflushed.lock();
-            if owner.is_none() {
+            if is_automatic {
                 unflushed.flush = Flush::None;
             }
             let can_continue = error == 0 && unflushed.flushed(flushes);
-            // An automatic flush has no owner to which its error could be reported.
+            // An automatic or cancelled flush has no owner to which its error could be reported.
             let is_lost = error != 0 && owner.is_none();
             shared.flush_soon(&mut unflushed);
             drop(unflushed);
@@ -461,8 +485,7 @@ impl Link {
         for slot in sent.into_iter().rev() {
             let Some(part) = self.parts.get_mut(slot) else { continue };
             part.breaks += u32::from(is_broken);
-            let is_own_flush = part.command == command::FLUSH && part.owner.is_none();
-            if is_own_flush {
+            if part.is_automatic {
                 shared.unflushed.lock().flush = Flush::Requested;
             }
             // A cancelled read is dropped. A write without an owner is sent again, because the

@@ -7,10 +7,11 @@ use crate::task::Task;
 use crate::user::{SubrequestResult, User};
 use parking_lot::Mutex;
 use shadowbell_disk::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks};
-use shadowbell_memory::Segments;
+use shadowbell_memory::{DmaTable, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::task::Waker;
 
 /// Maximum size of the buffers of a queue's subrequests, in bytes. Further subrequests wait.
 const BUFFERS: u64 = 16 << 20;
@@ -22,6 +23,10 @@ pub(crate) struct NbdQueue {
     /// Index of the connection.
     link: usize,
     user: Arc<User>,
+    /// Waker for the ends of orphans.
+    waker: Waker,
+    /// Number of ended orphans when blocked requests were checked.
+    orphans_ended: u64,
     /// Number of the queue on the connection.
     number: u32,
     bounds: Bounds,
@@ -49,6 +54,8 @@ impl NbdQueue {
         let number = place.lock().join(&user)?;
         Ok(Self {
             link,
+            waker: Waker::from(Arc::clone(&user)),
+            orphans_ended: 0,
             user,
             number,
             bounds: info.bounds(),
@@ -64,7 +71,7 @@ impl NbdQueue {
     /// Processes completions if `receives` is true. Then starts and sends subrequests within the
     /// limits.
     fn turn(&mut self, receives: bool) {
-        let Self { handle, link, tasks, bytes, parts, ended, number, .. } = self;
+        let Self { handle, link, tasks, bytes, parts, ended, number, waker, .. } = self;
         let connections = &handle.0;
         let Some(link) = connections.links.get(*link) else { return };
         let mut link = link.lock();
@@ -85,9 +92,21 @@ impl NbdQueue {
                 link.recycle(data);
             }
         }
+        let orphans = &connections.shared.orphans;
+        if tasks.has_blocked() {
+            let orphans_ended = orphans.ended();
+            if std::mem::replace(&mut self.orphans_ended, orphans_ended) != orphans_ended {
+                tasks.unblock_all();
+            }
+        }
         while let Some(key) = tasks.first_waiting() {
             let Some(task) = tasks.get_mut(key) else { break };
-            let Some(next) = task.next(connections.part) else {
+            let next = task.next(connections.part);
+            if !orphans.is_empty() && task.is_blocked(next.as_ref(), orphans, waker) {
+                tasks.block(key);
+                continue;
+            }
+            let Some(next) = next else {
                 if task.is_finished(connections.part) {
                     tasks.finish(key);
                 }
@@ -130,6 +149,9 @@ impl Queue for NbdQueue {
         }
         let mut task = match Task::new(request, &connections.first, self.reads_zeroes) {
             Ok(task) => task,
+            Err(Ok(())) if request.op == Op::Flush && !connections.shared.orphans.is_empty() => {
+                Task::barrier()
+            }
             Err(result) => return Submitted::Done(result),
         };
         task.data = data.take();
@@ -167,12 +189,12 @@ impl Queue for NbdQueue {
             return;
         };
         let mut link = link.lock();
-        let (count, bytes) = link.cancel(self.number, key);
+        let (count, bytes) = link.cancel(self.number, key, &connections.shared);
         drop(link);
         self.parts = self.parts.saturating_sub(count);
         self.bytes = self.bytes.saturating_sub(bytes);
-        if count == 0 && task.next(connections.part).is_none() {
-            // All subrequests of the request have been sent, and sent writes cannot be cancelled.
+        if count == 0 && task.next(connections.part).is_none() && !task.is_barrier {
+            // The request has ended, or its writes are in flight and there are too many orphans.
             return;
         }
         task.in_flight = task.in_flight.saturating_sub(count);
@@ -182,6 +204,15 @@ impl Queue for NbdQueue {
         if is_finished && self.tasks.finish(key) {
             // `reap` will end the request. The signal makes the I/O thread call it.
             self.user.completions.signal();
+        }
+    }
+
+    fn memory_changed(&mut self, _: &DmaTable) {
+        let keys: Vec<_> = self.tasks.keys().collect();
+        for key in keys {
+            if let Some(task) = self.tasks.get_mut(key) {
+                task.release_memory();
+            }
         }
     }
 
@@ -201,7 +232,7 @@ impl Queue for NbdQueue {
 impl Drop for NbdQueue {
     fn drop(&mut self) {
         if let Some(link) = self.handle.0.links.get(self.link) {
-            link.lock().leave(self.number);
+            link.lock().leave(self.number, &self.handle.0.shared);
         }
     }
 }

@@ -1,10 +1,11 @@
 //! Reconnection thread: replaces lost connections and does all work that may block for long.
 
 use crate::connections::Connections;
-use crate::link::Loss;
+use crate::link::{Link, Loss};
 use crate::replay::{ReplayError, replay};
 use crate::stream::{Patient, Stream};
 use crate::unflushed::Flush;
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_memory::AbortOnPanic;
 use shadowbell_nbd::wire::{Request, command};
@@ -101,12 +102,16 @@ fn wait(connections: &Connections, pause: Option<Duration>) -> bool {
         let wanted = if pause.is_none() { PollFlags::IN } else { PollFlags::empty() };
         fds.push(PollFd::new(&shared.wake, wanted));
         fds.extend(connected().map(|stream| PollFd::new(stream, PollFlags::RDHUP)));
-        // This thread also waits for the reply to a flush that it has sent.
-        let flushing = match connections.links.first() {
-            Some(link) if shared.unflushed.lock().flush == Flush::InFlight => link.lock().busy(),
-            _ => None,
+        // This thread also waits for the replies to orphans and to a flush that it has sent. The
+        // queues may be idle or closed.
+        let has_own =
+            !shared.orphans.is_empty() || shared.unflushed.lock().flush == Flush::InFlight;
+        let of_own = |link: &Mutex<Link>| link.lock().unattended();
+        let own: Vec<_> = match has_own {
+            true => connections.links.iter().map(of_own).collect(),
+            false => Vec::new(),
         };
-        if let Some((stream, sends)) = &flushing {
+        for (stream, sends) in own.iter().flatten() {
             let out = if *sends { PollFlags::OUT } else { PollFlags::empty() };
             fds.push(PollFd::new(stream, PollFlags::IN | out));
         }
@@ -130,13 +135,12 @@ fn wait(connections: &Connections, pause: Option<Duration>) -> bool {
                 link.lock().hung_up(shared);
             }
         }
-        if flushing.is_some()
-            && gone.next() == Some(true)
-            && let Some(link) = connections.links.first()
-        {
-            let mut link = link.lock();
-            link.receive(shared, None);
-            link.pump(shared, None);
+        for (link, _) in connections.links.iter().zip(&own).filter(|(_, own)| own.is_some()) {
+            if gone.next() == Some(true) {
+                let mut link = link.lock();
+                link.receive(shared, None);
+                link.pump(shared, None);
+            }
         }
         if ready == Ok(0) {
             return true;

@@ -4,14 +4,17 @@ use crate::export::Export;
 use crate::unflushed::{Flush, Unflushed};
 use crate::user::User;
 use parking_lot::Mutex;
+use shadowbell_disk::Orphans;
 use shadowbell_memory::EventFd;
-use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 pub(crate) struct Shared {
     /// Name of the disk in messages.
     pub(crate) name: String,
     pub(crate) unflushed: Mutex<Unflushed>,
+    /// Writes at the server whose commands were cancelled.
+    pub(crate) orphans: Arc<Orphans>,
     /// Latest known properties of the export.
     pub(crate) export: Mutex<Export>,
     /// True while a connection is lost. No request is sent before the replay.
@@ -37,6 +40,7 @@ impl Shared {
         Ok(Self {
             name,
             unflushed: Mutex::new(unflushed),
+            orphans: Arc::default(),
             export: Mutex::new(export),
             is_recovering: AtomicBool::new(false),
             losses: AtomicU64::new(0),

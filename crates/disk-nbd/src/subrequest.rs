@@ -1,7 +1,7 @@
 //! Subrequests to the server, and their table. Each is a part of a request to the disk.
 
 use crate::coverage::Coverage;
-use shadowbell_disk::Lists;
+use shadowbell_disk::{Lists, Orphan};
 use shadowbell_nbd::wire::{self, command};
 use std::collections::VecDeque;
 
@@ -27,6 +27,10 @@ pub(crate) struct Subrequest {
     pub(crate) data: Vec<u8>,
     /// `None` for a cancelled subrequest or an automatic flush.
     pub(crate) owner: Option<Owner>,
+    /// Orphan of a cancelled write, until the reply.
+    pub(crate) orphan: Option<Orphan>,
+    /// True for the flush that makes unflushed writes durable, without a request to the disk.
+    pub(crate) is_automatic: bool,
     /// True if at least a part of the request was sent.
     pub(crate) is_sent: bool,
     /// Received ranges of a read.
@@ -54,6 +58,8 @@ impl Subrequest {
             len,
             data,
             owner: None,
+            orphan: None,
+            is_automatic: false,
             is_sent: false,
             covered: Coverage::default(),
             error: None,
@@ -181,6 +187,11 @@ impl Subrequests {
         let (uses, part) = self.slots.get(slot as usize)?;
         let is_it = *uses == (cookie >> 32) as u32 && part.as_ref().is_some_and(|p| p.is_sent);
         is_it.then_some(slot)
+    }
+
+    /// True if `holds` returns true for any subrequest.
+    pub(crate) fn any(&self, holds: impl Fn(&Subrequest) -> bool) -> bool {
+        self.slots.iter().any(|(_, part)| part.as_ref().is_some_and(&holds))
     }
 
     /// Places of all subrequests for which `holds` returns true, in the order in which they were

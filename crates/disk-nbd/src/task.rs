@@ -1,9 +1,10 @@
 //! Request to the disk, split into subrequests to the server.
 
 use crate::export::Export;
-use shadowbell_disk::{DiskError, Op, Request};
+use shadowbell_disk::{DiskError, Op, Orphans, Request};
 use shadowbell_memory::Segments;
 use shadowbell_nbd::wire::{command, flag, transmission};
+use std::task::Waker;
 
 /// Maximum length of a subrequest without data, in bytes. A slow server gets a long request in
 /// pieces.
@@ -35,6 +36,8 @@ pub(crate) struct Task {
     started: u64,
     /// True if a flush has to follow, because the server does not support FUA.
     flushes_after: bool,
+    /// True for a flush that only waits for orphans, because the server does not support flushes.
+    pub(crate) is_barrier: bool,
     /// Number of subrequests in flight.
     pub(crate) in_flight: u32,
     pub(crate) outcome: Result<(), DiskError>,
@@ -97,10 +100,41 @@ impl Task {
             started: 0,
             flushes_after: action == Action::Flush
                 || (durable && !at_once && has(transmission::SEND_FLUSH)),
+            is_barrier: false,
             in_flight: 0,
             outcome: Ok(()),
             data: Segments::new(),
         })
+    }
+
+    /// Creates a flush that only waits for orphans, on a server without flushes.
+    pub(crate) fn barrier() -> Self {
+        Self {
+            action: Action::Flush,
+            flags: 0,
+            offset: 0,
+            len: 0,
+            started: 0,
+            flushes_after: false,
+            is_barrier: true,
+            in_flight: 0,
+            outcome: Ok(()),
+            data: Segments::new(),
+        }
+    }
+
+    /// True if the task's next step has to wait for an orphan. `next` is its next subrequest.
+    pub(crate) fn is_blocked(&self, next: Option<&Next>, orphans: &Orphans, by: &Waker) -> bool {
+        let request = match (self.action, next) {
+            (Action::Flush, Some(_)) => Request { op: Op::Flush, offset: 0, len: 0 },
+            (Action::Flush, None) if self.is_barrier && self.outcome.is_ok() => {
+                Request { op: Op::Flush, offset: 0, len: 0 }
+            }
+            // Any operation with a range waits for the same orphans.
+            (_, Some(next)) => Request { op: Op::Read, offset: next.offset, len: next.len.into() },
+            (_, None) => return false,
+        };
+        orphans.blocks(&request, by)
     }
 
     /// Returns the next subrequest, with at most `max_len` bytes of data. `None` if all were
@@ -156,6 +190,13 @@ impl Task {
                 Ok(())
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Releases guest memory that is not accessed any more: that of a write whose data were copied.
+    pub(crate) fn release_memory(&mut self) {
+        if self.action == Action::Write && self.started == self.len {
+            self.data.release_view();
         }
     }
 

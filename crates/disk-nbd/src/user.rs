@@ -5,6 +5,8 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_disk::{CompletionQueue, DiskError};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::task::Wake;
 
 /// Completed subrequest.
 #[derive(Debug)]
@@ -48,6 +50,13 @@ impl User {
     /// From now on, this connection no longer wakes the thread.
     pub(crate) fn forget(&self, socket: BorrowedFd<'_>) {
         let _ = epoll::delete(&self.wakes, socket);
+    }
+}
+
+/// Wakes the thread of the queue, because an orphan of the disk has ended.
+impl Wake for User {
+    fn wake(self: Arc<Self>) {
+        self.completions.signal();
     }
 }
 

@@ -8,12 +8,14 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use rustix::event::{PollFd, PollFlags, poll};
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, ResizeError, Submitted};
-use shadowbell_memory::Segments;
+use shadowbell_memory::{DmaSpace, Segments, View};
 use shadowbell_nbd::reply::Head;
 use shadowbell_nbd::wire::{command, transmission};
 use shadowbell_testing::disks::{
     Random, batch, content, flush, memory, read, run, run_one, segments, wait, write,
 };
+use shadowbell_testing::wait::until as wait_until;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const MIB: usize = 1 << 20;
@@ -382,11 +384,12 @@ fn requests_survive_frequent_disconnects() {
     assert!(fake.durable() == model);
 }
 
-/// Without a server, a cancelled request ends and is not executed later.
+/// Without a server, a cancelled request ends. It is not executed later, unless the server had
+/// received it.
 #[test]
 fn requests_are_cancelled_without_a_server() {
     let mut fake = Fake::new(MIB, ALL);
-    let disk = fake.open("");
+    let disk = fake.open("connections=1");
     let mut queue = disk.queue().unwrap();
     fake.change(|manner| manner.condition = true);
     let bytes = memory(MIB);
@@ -394,8 +397,7 @@ fn requests_are_cancelled_without_a_server() {
     let write_op = Op::Write { fua: false };
     submit(&mut *queue, 1, write_op, 0, 512, segments(&bytes, 0, 512));
     submit(&mut *queue, 2, Op::Read, 512, 512, segments(&bytes, 512, 512));
-    // The server has received both requests. The cancelled read ends at once, and the write
-    // completes normally.
+    // The server has received both requests. Both end at once, the write as an orphan.
     queue.cancel(1);
     queue.cancel(2);
     let mut ended = Vec::new();
@@ -404,23 +406,182 @@ fn requests_are_cancelled_without_a_server() {
         assert_eq!(data.len(), 512);
         ended.push((tag, result));
     });
-    assert_eq!((&ended[..], queue.pending()), (&[(2, Err(DiskError::Cancelled))][..], 1));
+    let cancelled = Err(DiskError::Cancelled);
+    assert_eq!((&ended[..], queue.pending()), (&[(1, cancelled), (2, cancelled)][..], 0));
+    assert_eq!(disk.orphans(), 1);
     fake.kill();
+    // From now on, nothing can be sent.
+    wait_until("the end of the connection", || disk.counters()[1] == ("connections_lost", 1));
     submit(&mut *queue, 3, write_op, 1024, MIB as u64 / 2, segments(&bytes, 0, MIB / 2));
     submit(&mut *queue, 4, Op::Flush, 0, 0, Segments::new());
-    // The reconnection thread or the queue detects the end of the connection. Afterwards both
-    // requests can be cancelled.
     while queue.pending() > 0 {
-        for tag in [1, 3, 4] {
+        for tag in [3, 4] {
             queue.cancel(tag);
         }
         queue.reap(&mut |_, result, _| assert_eq!(result, Err(DiskError::Cancelled)));
     }
     fake.change(|manner| manner.condition = false);
     fake.start();
-    assert_eq!(read(&mut *queue, 0, MIB), Ok(vec![0; MIB]));
-    assert_eq!(fake.count(command::WRITE), 0);
+    // The orphan is sent again, because nothing else shows when the server has executed it.
     assert_eq!(flush(&mut *queue), Ok(()));
+    assert_eq!((fake.count(command::WRITE), disk.orphans()), (1, 0));
+    assert_eq!(read(&mut *queue, 0, MIB), Ok([vec![9; 512], vec![0; MIB - 512]].concat()));
+}
+
+/// Submits a write of `byte` and waits until the server has it.
+fn submit_write(queue: &mut dyn Queue, tag: u32, offset: u64, byte: u8) {
+    let bytes = memory(512);
+    bytes.write_from(0, &[byte; 512]).unwrap();
+    submit(queue, tag, Op::Write { fua: false }, offset, 512, segments(&bytes, 0, 512));
+}
+
+/// A queue on a hung server can be closed at once. Later requests of other queues wait only if they
+/// overlap its writes.
+#[test]
+fn writes_on_a_hung_server_are_cancelled_at_once_and_later_requests_wait_for_them() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("connections=2");
+    let mut queue = disk.queue().unwrap();
+    // This queue uses the other connection.
+    let mut other = disk.queue().unwrap();
+    fake.change(|manner| manner.holds = Some(|request| request.offset < 65536));
+    submit_write(&mut *queue, 1, 0, 9);
+    let zero = Op::WriteZeroes { deallocate: false, fua: false };
+    submit(&mut *queue, 2, zero, 4096, 4096, Segments::new());
+    submit(&mut *queue, 3, Op::Discard, 8192, 4096, Segments::new());
+    submit(&mut *queue, 4, Op::Flush, 0, 0, Segments::new());
+    (1..=4).for_each(|tag| queue.cancel(tag));
+    let ended = wait_completed(&mut *queue);
+    assert!(ended.iter().all(|(_, result)| *result == Err(DiskError::Cancelled)), "{ended:?}");
+    assert_eq!((ended.len(), disk.orphans()), (4, 3));
+    // As a reset of the controller does.
+    drop(queue);
+
+    submit_write(&mut *other, 1, 0, 5);
+    let bytes = memory(8192);
+    bytes.write_from(0, &[7; 8192]).unwrap();
+    submit(&mut *other, 2, Op::Read, 0, 4096, segments(&bytes, 0, 4096));
+    submit(&mut *other, 3, Op::Flush, 0, 0, Segments::new());
+    submit(&mut *other, 4, Op::Read, 8192, 512, segments(&bytes, 4096, 512));
+    submit(&mut *other, 5, Op::Read, 65536, 512, segments(&bytes, 4096 + 512, 512));
+    let mut ended = Vec::new();
+    while ended.is_empty() {
+        wait(&*other);
+        other.reap(&mut |tag, result, _| ended.push((tag, result)));
+    }
+    // A request elsewhere passes those that wait. A request that waits can be cancelled.
+    assert_eq!((&ended[..], other.pending()), (&[(5, Ok(()))][..], 4));
+    other.cancel(4);
+    wait(&*other);
+    other.reap(&mut |tag, result, _| ended.push((tag, result)));
+    assert_eq!(ended[1..], [(4, Err(DiskError::Cancelled))]);
+    assert_eq!(fake.count(command::FLUSH), 0);
+
+    fake.change(|manner| manner.holds = None);
+    let mut ended = wait_completed(&mut *other);
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    assert_eq!(ended, [(1, Ok(())), (2, Ok(())), (3, Ok(()))]);
+    let mut first = [0; 4096];
+    bytes.read_into(0, &mut first).unwrap();
+    assert!(first[0] == 9 || first[0] == 5, "the read was executed before the orphan");
+    assert_eq!(read(&mut *other, 0, 512), Ok(vec![5; 512]), "the orphan overwrote a later write");
+    assert_eq!(disk.orphans(), 0);
+}
+
+/// Guest memory is released as soon as a write has been copied, if the guest unmaps it.
+#[test]
+fn an_unmap_does_not_wait_for_writes_on_a_hung_server() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| manner.condition = true);
+    let bytes = memory(4096);
+    bytes.write_from(0, &[8; 4096]).unwrap();
+    let mut space = DmaSpace::default();
+    space.map(0, 4096, &bytes).unwrap();
+    let view = View::new(Arc::clone(space.table()));
+    let mut data = Segments::new();
+    view.resolve_prps(0, 0, 4096, 4096, false, &mut data).unwrap();
+    submit(&mut *queue, 1, Op::Write { fua: false }, 0, 4096, data);
+    let watch = view.watch();
+    drop(view);
+    assert!(!watch.is_idle());
+    space.unmap(0, 4096).unwrap();
+    queue.memory_changed(space.table());
+    assert!(watch.is_idle(), "the memory waits for the server");
+    bytes.write_from(0, &[7; 4096]).unwrap();
+    fake.change(|manner| manner.condition = false);
+    assert_eq!(wait_completed(&mut *queue), [(1, Ok(()))]);
+    assert_eq!(fake.cache()[..4096], [8; 4096]);
+}
+
+/// On a server without flushes, a flush waits for orphans as well.
+#[test]
+fn a_flush_waits_for_orphans_on_a_server_without_flushes() {
+    let fake = Fake::new(MIB, ALL & !transmission::SEND_FLUSH);
+    let disk = fake.open("connections=1");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| manner.condition = true);
+    submit_write(&mut *queue, 1, 0, 9);
+    queue.cancel(1);
+    assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Cancelled))]);
+    for tag in [2, 3] {
+        submit(&mut *queue, tag, Op::Flush, 0, 0, Segments::new());
+    }
+    queue.reap(&mut |tag, _, _| panic!("{tag}: a flush has ended before the orphan"));
+    queue.cancel(2);
+    wait(&*queue);
+    let mut ended = Vec::new();
+    queue.reap(&mut |tag, result, _| ended.push((tag, result)));
+    assert_eq!(ended, [(2, Err(DiskError::Cancelled))]);
+    fake.change(|manner| manner.condition = false);
+    assert_eq!(wait_completed(&mut *queue), [(3, Ok(()))]);
+    assert_eq!(fake.cache()[..512], [9; 512]);
+}
+
+/// With too many orphans, a cancelled write ends with its own result.
+#[test]
+fn orphans_are_bounded() {
+    const EACH: u32 = 200;
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("connections=6");
+    let mut queues: Vec<_> = (0..6).map(|_| disk.queue().unwrap()).collect();
+    fake.change(|manner| manner.condition = true);
+    for (nth, queue) in (0..).zip(&mut queues) {
+        for tag in 0..EACH {
+            submit_write(&mut **queue, tag, u64::from(nth * EACH + tag) * 512, 3);
+        }
+        (0..EACH).for_each(|tag| queue.cancel(tag));
+    }
+    assert_eq!(disk.orphans(), 1024);
+    fake.change(|manner| manner.condition = false);
+    let ended: Vec<_> = queues.iter_mut().flat_map(|queue| wait_completed(&mut **queue)).collect();
+    let done = ended.iter().filter(|(_, result)| result.is_ok()).count();
+    assert_eq!((ended.len(), done), (6 * EACH as usize, 6 * EACH as usize - 1024));
+    assert_eq!(flush(&mut *queues[0]), Ok(()));
+    assert_eq!((disk.orphans(), fake.count(command::WRITE)), (0, u64::from(6 * EACH)));
+    assert_eq!(fake.durable()[..6 * EACH as usize * 512], vec![3; 6 * EACH as usize * 512]);
+}
+
+/// The error of a cancelled flush has no receiver, so it must not be lost.
+#[test]
+fn the_error_of_a_cancelled_flush_is_not_lost() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("connections=1");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[1; 512]).unwrap();
+    fake.change(|manner| {
+        manner.condition = true;
+        manner.errors.insert(command::FLUSH, 5);
+    });
+    submit(&mut *queue, 1, Op::Flush, 0, 0, Segments::new());
+    queue.cancel(1);
+    assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Cancelled))]);
+    fake.change(|manner| manner.condition = false);
+    assert!(read(&mut *queue, 0, 512).is_ok());
+    fake.change(|manner| manner.errors.clear());
+    assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
+    assert!(disk.has_lost_writes());
 }
 
 /// Cancelling takes constant time per request. With quadratic time in total, this test would take

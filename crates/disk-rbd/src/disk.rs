@@ -107,7 +107,15 @@ impl RbdDisk {
         info.granularity = (granularity / u64::from(block_size)) as u32;
         let (cache, is_full, lasts) =
             (image.cache(), AtomicBool::new(false), AtomicBool::new(false));
-        let opened = Opened { image: Some(image), name: disk(), unit, cache, is_full, lasts };
+        let opened = Opened {
+            image: Some(image),
+            name: disk(),
+            unit,
+            cache,
+            is_full,
+            lasts,
+            orphans: Arc::default(),
+        };
         Ok(Self(Shared { opened: Arc::new(opened), info }))
     }
 }
@@ -149,6 +157,10 @@ impl Disk for RbdDisk {
 
     fn is_full(&self) -> bool {
         self.0.opened.is_full.load(Ordering::Relaxed)
+    }
+
+    fn orphans(&self) -> usize {
+        self.0.opened.orphans.len()
     }
 
     fn take_size_change(&self) -> bool {

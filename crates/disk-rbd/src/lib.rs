@@ -8,6 +8,7 @@
 //! | [`RbdDisk`] | the image as a disk: its properties |
 //! | `shared` | shared state of a disk's queues |
 //! | `queue` | queue of an I/O thread |
+//! | `completions` | completions of a queue, and its orphans |
 //! | `sys` | librados and librbd, loaded when the first image is opened |
 //! | `recovery` | crash recovery |
 //! | `exit` | exit of the process while images are open |
@@ -15,7 +16,9 @@
 //! Ceph is required neither to build nor to install this crate: its libraries are loaded (`dlopen`)
 //! when an image is opened. All calls for requests are asynchronous: the I/O thread starts them,
 //! and Ceph's threads complete them. They use buffers of the queue and never guest memory: a call
-//! cannot be cancelled, and guest memory may be unmapped at any time.
+//! cannot be cancelled, and guest memory may be unmapped at any time. If a request is cancelled, its
+//! reads are ignored, and its writes become [orphans](shadowbell_disk::Orphans) until Ceph completes
+//! them.
 //!
 //! # Durability
 //!
@@ -47,6 +50,7 @@
 //! Ceph reports size changes ([`Disk::take_size_change`](shadowbell_disk::Disk::take_size_change)).
 #![deny(unsafe_code)]
 
+mod completions;
 mod disk;
 mod error;
 mod exit;

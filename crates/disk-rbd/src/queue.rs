@@ -1,14 +1,16 @@
 //! Queue of an I/O thread on an image. Each request is executed by one or several calls of librbd.
 
+use crate::completions::Completions;
 use crate::shared::Shared;
 use crate::sys::{Cache, Call, CallResult};
-use shadowbell_disk::{Bounds, CompletionQueue, DiskError, Op, Queue, Request, Submitted, Tasks};
-use shadowbell_memory::Segments;
+use shadowbell_disk::{Bounds, DiskError, Op, Queue, Request, Submitted, Tasks};
+use shadowbell_memory::{DmaTable, Segments};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Waker;
 
 /// Maximum buffer size of calls in flight, in bytes. Further calls wait.
 const BUFFERS: u64 = 32 << 20;
@@ -24,6 +26,8 @@ struct Task {
     /// Number of bytes for which calls were started.
     submitted: u64,
     in_flight: u32,
+    /// Ids of the calls so far.
+    calls: Calls,
     outcome: Result<(), DiskError>,
     /// True if the data of each call have to be durable when the call completes.
     fua: bool,
@@ -31,21 +35,49 @@ struct Task {
     is_cancelled: bool,
 }
 
+/// Ids of a task's calls. Most tasks have one call, and need no allocation.
+#[derive(Default)]
+struct Calls {
+    first: Option<u64>,
+    more: Vec<u64>,
+}
+
+impl Calls {
+    fn add(&mut self, id: u64) {
+        match self.first {
+            None => self.first = Some(id),
+            Some(_) => self.more.push(id),
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = u64> {
+        self.first.into_iter().chain(self.more.iter().copied())
+    }
+}
+
 /// Task of a call, and its bytes of the request.
 struct Subrequest {
     task: u32,
     /// Number of the task. It shows whether the key still belongs to the same task: a cancelled
-    /// read may have ended, and its key may have been used again.
+    /// request may have ended, and its key may have been used again. [`RELEASED`] for a call that
+    /// was released from its task.
     number: u64,
     at: u64,
     len: u64,
 }
 
+/// Task number of a call that no task waits for.
+const RELEASED: u64 = 0;
+
 pub(crate) struct RbdQueue {
     shared: Shared,
     bounds: Bounds,
     /// Completions, which Ceph's threads add.
-    completions: Arc<CompletionQueue<CallResult>>,
+    completions: Arc<Completions>,
+    /// Waker for the ends of orphans.
+    waker: Waker,
+    /// Number of ended orphans when blocked requests were checked.
+    orphans_ended: u64,
     /// Requests. A request in the waiting list has calls to start.
     tasks: Tasks<Task>,
     /// Number of tasks so far.
@@ -66,10 +98,13 @@ impl Task {
 
 impl RbdQueue {
     pub(crate) fn new(shared: Shared) -> io::Result<Self> {
+        let completions = Arc::new(Completions::new(&shared.opened.orphans)?);
         Ok(Self {
             bounds: shared.info.bounds(),
             shared,
-            completions: Arc::new(CompletionQueue::new()?),
+            waker: Waker::from(Arc::clone(&completions)),
+            completions,
+            orphans_ended: 0,
             tasks: Tasks::default(),
             count: 0,
             subrequests: HashMap::new(),
@@ -99,6 +134,13 @@ impl RbdQueue {
 
     /// Starts waiting calls within the buffer limit.
     fn begin(&mut self) {
+        let orphans = Arc::clone(&self.shared.opened.orphans);
+        if self.tasks.has_blocked() {
+            let ended = orphans.ended();
+            if std::mem::replace(&mut self.orphans_ended, ended) != ended {
+                self.tasks.unblock_all();
+            }
+        }
         while let Some(key) = self.tasks.first_waiting() {
             let Some(task) = self.tasks.get_mut(key) else { break };
             if task.is_all_submitted() {
@@ -109,6 +151,11 @@ impl RbdQueue {
                 continue;
             }
             let left = task.request.len - task.submitted;
+            let (op, offset) = (task.request.op, task.request.offset + task.submitted);
+            if orphans.blocks(&Request { op, offset, len: left }, &self.waker) {
+                self.tasks.block(key);
+                continue;
+            }
             let (call, len, held) = match task.request.op {
                 _ if left == 0 => (Call::Flush, 0, 0),
                 Op::Read | Op::Compare | Op::Verify => (Call::Read, left.min(DATA), left.min(DATA)),
@@ -137,7 +184,7 @@ impl RbdQueue {
             self.next += 1;
             let number = task.number;
             self.subrequests.insert(id, Subrequest { task: key, number, at: task.submitted, len });
-            let offset = task.request.offset + task.submitted;
+            task.calls.add(id);
             task.submitted += len;
             task.in_flight += 1;
             self.bytes += held;
@@ -149,12 +196,13 @@ impl RbdQueue {
 
     fn end(&mut self, ended: CallResult) {
         let CallResult { id, value, buffer } = ended;
+        self.completions.ended(id);
         self.bytes -= buffer.len() as u64;
         let Some(Subrequest { task: key, number, at, len }) = self.subrequests.remove(&id) else {
             return;
         };
         let task = self.tasks.get_mut(key).filter(|task| task.number == number);
-        // The task of a cancelled read may have ended. Then only the buffers of the call had to be
+        // The task of a cancelled call may have ended. Then only the buffers of the call had to be
         // released.
         let Some(task) = task.filter(|task| task.in_flight != 0) else { return };
         task.in_flight -= 1;
@@ -241,6 +289,7 @@ impl Queue for RbdQueue {
             data: data.take(),
             submitted: 0,
             in_flight: 0,
+            calls: Calls::default(),
             outcome: Ok(()),
             fua,
             flushes_after,
@@ -261,13 +310,13 @@ impl Queue for RbdQueue {
     fn commit(&mut self) {
         self.begin();
         if self.tasks.has_finished() {
-            self.completions.signal();
+            self.completions.queue.signal();
         }
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         let mut ended = std::mem::take(&mut self.ended);
-        self.completions.take(&mut ended);
+        self.completions.queue.take(&mut ended);
         ended.drain(..).for_each(|ended| self.end(ended));
         self.ended = ended;
         self.begin();
@@ -280,19 +329,42 @@ impl Queue for RbdQueue {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
         let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
-        // A started write cannot be cancelled, because the next write of the host must come after
-        // it.
-        if task.is_cancelled || (task.is_all_submitted() && !reads) {
+        if task.is_cancelled {
+            return;
+        }
+        let mut released = 0;
+        for id in task.calls.iter() {
+            let Some(call) = self.subrequests.get_mut(&id) else { continue };
+            // A later write of the host must come after a started one.
+            let offset = task.request.offset + call.at;
+            let has_range = !reads && call.len != 0;
+            if !has_range || self.completions.adopt(id, offset, call.len) {
+                call.number = RELEASED;
+                released += 1;
+            }
+        }
+        if released == 0 && task.is_all_submitted() {
             return;
         }
         task.is_cancelled = true;
         task.outcome = task.outcome.and(Err(DiskError::Cancelled));
-        if reads {
-            task.in_flight = 0;
-        }
+        task.in_flight -= released;
         self.tasks.wait_first(key);
         // `reap` will end the request. The signal makes the I/O thread call it.
-        self.completions.signal();
+        self.completions.queue.signal();
+    }
+
+    fn memory_changed(&mut self, _: &DmaTable) {
+        let keys: Vec<_> = self.tasks.keys().collect();
+        for key in keys {
+            // The data of started calls were copied.
+            if let Some(task) = self.tasks.get_mut(key)
+                && matches!(task.request.op, Op::Write { .. } | Op::CompareAndWrite { .. })
+                && task.submitted == task.request.len
+            {
+                task.data.release_view();
+            }
+        }
     }
 
     fn pending(&self) -> usize {
@@ -300,7 +372,7 @@ impl Queue for RbdQueue {
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.completions.as_fd())
+        Some(self.completions.queue.as_fd())
     }
 
     /// Returns true: the call of a cancelled read may complete while no request is pending, and
@@ -310,9 +382,109 @@ impl Queue for RbdQueue {
     }
 }
 
+impl Drop for RbdQueue {
+    /// Ends the orphans whose calls have completed. The others end with their calls.
+    fn drop(&mut self) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.completions.queue.take(&mut ended);
+        ended.into_iter().for_each(|ended| self.completions.ended(ended.id));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shared::Opened;
+    use shadowbell_disk::DiskInfo;
+    use shadowbell_testing::disks::{memory, segments};
+    use std::sync::atomic::AtomicBool;
+
+    /// State of a disk whose cluster does not answer: no call completes by itself.
+    fn hung() -> Shared {
+        let opened = Opened {
+            image: None,
+            name: "rbd:hung".to_owned(),
+            unit: 4 << 20,
+            is_full: AtomicBool::new(false),
+            cache: Cache::None,
+            lasts: AtomicBool::new(false),
+            orphans: Arc::default(),
+        };
+        Shared { opened: Arc::new(opened), info: DiskInfo::new(512, 1 << 20) }
+    }
+
+    fn submit(queue: &mut RbdQueue, tag: u32, op: Op, offset: u64, len: u64) {
+        let has_data = matches!(op, Op::Read | Op::Write { .. });
+        let bytes = memory(if has_data { len as usize } else { 512 });
+        let mut data = if has_data { segments(&bytes, 0, len as usize) } else { Segments::new() };
+        let submitted = queue.submit(tag, &Request { op, offset, len }, &mut data);
+        assert_eq!(submitted, Submitted::Pending);
+        queue.commit();
+    }
+
+    fn reap(queue: &mut RbdQueue) -> Vec<(u32, Result<(), DiskError>)> {
+        let mut ended = Vec::new();
+        queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+        ended
+    }
+
+    /// Completes a call, as one of Ceph's threads does.
+    fn complete(completions: &Completions, id: u64, len: usize) {
+        completions.push(CallResult { id, value: 0, buffer: vec![0; len] });
+    }
+
+    #[test]
+    fn writes_on_a_hung_cluster_are_cancelled_at_once_and_later_requests_wait_for_them() {
+        let shared = hung();
+        let orphans = Arc::clone(&shared.opened.orphans);
+        let write = Op::Write { fua: false };
+        let mut queue = RbdQueue::new(shared.clone()).unwrap();
+        submit(&mut queue, 1, write, 0, 512);
+        // Two calls, of 4 MiB each.
+        submit(&mut queue, 2, write, 8 << 20, 8 << 20);
+        submit(&mut queue, 3, Op::Flush, 0, 0);
+        submit(&mut queue, 4, Op::Read, 1 << 20, 512);
+        assert!(reap(&mut queue).is_empty());
+        (1..=4).for_each(|tag| queue.cancel(tag));
+        let ended = reap(&mut queue);
+        assert!(ended.iter().all(|(_, outcome)| *outcome == Err(DiskError::Cancelled)));
+        assert_eq!((ended.len(), queue.pending(), orphans.len()), (4, 0, 3));
+        let completions = Arc::clone(&queue.completions);
+        let calls: Vec<_> = queue.subrequests.iter().map(|(id, call)| (*id, call.at)).collect();
+        drop(queue);
+        assert_eq!(orphans.len(), 3);
+
+        let mut queue = RbdQueue::new(shared).unwrap();
+        submit(&mut queue, 1, Op::Read, 0, 512);
+        submit(&mut queue, 2, Op::Flush, 0, 0);
+        submit(&mut queue, 3, Op::Read, 4096, 512);
+        assert_eq!(queue.subrequests.len(), 1, "only the read elsewhere was started");
+        queue.cancel(2);
+        assert_eq!(reap(&mut queue), [(2, Err(DiskError::Cancelled))]);
+        for (id, _) in &calls {
+            complete(&completions, *id, 0);
+        }
+        assert!(orphans.is_empty());
+        assert!(reap(&mut queue).is_empty());
+        assert_eq!(queue.subrequests.len(), 2, "the read was started after the orphan");
+    }
+
+    #[test]
+    fn an_orphan_whose_call_has_completed_ends_with_the_queue() {
+        let shared = hung();
+        let orphans = Arc::clone(&shared.opened.orphans);
+        let mut queue = RbdQueue::new(shared).unwrap();
+        submit(&mut queue, 1, Op::Write { fua: false }, 0, 512);
+        let id = *queue.subrequests.keys().next().unwrap();
+        complete(&queue.completions, id, 512);
+        queue.cancel(1);
+        assert_eq!(orphans.len(), 1);
+        // A call in flight keeps the completions.
+        let completions = Arc::clone(&queue.completions);
+        drop(queue);
+        assert!(orphans.is_empty());
+        drop(completions);
+    }
 
     #[test]
     fn rbd_errors_are_converted_to_disk_errors() {

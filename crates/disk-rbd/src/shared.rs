@@ -1,7 +1,7 @@
 //! State that all queues of a disk share.
 
 use crate::sys::{Cache, Image};
-use shadowbell_disk::DiskInfo;
+use shadowbell_disk::{DiskInfo, Orphans};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -15,6 +15,8 @@ pub(crate) struct Opened {
     /// True if the last write failed for lack of space.
     pub(crate) is_full: AtomicBool,
     pub(crate) cache: Cache,
+    /// Writes in flight whose commands were cancelled.
+    pub(crate) orphans: Arc<Orphans>,
     /// True if the image has checkpoints. Then all completed writes must be durable.
     pub(crate) lasts: AtomicBool,
 }

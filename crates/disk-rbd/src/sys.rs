@@ -1,11 +1,12 @@
 //! Bindings of librados and librbd, which are loaded when the first image is opened, and a safe
 //! type for an image.
 
+use crate::completions::Completions;
 use crate::error::CONNECTING;
 use crate::exit::{self, Counted};
 use crate::uri::RbdSpec;
 use libloading::Library;
-use shadowbell_disk::{CompletionQueue, notify_resize};
+use shadowbell_disk::notify_resize;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -213,7 +214,7 @@ pub(crate) struct CallResult {
 struct Running {
     id: u64,
     buffer: Vec<u8>,
-    to: Arc<CompletionQueue<CallResult>>,
+    to: Arc<Completions>,
     api: &'static Api,
     /// Offset at which a comparison has found a difference. Ceph writes it.
     mismatch: u64,
@@ -460,7 +461,7 @@ impl Image {
         call: &Call,
         offset: u64,
         buffer: Vec<u8>,
-        to: &Arc<CompletionQueue<CallResult>>,
+        to: &Arc<Completions>,
     ) {
         let api = self.api;
         let running = Box::new(Running { id, buffer, to: Arc::clone(to), api, mismatch: 0 });

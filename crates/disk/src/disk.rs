@@ -64,6 +64,12 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         self.inner().map_or_else(Vec::new, |inner| inner.counters())
     }
 
+    /// Number of [orphans](crate::Orphans): cancelled writes that the storage may still execute.
+    /// Must not block. Default: none.
+    fn orphans(&self) -> usize {
+        self.inner().map_or(0, |inner| inner.orphans())
+    }
+
     /// Reports the allocation state of `len` bytes from byte `offset` on: calls `report` with
     /// consecutive extents without gaps until `len` bytes are reported or `report` returns false.
     /// Neighbouring extents may have the same state.
@@ -257,13 +263,16 @@ pub trait Queue {
     }
 
     /// Requests an early end of the pending request `tag`. The request ends with
-    /// [`DiskError::Cancelled`] if it can still be cancelled, otherwise with its regular result.
+    /// [`DiskError::Cancelled`] if it can still be cancelled, otherwise with its regular result. A
+    /// write in flight may end as cancelled while the storage still executes it, as one of the
+    /// disk's [orphans](crate::Orphans).
     fn cancel(&mut self, tag: u32) {
         let _ = tag;
     }
 
     /// Announces a new table of guest memory. The queue must drop everything that it caches about
-    /// other memory, except the buffers of pending requests.
+    /// other memory, except the buffers of pending requests. It may release the buffer of a pending
+    /// write whose data it has copied ([`Segments::release_view`]).
     fn memory_changed(&mut self, table: &DmaTable) {
         let _ = table;
     }

@@ -10,6 +10,7 @@
 //! * [`CompletionQueue`] is for disks whose requests end on other threads;
 //! * [`Tasks`] is a table of requests for disks that execute a request in several calls;
 //! * [`DiskOptions`] are the options of a disk specification;
+//! * [`Orphans`] are writes in flight that were cancelled, for disks that release such writes;
 //! * [`Metadata`] and [`Zones`] belong to disks with metadata and to zoned disks.
 #![forbid(unsafe_code)]
 
@@ -26,6 +27,7 @@ mod info;
 mod merged_fd;
 mod metadata;
 mod options;
+mod orphans;
 mod request;
 mod request_table;
 mod resize;
@@ -45,6 +47,7 @@ pub use info::DiskInfo;
 pub use merged_fd::merge;
 pub use metadata::{Metadata, MetadataBuffer, MetadataFormat};
 pub use options::DiskOptions;
+pub use orphans::{Orphan, Orphans};
 pub use request::{DiskError, Op, Request, Submitted};
 pub use request_table::{NotIndexed, TagIndex, Tasks};
 pub use resize::{ResizeError, SizeChanges, notify_resize};

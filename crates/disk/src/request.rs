@@ -123,7 +123,8 @@ pub enum DiskError {
     /// The disk does not support the operation.
     #[error("the disk does not support the operation")]
     Unsupported,
-    /// The request was cancelled before it took effect.
+    /// The request was cancelled. A cancelled write may still be in flight at the storage, as an
+    /// [orphan](crate::Orphans); otherwise it has no effect.
     #[error("the request was cancelled")]
     Cancelled,
     /// NVMe status with which the device below failed the request: the fifteen bits of a completion

@@ -53,12 +53,15 @@ pub struct NotIndexed;
 const WAITING: u32 = 0;
 /// Number of the list of ended requests.
 const FINISHED: u32 = 1;
+/// Number of the list of blocked requests.
+const BLOCKED: u32 = 2;
 
 /// Table of the requests of a [`Queue`](crate::Queue), each with a small number as its key. A
-/// request may be in the waiting list, which is ordered, or in the list of ended requests, which
-/// are to be returned to the caller.
+/// request may be in the waiting list, which is ordered, in the list of blocked requests, which
+/// wait for [orphans](crate::Orphans), or in the list of ended requests, which are to be returned
+/// to the caller.
 ///
-/// All operations except `keys` take constant time.
+/// All operations except `keys` and `unblock_all` take constant time.
 #[derive(Debug)]
 pub struct Tasks<T> {
     slots: Vec<Option<(u32, T)>>,
@@ -150,6 +153,26 @@ impl<T> Tasks<T> {
         }
     }
 
+    /// Moves the request to the list of blocked requests. No effect if the request has ended.
+    pub fn block(&mut self, key: u32) {
+        if self.lists.list_of(key) != Some(FINISHED) {
+            self.lists.push_back(BLOCKED, key);
+        }
+    }
+
+    /// True if any request is blocked.
+    #[inline]
+    pub fn has_blocked(&self) -> bool {
+        !self.lists.is_empty(BLOCKED)
+    }
+
+    /// Appends all blocked requests to the waiting list, in their order.
+    pub fn unblock_all(&mut self) {
+        while let Some(key) = self.lists.pop_front(BLOCKED) {
+            self.lists.push_back(WAITING, key);
+        }
+    }
+
     /// Moves the request to the list of ended requests. Returns false if it was there already.
     pub fn finish(&mut self, key: u32) -> bool {
         let is_new = self.lists.list_of(key) != Some(FINISHED);
@@ -214,11 +237,31 @@ mod tests {
         assert!(tasks.finish(keys[3]) && !tasks.finish(keys[3]) && tasks.has_finished());
         tasks.wait(keys[3]);
         tasks.wait_first(keys[3]);
+        tasks.block(keys[3]);
         tasks.stop_waiting(keys[3]);
         assert_eq!(tasks.first_waiting(), Some(keys[1]));
         assert!(tasks.finish(keys[0]));
         assert_eq!((tasks.take_finished(), tasks.take_finished()), (Some((3, ())), Some((0, ()))));
         assert_eq!((tasks.take_finished(), tasks.len(), tasks.has_finished()), (None, 2, false));
         assert!(tasks.keys().eq([keys[1], keys[2]]));
+    }
+
+    #[test]
+    fn blocked_requests_wait_again_or_end() {
+        let mut tasks = Tasks::default();
+        let keys: Vec<u32> = (0..4).map(|tag| tasks.insert(tag, ())).collect();
+        keys.iter().for_each(|key| tasks.wait(*key));
+        keys[..3].iter().for_each(|key| tasks.block(*key));
+        assert!(tasks.has_blocked());
+        assert_eq!(tasks.first_waiting(), Some(keys[3]));
+        // A blocked request stays blocked when other code queues it, and ends when it is cancelled.
+        tasks.wait(keys[0]);
+        assert!(tasks.finish(keys[1]));
+        tasks.unblock_all();
+        assert!(!tasks.has_blocked());
+        tasks.stop_waiting(keys[3]);
+        assert_eq!(tasks.first_waiting(), Some(keys[0]));
+        tasks.stop_waiting(keys[0]);
+        assert_eq!(tasks.first_waiting(), Some(keys[2]));
     }
 }

@@ -106,6 +106,14 @@ impl Segments {
         self.owner = Owner::Nothing;
     }
 
+    /// Removes the data and releases the view, if the data were resolved through one. Data in other
+    /// memory stay.
+    pub fn release_view(&mut self) {
+        if matches!(self.owner, Owner::View(_)) {
+            self.clear();
+        }
+    }
+
     /// Removes the data but keeps the view, for the next command that uses the same view.
     #[inline]
     pub fn rewind(&mut self) {

@@ -38,6 +38,8 @@ pub(crate) struct Manner {
     pub(crate) errors: BTreeMap<u16, u32>,
     /// True if requests are accepted and not answered.
     pub(crate) condition: bool,
+    /// Requests that are accepted and not answered, in addition.
+    pub(crate) holds: Option<fn(&Request) -> bool>,
     /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
     /// Minimum and maximum size of requests.
@@ -245,7 +247,9 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
         let mut data = vec![0; request.payload() as usize];
         socket.read_exact(&mut data)?;
         let mut store = state.store.lock();
-        while store.manner.condition && store.epoch == epoch {
+        while (store.manner.condition || store.manner.holds.is_some_and(|holds| holds(&request)))
+            && store.epoch == epoch
+        {
             state.changed.wait(&mut store);
         }
         if store.epoch != epoch {

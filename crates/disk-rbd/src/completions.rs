@@ -1,0 +1,56 @@
+//! Completions of a queue's calls, and the orphans among these calls.
+
+use crate::sys::CallResult;
+use parking_lot::Mutex;
+use shadowbell_disk::{CompletionQueue, Orphan, Orphans};
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::task::Wake;
+
+/// Completion queue of a disk queue. The calls in flight share it, so it outlives the disk queue
+/// until the last of them has completed.
+pub(crate) struct Completions {
+    pub(crate) queue: CompletionQueue<CallResult>,
+    disk: Arc<Orphans>,
+    /// Orphans of cancelled writes, by the id of the call in flight.
+    orphans: Mutex<HashMap<u64, Orphan>>,
+}
+
+impl Completions {
+    pub(crate) fn new(disk: &Arc<Orphans>) -> io::Result<Self> {
+        let disk = Arc::clone(disk);
+        Ok(Self { queue: CompletionQueue::new()?, disk, orphans: Mutex::default() })
+    }
+
+    /// Adds the completion of a call. Ceph's threads call this.
+    pub(crate) fn push(&self, result: CallResult) {
+        let id = result.id;
+        // The order matters: if the call becomes an orphan after this check, the owner of the queue
+        // finds its completion, and ends the orphan.
+        self.queue.push(result);
+        self.ended(id);
+    }
+
+    /// Makes a call that writes this range an orphan. Returns false if the disk has too many.
+    pub(crate) fn adopt(&self, id: u64, offset: u64, len: u64) -> bool {
+        let Some(orphan) = self.disk.adopt(offset, len) else { return false };
+        self.orphans.lock().insert(id, orphan);
+        true
+    }
+
+    /// Ends the orphan of a completed call, if there is one.
+    pub(crate) fn ended(&self, id: u64) {
+        if !self.disk.is_empty() {
+            let orphan = self.orphans.lock().remove(&id);
+            drop(orphan);
+        }
+    }
+}
+
+/// Wakes the owner of the queue, because an orphan of the disk has ended.
+impl Wake for Completions {
+    fn wake(self: Arc<Self>) {
+        self.queue.signal();
+    }
+}

@@ -1,0 +1,183 @@
+//! Orphans: writes in flight at the storage whose submitter has released them.
+//!
+//! Storage may hang. A disk that sends its requests over a transport of its own can release a write
+//! in flight at once when the write is [cancelled](crate::Queue::cancel): the data were copied, so
+//! no memory of the submitter is accessed later. But the storage may still execute the write. So
+//! the write remains as an orphan until the storage has answered, and later requests that overlap
+//! it wait, as does every flush.
+//!
+//! The list belongs to the disk, because later requests may come from any queue, also of another
+//! controller. A queue without orphans pays one load per request.
+
+use crate::request::{Op, Request};
+use parking_lot::Mutex;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::task::Waker;
+
+/// Maximum number of orphans of a disk. Further writes in flight cannot be released. An NBD disk
+/// with four connections has at most this number of requests at its server.
+const MAX: usize = 1024;
+
+/// Byte range of an orphan.
+#[derive(Debug)]
+struct Range {
+    number: u64,
+    start: u64,
+    end: u64,
+}
+
+#[derive(Default)]
+struct State {
+    ranges: Vec<Range>,
+    next: u64,
+    /// Queues with requests that wait for an orphan.
+    waiting: Vec<Waker>,
+}
+
+/// List of the orphans of a disk. All queues of the disk share it.
+#[derive(Default)]
+pub struct Orphans {
+    count: AtomicUsize,
+    /// Number of orphans that have ended so far.
+    ended: AtomicU64,
+    state: Mutex<State>,
+}
+
+impl Orphans {
+    /// Number of orphans.
+    pub fn len(&self) -> usize {
+        self.count.load(Ordering::Acquire)
+    }
+
+    /// True if there is no orphan.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Number of orphans that have ended so far. A change means that requests for which
+    /// [`blocks`](Self::blocks) returned true may start.
+    pub fn ended(&self) -> u64 {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// Adds an orphan with the range of a write in flight. It ends when the returned value is
+    /// dropped. `None` if the list is full: then the submitter has to wait for the write.
+    pub fn adopt(self: &Arc<Self>, offset: u64, len: u64) -> Option<Orphan> {
+        let mut state = self.state.lock();
+        if state.ranges.len() >= MAX {
+            return None;
+        }
+        let number = state.next;
+        state.next += 1;
+        state.ranges.push(Range { number, start: offset, end: offset.saturating_add(len) });
+        self.count.store(state.ranges.len(), Ordering::Release);
+        Some(Orphan { orphans: Arc::clone(self), number })
+    }
+
+    /// True if a request has to wait for an orphan. `waker` is then woken when one has ended, and
+    /// the caller has to ask again.
+    #[inline]
+    pub fn blocks(&self, request: &Request, waker: &Waker) -> bool {
+        !self.is_empty() && self.overlaps(request, waker)
+    }
+
+    #[cold]
+    fn overlaps(&self, request: &Request, waker: &Waker) -> bool {
+        let mut state = self.state.lock();
+        let end = request.offset.saturating_add(request.len);
+        let overlaps = |range: &Range| request.offset < range.end && range.start < end;
+        let is_blocked = match request.op {
+            Op::Flush => !state.ranges.is_empty(),
+            _ => state.ranges.iter().any(overlaps),
+        };
+        if is_blocked && !state.waiting.iter().any(|other| other.will_wake(waker)) {
+            state.waiting.push(waker.clone());
+        }
+        is_blocked
+    }
+
+    fn remove(&self, number: u64) {
+        let mut state = self.state.lock();
+        state.ranges.retain(|range| range.number != number);
+        self.count.store(state.ranges.len(), Ordering::Release);
+        self.ended.fetch_add(1, Ordering::AcqRel);
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl fmt::Debug for Orphans {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(&self.state.lock().ranges).finish()
+    }
+}
+
+/// Orphan of a disk. The holder of the write drops it when the storage has answered the write.
+#[derive(Debug)]
+#[must_use = "an orphan ends when this value is dropped"]
+pub struct Orphan {
+    orphans: Arc<Orphans>,
+    number: u64,
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        self.orphans.remove(self.number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+    use std::task::Wake;
+
+    #[derive(Default)]
+    struct Count(AtomicU32);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn request(op: Op, offset: u64, len: u64) -> Request {
+        Request { op, offset, len }
+    }
+
+    #[test]
+    fn overlapping_requests_and_flushes_wait_until_orphans_have_ended() {
+        let orphans = Arc::new(Orphans::default());
+        let count = Arc::new(Count::default());
+        let waker = Waker::from(Arc::clone(&count));
+        let blocks = |op, offset, len| orphans.blocks(&request(op, offset, len), &waker);
+        assert!(!blocks(Op::Flush, 0, 0));
+        let first = orphans.adopt(4096, 4096).unwrap();
+        let second = orphans.adopt(u64::MAX - 1, 4096).unwrap();
+        assert_eq!(orphans.len(), 2);
+        assert!(!blocks(Op::Read, 0, 4096) && !blocks(Op::Read, 8192, 4096));
+        assert_eq!(count.0.load(Ordering::Relaxed), 0);
+        assert!(blocks(Op::Read, 0, 4097) && blocks(Op::Discard, 8191, 1));
+        assert!(blocks(Op::Flush, 0, 0) && blocks(Op::Read, u64::MAX - 1, 1));
+        drop(first);
+        // One wakeup for all requests of the queue.
+        assert_eq!((orphans.ended(), count.0.load(Ordering::Relaxed)), (1, 1));
+        assert!(!blocks(Op::Read, 0, 8192) && blocks(Op::Flush, 0, 0));
+        drop(second);
+        assert_eq!((orphans.ended(), count.0.load(Ordering::Relaxed)), (2, 2));
+        assert!(!blocks(Op::Flush, 0, 0) && orphans.is_empty());
+    }
+
+    #[test]
+    fn the_number_of_orphans_is_bounded() {
+        let orphans = Arc::new(Orphans::default());
+        let mut all: Vec<_> = (0..MAX as u64).map(|at| orphans.adopt(at, 1).unwrap()).collect();
+        assert!(orphans.adopt(0, 1).is_none());
+        all.pop();
+        assert!(orphans.adopt(0, 1).is_some());
+    }
+}
