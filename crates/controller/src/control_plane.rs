@@ -184,8 +184,8 @@ impl ControllerInner {
 
     /// Unlocks the control plane, checkpoints the controller and runs the deferred work.
     pub(crate) fn release(&self, control: MutexGuard<'_, Control>, deferred: Deferred) {
-        // The control thread watches the time of a shutdown.
-        let needs_turn = control.has_admin_orders() || control.has_shutdown_limit();
+        // The control thread watches the time of a shutdown or a reset.
+        let needs_turn = control.has_admin_orders() || control.has_time_limit();
         drop(control);
         self.record();
         self.run(deferred);

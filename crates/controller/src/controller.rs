@@ -232,6 +232,15 @@ impl Controller {
         shared.stats(|worker| pool.sleep_stats(worker))
     }
 
+    /// Logs the disks that have not answered all requests of this controller, with the number of
+    /// requests. The I/O threads do that, after the call.
+    pub fn log_pending(&self) {
+        self.0.with(|control, cx| {
+            control.log_pending(cx);
+            Deferred::default()
+        });
+    }
+
     /// Number of completed I/O commands.
     #[must_use]
     pub fn io_commands(&self) -> u64 {

@@ -3,13 +3,14 @@
 mod common;
 
 use common::{Host, LIMIT, Queue, slow_host};
-use shadowbell_controller::{Carrier, Controller, Event, Polling};
-use shadowbell_disk::DiskError;
+use shadowbell_controller::{Carrier, Config, Controller, Event, NamespaceConfig, Polling};
+use shadowbell_disk::{Disk, DiskError, DiskInfo};
 use shadowbell_spec::admin::SetFeatures;
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_testing::wait::{self};
-use std::sync::atomic::Ordering;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
@@ -501,6 +502,63 @@ fn a_shutdown_that_exceeds_its_time_is_a_fatal_status() {
         scope.spawn(|| shut_down(true));
         shut_down(false);
     });
+}
+
+/// If the storage hangs for longer than CAP.TO, the controller reports a fatal status, and the
+/// reset ends when the storage answers.
+#[test]
+fn a_reset_that_exceeds_its_time_is_a_fatal_status() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    host.submit(&mut queue, &Sqe::write(1, 0, 0, 0).with_prps(page, 0));
+    host.until("a request", || gate.waiting() == 1);
+    host.write32(regs::CC, 0);
+    host.until("the fatal status", || host.csts().cfs());
+    assert!(host.csts().rdy(), "a write is in flight");
+    gate.end(Ok(()));
+    host.until("the end of the reset", || host.csts() == Csts::new());
+    host.enable();
+}
+
+/// Disk with orphans.
+#[derive(Debug)]
+struct Stalled {
+    below: Arc<dyn Disk>,
+    orphans: AtomicUsize,
+}
+
+impl Disk for Stalled {
+    fn info(&self) -> DiskInfo {
+        self.below.info()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn shadowbell_disk::Queue>> {
+        self.below.queue()
+    }
+
+    fn name(&self) -> String {
+        "stalled".to_owned()
+    }
+
+    fn orphans(&self) -> usize {
+        self.orphans.load(Ordering::Acquire)
+    }
+}
+
+/// Another process must not write to the disk before the orphans of this one.
+#[test]
+fn a_controller_does_not_quiesce_while_its_disk_has_orphans() {
+    let below = shadowbell_disk_file::open("mem:1MiB").unwrap();
+    let disk = Arc::new(Stalled { below, orphans: AtomicUsize::new(2) });
+    let namespaces = vec![NamespaceConfig { disk: Arc::clone(&disk) as _, uuid: [7; 16] }];
+    let host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
+    let (sent, done) = mpsc::channel();
+    host.controller.freeze(move || sent.send(()).unwrap());
+    wait::short_pause();
+    assert!(done.try_recv().is_err(), "quiesced with orphans");
+    disk.orphans.store(0, Ordering::Release);
+    done.recv_timeout(LIMIT).unwrap();
 }
 
 /// A reset of a disabled controller does not wait for the flush of its shutdown.

@@ -683,13 +683,14 @@ impl Recorder for WholeCheckpoint {
 /// A shutdown that a process has begun is ended by the process that recovers the controller.
 #[test]
 fn a_shutdown_continues_after_a_crash() {
+    type Begin<'a> = &'a dyn Fn(&mut Host, &Gate);
     let cc = |host: &Host| Cc::from_bits(host.read32(regs::CC));
     let shut_down = |host: &Host| {
         let cc = cc(host).with_shn(regs::SHN_NORMAL);
         host.write32(regs::CC, cc.into_bits());
     };
     // The queues leave, or a reset comes first, or the host has enabled the controller meanwhile.
-    let begin: [(&str, &dyn Fn(&mut Host, &Gate)); 3] = [
+    let begin: [(&str, Begin<'_>); 3] = [
         ("ready", &|host, _| shut_down(host)),
         ("resetting", &|host, gate| {
             let mut queue = host.create(1, 16, false);

@@ -28,6 +28,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// Interval of checks for orphans while a quiesce waits for them.
+const ORPHANS: Duration = Duration::from_millis(5);
+
 /// Saving and restoring.
 impl Control {
     /// Snapshot of a quiesced controller's control plane, and true if an admin command was fetched
@@ -345,7 +348,12 @@ impl Control {
         admin_is_idle: bool,
         deferred: &mut Deferred,
     ) {
+        self.quiesce.retry_at = None;
         if self.quiesce.step != Step::Requested || !admin_is_idle || !self.is_idle(cx) {
+            return;
+        }
+        if cx.serving().iter().any(|namespace| namespace.disk().orphans() != 0) {
+            self.quiesce.retry_at = Instant::now().checked_add(ORPHANS);
             return;
         }
         self.quiesce.step = Step::Leaving;

@@ -4,8 +4,8 @@ use super::Control;
 use super::admin_port::Attach;
 use super::diagnostics::hours;
 use super::io_queues::{QueueEnvironment, ended_notice};
-use super::lifecycle_state::{Callback, Deferred, Phase, Shutdown, Step, Waiter};
-use super::registers::Registers;
+use super::lifecycle_state::{Callback, Deferred, Lifecycle, Phase, Shutdown, Step, Waiter};
+use super::registers::{RESET_LIMIT, Registers};
 use crate::admin::identify::SHUTDOWN_MICROSECONDS;
 use crate::context::Context;
 use crate::control_thread::AdminDoorbellPoll;
@@ -112,9 +112,9 @@ impl Control {
         }
     }
 
-    /// True while the time of a shutdown is limited.
-    pub(crate) fn has_shutdown_limit(&self) -> bool {
-        self.lifecycle.shutdown_limit.is_some()
+    /// True while the time of a shutdown or of a reset is limited.
+    pub(crate) fn has_time_limit(&self) -> bool {
+        self.lifecycle.shutdown_limit.or(self.lifecycle.reset_limit).is_some()
     }
 
     fn is_shutting_down(&self) -> bool {
@@ -231,6 +231,7 @@ impl Control {
             return self.end_reset(cx, deferred);
         }
         self.end_shutdown();
+        self.lifecycle.reset_limit = Instant::now().checked_add(RESET_LIMIT);
         self.drop_queues(cx, Operation::Reset, deferred);
     }
 
@@ -252,7 +253,7 @@ impl Control {
         self.port.events.clear();
         self.lifecycle.reset_at = Instant::now();
         self.lifecycle.phase = Phase::Disabled;
-        self.lifecycle.shutdown_limit = None;
+        (self.lifecycle.shutdown_limit, self.lifecycle.reset_limit) = (None, None);
         let shutdown = std::mem::replace(&mut self.lifecycle.shutdown, Shutdown::None);
         self.registers.reset();
         if std::mem::take(&mut self.lifecycle.full_reset) {
@@ -316,18 +317,27 @@ impl Control {
     }
 }
 
-/// Expiry of the Keep Alive Timer and of the time for a shutdown.
+/// Expiry of the Keep Alive Timer and of the times for a shutdown and for a reset.
 impl Control {
-    /// Checks the Keep Alive Timer and the time for a shutdown. Returns true if one has expired.
+    /// Checks the Keep Alive Timer and the times for a shutdown and for a reset. Returns true if
+    /// one has expired.
     pub(crate) fn check_keep_alive(
         &mut self,
         cx: &Context,
         now: Instant,
         deferred: &mut Deferred,
     ) -> bool {
-        if self.lifecycle.shutdown_limit.is_some_and(|limit| limit <= now) {
-            self.lifecycle.shutdown_limit = None;
-            self.fail(cx, "the storage has not answered in the time for a shutdown", deferred);
+        let is_over = |limit: &mut Option<Instant>| limit.take_if(|limit| *limit <= now).is_some();
+        let why = if is_over(&mut self.lifecycle.shutdown_limit) {
+            Some("the storage has not answered in the time for a shutdown (RTD3E)")
+        } else if is_over(&mut self.lifecycle.reset_limit) {
+            Some("the storage has not answered in the time for a reset (CAP.TO)")
+        } else {
+            None
+        };
+        if let Some(why) = why {
+            self.fail(cx, why, deferred);
+            self.log_pending(cx);
             return true;
         }
         // Base 2.1, 3.9: the timer runs while the controller is ready and not shutting down. It is
@@ -348,10 +358,18 @@ impl Control {
         is_gone
     }
 
+    /// Logs the disks that have not answered all requests of the controller.
+    pub(crate) fn log_pending(&self, cx: &Context) {
+        let message = |controller| Message::LogPending { controller };
+        cx.send_all(self.queues.workers(), message);
+    }
+
     /// Time for which the caller has to schedule a timer turn for Keep Alive or background work.
     /// `None` if no turn is needed or one is already scheduled.
     pub(crate) fn next_timer(&mut self, now: Instant) -> Option<Instant> {
-        let others = [self.commands.keep_alive().expires_at(), self.lifecycle.shutdown_limit];
+        let Lifecycle { shutdown_limit, reset_limit, .. } = self.lifecycle;
+        let keep_alive = self.commands.keep_alive().expires_at();
+        let others = [keep_alive, shutdown_limit, reset_limit, self.quiesce.retry_at];
         let due = others.into_iter().flatten().chain(self.next_due()).min()?;
         // One timer is scheduled at a time. It schedules the next one.
         let scheduled = self.lifecycle.timer_at.filter(|at| now < *at);

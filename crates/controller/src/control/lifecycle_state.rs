@@ -4,8 +4,9 @@
 //!
 //! A controller is quiesced before it is transferred to another process.
 //!
-//! The controller first waits until no admin command is in flight and no other operation is
-//! pending. I/O continues meanwhile. Then its queues leave their I/O threads: no further command is
+//! The controller first waits until no admin command is in flight, no other operation is pending,
+//! and its disks have no [orphans](shadowbell_disk::Orphans): another process must not write to a
+//! disk before them. I/O continues meanwhile. Then its queues leave their I/O threads: no further command is
 //! fetched, and requests in flight at the disks end. After that the controller is quiesced: the
 //! callbacks are called, and it can be saved. A quiesce can be cancelled in every step.
 
@@ -62,6 +63,8 @@ pub(super) struct Lifecycle {
     pub(super) shutdown: Shutdown,
     /// Time at which the shutdown in progress exceeds RTD3E.
     pub(super) shutdown_limit: Option<Instant>,
+    /// Time at which the reset in progress exceeds CAP.TO.
+    pub(super) reset_limit: Option<Instant>,
     /// Time of the control thread's next turn for a timer.
     pub(super) timer_at: Option<Instant>,
     pub(super) power_cycles: u64,
@@ -81,6 +84,7 @@ impl Lifecycle {
             full_reset: false,
             shutdown: Shutdown::None,
             shutdown_limit: None,
+            reset_limit: None,
             timer_at: None,
             power_cycles: 1,
             unsafe_shutdowns: 0,
@@ -116,11 +120,13 @@ pub(super) struct Quiesce {
     /// Callbacks, which are called when the controller is quiesced, and dropped if the quiesce is
     /// cancelled.
     pub(super) waiting: Vec<Callback>,
+    /// Time of the next check for orphans of the disks, while the quiesce waits for them.
+    pub(super) retry_at: Option<Instant>,
 }
 
 impl Quiesce {
     pub(super) fn new() -> Self {
-        Self { step: Step::Running, waiting: Vec::new() }
+        Self { step: Step::Running, waiting: Vec::new(), retry_at: None }
     }
 }
 

@@ -8,10 +8,13 @@ use crate::worker::queue_set::QueueOverride;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
 use std::any::Any;
+use std::time::Duration;
 
 /// CAP.TO and CRTO: maximum time until CSTS.RDY changes, in units of 500 ms. The value is large
 /// because a reset waits for commands in flight on slow disks.
 const READY_TIMEOUT: u8 = 60;
+/// Maximum time of a reset: CAP.TO.
+pub(super) const RESET_LIMIT: Duration = Duration::from_millis(500 * READY_TIMEOUT as u64);
 /// CAP.MPSMAX: 2^(12 + 4), 64 KiB.
 const MPS_MAX: u8 = 4;
 /// Size of the register image in bytes. The space from its end to the doorbells reads as zero.

@@ -182,6 +182,11 @@ impl NamespaceQueue {
         self.flags & VOLATILE_CACHE != 0
     }
 
+    /// Number of requests that the disk has not answered.
+    pub(crate) fn pending(&self) -> usize {
+        self.queue.pending()
+    }
+
     pub(super) fn is_none(&self) -> bool {
         self.blocks == 0
     }

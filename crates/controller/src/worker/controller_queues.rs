@@ -253,6 +253,19 @@ impl ControllerQueues {
         self.set.engine.pending() != 0
     }
 
+    /// Logs the disks that have not answered all requests.
+    pub(crate) fn log_pending(&self) {
+        for (nsid, queue) in (1..).zip(self.namespaces()) {
+            let pending = queue.pending();
+            if pending != 0
+                && let Some(namespace) = self.opening.namespaces.get(nsid)
+            {
+                let disk = namespace.disk().name();
+                tracing::warn!(nsid, "{disk}: {pending} requests have not been answered");
+            }
+        }
+    }
+
     /// Number of requests that have ended so far.
     pub(crate) fn ended(&self) -> u64 {
         self.set.engine.ended()

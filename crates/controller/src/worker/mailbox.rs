@@ -152,6 +152,10 @@ pub(crate) enum Message {
         controller: u32,
         latch: Latch,
     },
+    /// Logs the disks that have not answered the controller's requests.
+    LogPending {
+        controller: u32,
+    },
     /// Moves the controller's queues to another I/O thread once nothing is in flight. Until the
     /// latch is released, the route (the path of messages to the controller's thread) holds back
     /// further messages for the controller, except [`CancelMove`](Self::CancelMove),
@@ -229,6 +233,7 @@ impl Message {
             | Self::RunExclusive { controller, .. }
             | Self::JournalDecisions { controller, .. }
             | Self::EndExclusive { controller }
+            | Self::LogPending { controller }
             | Self::MoveAway { controller, .. }
             | Self::Hurry { controller }
             | Self::CancelMove { controller }

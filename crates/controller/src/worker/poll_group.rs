@@ -197,6 +197,12 @@ impl PollGroup {
         all.filter(move |queues| queues.id() == id && queues.is_detaching())
     }
 
+    /// Logs the disks that have not answered the requests of a controller.
+    pub(super) fn log_pending(&self, id: u32) {
+        let all = self.active.iter().chain(&self.dormant).map(|entry| &entry.queues);
+        all.filter(|queues| queues.id() == id).for_each(ControllerQueues::log_pending);
+    }
+
     /// Starts a trace.
     pub(super) fn begin_trace(&mut self) {
         let skipped = self.dormant.iter_mut().chain(self.parked.values_mut());

@@ -353,6 +353,7 @@ impl Worker {
                     queues.detach(latch);
                 }
             }
+            Message::LogPending { controller } => self.poll_group.log_pending(controller),
             Message::MoveAway { controller, departure } => {
                 // From now on, the destination thread receives the host's doorbell writes.
                 self.sources.remove(controller);
