@@ -31,6 +31,9 @@ pub struct Status {
     /// Number of controllers that wait for their disks after a restart of the server process.
     #[serde(default)]
     pub waiting: usize,
+    /// Number of cancelled writes that the storage has not answered, of all disks.
+    #[serde(default)]
+    pub stalled_writes: u64,
     /// Log filter.
     pub log_filter: String,
     /// Reason why the last upgrade requested over this interface failed, if it did.
@@ -311,6 +314,10 @@ pub struct Disk {
     pub limits: Option<LimitSpec>,
     /// Namespaces that store their data on the disk. Several only in a subsystem.
     pub namespaces: Vec<DiskUser>,
+    /// Number of cancelled writes that the storage has not answered. Later commands that overlap
+    /// them wait.
+    #[serde(default)]
+    pub stalled_writes: u64,
     /// `id` of each export of the disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exports: Vec<String>,

@@ -18,6 +18,9 @@ pub const NOT_FOUND: u8 = 3;
 /// `ctl`: not possible in the current state of the server.
 pub const CONFLICT: u8 = 4;
 
+/// `serve`: the storage had not answered all requests when the service ended.
+pub const UNANSWERED: u8 = 5;
+
 /// Help text about exit statuses.
 pub const HELP: &str = "\
 Exit status:
@@ -26,6 +29,7 @@ Exit status:
   2  unusable input: the command line, a configuration file, or a disk or a path that they name
   3  ctl: no such server, controller or namespace
   4  ctl: not possible in the current state of the server
+  5  serve: the storage had not answered all requests when the service ended
 After an internal error, the program ends with SIGABRT (134 in a shell), so that it can be restarted";
 
 /// Error with its exit status.

@@ -18,6 +18,7 @@ use shadowbell_config::socket_path::{self, SocketPath};
 use shadowbell_controller::PoolOptions;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_process::exit::bad_input;
+use shadowbell_supervisor::DEFAULT_STOP_TIMEOUT;
 use shadowbell_supervisor::permissions::Permissions;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -128,6 +129,12 @@ pub(super) struct ServiceArgs {
     #[arg(long, value_name = "DIRECTORY")]
     allow: Vec<PathBuf>,
 
+    /// End within this time after SIGTERM, even if the storage has not answered all requests. The
+    /// log then lists them, and the exit status is 5
+    #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_STOP_TIMEOUT)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub(super) stop_timeout: u64,
+
     /// Start mode, set by the supervisor
     #[arg(long, value_enum, hide = true, conflicts_with = "no_supervisor")]
     pub(super) as_worker: Option<Role>,
@@ -164,7 +171,8 @@ impl Exported {
 }
 
 const AFTER_HELP: &str = "\
-SIGINT, SIGTERM and SIGHUP end the service; a second one does not wait for the guests. With \
+SIGINT, SIGTERM and SIGHUP end the service; a second one does not wait for the guests, and storage \
+that hangs is waited for until --stop-timeout. With \
 --config, SIGHUP reloads the file, as `shadowbell ctl apply` does: controllers are added, removed \
 and changed; an invalid file is refused as a whole, and so is one that takes a controller from a \
 client. Signals that were ignored at start-up stay ignored, as SIGINT in a script's \
@@ -260,7 +268,8 @@ other, run one server per tenant: then they share nothing here.
 Exit status:
   0  ended by a signal
   1  the service has failed, or a disk may have lost data
-  2  the command line, the configuration, a disk or a path is not usable";
+  2  the command line, the configuration, a disk or a path is not usable
+  5  the storage had not answered all requests at --stop-timeout";
 
 /// Properties of a controller.
 #[derive(Clone, Debug, Default, clap::Args)]

@@ -85,6 +85,7 @@ mod sandbox;
 mod server;
 mod startup_timing;
 mod stats_report;
+mod stop_limit;
 mod tracer;
 mod worker_link;
 
@@ -120,6 +121,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use stop_limit::StopLimit;
 use tracing::{debug, error, info, warn};
 use worker_link::{Role, WorkerLink, text_of};
 
@@ -171,6 +173,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let faults = args.service.faults.clone();
     let mut phases = Phases::begin();
     let given = args.clone();
+    let stop_timeout = Duration::from_secs(args.service.stop_timeout);
     let asked = args.sandbox();
     let ends_unused = args.exported.is_some();
     let text = supervisor.map(|(_, link)| link.begin()).transpose()?.flatten();
@@ -315,8 +318,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     if link.is_none() {
         notify::send(notify::STOPPING);
     }
-    // Bounds the wait for an unresponsive disk. If the supervisor is dead, no process would kill
-    // this one.
+    // These bound the wait for an unresponsive disk. If the supervisor is dead, no process would
+    // kill this one.
+    let limit = StopLimit::start(&server, stop_timeout)?;
     let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
     drop(late);
     // The endpoints and exports remove their socket files.
@@ -329,6 +333,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     #[cfg(feature = "faults")]
     injected.report();
     let is_kept = server.flush();
+    drop(limit);
     outcome?;
     info!("ended");
     Ok(if is_kept && !is_left { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })

@@ -12,6 +12,7 @@ use super::registry::ServedController;
 use super::server::Server;
 use super::worker_link::WorkerLink;
 use anyhow::{Context, anyhow};
+use shadowbell_disk::Disk;
 use shadowbell_process::exit;
 use shadowbell_state::{AbortPoint, Descriptors, abort_point};
 use shadowbell_supervisor::protocol::{to_supervisor, to_worker};
@@ -97,6 +98,10 @@ fn quiesce_all(
     if ended == Err(RecvTimeoutError::Timeout) {
         unfinished.push("requests of an export's clients did not end in time".to_owned());
     }
+    let stalled = server.disks().into_iter().find(|disk| !await_orphans(&**disk, until));
+    if let Some(disk) = stalled.filter(|_| unfinished.is_empty()) {
+        unfinished.push(format!("{} has not answered", disk.name()));
+    }
     // Requests of a client or of an export may still reach any disk and controller.
     if unfinished.len() > waits.len() {
         quiesced.clear();
@@ -120,6 +125,17 @@ fn stop_exports(server: &Server) -> std::sync::mpsc::Receiver<Infallible> {
         }
     }
     ended
+}
+
+/// Waits until a disk has no orphans. Returns false if it has some at `until`.
+fn await_orphans(disk: &dyn Disk, until: Instant) -> bool {
+    while disk.orphans() != 0 {
+        if Instant::now() >= until {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    true
 }
 
 /// Quiesces controllers. Returns those that have not quiesced by `until`, and those that have.

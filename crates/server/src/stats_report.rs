@@ -50,6 +50,8 @@ pub(crate) struct ControllerReport {
 pub(crate) struct DiskReport {
     /// Name of the disk.
     pub disk: String,
+    /// Cancelled writes that the storage has not answered.
+    pub stalled_writes: usize,
     /// Counters by name.
     #[serde(flatten)]
     pub counters: BTreeMap<&'static str, u64>,
@@ -59,9 +61,10 @@ pub(crate) struct DiskReport {
 fn disks(controller: &Controller) -> Vec<DiskReport> {
     let reports = controller.namespaces().into_iter().map(|(_, namespace)| {
         let disk = namespace.disk;
-        DiskReport { disk: disk.name(), counters: disk.counters().into_iter().collect() }
+        let (stalled_writes, counters) = (disk.orphans(), disk.counters().into_iter().collect());
+        DiskReport { disk: disk.name(), stalled_writes, counters }
     });
-    reports.filter(|report| !report.counters.is_empty()).collect()
+    reports.filter(|report| !report.counters.is_empty() || report.stalled_writes != 0).collect()
 }
 
 impl Report {

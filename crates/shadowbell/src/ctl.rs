@@ -348,6 +348,9 @@ fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
         0 => writeln!(out)?,
         waiting => writeln!(out, "; {waiting} more wait for their disks")?,
     }
+    if status.stalled_writes != 0 {
+        writeln!(out, "stalled      {} cancelled writes without an answer", status.stalled_writes)?;
+    }
     writeln!(out, "log          {}", status.log_filter)?;
     if let Some(why) = &status.upgrade_error {
         writeln!(out, "last upgrade failed: {why}")?;

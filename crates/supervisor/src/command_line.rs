@@ -5,9 +5,14 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Option that marks a supervisor after exec and names the descriptor with its snapshot.
 pub(super) const AS_SUPERVISOR: &str = "--as-keeper";
+/// Option with the time limit in seconds of the end of the service after a signal.
+const STOP_TIMEOUT: &str = "--stop-timeout";
+/// Default of the option `--stop-timeout`, in seconds.
+pub const DEFAULT_STOP_TIMEOUT: u64 = 5;
 /// Option that requests a supervisor explicitly. A supervisor is the default.
 const SUPERVISOR: &str = "--keeper";
 
@@ -33,11 +38,23 @@ pub fn is_asked_for(arguments: &[OsString]) -> bool {
 
 /// Path of the configuration file that the command line names.
 pub(super) fn config_file(arguments: &[OsString]) -> Option<PathBuf> {
+    value_of(arguments, "--config").map(PathBuf::from)
+}
+
+/// Time limit of the end of the service after a signal: [`STOP_TIMEOUT`] on the command line, or
+/// its default.
+pub(super) fn stop_timeout(arguments: &[OsString]) -> Duration {
+    let seconds = value_of(arguments, STOP_TIMEOUT).and_then(|text| text.to_str()?.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(DEFAULT_STOP_TIMEOUT))
+}
+
+/// Value of an option of the command line.
+fn value_of<'a>(arguments: &'a [OsString], option: &str) -> Option<&'a OsStr> {
     let mut words = arguments.iter().take_while(|word| *word != "--");
     while let Some(word) = words.next() {
-        match word.as_bytes().strip_prefix(b"--config") {
-            Some([]) => return words.next().map(PathBuf::from),
-            Some([b'=', path @ ..]) => return Some(PathBuf::from(OsStr::from_bytes(path))),
+        match word.as_bytes().strip_prefix(option.as_bytes()) {
+            Some([]) => return words.next().map(OsString::as_os_str),
+            Some([b'=', value @ ..]) => return Some(OsStr::from_bytes(value)),
             _ => {}
         }
     }
@@ -86,6 +103,14 @@ mod tests {
         assert_eq!(file("shadowbell serve --config a.toml"), Some("a.toml".into()));
         assert_eq!(file("shadowbell -v serve --config=a.toml"), Some("a.toml".into()));
         assert_eq!(file("shadowbell serve mem:1MiB --socket a -- --config a"), None);
+    }
+
+    #[test]
+    fn the_stop_timeout_on_the_command_line_is_detected() {
+        let seconds = |line: &str| stop_timeout(&words(line)).as_secs();
+        assert_eq!(seconds("shadowbell serve mem:1MiB --socket a"), DEFAULT_STOP_TIMEOUT);
+        assert_eq!(seconds("shadowbell serve --stop-timeout 7 mem:1MiB"), 7);
+        assert_eq!(seconds("shadowbell serve --stop-timeout=8 mem:1MiB"), 8);
     }
 
     #[test]

@@ -87,7 +87,7 @@ use upgrade_progress::{Step, answer_to};
 use watchdog::Watchdog;
 use worker::Worker;
 
-pub use command_line::{is_asked_for, is_service};
+pub use command_line::{DEFAULT_STOP_TIMEOUT, is_asked_for, is_service};
 pub use self_exec::{CHECK, check};
 
 /// Maximum number of messages of a server process that are handled in a turn of the main loop.
@@ -158,6 +158,7 @@ impl Supervisor {
             release: None,
             watchdog: Watchdog::wanted(),
             ended: 0,
+            end_limit: None,
             over: None,
         })
     }
@@ -233,7 +234,7 @@ impl Supervisor {
         let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(FdStore::deadline));
         let replacement = self.replacement.as_ref().map(|replacement| replacement.until);
         let deadlines = deadlines.chain(self.rest.deadline()).chain(replacement);
-        let deadlines = deadlines.chain(self.release).chain(behind);
+        let deadlines = deadlines.chain(self.release).chain(behind).chain(self.end_limit);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
             // Slightly longer, so that the deadline has passed when `poll` returns.
@@ -294,10 +295,9 @@ impl Supervisor {
     fn end(&mut self) {
         self.ended += 1;
         if self.ended > 1 {
-            self.workers().for_each(Worker::kill);
-            self.over = Some(exit::FAILED);
-            return;
+            return self.kill_all(exit::FAILED);
         }
+        self.end_limit = Some(Instant::now() + command_line::stop_timeout(&self.arguments));
         notify::send(notify::STOPPING);
         match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
             None => {}
@@ -314,6 +314,15 @@ impl Supervisor {
             Some(worker) => worker.say(to_worker::END, "", None),
             None => self.over = Some(exit::FAILED),
         }
+    }
+
+    /// Ends the service at once with this exit status, and kills the server processes.
+    fn kill_all(&mut self, status: u8) {
+        let mut new = self.upgrade.take().map(|upgrade| upgrade.new);
+        for worker in self.worker.iter_mut().chain(&mut new) {
+            worker.kill();
+        }
+        self.over = Some(status);
     }
 
     /// Handles messages of the server processes, at most `most` of each and for a limited time, so
@@ -417,6 +426,14 @@ impl Supervisor {
     }
 
     fn check_deadlines(&mut self, now: Instant) {
+        if self.over.is_none() && self.end_limit.take_if(|limit| *limit <= now).is_some() {
+            let limit = command_line::stop_timeout(&self.arguments).as_secs();
+            log_line(&format!(
+                "error: the server process has not ended within {limit} s (`--stop-timeout`), and \
+                 is killed; its storage or a client does not answer"
+            ));
+            self.kill_all(exit::UNANSWERED);
+        }
         if self.replacement.as_ref().is_some_and(|replacement| replacement.until <= now) {
             self.replacement_is_late();
         }

@@ -66,6 +66,9 @@ pub(super) struct Supervisor {
     pub(super) watchdog: Option<Watchdog>,
     /// Number of signals to end the service received so far.
     pub(super) ended: u32,
+    /// Time at which the service ends after the first of these signals, even if its server process
+    /// does not.
+    pub(super) end_limit: Option<Instant>,
     /// Exit status, once the service has ended.
     pub(super) over: Option<u8>,
 }

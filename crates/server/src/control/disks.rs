@@ -26,6 +26,7 @@ fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
         namespaces: namespaces
             .map(|(served, nsid)| DiskUser { controller: served.id.clone(), nsid: *nsid })
             .collect(),
+        stalled_writes: disk.open.disk.orphans() as u64,
         exports: state.changes.exports().of(&disk.id),
         counters: counters.map(|(name, count)| (name.to_owned(), count)).collect(),
     }

@@ -427,6 +427,14 @@ fn disks(text: &mut Text, state: &ServerState) {
     for (labels, disk) in &all {
         bytes.sample(labels, disk.bytes);
     }
+    let mut stalled = text.family(
+        Kind::Gauge,
+        "shadowbell_disk_stalled_writes",
+        "Cancelled writes that the storage has not answered.",
+    );
+    for (labels, disk) in &all {
+        stalled.sample(labels, disk.stalled_writes);
+    }
     let mut events = text.family(
         Kind::Counter,
         "shadowbell_disk_events",

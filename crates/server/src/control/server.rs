@@ -34,6 +34,7 @@ pub(super) fn status(state: &ServerState) -> Status {
         controllers: served.len(),
         clients: served.iter().filter(|served| served.has_client()).count(),
         waiting: state.controllers.waiting().len(),
+        stalled_writes: super::disks::disks(state).iter().map(|disk| disk.stalled_writes).sum(),
         log_filter: logging::filter(),
         upgrade_error: state.upgrade_error.lock().clone(),
     }

@@ -37,7 +37,7 @@ impl Export {
         let file = |name: &str| File::create(directory.path().join(name)).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
         command
-            .arg("export")
+            .args(["export", "--stop-timeout", "600"])
             .args(arguments)
             .current_dir(directory.path())
             .env_remove("RUST_LOG")

@@ -26,12 +26,19 @@ impl Export {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("nbd");
         let mut command = program();
-        command.args(["export", disk, "--nbd"]).arg(format!("unix:{}", socket.display()));
+        command
+            .args(["export", "--no-keeper", disk, "--nbd"])
+            .arg(format!("unix:{}", socket.display()));
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let child = ProcessGroup::spawn(&mut command).unwrap();
         until("the export", || UnixStream::connect(&socket).is_ok());
         Self { child, directory }
+    }
+
+    /// Sends a signal to the server.
+    pub(crate) fn signal(&self, signal: Signal) {
+        self.child.signal(signal);
     }
 
     /// URI of the export, with options such as `&settle=1s`.

@@ -67,6 +67,11 @@ impl Server {
         command.stdin(Stdio::null()).current_dir(directory.path()).env_remove("RUST_LOG");
         // The control socket is in this directory, too.
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
+        // On a loaded machine, the end of a server may take longer than the default.
+        let has = |word: &str| command.get_args().any(|argument| argument == word);
+        if (has("serve") || has("export")) && !has("--stop-timeout") && !has("--") {
+            command.args(["--stop-timeout", "600"]);
+        }
         let child = ProcessGroup::spawn(&mut command).unwrap();
         // Closes this process's end of a pipe that was given to the command.
         drop(command);

@@ -2,8 +2,11 @@
 //! thread continue, no acknowledged write is lost, and no command waits longer than the
 //! storage.
 
+use crate::control::ctl_json;
+use crate::disk_recovery::Export;
 use crate::disk_types::{PAGE, Page, check_content, fill};
 use crate::harness::{Server, complete, image, run, until};
+use rustix::process::Signal;
 use shadowbell_driver::{
     AttachOptions, BufferPool, Completion, Controller, Namespace, QueuePair, Recovery, Timeouts,
 };
@@ -45,6 +48,16 @@ impl Stalls for Storage {
 
     fn resume(&self) {
         Storage::resume(self);
+    }
+}
+
+impl Stalls for Export {
+    fn stall(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    fn resume(&self) {
+        self.signal(Signal::CONT);
     }
 }
 
@@ -244,6 +257,66 @@ fn check_disk_type(disk: &str, storage: &dyn Stalls) {
     is_unusable_after_timeout(&server, storage, false);
     is_unusable_after_timeout(&server, storage, true);
     assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// A reset does not wait for a hung NBD server. Later commands wait for the writes that the server
+/// may still execute.
+#[test]
+fn a_reset_does_not_wait_for_a_hung_nbd_server() {
+    let storage = Export::start("mem:16MiB");
+    let options = ["--keeper", "--sandbox", "off", "--workers", "1"];
+    let mut server = Server::start(&[&storage.uri("&settle=50ms"), "mem:1MiB"], &options);
+    let stalled = || ctl_json(&server, &["status"])["stalled_writes"].as_u64().unwrap();
+    // Without repetitions, the driver does not resubmit what a reset ends.
+    let recovery = Recovery { repeats: 0, ..Recovery::default() };
+    let mut guest = Guest::attach(&server, AttachOptions { recovery, ..AttachOptions::default() });
+    assert_eq!(stalled(), 0);
+    storage.stall();
+    guest.submit_many();
+    short_pause();
+    guest.controller.reset().unwrap();
+    assert_eq!(guest.settle(&[Status::ABORTED_BY_HOST]), PAGES);
+    assert!(stalled() > 0, "no write was at the server");
+    guest.submit_many();
+    short_pause();
+    assert!(guest.queue.pop().is_none(), "a command completed on hung storage");
+    storage.resume();
+    guest.settle(&[Status::SUCCESS]);
+    until("the answers to the orphans", || stalled() == 0);
+    guest.assert_no_loss();
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// SIGTERM ends the service although storage hangs, and the log says what had no answer.
+fn check_stop(disk: &str, storage: &dyn Stalls, words: &str) {
+    // The time limit expires in this test.
+    let options = ["--keeper", "--sandbox", "off", "--workers", "1", "--stop-timeout", "10"];
+    let mut server = Server::start(&[disk, "mem:1MiB"], &options);
+    let mut guest = Guest::attach(&server, AttachOptions::default());
+    storage.stall();
+    guest.submit_many();
+    short_pause();
+    let status = server.stop();
+    let log = server.stderr();
+    assert_eq!(status.code(), Some(5), "{log}");
+    let name = disk.split('?').next().unwrap();
+    assert!(log.lines().any(|line| line.contains(name) && line.contains(words)), "{log}");
+    storage.resume();
+}
+
+#[test]
+fn the_service_ends_although_an_nbd_server_hangs() {
+    let storage = Export::start("mem:16MiB");
+    check_stop(&storage.uri("&settle=50ms"), &storage, "cancelled writes have not been answered");
+}
+
+#[test]
+fn the_service_ends_although_a_file_system_hangs() {
+    let directory = tempfile::tempdir().unwrap();
+    let behind = image(directory.path(), "disk.img", BYTES);
+    let Some(mount) = Mount::over("hung_storage::fuse_daemon", &behind) else { return };
+    let disk = format!("{}?format=raw&direct=off", mount.path().display());
+    check_stop(&disk, &mount, "requests have not been answered");
 }
 
 #[test]

@@ -1,0 +1,56 @@
+//! Time limit of the end of the process, for storage that does not answer.
+
+use super::server::Server;
+use shadowbell_disk::Disk;
+use shadowbell_process::{exit, logging};
+use std::convert::Infallible;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::Duration;
+use tracing::error;
+
+/// Thread that ends the process after a time limit, until it is dropped. Before that it logs what
+/// has had no answer: the disks, with the number of their requests.
+pub(super) struct StopLimit {
+    _ends: Sender<Infallible>,
+}
+
+impl StopLimit {
+    /// Starts the thread. The process ends before `limit` is over, because then the supervisor
+    /// kills it.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub(super) fn start(server: &Server, limit: Duration) -> anyhow::Result<Self> {
+        let (ends, ended) = channel();
+        let (controllers, disks) = (server.controllers(), server.disks());
+        let watch = move || {
+            if has_ended(&ended, limit.mul_f64(0.8)) {
+                return;
+            }
+            error!("the storage has not answered all requests within {} s", limit.as_secs());
+            controllers.iter().for_each(|served| served.controller.log_pending());
+            disks.iter().for_each(|disk| log_orphans(&**disk));
+            // Meanwhile the I/O threads log their requests.
+            if has_ended(&ended, limit.mul_f64(0.1)) {
+                return;
+            }
+            logging::finish();
+            std::process::exit(i32::from(exit::UNANSWERED));
+        };
+        thread::Builder::new().name("sb-stop-limit".into()).spawn(watch)?;
+        Ok(Self { _ends: ends })
+    }
+}
+
+/// Waits for the drop of the limit. Returns false if it lasts longer than `time`.
+fn has_ended(ended: &Receiver<Infallible>, time: Duration) -> bool {
+    ended.recv_timeout(time) != Err(RecvTimeoutError::Timeout)
+}
+
+fn log_orphans(disk: &dyn Disk) {
+    let orphans = disk.orphans();
+    if orphans != 0 {
+        error!("{}: {orphans} cancelled writes have not been answered", disk.name());
+    }
+}
