@@ -349,10 +349,10 @@ mod tests {
         };
         let image = o_path(&path("image"));
         grant(&mut grants);
-        grants.release([image.as_fd()].into_iter());
+        grants.release(&BTreeSet::from([id_of(image.as_fd()).unwrap()]));
         // Its controller is removed and added again.
         grant(&mut grants);
-        grants.release(std::iter::empty());
+        grants.release(&BTreeSet::new());
         assert!(grants.held(image.as_fd(), Access::Read).is_ok());
     }
 }
