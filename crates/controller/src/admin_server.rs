@@ -111,7 +111,7 @@ impl AdminServer {
 
     /// True if a command cannot complete because the memory of the completion queue is not mapped.
     pub(crate) fn lacks_cq(&mut self) -> bool {
-        self.queue().is_some_and(AdminQueue::lacks_cq)
+        self.queue().is_some_and(|queue| queue.lacks_cq())
     }
 
     /// Fetches the next command, if there is one and the completion queue has a free entry for it.

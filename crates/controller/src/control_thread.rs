@@ -396,6 +396,10 @@ impl Shared {
             if is_requested {
                 queue.ready.push_back(next);
             }
+            // Another thread took over, and may be in a turn itself.
+            if queue.turn_began.is_some() {
+                self.start_watching(&mut queue);
+            }
         }
     }
 

@@ -298,8 +298,8 @@ impl Controller {
             self.invalid_doorbell_register();
             return None;
         }
-        let judged = shared.judge_trapped(doorbell.qid, doorbell.kind, &register, value);
-        let Ok(value) = judged else {
+        let valid = shared.validate_trapped(doorbell.qid, doorbell.kind, &register, value);
+        let Ok(value) = valid else {
             self.0.context.trace(Kind::Invalid, doorbell.qid | side, value, 0);
             self.invalid_doorbell_value();
             return None;

@@ -96,8 +96,7 @@ pub(crate) struct ControllerShared {
     journal: OnceLock<Journal>,
 }
 
-/// Data from which the valid heads of a completion queue follow, for the thread that handles
-/// trapped writes.
+/// Bounds for the validation of trapped writes of a completion queue head.
 #[derive(Debug)]
 pub(crate) struct Heads {
     size: RingSize,
@@ -105,24 +104,36 @@ pub(crate) struct Heads {
     tail: u16,
     posted: u64,
     counters: Arc<CqCounters>,
+    /// Last invalid value, which is reported once until a valid one is written.
+    refused: Option<u32>,
 }
 
 impl Heads {
     /// Heads of a queue whose next completion is posted at `tail`.
     pub(crate) fn new(size: RingSize, tail: u16, counters: &Arc<CqCounters>) -> Self {
         let posted = counters.completions.get();
-        Self { size, tail, posted, counters: Arc::clone(counters) }
+        Self { size, tail, posted, counters: Arc::clone(counters), refused: None }
     }
 
-    /// Judges a written head. `last` is the last valid one. Completions are counted before the host
-    /// can see them.
-    fn judge(&self, last: u32, value: u32) -> Result<u16, InvalidDoorbell> {
+    /// Validates a written head, and returns the value for the register, which has the last valid
+    /// head `stored`. Completions are counted before the host can see them.
+    fn validate(&mut self, stored: u32, value: u32) -> Result<u32, InvalidDoorbell> {
         let posted = self.counters.completions.get().wrapping_sub(self.posted);
         let ahead = (posted % u64::from(self.size.entries())) as u32;
-        let last = self.size.position(last).unwrap_or_default();
+        let last = self.size.position(stored).unwrap_or_default();
         let limit = self.size.distance(last, self.size.forward(self.tail, ahead));
-        let judged = self.size.judge(last, value, limit);
-        judged.inspect_err(|_| self.counters.invalid_traps.add(1))
+        match self.size.judge(last, value, limit) {
+            Ok(_) => {
+                self.refused = None;
+                Ok(value)
+            }
+            Err(_) if self.refused == Some(value) => Ok(stored),
+            Err(error) => {
+                self.refused = Some(value);
+                self.counters.invalid_traps.add(1);
+                Err(error)
+            }
+        }
     }
 }
 
@@ -299,16 +310,16 @@ impl ControllerShared {
         self.shadowed.store(shadowed, Ordering::Release);
     }
 
-    /// Judges a trapped doorbell write, and returns the value to store in the register. With shadow
-    /// doorbells, a trapped write is only a wakeup, because posted writes arrive late. Values of
-    /// mapped doorbells are judged when they are polled.
+    /// Validates a trapped doorbell write, and returns the value to store in the register. With
+    /// shadow doorbells, a trapped write is only a wakeup, because posted writes arrive late. Values
+    /// of mapped doorbells are validated when they are polled.
     ///
     /// An invalid tail stays in the register, where the I/O thread finds it even if the host has
     /// written a valid tail since.
     ///
     /// # Errors
     /// An invalid completion queue head, which the register does not get.
-    pub(crate) fn judge_trapped(
+    pub(crate) fn validate_trapped(
         &self,
         qid: u16,
         kind: DoorbellKind,
@@ -328,10 +339,9 @@ impl ControllerShared {
                 Ok(if is_invalid { stored } else { value })
             }
             DoorbellKind::Cq => {
-                let heads = self.heads.get(usize::from(qid)).map(|heads| heads.lock());
-                let heads = heads.as_ref().and_then(|heads| heads.as_ref());
-                heads.map_or(Ok(()), |heads| heads.judge(stored, value).map(drop))?;
-                Ok(value)
+                let mut heads = self.heads.get(usize::from(qid)).map(|heads| heads.lock());
+                let heads = heads.as_mut().and_then(|heads| heads.as_mut());
+                heads.map_or(Ok(value), |heads| heads.validate(stored, value))
             }
         }
     }

@@ -171,7 +171,7 @@ pub(crate) struct CqCounters {
     pub(crate) completions: Counter,
     pub(crate) interrupts: Counter,
     pub(crate) interrupts_suppressed: Counter,
-    /// Invalid heads that were judged when their writes were trapped.
+    /// Invalid heads that were refused when their writes were trapped.
     pub(crate) invalid_traps: Counter,
     doorbell: ControllerCounters,
 }

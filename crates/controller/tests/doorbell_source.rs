@@ -57,6 +57,42 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
     assert_eq!(spurious, 0);
 }
 
+/// Invalid values count, although valid ones follow before the I/O thread reads the registers.
+#[test]
+fn invalid_values_from_a_source_are_refused() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (mut host, mut queue) = attached(&pool, &mut turns);
+    let (wire, source) = DoorbellChannel::new();
+    host.controller.add_doorbell_source(0, source);
+    while turns.turn() {}
+    let (head, tail) = (cq_doorbell_offset(1, 0), sq_doorbell_offset(1, 0));
+    for value in [5, 0xffff] {
+        let next = put(&mut host, &mut queue);
+        wire.write(head, value);
+        // Reported once.
+        wire.write(head, value);
+        wire.write(head, queue.head);
+        wire.write(tail, next);
+        assert!(turns.sleep());
+        while turns.turn() {}
+        let (_, status, _) = host.reap(&mut queue).expect("a completion");
+        assert_eq!(status, Status::SUCCESS);
+        wire.write(head, queue.head);
+        assert!(turns.sleep());
+        while turns.turn() {}
+    }
+    let next = put(&mut host, &mut queue);
+    wire.write(tail, 999);
+    wire.write(tail, next);
+    assert!(turns.sleep());
+    while turns.turn() {}
+    assert!(host.reap(&mut queue).is_none(), "no command is taken after an invalid tail");
+    let controller = host.controller.clone();
+    let stats = run_beside(&mut turns, move || controller.stats());
+    let (sq, cq) = stats.io_queues();
+    assert_eq!((sq.doorbell.invalid, cq.doorbell.invalid), (1, 2));
+}
+
 #[test]
 fn writes_to_other_registers_stay_in_the_source() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();

@@ -164,8 +164,8 @@ impl AdminQueue {
     }
 
     /// True if a command is waiting but the memory of the completion queue is missing.
-    pub(crate) fn lacks_cq(&mut self) -> bool {
-        self.acq_missing && self.sq.tail.poll().is_ok_and(|tail| tail != self.sq.head)
+    pub(crate) fn lacks_cq(&self) -> bool {
+        self.acq_missing && self.sq.tail.peek() != self.sq.head
     }
 
     /// Applies Doorbell Buffer Config. Fails if a doorbell value in the old pages is invalid.
@@ -189,12 +189,14 @@ impl AdminQueue {
 
     /// Fetches the next command and reserves an entry for its completion, if there is room.
     pub(crate) fn next(&mut self) -> Result<Option<Sqe>, InvalidDoorbell> {
-        if self.sq.ring.is_none() || self.cq.ring.is_none() {
+        // Commands that are executed again after a crash do not depend on the tail.
+        if self.replays.is_empty()
+            && (self.sq.ring.is_none() || self.sq.poll_tail()? == self.sq.head)
+        {
+            self.sq.blocked = false;
             return Ok(None);
         }
-        let tail = self.sq.poll_tail()?;
-        if self.sq.head == tail && self.replays.is_empty() {
-            self.sq.blocked = false;
+        if self.cq.ring.is_none() {
             return Ok(None);
         }
         if self.cq.free() == 0 {

@@ -9,6 +9,7 @@
 use super::observer::Observer;
 use crate::shared::{ControllerShared, DSTRD, MAX_QUEUES};
 use crate::trace::{COMPLETION_QUEUE, Kind};
+use shadowbell_doorbell::InvalidDoorbell;
 use shadowbell_spec::regs::{DoorbellKind, decode_doorbell};
 use std::collections::HashMap;
 use std::io;
@@ -54,15 +55,16 @@ impl DoorbellSources {
     }
 
     /// Handles an event of a source. Receives the doorbell writes of those queues that `worker`,
-    /// the calling thread, serves.
+    /// the calling thread, serves. Returns the invalid completion queue heads by queue identifier.
     pub(super) fn poll_doorbells(
         &mut self,
         controller: u32,
         worker: usize,
         trace: &mut Option<Observer>,
-    ) {
+    ) -> Vec<(u16, InvalidDoorbell)> {
+        let mut invalid = Vec::new();
         let Some(Registered { source, shared, in_vain }) = self.0.get_mut(&controller) else {
-            return;
+            return invalid;
         };
         let PolledDoorbells { writes, all } = source.poll_doorbells(&mut |offset, value| {
             let doorbell = decode_doorbell(offset, DSTRD);
@@ -79,13 +81,18 @@ impl DoorbellSources {
                 let side = if kind == DoorbellKind::Cq { COMPLETION_QUEUE } else { 0 };
                 trace.record(Kind::MmioWrite, controller as u16, qid | side, value, 0);
             }
-            shadowbell_doorbell::Cell::store_release(&shared.register(qid, kind), value);
+            let register = shared.register(qid, kind);
+            match shared.validate_trapped(qid, kind, &register, value) {
+                Ok(value) => shadowbell_doorbell::Cell::store_release(&register, value),
+                Err(error) => invalid.push((qid, error)),
+            }
             true
         });
         *in_vain = if writes == 0 && !all { *in_vain + 1 } else { 0 };
         if *in_vain >= WAKES_IN_VAIN {
             self.remove(controller);
         }
+        invalid
     }
 }
 

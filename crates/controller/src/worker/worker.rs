@@ -15,7 +15,7 @@ use super::poll_group::{PollEntry, PollGroup};
 use super::queue_move::Relocated;
 use super::queue_set::SleepCell;
 use crate::notice::Notice;
-use crate::trace::Kind;
+use crate::trace::{COMPLETION_QUEUE, Kind};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_doorbell::{FullFence, Sleeper};
 use shadowbell_memory::page_tables::Awake;
@@ -225,7 +225,12 @@ impl Worker {
             let controller = (token >> 8) as u32;
             self.poll_group.doorbell_written(controller);
             if token & 0xff == DOORBELL_SOURCE {
-                self.sources.poll_doorbells(controller, self.index, &mut self.trace);
+                let invalid = self.sources.poll_doorbells(controller, self.index, &mut self.trace);
+                for (qid, error) in invalid {
+                    if let Some(queues) = self.poll_group.activate(controller) {
+                        queues.set.invalid(qid | COMPLETION_QUEUE, error, &mut self.trace);
+                    }
+                }
             }
         }
         self.poll_group.checked(all);
