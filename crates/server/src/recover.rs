@@ -352,8 +352,7 @@ fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<Vec<Str
         let its = recovery_job::take_items(&mut items, entry);
         let slot = Slot::of_controller(entry.index);
         let checked = recovery_job::check_deaths(attempts.deaths(slot));
-        let check = || attempts.check(slot, || recovery_job::check(entry, &its));
-        if let Err(why) = checked.and_then(|()| check()) {
+        if let Err(why) = checked.and_then(|()| recovery_job::check(entry, &its)) {
             // A state of a release that is not supported is the reason for a refusal, not for the
             // loss of a client.
             if why.downcast_ref::<StateError>().is_some_and(StateError::is_of_another_release) {

@@ -105,16 +105,6 @@ impl Attempts {
         attempt
     }
 
-    /// Calls `check`, which may end this process. A death is counted at once, because the process
-    /// that serves continues.
-    pub(super) fn check<T>(&self, slot: Slot, check: impl FnOnce() -> T) -> T {
-        let byte = self.get(slot);
-        self.set(slot, byte.saturating_add(1).min(LIMIT | (byte & MARK)));
-        let outcome = check();
-        self.set(slot, byte);
-        outcome
-    }
-
     fn get(&self, slot: Slot) -> u8 {
         let mut byte = [0];
         // Beyond the end of the file: zero.
@@ -197,9 +187,6 @@ mod tests {
             attempts = next(&attempts, &slots, true);
             assert_eq!(slots.map(|slot| attempts.deaths(slot)), [deaths, 0]);
         }
-        // A check that ends its process counts, and one that returns does not.
-        attempts.check(slots[1], || assert_eq!(attempts.deaths(slots[1]), 1));
-        assert_eq!(attempts.deaths(slots[1]), 0);
     }
 
     #[test]

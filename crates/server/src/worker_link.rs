@@ -110,8 +110,8 @@ impl WorkerLink {
                 }
                 to_worker::END => return Ok(None),
                 to_worker::CHECK => death = None,
-                to_worker::FAULT => (death, by_fault) = (Some(CauseOfDeath::Fault), true),
-                to_worker::FAULT_IN_RECOVERY => by_fault = true,
+                to_worker::FAULT => death = Some(CauseOfDeath::Fault),
+                to_worker::LAST_BY_FAULT => by_fault = true,
                 to_worker::QUIESCED => death = Some(CauseOfDeath::Planned),
                 _ => {}
             }

@@ -36,7 +36,7 @@ impl Supervisor {
         if !worker.has_begun()
             && let Some(left) = &mut self.left
         {
-            left.fault_in_recovery = is_fault(status);
+            left.last_by_fault = is_fault(status);
         }
         let served = if worker.has_begun() { "served" } else { "was to serve" };
         let what = format!("process {pid}, which {served}, {}", how(status));

@@ -88,9 +88,9 @@ pub mod to_worker {
     /// The previous server process died by a fault and was not killed. Sent before its
     /// checkpoint.
     pub const FAULT: u8 = b'F';
-    /// The process that was to recover from the checkpoint died by a fault before it had
-    /// recovered. Sent before the checkpoint.
-    pub const FAULT_IN_RECOVERY: u8 = b'D';
+    /// The last process that wrote the checkpoint, or was to recover from it, died by a fault and
+    /// was not killed. Sent before the checkpoint.
+    pub const LAST_BY_FAULT: u8 = b'D';
     /// Checkpoint of the previous server process (see [`checkpoint`](crate::checkpoint)), in one
     /// transaction.
     pub const CHECKPOINT: u8 = b'I';

@@ -53,7 +53,7 @@ struct SavedLeft {
     by_fault: bool,
     is_quiesced: bool,
     #[serde(default)]
-    fault_in_recovery: bool,
+    last_by_fault: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -113,19 +113,19 @@ fn section<T: serde::de::DeserializeOwned>(
 
 impl Left {
     fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedLeft {
-        let Self { items, by_fault, is_quiesced, fault_in_recovery } = self;
+        let Self { items, by_fault, is_quiesced, last_by_fault } = self;
         SavedLeft {
             items: items.save(fds),
             by_fault: *by_fault,
             is_quiesced: *is_quiesced,
-            fault_in_recovery: *fault_in_recovery,
+            last_by_fault: *last_by_fault,
         }
     }
 
     fn restore(saved: SavedLeft, fds: &mut Descriptors) -> Result<Self, StateError> {
-        let SavedLeft { items, by_fault, is_quiesced, fault_in_recovery } = saved;
+        let SavedLeft { items, by_fault, is_quiesced, last_by_fault } = saved;
         let items = Checkpoint::restore(items, fds)?;
-        Ok(Self { items, by_fault, is_quiesced, fault_in_recovery })
+        Ok(Self { items, by_fault, is_quiesced, last_by_fault })
     }
 }
 

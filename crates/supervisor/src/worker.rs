@@ -35,8 +35,8 @@ pub(super) struct Left {
     pub(super) by_fault: bool,
     /// The process had quiesced, so none of its I/O is in flight.
     pub(super) is_quiesced: bool,
-    /// The last process that was to recover from it died by a fault.
-    pub(super) fault_in_recovery: bool,
+    /// The last process died by a fault: the one that wrote it, or one that was to recover from it.
+    pub(super) last_by_fault: bool,
 }
 
 /// A server process.
@@ -154,8 +154,8 @@ impl Worker {
         if left.is_quiesced {
             self.say(to_worker::QUIESCED, "", None);
         }
-        if left.fault_in_recovery {
-            self.say(to_worker::FAULT_IN_RECOVERY, "", None);
+        if left.last_by_fault {
+            self.say(to_worker::LAST_BY_FAULT, "", None);
         }
         self.send_checkpoint(&left.items);
         // Until the process has recovered, its changes apply to the old checkpoint.
@@ -210,7 +210,7 @@ impl Worker {
     pub(super) fn leaves(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
         let items = std::mem::take(&mut self.items);
         let by_fault = ended.is_some_and(is_fault);
-        let left = Left { items, by_fault, ..Left::default() };
+        let left = Left { items, by_fault, last_by_fault: by_fault, is_quiesced: false };
         Some(left).filter(|left| left.items.contains(COMPLETE))
     }
 
