@@ -132,6 +132,7 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
                 info!("recovered from the checkpoint of the previous process: disk {id}");
                 changes.start_missing_exports();
             }
+            Recovered::Nothing => {}
         }
     }
     if openers.left() == 0 {

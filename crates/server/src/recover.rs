@@ -130,7 +130,7 @@ pub(super) fn recover(
         kept: Arc::clone(&kept),
         fence,
         registry: Arc::clone(server.registry()),
-        attempts,
+        attempts: Arc::clone(&attempts),
     };
     let threads = config.pool.workers.clamp(1, OPENERS);
     let mut openers = Openers::start(plan.jobs, context, threads)?;
@@ -149,6 +149,7 @@ pub(super) fn recover(
                 server.changes().unattached().lock().insert(id, open);
                 continue;
             }
+            Recovered::Nothing => continue,
         };
         let RecoveredController { served, port, entry, saved, changing, lost, .. } = one;
         kept.recovered(served.index, entry);
@@ -171,6 +172,7 @@ pub(super) fn recover(
         let name = waiting.asked.socket.display();
         link.say(to_supervisor::WARNING, &format!("{name} waits for its disks: {}", waiting.why));
     }
+    attempts.serves();
     link.say(to_supervisor::TAKEN, "");
     abort_point(AbortPoint::Taken);
     phases.ended("supervisor notified");

@@ -3,17 +3,18 @@
 //! A recovery that ends the process would end each next one too, and so all clients would lose
 //! their controllers. So the checkpoint has a table in a memfd, which outlives each process: a byte
 //! for each item that is recovered. A thread marks the byte while it recovers the item, but not
-//! while it waits for storage. The next process counts a death for each marked byte, if the process
+//! while it waits for storage, nor, once the process serves, while it opens storage, which may hang
+//! while something else ends the process. The next process counts a death for each marked byte, if the process
 //! died by a fault. After one death the item is a suspect: no two suspects are recovered at once,
 //! so the next death shows which of them is the cause. After [`LIMIT`] deaths the item's client is
 //! dropped, and after one more death nothing of the item is accessed any more.
 
 use super::checkpoint_items;
 use parking_lot::{Mutex, MutexGuard};
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::{ReadWriteFlags, pwritev2};
 use shadowbell_supervisor::checkpoint::Checkpoint;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -26,12 +27,14 @@ pub(super) const ATTEMPTS: &str = "attempts";
 
 /// Number of deaths after which a controller is recovered without its client.
 pub(super) const LIMIT: u8 = 3;
-/// Mark of an item that is being recovered.
+/// Flag bit: recovery in progress.
 const MARK: u8 = 0x80;
 /// Time limit for the wait of a suspect for the other suspects, one of which may hang.
 const ALONE: Duration = Duration::from_secs(10);
+/// Effect of an error at the table.
+const NOT_COUNTED: &str = "a crash during a recovery will not be attributed to its controller";
 
-/// Byte of an item in the table.
+/// Position of a controller or disk in the table of attempts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Slot(u64);
 
@@ -52,6 +55,8 @@ pub(super) struct Attempts {
     table: File,
     /// Locked while a suspect is recovered.
     suspect: Mutex<()>,
+    /// Items whose storage is being opened, until this process serves.
+    opening: Mutex<Option<Vec<Slot>>>,
 }
 
 impl Attempts {
@@ -61,7 +66,11 @@ impl Attempts {
     /// The descriptor limit is reached.
     pub(super) fn new() -> io::Result<Self> {
         let table = memfd_create("shadowbell-attempts", MemfdFlags::CLOEXEC)?;
-        Ok(Self { table: table.into(), suspect: Mutex::default() })
+        Ok(Self::of(table.into()))
+    }
+
+    fn of(table: File) -> Self {
+        Self { table, suspect: Mutex::default(), opening: Mutex::new(Some(Vec::new())) }
     }
 
     /// Takes the table out of a dead process's checkpoint. A checkpoint of an earlier release has
@@ -72,7 +81,7 @@ impl Attempts {
     pub(super) fn take(items: &mut Checkpoint) -> io::Result<Self> {
         let item = items.remove(ATTEMPTS).map(|item| item.read()).transpose()?;
         match item.and_then(|(_, fds)| fds.into_iter().next()) {
-            Some(table) => Ok(Self { table: table.into(), suspect: Mutex::default() }),
+            Some(table) => Ok(Self::of(table.into())),
             None => Self::new(),
         }
     }
@@ -82,25 +91,36 @@ impl Attempts {
         self.table.as_fd()
     }
 
-    /// Number of deaths during the recovery of this item.
+    /// Number of server processes that crashed while they recovered this item.
     pub(super) fn deaths(&self, slot: Slot) -> u8 {
         self.get(slot) & !MARK
     }
 
     /// Removes the marks of a dead process, and counts its death for each marked item if it died
-    /// by a fault.
+    /// by a fault. `slots`: the items of its checkpoint. All others become zero.
     pub(super) fn count(&self, slots: impl Iterator<Item = Slot>, by_fault: bool) {
-        for slot in slots {
-            let byte = self.get(slot);
-            if byte & MARK != 0 {
-                self.set(slot, (byte & !MARK).saturating_add(by_fault.into()).min(LIMIT + 1));
-            }
+        let before: Vec<_> = slots.map(|slot| (slot, self.get(slot))).collect();
+        if let Err(error) = ftruncate(&self.table, 0) {
+            warn!("{NOT_COUNTED}: {error}");
+        }
+        for (slot, byte) in before.into_iter().filter(|(_, byte)| *byte != 0) {
+            let more = u8::from(by_fault && byte & MARK != 0);
+            self.set(slot, (byte & !MARK).saturating_add(more).min(LIMIT + 1));
+        }
+    }
+
+    /// Removes the marks of items whose storage is being opened, because this process serves.
+    pub(super) fn serves(&self) {
+        let mut opening = self.opening.lock();
+        for slot in opening.take().into_iter().flatten() {
+            self.set(slot, self.deaths(slot));
         }
     }
 
     /// Marks an item until the guard is dropped. A suspect waits for other suspects.
     pub(super) fn begin(&self, slot: Slot) -> Attempt<'_> {
-        let attempt = Attempt { attempts: self, slot, alone: RefCell::default() };
+        let attempt =
+            Attempt { attempts: self, slot, opens: Cell::new(false), alone: RefCell::default() };
         attempt.mark();
         attempt
     }
@@ -116,25 +136,33 @@ impl Attempts {
         let byte = [byte];
         let bytes = [IoSlice::new(&byte)];
         if let Err(error) = pwritev2(&self.table, &bytes, slot.0, ReadWriteFlags::empty()) {
-            warn!("a crash during a recovery will not be attributed to its controller: {error}");
+            warn!("{NOT_COUNTED}: {error}");
         }
     }
 }
 
-/// Mark of an item that is being recovered.
+/// Guard that holds the flag of an item during its recovery.
 pub(super) struct Attempt<'a> {
     attempts: &'a Attempts,
     slot: Slot,
+    /// Storage is being opened.
+    opens: Cell<bool>,
     alone: RefCell<Option<MutexGuard<'a, ()>>>,
 }
 
 impl Attempt<'_> {
     fn mark(&self) {
-        let byte = self.attempts.get(self.slot);
-        if byte != 0 {
+        if self.opens.get() && self.attempts.opening.lock().is_none() {
+            return;
+        }
+        let deaths = self.attempts.deaths(self.slot);
+        if deaths != 0 && self.alone.borrow().is_none() {
             *self.alone.borrow_mut() = self.attempts.suspect.try_lock_for(ALONE);
         }
-        self.attempts.set(self.slot, byte | MARK);
+        let opening = self.attempts.opening.lock();
+        if !self.opens.get() || opening.is_some() {
+            self.attempts.set(self.slot, deaths | MARK);
+        }
     }
 
     fn unmark(&self) {
@@ -142,7 +170,29 @@ impl Attempt<'_> {
         *self.alone.borrow_mut() = None;
     }
 
-    /// Calls `wait`, which waits for storage, without the mark.
+    /// Calls `open`, which opens storage, without the mark once this process serves.
+    pub(super) fn open<T>(&self, open: impl FnOnce() -> T) -> T {
+        self.opens.set(true);
+        let serves = match &mut *self.attempts.opening.lock() {
+            Some(slots) => {
+                slots.push(self.slot);
+                false
+            }
+            None => true,
+        };
+        if serves {
+            self.unmark();
+        }
+        let opened = open();
+        if let Some(slots) = &mut *self.attempts.opening.lock() {
+            slots.retain(|slot| *slot != self.slot);
+        }
+        self.opens.set(false);
+        self.mark();
+        opened
+    }
+
+    /// Clears the flag while `wait` waits for storage.
     pub(super) fn pause<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.unmark();
         let waited = wait();
@@ -164,7 +214,7 @@ mod tests {
     /// The table of the next process after a death.
     fn next(attempts: &Attempts, slots: &[Slot], by_fault: bool) -> Attempts {
         let table = attempts.table.try_clone().unwrap();
-        let next = Attempts { table, suspect: Mutex::default() };
+        let next = Attempts::of(table);
         next.count(slots.iter().copied(), by_fault);
         next
     }
@@ -187,6 +237,30 @@ mod tests {
             attempts = next(&attempts, &slots, true);
             assert_eq!(slots.map(|slot| attempts.deaths(slot)), [deaths, 0]);
         }
+        // A new item has none.
+        attempts = next(&attempts, &slots[1..], true);
+        assert_eq!(attempts.deaths(slots[0]), 0);
+    }
+
+    #[test]
+    fn a_process_that_serves_does_not_count_the_opening_of_storage() {
+        let slots = [0, 1].map(Slot::of_controller);
+        let mut attempts = Attempts::new().unwrap();
+        let marked = |attempts: &Attempts| slots.map(|slot| attempts.get(slot) & MARK != 0);
+        let [early, late] = slots.map(|slot| attempts.begin(slot));
+        early.open(|| {
+            assert_eq!(marked(&attempts), [true, true]);
+            attempts.serves();
+            assert_eq!(marked(&attempts), [false, true]);
+            early.pause(|| ());
+            assert_eq!(marked(&attempts), [false, true]);
+        });
+        late.open(|| late.pause(|| assert_eq!(marked(&attempts), [true, false])));
+        assert_eq!(marked(&attempts), [true, true]);
+        drop(late);
+        std::mem::forget(early);
+        attempts = next(&attempts, &slots, true);
+        assert_eq!(slots.map(|slot| attempts.deaths(slot)), [1, 0]);
     }
 
     #[test]

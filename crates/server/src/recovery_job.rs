@@ -82,6 +82,8 @@ pub(super) struct DiskJob {
 pub(super) enum Recovered {
     Controller(Box<RecoveredController>),
     Disk(String, OpenDisk),
+    /// Nothing: the recovery has crashed more than [`LIMIT`] processes, and is not tried.
+    Nothing,
 }
 
 /// Recovered controller, which is not served yet. It is quiesced.
@@ -118,11 +120,27 @@ enum Uses {
 impl Job {
     /// Runs the job. `None` if the service ends.
     pub(super) fn run(self, context: &JobContext) -> Option<Recovered> {
+        let (index, name, slot) = match &self {
+            Self::Controller(job) => (job.index, job.name(), job.slot()),
+            Self::Disk(job) => {
+                (usize::MAX, format!("disk {}", job.id), Slot::of_disk(&job.entry.key))
+            }
+        };
+        let deaths = context.attempts.deaths(slot);
+        if deaths > LIMIT {
+            let what = "not served, because its recovery has crashed server processes also \
+                        without its client; remove its disks from the configuration, and restart \
+                        the service";
+            warn!("{name}: {what}");
+            context.registry.waits_for(index, what);
+            return Some(Recovered::Nothing);
+        }
+        let wait = Waits::new(context, index, name, slot);
         match self {
             Self::Controller(job) => {
-                job.run(context).map(|ready| Recovered::Controller(Box::new(ready)))
+                job.run(&wait, deaths).map(|ready| Recovered::Controller(Box::new(ready)))
             }
-            Self::Disk(job) => job.run(context),
+            Self::Disk(job) => job.run(&wait, deaths),
         }
     }
 }
@@ -138,10 +156,8 @@ impl ControllerJob {
         Slot::of_controller(self.entry.index)
     }
 
-    fn run(self, context: &JobContext) -> Option<RecoveredController> {
-        let (name, lost) = (self.name(), RefCell::new(None));
-        let wait = Waits::new(context, self.index, name.clone(), self.slot());
-        let deaths = wait.deaths()?;
+    fn run(self, wait: &Waits<'_>, deaths: u8) -> Option<RecoveredController> {
+        let (name, lost) = (&wait.name, RefCell::new(None));
         let lose = |why: String| {
             if lost.borrow().is_none() {
                 warn!("{name}: its client cannot be recovered, and is disconnected: {why}");
@@ -165,7 +181,7 @@ impl ControllerJob {
         let config = wait.until_open(|| {
             let opened = asked.controller.open_by(&location(&asked), |nth, spec| {
                 if uses == Uses::Socket || is_final.get() {
-                    return disk_open::open_recoverable(spec);
+                    return wait.open(spec);
                 }
                 let missing = || anyhow!("the state lacks the disk of a namespace");
                 let key = disks.get(nth).ok_or_else(missing).map_err(DiskSpecError::Other)?.key();
@@ -173,7 +189,7 @@ impl ControllerJob {
                     Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
                         is_final.set(true);
                         lose(exit::line(&error.into_error()));
-                        disk_open::open_recoverable(spec)
+                        wait.open(spec)
                     }
                     outcome => outcome,
                 }
@@ -193,7 +209,7 @@ impl ControllerJob {
                 None => self.configure(&asked, disks.clone()),
             };
             let built =
-                configured.and_then(|config| self.build(context, &asked, config, uses, &lose));
+                configured.and_then(|config| self.build(wait.context, &asked, config, uses, &lose));
             match built {
                 Ok(mut ready) => {
                     ready.lost = lost.take();
@@ -203,7 +219,11 @@ impl ControllerJob {
                     lose(exit::line(&why));
                     uses = Uses::Controller;
                 }
-                Err(_) if uses == Uses::Controller => uses = Uses::Socket,
+                Err(why) if uses == Uses::Controller => {
+                    let why = exit::line(&why);
+                    warn!("{name}: its state cannot be recovered, and is discarded: {why}");
+                    uses = Uses::Socket;
+                }
                 Err(why) => {
                     wait.tell(&format!("waiting for its disks: {}", exit::line(&why)));
                     if !wait.pause() {
@@ -302,10 +322,8 @@ impl ControllerJob {
 }
 
 impl DiskJob {
-    fn run(self, context: &JobContext) -> Option<Recovered> {
+    fn run(self, wait: &Waits<'_>, deaths: u8) -> Option<Recovered> {
         let Self { id, entry: UnattachedEntry { key, spec, .. }, death, items } = self;
-        let wait = Waits::new(context, usize::MAX, format!("disk {id}"), Slot::of_disk(&key));
-        let deaths = wait.deaths()?;
         let disk = wait.until_open(|| {
             let recovered = check_deaths(deaths).map_err(DiskSpecError::Other);
             let is_lost = recovered.is_err();
@@ -313,7 +331,7 @@ impl DiskJob {
                 Err(error) if is_lost || disk_recovery::is_final(&error) && !wait.is_over() => {
                     let why = exit::line(&error.into_error());
                     warn!("disk {id} cannot be recovered, and is opened anew: {why}");
-                    disk_open::open_recoverable(&spec)
+                    wait.open(&spec)
                 }
                 outcome => outcome,
             };
@@ -330,7 +348,6 @@ struct Waits<'a> {
     name: String,
     since: Instant,
     told: RefCell<String>,
-    slot: Slot,
     attempt: Attempt<'a>,
 }
 
@@ -346,22 +363,7 @@ impl<'a> Waits<'a> {
     fn new(context: &'a JobContext, index: usize, name: String, slot: Slot) -> Self {
         let attempt = context.attempts.begin(slot);
         let (since, told) = (Instant::now(), RefCell::default());
-        Self { context, index, name, since, told, slot, attempt }
-    }
-
-    /// Number of processes that the recovery has ended. If there were more than [`LIMIT`], nothing
-    /// is tried any more, and `None` is returned at the end of the service.
-    fn deaths(&self) -> Option<u8> {
-        let deaths = self.context.attempts.deaths(self.slot);
-        if deaths > LIMIT {
-            self.tell(
-                "not served, because its recovery has crashed server processes also without its \
-                 client; remove its disks from the configuration, and restart the service",
-            );
-            while self.pause() {}
-            return None;
-        }
-        Some(deaths)
+        Self { context, index, name, since, told, attempt }
     }
 
     fn is_over(&self) -> bool {
@@ -405,6 +407,11 @@ impl<'a> Waits<'a> {
         }
     }
 
+    /// Opens a disk of which nothing is recovered.
+    fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+        self.attempt.open(|| disk_open::open_recoverable(spec))
+    }
+
     /// Recovers a disk after the end of the I/O that its fence covers.
     fn recover(
         &self,
@@ -426,10 +433,12 @@ impl<'a> Waits<'a> {
                 return Err(DiskSpecError::Other(anyhow!("the service is shutting down")));
             }
         }
-        disk_recovery::recover(spec, &state, &mut fds, has_quiesced, &|| {
+        let wait = || {
             waits(&format!("waiting for I/O of the dead process at {spec}"));
             self.attempt.pause(|| self.context.fence.wait_for_lock(self.since))
-        })
+        };
+        let recover = || disk_recovery::recover(spec, &state, &mut fds, has_quiesced, &wait);
+        self.attempt.open(recover)
     }
 }
 

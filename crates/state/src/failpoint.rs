@@ -171,7 +171,7 @@ pub fn is_wrong(order: WrongOrder) -> bool {
     }
 }
 
-/// Fault of an item of a checkpoint.
+/// Injected fault in an item of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ItemFault {
     /// The item cannot be decoded.
