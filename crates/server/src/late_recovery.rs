@@ -136,6 +136,7 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
         }
     }
     if openers.left() == 0 {
+        openers.context.attempts.end();
         openers.context.kept.end_recovery();
     }
 }

@@ -204,6 +204,7 @@ pub(super) fn recover(
         );
     }
     if left == 0 {
+        attempts.end();
         kept.end_recovery();
     }
     let late = (left > 0).then_some(LateRecovery(openers));

@@ -7,7 +7,9 @@
 //! while something else ends the process. The next process counts a death for each marked byte, if the process
 //! died by a fault. After one death the item is a suspect: no two suspects are recovered at once,
 //! so the next death shows which of them is the cause. After [`LIMIT`] deaths the item's client is
-//! dropped, and after one more death nothing of the item is accessed any more.
+//! dropped, and after one more death nothing of the item is accessed any more. Several items may cause
+//! deaths in turn, and the supervisor discards the checkpoint after the seventh death. So the clients
+//! of all suspects are dropped before that.
 
 use super::checkpoint_items;
 use parking_lot::{Mutex, MutexGuard};
@@ -27,6 +29,11 @@ pub(super) const ATTEMPTS: &str = "attempts";
 
 /// Number of deaths after which a controller is recovered without its client.
 pub(super) const LIMIT: u8 = 3;
+/// Number of deaths by which the total is above those of an item when its client is dropped:
+/// two before the death after which the supervisor discards the checkpoint.
+const OTHERS: u8 = 2;
+/// Position of the total: the number of processes that died while they recovered any item.
+const TOTAL: Slot = Slot(0);
 /// Flag bit: recovery in progress.
 const MARK: u8 = 0x80;
 /// Time limit for the wait of a suspect for the other suspects, one of which may hang.
@@ -41,12 +48,12 @@ pub(super) struct Slot(u64);
 impl Slot {
     /// Slot of the controller with this index, which no other controller ever has.
     pub(super) fn of_controller(index: usize) -> Self {
-        Self(2 * index as u64)
+        Self(2 * index as u64 + 2)
     }
 
     /// Slot of the disk with this item key, which ends with a unique number.
     pub(super) fn of_disk(key: &str) -> Self {
-        Self(2 * checkpoint_items::number(key).unwrap_or_default() + 1)
+        Self(2 * checkpoint_items::number(key).unwrap_or_default() + 3)
     }
 }
 
@@ -91,8 +98,17 @@ impl Attempts {
         self.table.as_fd()
     }
 
-    /// Number of server processes that crashed while they recovered this item.
+    /// Number of server processes that crashed while they recovered this item; more for a suspect
+    /// if there were many deaths in all.
     pub(super) fn deaths(&self, slot: Slot) -> u8 {
+        match self.counted(slot) {
+            0 => 0,
+            deaths => deaths.max(self.get(TOTAL).saturating_sub(OTHERS)),
+        }
+    }
+
+    /// Number of server processes that crashed while they recovered this item.
+    fn counted(&self, slot: Slot) -> u8 {
         self.get(slot) & !MARK
     }
 
@@ -100,20 +116,28 @@ impl Attempts {
     /// by a fault. `slots`: the items of its checkpoint. All others become zero.
     pub(super) fn count(&self, slots: impl Iterator<Item = Slot>, by_fault: bool) {
         let before: Vec<_> = slots.map(|slot| (slot, self.get(slot))).collect();
+        let is_counted = by_fault && before.iter().any(|(_, byte)| byte & MARK != 0);
+        let total = self.get(TOTAL).saturating_add(is_counted.into());
         if let Err(error) = ftruncate(&self.table, 0) {
             warn!("{NOT_COUNTED}: {error}");
         }
+        self.set(TOTAL, total);
         for (slot, byte) in before.into_iter().filter(|(_, byte)| *byte != 0) {
             let more = u8::from(by_fault && byte & MARK != 0);
             self.set(slot, (byte & !MARK).saturating_add(more).min(LIMIT + 1));
         }
     }
 
+    /// Resets the total, because nothing is left to recover.
+    pub(super) fn end(&self) {
+        self.set(TOTAL, 0);
+    }
+
     /// Removes the marks of items whose storage is being opened, because this process serves.
     pub(super) fn serves(&self) {
         let mut opening = self.opening.lock();
         for slot in opening.take().into_iter().flatten() {
-            self.set(slot, self.deaths(slot));
+            self.set(slot, self.counted(slot));
         }
     }
 
@@ -155,7 +179,7 @@ impl Attempt<'_> {
         if self.opens.get() && self.attempts.opening.lock().is_none() {
             return;
         }
-        let deaths = self.attempts.deaths(self.slot);
+        let deaths = self.attempts.counted(self.slot);
         if deaths != 0 && self.alone.borrow().is_none() {
             *self.alone.borrow_mut() = self.attempts.suspect.try_lock_for(ALONE);
         }
@@ -166,7 +190,7 @@ impl Attempt<'_> {
     }
 
     fn unmark(&self) {
-        self.attempts.set(self.slot, self.attempts.deaths(self.slot));
+        self.attempts.set(self.slot, self.attempts.counted(self.slot));
         *self.alone.borrow_mut() = None;
     }
 
@@ -240,6 +264,20 @@ mod tests {
         // A new item has none.
         attempts = next(&attempts, &slots[1..], true);
         assert_eq!(attempts.deaths(slots[0]), 0);
+    }
+
+    #[test]
+    fn all_suspects_are_dropped_before_the_checkpoint_is_discarded() {
+        let slots = [0, 1, 2, 3].map(Slot::of_controller);
+        let mut attempts = Attempts::new().unwrap();
+        for suspects in [&slots[..3], &slots[..1], &slots[1..2], &slots[2..3], &slots[..1]] {
+            assert!(slots.iter().all(|slot| attempts.deaths(*slot) < LIMIT));
+            suspects.iter().for_each(|slot| std::mem::forget(attempts.begin(*slot)));
+            attempts = next(&attempts, &slots, true);
+        }
+        assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT, LIMIT, LIMIT, 0]);
+        attempts.end();
+        assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT, 2, 2, 0]);
     }
 
     #[test]

@@ -355,7 +355,7 @@ struct Waits<'a> {
 pub(super) fn check_deaths(deaths: u8) -> anyhow::Result<()> {
     match deaths {
         0..LIMIT => Ok(()),
-        _ => bail!("its recovery has crashed {deaths} server processes"),
+        _ => bail!("server processes have crashed during its recovery"),
     }
 }
 
