@@ -193,3 +193,34 @@ impl AsFd for WorkerLink {
         self.0.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_supervisor::checkpoint::{Change, packets};
+
+    /// A process that was to recover and was killed has not died by the fault of the one before.
+    #[test]
+    fn only_the_last_process_counts_as_dead_by_a_fault() {
+        for (letters, death, by_fault) in [
+            (&[][..], CauseOfDeath::Killed, false),
+            (&[to_worker::FAULT], CauseOfDeath::Fault, false),
+            (&[to_worker::LAST_BY_FAULT], CauseOfDeath::Killed, true),
+            (&[to_worker::FAULT, to_worker::LAST_BY_FAULT], CauseOfDeath::Fault, true),
+        ] {
+            let (ours, theirs) = protocol::pair().unwrap();
+            for letter in letters {
+                protocol::send(&theirs, *letter, "", None).unwrap();
+            }
+            let changes = [Change::Put { key: "fence", body: b"", fds: &[] }];
+            let mut memory = Vec::new();
+            for packet in packets(&changes, &mut memory).unwrap() {
+                let (bytes, fds) = (&packet.bytes, &packet.fds);
+                protocol::send_bytes(&theirs, to_worker::CHECKPOINT, bytes, fds, true).unwrap();
+            }
+            let link = WorkerLink(Arc::new(ours), Arc::default());
+            let received = link.checkpoint().unwrap().unwrap();
+            assert_eq!((received.death, received.by_fault), (Some(death), by_fault), "{letters:?}");
+        }
+    }
+}
