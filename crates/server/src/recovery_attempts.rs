@@ -3,13 +3,14 @@
 //! A recovery that ends the process would end each next one too, and so all clients would lose
 //! their controllers. So the checkpoint has a table in a memfd, which outlives each process: a byte
 //! for each item that is recovered. A thread marks the byte while it recovers the item, but not
-//! while it waits for storage, nor, once the process serves, while it opens storage, which may hang
-//! while something else ends the process. The next process counts a death for each marked byte, if the process
-//! died by a fault. After one death the item is a suspect: no two suspects are recovered at once,
-//! so the next death shows which of them is the cause. After [`LIMIT`] deaths the item's client is
-//! dropped, and after one more death nothing of the item is accessed any more. Several items may cause
-//! deaths in turn, and the supervisor discards the checkpoint after the seventh death. So the clients
-//! of all suspects are dropped before that.
+//! while it waits for storage. Once the process serves, the byte is not marked either while storage
+//! is opened: that may hang, and something else may end the process meanwhile. The next process
+//! counts a death for each marked byte, if the process died by a fault. After one death the item is
+//! a suspect: no two suspects are recovered at once, so the next death shows which of them is the
+//! cause. After [`LIMIT`] deaths the item's client is dropped, and after one more death nothing of
+//! the item is accessed any more. Several items may cause deaths in turn, and the supervisor
+//! discards the checkpoint after the seventh death. So the clients of all suspects are dropped
+//! before that.
 
 use super::checkpoint_items;
 use parking_lot::{Mutex, MutexGuard};
@@ -46,7 +47,7 @@ const NOT_COUNTED: &str = "a crash during a recovery will not be attributed to i
 pub(super) struct Slot(u64);
 
 impl Slot {
-    /// Slot of the controller with this index, which no other controller ever has.
+    /// Slot of the controller with this index.
     pub(super) fn of_controller(index: usize) -> Self {
         Self(2 * index as u64 + 2)
     }
@@ -98,8 +99,8 @@ impl Attempts {
         self.table.as_fd()
     }
 
-    /// Number of server processes that crashed while they recovered this item; more for a suspect
-    /// if there were many deaths in all.
+    /// Number of deaths that is compared with [`LIMIT`]: those of this item, or more for a suspect
+    /// if there were many in all.
     pub(super) fn deaths(&self, slot: Slot) -> u8 {
         match self.counted(slot) {
             0 => 0,
@@ -126,6 +127,12 @@ impl Attempts {
             let more = u8::from(by_fault && byte & MARK != 0);
             self.set(slot, (byte & !MARK).saturating_add(more).min(LIMIT + 1));
         }
+    }
+
+    /// Excludes an item from all recoveries, also after the total is reset: the fence that its
+    /// recovery would need is not kept.
+    pub(super) fn give_up(&self, slot: Slot) {
+        self.set(slot, LIMIT + 1);
     }
 
     /// Resets the total, because nothing is left to recover.
@@ -186,6 +193,8 @@ impl Attempt<'_> {
         let opening = self.attempts.opening.lock();
         if !self.opens.get() || opening.is_some() {
             self.attempts.set(self.slot, deaths | MARK);
+        } else {
+            *self.alone.borrow_mut() = None;
         }
     }
 
@@ -276,8 +285,9 @@ mod tests {
             attempts = next(&attempts, &slots, true);
         }
         assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT, LIMIT, LIMIT, 0]);
+        attempts.give_up(slots[1]);
         attempts.end();
-        assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT, 2, 2, 0]);
+        assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT, LIMIT + 1, 2, 0]);
     }
 
     #[test]

@@ -132,6 +132,7 @@ impl Job {
                         without its client; remove its disks from the configuration, and restart \
                         the service";
             warn!("{name}: {what}");
+            context.attempts.give_up(slot);
             context.registry.waits_for(index, what);
             return Some(Recovered::Nothing);
         }
