@@ -5,7 +5,7 @@
 
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::cpu_list;
-use crate::export_config::ExportConfig;
+use crate::export_config::{ExportConfig, Mounted};
 use crate::limits::{self, DiskLimits, Group};
 use crate::pool::PoolSpec;
 use crate::server_config::{
@@ -507,6 +507,9 @@ impl Check<'_> {
             }
             if table.get_ref().ublk.is_some() {
                 self.refuse(table, "a ublk device is created by `shadowbell export --ublk`");
+            }
+            if table.get_ref().mounted != Mounted::default() || table.get_ref().owner.is_some() {
+                self.refuse(table, "`mounted` and `owner` are no keys of a configuration");
             }
             if table.get_ref().fuse.is_some() {
                 let why = "a FUSE file is mounted by `shadowbell ctl export add --fuse`, which passes \

@@ -141,6 +141,12 @@ impl ExportConfig {
             _ if self.queues.is_some_and(|queues| !(1..=64).contains(&queues)) => {
                 "`queues` is 1 to 64"
             }
+            _ if self.timeout.is_some_and(|seconds| !(1..=3600).contains(&seconds)) => {
+                "`timeout` is 1 to 3600 seconds"
+            }
+            _ if self.poll_max_us.is_some_and(|us| us > 1_000_000) => {
+                "`poll-max-us` is 0 to 1000000"
+            }
             _ => return Ok(protocol),
         };
         Err(why.to_owned())
@@ -228,6 +234,9 @@ mod tests {
             (vhost(""), "is empty"),
             (ExportConfig { queues: Some(1), ..nbd("unix:/a") }, "`queues` is for"),
             (ExportConfig { queues: Some(65), ..vhost("/b") }, "1 to 64"),
+            (ExportConfig { timeout: Some(0), ..nbd("unix:/a") }, "1 to 3600"),
+            (ExportConfig { timeout: Some(3601), ..vhost("/b") }, "1 to 3600"),
+            (ExportConfig { poll_max_us: Some(1_000_001), ..vhost("/b") }, "0 to 1000000"),
             (ExportConfig { tls_any_client: true, ..vhost("/b") }, "TLS is for `nbd`"),
         ] {
             let said = wrong.protocol().unwrap_err();

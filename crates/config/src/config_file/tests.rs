@@ -119,6 +119,12 @@ fn an_error_is_reported_with_its_line() {
             &ok.replace("1MiB", "1MiB?limit-group=b"),
             "vms.toml:3: there is no `[[limit-group]]` `b`",
         ),
+        (
+            &format!(
+                "{ok}[[export]]\nid = \"e\"\ndisk = \"/run/a/1\"\nnbd = \"unix:/e\"\nowner = [0, 0]"
+            ),
+            "vms.toml:4: `mounted` and `owner` are no keys",
+        ),
         (&format!("pin = [1000000]\n{ok}"), "vms.toml:1: this process has no processor"),
         (
             "[[controller]]\nsocket = \"a\"\ndisks = [\n  \"x\",\n  { disk = \"y\", uuid = \"z\" },\n]",
