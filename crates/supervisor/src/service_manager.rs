@@ -80,13 +80,15 @@ impl Supervisor {
         }
     }
 
-    /// Feeds the service manager's watchdog, and aborts a server process that hangs.
+    /// Feeds the service manager's watchdog, and aborts a server process that hangs. The end of the
+    /// service has a time limit of its own, so a server process that ends is not checked.
     pub(super) fn watch(&mut self, now: Instant) {
         let Some(watchdog) = &mut self.watchdog else { return };
         let is_quiescing =
             self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::Quiescing);
         let worker = self.worker.as_ref();
-        let worker = worker.filter(|worker| worker.serves_since.is_some() && !is_quiescing);
+        let is_checked = self.ended == 0 && !is_quiescing;
+        let worker = worker.filter(|worker| worker.serves_since.is_some() && is_checked);
         match watchdog.due(now, worker.map(Worker::pid)) {
             Due::Nothing => return,
             Due::Visit => return self.tell_worker(to_worker::VISIT),
