@@ -6,8 +6,9 @@ use rustix::io::Errno;
 use shadowbell_block::{Geometry, Zeroes};
 use std::time::SystemTime;
 
-/// Validity of the attributes in the kernel's cache, in seconds. The attributes never change.
-const REMEMBER: u64 = 3600;
+/// Validity of the attributes in the kernel's cache, in seconds. It is short because the size
+/// changes with that of the disk.
+const REMEMBER: u64 = 1;
 /// Size limit of a copy in bytes, since a copy cannot be interrupted. The program has to call again
 /// for the rest.
 const MAX_COPY: u64 = 64 << 20;
