@@ -154,6 +154,8 @@ pub(super) struct Exported {
     pub(super) named: PathBuf,
     /// Specification of the disk.
     pub(super) disk: String,
+    /// Target, as it was given.
+    pub(super) target: String,
     pub(super) exports: Vec<ExportConfig>,
 }
 

@@ -107,7 +107,8 @@ impl ExportArgs {
         let exports = self.exports();
         let sockets = exports.iter().filter_map(ExportConfig::path);
         let named = sockets.map(Path::to_owned).next().unwrap_or_else(|| DISK.into());
-        Ok(Args::of_exports(self.service, Exported { named, disk, exports }))
+        let target = self.target.to_string();
+        Ok(Args::of_exports(self.service, Exported { named, disk, target, exports }))
     }
 
     /// Permissions of the server process.

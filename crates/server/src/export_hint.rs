@@ -10,11 +10,13 @@ use std::path::Path;
 /// Prints the commands on standard output. Prints nothing with `--quiet`.
 pub(super) fn show(exports: &Exports) {
     if logging::is_informational() && !exports.is_empty() {
-        shell_quote::print_commands(exports.map(hint).concat());
+        let target = exports.target.get();
+        shell_quote::print_commands(exports.map(|export| hint(export, target)).concat());
     }
 }
 
-fn hint(RunningExport { config, block, device }: &RunningExport) -> String {
+fn hint(export: &RunningExport, target: Option<&String>) -> String {
+    let RunningExport { config, block, device } = export;
     match device {
         ExportDevice::Nbd(server) => {
             let text = if config.tls_certificates.is_some() { nbd_by_tls } else { nbd };
@@ -29,7 +31,10 @@ fn hint(RunningExport { config, block, device }: &RunningExport) -> String {
         }
         ExportDevice::VhostUserBlk(device) => vhost((device.path(), block.queues())),
         ExportDevice::Fuse(_, path) => fuse(path),
-        ExportDevice::Ublk(device) => ublk(device.path(), device.id(), &block.disk().name()),
+        ExportDevice::Ublk(device) => {
+            let target = target.cloned().unwrap_or_else(|| block.disk().name());
+            ublk(device.path(), device.id(), &target)
+        }
     }
 }
 

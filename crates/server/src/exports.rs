@@ -104,11 +104,18 @@ impl Changes {
             if let Some(kept) = self.kept() {
                 kept.keep_fuse_device(&wanted.id, device.as_fd());
             }
-            self.exports().devices().insert(wanted.id.clone(), device);
-        }
-        if let Err(error) = self.serve_export(wanted.clone(), false) {
-            self.drop_fuse_device(&wanted.id);
-            return Err(error);
+            let before = self.exports().devices().insert(wanted.id.clone(), device);
+            self.serve_export(wanted.clone(), false).inspect_err(|_| match before {
+                Some(before) => {
+                    if let Some(kept) = self.kept() {
+                        kept.keep_fuse_device(&wanted.id, before.as_fd());
+                    }
+                    self.exports().devices().insert(wanted.id.clone(), before);
+                }
+                None => self.drop_fuse_device(&wanted.id),
+            })?;
+        } else {
+            self.serve_export(wanted.clone(), false)?;
         }
         let mut all = self.exports().wanted();
         all.retain(|export| export.id != wanted.id);
@@ -120,7 +127,7 @@ impl Changes {
     /// Removes an export; its clients are disconnected.
     ///
     /// # Errors
-    /// The export does not exist.
+    /// The export does not exist, or programs use its FUSE file.
     pub(super) fn remove_export(&self, id: &str) -> anyhow::Result<()> {
         let _turn = self.turn();
         self.drop_export(id)
@@ -139,12 +146,21 @@ impl Changes {
                 "there is no export `{id}`; `shadowbell ctl export ls` lists them"
             )));
         }
+        // The end of a session aborts the requests of the programs that use the file.
+        if let Some(path) = self.exports().file_in_use(id) {
+            let file = path.display();
+            return Err(exit::conflict(anyhow!(
+                "{file}, the file of the export {id}, is mounted or in use: `umount {file}`, end the \
+                 programs that use it, and remove the export again"
+            )));
+        }
         self.record_exports(all);
         let export = self.exports().running.lock().remove(id);
-        if let Some(export) = export {
-            let failures = export.device.stop();
-            self.drop_fuse_device(id);
-            info!("export {id}: removed; failed requests: {failures}");
+        let failures = export.map(|export| export.device.stop());
+        self.drop_fuse_device(id);
+        match failures {
+            Some(failures) => info!("export {id}: removed; failed requests: {failures}"),
+            None => info!("export {id}: removed; it was not served"),
         }
         Ok(())
     }
@@ -237,11 +253,18 @@ impl Changes {
         let block = self.block_device(&disk, &options)?;
         let device = match protocol {
             Protocol::Nbd(address) => {
-                ExportDevice::Nbd(start_nbd(block.clone(), address, &config, &disk.id)?)
+                let target = self.exports().target.get();
+                let description = target.unwrap_or(&disk.id);
+                ExportDevice::Nbd(start_nbd(block.clone(), address, &config, description)?)
             }
             Protocol::VhostUserBlk(path) => {
                 let listener = bind_socket(path).map_err(super::sandbox::explain)?;
-                let serial = if config.name.is_empty() { &disk.id } else { &config.name };
+                let is_short_form = self.exports().target.get().is_some();
+                let serial = match &*config.name {
+                    "" if is_short_form => "shadowbell",
+                    "" => &disk.id,
+                    name => name,
+                };
                 let device = VhostUserBlk::start_on(block.clone(), listener, serial);
                 ExportDevice::VhostUserBlk(device.map_err(exit::bad_input)?)
             }
@@ -256,14 +279,15 @@ impl Changes {
                 }
                 let mut options = fuse::Options::default();
                 options.owner = config.owner;
-                let ended = self.exports().on_end(format!("{} was unmounted", path.display()));
+                let why = format!("{} was unmounted", path.display());
+                let ended = self.exports().on_end(&config.id, why);
                 let session = Session::start(&block, device, &options, ended);
                 ExportDevice::Fuse(session.map_err(exit::bad_input)?, path.to_owned())
             }
             Protocol::Ublk(wanted) => {
                 let is_shared = self.exports().wanted().len() > 1;
                 let why = "the block device was removed by another program".to_owned();
-                let ended = self.exports().on_end(why);
+                let ended = self.exports().on_end(&config.id, why);
                 let device = start_ublk(&block, wanted, is_shared, ended)?;
                 ExportDevice::Ublk(Box::new(device))
             }
@@ -327,13 +351,13 @@ fn start_nbd(
     block: BlockDevice,
     address: &str,
     config: &ExportConfig,
-    disk: &str,
+    description: &str,
 ) -> anyhow::Result<Server> {
     let address: Address =
         address.parse().map_err(|why: String| exit::bad_input(anyhow!("`{address}`: {why}")))?;
     let mut options = Options::default();
     options.name.clone_from(&config.name);
-    disk.clone_into(&mut options.description);
+    description.clone_into(&mut options.description);
     options.tls = tls_of(config)?;
     let clients_are_known = config.tls_certificates.is_some() && !config.tls_any_client;
     if let Address::Tcp(tcp) = address

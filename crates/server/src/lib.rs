@@ -175,7 +175,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let given = args.clone();
     let stop_timeout = Duration::from_secs(args.service.stop_timeout);
     let asked = args.sandbox();
-    let ends_unused = args.exported.is_some();
+    let target = args.exported.as_ref().map(|exported| exported.target.clone());
+    let ends_unused = target.is_some();
     let text = supervisor.map(|(_, link)| link.begin()).transpose()?.flatten();
     let mut config = args.config(text.as_deref())?;
     let reload = Reload::of(&given, &config);
@@ -240,7 +241,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             let _watch = link.map(|link| ParentWatch::start(link, Duration::ZERO)).transpose()?;
             let endpoints = Endpoints::listen(&config, supervisor_pid)?;
             let devices;
-            (mounts, devices) = OwnMounts::new(&mut config.exports)?;
+            (mounts, devices) = OwnMounts::new(&mut config.exports, &config.disks)?;
             let keep = checkpointer.as_ref().map(|checkpointer| {
                 |server: &Server, reactor: &mut _, ports: &[_]| {
                     checkpointer.begin(&server.controllers(), reactor, ports, false);
@@ -254,7 +255,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
                     checkpointer.complete();
                 }
             });
-            let server = Server::start(&config, keep, ended).inspect_err(|_| mounts.undo())?;
+            let server = Server::start(&config, keep, ended)?;
             server.changes().exports().devices().extend(devices);
             (server, endpoints, None)
         }
@@ -266,6 +267,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         server.changes().set_checkpoint(checkpointer.kept());
     }
     let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
+    if let Some(target) = target {
+        let _ = server.changes().exports().target.set(target);
+    }
     if ends_unused {
         let handle = signals.handle();
         server.changes().exports().end_when_unused(move || handle.close());
@@ -273,7 +277,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     if !is_first {
         mounts = OwnMounts::recover(&server.changes().exports().wanted());
     }
-    server.changes().start_exports(is_first).inspect_err(|_| mounts.undo())?;
+    server.changes().start_exports(is_first)?;
     namespace_requests::begin(&server)?;
     let _sizes = ResizeWatch::start(&server)?;
     let handle = signals.handle();
@@ -293,6 +297,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             }
             let sockets = config.controllers.iter().map(|served| served.socket.as_path());
             link.serves(sockets, &server.registry().summary());
+            mounts.set_recoverable();
             if role == Role::Recover {
                 phases.ended("control socket");
                 debug!("it took: {phases}");
@@ -326,6 +331,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     // The endpoints and exports remove their socket files.
     drop(answering.map(RunningEndpoints::rest));
     mounts.end(server.changes().exports());
+    server.changes().exports().finish_files(contained.is_none());
     server.changes().exports().stop();
     let outcome = server.stop();
     drop(event_log);

@@ -1,19 +1,22 @@
 //! Exports that are served, and those to serve.
 
+use anyhow::anyhow;
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_block::BlockDevice;
 use shadowbell_config::export_config::{ExportConfig, Mounted};
-use shadowbell_export::fuse::{Mount, Session};
+use shadowbell_config::server_config::NamedDisk;
+use shadowbell_export::fuse::{Mount, MountError, Session};
 use shadowbell_export::nbd::Server;
 use shadowbell_export::ublk::Ublk;
 use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
+use shadowbell_storage::disk_files;
 use shadowbell_tls::ServerTls;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 use tracing::{info, warn};
 
 /// An export that is served.
@@ -69,43 +72,78 @@ impl ExportDevice {
 #[derive(Default)]
 pub(super) struct Exports {
     pub(super) running: Mutex<BTreeMap<String, RunningExport>>,
-    /// Exports to start: of the configuration, or of the dead process.
-    wanted: Mutex<Vec<ExportConfig>>,
     /// Descriptors of `/dev/fuse` by the id of the export.
     devices: Mutex<Devices>,
     unused: Arc<Unused>,
+    /// Target of `shadowbell export`, as it was given.
+    pub(super) target: OnceLock<String>,
 }
 
 /// End of a server whose exports have all ended by themselves: other programs have unmounted the
 /// files and removed the devices.
 #[derive(Default)]
 struct Unused {
-    ended: AtomicUsize,
-    /// Number of exports, and the end of the server.
-    end: OnceLock<(usize, Box<dyn Fn() + Send + Sync>)>,
+    /// Exports to start, or that run: of the configuration, of the dead process, or added.
+    wanted: Mutex<Vec<ExportConfig>>,
+    /// Ids of the exports that have ended by themselves.
+    ended: Mutex<BTreeSet<String>>,
+    /// End of the server.
+    end: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
-/// FUSE files that this server has mounted, by the id of the export.
+/// Longest wait for the end of a session whose file was unmounted just before.
+const UNMOUNTED: Duration = Duration::from_secs(2);
+
+/// FUSE files that this server has mounted, by the id of the export. The end of the value unmounts
+/// them, unless another process is to recover them.
 #[derive(Default)]
-pub(super) struct OwnMounts(Vec<(String, Mount)>);
+pub(super) struct OwnMounts {
+    all: Vec<(String, Mount)>,
+    is_recoverable: bool,
+}
+
+impl Drop for OwnMounts {
+    fn drop(&mut self) {
+        if !self.is_recoverable {
+            self.undo();
+        }
+    }
+}
 
 impl OwnMounts {
-    /// Mounts the files of these exports. Also returns the descriptors of `/dev/fuse`.
+    /// Mounts the files of these exports, which are not files of the `disks`. Also returns the
+    /// descriptors of `/dev/fuse`.
     ///
     /// # Errors
     /// A file cannot be mounted. No file is.
-    pub(super) fn new(exports: &mut [ExportConfig]) -> anyhow::Result<(Self, Devices)> {
+    pub(super) fn new(
+        exports: &mut [ExportConfig],
+        disks: &[NamedDisk],
+    ) -> anyhow::Result<(Self, Devices)> {
         let (mut all, mut devices) = (Self::default(), Devices::new());
         for export in exports {
             let (Some(path), Mounted::ByServer { .. }) = (&export.fuse, export.mounted) else {
                 continue;
             };
-            let mounted = Mount::new(path, export.read_only);
-            let (mount, device) = mounted.inspect_err(|_| all.undo()).map_err(exit::bad_input)?;
+            if disks.iter().any(|disk| disk_files::uses(&disk.spec, Path::new(""), path)) {
+                return Err(exit::bad_input(anyhow!(
+                    "{} is the file of the disk: name another file for the mount",
+                    path.display()
+                )));
+            }
+            let mounted = match Mount::new(path, export.read_only) {
+                // The process that mounted it was killed.
+                Err(MountError::Dead(path)) => {
+                    Mount::at(&path, false).unmount();
+                    Mount::new(&path, export.read_only)
+                }
+                mounted => mounted,
+            };
+            let (mount, device) = mounted.map_err(exit::bad_input)?;
             export.fuse = Some(mount.path().to_owned());
             export.mounted = Mounted::ByServer { created: mount.has_created() };
             devices.insert(export.id.clone(), device);
-            all.0.push((export.id.clone(), mount));
+            all.all.push((export.id.clone(), mount));
         }
         Ok((all, devices))
     }
@@ -118,20 +156,24 @@ impl OwnMounts {
             }
             _ => None,
         });
-        Self(all.collect())
+        Self { all: all.collect(), is_recoverable: true }
     }
 
-    /// Unmounts the files before they were served.
-    pub(super) fn undo(&self) {
-        for (_, mount) in &self.0 {
+    /// Keeps the files mounted if this process fails, because another one recovers them.
+    pub(super) fn set_recoverable(&mut self) {
+        self.is_recoverable = true;
+    }
+
+    fn undo(&self) {
+        for (_, mount) in &self.all {
             mount.unmount();
             mount.remove_file();
         }
     }
 
     /// Unmounts the files, and waits until no program uses them.
-    pub(super) fn end(self, exports: &Exports) {
-        for (id, mount) in self.0 {
+    pub(super) fn end(mut self, exports: &Exports) {
+        for (id, mount) in std::mem::take(&mut self.all) {
             let running = exports.running.lock().remove(&id);
             let session = match running.map(|export| export.device) {
                 Some(ExportDevice::Fuse(session, _)) => Some(session),
@@ -190,12 +232,12 @@ pub(super) fn tls_of(export: &ExportConfig) -> anyhow::Result<Option<ServerTls>>
 impl Exports {
     /// Sets the exports that [`Changes::start_exports`] starts.
     pub(super) fn set_wanted(&self, exports: Vec<ExportConfig>) {
-        *self.wanted.lock() = exports;
+        *self.unused.wanted.lock() = exports;
     }
 
     /// Exports to start, or that run.
     pub(super) fn wanted(&self) -> Vec<ExportConfig> {
-        self.wanted.lock().clone()
+        self.unused.wanted.lock().clone()
     }
 
     /// Descriptors of `/dev/fuse` by the id of the export.
@@ -205,17 +247,21 @@ impl Exports {
 
     /// Calls `end` when all wanted exports have ended by themselves.
     pub(super) fn end_when_unused(&self, end: impl Fn() + Send + Sync + 'static) {
-        let _ = self.unused.end.set((self.wanted.lock().len(), Box::new(end)));
+        let _ = self.unused.end.set(Box::new(end));
     }
 
-    /// Function to call when an export has ended by itself, for the reason `why`.
-    pub(super) fn on_end(&self, why: String) -> impl FnOnce() + Send + 'static + use<> {
-        let unused = Arc::clone(&self.unused);
+    /// Function to call when the export `id`, which is about to start, has ended by itself, for the
+    /// reason `why`.
+    pub(super) fn on_end(&self, id: &str, why: String) -> impl FnOnce() + Send + 'static + use<> {
+        let (unused, id) = (Arc::clone(&self.unused), id.to_owned());
+        unused.ended.lock().remove(&id);
         move || {
             info!("{why}");
-            let ended = unused.ended.fetch_add(1, Ordering::AcqRel) + 1;
-            if let Some((count, end)) = unused.end.get()
-                && *count == ended
+            let wanted = unused.wanted.lock();
+            let mut ended = unused.ended.lock();
+            ended.insert(id);
+            if let Some(end) = unused.end.get()
+                && wanted.iter().all(|export| ended.contains(&export.id))
             {
                 end();
             }
@@ -239,11 +285,75 @@ impl Exports {
         its.map(|export| export.config.id.clone()).collect()
     }
 
+    /// Path of the export's FUSE file if it is mounted, or programs use it.
+    pub(super) fn file_in_use(&self, id: &str) -> Option<PathBuf> {
+        match &self.running.lock().get(id)?.device {
+            ExportDevice::Fuse(session, path) => {
+                (!session.is_over_within(UNMOUNTED)).then(|| path.clone())
+            }
+            _ => None,
+        }
+    }
+
+    /// Waits until the FUSE files that `ctl` has mounted are unmounted, and no program uses them.
+    /// If the server `can_unmount`, it unmounts them.
+    pub(super) fn finish_files(&self, can_unmount: bool) {
+        let all = std::mem::take(&mut *self.running.lock());
+        for (id, export) in all {
+            let ExportDevice::Fuse(session, path) = export.device else {
+                self.running.lock().insert(id, export);
+                continue;
+            };
+            if can_unmount && !session.is_over() {
+                Mount::at(&path, false).unmount();
+            }
+            if !session.is_over_within(UNMOUNTED) {
+                warn!(
+                    "{} is mounted, waiting for its users and `umount`; a second signal ends at once",
+                    path.display()
+                );
+            }
+            warn_of_failures(&id, session.finish());
+        }
+    }
+
     /// Ends all exports: requests in flight are completed, and clients disconnected.
     pub(super) fn stop(&self) {
         let running = std::mem::take(&mut *self.running.lock());
         for (id, export) in running {
             warn_of_failures(&id, export.device.stop());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn the_server_ends_when_all_wanted_exports_have_ended() {
+        let export = |id: &str| ExportConfig { id: id.to_owned(), ..ExportConfig::default() };
+        let exports = Exports::default();
+        exports.set_wanted(vec![export("nbd"), export("fuse")]);
+        let ends = Arc::<AtomicUsize>::default();
+        let count = Arc::clone(&ends);
+        exports.end_when_unused(move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        let ends = || ends.load(Ordering::Relaxed);
+        let end = |id: &str| exports.on_end(id, String::new())();
+        end("fuse");
+        // Added later, and ended several times.
+        exports.set_wanted(vec![export("nbd"), export("fuse"), export("more")]);
+        end("more");
+        end("more");
+        assert_eq!(ends(), 0);
+        // Started again.
+        let more = exports.on_end("more", String::new());
+        end("nbd");
+        assert_eq!(ends(), 0);
+        more();
+        assert_eq!(ends(), 1);
     }
 }

@@ -1,13 +1,15 @@
 //! `shadowbell ctl export`: lists, adds and removes exports of a server's disks.
 
+use anyhow::anyhow;
 use clap::{ArgGroup, Subcommand};
 use hyper::Method;
-use shadowbell_control_api::api::{Export, ExportSpec};
+use shadowbell_control_api::api::{Disk, Export, ExportSpec};
 use shadowbell_control_api::client::{Client, part};
 use shadowbell_export::fuse::Mount;
-use shadowbell_process::exit::bad_input;
+use shadowbell_process::exit::{self, bad_input};
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
+use shadowbell_storage::disk_files;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -55,6 +57,8 @@ pub(crate) enum ExportVerb {
         share: bool,
     },
     /// Remove an export; its clients are disconnected, and its FUSE file is unmounted
+    ///
+    /// While programs use the file, the export is not removed: end them, and remove it again.
     Remove {
         /// Id of the export
         id: String,
@@ -70,8 +74,8 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
     let now = match verb {
         ExportVerb::Ls => client.get("/v1/exports")?,
         ExportVerb::Remove { id } => {
-            let file = client.get::<Export>(&path(id))?.fuse;
-            if let Some(file) = file {
+            // An export that is not served, because its disk is missing, can be removed too.
+            if let Some(file) = served(client, &path(id))?.and_then(|export| export.fuse) {
                 Mount::at(Path::new(&file), false).unmount();
             }
             return client.send::<()>(&Method::DELETE, &path(id), &());
@@ -92,6 +96,11 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
             let absolute = |path: &Path| {
                 std::path::absolute(path).map(|path| path.to_string_lossy().into_owned())
             };
+            // As the mount names it.
+            let canonical = |path: &Path| match path.canonicalize() {
+                Ok(path) => Ok(path.to_string_lossy().into_owned()),
+                Err(_) => absolute(path),
+            };
             let nbd = nbd.as_ref().map(|nbd| match nbd.strip_prefix("unix:") {
                 Some(path) => absolute(Path::new(path)).map(|path| format!("unix:{path}")),
                 None => Ok(nbd.clone()),
@@ -100,7 +109,7 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
                 disk: crate::ctl_disk::canonical_id(disk),
                 nbd: nbd.transpose()?,
                 vhost_user_blk: vhost_user_blk.as_deref().map(absolute).transpose()?,
-                fuse: fuse.as_deref().map(absolute).transpose()?,
+                fuse: fuse.as_deref().map(canonical).transpose()?,
                 uid: fuse.as_ref().map(|_| rustix::process::getuid().as_raw()),
                 gid: fuse.as_ref().map(|_| rustix::process::getgid().as_raw()),
                 queues: *queues,
@@ -112,7 +121,8 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
             };
             match fuse {
                 // The server compares an export that exists.
-                Some(file) if client.get::<Export>(&path(id)).is_err() => {
+                Some(file) if served(client, &path(id))?.is_none() => {
+                    refuse_image(client, file)?;
                     let (mount, device) = Mount::new(file, *read_only).map_err(bad_input)?;
                     spec.fuse = Some(mount.path().to_string_lossy().into_owned());
                     let client = client.with_descriptor(device);
@@ -128,6 +138,29 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
         }
     };
     show(&now, json, exports)
+}
+
+/// Export at `path` of the API. `None` if it does not exist, or is not served.
+fn served(client: &Client, path: &str) -> anyhow::Result<Option<Export>> {
+    match client.get(path) {
+        Ok(export) => Ok(Some(export)),
+        Err(error) if exit::status(&error) == exit::NOT_FOUND => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Refuses to mount over an image of the server.
+fn refuse_image(client: &Client, file: &Path) -> anyhow::Result<()> {
+    let disks: Vec<Disk> = client.get("/v1/disks")?;
+    let here = Path::new("");
+    match disks.iter().find(|disk| disk_files::uses(&disk.source, here, file)) {
+        None => Ok(()),
+        Some(disk) => Err(bad_input(anyhow!(
+            "{} is the file of the disk {}: name another file for the mount",
+            file.display(),
+            disk.id
+        ))),
+    }
 }
 
 fn exports(out: &mut dyn Write, all: &Vec<Export>) -> io::Result<()> {

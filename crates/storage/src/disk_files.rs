@@ -2,6 +2,7 @@
 
 use shadowbell_config::disk_spec::{file, split};
 use shadowbell_disk_file::FileSpec;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// File of a disk, as a process opens it.
@@ -29,4 +30,12 @@ pub fn files(spec: &str, directory: &Path) -> Vec<DiskFile> {
         .into_iter()
         .map(|(path, is_data)| DiskFile { path, is_read_only: !is_data || options.read_only });
     [image].into_iter().chain(named).collect()
+}
+
+/// True if `path` is one of the [files] of a disk, by device and inode.
+#[must_use]
+pub fn uses(spec: &str, directory: &Path, path: &Path) -> bool {
+    let id = |path: &Path| path.metadata().ok().map(|about| (about.dev(), about.ino()));
+    let wanted = id(path);
+    wanted.is_some() && files(spec, directory).iter().any(|file| id(&file.path) == wanted)
 }

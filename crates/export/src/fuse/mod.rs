@@ -41,9 +41,9 @@ use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 use wire::Reply;
 
 /// Largest default number of threads of a mount. At most half of the processors are used, because a
@@ -69,7 +69,7 @@ pub struct Session {
     failures: Arc<FailureCount>,
     server: Option<JoinHandle<()>>,
     /// True after the file system was unmounted.
-    over: Arc<AtomicBool>,
+    over: Arc<(Mutex<bool>, Condvar)>,
 }
 
 impl Session {
@@ -86,7 +86,7 @@ impl Session {
     ) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&device, true)?;
         let Threads { shared, first, helpers } = threads(disk, device, options)?;
-        let over = Arc::<AtomicBool>::default();
+        let over = Arc::<(Mutex<bool>, Condvar)>::default();
         let (crew, failures) = (Arc::clone(&shared.crew), Arc::clone(&shared.failures));
         let its = Arc::clone(&over);
         let server = move || serve(shared, first, helpers, &its, on_end);
@@ -109,10 +109,20 @@ impl Session {
         self.failures.count()
     }
 
-    /// True after the file system was unmounted.
+    /// True after the file system was unmounted, and no program uses the file any more.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
+        self.is_over_within(Duration::ZERO)
+    }
+
+    /// Waits like [`finish`](Self::finish), but not longer than `limit`. Returns true if the file
+    /// system was unmounted, and no program uses the file any more.
+    #[must_use]
+    pub fn is_over_within(&self, limit: Duration) -> bool {
+        let (over, changed) = &*self.over;
+        let over = over.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = changed.wait_timeout_while(over, limit, |over| !*over);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Completes the requests in flight, and ends; the mount stays. Returns the number of requests
@@ -190,7 +200,7 @@ fn serve(
     shared: Arc<Shared>,
     first: Run,
     helpers: Vec<Run>,
-    over: &AtomicBool,
+    over: &(Mutex<bool>, Condvar),
     on_end: impl FnOnce(),
 ) {
     let mut running = Vec::new();
@@ -214,6 +224,7 @@ fn serve(
     }
     // When the device is dropped, the kernel fails the requests that were not answered.
     drop(shared);
-    over.store(true, Ordering::Release);
+    *over.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+    over.1.notify_all();
     on_end();
 }

@@ -54,6 +54,8 @@ pub enum MountError {
 
 /// Type of the file system.
 const FILE_SYSTEM: &str = "fuse.shadowbell";
+/// Error of a file whose server has died.
+const NO_SERVER: Option<i32> = Some(Errno::NOTCONN.raw_os_error());
 /// Program that mounts for users without privileges.
 const HELPER: &str = "fusermount3";
 
@@ -202,12 +204,17 @@ fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
     let failed = |source| MountError::File { path: path.to_owned(), source };
     let created = match std::fs::metadata(path) {
         Ok(about) if about.is_file() && is_mount_point(path) => {
-            return Err(MountError::InUse(path.to_owned()));
+            // The kernel may remember the attributes of a dead mount.
+            let is_dead = |error: io::Error| error.raw_os_error() == NO_SERVER;
+            return Err(match File::open(path).is_err_and(is_dead) {
+                true => MountError::Dead(absolute(path)),
+                false => MountError::InUse(path.to_owned()),
+            });
         }
         Ok(about) if about.is_file() => false,
         Ok(_) => return Err(MountError::NotAFile(path.to_owned())),
-        Err(error) if error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()) => {
-            return Err(MountError::Dead(path.to_owned()));
+        Err(error) if error.raw_os_error() == NO_SERVER => {
+            return Err(MountError::Dead(absolute(path)));
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             OpenOptions::new().write(true).create_new(true).open(path).map_err(failed)?;
@@ -223,6 +230,16 @@ fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
             forget(path, created);
             Err(failed(error))
         }
+    }
+}
+
+/// Absolute path of a file that cannot be opened, without symbolic links of directories.
+fn absolute(path: &Path) -> PathBuf {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let parent = parent.unwrap_or_else(|| Path::new(".")).canonicalize();
+    match (parent, path.file_name()) {
+        (Ok(parent), Some(name)) => parent.join(name),
+        _ => path.to_owned(),
     }
 }
 

@@ -373,6 +373,20 @@ fn a_file_is_mounted_and_unmounted() {
     let mut export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk"]);
     assert!(Command::new("umount").arg(export.path("disk")).status().unwrap().success());
     assert_eq!(export.wait().code(), Some(0), "{}", export.stderr());
+    // The mount of a killed program is replaced.
+    let mut export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk", "--no-keeper"]);
+    export.signal(Signal::KILL);
+    export.wait();
+    let path = export.path("disk");
+    assert!(File::open(&path).is_err());
+    let next = Export::start(&["mem:16MiB", "--fuse", path.to_str().unwrap()]);
+    assert_eq!(path.metadata().unwrap().len(), 16 << 20);
+    next.stop();
+    assert_eq!(path.metadata().unwrap().len(), 0);
+    // An image is not mounted over itself.
+    let directory = tempfile::tempdir().unwrap();
+    File::create(directory.path().join("image")).unwrap().set_len(8 << 20).unwrap();
+    Export::refused(directory, &["DIR/image", "--fuse", "DIR/image"], "is the file of the disk");
 }
 
 #[test]

@@ -266,9 +266,13 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     }
     let file = "[[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\
                 [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n";
-    let server = start(file, &["vm0.sock"]);
+    let mut server = start(file, &["vm0.sock"]);
     let path = server.directory().join("file");
     let _unmount = Unmount(path.clone());
+    let image = server.directory().join("disk.img");
+    let image = ["export", "add", "f", "data", "--fuse", image.to_str().unwrap()];
+    let (code, _, errors) = ctl(&server, &image);
+    assert!(code == Some(2) && errors.contains("is the file of the disk data"), "{errors}");
     // A refused export leaves no mount.
     let add = ["export", "add", "f", "data", "--fuse", path.to_str().unwrap()];
     let (code, _, errors) = ctl(&server, &[&add[..], &["--queues=2"]].concat());
@@ -310,8 +314,22 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     });
     let (_, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(!saved.contains("fuse"), "{saved}");
+    // A program that has the file open keeps it.
+    let remove = ["export", "remove", "f"];
+    let (code, _, errors) = ctl(&server, &remove);
+    assert!(code == Some(4) && errors.contains("in use"), "{errors}");
+    file.write_all_at(b"still", 0).unwrap();
     drop(file);
-    assert_eq!(ctl(&server, &["export", "remove", "f"]).0, Some(0), "{}", server.stderr());
+    assert_eq!(ctl(&server, &remove).0, Some(0), "{}", server.stderr());
     assert_eq!(std::fs::metadata(&path).unwrap().len(), 0, "the file below the mount");
     assert_eq!(ctl_json(&server, &["export", "ls"]), json!([]));
+    // So does a mounted file at the end of the server.
+    assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    server.signal(Signal::TERM);
+    server.wait_for_log("is mounted, waiting for its users");
+    file.write_all_at(b"at the end", 0).unwrap();
+    drop(file);
+    rustix::mount::unmount(&path, rustix::mount::UnmountFlags::empty()).unwrap();
+    assert_eq!(server.wait().code(), Some(0), "{}", server.stderr());
 }
