@@ -180,3 +180,51 @@ fn serve(
     );
     changes.start_missing_exports();
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpointer::{Checkpointer, UnattachedEntry};
+    use crate::event::EventQueue;
+    use crate::fence_wait::FenceWait;
+    use crate::recovery_attempts::{Attempts, Slot};
+    use crate::recovery_job::DiskJob;
+    use crate::worker_link::WorkerLink;
+    use shadowbell_controller::{Pool, PoolOptions};
+    use shadowbell_supervisor::protocol;
+    use shadowbell_testing::wait::LIMIT;
+
+    /// A recovery that is not tried any more has a result, so the others of its group continue.
+    #[test]
+    fn an_item_that_crashes_every_process_does_not_block_its_group() {
+        let (ours, _theirs) = protocol::pair().unwrap();
+        let attempts = Attempts::new().unwrap();
+        let job = |number: u32| {
+            let key = format!("disk/unattached.{number}");
+            attempts.give_up(Slot::of_disk(&key));
+            Job::Disk(DiskJob {
+                id: number.to_string(),
+                entry: UnattachedEntry { key, spec: "mem:1MiB".to_owned(), died: None },
+                death: CauseOfDeath::Fault,
+                items: std::collections::BTreeMap::new(),
+            })
+        };
+        let groups = VecDeque::from([vec![job(1), job(2)]]);
+        let context = JobContext {
+            pool: Pool::start(&PoolOptions::default()).unwrap(),
+            events: EventQueue::new().sender(0),
+            kept: Checkpointer::new(&WorkerLink::over(ours)).unwrap().kept(),
+            fence: Arc::new(FenceWait::new(Vec::new())),
+            registry: Arc::new(Registry::new(Vec::new())),
+            attempts: Arc::new(attempts),
+        };
+        let mut openers = Openers::start(groups, context, 1).unwrap();
+        let until = Instant::now() + LIMIT;
+        while openers.left() > 0 && Instant::now() < until {
+            if let Some(result) = openers.next(until) {
+                assert!(matches!(result, Recovered::Nothing));
+            }
+        }
+        assert_eq!(openers.left(), 0);
+    }
+}

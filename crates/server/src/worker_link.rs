@@ -64,6 +64,11 @@ impl WorkerLink {
         Ok(Self(Arc::new(link), Arc::default()))
     }
 
+    #[cfg(test)]
+    pub(super) fn over(link: OwnedFd) -> Self {
+        Self(Arc::new(link), Arc::default())
+    }
+
     /// Receives the first message: the sockets of the brokers, and the text of the configuration
     /// file.
     ///
@@ -218,7 +223,7 @@ mod tests {
                 let (bytes, fds) = (&packet.bytes, &packet.fds);
                 protocol::send_bytes(&theirs, to_worker::CHECKPOINT, bytes, fds, true).unwrap();
             }
-            let link = WorkerLink(Arc::new(ours), Arc::default());
+            let link = WorkerLink::over(ours);
             let received = link.checkpoint().unwrap().unwrap();
             assert_eq!((received.death, received.by_fault), (Some(death), by_fault), "{letters:?}");
         }
