@@ -570,10 +570,9 @@ pub fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
 
 mod disks;
 mod shared;
-mod write;
+pub mod write;
 use disks::NamedDiskTable;
 use shared::{AnaStates, SubsystemTable, Subsystems};
-pub use write::{Settings, write};
 
 #[cfg(test)]
 mod tests;

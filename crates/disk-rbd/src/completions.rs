@@ -1,12 +1,21 @@
 //! Completions of a queue's calls, and the orphans among these calls.
 
-use crate::sys::CallResult;
 use parking_lot::Mutex;
 use shadowbell_disk::{CompletionQueue, Orphan, Orphans};
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::task::Wake;
+
+/// Completed call.
+#[derive(Debug)]
+pub(crate) struct CallResult {
+    pub(crate) id: u64,
+    /// Return value; negative for an error number.
+    pub(crate) value: i64,
+    /// Buffer of the call.
+    pub(crate) buffer: Vec<u8>,
+}
 
 /// Completion queue of a disk queue. The calls in flight share it, so it outlives the disk queue
 /// until the last of them has completed.

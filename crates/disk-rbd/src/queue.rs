@@ -1,8 +1,8 @@
 //! Queue of an I/O thread on an image. Each request is executed by one or several calls of librbd.
 
-use crate::completions::Completions;
+use crate::completions::{CallResult, Completions};
 use crate::shared::Shared;
-use crate::sys::{Cache, Call, CallResult};
+use crate::sys::{Cache, Call};
 use shadowbell_disk::{Bounds, DiskError, Op, Queue, Request, Submitted, Tasks};
 use shadowbell_memory::{DmaTable, Segments};
 use std::collections::HashMap;

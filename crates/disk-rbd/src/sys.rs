@@ -1,7 +1,7 @@
 //! Bindings of librados and librbd, which are loaded when the first image is opened, and a safe
 //! type for an image.
 
-use crate::completions::Completions;
+use crate::completions::{CallResult, Completions};
 use crate::error::CONNECTING;
 use crate::exit::{self, Counted};
 use crate::uri::RbdSpec;
@@ -199,16 +199,6 @@ pub(crate) struct Image {
 unsafe impl Send for Image {}
 // SAFETY: as above.
 unsafe impl Sync for Image {}
-
-/// Completed call.
-#[derive(Debug)]
-pub(crate) struct CallResult {
-    pub(crate) id: u64,
-    /// Return value; negative for an error number.
-    pub(crate) value: i64,
-    /// Buffer of the call.
-    pub(crate) buffer: Vec<u8>,
-}
 
 /// State of a call in flight. Ceph owns it.
 struct Running {

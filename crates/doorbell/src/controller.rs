@@ -8,29 +8,8 @@
 //! [`recheck`]: SqTail::recheck
 //! [`disarm`]: SqTail::disarm
 
-use core::fmt;
-
-use crate::{Arming, Cell, ControllerCounters, ControllerStats, Fence, Fenced, RingSize, Sleeper};
-
-/// Invalid doorbell value: outside of the ring, or a completion queue head that consumes more
-/// entries than were posted.
-///
-/// The controller reports the asynchronous event Invalid Doorbell Write Value (type Error Status,
-/// 01h; NVMe Base 2.0, 5.2) and ignores the value. After an invalid submission queue tail, it takes
-/// no command from the queue until the queue is created again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InvalidDoorbell {
-    /// The invalid value.
-    pub value: u32,
-}
-
-impl fmt::Display for InvalidDoorbell {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "invalid doorbell value {:#x}", self.value)
-    }
-}
-
-impl core::error::Error for InvalidDoorbell {}
+use crate::ring::{InvalidDoorbell, RingSize};
+use crate::{Arming, Cell, ControllerCounters, ControllerStats, Fence, Fenced, Sleeper};
 
 /// Source of a doorbell's current value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

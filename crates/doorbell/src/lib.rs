@@ -184,8 +184,8 @@ mod sleep;
 mod stats;
 
 pub use cell::{Cell, Fence, FullFence};
-pub use controller::{CqHead, DoorbellState, InvalidDoorbell, SqTail, Truth};
+pub use controller::{CqHead, DoorbellState, SqTail, Truth};
 pub use host::{HostDoorbell, Predicate};
-pub use ring::RingSize;
+pub use ring::{InvalidDoorbell, RingSize};
 pub use sleep::{Arming, Asleep, Fenced, Sleeper, Waker};
 pub use stats::{ControllerCounters, ControllerStats, Counter, HostStats, SleeperStats};

@@ -5,7 +5,7 @@ use super::server::Server;
 use super::worker_link::Asker;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shadowbell_config::config_file::Settings;
+use shadowbell_config::config_file::write::Settings;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_state::Descriptors;
 use std::io;

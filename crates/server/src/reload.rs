@@ -5,7 +5,7 @@ use super::config_diff::{Plan, Step};
 use super::reconfigure::{Changes, Prepared};
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
-use shadowbell_config::config_file::Settings;
+use shadowbell_config::config_file::write::Settings;
 use shadowbell_config::controller_config::DiskConfig;
 use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::server_config::{NamedDisk, ServerConfig, SocketConfig};

@@ -142,9 +142,9 @@ mod tests {
     fn the_options_of_a_controllers_namespace_are_parsed() {
         let (_, options) = parse("nvme://01:00.0?read-only=on&zero-copy=off").unwrap();
         assert!(options.read_only && !options.zero_copy);
-        let (_, options) = parse("nvme://01:00.0?queue-pairs=3&timeout=9").unwrap();
+        let (_, options) = parse("nvme://01:00.0?queue-pairs=3&timeout=90").unwrap();
         assert!(!options.read_only && options.zero_copy);
-        assert_eq!((options.queue_pairs, options.timeout), (3, Some(Duration::from_secs(9))));
+        assert_eq!((options.queue_pairs, options.timeout), (3, Some(Duration::from_secs(90))));
         assert!(parse("nvme://01:00.0?timeout=0").is_err());
     }
 }

@@ -85,7 +85,7 @@ use std::time::{Duration, Instant};
 use trim_memory::TrimTimer;
 use upgrade_progress::{Step, answer_to};
 use watchdog::Watchdog;
-use worker::Worker;
+use worker::{QUEUED, Worker};
 
 pub use command_line::{DEFAULT_STOP_TIMEOUT, is_asked_for, is_service};
 pub use self_exec::{CHECK, check};
@@ -94,8 +94,6 @@ pub use self_exec::{CHECK, check};
 const MESSAGES: usize = 64;
 /// Maximum time for these messages.
 const TURN: Duration = Duration::from_millis(10);
-/// Upper bound of the messages in the socket of a server process that has ended.
-const QUEUED: usize = 4096;
 /// Maximum number of sockets that a server process reports.
 const MOST_SOCKETS: usize = 4096;
 /// Delay after a change of a checkpoint until images are released.

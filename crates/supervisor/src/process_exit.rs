@@ -1,10 +1,10 @@
 //! Exit of a server process: restart, recovery or end of the service.
 
-use super::QUEUED;
 use super::log::log_line;
 use super::restart_policy::Next;
 use super::state::Supervisor;
 use super::upgrade_progress::Step;
+use super::worker::QUEUED;
 use super::worker::{Worker, how, is_fault, is_killed};
 use crate::protocol::START;
 use shadowbell_process::{exit, notify};

@@ -12,7 +12,6 @@
 //! fails after that (it crashes, for example), a process of the program that this supervisor runs
 //! recovers from the same checkpoint, and the requester of the upgrade receives the reason.
 
-use super::QUEUED;
 use super::grants::{GRANTS, Permitted};
 use super::log::log_line;
 use super::pending_exec::PendingExec;
@@ -20,6 +19,7 @@ use super::state::Supervisor;
 use super::upgrade_progress::{
     Replacement, Step, Upgrade, add_warnings, answer_to, tell_check, tell_outcome,
 };
+use super::worker::QUEUED;
 use super::worker::{Left, Worker, how};
 use crate::protocol::{self, RECOVER, answer, to_supervisor, to_worker};
 use shadowbell_process::exit;

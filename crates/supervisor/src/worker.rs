@@ -21,6 +21,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+/// Upper bound of the messages in the socket of a server process that has ended.
+pub(super) const QUEUED: usize = 4096;
 /// Maximum number of checkpoint changes that are handled at once.
 const MOST_AT_ONCE: usize = 16;
 

@@ -1,3 +1,4 @@
+use super::write::{Settings, write};
 use super::*;
 use crate::server_config::Own;
 use shadowbell_controller::Polling;

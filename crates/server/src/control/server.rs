@@ -6,7 +6,8 @@ use super::metrics;
 use super::state::ServerState;
 use crate::reload::apply as apply_config;
 use crate::stats_report;
-use shadowbell_config::config_file::{self, Settings};
+use shadowbell_config::config_file;
+use shadowbell_config::config_file::write::{self, Settings};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_control_api::api::{
     Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade,
@@ -89,7 +90,7 @@ pub(super) fn configuration(state: &ServerState) -> Configuration {
     let controllers: Vec<_> = controllers.into_values().collect();
     let settings = state.settings.with_measure(state.tracer.measures());
     Configuration {
-        toml: config_file::write(
+        toml: write::write(
             &settings,
             &state.name,
             &state.changes.named_disks(),

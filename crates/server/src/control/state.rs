@@ -6,7 +6,7 @@ use crate::registry::{Registry, ServedController};
 use crate::tracer::Tracer;
 use crate::worker_link::Asker;
 use parking_lot::Mutex;
-use shadowbell_config::config_file::Settings;
+use shadowbell_config::config_file::write::Settings;
 use shadowbell_config::limits::DiskLimits;
 use shadowbell_config::uuid_text::uuid_text;
 use shadowbell_control_api::api::{LimitSpec, Namespace};
