@@ -5,14 +5,26 @@ use shadowbell_disk::Disk;
 use shadowbell_process::{exit, logging};
 use std::convert::Infallible;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use tracing::error;
 
 /// Thread that ends the process after a time limit, until it is dropped. Before that it logs what
 /// has had no answer: the disks, with the number of their requests.
 pub(super) struct StopLimit {
-    _ends: Sender<Infallible>,
+    ends: Option<Sender<Infallible>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for StopLimit {
+    /// Waits for the end of the thread, which may drop the last reference to a disk: a qcow2 image
+    /// then releases its unused clusters.
+    fn drop(&mut self) {
+        drop(self.ends.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
 }
 
 impl StopLimit {
@@ -38,8 +50,8 @@ impl StopLimit {
             logging::finish();
             std::process::exit(i32::from(exit::UNANSWERED));
         };
-        thread::Builder::new().name("sb-stop-limit".into()).spawn(watch)?;
-        Ok(Self { _ends: ends })
+        let thread = thread::Builder::new().name("sb-stop-limit".into()).spawn(watch)?;
+        Ok(Self { ends: Some(ends), thread: Some(thread) })
     }
 }
 

@@ -51,6 +51,8 @@ fn descriptors_are_received_in_listed_files_only() {
         [
             // Receives a mounted /dev/fuse from fusermount3, a program of the system.
             "export/src/fuse/mount.rs",
+            // Receives a mounted /dev/fuse from an operator, by the control socket.
+            "server/src/control/socket_io.rs",
             "state/src/channel.rs",
             "supervisor/src/protocol.rs",
             "vfio-user/src/socket.rs"
