@@ -447,7 +447,7 @@ impl TurnTask for ControllerInner {
         // A timer is needed only after an idle turn, because another turn follows otherwise. Inline
         // mode has no timers, and checks the Keep Alive Timer in turns for other work.
         let is_last = turn == Turn::Idle && !self.context.pool.control().is_inline();
-        let watch = if is_last { control.next_timer(now) } else { None };
+        let watch = if is_last { control.next_timer() } else { None };
         drop(control);
         self.record();
         self.run(deferred);

@@ -125,6 +125,8 @@ struct RunQueue {
     /// Objects whose next turn has a fixed time. The address distinguishes objects with equal
     /// times.
     timed: BTreeMap<(Instant, usize), Waiting>,
+    /// Times of these turns, by the object's address.
+    timers: BTreeMap<usize, Instant>,
     /// Time of the last poll of mapped doorbells.
     polled_at: Option<Instant>,
     /// Start time of the running turn.
@@ -307,24 +309,21 @@ impl ControlThread {
     }
 }
 
-/// Turns that follow a turn.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Outcome of a turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Next {
-    /// True if a turn was requested.
+    turn: Turn,
+    /// True if another turn was requested.
     is_requested: bool,
-    /// Time of a further turn.
-    timer: Option<Instant>,
 }
 
 /// Runs a turn. The caller holds no lock.
 fn run_one(task: &Waiting) -> Next {
-    let Some(task) = task.upgrade() else { return Next::default() };
+    let Some(task) = task.upgrade() else { return Next { turn: Turn::Idle, is_requested: false } };
     let _awake = Awake::new();
     task.run_state().begin();
     let turn = task.turn();
-    // A request during the turn does not replace its timer: a task may set each timer only once.
-    let timer = if let Turn::At(when) = turn { Some(when) } else { None };
-    Next { is_requested: task.run_state().end(turn == Turn::Requeue), timer }
+    Next { turn, is_requested: task.run_state().end(turn == Turn::Requeue) }
 }
 
 impl Shared {
@@ -384,14 +383,16 @@ impl Shared {
             if queue.is_waited_for() {
                 self.start_watching(&mut queue);
             }
-            let Next { is_requested, timer } = MutexGuard::unlocked(&mut queue, || run_one(&next));
+            let Next { turn, is_requested } = MutexGuard::unlocked(&mut queue, || run_one(&next));
             if queue.leader == number {
                 queue.turn_began = None;
             } else {
                 self.work.notify_one();
             }
-            if let Some(when) = timer {
-                queue.timed.insert((when, next.as_ptr().addr()), next.clone());
+            match turn {
+                Turn::Idle => queue.set_timer(&next, None),
+                Turn::At(when) => queue.set_timer(&next, Some(when)),
+                Turn::Requeue => {}
             }
             if is_requested {
                 queue.ready.push_back(next);
@@ -491,12 +492,25 @@ impl RunQueue {
         !(self.ready.is_empty() && self.timed.is_empty() && self.liveness_checks.is_empty())
     }
 
+    /// Sets the time of an object's next turn. An earlier time is replaced.
+    fn set_timer(&mut self, task: &Waiting, when: Option<Instant>) {
+        let address = task.as_ptr().addr();
+        if let Some(before) = self.timers.remove(&address) {
+            self.timed.remove(&(before, address));
+        }
+        if let Some(when) = when {
+            self.timers.insert(address, when);
+            self.timed.insert((when, address), task.clone());
+        }
+    }
+
     /// Removes and returns the objects whose time is reached.
     fn take_due(&mut self, now: Instant) -> Vec<Waiting> {
         let mut due = Vec::new();
         while let Some(entry) = self.timed.first_entry()
             && entry.key().0 <= now
         {
+            self.timers.remove(&entry.key().1);
             due.push(entry.remove());
         }
         due
@@ -702,25 +716,48 @@ mod tests {
         thread.stop();
     }
 
-    /// A task sets its timer once, in a turn during which another turn is requested.
+    /// The last turn sets the only timer of its task. A request during a turn does not cancel it.
     #[test]
-    fn a_request_during_a_turn_does_not_cancel_its_timer() {
-        struct Requested(RunState, Instant);
-        impl TurnTask for Requested {
+    fn a_task_has_the_timer_of_its_last_turn() {
+        struct Timed(RunState, Mutex<Vec<Turn>>, Sender<usize>);
+        impl TurnTask for Timed {
             fn run_state(&self) -> &RunState {
                 &self.0
             }
 
             fn turn(&self) -> Turn {
-                self.0.request();
-                Turn::At(self.1)
+                let mut turns = self.1.lock();
+                let turn = turns.pop().unwrap_or(Turn::Idle);
+                if !turns.is_empty() {
+                    self.0.request();
+                }
+                let _ = self.2.send(turns.len());
+                turn
             }
         }
-        let when = Instant::now() + LIMIT;
-        let task: Arc<dyn TurnTask> = Arc::new(Requested(RunState::default(), when));
-        assert!(task.run_state().request());
-        let next = run_one(&Arc::downgrade(&task));
-        assert_eq!(next, Next { is_requested: true, timer: Some(when) });
+        let (soon, later) = (Instant::now() + LIMIT, Instant::now() + 2 * LIMIT);
+        // The turns in reverse order.
+        for (turns, timer) in [
+            (vec![Turn::At(soon)], Some(soon)),
+            (vec![Turn::At(later), Turn::Requeue], Some(later)),
+            (vec![Turn::At(later), Turn::At(soon)], Some(later)),
+            (vec![Turn::Idle, Turn::At(soon)], None),
+        ] {
+            let (reported, left) = channel();
+            let thread = ControlThread::start().unwrap();
+            let task = Arc::new(Timed(RunState::default(), Mutex::new(turns), reported));
+            assert!(task.0.request());
+            let weak: Weak<Timed> = Arc::downgrade(&task);
+            thread.schedule(weak);
+            while left.recv_timeout(LIMIT).unwrap() != 0 {}
+            wait::until("the timer", || {
+                let queue = thread.0.queue.lock();
+                let timers: Vec<_> = queue.timed.keys().map(|(when, _)| *when).collect();
+                queue.turn_began.is_none() && timers == Vec::from_iter(timer)
+            });
+            assert_eq!(thread.0.queue.lock().timers.len(), usize::from(timer.is_some()));
+            thread.stop();
+        }
     }
 
     /// A turn sees all writes that happened before its request.

@@ -364,20 +364,13 @@ impl Control {
         cx.send_all(self.queues.workers(), message);
     }
 
-    /// Time for which the caller has to schedule a timer turn for Keep Alive or background work.
-    /// `None` if no turn is needed or one is already scheduled.
-    pub(crate) fn next_timer(&mut self, now: Instant) -> Option<Instant> {
+    /// Time of the next turn for Keep Alive, a time limit or background work. `None` if no turn is
+    /// needed.
+    pub(crate) fn next_timer(&mut self) -> Option<Instant> {
         let Lifecycle { shutdown_limit, reset_limit, .. } = self.lifecycle;
         let keep_alive = self.commands.keep_alive().expires_at();
         let others = [keep_alive, shutdown_limit, reset_limit, self.quiesce.retry_at];
-        let due = others.into_iter().flatten().chain(self.next_due()).min()?;
-        // One timer is scheduled at a time. It schedules the next one.
-        let scheduled = self.lifecycle.timer_at.filter(|at| now < *at);
-        if scheduled.is_some_and(|at| at <= due) {
-            return None;
-        }
-        self.lifecycle.timer_at = Some(due);
-        Some(due)
+        others.into_iter().flatten().chain(self.next_due()).min()
     }
 
     /// Handles a dead host: adds an error log entry, enters a fatal state and stops command

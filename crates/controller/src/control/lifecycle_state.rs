@@ -65,8 +65,6 @@ pub(super) struct Lifecycle {
     pub(super) shutdown_limit: Option<Instant>,
     /// Time at which the reset in progress exceeds CAP.TO.
     pub(super) reset_limit: Option<Instant>,
-    /// Time of the control thread's next turn for a timer.
-    pub(super) timer_at: Option<Instant>,
     pub(super) power_cycles: u64,
     pub(super) unsafe_shutdowns: u64,
     pub(super) since: Instant,
@@ -85,7 +83,6 @@ impl Lifecycle {
             shutdown: Shutdown::None,
             shutdown_limit: None,
             reset_limit: None,
-            timer_at: None,
             power_cycles: 1,
             unsafe_shutdowns: 0,
             since: Instant::now(),
