@@ -41,6 +41,18 @@ impl Export {
         self.child.signal(signal);
     }
 
+    /// Stops the server by SIGSTOP, and waits until all of its threads have stopped.
+    pub(crate) fn stall(&self) {
+        self.signal(Signal::STOP);
+        until("the stop of all threads", || {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+            tasks.flatten().all(|task| {
+                let status = std::fs::read_to_string(task.path().join("status"));
+                status.is_ok_and(|status| status.contains("State:\tT"))
+            })
+        });
+    }
+
     /// URI of the export, with options such as `&settle=1s`.
     pub(crate) fn uri(&self, options: &str) -> String {
         format!("nbd+unix:///?socket={}{options}", self.directory.path().join("nbd").display())

@@ -53,7 +53,7 @@ impl Stalls for Storage {
 
 impl Stalls for Export {
     fn stall(&self) {
-        self.signal(Signal::STOP);
+        Export::stall(self);
     }
 
     fn resume(&self) {
