@@ -311,8 +311,8 @@ impl ControllerShared {
     }
 
     /// Validates a trapped doorbell write, and returns the value to store in the register. With
-    /// shadow doorbells, a trapped write is only a wakeup, because posted writes arrive late. Values
-    /// of mapped doorbells are validated when they are polled.
+    /// shadow doorbells, a trapped write is only a wakeup, because posted writes arrive late.
+    /// Values of mapped doorbells are validated when they are polled.
     ///
     /// An invalid tail stays in the register, where the I/O thread finds it even if the host has
     /// written a valid tail since.

@@ -1,5 +1,5 @@
-//! Known requirements of the Windows driver (stornvme): see "Windows" in `docs/internals/nvme.md`. These
-//! tests do not run Windows.
+//! Known requirements of the Windows driver (stornvme): see "Windows" in `docs/internals/nvme.md`.
+//! These tests do not run Windows.
 
 mod common;
 

@@ -69,7 +69,7 @@ pub(crate) fn open(
         let path = path.display().to_string();
         return Err(OpenError::NotBlockMultiple { path, size, block_size });
     }
-    // The last step, because the check may go on.
+    // The last step, because the check may continue in the background.
     let check = if is_writable {
         contain_panic(|| prepare(path, &format)).unwrap_or_else(|why| {
             Err(OpenError::Damaged { path: path.display().to_string(), why })

@@ -16,9 +16,9 @@
 //! Ceph is required neither to build nor to install this crate: its libraries are loaded (`dlopen`)
 //! when an image is opened. All calls for requests are asynchronous: the I/O thread starts them,
 //! and Ceph's threads complete them. They use buffers of the queue and never guest memory: a call
-//! cannot be cancelled, and guest memory may be unmapped at any time. If a request is cancelled, its
-//! reads are ignored, and its writes become [orphans](shadowbell_disk::Orphans) until Ceph completes
-//! them.
+//! cannot be cancelled, and guest memory may be unmapped at any time. If a request is cancelled,
+//! its reads are ignored, and its writes become [orphans](shadowbell_disk::Orphans) until Ceph
+//! completes them.
 //!
 //! # Durability
 //!

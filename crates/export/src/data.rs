@@ -12,8 +12,8 @@ use shadowbell_block::{BlockQueue, Buffer, BufferPool};
 /// Size in bytes and number of the shared buffers of a connection. Each size is allocated when it
 /// is first needed.
 const SIZES: [(usize, usize); 3] = [(4 << 10, 128), (64 << 10, 32), (256 << 10, 8)];
-/// Size in bytes of the largest ordinary buffer that is kept for later requests. `MAX_KEPT_BYTES` is the
-/// limit of all kept buffers together.
+/// Size in bytes of the largest ordinary buffer that is kept for later requests. `MAX_KEPT_BYTES`
+/// is the limit of all kept buffers together.
 const MAX_KEPT_BUFFER: usize = 256 << 10;
 const MAX_KEPT_BYTES: usize = 4 << 20;
 

@@ -1,13 +1,14 @@
-//! Exports of the server's disks to programs other than NVMe hosts: NBD, vhost-user-blk, FUSE, ublk.
+//! Exports of the server's disks to programs other than NVMe hosts: NBD, vhost-user-blk, FUSE,
+//! ublk.
 //!
 //! An export refers to a disk by id, and uses the same open disk as a controller. Its listening
 //! socket has the mode and group of the controllers' sockets. The next server process after a crash
 //! or an upgrade listens again, and clients connect again. A VMM then passes the virtio requests
 //! that were in flight, which are executed after the fence.
 //!
-//! A FUSE file is mounted by `ctl`, which passes the descriptor of `/dev/fuse`. The descriptor is in
-//! the checkpoint, so the mount stays over the death of a process, and the next one has the kernel
-//! send the requests again that were in flight.
+//! A FUSE file is mounted by `ctl`, which passes the descriptor of `/dev/fuse`. The descriptor is
+//! in the checkpoint, so the mount stays over the death of a process, and the next one has the
+//! kernel send the requests again that were in flight.
 
 use super::builder::bind_socket;
 use super::disks::ListedDisk;

@@ -1,5 +1,5 @@
-//! `shadowbell serve`: NVMe controllers for virtual machines, over vfio-user sockets, and exports of
-//! disks to other programs. `shadowbell export` is its short form for exports of one disk.
+//! `shadowbell serve`: NVMe controllers for virtual machines, over vfio-user sockets, and exports
+//! of disks to other programs. `shadowbell export` is its short form for exports of one disk.
 //!
 //! # Architecture
 //!

@@ -82,7 +82,7 @@ pub(super) struct DiskJob {
 pub(super) enum Recovered {
     Controller(Box<RecoveredController>),
     Disk(String, OpenDisk),
-    /// Nothing: the recovery has crashed more than [`LIMIT`] processes, and is not tried.
+    /// No recovery was tried, because earlier ones have crashed more than [`LIMIT`] processes.
     Nothing,
 }
 

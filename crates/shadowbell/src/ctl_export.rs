@@ -33,8 +33,8 @@ pub(crate) enum ExportVerb {
         /// File to mount the disk over by FUSE (created if missing), for a loop device
         ///
         /// This command mounts it, with the rights and in the mount namespace of its caller, and
-        /// passes it to the server. The mount stays over crashes and upgrades of the server process,
-        /// until the export is removed.
+        /// passes it to the server. The mount stays over crashes and upgrades of the server
+        /// process, until the export is removed.
         #[arg(long, value_name = "FILE", group = "protocol")]
         fuse: Option<PathBuf>,
         /// With --vhost-user-blk: number of virtio queues [default: one per processor, up to 4]

@@ -7,8 +7,8 @@
 //! in its directory, so that the process that faces guests contains no code of the other verbs.
 //!
 //! `cli` is the command line. Each verb has a module with `Args` (its options) and `run`, here or
-//! in another crate: `serve` and `export` in `shadowbell-server`, the verbs that use a controller in
-//! `shadowbell-nvme-tools`.
+//! in another crate: `serve` and `export` in `shadowbell-server`, the verbs that use a controller
+//! in `shadowbell-nvme-tools`.
 //!
 //! | module | contents |
 //! |---|---|

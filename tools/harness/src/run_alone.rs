@@ -1,7 +1,7 @@
 //! Runner of test programs: fails a test program that leaves a process behind.
 //!
-//! `cargo xtask test` starts each test program through this runner. The runner is the child subreaper of
-//! all descendants of the test program, so it also detects daemons.
+//! `cargo xtask test` starts each test program through this runner. The runner is the child
+//! subreaper of all descendants of the test program, so it also detects daemons.
 
 use std::ffi::OsString;
 use std::path::Path;

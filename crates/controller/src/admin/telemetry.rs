@@ -1,8 +1,8 @@
 //! Telemetry log pages: data about the controller for support engineers, as text. Base 2.1,
 //! 5.1.12.1.8 and 5.1.12.1.9.
 //!
-//! Data is captured on request of the host, or by the controller after a failure. docs/internals/nvme.md
-//! describes the contents.
+//! Data is captured on request of the host, or by the controller after a failure.
+//! docs/internals/nvme.md describes the contents.
 
 use crate::saved::SavedTelemetry;
 use shadowbell_spec::log::{TELEMETRY_BLOCK, TelemetryHeader, lid};

@@ -1,6 +1,6 @@
 //! Advisory locks of images: they prevent two programs from writing to one image.
 //!
-//! They are the locks of QEMU, so each of the programs detects the other: open file description
+//! The locks of images are those of QEMU, so each program detects the other: open file description
 //! locks, one byte per permission. A program locks byte 100+n for permission n that it uses, and
 //! byte 200+n for permission n that it does not share. Then it tests the opposite bytes: whether
 //! another one does not share what it uses, or uses what it does not share. All these are read

@@ -134,8 +134,8 @@ impl Session {
         failures.count()
     }
 
-    /// Waits until the file system is unmounted, and no program uses the file any more. A user of the
-    /// open file, such as a loop device with a file system on it, may still have data to write.
+    /// Waits until the file system is unmounted, and no program uses the file any more. A user of
+    /// the open file, such as a loop device with a file system on it, may still have data to write.
     /// Returns the number of requests that failed because of the disk.
     #[must_use]
     pub fn finish(mut self) -> u64 {

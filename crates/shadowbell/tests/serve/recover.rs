@@ -294,7 +294,8 @@ fn a_client_with_unmappable_memory_is_dropped_alone() {
     assert!(output.contains("can recover all clients"), "{output}");
 }
 
-/// A client whose state cannot be decoded is disconnected alone, after a crash and after an upgrade.
+/// A client whose state cannot be decoded is disconnected alone, after a crash and after an
+/// upgrade.
 #[test]
 fn a_client_with_an_undecodable_state_is_dropped_alone() {
     // The second process has other keys than the first one.

@@ -347,8 +347,8 @@ impl Listener {
         Ok(Self { socket, path: saved.path(), file: saved.file, is_lent: true })
     }
 
-    /// Restores the listener at `path` without the state of [`save`](Self::save), from the socket of
-    /// the previous process.
+    /// Restores the listener at `path` without the state of [`save`](Self::save), from the socket
+    /// of the previous process.
     #[must_use]
     pub fn of_before(socket: OwnedFd, path: &Path) -> Self {
         let path = address::resolve(path);
