@@ -42,7 +42,8 @@ impl Report {
             Err(error) => {
                 let message = format!("{error:#}");
                 println!("   FAIL  {name} ({seconds:.1} s)\n{}", indent(&message));
-                self.failures.push(format!("{}: {name}", self.part));
+                let cause = cause(&error);
+                self.failures.push(format!("{}: {name}: {cause}", self.part));
                 None
             }
         }
@@ -76,7 +77,7 @@ impl Report {
         self.failures.len()
     }
 
-    /// Prints the skipped tests, the names of the failed checks, and the counts as the last line.
+    /// Prints the skipped tests, the names and root causes of the failed checks, and the counts as the last line.
     pub fn summary(&self) {
         println!();
         for skipped in &self.skipped {
@@ -100,6 +101,13 @@ impl Report {
     }
 }
 
+/// First line of the error's root cause, cut at 300 characters, for the summary of a run: the whole
+/// message may be far above it.
+fn cause(error: &anyhow::Error) -> String {
+    let cause = error.root_cause().to_string();
+    cause.lines().next().unwrap_or_default().chars().take(300).collect()
+}
+
 fn indent(text: &str) -> String {
     text.lines().map(|line| format!("         {line}")).collect::<Vec<_>>().join("\n")
 }
@@ -116,10 +124,10 @@ mod tests {
         let mut report = Report::default();
         report.begin("part");
         assert_eq!(report.check("good", |_| Ok(3)), Some(3));
-        assert_eq!(report.check("bad", |_| -> Result<()> { bail!("why") }), None);
+        assert_eq!(report.check("bad", |_| -> Result<()> { bail!("why\nmore") }), None);
         report.add(4, &["other".to_owned()]);
         assert_eq!((report.passed, report.failed()), (5, 2));
-        assert_eq!(report.failures, ["part: bad", "part: other"]);
+        assert_eq!(report.failures, ["part: bad: why", "part: other"]);
     }
 
     #[test]

@@ -294,11 +294,11 @@ mod tests {
             failures,
             [
                 "broken: a",
-                "crashed: the program ends with a summary",
-                "dead: the program ends with a summary",
-                "killed: the program ends with a summary",
+                "crashed: the program ends with a summary: signal: 9 (SIGKILL)",
+                "dead: the program ends with a summary: exit status: 3",
+                "killed: the program ends with a summary: signal: 9 (SIGKILL)",
                 "part: check",
-                "silent: the program ends with a summary"
+                "silent: the program ends with a summary: its output has no summary"
             ]
         );
     }

@@ -17,8 +17,10 @@ use shadowbell_harness::Report;
 const CLIENT: &str = "setpriv --reuid=64000 --regid=64000 --groups=kvm";
 /// Prefix of a command of a user outside of that group.
 const OUTSIDER: &str = "setpriv --reuid=64001 --regid=64001 --clear-groups";
-/// Command of a client that verifies its data.
-const VERIFY: &str = "shadowbell verify --force --number-ios 120000 --size 32M";
+/// Command of a client that verifies its data until SIGINT.
+const VERIFY: &str = "shadowbell verify --force --runtime 100 --size 32M";
+/// File with the client's process id.
+const CLIENT_PID: &str = "/run/client.pid";
 const SOCKET: &str = "/run/shadowbell/vm0.sock";
 
 /// Step of the test.
@@ -138,21 +140,40 @@ fn check_socket_access(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Starts a client that verifies its data.
+/// Starts a client that verifies its data until [`expect_success`].
 fn client(machine: &Machine) -> Result<Child> {
-    let client = machine.start(&format!("{CLIENT} {VERIFY} vfio-user:{SOCKET}/1"))?;
+    let client = machine
+        .start(&format!("echo $$ >{CLIENT_PID}; exec {CLIENT} {VERIFY} vfio-user:{SOCKET}/1"))?;
     wait(machine, "shadowbell ctl status --json | grep '\"clients\": 1'")?;
+    wait_for_commands(machine)?;
     Ok(client)
 }
 
-/// Waits for the client, which must still be running now and must succeed.
-fn expect_success(mut client: Child) -> Result<()> {
-    ensure!(client.try_wait()?.is_none(), "the client had ended before: give it more to do");
+/// Waits until the server process has executed more commands than now.
+fn wait_for_commands(machine: &Machine) -> Result<()> {
+    let commands = || -> Result<u64> {
+        let stats = machine.run("shadowbell ctl stats --json")?;
+        let stats: serde_json::Value = serde_json::from_str(&stats).context(stats.clone())?;
+        stats["commands"].as_u64().context("the statistics have no commands")
+    };
+    let (before, deadline) = (commands()?, wait::deadline());
+    while commands()? <= before {
+        ensure!(Instant::now() < deadline, "the client's commands are not executed");
+        wait::pause();
+    }
+    Ok(())
+}
+
+/// Ends the client, which must still be running now and must succeed.
+fn expect_success(machine: &Machine, client: Child) -> Result<()> {
+    let served = wait_for_commands(machine);
+    // Fails if the client has ended.
+    let signal = machine.run(&format!("kill -INT $(cat {CLIENT_PID})"));
     let output = client.wait_with_output()?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(output.status.success(), "the client ({}):\n{said}{errors}", output.status);
-    Ok(())
+    served.and(signal.map(drop))
 }
 
 fn check_server_recovery(machine: &Machine) -> Result<()> {
@@ -160,7 +181,7 @@ fn check_server_recovery(machine: &Machine) -> Result<()> {
     let client = client(machine)?;
     machine.run(&format!("kill -KILL {before}"))?;
     wait(machine, &format!("shadowbell ctl status --json | grep '\"pid\"' | grep -v {before}"))?;
-    expect_success(client)?;
+    expect_success(machine, client)?;
     ensure!(main_pid(machine)? == main, "the supervisor was restarted");
     expect_output(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=0")
 }
@@ -171,7 +192,7 @@ fn check_supervisor_recovery(machine: &Machine) -> Result<()> {
     let client = client(machine)?;
     machine.run(&format!("kill -KILL {main}"))?;
     wait(machine, &format!("shadowbell ctl status --json | grep '\"pid\"' | grep -v {before}"))?;
-    expect_success(client)?;
+    expect_success(machine, client)?;
     ensure!(main_pid(machine)? != main, "the same process is there");
     expect_output(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=1")?;
     expect_output(machine, "systemctl show --property NFileDescriptorStore shadowbell", "=2")
@@ -182,7 +203,7 @@ fn check_upgrade(machine: &Machine) -> Result<()> {
     let client = client(machine)?;
     let said = machine.run("dpkg --install /shared/newer.deb 2>&1")?;
     ensure!(worker_pid(machine)? != before, "the old process still serves:\n{said}");
-    expect_success(client)?;
+    expect_success(machine, client)?;
     ensure!(main_pid(machine)? == main, "the supervisor was restarted:\n{said}");
     let now = worker_pid(machine)?;
     // Both the supervisor and the server process are killed.
