@@ -40,6 +40,8 @@ pub(crate) struct AdminServer {
     waiting: Option<Sqe>,
     standing: Standing,
     journal: Option<JournalPart>,
+    /// True if the loss of host memory of the attached queue was reported.
+    loss_reported: bool,
 }
 
 impl AdminServer {
@@ -63,6 +65,7 @@ impl AdminServer {
         }
         if let Some(attach) = attach {
             self.shadow = attach.shadow;
+            self.loss_reported = false;
             // Without a journal the queue is served, but it cannot be recovered after a crash.
             self.journal = cx.shared.journal_part(0, attach.generation).unwrap_or_default();
             self.attached = Some(attach);
@@ -127,8 +130,10 @@ impl AdminServer {
         if !self.standing.accepts_commands {
             return Next::Idle;
         }
-        let Some(queue) = self.queue() else { return Next::Idle };
-        match queue.next() {
+        let standing = &self.standing;
+        let attached = self.attached.as_mut().filter(|_| standing.ready);
+        let Some(attached) = attached else { return Next::Idle };
+        match attached.queue.next() {
             Ok(Some(sqe)) => {
                 cx.trace(Kind::CommandSeen, 0, sqe.cid.into(), sqe.opcode.into());
                 return Next::Command(Fetched(sqe));
@@ -136,8 +141,8 @@ impl AdminServer {
             Ok(None) => {}
             Err(_) => control.lock().invalid_doorbell_value(),
         }
-        post(queue, control, cx);
-        match queue.arm() {
+        post(attached, control, cx);
+        match attached.queue.arm() {
             Ok(true) => return Next::Idle,
             Ok(false) => {}
             Err(_) => control.lock().invalid_doorbell_value(),
@@ -213,15 +218,23 @@ impl AdminServer {
     /// Posts pending completions, unless the controller is quiesced.
     pub(crate) fn post(&mut self, control: &Mutex<Control>, cx: &Context) {
         let attached = self.attached.as_mut().filter(|_| !self.standing.quiesced);
-        if let Some(Attach { queue, .. }) = attached {
-            post(queue, control, cx);
+        if let Some(attached) = attached {
+            post(attached, control, cx);
         }
+    }
+
+    /// True if a loss of host memory was found since the queue was attached, and was not returned
+    /// before.
+    pub(crate) fn take_memory_loss(&mut self) -> bool {
+        let is_lost = self.attached.as_ref().is_some_and(|a| a.queue.has_lost_memory());
+        is_lost && !std::mem::replace(&mut self.loss_reported, true)
     }
 }
 
 /// Posts pending completions of the queue, and reports them to the control plane.
-fn post(queue: &mut AdminQueue, control: &Mutex<Control>, cx: &Context) {
-    queue.post(&cx.shared, |at, commands| {
+fn post(attached: &mut Attach, control: &Mutex<Control>, cx: &Context) {
+    let Attach { queue, table, .. } = attached;
+    queue.post(&cx.shared, table, |at, commands| {
         for (cid, status) in &commands {
             cx.trace(Kind::CompletionPosted, 0, (*cid).into(), status.bits().into());
         }

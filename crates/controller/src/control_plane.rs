@@ -429,6 +429,9 @@ impl TurnTask for ControllerInner {
             self.spend(&mut admin.budget, processor_time().saturating_sub(began));
         }
         let turn = self.serve_admin(&mut admin, &mut deferred);
+        if admin.server.take_memory_loss() {
+            self.notify(Notice::MemoryLost);
+        }
         let is_idle = admin.server.is_idle();
         let may_be_exclusive = admin.budget.wait_until(Instant::now()).is_none();
         drop(admin);

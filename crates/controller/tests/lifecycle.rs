@@ -5,7 +5,7 @@ mod common;
 use common::{Host, LIMIT, Queue, slow_host};
 use shadowbell_controller::{Carrier, Config, Controller, Event, NamespaceConfig, Polling};
 use shadowbell_disk::{Disk, DiskError, DiskInfo};
-use shadowbell_spec::admin::SetFeatures;
+use shadowbell_spec::admin::{Identify, SetFeatures};
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_testing::wait::{self};
@@ -726,10 +726,10 @@ fn a_disconnect_releases_memory_and_queues() {
     assert_eq!(*events, one.repeat(20));
 }
 
-#[test]
-fn truncated_guest_memory_is_a_fatal_status() {
+/// Host whose memory is a file, which the test can truncate.
+fn truncatable_host(disk: &str) -> (Host, std::os::fd::OwnedFd) {
     let controller =
-        Controller::new(common::config(&["mem:1MiB"]), common::pool(ADAPTIVE), Carrier::default())
+        Controller::new(common::config(&[disk]), common::pool(ADAPTIVE), Carrier::default())
             .unwrap();
     let file = rustix::fs::memfd_create("host", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, common::MEMORY).unwrap();
@@ -747,10 +747,46 @@ fn truncated_guest_memory_is_a_fatal_status() {
     host.memory = map.bytes();
     controller.map_dma(common::BASE, common::MEMORY, &map.bytes()).unwrap();
     host.enable();
-    let mut queue = host.create(1, 16, false);
-    let page = common::BASE + (32 << 20);
-    rustix::fs::ftruncate(&file, 16 << 20).unwrap();
-    host.submit(&mut queue, &Sqe::read(1, 0, 0, 0).with_prps(page, 0));
+    (host, file)
+}
+
+/// Address in the host's memory beyond [`TRUNCATED`].
+const LOST: u64 = common::BASE + (32 << 20);
+/// Size of the host's memory after its truncation; the queues are below.
+const TRUNCATED: u64 = 16 << 20;
+
+/// The command that finds the loss fails, and all later ones. Commands end on the I/O thread, or
+/// later, after a transfer by the kernel, which reports the loss as an error of that transfer.
+#[test]
+fn no_command_in_truncated_memory_succeeds() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    let file = image.path().to_str().unwrap();
+    for disk in ["mem:1MiB", file] {
+        for write in [false, true] {
+            let (mut host, memory) = truncatable_host(disk);
+            let mut queue = host.create(1, 16, false);
+            rustix::fs::ftruncate(&memory, TRUNCATED).unwrap();
+            for _ in 0..3 {
+                let new = if write { Sqe::write } else { Sqe::read };
+                let (status, _) = host.run(&mut queue, new(1, 0, 0, 0).with_prps(LOST, 0));
+                assert!(!status.is_success(), "{disk}, write: {write}");
+            }
+            if disk != file {
+                host.until("fatal status", || host.csts().cfs());
+            }
+        }
+    }
+}
+
+/// A loss that an admin command finds is a fatal status, also without I/O queues.
+#[test]
+fn no_admin_command_in_truncated_memory_succeeds() {
+    let (mut host, memory) = truncatable_host("mem:1MiB");
+    rustix::fs::ftruncate(&memory, TRUNCATED).unwrap();
+    let identify = Sqe::identify(0, Identify { cns: 1, ..Identify::default() }, 0);
+    let (status, _) = host.admin(identify.with_prps(LOST, 0));
+    assert!(!status.is_success());
     host.until("fatal status", || host.csts().cfs());
 }
 

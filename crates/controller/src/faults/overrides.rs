@@ -79,10 +79,16 @@ fn take<T>(list: &mut Vec<T>, which: impl Fn(&T) -> bool) -> Vec<T> {
 }
 
 /// Completes a command that was in flight, and raises the interrupt.
-fn complete_now(pair: Pair<'_>, permit: Permit, cqe: Cqe, coalescing: &Coalescing) {
+fn complete_now(
+    pair: Pair<'_>,
+    permit: Permit,
+    cqe: Cqe,
+    (engine, coalescing): (&Engine, &Coalescing),
+) {
     let Pair { sq, cq, .. } = pair;
     sq.in_flight -= 1;
     cq.complete(permit, cqe);
+    cq.check_memory(|| engine.view().table());
     if cq.post() {
         cq.notify_host(coalescing);
     }
@@ -161,26 +167,26 @@ impl FaultyQueues {
 
     /// Posts delayed completions that are due.
     fn post_delayed(&mut self, set: &mut QueueSet, now: Instant) {
-        let QueueSet { sqs, cqs, shared, .. } = set;
+        let QueueSet { sqs, cqs, engine, shared, .. } = set;
         let is_stopped =
             |sq: usize| sqs.get(sq).and_then(Option::as_ref).is_none_or(|sq| sq.stopped);
         for Delayed { sq, permit, cqe, .. } in
             take(&mut self.delayed, |delayed| now >= delayed.due || is_stopped(delayed.sq))
         {
             if let Some(pair) = pair(sqs, cqs, sq) {
-                complete_now(pair, permit, cqe, &shared.coalescing);
+                complete_now(pair, permit, cqe, (engine, &shared.coalescing));
             }
         }
     }
 
     /// Ends hanging commands whose time is over, without executing them.
     fn end_hung(&mut self, set: &mut QueueSet, now: Instant) {
-        let QueueSet { sqs, cqs, shared, .. } = set;
+        let QueueSet { sqs, cqs, engine, shared, .. } = set;
         let is_over = |hung: &Hung| hung.until.is_some_and(|until| now >= until);
         for Hung { sq, permit, cid, .. } in take(&mut self.hung, is_over) {
             if let Some(pair) = pair(sqs, cqs, sq) {
                 let cqe = Cqe::new(cid, pair.sq.layout.qid, pair.sq.head, Status::INTERNAL, 0);
-                complete_now(pair, permit, cqe, &shared.coalescing);
+                complete_now(pair, permit, cqe, (engine, &shared.coalescing));
             }
         }
     }
@@ -199,7 +205,7 @@ impl FaultyQueues {
             };
             engine.publish();
             let cqe = Cqe::new(sqe.cid, pair.sq.layout.qid, pair.sq.head, status, 0);
-            complete_now(pair, permit, cqe, &shared.coalescing);
+            complete_now(pair, permit, cqe, (engine, &shared.coalescing));
         }
     }
 
@@ -316,6 +322,7 @@ impl QueueOverride for FaultyQueues {
         sq.counters.largest_batch.set(largest.max(fetched.into()));
         engine.charge(fetched);
         engine.publish();
+        cq.check_memory(|| engine.view().table());
         if cq.has_staged() && cq.post() {
             cq.notify_host(&shared.coalescing);
         }
@@ -357,7 +364,7 @@ impl QueueOverride for FaultyQueues {
     }
 
     fn abort(&mut self, set: &mut QueueSet, sq: usize, cid: u16) -> bool {
-        let QueueSet { sqs, cqs, shared, .. } = set;
+        let QueueSet { sqs, cqs, engine, shared, .. } = set;
         let hung = take(&mut self.hung, |hung| (hung.sq, hung.cid) == (sq, cid));
         let stalled = take(&mut self.stalled, |at| (at.sq, at.sqe.cid) == (sq, cid));
         let permits = hung.into_iter().map(|hung| hung.permit);
@@ -366,7 +373,7 @@ impl QueueOverride for FaultyQueues {
             let Some(pair) = pair(sqs, cqs, sq) else { continue };
             let (qid, head) = (pair.sq.layout.qid, pair.sq.head);
             let cqe = Cqe::new(cid, qid, head, Status::ABORT_REQUESTED, 0);
-            complete_now(pair, permit, cqe, &shared.coalescing);
+            complete_now(pair, permit, cqe, (engine, &shared.coalescing));
             aborted = true;
         }
         aborted

@@ -1,5 +1,6 @@
 //! Admin queue pair.
 
+use super::cq::MEMORY_LOST_STATUS;
 use super::{Cq, Permit, QueueLayout, ShadowCells, Sq};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::journal::{JournalPart, Position, RecoveredJournal};
@@ -237,13 +238,21 @@ impl AdminQueue {
 
     /// Posts staged completions as far as there is room, and raises the interrupt. If any were
     /// posted, calls `posted` before the interrupt, with the position of the completion queue and
-    /// the posted commands.
+    /// the posted commands. `table` is the DMA map of the commands.
     pub(crate) fn post(
         &mut self,
         shared: &ControllerShared,
+        table: &DmaTable,
         posted: impl FnOnce((u16, bool), Vec<(u16, Status)>),
     ) {
         let before = self.cq.posted();
+        if self.cq.has_staged() {
+            self.cq.check_memory(|| table);
+        }
+        if self.cq.has_lost_memory() {
+            let succeeded = self.staged.iter_mut().filter(|(_, status)| status.is_success());
+            succeeded.for_each(|(_, status)| *status = MEMORY_LOST_STATUS);
+        }
         if self.cq.post() {
             let count = (self.cq.posted() - before) as usize;
             let count = count.min(self.staged.len());
@@ -252,6 +261,11 @@ impl AdminQueue {
         }
         // The interrupt is raised at once, because no later poll would raise a held one.
         self.cq.flush_interrupts();
+    }
+
+    /// True if memory of the host was lost, so that its commands fail until the next reset.
+    pub(crate) fn has_lost_memory(&self) -> bool {
+        self.cq.has_lost_memory()
     }
 
     /// Arms the doorbells and rechecks them. Returns true if there is no work.

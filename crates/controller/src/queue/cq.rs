@@ -7,10 +7,11 @@ use crate::saved::SavedCq;
 use crate::shared::{ControllerShared, DSTRD, Heads};
 use crate::stats::{CountedBy, CqCounters};
 use shadowbell_doorbell::{CqHead, DoorbellState, InvalidDoorbell, Truth};
-use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
+use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32, sigbus};
 use shadowbell_spec::Cqe;
 use shadowbell_spec::dbbuf::cq_entry_offset;
 use shadowbell_spec::regs::DoorbellKind;
+use shadowbell_spec::status::Status;
 use shadowbell_state::{WrongOrder, is_wrong};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,6 +19,11 @@ use std::time::Instant;
 
 /// Completions per cache line.
 const PER_LINE: u32 = 4;
+
+/// Number of faults that [`sigbus::faults`] never reaches: the host's memory was lost.
+const MEMORY_LOST: u64 = u64::MAX;
+/// Status of commands of a host whose memory was lost.
+pub(crate) const MEMORY_LOST_STATUS: Status = Status::DATA_XFER_ERROR;
 
 /// Reservation of one completion queue entry. A command is fetched only with a permit, so there is
 /// always room for its completion. The permit is returned with the completion ([`Cq::complete`]) or
@@ -73,6 +79,12 @@ pub(crate) struct Cq {
     unlooked: u32,
     /// Invalid head that has not been reported yet.
     invalid: Option<InvalidDoorbell>,
+    /// [`sigbus::faults`] at the last check of the host's memory, or [`MEMORY_LOST`].
+    faults: u64,
+    /// [`sigbus::losses`] at the last check of the host's memory.
+    losses: u64,
+    /// Number of the controller, to which the process counts losses of memory.
+    controller: u32,
     /// Position up to which completions are recorded in the trace or were posted before its start.
     pub(crate) traced: u16,
     interrupt: InterruptPolicy,
@@ -110,6 +122,10 @@ impl Cq {
             recorded_in: None,
             unlooked: 0,
             invalid: None,
+            // Memory that was lost earlier may be in the current map.
+            faults: 0,
+            losses: 0,
+            controller: shared.id,
             traced: 0,
             interrupt: InterruptPolicy::new(irq, limit),
             counters,
@@ -383,6 +399,41 @@ impl Cq {
     #[inline]
     pub(crate) fn has_staged(&self) -> bool {
         !self.staged.is_empty()
+    }
+
+    /// Checks for lost memory of the host (see [`sigbus`]) before completions are posted. After a
+    /// loss in the DMA map `table`, no command reports success, because its data may be missing.
+    /// Without a fault in any host's memory, the check is one load.
+    #[inline(always)]
+    pub(crate) fn check_memory<'a>(&mut self, table: impl FnOnce() -> &'a DmaTable) {
+        if sigbus::faults() != self.faults {
+            self.find_lost_memory(table());
+        }
+    }
+
+    #[cold]
+    fn find_lost_memory(&mut self, table: &DmaTable) {
+        if !self.has_lost_memory() {
+            self.faults = sigbus::faults();
+            let losses = sigbus::losses(self.controller);
+            if std::mem::replace(&mut self.losses, losses) == losses || !table.is_poisoned() {
+                return;
+            }
+            self.faults = MEMORY_LOST;
+        }
+        for staged in &mut self.staged {
+            let cqe: Cqe = zerocopy::transmute!(*staged);
+            if cqe.status().is_success() {
+                let (cid, qid, head) = (cqe.cid, cqe.sq_id, cqe.sq_head);
+                *staged = zerocopy::transmute!(Cqe::new(cid, qid, head, MEMORY_LOST_STATUS, 0));
+            }
+        }
+    }
+
+    /// True if memory of the host was lost, so that its commands fail until the next reset.
+    #[inline]
+    pub(crate) fn has_lost_memory(&self) -> bool {
+        self.faults == MEMORY_LOST
     }
 
     /// Posts staged completions as far as there is room. Returns true if any were posted. While the

@@ -264,7 +264,7 @@ impl QueueSet {
             sq.counters.commands.add(u64::from(done - began));
             if cq.has_staged() {
                 self.engine.publish();
-                posted |= post_staged(cq, &mut self.journal);
+                posted |= post_staged(cq, &self.engine, &mut self.journal);
             }
         }
         cq.return_permits(permits, fetched - done);
@@ -414,7 +414,7 @@ impl QueueSet {
             if cq.has_staged() {
                 self.engine.publish();
             }
-            if cq.has_staged() && post_staged(cq, &mut self.journal) {
+            if cq.has_staged() && post_staged(cq, &self.engine, &mut self.journal) {
                 if let Some(journal) = &mut self.journal {
                     write_down(journal, cq, None);
                 }
@@ -610,7 +610,8 @@ fn log_abandoned(shared: &ControllerShared, qid: u16, command: &RecoveredCommand
 
 /// Posts the staged completions. True if there was room for any.
 #[inline]
-fn post_staged(cq: &mut Cq, journal: &mut Option<JournalPart>) -> bool {
+fn post_staged(cq: &mut Cq, engine: &Engine, journal: &mut Option<JournalPart>) -> bool {
+    cq.check_memory(|| engine.view().table());
     if is_wrong(WrongOrder::FreedBeforePosted)
         && let Some(journal) = journal
     {

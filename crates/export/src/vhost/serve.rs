@@ -232,9 +232,13 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     /// memory of the guest was lost.
     #[inline]
     fn must_leave(&mut self) -> bool {
-        if self.has_changed() {
-            return true;
-        }
+        self.has_changed() || self.has_lost_memory()
+    }
+
+    /// True if memory of the guest was lost. Without a fault in any guest's memory, the check is
+    /// one load.
+    #[inline]
+    fn has_lost_memory(&mut self) -> bool {
         let now = ::shadowbell_memory::sigbus::faults();
         if now == self.context.faults {
             return false;
@@ -431,9 +435,12 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         self.context.device.page_table_quota.add(request.pieces);
     }
 
-    /// Answers a request whose answer has `len` bytes of data in the guest's memory.
+    /// Answers a request whose answer has `len` bytes of data in the guest's memory. If memory was
+    /// lost, the data may be missing, so no request succeeds.
     #[inline]
     fn end(&mut self, head: u16, status_at: u64, len: u32, status: Status) {
+        let (len, status) =
+            if self.has_lost_memory() { (0, Status::IoError) } else { (len, status) };
         let written = self.view.write(status_at, &[status as u8]).is_ok();
         self.reply(head, if written { len + 1 } else { 0 });
     }

@@ -219,4 +219,50 @@ mod tests {
         queue.ring.change(|config| config.ready = false);
         assert!(!is_served(&mut queue));
     }
+
+    /// Data of a request may be in memory whose file the frontend has truncated. The first request
+    /// after that finds the loss, and fails as well.
+    #[test]
+    fn no_request_in_lost_memory_succeeds() {
+        const LEN: usize = 1 << 16;
+        const OUT: u32 = 1;
+        for kind in [0u32, OUT] {
+            let disk = BlockDevice::new(Arc::new(TestDisk::new(64, 512)), &BlockOptions::default());
+            let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&file, LEN as u64).unwrap();
+            let map = shadowbell_memory::Mapping::from_fd(
+                &file,
+                0,
+                LEN as u64,
+                shadowbell_memory::Protection::ReadWrite,
+            );
+            let guest = map.unwrap().bytes();
+            let shortened = file.try_clone().unwrap();
+            let mut queue = Queue::new(&disk.unwrap(), "a test").unwrap();
+            let region = Region { address: 0, len: LEN, file: file.into(), offset: 0 };
+            queue.set_memory(vec![region]).unwrap();
+            let place = Place { entries: 4, descriptors: 0, available: 0x1000, used: 0x2000 };
+            queue.start(place, false, true).unwrap();
+            // Header, data and status; flags: 1 for a next descriptor, 2 for a writable one.
+            let writable = if kind == OUT { 0 } else { 2 };
+            let chain = [(0x3000u64, 16u32, 1u16, 1u16), (0xc000, 512, 1 | writable, 2)];
+            for (at, (address, len, flags, next)) in
+                chain.into_iter().chain([(0x4000, 1, 2, 0)]).enumerate()
+            {
+                let mut bytes = [0; 16];
+                bytes[..8].copy_from_slice(&address.to_le_bytes());
+                bytes[8..12].copy_from_slice(&len.to_le_bytes());
+                bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+                bytes[14..].copy_from_slice(&next.to_le_bytes());
+                guest.write_from(at * 16, &bytes).unwrap();
+            }
+            guest.write_from(0x3000, &kind.to_le_bytes()).unwrap();
+            guest.write_from(0x4000, &[0xff]).unwrap();
+            guest.write_from(0x1002, &1u16.to_le_bytes()).unwrap();
+            ftruncate(&shortened, LEN as u64 / 2).unwrap();
+            queue.serve().unwrap();
+            assert!(queue.has_lost_memory());
+            assert_eq!(guest.read::<u8>(0x4000), Some(1), "VIRTIO_BLK_S_IOERR, kind {kind}");
+        }
+    }
 }
