@@ -39,8 +39,6 @@ const SIZES: [usize; 3] = [4 << 10, 32 << 10, 256 << 10];
 pub(crate) enum Loss {
     #[error("the server hung up")]
     End,
-    #[error("the server is shutting down")]
-    Shutdown,
     #[error("the connection failed: {0}")]
     Socket(#[from] Errno),
     #[error("the server violates the protocol: {0}")]
@@ -379,14 +377,17 @@ impl Link {
             self.bytes -= part.cost();
             if error == wire::NbdError::Shutdown as u32 {
                 // The server has not executed the request. The request waits for the next
-                // connection.
+                // connection. Other requests are in flight, so this one stays until they end.
                 is_ending = true;
                 self.resubmit(part);
                 continue;
             }
             self.finish(part, error, shared, caller);
         }
-        if is_ending { outcome.and(Err(Loss::Shutdown)) } else { outcome }
+        if is_ending {
+            shared.server_ends();
+        }
+        outcome
     }
 
     /// Returns a subrequest to the waiting list. Drops it instead if it has no owner and does not
@@ -463,6 +464,17 @@ impl Link {
             }
         }
         self.recycle(data);
+    }
+
+    /// Ends the connection in order, unless requests are in flight: the server can end without
+    /// waiting for this client. Waiting requests wait for the next connection.
+    pub(crate) fn disconnect(&mut self) {
+        let Some(connection) = self.connection.take_if(|_| self.in_flight == 0) else { return };
+        for user in self.users.iter().flatten() {
+            user.forget(connection.stream.as_fd());
+        }
+        connection.stream.send_disconnect();
+        connection.stream.shut_down();
     }
 
     /// Ends the connection. Requests in flight wait for the next connection.

@@ -8,8 +8,6 @@ use crate::unflushed::Flush;
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_memory::AbortOnPanic;
-use shadowbell_nbd::wire::{Request, command};
-use std::io::IoSlice;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -35,7 +33,8 @@ pub(crate) fn run(connections: &Connections) {
     let mut lost_since: Option<Instant> = None;
     let mut reported_at: Option<Instant> = None;
     loop {
-        if connections.links.iter().all(|link| link.lock().is_connected()) {
+        let is_whole = || connections.links.iter().all(|link| link.lock().is_connected());
+        if is_whole() && !shared.is_server_ending() {
             flush(connections);
             if !wait(connections, None) {
                 break;
@@ -46,7 +45,7 @@ pub(crate) fn run(connections: &Connections) {
         match reconnect(connections) {
             Ok(()) => {
                 pause = FIRST;
-                if connections.links.iter().all(|link| link.lock().is_connected()) {
+                if is_whole() {
                     let took = lost.elapsed();
                     info!("{}: reconnected after {} ms", shared.name, took.as_millis());
                     (lost_since, reported_at) = (None, None);
@@ -67,10 +66,7 @@ pub(crate) fn run(connections: &Connections) {
     }
     for link in &connections.links {
         if let Some(stream) = link.lock().stream() {
-            let (flags, offset) = (0, 0);
-            let disconnect = Request { flags, command: command::DISC, cookie: 0, offset, len: 0 };
-            // A server that does not receive this request sees the end of the connection anyway.
-            let _ = stream.send(&[IoSlice::new(&disconnect.encode())]);
+            stream.send_disconnect();
         }
     }
 }
@@ -154,17 +150,31 @@ struct Failure {
     max_pause: Duration,
 }
 
+/// Ends the connections without requests in flight during a recovery. No request is sent until the
+/// recovery ends, so they have no use.
+fn disconnect_all(connections: &Connections) {
+    connections.links.iter().for_each(|link| link.lock().disconnect());
+}
+
 /// Makes a new connection in place of a lost one.
 fn reconnect(connections: &Connections) -> Result<(), Failure> {
     let shared = &connections.shared;
     if shared.is_recovering() {
         drain(connections);
     }
+    if shared.take_server_ending() {
+        disconnect_all(connections);
+        let why = "the server is shutting down".to_owned();
+        return Err(Failure { why, max_pause: FIRST_PAUSE });
+    }
     let losses = shared.losses.load(Ordering::SeqCst);
-    let (stream, export) = connections
-        .connector
-        .connect(&shared.stop)
-        .map_err(|error| Failure { why: error.to_string(), max_pause: LONGEST })?;
+    let (stream, export) = connections.connector.connect(&shared.stop).map_err(|error| {
+        // A server that does not accept connections may be ending, and wait for its last clients.
+        if shared.is_recovering() {
+            disconnect_all(connections);
+        }
+        Failure { why: error.to_string(), max_pause: LONGEST }
+    })?;
     if let Some(what) = export.lacks(&connections.first, connections.part, connections.links.len())
     {
         let why = format!(

@@ -19,6 +19,8 @@ pub(crate) struct Shared {
     pub(crate) export: Mutex<Export>,
     /// True while a connection is lost. No request is sent before the replay.
     is_recovering: AtomicBool,
+    /// True if the server has announced its end, and connections to it have to be ended.
+    is_server_ending: AtomicBool,
     /// Number of lost connections.
     pub(crate) losses: AtomicU64,
     /// Number of connections that replaced lost ones.
@@ -43,6 +45,7 @@ impl Shared {
             orphans: Arc::default(),
             export: Mutex::new(export),
             is_recovering: AtomicBool::new(false),
+            is_server_ending: AtomicBool::new(false),
             losses: AtomicU64::new(0),
             reconnections: AtomicU64::new(0),
             is_full: AtomicBool::new(false),
@@ -64,6 +67,23 @@ impl Shared {
         self.losses.fetch_add(1, Ordering::AcqRel);
         self.is_recovering.store(true, Ordering::Release);
         self.wake.signal();
+    }
+
+    /// Records that the server refuses requests because it ends. It may wait until its clients have
+    /// disconnected, so the reconnection thread ends all connections. The caller holds the lock of
+    /// a connection.
+    pub(crate) fn server_ends(&self) {
+        self.is_server_ending.store(true, Ordering::Release);
+        self.connection_lost();
+    }
+
+    pub(crate) fn is_server_ending(&self) -> bool {
+        self.is_server_ending.load(Ordering::Acquire)
+    }
+
+    /// Returns and resets [`is_server_ending`](Self::is_server_ending).
+    pub(crate) fn take_server_ending(&self) -> bool {
+        self.is_server_ending.swap(false, Ordering::AcqRel)
     }
 
     /// Ends the recovery. Returns false, and has no effect, if another connection was lost after

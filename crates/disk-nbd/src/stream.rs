@@ -4,6 +4,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg, shutdown};
 use shadowbell_memory::EventFd;
+use shadowbell_nbd::wire::{Request, command};
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -32,6 +33,14 @@ impl Stream {
         }
         let mut parts = [IoSliceMut::new(first), IoSliceMut::new(rest)];
         retry(|| rustix::io::readv(&self.0, &mut parts))
+    }
+
+    /// Requests the end of the connection (NBD_CMD_DISC). A server that does not receive this
+    /// request sees the end of the connection anyway.
+    pub(crate) fn send_disconnect(&self) {
+        let (flags, offset) = (0, 0);
+        let disconnect = Request { flags, command: command::DISC, cookie: 0, offset, len: 0 };
+        let _ = self.send(&[IoSlice::new(&disconnect.encode())]);
     }
 
     /// Shuts the connection down, for all users of the socket.

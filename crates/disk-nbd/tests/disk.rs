@@ -360,6 +360,44 @@ fn requests_of_a_lost_connection_are_replayed() {
     assert_eq!(disk.counters()[1..3], [("connections_lost", 1), ("reconnections", 1)]);
 }
 
+/// A server that ends in order refuses requests, and waits until all of its clients have
+/// disconnected. Only then can the next server listen.
+#[test]
+fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
+    // The end is announced by a refused request, or by the end of one connection.
+    for is_announced in [true, false] {
+        let mut fake = Fake::new(MIB, ALL);
+        let disk = fake.open("connections=4");
+        let mut queues: Vec<_> = (0..4).map(|_| disk.queue().unwrap()).collect();
+        for (nth, queue) in queues.iter_mut().enumerate() {
+            write(&mut **queue, nth as u64 * 512, &[1; 512]).unwrap();
+        }
+        assert_eq!(fake.connections(), 4);
+        fake.end_in_order();
+        let bytes = memory(512);
+        bytes.write_from(0, &[2; 512]).unwrap();
+        let op = Op::Write { fua: false };
+        if !is_announced {
+            fake.disconnect(0);
+        }
+        submit(&mut *queues[0], 1, op, 0, 512, segments(&bytes, 0, 512));
+        wait_until("the end of all connections", || {
+            // The queue receives the refusal.
+            queues[0].reap(&mut |_, result, _| panic!("{result:?}"));
+            fake.open_connections() == 0
+        });
+        assert_eq!(fake.count(command::DISC), if is_announced { 4 } else { 3 });
+        fake.change(|manner| manner.is_ending = false);
+        fake.start();
+        assert_eq!(wait_completed(&mut *queues[0]), [(1, Ok(()))]);
+        for (nth, queue) in queues.iter_mut().enumerate() {
+            let at = nth as u64 * 512;
+            assert_eq!(read(&mut **queue, at, 512), Ok(vec![if nth == 0 { 2 } else { 1 }; 512]));
+        }
+        assert!(!disk.has_lost_writes());
+    }
+}
+
 #[test]
 fn requests_survive_frequent_disconnects() {
     let fake = Fake::new(MIB, ALL);

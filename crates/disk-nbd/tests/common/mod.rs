@@ -5,7 +5,7 @@ use parking_lot::{Condvar, Mutex};
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec, OpenError};
 use shadowbell_nbd::reply::Head;
 use shadowbell_nbd::wire::{
-    MAGIC, OPTION_MAGIC, Reader, Request, answer, command, flag, handshake, info, option,
+    MAGIC, NbdError, OPTION_MAGIC, Reader, Request, answer, command, flag, handshake, info, option,
     put_answer, transmission,
 };
 use shadowbell_testing::wait::LIMIT;
@@ -42,6 +42,8 @@ pub(crate) struct Manner {
     pub(crate) holds: Option<fn(&Request) -> bool>,
     /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
+    /// True if requests are refused because the server ends.
+    pub(crate) is_ending: bool,
     /// Minimum and maximum size of requests.
     pub(crate) sizes: Option<(u32, u32)>,
 }
@@ -58,6 +60,8 @@ struct Store {
     sockets: Vec<UnixStream>,
     /// Number of negotiated connections.
     connections: u64,
+    /// Number of negotiated connections that have not ended.
+    open: usize,
 }
 
 struct State {
@@ -83,6 +87,7 @@ impl Fake {
                 counts: BTreeMap::new(),
                 sockets: Vec::new(),
                 connections: 0,
+                open: 0,
             }),
             changed: Condvar::new(),
         };
@@ -155,6 +160,21 @@ impl Fake {
     pub(crate) fn disconnect(&self, connection: usize) {
         let store = self.state.store.lock();
         let _ = store.sockets[connection].shutdown(Shutdown::Both);
+    }
+
+    /// Ends the server in order, as on SIGTERM: it accepts no connection, refuses requests, and
+    /// lives until its clients have disconnected. The data are kept.
+    pub(crate) fn end_in_order(&mut self) {
+        self.change(|manner| manner.is_ending = true);
+        let Some((listener, thread)) = self.listener.take() else { return };
+        let _ = std::fs::remove_file(self.socket());
+        let _ = rustix::net::shutdown(&listener, rustix::net::Shutdown::Both);
+        drop(thread.join());
+    }
+
+    /// Number of connections that have not ended.
+    pub(crate) fn open_connections(&self) -> usize {
+        self.state.store.lock().open
     }
 
     pub(crate) fn resize(&self, size: usize) {
@@ -237,8 +257,24 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
             break;
         }
     }
-    state.store.lock().connections += 1;
+    let mut store = state.store.lock();
+    store.connections += 1;
+    store.open += 1;
+    drop(store);
     state.changed.notify_all();
+    let outcome = transmit(&mut socket, state, epoch, structured);
+    state.store.lock().open -= 1;
+    state.changed.notify_all();
+    outcome
+}
+
+/// Serves the requests of a connection until it ends.
+fn transmit(
+    socket: &mut UnixStream,
+    state: &State,
+    epoch: u64,
+    structured: bool,
+) -> io::Result<()> {
     let mut served = 0;
     loop {
         let mut head = [0; Request::SIZE];
@@ -262,7 +298,14 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
             socket.write_all(&violation)?;
             continue;
         }
-        let error = execute(&mut store, &request, &data);
+        if request.command == command::DISC {
+            *store.counts.entry(request.command).or_default() += 1;
+            return Ok(());
+        }
+        let error = match store.manner.is_ending {
+            true => NbdError::Shutdown as u32,
+            false => execute(&mut store, &request, &data),
+        };
         *store.counts.entry(request.command).or_default() += 1;
         served += 1;
         if store.manner.hangs_up_after == Some(served) {
@@ -289,9 +332,7 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
                 // define.
                 let mut out = Head::simple(cookie, Ok(())).bytes().to_vec();
                 if structured {
-                    out = Head::error(cookie, shadowbell_nbd::wire::NbdError::Io, "no")
-                        .bytes()
-                        .to_vec();
+                    out = Head::error(cookie, NbdError::Io, "no").bytes().to_vec();
                     out[20..24].copy_from_slice(&error.to_be_bytes());
                 } else {
                     out[4..8].copy_from_slice(&error.to_be_bytes());
