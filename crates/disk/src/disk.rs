@@ -159,7 +159,23 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
 }
 
 /// One thread's queue on a disk.
+///
+/// A queue of a layer returns the queue of the disk below from [`inner`](Self::inner) and
+/// [`inner_mut`](Self::inner_mut). Provided methods forward to that queue; "default" below means the
+/// result without an inner queue. Requests with other data
+/// ([`submit_with_metadata`](Self::submit_with_metadata), [`write_bytes`](Self::write_bytes)) are
+/// not forwarded.
 pub trait Queue {
+    /// Queue of the disk below this layer. Default: none.
+    fn inner(&self) -> Option<&dyn Queue> {
+        None
+    }
+
+    /// Mutable access to the queue that [`inner`](Self::inner) returns. Default: none.
+    fn inner_mut(&mut self) -> Option<&mut dyn Queue> {
+        None
+    }
+
     /// Starts `request` with the buffer `data` (empty for operations without data). A buffer may be
     /// longer than the request, for example if metadata follow the data; the excess is neither read
     /// nor written. `tag` is returned by [`reap`](Self::reap); the caller chooses it, unique among
@@ -195,48 +211,53 @@ pub trait Queue {
 
     /// True if [compare and write](Op::CompareAndWrite) is supported. Default: false.
     fn compares_and_writes(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.compares_and_writes())
     }
 
     /// Zones of a zoned disk. Default: none.
     fn zones(&self) -> Option<&dyn Zones> {
-        None
+        self.inner()?.zones()
     }
 
     /// Byte offset where the data of the completed [`Append`](Op::Append) with this tag were
     /// written. May be called once per request.
     fn appended(&mut self, tag: u32) -> Option<u64> {
-        let _ = tag;
-        None
+        self.inner_mut()?.appended(tag)
     }
 
     /// Marks the requests submitted from now on as replays. A dead process may have executed them
     /// already, so a zone write behind the zone's write pointer is no error.
     fn set_replays(&mut self, replays: bool) {
-        let _ = replays;
+        if let Some(inner) = self.inner_mut() {
+            inner.set_replays(replays);
+        }
     }
 
     /// True if the caller has to call [`begin_turn`](Self::begin_turn).
     fn schedules_sources(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.schedules_sources())
     }
 
     /// Sets the host's submission queue that the following requests come from. `source` is a small
     /// number that the caller assigns to the submission queue.
     fn begin_turn(&mut self, source: u32) {
-        let _ = source;
+        if let Some(inner) = self.inner_mut() {
+            inner.begin_turn(source);
+        }
     }
 
     /// True if the queue benefits from [`prefetch_hint`](Self::prefetch_hint).
     fn uses_prefetch_hints(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.uses_prefetch_hints())
     }
 
     /// Hints that a request `op` (read or write) for `len` bytes at byte `offset` will most likely
     /// be the request after the next (`distance` 2) or the next request (`distance` 1). The queue
     /// can then prefetch its data into the CPU's caches. None of the arguments has been checked.
     fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
-        let _ = (op, offset, len, distance);
+        if let Some(inner) = self.inner() {
+            inner.prefetch_hint(op, offset, len, distance);
+        }
     }
 
     /// Longest request without data (write zeroes, discard, verify) to submit at once, in bytes. A
@@ -244,22 +265,32 @@ pub trait Queue {
     /// splits a longer request into pieces of this length, and does other work between them. At
     /// least one logical block. Default: no limit.
     fn longest_inline(&self) -> u64 {
-        u64::MAX
+        self.inner().map_or(u64::MAX, |inner| inner.longest_inline())
     }
 
     /// Declares that the calling thread serves no other queue. The queue may then block briefly on
     /// the storage, if that is faster than passing the work to another thread. Default: ignored.
-    fn may_wait(&mut self) {}
+    fn may_wait(&mut self) {
+        if let Some(inner) = self.inner_mut() {
+            inner.may_wait();
+        }
+    }
 
     /// Passes all requests that are submitted but not yet in flight to the kernel, by one system
     /// call.
-    fn commit(&mut self) {}
+    fn commit(&mut self) {
+        if let Some(inner) = self.inner_mut() {
+            inner.commit();
+        }
+    }
 
     /// Calls `done` for each completed request, with its buffer. Does not block. Work that the
     /// queue itself starts during the call is in flight when the call returns, without a
     /// [`commit`](Self::commit): the caller may sleep afterwards.
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
-        let _ = done;
+        if let Some(inner) = self.inner_mut() {
+            inner.reap(done);
+        }
     }
 
     /// Requests an early end of the pending request `tag`. The request ends with
@@ -267,19 +298,23 @@ pub trait Queue {
     /// write in flight may end as cancelled while the storage still executes it, as one of the
     /// disk's [orphans](crate::Orphans).
     fn cancel(&mut self, tag: u32) {
-        let _ = tag;
+        if let Some(inner) = self.inner_mut() {
+            inner.cancel(tag);
+        }
     }
 
     /// Announces a new table of guest memory. The queue must drop everything that it caches about
     /// other memory, except the buffers of pending requests. It may release the buffer of a pending
     /// write whose data it has copied ([`Segments::release_view`]).
     fn memory_changed(&mut self, table: &DmaTable) {
-        let _ = table;
+        if let Some(inner) = self.inner_mut() {
+            inner.memory_changed(table);
+        }
     }
 
     /// Number of pending requests.
     fn pending(&self) -> usize {
-        0
+        self.inner().map_or(0, |inner| inner.pending())
     }
 
     /// File descriptor that is readable while [`reap`](Self::reap) has completions to report;
@@ -288,24 +323,24 @@ pub trait Queue {
     /// The caller must treat an `EINTR` of its wait as a wake-up too: the kernel delivers io_uring
     /// completions to a sleeping thread that way.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
+        self.inner()?.wake_fd()
     }
 
     /// Timer descriptor that becomes readable when a deadline expires for which
     /// [`reap`](Self::reap) has work. It stays readable until that call. Default: none.
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
+        self.inner()?.timer_fd()
     }
 
     /// True if the [wake descriptor](Self::wake_fd) has to be watched edge-triggered (`EPOLLET`).
     /// Such a descriptor signals each event, but stays readable.
     fn wakes_by_edges(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.wakes_by_edges())
     }
 
     /// True if other queues of the thread may have the same [wake descriptor](Self::wake_fd). It
     /// stays open as long as one of them exists.
     fn shares_wake_fd(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.shares_wake_fd())
     }
 }

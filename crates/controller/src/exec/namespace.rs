@@ -10,14 +10,14 @@ use crate::reservations::Access;
 use crate::subsystem::Member;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
-use shadowbell_disk::{DiskError, Metadata, MetadataFormat, Op, Queue, Request, Submitted, Zones};
-use shadowbell_memory::{DmaTable, Ring, Segments};
+use shadowbell_disk::{DiskError, Metadata, MetadataFormat, Op, Queue, Request, Submitted};
+use shadowbell_memory::{Ring, Segments};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::status::Status;
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// Namespace flags: write-protected; disk with a volatile write cache; uncorrectable blocks present
@@ -307,6 +307,14 @@ fn with_fua(op: Op) -> Op {
 }
 
 impl Queue for WriteThrough {
+    fn inner(&self) -> Option<&dyn Queue> {
+        Some(&*self.0)
+    }
+
+    fn inner_mut(&mut self) -> Option<&mut dyn Queue> {
+        Some(&mut *self.0)
+    }
+
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         self.0.submit(tag, &Request { op: with_fua(request.op), ..*request }, data)
     }
@@ -320,78 +328,6 @@ impl Queue for WriteThrough {
     ) -> Submitted {
         let request = Request { op: with_fua(request.op), ..*request };
         self.0.submit_with_metadata(tag, &request, metadata, data)
-    }
-
-    fn compares_and_writes(&self) -> bool {
-        self.0.compares_and_writes()
-    }
-
-    fn zones(&self) -> Option<&dyn Zones> {
-        self.0.zones()
-    }
-
-    fn appended(&mut self, tag: u32) -> Option<u64> {
-        self.0.appended(tag)
-    }
-
-    fn set_replays(&mut self, replays: bool) {
-        self.0.set_replays(replays);
-    }
-
-    fn schedules_sources(&self) -> bool {
-        self.0.schedules_sources()
-    }
-
-    fn begin_turn(&mut self, source: u32) {
-        self.0.begin_turn(source);
-    }
-
-    fn uses_prefetch_hints(&self) -> bool {
-        self.0.uses_prefetch_hints()
-    }
-
-    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
-        self.0.prefetch_hint(op, offset, len, distance);
-    }
-
-    fn longest_inline(&self) -> u64 {
-        self.0.longest_inline()
-    }
-
-    fn commit(&mut self) {
-        self.0.commit();
-    }
-
-    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
-        self.0.reap(done);
-    }
-
-    fn cancel(&mut self, tag: u32) {
-        self.0.cancel(tag);
-    }
-
-    fn memory_changed(&mut self, table: &DmaTable) {
-        self.0.memory_changed(table);
-    }
-
-    fn pending(&self) -> usize {
-        self.0.pending()
-    }
-
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.0.wake_fd()
-    }
-
-    fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.0.timer_fd()
-    }
-
-    fn wakes_by_edges(&self) -> bool {
-        self.0.wakes_by_edges()
-    }
-
-    fn shares_wake_fd(&self) -> bool {
-        self.0.shares_wake_fd()
     }
 }
 

@@ -9,7 +9,7 @@ use super::queue::FileQueue;
 use super::shared::{Alignment, FileShared, OpenHandle, ranges};
 use super::write_atomicity::WriteAtomicity;
 use crate::sys::{self, EngineKind};
-use shadowbell_disk::{DiskError, DiskInfo, OpenError, Queue, Request, Submitted};
+use shadowbell_disk::{DiskInfo, OpenError, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -102,32 +102,16 @@ impl ImageBytes {
 pub struct BytesQueue(FileQueue);
 
 impl Queue for BytesQueue {
+    fn inner(&self) -> Option<&dyn Queue> {
+        Some(&self.0)
+    }
+
+    fn inner_mut(&mut self) -> Option<&mut dyn Queue> {
+        Some(&mut self.0)
+    }
+
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         self.0.submit(tag, request, data)
-    }
-
-    fn may_wait(&mut self) {
-        self.0.may_wait();
-    }
-
-    fn commit(&mut self) {
-        self.0.commit();
-    }
-
-    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
-        self.0.reap(done);
-    }
-
-    fn cancel(&mut self, tag: u32) {
-        self.0.cancel(tag);
-    }
-
-    fn pending(&self) -> usize {
-        self.0.pending()
-    }
-
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.0.wake_fd()
     }
 }
 

@@ -6,9 +6,7 @@
 
 use super::limiter::Limiter;
 use super::timer::Timer;
-use shadowbell_disk::{
-    DiskError, Lists, Metadata, Op, Queue, Request, Submitted, Tasks, Zones, merge,
-};
+use shadowbell_disk::{DiskError, Lists, Metadata, Op, Queue, Request, Submitted, Tasks, merge};
 use shadowbell_memory::{DmaTable, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -211,6 +209,14 @@ impl LimitedQueue {
 }
 
 impl Queue for LimitedQueue {
+    fn inner(&self) -> Option<&dyn Queue> {
+        Some(&*self.inner)
+    }
+
+    fn inner_mut(&mut self) -> Option<&mut dyn Queue> {
+        Some(&mut *self.inner)
+    }
+
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         if request.op == Op::Flush {
             return self.inner.submit(tag, request, data);
@@ -228,44 +234,12 @@ impl Queue for LimitedQueue {
         self.take_in(tag, request, Some(metadata), data)
     }
 
-    fn compares_and_writes(&self) -> bool {
-        self.inner.compares_and_writes()
-    }
-
-    fn zones(&self) -> Option<&dyn Zones> {
-        self.inner.zones()
-    }
-
-    fn appended(&mut self, tag: u32) -> Option<u64> {
-        self.inner.appended(tag)
-    }
-
-    fn set_replays(&mut self, replays: bool) {
-        self.inner.set_replays(replays);
-    }
-
     fn schedules_sources(&self) -> bool {
         true
     }
 
     fn begin_turn(&mut self, source: u32) {
         self.source = source;
-    }
-
-    fn uses_prefetch_hints(&self) -> bool {
-        self.inner.uses_prefetch_hints()
-    }
-
-    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
-        self.inner.prefetch_hint(op, offset, len, distance);
-    }
-
-    fn longest_inline(&self) -> u64 {
-        self.inner.longest_inline()
-    }
-
-    fn commit(&mut self) {
-        self.inner.commit();
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
@@ -302,22 +276,6 @@ impl Queue for LimitedQueue {
 
     fn pending(&self) -> usize {
         self.inner.pending() + self.waiting.len() + self.cancelled.len()
-    }
-
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.wake_fd()
-    }
-
-    fn may_wait(&mut self) {
-        self.inner.may_wait();
-    }
-
-    fn wakes_by_edges(&self) -> bool {
-        self.inner.wakes_by_edges()
-    }
-
-    fn shares_wake_fd(&self) -> bool {
-        self.inner.shares_wake_fd()
     }
 
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {

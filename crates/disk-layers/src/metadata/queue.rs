@@ -381,6 +381,18 @@ impl MetadataQueue {
 }
 
 impl Queue for MetadataQueue {
+    fn inner(&self) -> Option<&dyn Queue> {
+        Some(&*self.inner)
+    }
+
+    fn inner_mut(&mut self) -> Option<&mut dyn Queue> {
+        Some(&mut *self.inner)
+    }
+
+    fn compares_and_writes(&self) -> bool {
+        false
+    }
+
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         self.start(tag, request, &self.unsaid(request), data)
     }
@@ -395,28 +407,8 @@ impl Queue for MetadataQueue {
         self.start(tag, request, metadata, data)
     }
 
-    fn schedules_sources(&self) -> bool {
-        self.inner.schedules_sources()
-    }
-
-    fn begin_turn(&mut self, source: u32) {
-        self.inner.begin_turn(source);
-    }
-
-    fn uses_prefetch_hints(&self) -> bool {
-        self.inner.uses_prefetch_hints()
-    }
-
-    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
-        self.inner.prefetch_hint(op, offset, len, distance);
-    }
-
     fn longest_inline(&self) -> u64 {
         self.inner.longest_inline().min(LONGEST)
-    }
-
-    fn commit(&mut self) {
-        self.inner.commit();
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
@@ -481,20 +473,8 @@ impl Queue for MetadataQueue {
         self.tasks.len()
     }
 
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.wake_fd()
-    }
-
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
         let bell = self.of_all.bell.event().as_fd();
         Some(self.timer.as_ref().map_or(bell, |timer| timer.as_fd()))
-    }
-
-    fn wakes_by_edges(&self) -> bool {
-        self.inner.wakes_by_edges()
-    }
-
-    fn shares_wake_fd(&self) -> bool {
-        self.inner.shares_wake_fd()
     }
 }

@@ -391,6 +391,23 @@ fn compare_with_zeroes(data: &Segments, mut at: usize, mut len: usize) -> Result
 }
 
 impl Queue for ZonedQueue {
+    fn inner(&self) -> Option<&dyn Queue> {
+        Some(&*self.inner)
+    }
+
+    fn inner_mut(&mut self) -> Option<&mut dyn Queue> {
+        Some(&mut *self.inner)
+    }
+
+    fn compares_and_writes(&self) -> bool {
+        false
+    }
+
+    // The offsets in the disk below are others.
+    fn uses_prefetch_hints(&self) -> bool {
+        false
+    }
+
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         if let Op::Zone { action, all } = request.op {
             return self.manage((tag, request), (action, all), data);
@@ -432,22 +449,6 @@ impl Queue for ZonedQueue {
 
     fn set_replays(&mut self, replays: bool) {
         self.replays = replays;
-    }
-
-    fn schedules_sources(&self) -> bool {
-        self.inner.schedules_sources()
-    }
-
-    fn begin_turn(&mut self, source: u32) {
-        self.inner.begin_turn(source);
-    }
-
-    fn longest_inline(&self) -> u64 {
-        self.inner.longest_inline()
-    }
-
-    fn commit(&mut self) {
-        self.inner.commit();
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
@@ -504,20 +505,8 @@ impl Queue for ZonedQueue {
         self.tasks.len()
     }
 
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.wake_fd()
-    }
-
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.timer.as_ref().map_or(self.bell.event().as_fd(), |timer| timer.as_fd()))
-    }
-
-    fn wakes_by_edges(&self) -> bool {
-        self.inner.wakes_by_edges()
-    }
-
-    fn shares_wake_fd(&self) -> bool {
-        self.inner.shares_wake_fd()
     }
 }
 
