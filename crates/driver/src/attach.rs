@@ -10,7 +10,7 @@ use crate::attached_controller::AttachedController;
 use crate::configure::{
     configure_doorbells, enable_extended_formats, max_transfer, request_events, request_queues,
 };
-use crate::controller_info::ControllerInfo;
+use crate::controller_state::ControllerInfo;
 use crate::enabled_controller::EnabledController;
 use crate::error::{AttachError, CommandError};
 use crate::io_queues::io_queue_memory;

@@ -1,8 +1,7 @@
 //! Attached controller: the state that all handles and queue pairs share.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane, AdminResult};
-use crate::controller_info::ControllerInfo;
-use crate::controller_state::{Condition, ControllerState, Phase};
+use crate::controller_state::{Condition, ControllerInfo, ControllerState, Phase};
 use crate::dma::{BufferPool, DmaError};
 use crate::enabled_controller::EnabledController;
 use crate::error::{CommandError, DetachError, QueueError};

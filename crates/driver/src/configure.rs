@@ -6,7 +6,7 @@
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane, identify_controller};
 use crate::command::MAX_BYTES;
-use crate::controller_info::ControllerInfo;
+use crate::controller_state::ControllerInfo;
 use crate::device::Device;
 use crate::error::CommandError;
 use crate::options::Doorbells;

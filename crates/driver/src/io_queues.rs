@@ -4,7 +4,7 @@
 //! after it.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane};
-use crate::controller_info::ControllerInfo;
+use crate::controller_state::ControllerInfo;
 use crate::device::Device;
 use crate::dma::DmaError;
 use crate::error::{AttachError, CommandError};

@@ -8,11 +8,11 @@
 //! |---|---|
 //! | `transport` | register, DMA and interrupt access: [`Transport`], `VfioUser` and `Vfio` |
 //! | `dma`, `prp` | [`Buffer`], [`BufferPool`]: memory that is shared with the device once |
-//! | `command`, `completion`, `namespace` | [`Command`], [`Completion`], [`Namespace`] |
+//! | `command`, `namespace` | [`Command`], [`Completion`], [`Namespace`] |
 //! | `metadata` | [`BlockMetadata`] and [`MetadataCommand`]: metadata and protection information |
 //! | `queue` | rings, doorbells, slots and command timeouts of any queue pair |
 //! | `device`, `admin` | the registers and the admin queue; [`Admin`] is the public handle |
-//! | `controller_info`, `controller_state` | results of Identify; live, resetting or failed |
+//! | `controller_state` | results of Identify; live, resetting or failed |
 //! | `io_queues` | creating and deleting I/O queues |
 //! | `configure` | features that are set when attaching, and again after a reset |
 //! | `enabled_controller`, `attached_controller` | a controller before Identify, and with queues |
@@ -98,23 +98,19 @@ pub mod async_queue;
 mod attach;
 mod attached_controller;
 mod command;
-mod completion;
 mod configure;
 mod controller;
-mod controller_info;
 mod controller_state;
 mod copy_limits;
 mod device;
 mod dma;
 mod enabled_controller;
 mod error;
-mod events;
 #[cfg(all(feature = "vfio", feature = "vfio-user"))]
 pub mod guide;
 mod io_queues;
 mod metadata;
 mod namespace;
-mod namespace_metadata;
 mod options;
 mod prp;
 mod queue;
@@ -125,16 +121,14 @@ mod transport;
 
 pub use admin::{Admin, AdminData, AdminResult, AllocatedBlocks, LogRequest, Telemetry};
 pub use async_queue::{AsyncNamespace, AsyncQueue};
-pub use command::Command;
-pub use completion::{Completion, Token};
-pub use controller::Controller;
+pub use command::{Command, Completion, Token};
+pub use controller::{Controller, EventListener};
 pub use copy_limits::CopyLimits;
 pub use device::Registers;
 pub use dma::{Buffer, BufferPool, DmaError, SharedMemory};
 pub use error::{
     AttachError, CommandError, DetachError, IoError, IoErrorKind, QueueError, Refused, RequestError,
 };
-pub use events::EventListener;
 pub use metadata::{BlockMetadata, MetadataCommand, ProtectionError};
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};

@@ -1,8 +1,8 @@
 //! Diagnostics: self-test, telemetry, persistent event log.
 
-use super::data::AdminData;
 use super::handle::Admin;
 use super::log::LogRequest;
+use super::queue::AdminData;
 use crate::error::CommandError;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::DeviceSelfTest;

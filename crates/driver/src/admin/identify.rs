@@ -1,7 +1,7 @@
 //! Identify command. Base 2.1, 5.1.13.
 
-use super::data::AdminData;
 use super::plane::AdminCommands;
+use super::queue::AdminData;
 use crate::error::CommandError;
 use crate::namespace::Namespace;
 use shadowbell_spec::Sqe;

@@ -1,8 +1,8 @@
 //! Get LBA Status: allocated blocks of a range. NVM 1.1, 4.2.1.
 
-use super::data::AdminData;
 use super::identify::identify;
 use super::plane::AdminCommands;
+use super::queue::AdminData;
 use crate::error::CommandError;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{GetLbaStatus, Identify};

@@ -1,7 +1,7 @@
 //! Get Log Page command. Base 2.1, 5.1.12.
 
-use super::data::AdminData;
 use super::plane::AdminCommands;
+use super::queue::AdminData;
 use crate::error::CommandError;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::GetLogPage;

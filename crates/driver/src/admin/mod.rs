@@ -2,18 +2,14 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `data` | data and result of an admin command |
-//! | `queue` | the admin queue pair, shared by threads |
+//! | `queue` | the admin queue pair, shared by threads; data and result of a command |
 //! | `plane` | registers and admin queue: execution of admin commands, usable before Identify |
 //! | `identify`, `log` | Identify and Get Log Page |
 //! | `lba_status` | Get LBA Status |
-//! | `ana` | Asymmetric Namespace Access log |
 //! | `namespaces` | Namespace Management and Attachment, Format NVM, Sanitize |
 //! | `diagnostics` | self-test, telemetry, persistent event log |
 //! | `handle` | [`Admin`], the public handle of an attached controller |
 
-mod ana;
-mod data;
 mod diagnostics;
 mod handle;
 mod identify;
@@ -23,7 +19,6 @@ mod namespaces;
 mod plane;
 mod queue;
 
-pub use self::data::{AdminData, AdminResult};
 pub use self::diagnostics::Telemetry;
 pub use self::handle::Admin;
 pub(crate) use self::identify::{identify_controller, identify_namespaces};
@@ -31,3 +26,4 @@ pub use self::lba_status::AllocatedBlocks;
 pub use self::log::LogRequest;
 pub(crate) use self::log::read_log_page;
 pub(crate) use self::plane::{AdminCommands, AdminPlane};
+pub use self::queue::{AdminData, AdminResult};

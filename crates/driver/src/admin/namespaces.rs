@@ -1,8 +1,8 @@
 //! Namespace Management and Attachment, Format NVM, Sanitize.
 
-use super::data::AdminData;
 use super::handle::Admin;
 use super::log::LogRequest;
+use super::queue::AdminData;
 use crate::error::CommandError;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{FormatNvm, NamespaceAttachment, NamespaceManagement, Sanitize};

@@ -1,8 +1,7 @@
 //! Registers and admin queue: execution of admin commands, usable before Identify.
 
-use super::data::{AdminData, AdminResult};
-use super::queue::AdminQueue;
-use crate::completion::Completion;
+use super::queue::{AdminData, AdminQueue, AdminResult};
+use crate::command::Completion;
 use crate::device::Device;
 use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{AttachError, CommandError, QueueError, admin_name};

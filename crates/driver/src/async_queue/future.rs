@@ -1,9 +1,8 @@
 //! Futures of I/O commands.
 
-use super::handle::AsyncHandle;
 use super::shared::{AsyncState, FreedOp, OpState};
-use crate::command::Command;
-use crate::completion::Completion;
+use super::worker::AsyncHandle;
+use crate::command::{Command, Completion};
 use crate::dma::Buffer;
 use crate::error::{IoError, IoErrorKind, QueueError};
 use crate::metadata::MetadataCommand;
@@ -50,11 +49,6 @@ enum Stage {
 impl Io {
     pub(super) fn new(handle: Arc<AsyncHandle>, command: Command, buffer: Option<Buffer>) -> Self {
         Self { handle, stage: Stage::New { command, buffer, ticket: None } }
-    }
-
-    /// Creates a future of another command for the same queue.
-    pub fn for_same_queue(&self, command: Command, buffer: Option<Buffer>) -> Self {
-        Self::new(Arc::clone(&self.handle), command, buffer)
     }
 
     pub(super) fn with_metadata(

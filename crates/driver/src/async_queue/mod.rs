@@ -24,11 +24,9 @@
 //! for a full queue for the same time fails as well.
 
 mod future;
-mod handle;
 mod namespace;
 mod queue;
 mod shared;
-mod thread;
 mod worker;
 
 pub use self::future::{Completed, Io, Transfer, Unit};

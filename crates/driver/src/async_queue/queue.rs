@@ -1,8 +1,8 @@
 //! Public handle of an async queue.
 
 use super::future::Io;
-use super::handle::AsyncHandle;
 use super::shared::AsyncShared;
+use super::worker::AsyncHandle;
 use crate::command::Command;
 use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::metadata::MetadataCommand;

@@ -1,8 +1,7 @@
 //! State that futures share with the queue thread.
 
 use crate::attached_controller::AttachedController;
-use crate::command::Command;
-use crate::completion::Completion;
+use crate::command::{Command, Completion};
 use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{IoError, IoErrorKind, QueueError};
 use crate::metadata::MetadataCommand;

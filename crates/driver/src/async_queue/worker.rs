@@ -1,15 +1,19 @@
-//! Worker of an async queue: submits commands of the inbox, completes futures, checks deadlines.
+//! Queue thread of an async queue, and its handle: submits commands, completes futures, checks
+//! deadlines.
 
 use super::shared::{AsyncShared, FreedOp, OpState};
-use crate::command::{Command, TagSource};
-use crate::completion::{Completion, Token};
-use crate::dma::Buffer;
+use crate::command::{Command, Completion, TagSource, Token};
+use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{IoError, IoErrorKind, QueueError, Refused};
 use crate::queue_pair::QueuePair;
 use shadowbell_doorbell::Sleeper;
-use std::sync::Arc;
+use shadowbell_memory::{AbortOnPanic, MapError};
+use shadowbell_spec::nvm::CopyRange;
+use std::io;
 use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, OnceLock};
 use std::task::Waker;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Poll interval while commands are outstanding on a queue without an interrupt.
@@ -320,4 +324,85 @@ fn submit_op_with_metadata(
 
 fn scan_interval(shared: &AsyncShared) -> Duration {
     shared.timeout / 8
+}
+
+pub(super) fn spawn(worker: Worker, shared: Arc<AsyncShared>) -> io::Result<JoinHandle<()>> {
+    let name = format!("shadowbell-q{}", shared.qid);
+    std::thread::Builder::new().name(name).spawn(move || {
+        let _guard = AbortOnPanic::new();
+        run(worker, &shared);
+    })
+}
+
+fn run(mut worker: Worker, shared: &AsyncShared) {
+    loop {
+        let busy = worker.step(shared);
+        if worker.is_over(shared) {
+            return worker.shut_down(shared);
+        }
+        if !busy && !worker.spin(shared) {
+            worker.sleep(shared);
+        }
+    }
+}
+
+/// Number of pooled buffers for the ranges of Dataset Management and Copy commands.
+const RANGE_BUFFERS: usize = 8;
+/// Size of each range buffer in bytes: 256 source ranges of Copy, which are longer than the ranges
+/// of Dataset Management.
+const RANGE_BYTES: usize = 256 * size_of::<CopyRange>();
+
+/// An async queue with its queue thread. Dropping the last reference closes the queue.
+pub(super) struct AsyncHandle {
+    shared: Arc<AsyncShared>,
+    thread: Option<JoinHandle<()>>,
+    ranges: OnceLock<BufferPool>,
+}
+
+impl AsyncHandle {
+    /// Starts the queue thread of `queue`.
+    pub(super) fn start(queue: QueuePair) -> io::Result<Self> {
+        let sleeping = Arc::new(AtomicU32::new(0));
+        let shared = Arc::new(AsyncShared::new(&queue, &sleeping)?);
+        let thread = spawn(Worker::new(queue, sleeping), Arc::clone(&shared))?;
+        Ok(Self { shared, thread: Some(thread), ranges: OnceLock::new() })
+    }
+
+    pub(super) fn shared(&self) -> &AsyncShared {
+        &self.shared
+    }
+
+    /// Takes a buffer for `len` bytes of ranges.
+    pub(super) fn range_buffer(&self, len: usize) -> Result<Buffer, DmaError> {
+        let make = |count| self.shared().pool(count, len.max(RANGE_BYTES));
+        let pool = match self.ranges.get() {
+            Some(pool) => pool,
+            None => {
+                let pool = make(RANGE_BUFFERS)?;
+                self.ranges.get_or_init(|| pool)
+            }
+        };
+        if let Some(buffer) = pool.take() {
+            return Ok(buffer);
+        }
+        // Cannot fail: a new pool has a free buffer.
+        make(1)?.take().ok_or(DmaError::Map(MapError::Shape {
+            len: len as u64,
+            offset: 0,
+            why: "the pool has no buffer",
+        }))
+    }
+}
+
+impl Drop for AsyncHandle {
+    fn drop(&mut self) {
+        self.shared().close();
+        // A thread cannot join itself. A waker that runs on the queue thread may have dropped the
+        // last handle, so this may be the queue thread.
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
 }

@@ -2,8 +2,7 @@
 
 use super::doorbell::Doorbell;
 use super::stats::QueueStats;
-use crate::command::Command;
-use crate::completion::{Completion, Token};
+use crate::command::{Command, Completion, Token};
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::metadata::Tags;

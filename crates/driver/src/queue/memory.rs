@@ -1,8 +1,7 @@
-//! Memory of queues: one region that is shared with the device once.
+//! Memory of queues, one region that is shared with the device once; addresses and sizes.
 
 use super::core::{Core, CoreConfig};
 use super::doorbell::Doorbell;
-use super::layout::QueueLayout;
 use crate::dma::{DmaError, Region};
 use crate::prp::{PrpLists, list_bytes};
 use crate::transport::Transport;
@@ -134,4 +133,32 @@ impl QueueMemory {
         std::mem::forget(Arc::clone(&self.region));
         self.region.len()
     }
+}
+
+/// Parameters of a queue pair for the commands that create it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QueueLayout {
+    pub(crate) qid: u16,
+    pub(crate) sq: RingSize,
+    pub(crate) sq_iova: u64,
+    pub(crate) cq: RingSize,
+    pub(crate) cq_iova: u64,
+    /// True if the completion queue has interrupts, with the queue identifier as vector.
+    pub(crate) interrupts: bool,
+}
+
+impl QueueLayout {
+    /// Number of submission queue entries, 0's based.
+    pub(crate) fn sq_size0(&self) -> u16 {
+        zero_based(self.sq)
+    }
+
+    /// Number of completion queue entries, 0's based.
+    pub(crate) fn cq_size0(&self) -> u16 {
+        zero_based(self.cq)
+    }
+}
+
+fn zero_based(size: RingSize) -> u16 {
+    u16::try_from(size.entries() - 1).unwrap_or(u16::MAX)
 }

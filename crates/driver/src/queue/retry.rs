@@ -8,7 +8,7 @@
 
 use super::core::Core;
 use super::doorbell::Doorbell;
-use crate::completion::{Completion, Token};
+use crate::command::{Completion, Token};
 use crate::dma::Buffer;
 use shadowbell_spec::{Sqe, Status};
 use std::cmp::Reverse;

@@ -6,8 +6,7 @@
 //! by slot, for a possible second submission. The table is allocated with the first such command.
 
 use super::core::Core;
-use crate::command::{Command, TagSource};
-use crate::completion::Token;
+use crate::command::{Command, TagSource, Token};
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::metadata::{MetadataCommand, Tags};

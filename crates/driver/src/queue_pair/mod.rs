@@ -7,8 +7,7 @@ use self::interrupt_wait::InterruptWait;
 use self::recoverable::RecoverableQueue;
 use crate::admin::AdminCommands;
 use crate::attached_controller::AttachedController;
-use crate::command::Command;
-use crate::completion::{Completion, Token};
+use crate::command::{Command, Completion, Token};
 use crate::dma::Buffer;
 use crate::error::{AttachError, CommandError, QueueError, Refused};
 use crate::io_queues::IoQueuePair;
@@ -17,11 +16,10 @@ use crate::queue::{QueueStats, SpinPolicy, SpinWindow};
 use crate::recovery::handle_removal;
 use shadowbell_doorbell::RingSize;
 use shadowbell_memory::{Edge, EventFd};
-use std::fmt;
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 /// Number of polls between two readings of the clock.
 const POLLS_PER_CLOCK_READ: u32 = 64;

@@ -3,7 +3,7 @@
 
 use crate::admin::AdminCommands;
 use crate::attached_controller::AttachedController;
-use crate::completion::Completion;
+use crate::command::Completion;
 use crate::controller_state::Condition;
 use crate::dma::Buffer;
 use crate::error::QueueError;

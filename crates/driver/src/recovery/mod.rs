@@ -42,24 +42,19 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `policy`, `ticks`, `stats` | options, timeouts in ticks, counters |
+//! | `policy`, `ticks` | options and counters, timeouts in ticks |
 //! | `watchdog` | the watchdog thread, for any type that implements `WatchedController` |
-//! | `reset` | controller reset, and failure of the controller |
-//! | `watch` | watchdog actions for an attached controller |
+//! | `reset` | controller reset and failure, and watchdog actions for an attached controller |
 //!
 //! [`Timeouts::io`]: crate::Timeouts::io
 
 mod policy;
 mod reset;
-mod stats;
 mod ticks;
-mod watch;
 mod watchdog;
 
-pub use self::policy::Recovery;
-pub(crate) use self::reset::{handle_removal, reset};
-pub use self::stats::RecoveryStats;
-pub(crate) use self::stats::{Counters, count};
+pub(crate) use self::policy::{Counters, count};
+pub use self::policy::{Recovery, RecoveryStats};
+pub(crate) use self::reset::{check_status, handle_removal, read_events, reset};
 pub(crate) use self::ticks::TimeoutTicks;
-pub(crate) use self::watch::{check_status, read_events};
 pub(crate) use self::watchdog::{WatchIntervals, Watchdog, WatchedController};
