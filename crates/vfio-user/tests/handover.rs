@@ -445,26 +445,6 @@ fn the_socket_file_exists_until_the_last_server_ends() {
     assert!(!path.exists());
 }
 
-/// A connection without a listening socket is transferred too.
-#[test]
-fn a_connection_without_a_listener_is_handed_over() {
-    let mut server = Server::start(Limits::default());
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    let (device, shared) = TestDevice::new();
-    server.handle.add_stream(theirs.into(), device);
-    let mut raw = Raw::new(ours);
-    // The connection can also be transferred before the version negotiation.
-    server.replace(&[&shared]);
-    raw.negotiate();
-    server.replace(&[&shared]);
-    raw.write(0, b"x").ok();
-    drop(raw);
-    shared.wait_log("disconnected");
-    let mut old = server.freeze();
-    assert!(old.save(&mut Descriptors::default()).unwrap().is_empty());
-    server.run(old);
-}
-
 /// Negotiated limits stay valid in the next server, even if its own limits differ.
 #[test]
 fn a_successor_keeps_the_negotiated_limits() {

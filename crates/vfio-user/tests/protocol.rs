@@ -408,21 +408,3 @@ fn a_message_may_arrive_byte_by_byte() {
     assert_eq!(raw.reply().ok(), access.as_bytes());
     assert_eq!(raw.read(0x20, 4).ok()[16..], [9; 4]);
 }
-
-#[test]
-fn a_device_can_be_served_over_a_socket_pair() {
-    let mut server = Server::start(Limits::default());
-    let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-    let (device, shared) = TestDevice::new();
-    server.handle.add_stream(theirs.into(), device);
-    let mut raw = Raw::new(ours);
-    raw.negotiate();
-    raw.write(0, &[1]).ok();
-    raw.request(command::DEVICE_RESET, &[]).ok();
-    drop(raw);
-    shared.wait_log("disconnected");
-    // The stream accepts no other client. So the device is dropped, and only the test still has a
-    // reference to its state.
-    eventually("the device is dropped", || std::sync::Arc::strong_count(&shared) == 1);
-    server.stop();
-}

@@ -18,19 +18,11 @@ use crate::device::{Completer, Device};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PortId(pub(super) u64);
 
-/// Source of a device's clients.
-pub(super) enum Source {
-    /// Listening socket, from which one client at a time is accepted.
-    Listener(Listener),
-    /// Connected socket of the only client.
-    Stream(OwnedFd),
-}
-
 /// Request to a reactor.
 pub(super) enum Request {
     Add {
         port: PortId,
-        source: Source,
+        listener: Listener,
         device: Box<dyn Device>,
         recorder: Option<Box<dyn PortRecorder>>,
     },
@@ -137,8 +129,7 @@ impl Handle {
     /// Starts to serve `device` on `listener`.
     pub fn add(&self, listener: Listener, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
-        let source = Source::Listener(listener);
-        self.0.push(Request::Add { port, source, device, recorder: None });
+        self.0.push(Request::Add { port, listener, device, recorder: None });
         port
     }
 
@@ -151,17 +142,7 @@ impl Handle {
         recorder: Box<dyn PortRecorder>,
     ) -> PortId {
         let port = self.0.new_port();
-        let (source, recorder) = (Source::Listener(listener), Some(recorder));
-        self.0.push(Request::Add { port, source, device, recorder });
-        port
-    }
-
-    /// Starts to serve `device` to a single client, at the other end of `stream`, a connected UNIX
-    /// socket. When the client disconnects, the device is dropped.
-    pub fn add_stream(&self, stream: OwnedFd, device: Box<dyn Device>) -> PortId {
-        let port = self.0.new_port();
-        let source = Source::Stream(stream);
-        self.0.push(Request::Add { port, source, device, recorder: None });
+        self.0.push(Request::Add { port, listener, device, recorder: Some(recorder) });
         port
     }
 

@@ -15,7 +15,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use tracing::{debug, warn};
 
 use super::attachment::Attachment;
-use super::inbox::{Handle, Inbox, PortId, Request, Source};
+use super::inbox::{Handle, Inbox, PortId, Request};
 use super::limits::Limits;
 use super::listener::Listener;
 use super::recorder::PortRecorder;
@@ -382,19 +382,7 @@ impl Reactor {
     /// The socket cannot be added to the epoll instance.
     pub fn add(&mut self, listener: Listener, device: Box<dyn Device>) -> io::Result<PortId> {
         let port = self.inbox.new_port();
-        self.insert(port, Source::Listener(listener), device)?;
-        Ok(port)
-    }
-
-    /// Starts to serve `device` to a single client, at the other end of `stream`, a connected UNIX
-    /// socket. When the client disconnects, the device is dropped.
-    ///
-    /// # Errors
-    ///
-    /// The socket cannot be added to the epoll instance.
-    pub fn add_stream(&mut self, stream: OwnedFd, device: Box<dyn Device>) -> io::Result<PortId> {
-        let port = self.inbox.new_port();
-        self.insert(port, Source::Stream(stream), device)?;
+        self.insert(port, listener, device)?;
         Ok(port)
     }
 
@@ -624,8 +612,8 @@ impl Reactor {
         self.inbox.take(&mut requests);
         for request in requests.drain(..) {
             match request {
-                Request::Add { port, source, device, recorder } => {
-                    if let Err(error) = self.insert(port, source, device) {
+                Request::Add { port, listener, device, recorder } => {
+                    if let Err(error) = self.insert(port, listener, device) {
                         warn!(port = port.0, "a device cannot be served: {error}");
                     } else if let Some(recorder) = recorder {
                         self.record_with(port, recorder);
@@ -665,24 +653,19 @@ impl Reactor {
         self.requests = requests;
     }
 
-    fn insert(&mut self, id: PortId, source: Source, device: Box<dyn Device>) -> Result<(), Errno> {
+    fn insert(
+        &mut self,
+        id: PortId,
+        listener: Listener,
+        device: Box<dyn Device>,
+    ) -> Result<(), Errno> {
         if self.stop.is_some() {
             return Err(Errno::SHUTDOWN);
         }
+        self.watch_listener(id, &listener)?;
         let mut port = Port::new(device, &self.limits);
-        match source {
-            Source::Listener(listener) => {
-                self.watch_listener(id, &listener)?;
-                port.listener = Some(listener);
-                self.ports.insert(id, port);
-            }
-            Source::Stream(stream) => {
-                rustix::io::ioctl_fionbio(&stream, true)?;
-                port.closing = true;
-                self.ports.insert(id, port);
-                self.attach(id, stream).inspect_err(|_| drop(self.ports.remove(&id)))?;
-            }
-        }
+        port.listener = Some(listener);
+        self.ports.insert(id, port);
         Ok(())
     }
 
