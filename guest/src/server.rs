@@ -86,7 +86,7 @@ impl Server {
         let binary = serve.binary.to_owned();
         let mut server = Self { process, log, binary, control: control.clone() };
         let deadline = wait::deadline();
-        let has_supervisor = !serve.options.contains(&"--no-keeper");
+        let has_supervisor = !serve.options.contains(&"--no-supervisor");
         let answers = || {
             let mut ctl = Command::new(serve.binary);
             ctl.arg("ctl").arg("-s").arg(&control).arg("status");

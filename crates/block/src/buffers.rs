@@ -48,7 +48,7 @@ impl PoolState {
         self.waiters.front().map(|(_, waker)| waker.clone())
     }
 
-    fn leave(&mut self, ticket: Option<u64>) {
+    fn cancel_wait(&mut self, ticket: Option<u64>) {
         if let Some(ticket) = ticket {
             self.waiters.retain(|(other, _)| *other != ticket);
         }
@@ -198,7 +198,7 @@ impl Future for Take {
         if (first.is_none() || first == this.ticket)
             && let Some(buffer) = this.pool.pop(&mut state)
         {
-            state.leave(this.ticket.take());
+            state.cancel_wait(this.ticket.take());
             let next = state.next();
             drop(state);
             if let Some(next) = next {
@@ -230,7 +230,7 @@ impl Drop for Take {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket else { return };
         let mut state = self.pool.0.state.borrow_mut();
-        state.leave(Some(ticket));
+        state.cancel_wait(Some(ticket));
         let next = state.next();
         drop(state);
         if let Some(next) = next {

@@ -35,7 +35,7 @@ impl BlockDevice {
     /// Creates another block device on the same disk, with its own options and counters. Both share
     /// the locks of written ranges.
     #[must_use]
-    pub fn beside(&self, options: &BlockOptions) -> Self {
+    pub fn with_options(&self, options: &BlockOptions) -> Self {
         let Self(shared) = self;
         let (locks, queries) = (Arc::clone(&shared.locks), Arc::clone(&shared.queries));
         Self(Arc::new(DeviceShared::new(Arc::clone(&shared.disk), options, locks, queries)))

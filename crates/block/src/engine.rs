@@ -433,15 +433,15 @@ impl Core {
                 continue;
             };
             let late = late(in_flight.since, timeout);
-            let hopeless = late.saturating_add(grace);
+            let expiry = late.saturating_add(grace);
             due = due.min(match now {
                 now if now < late => late,
-                now if now < hopeless => hopeless,
+                now if now < expiry => expiry,
                 _ => now.saturating_add(grace),
             });
             match std::mem::take(&mut slot.state) {
                 State::Pending(in_flight @ InFlight { data: Data::Buffer(_), .. })
-                    if now >= hopeless =>
+                    if now >= expiry =>
                 {
                     slot.state = State::Late(in_flight);
                     self.wakers.extend(slot.waker.take());

@@ -23,23 +23,23 @@ pub struct Extent {
     pub is_hole: bool,
 }
 
-/// Extents of a range, which must be within the disk. Returns at most `most` extents.
+/// Extents of a range, which must be within the disk. Returns at most `max_extents` extents.
 pub(crate) async fn extents(
     queries: &Arc<ExtentQueries>,
     disk: &Arc<dyn Disk>,
     offset: u64,
     len: u64,
-    most: usize,
+    max_extents: usize,
 ) -> Vec<Extent> {
     if len == 0 {
         return Vec::new();
     }
     let answer = Arc::<Mutex<Answer>>::default();
-    queries.ask(Query {
+    queries.enqueue(Query {
         disk: Arc::clone(disk),
         offset,
         len,
-        most: most.max(1),
+        max_extents: max_extents.max(1),
         answer: Arc::clone(&answer),
     });
     poll_fn(|context| {
@@ -55,9 +55,9 @@ pub(crate) async fn extents(
     .await
 }
 
-/// Extents of `len` bytes of the disk, at most `most`. Adjacent bytes with the same status are in
+/// Extents of `len` bytes of the disk, at most `max_extents`. Adjacent bytes with the same status are in
 /// one extent.
-fn find(disk: &dyn Disk, offset: u64, len: u64, most: usize) -> Vec<Extent> {
+fn find(disk: &dyn Disk, offset: u64, len: u64, max_extents: usize) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut left = len;
     disk.extents(offset, len, &mut |found| {
@@ -67,7 +67,7 @@ fn find(disk: &dyn Disk, offset: u64, len: u64, most: usize) -> Vec<Extent> {
         match extents.last_mut() {
             Some(last) if last.is_hole == is_hole => last.len += len,
             // The extent that follows differs in its status, so the last extent is complete.
-            Some(_) if count == most => return false,
+            Some(_) if count == max_extents => return false,
             _ if len > 0 => extents.push(Extent { len, is_hole }),
             _ => {}
         }
@@ -83,7 +83,7 @@ struct Query {
     disk: Arc<dyn Disk>,
     offset: u64,
     len: u64,
-    most: usize,
+    max_extents: usize,
     answer: Arc<Mutex<Answer>>,
 }
 
@@ -103,15 +103,15 @@ struct Work {
 #[derive(Default)]
 pub(crate) struct ExtentQueries {
     work: Mutex<Work>,
-    came: Condvar,
+    arrived: Condvar,
 }
 
 impl ExtentQueries {
-    fn ask(self: &Arc<Self>, query: Query) {
+    fn enqueue(self: &Arc<Self>, query: Query) {
         let mut work = self.work.lock();
         work.queries.push_back(query);
         if work.has_thread {
-            self.came.notify_one();
+            self.arrived.notify_one();
             return;
         }
         let ours = Arc::clone(self);
@@ -132,11 +132,11 @@ impl ExtentQueries {
         loop {
             if let Some(query) = work.queries.pop_front() {
                 drop(work);
-                let Query { disk, offset, len, most, .. } = &query;
-                let found = find(&**disk, *offset, *len, *most);
+                let Query { disk, offset, len, max_extents, .. } = &query;
+                let found = find(&**disk, *offset, *len, *max_extents);
                 query.end(found);
                 work = self.work.lock();
-            } else if self.came.wait_for(&mut work, IDLE_TIMEOUT).timed_out()
+            } else if self.arrived.wait_for(&mut work, IDLE_TIMEOUT).timed_out()
                 && work.queries.is_empty()
             {
                 work.has_thread = false;
@@ -171,8 +171,8 @@ mod tests {
         for at in [0, 256 << 10, 512 << 10] {
             disk.bytes().write_from(at, &[1; 4096]).unwrap();
         }
-        let found = |offset, len, most| {
-            let found = find(&disk, offset, len, most);
+        let found = |offset, len, max_extents| {
+            let found = find(&disk, offset, len, max_extents);
             assert!(found.iter().map(|extent| extent.len).sum::<u64>() <= len);
             found.iter().map(|extent| extent.is_hole).collect::<Vec<_>>()
         };

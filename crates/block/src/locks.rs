@@ -66,17 +66,17 @@ impl Table {
     /// Removes an entry. Returns the wakers of requests that can now continue. The wakers must be
     /// called without the lock.
     fn remove(&mut self, index: usize) -> Vec<Waker> {
-        let Some(gone) = self.entries.get_mut(index).and_then(Option::take) else {
+        let Some(removed) = self.entries.get_mut(index).and_then(Option::take) else {
             return Vec::new();
         };
         self.free.push(index);
-        self.exclusive -= usize::from(gone.exclusive);
-        self.waiting -= usize::from(gone.waker.is_some());
+        self.exclusive -= usize::from(removed.exclusive);
+        self.waiting -= usize::from(removed.waker.is_some());
         if self.waiting == 0 {
             return Vec::new();
         }
         let waiting = self.entries.iter().flatten().filter(|entry| entry.waker.is_some());
-        let free = waiting.filter(|entry| entry.conflicts(&gone) && !self.is_blocked(entry));
+        let free = waiting.filter(|entry| entry.conflicts(&removed) && !self.is_blocked(entry));
         free.filter_map(|entry| entry.waker.clone()).collect()
     }
 }

@@ -161,7 +161,7 @@ impl BlockQueue {
     }
 
     /// Reports which of `len` bytes from `offset` on may hold data, as contiguous extents: at least
-    /// one unless the range is empty, at most `most`. The extents may cover only the beginning of
+    /// one unless the range is empty, at most `max_len`. The extents may cover only the beginning of
     /// the range.
     ///
     /// Bytes that were written before the request are reported as data, unless they were discarded
@@ -174,11 +174,11 @@ impl BlockQueue {
         &self,
         offset: u64,
         len: u64,
-        most: usize,
+        max_len: usize,
     ) -> Result<Vec<Extent>, BlockError> {
         self.range(offset, len)?;
         let DeviceShared { queries, disk, .. } = self.device();
-        Ok(extents::extents(queries, disk, offset, len, most).await)
+        Ok(extents::extents(queries, disk, offset, len, max_len).await)
     }
 
     /// Allocates `count` buffers of `size` bytes for [`read_direct`](Self::read_direct) and

@@ -18,8 +18,8 @@ pub struct Status {
     pub version: String,
     /// Process ID of the server process.
     pub pid: u32,
-    /// Process ID of the supervisor; absent with `serve --no-keeper`.
-    pub keeper_pid: Option<u32>,
+    /// Process ID of the supervisor; absent with `serve --no-supervisor`.
+    pub supervisor_pid: Option<u32>,
     /// Seconds since this server process began to serve. An upgrade starts a new process.
     pub uptime_seconds: f64,
     /// Number of I/O threads.

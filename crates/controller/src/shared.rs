@@ -122,7 +122,7 @@ impl Heads {
         let ahead = (posted % u64::from(self.size.entries())) as u32;
         let last = self.size.position(stored).unwrap_or_default();
         let limit = self.size.distance(last, self.size.forward(self.tail, ahead));
-        match self.size.judge(last, value, limit) {
+        match self.size.validate(last, value, limit) {
             Ok(_) => {
                 self.refused = None;
                 Ok(value)
@@ -335,7 +335,7 @@ impl ControllerShared {
                 let size = self.sq_sizes.get(usize::from(qid));
                 let size = size.and_then(|size| RingSize::new(size.load(Ordering::Acquire)));
                 let is_invalid =
-                    size.is_some_and(|size| size.judge(0, stored, RingSize::MAX).is_err());
+                    size.is_some_and(|size| size.validate(0, stored, RingSize::MAX).is_err());
                 Ok(if is_invalid { stored } else { value })
             }
             DoorbellKind::Cq => {

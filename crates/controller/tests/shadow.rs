@@ -354,7 +354,7 @@ fn no_command_is_taken_after_an_invalid_tail() {
     }
 }
 
-/// A trapped head is judged when it arrives.
+/// A trapped head is validated when it arrives.
 #[test]
 fn a_trapped_invalid_head_counts_although_a_valid_one_follows_at_once() {
     let head = regs::cq_doorbell_offset(1, 0);
@@ -425,7 +425,7 @@ fn invalid_heads_are_reported_however_they_arrive() {
     }
 }
 
-/// A value in a shadow page is judged when it is read. A trapped value is only a wakeup then.
+/// A value in a shadow page is validated when it is read. A trapped value is only a wakeup then.
 #[test]
 fn invalid_shadow_heads_are_reported() {
     let head = shadowbell_spec::regs::cq_doorbell_offset(1, 0);

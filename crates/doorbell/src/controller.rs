@@ -155,7 +155,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         if value == u32::from(self.state.last) {
             return Ok(false);
         }
-        let Ok(seen) = self.size.judge(self.state.last, value, limit) else {
+        let Ok(seen) = self.size.validate(self.state.last, value, limit) else {
             return self.refuse(value);
         };
         let moved = self.size.distance(self.state.last, seen);

@@ -62,14 +62,14 @@ impl RingSize {
         if value < self.0 { Some(value as u16) } else { None }
     }
 
-    /// Judges a doorbell value: returns its position if that is inside of the ring and at most
+    /// Validates a doorbell value: returns its position if that is inside of the ring and at most
     /// `limit` entries after `last`, the last valid position.
     ///
     /// # Errors
     ///
     /// The value is invalid.
     #[inline]
-    pub const fn judge(self, last: u16, value: u32, limit: u32) -> Result<u16, InvalidDoorbell> {
+    pub const fn validate(self, last: u16, value: u32, limit: u32) -> Result<u16, InvalidDoorbell> {
         match self.position(value) {
             Some(seen) if self.distance(last, seen) <= limit => Ok(seen),
             _ => Err(InvalidDoorbell { value }),

@@ -82,20 +82,20 @@ enum Pool {
 /// Memory of a client for the data of its requests.
 pub(crate) struct DataMemory {
     pools: [Pool; SIZES.len()],
-    /// Ordinary buffers that are kept for later requests. `kept` is their total capacity.
+    /// Ordinary buffers that are kept for later requests. `pooled` is their total capacity.
     spare: Vec<Vec<u8>>,
-    kept: usize,
+    pooled: usize,
 }
 
 impl DataMemory {
     pub(crate) fn new(requests: usize) -> Self {
-        Self { pools: Default::default(), spare: Vec::with_capacity(requests), kept: 0 }
+        Self { pools: Default::default(), spare: Vec::with_capacity(requests), pooled: 0 }
     }
 
     /// Takes ordinary memory of at least `len` bytes.
     pub(crate) fn own(&mut self, len: usize) -> Data {
         let mut bytes = self.spare.pop().unwrap_or_default();
-        self.kept -= bytes.capacity();
+        self.pooled -= bytes.capacity();
         if bytes.len() < len {
             bytes.resize(len, 0);
         }
@@ -127,8 +127,8 @@ impl DataMemory {
         // The drop of a shared buffer returns it to its pool.
         let Data::Own(bytes) = data else { return };
         let room = bytes.capacity();
-        if room > 0 && room <= MAX_KEPT_BUFFER && self.kept + room <= MAX_KEPT_BYTES {
-            self.kept += room;
+        if room > 0 && room <= MAX_KEPT_BUFFER && self.pooled + room <= MAX_KEPT_BYTES {
+            self.pooled += room;
             self.spare.push(bytes);
         }
     }

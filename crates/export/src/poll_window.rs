@@ -88,27 +88,27 @@ mod tests {
     use super::*;
 
     // Longest polling time of these tests.
-    const MOST: Duration = Duration::from_micros(50);
+    const MAX_POLL: Duration = Duration::from_micros(50);
 
     #[test]
     fn the_polling_window_adapts_to_the_interval_of_work() {
-        let mut window = PollWindow::new(MOST);
+        let mut window = PollWindow::new(MAX_POLL);
         assert!(window.polls_again());
         for _ in 0..5 {
-            window.slept(MOST / 2);
+            window.slept(MAX_POLL / 2);
         }
-        assert_eq!(window.poll.window(), MOST);
+        assert_eq!(window.poll.window(), MAX_POLL);
         for _ in 0..4 {
-            window.slept(MOST * 2);
+            window.slept(MAX_POLL * 2);
         }
         assert!(!window.polls_again(), "nothing came for long");
-        window.slept(MOST / 2);
+        window.slept(MAX_POLL / 2);
         assert!(window.polls_again());
     }
 
     #[test]
     fn the_polling_window_ends_without_work() {
-        let mut window = PollWindow::new(MOST);
+        let mut window = PollWindow::new(MAX_POLL);
         let began = Instant::now();
         while window.polls_again() {
             assert!(began.elapsed() < shadowbell_testing::wait::LIMIT);

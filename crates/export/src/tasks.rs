@@ -70,20 +70,20 @@ struct Slot<F> {
 pub(crate) struct Tasks<F> {
     slots: Vec<Slot<F>>,
     /// Largest number of slots.
-    most: usize,
+    capacity: usize,
     free: Vec<usize>,
     ready: Arc<ReadyList>,
     batch: Vec<usize>,
 }
 
 impl<F: Future> Tasks<F> {
-    /// Creates a set of at most `most` slots. `event` ends the thread's sleep.
-    pub(crate) fn new(most: usize, event: EventFd) -> Self {
-        let state = ReadyState { list: Vec::with_capacity(most), sleeping: false };
+    /// Creates a set of at most `capacity` slots. `event` ends the thread's sleep.
+    pub(crate) fn new(capacity: usize, event: EventFd) -> Self {
+        let state = ReadyState { list: Vec::with_capacity(capacity), sleeping: false };
         let any = AtomicBool::new(false);
         let ready = Arc::new(ReadyList { state: Mutex::new(state), any, event });
-        let (slots, free, batch) = (Vec::new(), Vec::new(), Vec::with_capacity(most));
-        Self { slots, most, free, ready, batch }
+        let (slots, free, batch) = (Vec::new(), Vec::new(), Vec::with_capacity(capacity));
+        Self { slots, capacity, free, ready, batch }
     }
 
     /// Reserves a slot until it is [released](Self::release). `None` if all slots are reserved.
@@ -93,7 +93,7 @@ impl<F: Future> Tasks<F> {
 
     fn make(&mut self) -> Option<usize> {
         let slot = self.slots.len();
-        if slot == self.most {
+        if slot == self.capacity {
             return None;
         }
         let ready = Arc::clone(&self.ready);
@@ -110,22 +110,22 @@ impl<F: Future> Tasks<F> {
 
     /// Starts a future in a reserved slot. The next [`run`](Self::run) polls it.
     pub(crate) fn start(&mut self, slot: usize, future: F) {
-        if let Some(there) = self.slots.get_mut(slot) {
-            there.future.set(Some(future));
-            there.waker.wake_by_ref();
+        if let Some(entry) = self.slots.get_mut(slot) {
+            entry.future.set(Some(future));
+            entry.waker.wake_by_ref();
         }
     }
 
     /// Starts a future in a reserved slot, and polls it. Returns the result if it is ready. The
     /// slot stays reserved.
     pub(crate) fn start_now(&mut self, slot: usize, future: F) -> Option<F::Output> {
-        let there = self.slots.get_mut(slot)?;
-        there.future.set(Some(future));
-        let future = there.future.as_mut().as_pin_mut()?;
-        let Poll::Ready(output) = future.poll(&mut Context::from_waker(&there.waker)) else {
+        let entry = self.slots.get_mut(slot)?;
+        entry.future.set(Some(future));
+        let future = entry.future.as_mut().as_pin_mut()?;
+        let Poll::Ready(output) = future.poll(&mut Context::from_waker(&entry.waker)) else {
             return None;
         };
-        there.future.set(None);
+        entry.future.set(None);
         Some(output)
     }
 

@@ -6,10 +6,10 @@
 #[path = "export/client.rs"]
 mod client;
 
-use client::Client;
+use client::{Client, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_export::nbd::Options;
 use shadowbell_export::nbd::wire::{command, option, put_option};
-use shadowbell_export::nbd::{Address, Options, Server};
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait::LIMIT;
 use signal_hook::consts::SIGPIPE;
@@ -35,8 +35,7 @@ fn a_disconnected_client_raises_no_sigpipe() {
     let disk = shadowbell_block::BlockDevice::new(backing, &options);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd");
-    let address = Address::Unix(path.clone());
-    let server = Server::start(disk.unwrap(), &address, &Options::default()).unwrap();
+    let server = serve(disk.unwrap(), &path, &Options::default());
     let mut client = Client::connect(&path, false);
     client.socket.shutdown(Shutdown::Read).unwrap();
     client.ask(command::READ, 0, 0, 512, b"");

@@ -24,9 +24,9 @@ impl Changes {
         group: u32,
         state: AnaStateName,
     ) -> anyhow::Result<bool> {
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         let served = self.find(id)?;
-        self.alter_ana(&served, group, state)
+        self.apply_ana_state(&served, group, state)
     }
 
     /// Like [`set_ana`](Self::set_ana), for a caller that holds the change lock.
@@ -36,14 +36,14 @@ impl Changes {
     ///
     /// # Errors
     /// As for [`set_ana`](Self::set_ana).
-    pub(super) fn alter_ana(
+    pub(super) fn apply_ana_state(
         &self,
         served: &ServedController,
         group: u32,
         state: AnaStateName,
     ) -> anyhow::Result<bool> {
-        let mut asked = (*served.asked()).clone();
-        let Some(membership) = &mut asked.controller.subsystem else {
+        let mut requested = (*served.requested()).clone();
+        let Some(membership) = &mut requested.controller.subsystem else {
             return Err(exit::conflict(anyhow!(
                 "{} belongs to no subsystem, so it has no ANA groups",
                 served.name
@@ -60,10 +60,10 @@ impl Changes {
             return Ok(false);
         }
         membership.ana.set(group, state);
-        if let Some(kept) = self.kept() {
-            kept.ask_otherwise(served.index, &asked);
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.set_config(served.index, &requested);
         }
-        served.set_asked(asked);
+        served.set_requested(requested);
         let (ends, end) = channel();
         served.controller.set_ana_state(group, state.into(), move || {
             let _ = ends.send(());

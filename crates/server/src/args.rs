@@ -107,11 +107,11 @@ pub(super) struct ServiceArgs {
 
     /// Serve in the started process itself, without a supervisor: no `shadowbell upgrade`, and a
     /// crash ends the disks of all guests
-    #[arg(long = "no-keeper", conflicts_with = "supervisor")]
+    #[arg(long, conflicts_with = "supervisor")]
     no_supervisor: bool,
 
     /// Run a supervisor (the default)
-    #[arg(long = "keeper", hide = true)]
+    #[arg(long, hide = true)]
     supervisor: bool,
 
     /// Drop privileges before the server process reads guest data: system calls, access to other
@@ -185,7 +185,7 @@ The started process is a supervisor, which starts the server process. The signal
 supervisor. `shadowbell upgrade`, or SIGUSR2 to the supervisor, replaces the server process, and \
 then the supervisor, by the program that is now at its path; guests keep their controllers. If the \
 server process crashes, another one recovers its guests. A disk `mem:` is shared memory. With \
---no-keeper, one process does everything, without upgrade and recovery. Under systemd: \
+--no-supervisor, one process does everything, without upgrade and recovery. Under systemd: \
 Type=notify, ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 to replace a server process that \
 hangs. With Restart=on-failure, FileDescriptorStoreMax=16 and Environment=FDSTORE=16 guests keep \
 their controllers when the supervisor is killed.
@@ -354,8 +354,8 @@ impl Args {
     }
 
     /// Options of the sandbox.
-    pub(super) fn sandbox(&self) -> sandbox::Asked {
-        sandbox::Asked { mode: self.service.sandbox, user: self.service.user.clone() }
+    pub(super) fn sandbox(&self) -> sandbox::SandboxOptions {
+        sandbox::SandboxOptions { mode: self.service.sandbox, user: self.service.user.clone() }
     }
 
     /// Configuration from the command line and the file. `text`: the content of the file, if it

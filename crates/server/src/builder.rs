@@ -74,10 +74,10 @@ pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> Cl
 /// Opens the disks of a controller. `named` returns disks with an id that are open already.
 pub(super) fn open_one(
     served: &SocketConfig,
-    lasting: bool,
+    recoverable: bool,
     named: impl Fn(Option<&str>) -> Option<anyhow::Result<Arc<dyn Disk>>>,
 ) -> anyhow::Result<Config> {
-    let open = if lasting { disk_open::open_recoverable } else { disk_open::open };
+    let open = if recoverable { disk_open::open_recoverable } else { disk_open::open };
     let location = served.absolute_socket();
     let location = location.to_string_lossy();
     let config = served.controller.open_by(&location, |nth, spec| {

@@ -58,8 +58,8 @@ pub(super) fn served(config: &ServerConfig) -> Vec<Served> {
 }
 
 /// Properties of these controllers.
-pub(super) fn served_of<'a>(asked: impl Iterator<Item = &'a SocketConfig>) -> Vec<Served> {
-    let all = asked.map(|served| {
+pub(super) fn served_of<'a>(requested: impl Iterator<Item = &'a SocketConfig>) -> Vec<Served> {
+    let all = requested.map(|served| {
         let ControllerConfig { disks, read_only, .. } = &served.controller;
         Served {
             socket: served.absolute_socket().to_string_lossy().into_owned(),

@@ -14,7 +14,7 @@ use tracing::error;
 /// Key of the item that marks a checkpoint as outdated. Its descriptor, an eventfd, is signalled
 /// as soon as a change could not be sent. A message would not suffice: a supervisor that does not
 /// read its socket cannot be told, and may die before it reads.
-const OLD: &str = "old";
+const OUTDATED: &str = "old";
 
 /// Sender of checkpoint changes, usable from any thread. A change of several items is atomic.
 #[derive(Clone, Debug)]
@@ -23,19 +23,19 @@ pub(super) struct CheckpointStore(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     link: OwnedFd,
-    /// Eventfd of the item [`OLD`].
-    old: EventFd,
+    /// Eventfd of the item [`OUTDATED`].
+    outdated: EventFd,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
 enum State {
     #[default]
-    Kept,
+    Valid,
     /// A change was lost, and the supervisor does not know that yet.
     Lost,
     /// The supervisor knows that the checkpoint is invalid.
-    Over,
+    Invalid,
 }
 
 impl CheckpointStore {
@@ -44,19 +44,20 @@ impl CheckpointStore {
     /// # Errors
     /// The descriptor limit is reached.
     pub(super) fn new(link: OwnedFd) -> io::Result<Self> {
-        let old = EventFd::new()?;
-        Ok(Self(Arc::new(Shared { link, old, state: Mutex::default() })))
+        let outdated = EventFd::new()?;
+        Ok(Self(Arc::new(Shared { link, outdated, state: Mutex::default() })))
     }
 
-    /// Sends the first items, which have descriptors and no body: [`OLD`], by which [`is_old`]
-    /// recognizes an outdated checkpoint, and two others, each a key and its descriptors.
+    /// Sends the first items, which have descriptors and no body: [`OUTDATED`], by which
+    /// [`is_outdated`] recognizes an outdated checkpoint, and two others, each a key and its
+    /// descriptors.
     ///
     /// # Errors
     /// As [`put`](Self::put).
     pub(super) fn begin(&self, others: [(&str, &[BorrowedFd<'_>]); 2]) -> io::Result<()> {
-        let old: &[_] = &[self.0.old.as_fd()];
+        let outdated: &[_] = &[self.0.outdated.as_fd()];
         let [first, second] = others;
-        self.change(&[(OLD, old), first, second].map(|(key, fds)| Change::Put {
+        self.change(&[(OUTDATED, outdated), first, second].map(|(key, fds)| Change::Put {
             key,
             body: &[],
             fds,
@@ -68,7 +69,7 @@ impl CheckpointStore {
     /// # Errors
     /// This or an earlier change was not accepted in time. The checkpoint is invalid from then
     /// on: the supervisor is told once it reads, and the next process finds the checkpoint
-    /// [outdated](is_old).
+    /// [outdated](is_outdated).
     pub(super) fn put(&self, key: &str, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.change(&[Change::Put { key, body, fds }])
     }
@@ -102,11 +103,11 @@ impl CheckpointStore {
     /// As [`put`](Self::put).
     pub(super) fn change(&self, changes: &[Change<'_>]) -> io::Result<()> {
         let mut state = self.0.state.lock();
-        if *state == State::Kept {
+        if *state == State::Valid {
             let Err(error) = self.send(changes, false) else { return Ok(()) };
             *state = State::Lost;
             // Before the caller does anything that only this change would have recorded.
-            self.0.old.signal();
+            self.0.outdated.signal();
             // The death of the supervisor is reported by the main loop.
             if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) {
                 error!(
@@ -117,7 +118,7 @@ impl CheckpointStore {
             }
         }
         if *state == State::Lost && self.send(&[Change::Delete { key: COMPLETE }], true).is_ok() {
-            *state = State::Over;
+            *state = State::Invalid;
         }
         Err(io::Error::other("the checkpoint at the supervisor is incomplete"))
     }
@@ -133,12 +134,11 @@ impl CheckpointStore {
 }
 
 /// Returns true if the checkpoint `items` is outdated, since its process could not send a change.
-/// An earlier release does not record that.
 ///
 /// # Errors
 /// A system call fails.
-pub(super) fn is_old(items: &mut Checkpoint) -> io::Result<bool> {
-    let Some(item) = items.remove(OLD) else { return Ok(false) };
+pub(super) fn is_outdated(items: &mut Checkpoint) -> io::Result<bool> {
+    let Some(item) = items.remove(OUTDATED) else { return Ok(false) };
     let ends = item.read()?.1;
     // `EventFd::wait` does not consume the signal, so a further attempt sees it too.
     let is_signalled = |end| EventFd::from_fd(end)?.wait(Some(Duration::ZERO));
@@ -160,7 +160,7 @@ mod tests {
     }
 
     /// Reads all packets into the supervisor's copy of the items.
-    fn hear(supervisor: &OwnedFd, items: &mut Checkpoint) {
+    fn receive_all(supervisor: &OwnedFd, items: &mut Checkpoint) {
         while let Ok(Some(packet)) = protocol::receive(supervisor, true) {
             assert_eq!(packet.letter, to_supervisor::CHECKPOINT);
             items.take(&packet.body, packet.fds).unwrap();
@@ -186,9 +186,9 @@ mod tests {
             .collect();
         let mut items = Checkpoint::default();
         while putters.iter().any(|putter| !putter.is_finished()) {
-            hear(&supervisor, &mut items);
+            receive_all(&supervisor, &mut items);
         }
-        hear(&supervisor, &mut items);
+        receive_all(&supervisor, &mut items);
         putters.into_iter().for_each(|putter| putter.join().unwrap());
         for n in 0..4_u8 {
             let (body, fds) = items.remove(&n.to_string()).unwrap().read().unwrap();
@@ -204,23 +204,23 @@ mod tests {
         store.begin([("fence", &[fence.as_fd()]), ("attempts", &[])]).unwrap();
         store.put(COMPLETE, b"", &[]).unwrap();
         let mut items = Checkpoint::default();
-        hear(&supervisor, &mut items);
-        assert!(items.contains("fence") && !is_old(&mut items).unwrap());
+        receive_all(&supervisor, &mut items);
+        assert!(items.contains("fence") && !is_outdated(&mut items).unwrap());
         store.begin([("fence", &[fence.as_fd()]), ("attempts", &[])]).unwrap();
         let mut puts = 0;
         while store.put("a", &[1; 10_000], &[]).is_ok() {
             puts += 1;
         }
         assert!(puts > 0);
-        hear(&supervisor, &mut items);
+        receive_all(&supervisor, &mut items);
         assert!(items.contains(COMPLETE), "it could not be told");
-        assert!(is_old(&mut items).unwrap());
+        assert!(is_outdated(&mut items).unwrap());
         // The next change could be sent, but the missed ones are still lost.
         store.put("a", b"", &[]).unwrap_err();
-        hear(&supervisor, &mut items);
+        receive_all(&supervisor, &mut items);
         assert!(!items.contains(COMPLETE));
         store.put(COMPLETE, b"", &[]).unwrap_err();
-        hear(&supervisor, &mut items);
+        receive_all(&supervisor, &mut items);
         assert!(!items.contains(COMPLETE));
         drop(supervisor);
         store.delete("a").unwrap_err();

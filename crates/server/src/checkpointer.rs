@@ -77,7 +77,8 @@ pub(super) struct ControllerEntry {
     /// Index, which is part of its items' keys.
     pub(super) index: usize,
     /// Configuration, apart from its disks.
-    pub(super) asked: SocketConfig,
+    #[serde(rename = "asked")]
+    pub(super) requested: SocketConfig,
     /// Disks of its namespaces. A namespace that is being changed has two, the new one first.
     pub(super) disks: Vec<DiskEntry>,
     /// Namespaces that are being changed, so that the guest may have seen the old or the new
@@ -105,21 +106,26 @@ pub(super) struct DiskEntry {
 
 impl ControllerEntry {
     /// Configuration of the controller with these of its disks.
-    pub(super) fn as_asked(&self, disks: &[&DiskEntry]) -> SocketConfig {
-        let mut asked = self.asked.clone();
-        let is_same = asked.controller.disks.len() == disks.len()
-            && asked.controller.disks.iter().zip(disks).all(|(one, kept)| one.disk == kept.disk);
+    pub(super) fn config_with(&self, disks: &[&DiskEntry]) -> SocketConfig {
+        let mut requested = self.requested.clone();
+        let is_same = requested.controller.disks.len() == disks.len()
+            && requested
+                .controller
+                .disks
+                .iter()
+                .zip(disks)
+                .all(|(one, entry)| one.disk == entry.disk);
         // Without a change the original configuration is kept, which may leave UUIDs and NSIDs
         // out.
         if !is_same || !self.changing.is_empty() {
-            asked.controller.disks = disks.iter().map(|kept| kept.config()).collect();
+            requested.controller.disks = disks.iter().map(|entry| entry.config()).collect();
         }
-        asked
+        requested
     }
 
     /// Disks with the ids of the server's disks.
     pub(super) fn disk_ids(&self) -> impl Iterator<Item = String> + use<'_> {
-        let id = self.asked.id();
+        let id = self.requested.id();
         self.disks.iter().map(move |disk| id_of(&id, disk.nsid, &disk.config()))
     }
 
@@ -131,9 +137,9 @@ impl ControllerEntry {
 
     /// Disk of a namespace that the guest has seen with these properties.
     pub(super) fn disk_of(&self, seen: &SeenNamespace) -> Option<&DiskEntry> {
-        self.disks.iter().find(|kept| {
-            (kept.nsid, kept.uuid) == (seen.nsid, seen.uuid)
-                && (kept.blocks, kept.read_only) == (seen.blocks, seen.read_only)
+        self.disks.iter().find(|entry| {
+            (entry.nsid, entry.uuid) == (seen.nsid, seen.uuid)
+                && (entry.blocks, entry.read_only) == (seen.blocks, seen.read_only)
         })
     }
 }
@@ -164,14 +170,9 @@ pub(super) struct Pending {
     pub(super) unattached: BTreeMap<String, UnattachedEntry>,
 }
 
-/// Checkpoint before and while it is completed. Created before any disk is opened.
+/// Sender of the checkpoint, shared by everything that changes it. Created before any disk is
+/// opened.
 pub(super) struct Checkpointer {
-    kept: Arc<LiveCheckpoint>,
-    fence: OwnedFd,
-}
-
-/// Checkpoint, shared by everything that changes it.
-pub(super) struct LiveCheckpoint {
     store: CheckpointStore,
     fence: OwnedFd,
     state: Mutex<State>,
@@ -191,7 +192,7 @@ struct State {
     /// Keys of the `file/N.M` items, by controller.
     files: BTreeMap<usize, BTreeSet<String>>,
     /// Controllers whose `port` item is not sent yet.
-    coming: BTreeMap<usize, ControllerEntry>,
+    unrecorded: BTreeMap<usize, ControllerEntry>,
     /// Disks that no controller has, by id.
     unattached: BTreeMap<String, UnattachedEntry>,
     exports: Vec<ExportConfig>,
@@ -204,29 +205,27 @@ impl Checkpointer {
     ///
     /// # Errors
     /// The descriptor limit is reached.
-    pub(super) fn new(link: &WorkerLink) -> io::Result<Self> {
-        let fence = shadowbell_disk_file::fence()?;
-        let (store, state) = (link.store()?, Mutex::default());
-        let kept = LiveCheckpoint { store, fence: fence.try_clone()?, state };
-        Ok(Self { kept: Arc::new(kept), fence })
+    pub(super) fn new(link: &WorkerLink) -> io::Result<Arc<Self>> {
+        let (store, fence) = (link.store()?, shadowbell_disk_file::fence()?);
+        Ok(Arc::new(Self { store, fence, state: Mutex::default() }))
     }
 
     /// Sends the items of all controllers; [`complete`](Checkpointer::complete) makes them valid.
     /// If an item cannot be sent, that is logged, and the service continues without recovery.
     /// `is_changed`: the served controllers differ from the configuration.
     pub(super) fn begin(
-        &self,
+        self: &Arc<Self>,
         controllers: &[Arc<ServedController>],
         reactor: &mut Reactor,
         ports: &[PortId],
         is_changed: bool,
     ) {
-        let outcome = self.keep_all(controllers, reactor, ports);
-        let mut state = self.kept.state.lock();
+        let outcome = self.put_all(controllers, reactor, ports);
+        let mut state = self.state.lock();
         (state.is_possible, state.is_changed) = (outcome.is_ok(), is_changed);
         drop(state);
         if let Err(why) = outcome {
-            self.kept.give_up(&why);
+            self.give_up(&why);
         }
     }
 
@@ -242,40 +241,35 @@ impl Checkpointer {
     ) {
         let ends = [&self.fence].into_iter().chain(fence.ends());
         let ends: Vec<_> = ends.map(AsFd::as_fd).collect();
-        let begun = self.kept.store.begin([(FENCE, &ends[..]), (ATTEMPTS, &[attempts.fd()])]);
-        let mut state = self.kept.state.lock();
+        let begun = self.store.begin([(FENCE, &ends[..]), (ATTEMPTS, &[attempts.fd()])]);
+        let mut state = self.state.lock();
         let Pending { controllers, unattached } = pending;
         (state.pending, state.unattached) = (controllers, unattached);
         (state.is_possible, state.is_changed) = (begun.is_ok(), is_changed);
         state.disks = disks;
         drop(state);
         if let Err(error) = begun {
-            self.kept.give_up(&error.into());
+            self.give_up(&error.into());
         }
     }
 
     /// Sends the items of the disks that no controller has, and the list of exports.
-    pub(super) fn keep_others(&self, unattached: &UnattachedDisks, exports: Vec<ExportConfig>) {
+    pub(super) fn put_others(&self, unattached: &UnattachedDisks, exports: Vec<ExportConfig>) {
         for (id, open) in &*unattached.lock() {
-            self.kept.keep_unattached(id, &open.spec, &open.disk);
-            self.kept.watch_unattached(id, &open.disk);
+            self.put_unattached(id, &open.spec, &open.disk);
+            self.watch_unattached(id, &open.disk);
         }
-        self.kept.set_exports(exports);
+        self.set_exports(exports);
     }
 
     /// Makes the checkpoint valid: all controllers are in it.
     pub(super) fn complete(&self) {
-        self.kept.state.lock().is_complete = true;
-        self.kept.publish();
+        self.state.lock().is_complete = true;
+        self.publish();
     }
 
-    /// Shared checkpoint, for changes at run time.
-    pub(super) fn kept(&self) -> Arc<LiveCheckpoint> {
-        Arc::clone(&self.kept)
-    }
-
-    fn keep_all(
-        &self,
+    fn put_all(
+        self: &Arc<Self>,
         controllers: &[Arc<ServedController>],
         reactor: &mut Reactor,
         ports: &[PortId],
@@ -286,17 +280,15 @@ impl Checkpointer {
         }
         let attempts = Attempts::new()?;
         let fence = self.fence.as_fd();
-        self.kept.store.begin([(FENCE, &[fence]), (ATTEMPTS, &[attempts.fd()])])?;
+        self.store.begin([(FENCE, &[fence]), (ATTEMPTS, &[attempts.fd()])])?;
         controllers.iter().zip(ports).try_for_each(|(served, port)| {
-            let kept = self.kept.keep_controller(served)?;
-            self.kept.state.lock().controllers.insert(served.index, kept);
-            reactor.record_with(*port, self.kept.port_recorder(served.index));
+            let entry = self.put_controller(served)?;
+            self.state.lock().controllers.insert(served.index, entry);
+            reactor.record_with(*port, self.port_recorder(served.index));
             Ok(())
         })
     }
-}
 
-impl LiveCheckpoint {
     /// Sends the items of a controller before it is served;
     /// [`port_recorder`](Self::port_recorder) adds the socket. Returns false if that failed:
     /// there is no checkpoint any more.
@@ -304,9 +296,9 @@ impl LiveCheckpoint {
         if !self.is_possible() {
             return false;
         }
-        match self.keep_controller(served) {
-            Ok(kept) => {
-                self.state.lock().coming.insert(served.index, kept);
+        match self.put_controller(served) {
+            Ok(entry) => {
+                self.state.lock().unrecorded.insert(served.index, entry);
                 true
             }
             Err(why) => {
@@ -318,18 +310,18 @@ impl LiveCheckpoint {
 
     /// Sends the items of a recovered controller, except its socket. Returns its entry; `None` if
     /// there is no checkpoint any more.
-    pub(super) fn keep_recovered(
+    pub(super) fn put_recovered(
         self: &Arc<Self>,
         served: &ServedController,
     ) -> Option<ControllerEntry> {
         if !self.is_possible() {
             return None;
         }
-        self.keep_controller(served).inspect_err(|why| self.give_up(why)).ok()
+        self.put_controller(served).inspect_err(|why| self.give_up(why)).ok()
     }
 
     /// Deletes the disks' items of a controller that was not recovered after all.
-    pub(super) fn forget(&self, entry: Option<&ControllerEntry>) {
+    pub(super) fn discard(&self, entry: Option<&ControllerEntry>) {
         let disks = entry.into_iter().flat_map(|entry| &entry.disks);
         let keys = disks.map(|disk| disk.key.clone());
         self.delete_old(&keys.collect::<Vec<_>>());
@@ -345,9 +337,9 @@ impl LiveCheckpoint {
     }
 
     /// Replaces a pending controller by the recovered one with the first record of its socket.
-    pub(super) fn expect(&self, index: usize, entry: Option<ControllerEntry>) {
+    pub(super) fn put_unrecorded(&self, index: usize, entry: Option<ControllerEntry>) {
         if let Some(entry) = entry {
-            self.state.lock().coming.insert(index, entry);
+            self.state.lock().unrecorded.insert(index, entry);
         }
     }
 
@@ -370,21 +362,21 @@ impl LiveCheckpoint {
 
     /// Recorder for a controller's socket. The first record adds the controller to the list.
     pub(super) fn port_recorder(self: &Arc<Self>, index: usize) -> Box<dyn PortRecorder> {
-        Box::new(PortRecord { kept: Arc::clone(self), index })
+        Box::new(PortRecord { checkpointer: Arc::clone(self), index })
     }
 
     /// Removes a controller from the list, before it is removed.
-    pub(super) fn will_remove(&self, index: usize) {
+    pub(super) fn begin_removal(&self, index: usize) {
         let mut state = self.state.lock();
         state.controllers.remove(&index);
-        state.coming.remove(&index);
+        state.unrecorded.remove(&index);
         state.is_changed = true;
         drop(state);
         self.publish();
     }
 
     /// Deletes the items of a removed controller, which had these disks.
-    pub(super) fn removed(&self, index: usize, disks: &[DiskEntry]) {
+    pub(super) fn end_removal(&self, index: usize, disks: &[DiskEntry]) {
         if self.is_possible() {
             let own = [checkpoint_items::controller(index), checkpoint_items::port(index)];
             let files = self.state.lock().files.remove(&index).unwrap_or_default();
@@ -397,12 +389,12 @@ impl LiveCheckpoint {
     /// Disks of a controller.
     pub(super) fn disks(&self, index: usize) -> Vec<DiskEntry> {
         let state = self.state.lock();
-        state.controllers.get(&index).map(|kept| kept.disks.clone()).unwrap_or_default()
+        state.controllers.get(&index).map(|entry| entry.disks.clone()).unwrap_or_default()
     }
 
     /// Records that a namespace is about to get another disk, or to be removed (`None`). Until
-    /// [`settle`](Self::settle), a recovery may find the guest in the old or the new state.
-    pub(super) fn will_change(
+    /// [`end_change`](Self::end_change), a recovery may find the guest in the old or the new state.
+    pub(super) fn begin_change(
         &self,
         index: usize,
         nsid: u32,
@@ -411,78 +403,78 @@ impl LiveCheckpoint {
         if !self.is_possible() {
             return;
         }
-        let after = after.map(|(disk, config)| self.keep_disk(index, nsid, disk, config));
+        let after = after.map(|(disk, config)| self.put_namespace_disk(index, nsid, disk, config));
         let after = match after.transpose() {
             Ok(after) => after,
             Err(why) => return self.give_up(&why),
         };
         let mut state = self.state.lock();
-        if let Some(kept) = state.controllers.get_mut(&index) {
-            kept.changing.push(nsid);
-            let _ = after.map(|disk| kept.disks.insert(0, disk));
+        if let Some(entry) = state.controllers.get_mut(&index) {
+            entry.changing.push(nsid);
+            let _ = after.map(|disk| entry.disks.insert(0, disk));
         }
         state.is_changed = true;
         drop(state);
         self.publish();
     }
 
-    /// Records the end of a change: it was `done`, or nothing has changed. `asked`: the
+    /// Records the end of a change: it was `done`, or nothing has changed. `requested`: the
     /// controller's configuration now.
-    pub(super) fn settle(&self, index: usize, nsid: u32, done: bool, asked: &SocketConfig) {
-        let mut gone = Vec::new();
+    pub(super) fn end_change(&self, index: usize, nsid: u32, done: bool, requested: &SocketConfig) {
+        let mut unused = Vec::new();
         let mut state = self.state.lock();
-        if let Some(kept) = state.controllers.get_mut(&index) {
-            kept.asked = asked.clone();
-            kept.changing.retain(|other| *other != nsid);
-            let is_there = nsids(&asked.controller.disks).any(|other| other == nsid);
-            let (of_it, others): (Vec<_>, Vec<_>) =
-                kept.disks.drain(..).partition(|disk| disk.nsid == nsid);
-            kept.disks = others;
+        if let Some(entry) = state.controllers.get_mut(&index) {
+            entry.requested = requested.clone();
+            entry.changing.retain(|other| *other != nsid);
+            let is_there = nsids(&requested.controller.disks).any(|other| other == nsid);
+            let (own, others): (Vec<_>, Vec<_>) =
+                entry.disks.drain(..).partition(|disk| disk.nsid == nsid);
+            entry.disks = others;
             // If there are two disks, the new one is the first.
-            let stays = if done { of_it.first() } else { of_it.last() };
-            let stays = stays.filter(|_| is_there).cloned();
-            gone = of_it;
-            gone.retain(|disk| stays.as_ref().is_none_or(|stays| stays.key != disk.key));
-            kept.disks.extend(stays);
+            let remaining = if done { own.first() } else { own.last() };
+            let remaining = remaining.filter(|_| is_there).cloned();
+            unused = own;
+            unused.retain(|disk| remaining.as_ref().is_none_or(|one| one.key != disk.key));
+            entry.disks.extend(remaining);
         }
         drop(state);
         self.publish();
         if self.is_possible() {
-            gone.iter().for_each(|disk| drop(self.store.delete(&disk.key)));
+            unused.iter().for_each(|disk| drop(self.store.delete(&disk.key)));
         }
     }
 
     /// Updates a namespace's disk specification and its controller's configuration.
-    pub(super) fn say_otherwise(
+    pub(super) fn set_disk_spec(
         &self,
         index: usize,
         nsid: u32,
         spec: String,
-        asked: &SocketConfig,
+        requested: &SocketConfig,
     ) {
         let mut state = self.state.lock();
-        if let Some(kept) = state.controllers.get_mut(&index) {
-            kept.asked = asked.clone();
-            if let Some(disk) = kept.disks.iter_mut().find(|disk| disk.nsid == nsid) {
+        if let Some(entry) = state.controllers.get_mut(&index) {
+            entry.requested = requested.clone();
+            if let Some(disk) = entry.disks.iter_mut().find(|disk| disk.nsid == nsid) {
                 disk.disk = spec;
             }
         }
         drop(state);
-        self.say_again();
+        self.publish_change();
     }
 
     /// Updates a controller's configuration; the disks stay the same.
-    pub(super) fn ask_otherwise(&self, index: usize, asked: &SocketConfig) {
+    pub(super) fn set_config(&self, index: usize, requested: &SocketConfig) {
         let mut state = self.state.lock();
-        if let Some(kept) = state.controllers.get_mut(&index) {
-            kept.asked = asked.clone();
+        if let Some(entry) = state.controllers.get_mut(&index) {
+            entry.requested = requested.clone();
         }
         drop(state);
-        self.say_again();
+        self.publish_change();
     }
 
     /// Sends the list again after a change that concerns no controller.
-    pub(super) fn say_again(&self) {
+    pub(super) fn publish_change(&self) {
         self.state.lock().is_changed = true;
         self.publish();
     }
@@ -528,7 +520,7 @@ impl LiveCheckpoint {
     }
 
     /// Returns true if the next process could recover from the checkpoint.
-    pub(super) fn holds_all(&self) -> bool {
+    pub(super) fn is_valid(&self) -> bool {
         let state = self.state.lock();
         state.is_possible && state.is_complete
     }
@@ -543,7 +535,7 @@ impl LiveCheckpoint {
         let controllers: Vec<_> = all.into_values().cloned().collect();
         let complete = Complete {
             version: VERSION,
-            served: checkpoint_items::served_of(controllers.iter().map(|kept| &kept.asked)),
+            served: checkpoint_items::served_of(controllers.iter().map(|entry| &entry.requested)),
             is_changed: state.is_changed,
             controllers,
             groups: limits::groups(),
@@ -555,25 +547,25 @@ impl LiveCheckpoint {
         let _ = self.store.put_state(COMPLETE, &complete, &Descriptors::default());
     }
 
-    fn keep_controller(
+    fn put_controller(
         self: &Arc<Self>,
         served: &ServedController,
     ) -> anyhow::Result<ControllerEntry> {
         let index = served.index;
-        let asked = served.asked();
+        let requested = served.requested();
         let mut disks = Vec::new();
         let namespaces = served.controller.namespaces();
-        for ((nsid, config), disk) in namespaces.iter().zip(&asked.controller.disks) {
-            disks.push(self.keep_disk(index, *nsid, disk, config)?);
+        for ((nsid, config), disk) in namespaces.iter().zip(&requested.controller.disks) {
+            disks.push(self.put_namespace_disk(index, *nsid, disk, config)?);
         }
         let recorder =
             Record { store: self.store.clone(), key: checkpoint_items::controller(index) };
         served.controller.record_with(Arc::new(recorder))?;
-        let (asked, changing) = ((*asked).clone(), Vec::new());
-        Ok(ControllerEntry { index, asked, disks, changing, died: None })
+        let (requested, changing) = ((*requested).clone(), Vec::new());
+        Ok(ControllerEntry { index, requested, disks, changing, died: None })
     }
 
-    fn keep_disk(
+    fn put_namespace_disk(
         &self,
         index: usize,
         nsid: u32,
@@ -608,7 +600,7 @@ impl LiveCheckpoint {
     }
 
     /// Sends the item of a disk that no controller has, or its new state and specification.
-    pub(super) fn keep_unattached(&self, id: &str, spec: &str, disk: &Arc<dyn Disk>) {
+    pub(super) fn put_unattached(&self, id: &str, spec: &str, disk: &Arc<dyn Disk>) {
         if !self.is_possible() {
             return;
         }
@@ -629,7 +621,7 @@ impl LiveCheckpoint {
     }
 
     /// Sends the descriptor of `/dev/fuse` of an export.
-    pub(super) fn keep_fuse_device(&self, id: &str, device: BorrowedFd<'_>) {
+    pub(super) fn put_fuse_device(&self, id: &str, device: BorrowedFd<'_>) {
         if self.is_possible() {
             // The store logs its errors.
             let _ = self.store.put(&checkpoint_items::fuse_device(id), &[], &[device]);
@@ -692,7 +684,7 @@ impl Recorder for Record {
 
 /// Recorder that sends a socket's state.
 struct PortRecord {
-    kept: Arc<LiveCheckpoint>,
+    checkpointer: Arc<Checkpointer>,
     index: usize,
 }
 
@@ -701,7 +693,7 @@ impl PortRecord {
     fn put(&self, state: &SavedPort, fds: &mut Descriptors) {
         let body = match serde_json::to_vec(state) {
             Ok(body) => body,
-            Err(error) => return self.kept.give_up(&error.into()),
+            Err(error) => return self.checkpointer.give_up(&error.into()),
         };
         let (mut put, mut removed) = (Vec::new(), Vec::new());
         for change in fds.take_changes() {
@@ -719,12 +711,12 @@ impl PortRecord {
         let key = checkpoint_items::port(self.index);
         let port = Change::Put { key: &key, body: &body, fds: &fds };
         let files = files.iter().map(|(key, fds)| Change::Put { key, body: &[], fds });
-        let gone = removed.iter().map(|key| Change::Delete { key });
-        let changes: Vec<_> = gone.chain(files).chain([port]).collect();
+        let deleted = removed.iter().map(|key| Change::Delete { key });
+        let changes: Vec<_> = deleted.chain(files).chain([port]).collect();
         // The store logs its errors.
-        let _ = self.kept.store.change(&changes);
+        let _ = self.checkpointer.store.change(&changes);
         drop(changes);
-        let mut state = self.kept.state.lock();
+        let mut state = self.checkpointer.state.lock();
         let files = state.files.entry(self.index).or_default();
         for key in &removed {
             files.remove(key);
@@ -736,12 +728,12 @@ impl PortRecord {
 impl PortRecorder for PortRecord {
     fn record(&mut self, state: &SavedPort, mut fds: Descriptors) {
         self.put(state, &mut fds);
-        let mut state = self.kept.state.lock();
-        if let Some(coming) = state.coming.remove(&self.index) {
-            state.controllers.insert(self.index, coming);
+        let mut state = self.checkpointer.state.lock();
+        if let Some(unrecorded) = state.unrecorded.remove(&self.index) {
+            state.controllers.insert(self.index, unrecorded);
             state.is_changed |= state.pending.remove(&self.index).is_none();
             drop(state);
-            self.kept.publish();
+            self.checkpointer.publish();
         }
     }
 }

@@ -62,10 +62,10 @@ impl Plan {
                 plan.loses(&served, || served.id.clone());
             }
         }
-        for asked in wanted {
-            match registry.find(&asked.id()) {
-                None => plan.add.push(asked),
-                Some(served) => plan.compare(&served, asked),
+        for requested in wanted {
+            match registry.find(&requested.id()) {
+                None => plan.add.push(requested),
+                Some(served) => plan.compare(&served, requested),
             }
         }
         plan.differences.extend(groups.iter().filter_map(group_difference));
@@ -75,7 +75,7 @@ impl Plan {
     /// True if a controller to be added, replaced or changed refers to the disk with this id.
     pub(super) fn names(&self, id: &str) -> bool {
         let controllers = self.add.iter().chain(&self.replace);
-        let disks = controllers.flat_map(|asked| &asked.controller.disks);
+        let disks = controllers.flat_map(|requested| &requested.controller.disks);
         let steps = self.change.iter().flat_map(|(_, steps)| steps);
         let added = steps.filter_map(|step| match step {
             Step::Add(_, disk) => Some(disk),
@@ -84,21 +84,21 @@ impl Plan {
         disks.chain(added).any(|disk| disk.id.as_deref() == Some(id))
     }
 
-    fn compare(&mut self, served: &ServedController, asked: SocketConfig) {
+    fn compare(&mut self, served: &ServedController, requested: SocketConfig) {
         let before = explicit(served);
-        let steps = steps(&before, &asked, |nsid| takes_writes(served, nsid));
+        let steps = steps(&before, &requested, |nsid| takes_writes(served, nsid));
         if steps.as_ref().is_some_and(Vec::is_empty) {
             self.unchanged += 1;
             return;
         }
-        let differences = differences(&before, &asked);
+        let differences = differences(&before, &requested);
         self.differences.extend(
             differences
                 .map(|difference| Difference { controller: Some(served.id.clone()), ..difference }),
         );
         let Some(steps) = steps else {
             self.loses(served, || served.id.clone());
-            self.replace.push(asked);
+            self.replace.push(requested);
             return;
         };
         for step in &steps {
@@ -328,12 +328,12 @@ mod tests {
             between(before, "disks = [\"/a.img\", \"/b.img?direct=on&bandwidth=1MiB\"]"),
             Some(vec![Step::Change(2, NamespaceChange::Limits(limits))])
         );
-        let asked = |option: &str| {
+        let requested = |option: &str| {
             format!("disks = [\"/a.img\", {{ disk = \"/b.img{option}\", nsid = 9 }}]")
         };
-        let locked = asked("?read-only=on");
-        assert_eq!(between(&locked, &asked("")), None, "it was opened to be read");
-        assert!(between(&locked.replace('9', "8"), &asked("").replace('9', "8")).is_some());
+        let locked = requested("?read-only=on");
+        assert_eq!(between(&locked, &requested("")), None, "it was opened to be read");
+        assert!(between(&locked.replace('9', "8"), &requested("").replace('9', "8")).is_some());
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! open: while no controller has it,
 //! [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
-use super::namespaces::{Altered, NamespaceChange, altered};
+use super::namespaces::{ChangeResult, NamespaceChange, apply_change};
 use super::open_disk::{OpenDisk, derived_id, id_of};
 use super::reconfigure::Changes;
 use super::registry::ServedController;
@@ -53,8 +53,8 @@ impl Changes {
     pub(super) fn disks(&self) -> Vec<ListedDisk> {
         let mut all: Vec<ListedDisk> = Vec::new();
         for served in self.registry().all() {
-            let asked = served.asked();
-            let configs = nsids(&asked.controller.disks).zip(&asked.controller.disks);
+            let requested = served.requested();
+            let configs = nsids(&requested.controller.disks).zip(&requested.controller.disks);
             let namespaces = served.controller.namespaces();
             for ((nsid, config), (_, namespace)) in configs.zip(namespaces) {
                 let place = (Arc::clone(&served), nsid);
@@ -107,7 +107,7 @@ impl Changes {
     /// # Errors
     /// The disk cannot be opened, or its id belongs to a different disk.
     pub(super) fn add_disk(&self, wanted: &NamedDisk) -> anyhow::Result<bool> {
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         self.put_disk(wanted)
     }
 
@@ -126,16 +126,16 @@ impl Changes {
             };
         }
         let disk = self.open(spec).map_err(DiskSpecError::into_error)?;
-        self.keep_unattached(id, OpenDisk { spec: spec.clone(), disk });
+        self.add_unattached(id, OpenDisk { spec: spec.clone(), disk });
         info!("disk {id}: {spec}");
         Ok(true)
     }
 
     /// Adds an open disk that no controller has.
-    fn keep_unattached(&self, id: &str, open: OpenDisk) {
-        if let Some(kept) = self.kept() {
-            kept.keep_unattached(id, &open.spec, &open.disk);
-            kept.watch_unattached(id, &open.disk);
+    fn add_unattached(&self, id: &str, open: OpenDisk) {
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.put_unattached(id, &open.spec, &open.disk);
+            checkpoint.watch_unattached(id, &open.disk);
         }
         self.unattached().lock().insert(id.to_owned(), open);
     }
@@ -145,7 +145,7 @@ impl Changes {
     /// # Errors
     /// The disk does not exist, or is in use.
     pub(super) fn remove_disk(&self, id: &str) -> anyhow::Result<()> {
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         self.drop_disk(id)
     }
 
@@ -172,8 +172,8 @@ impl Changes {
         super::flush::flush(&*open.disk)
             .with_context(|| format!("cannot flush {}, so it is not removed", open.disk.name()))?;
         self.unattached().lock().remove(&id);
-        if let Some(kept) = self.kept() {
-            kept.drop_unattached(&id);
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.drop_unattached(&id);
         }
         info!("disk {id}: removed");
         Ok(())
@@ -184,20 +184,20 @@ impl Changes {
     /// # Errors
     /// The disk does not exist, or the change is not possible.
     pub(super) fn change_disk(&self, id: &str, change: &NamespaceChange) -> anyhow::Result<bool> {
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         let ListedDisk { id, namespaces, .. } = self.disk(id)?;
         if let Some((served, nsid)) = namespaces.first() {
             return self.change_namespace(served, *nsid, change);
         }
         let open = |spec: &str| self.open(spec).map_err(DiskSpecError::into_error);
         let before = self.unattached().lock().get(&id).cloned().ok_or_else(|| missing(&id))?;
-        let (spec, disk) = match altered(&before.spec, &before.disk, change, open)? {
-            Altered::Same => return Ok(false),
-            Altered::InPlace(spec) => (spec, before.disk),
-            Altered::Disk(spec, disk) => (spec, disk),
+        let (spec, disk) = match apply_change(&before.spec, &before.disk, change, open)? {
+            ChangeResult::Same => return Ok(false),
+            ChangeResult::InPlace(spec) => (spec, before.disk),
+            ChangeResult::Disk(spec, disk) => (spec, disk),
         };
         info!("disk {id}: {spec}");
-        self.keep_unattached(&id, OpenDisk { spec, disk });
+        self.add_unattached(&id, OpenDisk { spec, disk });
         self.renew_exports(&id);
         Ok(true)
     }
@@ -242,34 +242,38 @@ impl Changes {
 
     /// Keeps a controller's named disk open, before the controller releases it. Returns a
     /// [`Detaching`], which ends with the outcome.
-    pub(super) fn detaching(&self, config: &DiskConfig, disk: &Arc<dyn Disk>) -> Option<Detaching> {
+    pub(super) fn begin_detach(
+        &self,
+        config: &DiskConfig,
+        disk: &Arc<dyn Disk>,
+    ) -> Option<Detaching> {
         let id = config.id.clone()?;
         let open = OpenDisk { spec: config.disk.clone(), disk: Arc::clone(disk) };
-        if let Some(kept) = self.kept() {
-            kept.keep_unattached(&id, &open.spec, &open.disk);
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.put_unattached(&id, &open.spec, &open.disk);
         }
         Some(Detaching { id, open })
     }
 
-    /// Ends a [`detaching`](Self::detaching): the controller has released the disk, or keeps it.
-    pub(super) fn detached(&self, detaching: Option<Detaching>, is_done: bool) {
-        let Some(Detaching { id, open }) = detaching else { return };
-        let kept = self.kept();
+    /// Ends a [`begin_detach`](Self::detaching): the controller has released the disk, or keeps it.
+    pub(super) fn end_detach(&self, begin_detach: Option<Detaching>, is_done: bool) {
+        let Some(Detaching { id, open }) = begin_detach else { return };
+        let checkpoint = self.checkpoint();
         if !is_done {
-            kept.inspect(|kept| kept.drop_unattached(&id));
+            checkpoint.inspect(|checkpoint| checkpoint.drop_unattached(&id));
             return;
         }
-        kept.inspect(|kept| kept.watch_unattached(&id, &open.disk));
+        checkpoint.inspect(|checkpoint| checkpoint.watch_unattached(&id, &open.disk));
         self.unattached().lock().insert(id, open);
     }
 
     /// Removes a disk from the unattached ones, because a controller has it now.
-    pub(super) fn attached(&self, id: Option<&str>) {
+    pub(super) fn end_attach(&self, id: Option<&str>) {
         let Some(id) = id else { return };
         if self.unattached().lock().remove(id).is_some()
-            && let Some(kept) = self.kept()
+            && let Some(checkpoint) = self.checkpoint()
         {
-            kept.drop_unattached(id);
+            checkpoint.drop_unattached(id);
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Management endpoint: the control socket. It stops before an upgrade.
 
-use super::control::{ControlSocket, Resting, SavedControl, ServerState};
+use super::control::{ControlListeners, ControlSocket, SavedControl, ServerState};
 use super::server::Server;
-use super::worker_link::Asker;
+use super::worker_link::UpgradeRequester;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_config::config_file::write::Settings;
@@ -16,7 +16,7 @@ use tracing::{info, warn};
 /// Sockets of the endpoints while no thread serves them.
 pub(super) struct Endpoints {
     /// `None` if the previous process had no control socket.
-    control: Option<Resting>,
+    control: Option<ControlListeners>,
 }
 
 /// Serialized [`Endpoints`], for the next process.
@@ -32,13 +32,13 @@ pub(super) struct RunningEndpoints {
 
 /// Operations of the control socket on the process.
 #[derive(Clone)]
-pub(super) struct Powers {
+pub(super) struct ProcessControl {
     pub(super) supervisor_pid: Option<u32>,
     pub(super) end: Arc<dyn Fn() + Send + Sync>,
     pub(super) serves_since: Instant,
     pub(super) upgrade_error: Arc<Mutex<Option<String>>>,
     /// Connection to the supervisor, for a sandboxed process, which cannot open one.
-    pub(super) asks: Option<Asker>,
+    pub(super) upgrade_requester: Option<UpgradeRequester>,
 }
 
 impl Endpoints {
@@ -75,7 +75,8 @@ impl Endpoints {
     /// # Errors
     /// A descriptor is missing.
     pub(super) fn restore(saved: SavedEndpoints, fds: &mut Descriptors) -> anyhow::Result<Self> {
-        let control = saved.control.map(|saved| Resting::restore(saved, fds)).transpose()?;
+        let control =
+            saved.control.map(|saved| ControlListeners::restore(saved, fds)).transpose()?;
         Ok(Self { control })
     }
 
@@ -87,16 +88,16 @@ impl Endpoints {
         self,
         server: &Server,
         config: &ServerConfig,
-        powers: &Powers,
+        process_control: &ProcessControl,
     ) -> anyhow::Result<RunningEndpoints> {
         // The previous process may have had no control socket. An error is not fatal, since
         // guests do not need one.
         let control = match self.control {
             Some(control) => Ok(control),
-            None => listen_control(config, powers.supervisor_pid),
+            None => listen_control(config, process_control.supervisor_pid),
         };
         let control = match control {
-            Ok(control) => start_control(control, server, config, powers)?,
+            Ok(control) => start_control(control, server, config, process_control)?,
             Err(why) => {
                 warn!("there is no control socket: {why:#}");
                 None
@@ -106,43 +107,47 @@ impl Endpoints {
     }
 }
 
-fn listen_control(config: &ServerConfig, supervisor_pid: Option<u32>) -> anyhow::Result<Resting> {
+fn listen_control(
+    config: &ServerConfig,
+    supervisor_pid: Option<u32>,
+) -> anyhow::Result<ControlListeners> {
     let pid = supervisor_pid.unwrap_or_else(std::process::id);
-    let resting = Resting::listen(&config.control, &config.default_name, pid, config.metrics)?;
-    if let Some(address) = resting.metrics() {
+    let listeners =
+        ControlListeners::listen(&config.control, &config.default_name, pid, config.metrics)?;
+    if let Some(address) = listeners.metrics() {
         info!("metrics are at http://{address}/metrics, without access control");
     }
-    Ok(resting)
+    Ok(listeners)
 }
 
 fn start_control(
-    resting: Resting,
+    listeners: ControlListeners,
     server: &Server,
     config: &ServerConfig,
-    powers: &Powers,
+    process_control: &ProcessControl,
 ) -> io::Result<Option<ControlSocket>> {
-    let end = Arc::clone(&powers.end);
+    let end = Arc::clone(&process_control.end);
     let state = ServerState {
-        name: resting.name().to_owned(),
-        began: resting.began(),
-        serves_since: powers.serves_since,
+        name: listeners.name().to_owned(),
+        began: listeners.began(),
+        serves_since: process_control.serves_since,
         workers: server.workers(),
-        supervisor_pid: powers.supervisor_pid,
+        supervisor_pid: process_control.supervisor_pid,
         controllers: Arc::clone(server.registry()),
         changes: Arc::clone(server.changes()),
         settings: Settings::of(config),
         end: Box::new(move || end()),
-        upgrade_error: Arc::clone(&powers.upgrade_error),
-        asks: powers.asks.clone(),
+        upgrade_error: Arc::clone(&process_control.upgrade_error),
+        upgrade_requester: process_control.upgrade_requester.clone(),
         tracer: Arc::clone(server.tracer()),
     };
-    ControlSocket::start(resting, Arc::new(state))
+    ControlSocket::start(listeners, Arc::new(state))
 }
 
 impl RunningEndpoints {
     /// Stops the threads and returns their sockets.
-    pub(super) fn rest(self) -> Endpoints {
+    pub(super) fn stop(self) -> Endpoints {
         // A thread that has panicked returns `None`; the panic ends the process.
-        Endpoints { control: self.control.and_then(ControlSocket::rest) }
+        Endpoints { control: self.control.and_then(ControlSocket::stop) }
     }
 }

@@ -112,7 +112,7 @@ impl LogWriter {
     }
 
     /// Adds the guest of the controller with this index, if the controller exists.
-    fn meet(&mut self, index: usize) {
+    fn add_guest(&mut self, index: usize) {
         if self.guests.contains_key(&index) {
             return;
         }
@@ -135,7 +135,7 @@ impl LogWriter {
     }
 
     fn log(&mut self, index: usize, event: ServerEvent) {
-        self.meet(index);
+        self.add_guest(index);
         if let ServerEvent::Controller(Event::QueueCreated(queues)) = event {
             self.new_queues.insert(index, (queues, Instant::now() + QUEUES_SETTLE));
             return;

@@ -75,7 +75,7 @@ impl Changes {
         wanted: ExportConfig,
         device: Option<OwnedFd>,
     ) -> anyhow::Result<bool> {
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         self.put_export(wanted, device)
     }
 
@@ -102,14 +102,14 @@ impl Changes {
         }
         if let Some(device) = device.filter(|_| wanted.fuse.is_some()) {
             check_fuse_device(&device)?;
-            if let Some(kept) = self.kept() {
-                kept.keep_fuse_device(&wanted.id, device.as_fd());
+            if let Some(checkpoint) = self.checkpoint() {
+                checkpoint.put_fuse_device(&wanted.id, device.as_fd());
             }
             let before = self.exports().devices().insert(wanted.id.clone(), device);
             self.serve_export(wanted.clone(), false).inspect_err(|_| match before {
                 Some(before) => {
-                    if let Some(kept) = self.kept() {
-                        kept.keep_fuse_device(&wanted.id, before.as_fd());
+                    if let Some(checkpoint) = self.checkpoint() {
+                        checkpoint.put_fuse_device(&wanted.id, before.as_fd());
                     }
                     self.exports().devices().insert(wanted.id.clone(), before);
                 }
@@ -130,7 +130,7 @@ impl Changes {
     /// # Errors
     /// The export does not exist, or programs use its FUSE file.
     pub(super) fn remove_export(&self, id: &str) -> anyhow::Result<()> {
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         self.drop_export(id)
     }
 
@@ -229,9 +229,9 @@ impl Changes {
 
     fn drop_fuse_device(&self, id: &str) {
         if self.exports().devices().remove(id).is_some()
-            && let Some(kept) = self.kept()
+            && let Some(checkpoint) = self.checkpoint()
         {
-            kept.drop_fuse_device(id);
+            checkpoint.drop_fuse_device(id);
         }
     }
 
@@ -266,7 +266,7 @@ impl Changes {
                     "" => &disk.id,
                     name => name,
                 };
-                let device = VhostUserBlk::start_on(block.clone(), listener, serial);
+                let device = VhostUserBlk::start(block.clone(), listener, serial);
                 ExportDevice::VhostUserBlk(device.map_err(exit::bad_input)?)
             }
             Protocol::Fuse(path) => {
@@ -316,7 +316,7 @@ impl Changes {
         let running = self.exports().running.lock();
         let mut others = running.values().map(|export| &export.block);
         match others.find(|other| Arc::ptr_eq(other.disk(), &disk.open.disk)) {
-            Some(other) => Ok(other.beside(options)),
+            Some(other) => Ok(other.with_options(options)),
             None => BlockDevice::new(Arc::clone(&disk.open.disk), options).map_err(exit::bad_input),
         }
     }
@@ -332,8 +332,8 @@ impl Changes {
 
     fn record_exports(&self, all: Vec<ExportConfig>) {
         self.exports().set_wanted(all.clone());
-        if let Some(kept) = self.kept() {
-            kept.set_exports(all);
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.set_exports(all);
         }
     }
 }
@@ -384,7 +384,7 @@ fn start_nbd(
             (Listener::Tcp(listener), Address::Tcp(address))
         }
     };
-    Server::start_on(block, listener, address, &options).map_err(exit::bad_input)
+    Server::start(block, listener, address, &options).map_err(exit::bad_input)
 }
 
 /// Creates a ublk device on a disk, or recovers it.

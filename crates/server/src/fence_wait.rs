@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Interval at which a locked disk is tried again; the second one applies after a while.
-const LOOK: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
+const POLL: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
 /// Duration of a wait after which it is polled less often.
-const LONG: Duration = Duration::from_secs(1);
+const SLOW_AFTER: Duration = Duration::from_secs(1);
 
 /// Fence of a dead process, and the end of all waits for it.
 pub(super) struct FenceWait {
@@ -40,7 +40,7 @@ impl FenceWait {
     /// Waits until the process and all its io_urings have ended. Calls `waits` repeatedly
     /// meanwhile. Returns false if the wait is cancelled.
     pub(super) fn wait_for_end(&self, mut waits: impl FnMut()) -> bool {
-        let timeout = Timespec::try_from(LOOK[1]).ok();
+        let timeout = Timespec::try_from(POLL[1]).ok();
         for end in &self.ends {
             while !is_wrong(WrongOrder::NoFence) {
                 if self.is_cancelled() {
@@ -60,7 +60,7 @@ impl FenceWait {
     /// Waits a moment for a lock, in a wait that has begun at `since`. Returns false if the wait
     /// is cancelled.
     pub(super) fn wait_for_lock(&self, since: Instant) -> bool {
-        std::thread::sleep(LOOK[usize::from(since.elapsed() > LONG)]);
+        std::thread::sleep(POLL[usize::from(since.elapsed() > SLOW_AFTER)]);
         !self.is_cancelled()
     }
 }

@@ -1,7 +1,7 @@
 //! Threads that open the disks of a dead process, and the recovery of controllers whose disks are
 //! not ready when the first ones are served.
 
-use super::checkpointer::LiveCheckpoint;
+use super::checkpointer::Checkpointer;
 use super::namespace_requests;
 use super::reconfigure::Changes;
 use super::recovery_job::{Job, JobContext, Recovered, RecoveredController};
@@ -121,13 +121,13 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
         let until = Instant::now() + Duration::from_secs(1);
         let Some(recovered) = openers.next(until) else { continue };
         // An upgrade that has begun holds this lock until the end of the process.
-        let _turn = changes.turn();
-        let kept = &openers.context.kept;
+        let _guard = changes.change_lock();
+        let checkpoint = &openers.context.checkpoint;
         match recovered {
-            Recovered::Controller(ready) => serve(*ready, registry, changes, kept),
+            Recovered::Controller(ready) => serve(*ready, registry, changes, checkpoint),
             Recovered::Disk(id, open) => {
-                kept.keep_unattached(&id, &open.spec, &open.disk);
-                kept.watch_unattached(&id, &open.disk);
+                checkpoint.put_unattached(&id, &open.spec, &open.disk);
+                checkpoint.watch_unattached(&id, &open.disk);
                 changes.unattached().lock().insert(id.clone(), open);
                 info!("recovered from the checkpoint of the previous process: disk {id}");
                 changes.start_missing_exports();
@@ -137,7 +137,7 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
     }
     if openers.left() == 0 {
         openers.context.attempts.end();
-        openers.context.kept.end_recovery();
+        openers.context.checkpoint.end_recovery();
     }
 }
 
@@ -146,17 +146,17 @@ fn serve(
     ready: RecoveredController,
     registry: &Registry,
     changes: &Arc<Changes>,
-    kept: &Arc<LiveCheckpoint>,
+    checkpoint: &Arc<Checkpointer>,
 ) {
     let RecoveredController { served, port, entry, saved, changing, death, replays, old, .. } =
         ready;
     let Some(handle) = changes.handle() else { return };
-    kept.expect(served.index, entry);
+    checkpoint.put_unrecorded(served.index, entry);
     let (begun, begins) = channel();
     let controller = served.controller.clone();
     // The reactor stores the first checkpoint of the socket, with which the list names the new
     // items. Until then the controller must not execute anything.
-    let port = handle.restore(port, kept.port_recorder(served.index), move || {
+    let port = handle.restore(port, checkpoint.port_recorder(served.index), move || {
         controller.resume();
         changing.iter().for_each(|nsid| controller.announce_namespace(*nsid));
         let _ = begun.send(());
@@ -169,7 +169,7 @@ fn serve(
     if let Some(saved) = &saved {
         served.controller.announce_recovery(saved);
     }
-    kept.delete_old(&old);
+    checkpoint.delete_old(&old);
     if let Err(error) = namespace_requests::begin_one(&served, changes) {
         warn!("{}: requests of its pool are not served: {error}", served.name);
     }
@@ -213,7 +213,7 @@ mod tests {
         let context = JobContext {
             pool: Pool::start(&PoolOptions::default()).unwrap(),
             events: EventQueue::new().sender(0),
-            kept: Checkpointer::new(&WorkerLink::over(ours)).unwrap().kept(),
+            checkpoint: Checkpointer::new(&WorkerLink::from_socket(ours)).unwrap(),
             fence: Arc::new(FenceWait::new(Vec::new())),
             registry: Arc::new(Registry::new(Vec::new())),
             attempts: Arc::new(attempts),

@@ -95,7 +95,7 @@ pub use export_args::ExportArgs;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
-use endpoints::{Endpoints, Powers, RunningEndpoints};
+use endpoints::{Endpoints, ProcessControl, RunningEndpoints};
 use event_log::EventLog;
 use liveness::Liveness;
 use parent_watch::ParentWatch;
@@ -137,7 +137,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let link = WorkerLink::take()?;
     let outcome = serve(args, Some((role, &link)));
     if let Err(error) = &outcome {
-        link.say(to_supervisor::FAILED, &exit::line(error));
+        link.send(to_supervisor::FAILED, &exit::line(error));
     }
     outcome
 }
@@ -174,7 +174,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let mut phases = Phases::begin();
     let given = args.clone();
     let stop_timeout = Duration::from_secs(args.service.stop_timeout);
-    let asked = args.sandbox();
+    let sandbox_options = args.sandbox();
     let target = args.exported.as_ref().map(|exported| exported.target.clone());
     let ends_unused = target.is_some();
     let text = supervisor.map(|(_, link)| link.begin()).transpose()?.flatten();
@@ -219,7 +219,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     subsystems::open(places).map_err(exit::bad_input)?;
     running_exports::read_certificates(&config.exports)?;
     // Before other threads are started, and before any untrusted data is read.
-    let contained = sandbox::enter(&asked, &config, link)?;
+    let contained = sandbox::enter(&sandbox_options, &config, link)?;
     logging::start_thread();
     phases.ended("sandbox");
     let mut mounts = OwnMounts::default();
@@ -246,9 +246,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
                 |server: &Server, reactor: &mut _, ports: &[_]| {
                     checkpointer.begin(&server.controllers(), reactor, ports, false);
                     for (id, device) in &devices {
-                        checkpointer.kept().keep_fuse_device(id, device.as_fd());
+                        checkpointer.put_fuse_device(id, device.as_fd());
                     }
-                    checkpointer.keep_others(
+                    checkpointer.put_others(
                         server.changes().unattached(),
                         server.changes().exports().wanted(),
                     );
@@ -264,7 +264,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
     if let Some(checkpointer) = &checkpointer {
-        server.changes().set_checkpoint(checkpointer.kept());
+        server.changes().set_checkpoint(Arc::clone(checkpointer));
     }
     let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
     if let Some(target) = target {
@@ -279,16 +279,19 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     }
     server.changes().start_exports(is_first)?;
     namespace_requests::begin(&server)?;
-    let _sizes = ResizeWatch::start(&server)?;
+    let _resize_watch = ResizeWatch::start(&server)?;
     let handle = signals.handle();
-    let powers = Powers {
+    let process_control = ProcessControl {
         supervisor_pid,
         end: Arc::new(move || handle.close()),
         serves_since: Instant::now(),
         upgrade_error: Arc::default(),
-        asks: link.filter(|_| contained.is_some()).map(WorkerLink::asker).transpose()?,
+        upgrade_requester: link
+            .filter(|_| contained.is_some())
+            .map(WorkerLink::upgrade_requester)
+            .transpose()?,
     };
-    let mut answering = Some(endpoints.start(&server, &config, &powers)?);
+    let mut running_endpoints = Some(endpoints.start(&server, &config, &process_control)?);
     match supervisor {
         Some((role, link)) => {
             if role == Role::Start {
@@ -296,7 +299,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
                 export_hint::show(server.changes().exports());
             }
             let sockets = config.controllers.iter().map(|served| served.socket.as_path());
-            link.serves(sockets, &server.registry().summary());
+            link.report_serving(sockets, &server.registry().summary());
             mounts.set_recoverable();
             if role == Role::Recover {
                 phases.ended("control socket");
@@ -313,11 +316,13 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     #[cfg(feature = "faults")]
     faults.attempt();
     let mut watchdog = Liveness::wanted(link);
-    let is_left = loop {
+    let supervisor_died = loop {
         match wait(&mut signals, link, &mut watchdog, &server, reload.as_ref())? {
-            End::Asked => break false,
-            End::Left => break true,
-            End::Quiesce(link) => quiesce(&server, &mut answering, &config, &powers, link)?,
+            End::Requested => break false,
+            End::SupervisorDied => break true,
+            End::Quiesce(link) => {
+                quiesce(&server, &mut running_endpoints, &config, &process_control, link)?
+            }
         }
     };
     if link.is_none() {
@@ -329,7 +334,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
     drop(late);
     // The endpoints and exports remove their socket files.
-    drop(answering.map(RunningEndpoints::rest));
+    drop(running_endpoints.map(RunningEndpoints::stop));
     mounts.end(server.changes().exports());
     server.changes().exports().finish_files(contained.is_none());
     server.changes().exports().stop();
@@ -338,11 +343,15 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     report(&server);
     #[cfg(feature = "faults")]
     injected.report();
-    let is_kept = server.flush();
+    let is_flushed = server.flush();
     drop(limit);
     outcome?;
     info!("ended");
-    Ok(if is_kept && !is_left { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
+    Ok(if is_flushed && !supervisor_died {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::from(exit::FAILED)
+    })
 }
 
 /// Warns if the `mem:` disks together are larger than the memory of the machine.
@@ -354,14 +363,14 @@ fn warn_of_memory(config: &ServerConfig) {
     let sizes = disks.filter_map(|disk| disk_spec::memory_of(disk));
     let wanted = sizes.fold(0, u64::saturating_add);
     let info = rustix::system::sysinfo();
-    let there = info.totalram.saturating_mul(u64::from(info.mem_unit).max(1));
-    if wanted > there {
+    let available = info.totalram.saturating_mul(u64::from(info.mem_unit).max(1));
+    if wanted > available {
         let text = |bytes| ByteSize(bytes).display().iec();
         warn!(
             "the disks in memory have {} together, but the machine has {} of memory: guests that \
              fill them cause the OOM killer to end processes",
             text(wanted),
-            text(there)
+            text(available)
         );
     }
 }
@@ -369,9 +378,9 @@ fn warn_of_memory(config: &ServerConfig) {
 /// Reason for the end of [`wait`].
 enum End<'a> {
     /// A signal, a message of the supervisor, or a failure of the reactor.
-    Asked,
+    Requested,
     /// The supervisor has died.
-    Left,
+    SupervisorDied,
     /// The next process of an upgrade is prepared.
     Quiesce(&'a WorkerLink),
 }
@@ -390,8 +399,8 @@ fn wait<'a>(
     };
     loop {
         match signals.wait_or_readable(link.map(AsFd::as_fd), liveness.next())? {
-            Wake::End => return Ok(End::Asked),
-            Wake::Time => liveness.look(server),
+            Wake::End => return Ok(End::Requested),
+            Wake::Time => liveness.check(server),
             // A signal to the process group reaches the supervisor too, which sends `READ`.
             Wake::Signal(SIGHUP) if link.is_some() => {}
             Wake::Signal(SIGHUP) => {
@@ -401,14 +410,14 @@ fn wait<'a>(
             Wake::Signal(_) => report(server),
             Wake::Readable => {
                 let Some(link) = link else { continue };
-                let Some(packet) = link.hear() else {
+                let Some(packet) = link.receive() else {
                     error!(
                         "the supervisor has ended, so this process ends too: start the server again"
                     );
-                    return Ok(End::Left);
+                    return Ok(End::SupervisorDied);
                 };
                 match packet.letter {
-                    to_worker::END => return Ok(End::Asked),
+                    to_worker::END => return Ok(End::Requested),
                     to_worker::REPORT => report(server),
                     to_worker::READ => {
                         let link = link.clone();
@@ -416,10 +425,10 @@ fn wait<'a>(
                         let text = packet.fd().map_or_else(|| Err(anyhow!(why)), text_of);
                         reload(
                             text.map(Some),
-                            Box::new(move |outcome| link.say(to_supervisor::READ, outcome)),
+                            Box::new(move |outcome| link.send(to_supervisor::READ, outcome)),
                         );
                     }
-                    to_worker::VISIT => link.visit(server),
+                    to_worker::LIVENESS_CHECK => link.check_liveness(server),
                     to_worker::QUIESCE => return Ok(End::Quiesce(link)),
                     _ => {}
                 }
@@ -431,16 +440,18 @@ fn wait<'a>(
 /// Quiesces for an upgrade. Returns if the checkpoint is incomplete, and the server serves again.
 fn quiesce(
     server: &Server,
-    answering: &mut Option<RunningEndpoints>,
+    running_endpoints: &mut Option<RunningEndpoints>,
     config: &ServerConfig,
-    powers: &Powers,
+    process_control: &ProcessControl,
     link: &WorkerLink,
 ) -> anyhow::Result<()> {
-    let Some(resting) = answering.take().map(RunningEndpoints::rest) else { return Ok(()) };
+    let Some(stopped_endpoints) = running_endpoints.take().map(RunningEndpoints::stop) else {
+        return Ok(());
+    };
     let paused = server.changes().pause();
-    let Err(why) = quiesce::quiesce(server, &resting, link, paused.is_none());
-    link.say(to_supervisor::RESUMES, &exit::line(&why));
-    *answering = Some(resting.start(server, config, powers)?);
+    let Err(why) = quiesce::quiesce(server, &stopped_endpoints, link, paused.is_none());
+    link.send(to_supervisor::RESUMES, &exit::line(&why));
+    *running_endpoints = Some(stopped_endpoints.start(server, config, process_control)?);
     Ok(())
 }
 

@@ -30,10 +30,10 @@ impl Liveness {
     }
 
     /// Starts a check. The watchdog is fed once all threads have answered, so not if one hangs.
-    pub(super) fn look(&mut self, server: &Server) {
+    pub(super) fn check(&mut self, server: &Server) {
         self.next = self.every.map(|every| Instant::now() + every);
         let registry = Arc::clone(server.registry());
-        server.visit(move || {
+        server.check_liveness(move || {
             let status = notify::status(&registry.summary());
             notify::try_send(&format!("{}\n{status}", notify::WATCHDOG));
         });
@@ -42,9 +42,9 @@ impl Liveness {
 
 impl WorkerLink {
     /// Starts a check, and reports to the supervisor once all threads have answered.
-    pub(super) fn visit(&self, server: &Server) {
+    pub(super) fn check_liveness(&self, server: &Server) {
         let link = self.clone();
         let registry = Arc::clone(server.registry());
-        server.visit(move || link.say_now(to_supervisor::ALIVE, &registry.summary()));
+        server.check_liveness(move || link.try_send(to_supervisor::ALIVE, &registry.summary()));
     }
 }

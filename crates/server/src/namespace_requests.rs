@@ -13,7 +13,7 @@ use anyhow::Context;
 use parking_lot::MutexGuard;
 use rustix::io::Errno;
 use shadowbell_config::pool::erase::{is_vacant, overwrite, vacate, wipe};
-use shadowbell_config::pool::index::{Entry, MOST, Phase, SavedSanitize};
+use shadowbell_config::pool::index::{Entry, MAX_NAMESPACES, Phase, SavedSanitize};
 use shadowbell_config::pool::{self, HostPool};
 use shadowbell_config::pool_disks;
 use shadowbell_controller::{PoolAct, PoolOrder, PoolOutcome};
@@ -26,10 +26,10 @@ use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 
 /// Interval at which the thread checks whether the previous process has unlocked the pool.
-const LOOK: Duration = Duration::from_millis(20);
+const LOCK_RETRY: Duration = Duration::from_millis(20);
 /// Maximum pause after a command. The thread pauses for as long as the command took, so that a
 /// guest uses at most half of the storage's performance, unless the command is longer than this.
-const REST: Duration = Duration::from_millis(100);
+const MAX_PAUSE: Duration = Duration::from_millis(100);
 
 /// Starts the threads for the pools of the server's controllers.
 ///
@@ -44,27 +44,27 @@ pub(super) fn begin(server: &Server) -> io::Result<()> {
 /// # Errors
 /// The thread cannot be started.
 pub(super) fn begin_one(served: &ServedController, changes: &Arc<Changes>) -> io::Result<()> {
-    let Some(pool) = served.asked().controller.pool.as_ref().and_then(pool::opened) else {
+    let Some(pool) = served.requested().controller.pool.as_ref().and_then(pool::opened) else {
         return Ok(());
     };
     let Some(orders) = pool.take_orders() else { return Ok(()) };
-    let carrier = Carrier { pool, changes: Arc::clone(changes), id: served.id.clone() };
+    let executor = PoolExecutor { pool, changes: Arc::clone(changes), id: served.id.clone() };
     std::thread::Builder::new().name("sb-pool".into()).spawn(move || {
-        carrier.wait_for_lock();
-        carrier.resume();
+        executor.wait_for_lock();
+        executor.resume();
         while let Ok((order, done)) = orders.recv() {
             let began = Instant::now();
-            let outcome = carrier.execute(&order);
+            let outcome = executor.execute(&order);
             debug!(?order, ?outcome, "a pool command");
             done.end(outcome);
-            carrier.continue_sanitize();
-            std::thread::sleep(began.elapsed().min(REST));
+            executor.continue_sanitize();
+            std::thread::sleep(began.elapsed().min(MAX_PAUSE));
         }
     })?;
     Ok(())
 }
 
-struct Carrier {
+struct PoolExecutor {
     pool: Arc<HostPool>,
     changes: Arc<Changes>,
     /// Id of the controller.
@@ -94,34 +94,34 @@ impl From<io::Error> for Failed {
     }
 }
 
-impl Carrier {
+impl PoolExecutor {
     fn served(&self) -> anyhow::Result<Arc<ServedController>> {
         self.changes.find(&self.id)
     }
 
     /// Locks the pool, which the previous process may hold for a while.
     fn wait_for_lock(&self) {
-        let mut is_told = false;
+        let mut is_logged = false;
         while let Err(error) = self.pool.lock() {
-            if !std::mem::replace(&mut is_told, true) {
+            if !std::mem::replace(&mut is_logged, true) {
                 debug!("waits for the pool {}: {error:#}", self.pool.directory().display());
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(LOCK_RETRY);
         }
     }
 
     /// Locks out other changes of controllers and namespaces.
-    fn turn(&self) -> MutexGuard<'_, ()> {
+    fn change_lock(&self) -> MutexGuard<'_, ()> {
         loop {
-            if let Some(turn) = self.changes.pause() {
-                return turn;
+            if let Some(change_lock) = self.changes.pause() {
+                return change_lock;
             }
         }
     }
 
     /// Makes everything match the index, and continues an interrupted Sanitize.
     fn resume(&self) {
-        let outcome = self.mend();
+        let outcome = self.match_index();
         if let Err(error) = outcome {
             error!("the pool {}: {error:#}", self.pool.directory().display());
         }
@@ -129,59 +129,60 @@ impl Carrier {
     }
 
     /// Makes the files and the controller match the index.
-    fn mend(&self) -> anyhow::Result<()> {
+    fn match_index(&self) -> anyhow::Result<()> {
         let index = self.pool.index();
-        for nsid in (1..=MOST).filter(|nsid| index.find(*nsid).is_none()) {
+        for nsid in (1..=MAX_NAMESPACES).filter(|nsid| index.find(*nsid).is_none()) {
             // A leftover of an interrupted creation or deletion.
             if !is_vacant(&self.pool, nsid) {
-                let _turn = self.turn();
-                self.take_away(nsid)?;
+                let _guard = self.change_lock();
+                self.detach_from_controller(nsid)?;
                 vacate(&self.pool, nsid)?;
             }
         }
         if let Some((nsid, block_size)) = index.formatting {
-            let _turn = self.turn();
+            let _guard = self.change_lock();
             self.format_one(nsid, block_size, index.formatting_metadata)?;
         }
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         self.match_controller()
     }
 
     /// Attaches and detaches namespaces to match the index and the state of a Sanitize operation.
     fn match_controller(&self) -> anyhow::Result<()> {
         let index = self.pool.index();
-        let is_barred = self.is_barred();
+        let is_inaccessible = self.is_inaccessible();
         let served = self.served()?;
         let there: Vec<_> =
             served.controller.namespaces().into_iter().map(|(nsid, _)| nsid).collect();
-        for nsid in self.own(&served) {
+        for nsid in self.attached_by_pool(&served) {
             let is_attached = index.find(nsid).is_some_and(|entry| entry.attached);
-            if is_barred || !is_attached {
-                self.take_away(nsid)?;
+            if is_inaccessible || !is_attached {
+                self.detach_from_controller(nsid)?;
             }
         }
-        for entry in index.namespaces.iter().filter(|entry| entry.attached && !is_barred) {
+        for entry in index.namespaces.iter().filter(|entry| entry.attached && !is_inaccessible) {
             if !there.contains(&entry.nsid) {
-                self.give(entry)?;
+                self.attach_to_controller(entry)?;
             }
         }
         Ok(())
     }
 
-    fn is_barred(&self) -> bool {
+    fn is_inaccessible(&self) -> bool {
         matches!(self.pool.index().sanitize.phase, Phase::InProgress | Phase::Failed)
     }
 
     /// Namespaces of the pool that are attached to the controller.
-    fn own(&self, served: &ServedController) -> Vec<u32> {
-        let asked = explicit(served);
-        let Some(spec) = &asked.controller.pool else { return Vec::new() };
-        let disks = asked.controller.disks.iter().filter(|disk| pool_disks::belongs_to(spec, disk));
+    fn attached_by_pool(&self, served: &ServedController) -> Vec<u32> {
+        let requested = explicit(served);
+        let Some(spec) = &requested.controller.pool else { return Vec::new() };
+        let disks =
+            requested.controller.disks.iter().filter(|disk| pool_disks::belongs_to(spec, disk));
         disks.filter_map(|disk| disk.nsid).collect()
     }
 
     /// Attaches a namespace to the controller.
-    fn give(&self, entry: &Entry) -> anyhow::Result<()> {
+    fn attach_to_controller(&self, entry: &Entry) -> anyhow::Result<()> {
         let served = self.served()?;
         let wanted = pool_disks::disk(&self.pool, entry);
         let disk = self.changes.open_for(&served, &wanted)?;
@@ -189,7 +190,7 @@ impl Carrier {
     }
 
     /// Detaches a namespace from the controller, if it is attached.
-    fn take_away(&self, nsid: u32) -> anyhow::Result<()> {
+    fn detach_from_controller(&self, nsid: u32) -> anyhow::Result<()> {
         let served = self.served()?;
         if !served.controller.namespaces().iter().any(|(other, _)| *other == nsid) {
             return Ok(());
@@ -199,7 +200,7 @@ impl Carrier {
 
     fn execute(&self, PoolOrder { act, .. }: &PoolOrder) -> PoolOutcome {
         // An upgrade is in progress: the host may retry.
-        let Some(_turn) = self.changes.pause() else { return Err(Status::COMMAND_INTERRUPTED) };
+        let Some(_guard) = self.changes.pause() else { return Err(Status::COMMAND_INTERRUPTED) };
         let outcome = match act {
             PoolAct::Create { uuid, blocks, block_size, metadata } => {
                 let (nsid, attached) = (0, false);
@@ -216,7 +217,7 @@ impl Carrier {
                 let mut format = |nsid: &u32| self.format(*nsid, *block_size, *metadata);
                 nsids.iter().try_for_each(&mut format).map(|()| 0)
             }
-            PoolAct::Sanitize(command) => self.begin_sanitizing(*command).map(|()| 0),
+            PoolAct::Sanitize(command) => self.begin_sanitize(*command).map(|()| 0),
         };
         outcome.map_err(|Failed(why, status)| {
             warn!("{}: a pool command of the guest has failed: {why:#}", self.id);
@@ -239,8 +240,8 @@ impl Carrier {
         let is_free = |nsid: &u32| {
             index.find(*nsid).is_none() && there.iter().all(|(other, _)| other != nsid)
         };
-        let Some(nsid) = (1..=MOST).find(is_free) else {
-            let why = anyhow::anyhow!("a pool has {MOST} namespaces at most");
+        let Some(nsid) = (1..=MAX_NAMESPACES).find(is_free) else {
+            let why = anyhow::anyhow!("a pool has {MAX_NAMESPACES} namespaces at most");
             return Err(Failed(why, Status::NAMESPACE_ID_UNAVAILABLE.with_dnr()));
         };
         entry.nsid = nsid;
@@ -257,7 +258,7 @@ impl Carrier {
     fn delete(&self, nsid: u32) -> Result<(), Failed> {
         // The deletion is final once the index is written, also after a crash.
         self.pool.change(|index| index.namespaces.retain(|entry| entry.nsid != nsid))?;
-        self.take_away(nsid)?;
+        self.detach_from_controller(nsid)?;
         vacate(&self.pool, nsid)?;
         info!("{}: the guest has deleted namespace {nsid}", self.id);
         Ok(())
@@ -271,7 +272,7 @@ impl Carrier {
         if there.iter().any(|(other, _)| *other == nsid) {
             return Ok(());
         }
-        self.give(entry).or_else(|why| {
+        self.attach_to_controller(entry).or_else(|why| {
             self.set_attached(nsid, false)?;
             Err(why.into())
         })
@@ -279,7 +280,7 @@ impl Carrier {
 
     fn detach(&self, nsid: u32) -> Result<(), Failed> {
         self.set_attached(nsid, false)?;
-        Ok(self.take_away(nsid)?)
+        Ok(self.detach_from_controller(nsid)?)
     }
 
     fn set_attached(&self, nsid: u32, attached: bool) -> io::Result<()> {
@@ -312,7 +313,7 @@ impl Carrier {
         block_size: u32,
         metadata: Option<MetadataFormat>,
     ) -> anyhow::Result<()> {
-        self.take_away(nsid)?;
+        self.detach_from_controller(nsid)?;
         let index = self.pool.index();
         let new = index.find(nsid).and_then(|entry| entry.reformatted(block_size, metadata));
         if let Some(new) = &new {
@@ -327,7 +328,7 @@ impl Carrier {
         Ok(())
     }
 
-    fn begin_sanitizing(&self, command: Sanitize) -> Result<(), Failed> {
+    fn begin_sanitize(&self, command: Sanitize) -> Result<(), Failed> {
         if command.sanact == Sanitize::EXIT_FAILURE {
             self.pool.change(|index| {
                 if index.sanitize.phase == Phase::Failed {
@@ -355,16 +356,18 @@ impl Carrier {
         if let Err(error) = &outcome {
             error!("{}: cannot sanitize its namespaces: {error:#}", self.id);
         }
-        let _turn = self.turn();
-        let (phase, said) = match outcome {
+        let _guard = self.change_lock();
+        let (phase, outcome_text) = match outcome {
             Ok(()) => (Phase::Successful, "has completed"),
             Err(_) => (Phase::Failed, "has failed"),
         };
         let ended = self.pool.change(|index| index.sanitize.phase = phase);
         let ended = ended.map_err(anyhow::Error::from).and_then(|()| self.match_controller());
         match ended {
-            Ok(()) => info!("{}: the sanitize operation {said}", self.id),
-            Err(error) => error!("{}: the sanitize operation {said}; and then: {error:#}", self.id),
+            Ok(()) => info!("{}: the sanitize operation {outcome_text}", self.id),
+            Err(error) => {
+                error!("{}: the sanitize operation {outcome_text}; and then: {error:#}", self.id)
+            }
         }
         if let Some(port) = self.pool.port() {
             port.sanitized();
@@ -375,7 +378,7 @@ impl Carrier {
         let index = self.pool.index();
         // A recovered controller may still have namespaces that Sanitize must detach.
         {
-            let _turn = self.turn();
+            let _guard = self.change_lock();
             self.match_controller()?;
         }
         let (dword10, dword11) = index.sanitize.command;
@@ -387,14 +390,14 @@ impl Carrier {
                 let from = if pass == index.sanitize.passes { index.sanitize.nsid } else { 0 };
                 let mut before = 0_u64;
                 for entry in &index.namespaces {
-                    let mut tell = |at: u64| {
+                    let mut report = |at: u64| {
                         let done = u128::from(pass) * u128::from(all) + u128::from(before + at);
                         let parts = done * 65535 / (u128::from(all) * u128::from(passes));
                         self.pool.set_parts(parts as u16);
                         true
                     };
                     if entry.nsid > from {
-                        overwrite(&self.pool, entry.nsid, (command, pass), &mut tell)?;
+                        overwrite(&self.pool, entry.nsid, (command, pass), &mut report)?;
                         self.pool.change(|index| index.sanitize.nsid = entry.nsid)?;
                     }
                     before += entry.bytes();

@@ -27,7 +27,7 @@ use std::time::Duration;
 use tracing::{info, warn};
 
 /// Time limit for I/O threads to release a disk.
-const WORKERS: Duration = Duration::from_secs(30);
+const IN_FLIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A change of one property of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,11 +62,11 @@ impl Changes {
         wanted: DiskConfig,
     ) -> anyhow::Result<bool> {
         let mut wanted = wanted;
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         let served = self.find(id)?;
-        let asked = explicit(&served);
-        check_pool(&asked, nsid)?;
-        if let Some(found) = find(&served, &asked, nsid) {
+        let requested = explicit(&served);
+        check_pool(&requested, nsid)?;
+        if let Some(found) = find(&served, &requested, nsid) {
             let is_same = (found.disk.id.as_ref() == Some(&wanted.disk)
                 || disk_spec::with_absolute_paths(&found.disk.disk)
                     == disk_spec::with_absolute_paths(&wanted.disk))
@@ -98,7 +98,7 @@ impl Changes {
         served: &ServedController,
         wanted: &DiskConfig,
     ) -> anyhow::Result<Arc<dyn Disk>> {
-        let read_only = served.asked().controller.read_only;
+        let read_only = served.requested().controller.read_only;
         match self.unattached_disk(wanted.id.as_deref(), read_only) {
             Some(disk) => disk,
             None => self.open_spec_for(served, &wanted.disk),
@@ -110,10 +110,10 @@ impl Changes {
         served: &ServedController,
         spec: &str,
     ) -> anyhow::Result<Arc<dyn Disk>> {
-        let read_only = served.asked().controller.read_only;
+        let read_only = served.requested().controller.read_only;
         let disk = open_disk(spec, read_only, |spec| self.open(spec));
         let disk = disk.map_err(ConfigureError::into_error)?;
-        if served.asked().worker.is_none() && disk_kinds::may_block(spec) {
+        if served.requested().worker.is_none() && disk_kinds::may_block(spec) {
             set_apart(&served.controller);
         }
         Ok(disk)
@@ -131,24 +131,24 @@ impl Changes {
         wanted: &DiskConfig,
         disk: Arc<dyn Disk>,
     ) -> anyhow::Result<()> {
-        check_alone(served)?;
-        let asked = explicit(served);
-        let taken = asked.controller.disks.iter().filter_map(|disk| disk.uuid).collect();
+        check_no_subsystem(served)?;
+        let requested = explicit(served);
+        let taken = requested.controller.disks.iter().filter_map(|disk| disk.uuid).collect();
         let serial = &served.controller.config().serial;
         let uuid = wanted.uuid.unwrap_or_else(|| ControllerConfig::uuid_of(serial, &*disk, taken));
         let config = NamespaceConfig { disk, uuid };
         let own = DiskConfig { uuid: Some(uuid), nsid: Some(nsid), ..wanted.clone() };
-        let mut after = asked.clone();
+        let mut after = requested.clone();
         let disks = &mut after.controller.disks;
         let place = disks.iter().position(|disk| disk.nsid > Some(nsid)).unwrap_or(disks.len());
         disks.insert(place, own.clone());
         let name = config.disk.name();
-        self.change(served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
+        self.change(served, &requested, after, nsid, Some((&own, &config)), |controller, done| {
             controller.add_namespace(Some(nsid), &config, done).map(drop)
         })?;
-        self.attached(own.id.as_deref());
+        self.end_attach(own.id.as_deref());
         self.registry().warn_of_equal_uuids(served, Some(nsid));
-        info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
+        info!("{}: namespace {nsid} is {name}{}", served.name, describe(&*config.disk, &own.disk));
         Ok(())
     }
 
@@ -157,9 +157,9 @@ impl Changes {
     /// # Errors
     /// The namespace does not exist, or is the only one.
     pub(super) fn remove_namespace(&self, id: &str, nsid: u32) -> anyhow::Result<()> {
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         let served = self.find(id)?;
-        check_pool(&served.asked(), nsid)?;
+        check_pool(&served.requested(), nsid)?;
         self.take_namespace(&served, nsid)
     }
 
@@ -173,16 +173,16 @@ impl Changes {
         served: &ServedController,
         nsid: u32,
     ) -> anyhow::Result<()> {
-        let asked = explicit(served);
-        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
-        let mut after = asked.clone();
+        let requested = explicit(served);
+        let found = find(served, &requested, nsid).ok_or_else(|| missing(served, nsid))?;
+        let mut after = requested.clone();
         after.controller.disks.remove(found.at);
         // The namespace may be attached again, and guests need not flush before a detach.
         if let Err(error) = super::flush::flush(&*found.namespace.disk) {
             warn!("{}: cannot flush {}: {error}", served.name, found.namespace.disk.name());
         }
         drop(found);
-        self.change(served, &asked, after, nsid, None, |controller, done| {
+        self.change(served, &requested, after, nsid, None, |controller, done| {
             controller.remove_namespace(nsid, done)
         })
     }
@@ -197,10 +197,10 @@ impl Changes {
         served: &ServedController,
         nsid: u32,
     ) -> anyhow::Result<()> {
-        check_alone(served)?;
-        let asked = explicit(served);
-        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
-        if asked.controller.disks.len() == 1 {
+        check_no_subsystem(served)?;
+        let requested = explicit(served);
+        let found = find(served, &requested, nsid).ok_or_else(|| missing(served, nsid))?;
+        if requested.controller.disks.len() == 1 {
             return Err(exit::conflict(anyhow!(
                 "{} has no other namespace, and a controller has one at least: add another one \
                  first, replace the disk of this one, or remove the controller",
@@ -214,18 +214,18 @@ impl Changes {
                  `shadowbell ctl export remove {export}`"
             )));
         }
-        let mut after = asked.clone();
+        let mut after = requested.clone();
         after.controller.disks.remove(found.at);
         let name = found.namespace.disk.name();
         // Guests need not flush before a removal.
         super::flush::flush(&*found.namespace.disk)
             .with_context(|| format!("cannot flush {name}, so it is not removed"))?;
-        let detaching = self.detaching(&found.disk, &found.namespace.disk);
+        let begin_detach = self.begin_detach(&found.disk, &found.namespace.disk);
         drop(found);
-        let outcome = self.change(served, &asked, after, nsid, None, |controller, done| {
+        let outcome = self.change(served, &requested, after, nsid, None, |controller, done| {
             controller.remove_namespace(nsid, done)
         });
-        self.detached(detaching, outcome.is_ok());
+        self.end_detach(begin_detach, outcome.is_ok());
         outcome?;
         info!("{}: namespace {nsid}, {name}, is removed", served.name);
         Ok(())
@@ -242,70 +242,71 @@ impl Changes {
         nsid: u32,
         change: &NamespaceChange,
     ) -> anyhow::Result<bool> {
-        check_pool(&served.asked(), nsid)?;
-        self.alter_namespace(served, nsid, change)
+        check_pool(&served.requested(), nsid)?;
+        self.apply_namespace_change(served, nsid, change)
     }
 
     /// Like [`change_namespace`](Self::change_namespace), for a caller that holds the lock.
     ///
     /// # Errors
     /// As for [`change_namespace`](Self::change_namespace).
-    pub(super) fn alter_namespace(
+    pub(super) fn apply_namespace_change(
         &self,
         served: &ServedController,
         nsid: u32,
         change: &NamespaceChange,
     ) -> anyhow::Result<bool> {
-        check_alone(served)?;
-        let asked = explicit(served);
-        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
-        if *change == NamespaceChange::ReadOnly(false) && asked.controller.read_only {
+        check_no_subsystem(served)?;
+        let requested = explicit(served);
+        let found = find(served, &requested, nsid).ok_or_else(|| missing(served, nsid))?;
+        if *change == NamespaceChange::ReadOnly(false) && requested.controller.read_only {
             let why = anyhow!("{} is configured as read-only", served.name);
             return Err(exit::conflict(why));
         }
         let open = |spec: &str| self.open_spec_for(served, spec);
-        let (spec, disk) = match altered(&found.disk.disk, &found.namespace.disk, change, open)? {
-            Altered::Same => return Ok(false),
-            Altered::InPlace(spec) => {
-                self.say_otherwise(served, asked, found.at, nsid, spec);
-                return Ok(true);
-            }
-            Altered::Disk(spec, disk) => (spec, disk),
-        };
+        let (spec, disk) =
+            match apply_change(&found.disk.disk, &found.namespace.disk, change, open)? {
+                ChangeResult::Same => return Ok(false),
+                ChangeResult::InPlace(spec) => {
+                    self.update_spec(served, requested, found.at, nsid, spec);
+                    return Ok(true);
+                }
+                ChangeResult::Disk(spec, disk) => (spec, disk),
+            };
         let own = DiskConfig { disk: spec, ..found.disk.clone() };
-        let mut after = asked.clone();
+        let mut after = requested.clone();
         if let Some(disk) = after.controller.disks.get_mut(found.at) {
             *disk = own.clone();
         }
         let config = NamespaceConfig { disk: Arc::clone(&disk), uuid: found.namespace.uuid };
         drop(found);
-        self.change(served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
+        self.change(served, &requested, after, nsid, Some((&own, &config)), |controller, done| {
             controller.change_disk(nsid, disk, done)
         })?;
         let name = config.disk.name();
-        info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
+        info!("{}: namespace {nsid} is {name}{}", served.name, describe(&*config.disk, &own.disk));
         self.renew_exports(&id_of(&served.id, nsid, &own));
         Ok(true)
     }
 
     /// Records a changed disk specification. The disk itself has changed already.
-    fn say_otherwise(
+    fn update_spec(
         &self,
         served: &ServedController,
-        mut asked: SocketConfig,
+        mut requested: SocketConfig,
         at: usize,
         nsid: u32,
         spec: String,
     ) {
-        if let Some(disk) = asked.controller.disks.get_mut(at) {
+        if let Some(disk) = requested.controller.disks.get_mut(at) {
             disk.disk.clone_from(&spec);
         }
         let limits = DiskLimits::split(&spec).unwrap_or_default().1;
-        if let Some(kept) = self.kept() {
-            kept.say_otherwise(served.index, nsid, spec, &asked);
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.set_disk_spec(served.index, nsid, spec, &requested);
         }
         info!("{}: namespace {nsid} has the limits {limits} from now on", served.name);
-        served.set_asked(asked);
+        served.set_requested(requested);
     }
 
     /// Sets the limits of a group. Returns false if it has these limits already.
@@ -313,7 +314,7 @@ impl Changes {
     /// # Errors
     /// The name is invalid.
     pub(super) fn limit_group(&self, name: &str, wanted: Limits) -> anyhow::Result<bool> {
-        let _turn = self.turn();
+        let _guard = self.change_lock();
         limits::check_name(name).map_err(|why| exit::bad_input(anyhow!(why)))?;
         let group = limits::group(name);
         if group.limits() == wanted {
@@ -321,8 +322,8 @@ impl Changes {
         }
         group.set(wanted);
         info!("the limit group {name} has the limits {wanted} from now on");
-        if let Some(kept) = self.kept() {
-            kept.say_again();
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.publish_change();
         }
         Ok(true)
     }
@@ -337,8 +338,8 @@ impl Changes {
         disk: Option<(&DiskConfig, &NamespaceConfig)>,
         act: impl FnOnce(&shadowbell_controller::Controller, Done) -> Result<(), NamespaceError>,
     ) -> anyhow::Result<()> {
-        if let Some(kept) = self.kept() {
-            kept.will_change(served.index, nsid, disk);
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.begin_change(served.index, nsid, disk);
         }
         let (ends, end) = channel();
         let began = act(
@@ -349,7 +350,7 @@ impl Changes {
         );
         let mut is_slow = false;
         let outcome = began.map_err(impossible).and_then(|()| {
-            end.recv_timeout(WORKERS).map_or_else(
+            end.recv_timeout(IN_FLIGHT_TIMEOUT).map_or_else(
                 |_| {
                     is_slow = true;
                     Ok(())
@@ -357,18 +358,18 @@ impl Changes {
                 |outcome| outcome.map_err(impossible),
             )
         });
-        let asked = if outcome.is_ok() { after } else { before.clone() };
-        if let Some(kept) = self.kept() {
-            kept.settle(served.index, nsid, outcome.is_ok(), &asked);
+        let requested = if outcome.is_ok() { after } else { before.clone() };
+        if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.end_change(served.index, nsid, outcome.is_ok(), &requested);
         }
         if outcome.is_ok() {
-            served.set_asked(asked);
+            served.set_requested(requested);
         }
         if is_slow {
             return Err(anyhow!(
                 "namespace {nsid} changes once the commands in flight at its disk have ended, \
                  which they have not within {} s",
-                WORKERS.as_secs()
+                IN_FLIGHT_TIMEOUT.as_secs()
             ));
         }
         outcome
@@ -376,7 +377,7 @@ impl Changes {
 }
 
 /// Outcome of a change of a disk.
-pub(super) enum Altered {
+pub(super) enum ChangeResult {
     /// The disk has the property already.
     Same,
     /// The open disk was changed; its specification now.
@@ -389,31 +390,31 @@ pub(super) enum Altered {
 ///
 /// # Errors
 /// The change is not possible.
-pub(super) fn altered(
+pub(super) fn apply_change(
     spec: &str,
     old: &Arc<dyn Disk>,
     change: &NamespaceChange,
     open: impl FnOnce(&str) -> anyhow::Result<Arc<dyn Disk>>,
-) -> anyhow::Result<Altered> {
+) -> anyhow::Result<ChangeResult> {
     let info = old.info();
     Ok(match change {
         NamespaceChange::Size(bytes) => {
             let disk = old.resized(*bytes).map_err(refused)?;
             if disk.info().blocks == info.blocks {
-                return Ok(Altered::Same);
+                return Ok(ChangeResult::Same);
             }
-            Altered::Disk(disk_spec::with_size(spec, disk.info().bytes()), disk)
+            ChangeResult::Disk(disk_spec::with_size(spec, disk.info().bytes()), disk)
         }
-        NamespaceChange::ReadOnly(wanted) if *wanted == info.read_only => Altered::Same,
+        NamespaceChange::ReadOnly(wanted) if *wanted == info.read_only => ChangeResult::Same,
         NamespaceChange::ReadOnly(wanted) => {
             let disk = old.with_writes(!wanted).map_err(refused)?;
             let value = if *wanted { "on" } else { "off" };
-            Altered::Disk(disk_spec::with_option(spec, "read-only", value), disk)
+            ChangeResult::Disk(disk_spec::with_option(spec, "read-only", value), disk)
         }
         NamespaceChange::Limits(wanted) => {
             let (_, before) = DiskLimits::split(spec).unwrap_or_default();
             if *wanted == before {
-                return Ok(Altered::Same);
+                return Ok(ChangeResult::Same);
             }
             let spec = wanted.joined(spec);
             let limited = LimitedDisk::of(&**old);
@@ -422,16 +423,16 @@ pub(super) fn altered(
                 && !wanted.is_none()
             {
                 own.set(wanted.own);
-                return Ok(Altered::InPlace(spec));
+                return Ok(ChangeResult::InPlace(spec));
             }
             let bare = limited.map_or(old, LimitedDisk::unlimited);
-            Altered::Disk(spec, wanted.limit(Arc::clone(bare)))
+            ChangeResult::Disk(spec, wanted.limit(Arc::clone(bare)))
         }
         NamespaceChange::Disk(new) => {
             if disk_spec::with_absolute_paths(new) == disk_spec::with_absolute_paths(spec) {
-                return Ok(Altered::Same);
+                return Ok(ChangeResult::Same);
             }
-            Altered::Disk(new.clone(), open(new)?)
+            ChangeResult::Disk(new.clone(), open(new)?)
         }
     })
 }
@@ -440,40 +441,40 @@ pub(super) fn altered(
 type Done = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
 
 /// Describes a disk for the log: ` (64.0 MiB, read-only, iops=100, as db)`.
-fn about(disk: &dyn Disk, spec: &str) -> String {
+fn describe(disk: &dyn Disk, spec: &str) -> String {
     let info = disk.info();
-    let mut said = vec![ByteSize(info.bytes()).display().iec().to_string()];
+    let mut parts = vec![ByteSize(info.bytes()).display().iec().to_string()];
     if info.read_only {
-        said.push("read-only".to_owned());
+        parts.push("read-only".to_owned());
     }
     let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
     if !limits.is_none() {
-        said.push(limits.to_string());
+        parts.push(limits.to_string());
     }
-    format!(" ({})", said.join(", "))
+    format!(" ({})", parts.join(", "))
 }
 
 /// Configuration of a controller with all NSIDs and UUIDs of its namespaces filled in.
 pub(super) fn explicit(served: &ServedController) -> SocketConfig {
-    let mut asked = (*served.asked()).clone();
+    let mut requested = (*served.requested()).clone();
     let namespaces = served.controller.namespaces();
-    for (disk, (nsid, namespace)) in asked.controller.disks.iter_mut().zip(namespaces) {
+    for (disk, (nsid, namespace)) in requested.controller.disks.iter_mut().zip(namespaces) {
         (disk.nsid, disk.uuid) = (Some(nsid), Some(namespace.uuid));
     }
-    asked
+    requested
 }
 
-fn find(served: &ServedController, asked: &SocketConfig, nsid: u32) -> Option<Found> {
-    let at = nsids(&asked.controller.disks).position(|other| other == nsid)?;
-    let disk = asked.controller.disks.get(at)?.clone();
+fn find(served: &ServedController, requested: &SocketConfig, nsid: u32) -> Option<Found> {
+    let at = nsids(&requested.controller.disks).position(|other| other == nsid)?;
+    let disk = requested.controller.disks.get(at)?.clone();
     let namespaces = served.controller.namespaces();
     let (_, namespace) = namespaces.into_iter().find(|(other, _)| *other == nsid)?;
     Some(Found { at, disk, namespace })
 }
 
 /// Refuses a namespace of a pool, which only the guest manages.
-fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
-    let pool = asked.controller.pool.as_ref().and_then(pool::opened);
+fn check_pool(requested: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
+    let pool = requested.controller.pool.as_ref().and_then(pool::opened);
     match pool.is_some_and(|pool| pool.index().find(nsid).is_some()) {
         true => Err(exit::conflict(anyhow!(
             "namespace {nsid} was created by the guest, and only the guest may change it"
@@ -484,8 +485,8 @@ fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
 
 /// Refuses a controller of a subsystem, since all controllers of a subsystem share its
 /// namespaces.
-fn check_alone(served: &ServedController) -> anyhow::Result<()> {
-    match &served.asked().controller.subsystem {
+fn check_no_subsystem(served: &ServedController) -> anyhow::Result<()> {
+    match &served.requested().controller.subsystem {
         None => Ok(()),
         Some(membership) => Err(exit::conflict(anyhow!(
             "{} belongs to the subsystem {}, whose namespaces change only with the configuration \

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Interval at which the thread checks whether it was dropped.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL: Duration = Duration::from_millis(100);
 
 /// Time that the end of the process may take after the death of its supervisor. Nothing is lost
 /// after it: under a supervisor, completed writes survive a kill of this process.
@@ -27,17 +27,17 @@ impl ParentWatch {
     pub(super) fn start(link: &WorkerLink, grace: Duration) -> anyhow::Result<Self> {
         let link = link.as_fd().try_clone_to_owned()?;
         let is_over = Arc::new(AtomicBool::new(false));
-        let its = Arc::clone(&is_over);
+        let shared_flag = Arc::clone(&is_over);
         let watch = move || {
-            let timeout = Timespec::try_from(LOOK).ok();
-            while !its.load(Ordering::Acquire) {
+            let timeout = Timespec::try_from(POLL).ok();
+            while !shared_flag.load(Ordering::Acquire) {
                 // Only the end of the connection is polled; messages are not read.
                 let mut fds = [PollFd::from_borrowed_fd(link.as_fd(), PollFlags::empty())];
                 let seen = poll(&mut fds, timeout.as_ref());
                 let has_ended = fds.iter().any(|fd| fd.revents().contains(PollFlags::HUP));
                 if seen.is_ok() && has_ended {
                     std::thread::sleep(grace);
-                    if its.load(Ordering::Acquire) {
+                    if shared_flag.load(Ordering::Acquire) {
                         return;
                     }
                     std::process::exit(i32::from(exit::FAILED));

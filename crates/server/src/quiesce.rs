@@ -33,17 +33,17 @@ const LIMIT: Duration = Duration::from_millis(200);
 /// The reason why the checkpoint is incomplete. The server has not quiesced.
 pub(super) fn quiesce(
     server: &Server,
-    resting: &Endpoints,
+    endpoints: &Endpoints,
     link: &WorkerLink,
     is_changing: bool,
 ) -> anyhow::Result<Infallible> {
-    let kept = server.changes().kept().filter(|kept| kept.holds_all());
-    let kept = match kept {
-        Some(kept) => kept,
+    let checkpoint = server.changes().checkpoint().filter(|checkpoint| checkpoint.is_valid());
+    let checkpoint = match checkpoint {
+        Some(checkpoint) => checkpoint,
         None => return Err(why_incomplete(server)),
     };
     let mut fds = Descriptors::default();
-    kept.put_endpoints(&resting.save(&mut fds)?, &fds)?;
+    checkpoint.put_endpoints(&endpoints.save(&mut fds)?, &fds)?;
     let began = Instant::now();
     let mut unfinished = Vec::new();
     if is_changing {
@@ -55,20 +55,21 @@ pub(super) fn quiesce(
     order.sort_by_key(|served| std::cmp::Reverse(served.controller.io_commands()));
     let controllers = order.iter().map(|served| served.index).collect();
     // If the item cannot be sent, the checkpoint is outdated, and the next process detects that.
-    let _ = kept.put(QUIESCED, &Quiesced { controllers });
+    let _ = checkpoint.put(QUIESCED, &Quiesced { controllers });
     abort_point(AbortPoint::Quiesced);
     if unfinished.is_empty() {
         server.release_locks();
     } else {
         // Controllers of a subsystem share disks with controllers that may not have quiesced.
-        let alone = quiesced.iter().filter(|served| served.asked().controller.subsystem.is_none());
+        let alone =
+            quiesced.iter().filter(|served| served.requested().controller.subsystem.is_none());
         alone.flat_map(|served| served.disks()).for_each(|disk| disk.release_lock());
     }
-    link.say(to_supervisor::QUIESCED, &unfinished.join("\n"));
+    link.send(to_supervisor::QUIESCED, &unfinished.join("\n"));
     debug!("quiesced after {} us", began.elapsed().as_micros());
     info!("quiesced; another process recovers");
     // If the service ends or the supervisor dies instead, the checkpoint stays valid.
-    while link.hear().is_some_and(|packet| packet.letter != to_worker::END) {}
+    while link.receive().is_some_and(|packet| packet.letter != to_worker::END) {}
     std::process::exit(i32::from(exit::FAILED));
 }
 
@@ -81,13 +82,13 @@ fn quiesce_all(
 ) -> Vec<Arc<ServedController>> {
     server.disable_limits();
     let exports = stop_exports(server);
-    match server.rest_sockets(until) {
+    match server.pause_reactor(until) {
         // A drop would disconnect the clients.
         Ok(reactor) => std::mem::forget(reactor),
         Err(why) => unfinished.push(format!("{why:#}")),
     }
-    let (waits, mut quiesced) = quiesce_controllers(&server.controllers(), until);
-    for served in &waits {
+    let (unquiesced, mut quiesced) = quiesce_controllers(&server.controllers(), until);
+    for served in &unquiesced {
         unfinished.push(format!(
             "{} did not quiesce within {} ms; it is recovered as after a crash",
             served.name,
@@ -103,7 +104,7 @@ fn quiesce_all(
         unfinished.push(format!("{} has not answered", disk.name()));
     }
     // Requests of a client or of an export may still reach any disk and controller.
-    if unfinished.len() > waits.len() {
+    if unfinished.len() > unquiesced.len() {
         quiesced.clear();
     }
     quiesced
@@ -143,24 +144,24 @@ fn quiesce_controllers(
     all_served: &[Arc<ServedController>],
     until: Instant,
 ) -> (Vec<Arc<ServedController>>, Vec<Arc<ServedController>>) {
-    let (rests, all) = channel();
+    let (quiesced_sender, all) = channel();
     for (nth, served) in all_served.iter().enumerate() {
-        let rests = rests.clone();
-        served.controller.freeze(move || rests.send(nth).unwrap_or_default());
+        let quiesced_sender = quiesced_sender.clone();
+        served.controller.freeze(move || quiesced_sender.send(nth).unwrap_or_default());
     }
-    drop(rests);
-    let mut waits: Vec<_> = (0..all_served.len()).collect();
-    while !waits.is_empty()
+    drop(quiesced_sender);
+    let mut unquiesced: Vec<_> = (0..all_served.len()).collect();
+    while !unquiesced.is_empty()
         && let Ok(nth) = all.recv_timeout(until.saturating_duration_since(Instant::now()))
     {
-        waits.retain(|other| *other != nth);
+        unquiesced.retain(|other| *other != nth);
     }
-    let is_waiting = |nth: &usize| waits.contains(nth);
+    let is_unquiesced = |nth: &usize| unquiesced.contains(nth);
     let of = |which: &dyn Fn(&usize) -> bool| {
         let all = all_served.iter().enumerate().filter(|(nth, _)| which(nth));
         all.map(|(_, served)| Arc::clone(served)).collect()
     };
-    (of(&is_waiting), of(&|nth| !is_waiting(nth)))
+    (of(&is_unquiesced), of(&|nth| !is_unquiesced(nth)))
 }
 
 /// Explains why the checkpoint does not suffice for an upgrade.

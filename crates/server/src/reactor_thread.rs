@@ -21,12 +21,12 @@ struct Shared {
 
 /// Owner of the reactor, shared by both threads.
 enum State {
-    /// The thread runs it. `rest`: a pause is requested.
-    Serving { rest: bool },
+    /// The thread runs it. `pause`: a pause is requested.
+    Serving { pause: bool },
     /// Paused, and not taken out yet.
-    Resting(Box<Reactor>),
+    Paused(Box<Reactor>),
     /// The reactor was taken out, or has ended.
-    Away,
+    Gone,
 }
 
 impl ReactorThread {
@@ -39,12 +39,12 @@ impl ReactorThread {
         ended: impl FnOnce() + Send + 'static,
     ) -> io::Result<Self> {
         let handle = reactor.handle();
-        let state = Mutex::new(State::Serving { rest: false });
+        let state = Mutex::new(State::Serving { pause: false });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
-        let ours = Arc::clone(&shared);
+        let shared_clone = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("sb-reactor".into());
         let thread = thread.spawn(move || {
-            let outcome = ours.serve(reactor);
+            let outcome = shared_clone.serve(reactor);
             ended();
             outcome
         })?;
@@ -58,27 +58,27 @@ impl ReactorThread {
 
     /// Pauses the reactor and takes it out. `None` if it does not pause in time; then it
     /// continues.
-    pub(super) fn rest(&self, until: Instant) -> Option<Reactor> {
+    pub(super) fn pause(&self, until: Instant) -> Option<Reactor> {
         let mut state = self.shared.state.lock();
         if !matches!(*state, State::Serving { .. }) {
             return None;
         }
-        *state = State::Serving { rest: true };
+        *state = State::Serving { pause: true };
         self.handle.freeze();
         while matches!(*state, State::Serving { .. }) {
             if self.shared.changed.wait_until(&mut state, until).timed_out() {
                 break;
             }
         }
-        match std::mem::replace(&mut *state, State::Away) {
-            State::Resting(reactor) => Some(*reactor),
+        match std::mem::replace(&mut *state, State::Gone) {
+            State::Paused(reactor) => Some(*reactor),
             State::Serving { .. } => {
                 // If the reactor pauses after this timeout, the thread resumes it.
-                *state = State::Serving { rest: false };
+                *state = State::Serving { pause: false };
                 self.handle.thaw();
                 None
             }
-            State::Away => None,
+            State::Gone => None,
         }
     }
 
@@ -99,8 +99,8 @@ impl Shared {
             let outcome = reactor.run();
             let mut state = self.state.lock();
             match outcome {
-                Ok(RunEnd::Frozen) if matches!(*state, State::Serving { rest: true }) => {
-                    *state = State::Resting(Box::new(reactor));
+                Ok(RunEnd::Frozen) if matches!(*state, State::Serving { pause: true }) => {
+                    *state = State::Paused(Box::new(reactor));
                     self.changed.notify_all();
                     drop(state);
                     // The process ends in this state.
@@ -111,7 +111,7 @@ impl Shared {
                 // The pause has timed out, so the reactor continues.
                 Ok(RunEnd::Frozen) => {}
                 Ok(RunEnd::Stopped) | Err(_) => {
-                    *state = State::Away;
+                    *state = State::Gone;
                     self.changed.notify_all();
                     drop(state);
                     drop(reactor);
@@ -131,7 +131,7 @@ mod tests {
     fn a_pause_that_timed_out_may_be_repeated() {
         let reactor = Reactor::new(Limits::default()).unwrap();
         let thread = ReactorThread::start(reactor, || {}).unwrap();
-        while thread.rest(Instant::now()).is_none() {}
-        assert!(thread.rest(Instant::now()).is_none(), "it is taken out");
+        while thread.pause(Instant::now()).is_none() {}
+        assert!(thread.pause(Instant::now()).is_none(), "it is taken out");
     }
 }

@@ -5,7 +5,7 @@
 //! the server unchanged.
 
 use super::builder::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
-use super::checkpointer::LiveCheckpoint;
+use super::checkpointer::Checkpointer;
 use super::event::EventSender;
 use super::flush::flush;
 use super::open_disk::{UnattachedDisks, id_of};
@@ -39,18 +39,18 @@ pub(super) struct Changes {
     pool: Pool,
     events: EventSender,
     /// Disks are opened in a way that permits a handover.
-    lasting: bool,
+    recoverable: bool,
     registry: Arc<Registry>,
     /// Handle of the reactor, once it runs.
     handle: Mutex<Option<Handle>>,
     next: AtomicUsize,
     /// Lock that serializes changes.
-    turn: Mutex<()>,
+    change_lock: Mutex<()>,
     /// Named disks that no controller has.
     unattached: UnattachedDisks,
     exports: Exports,
     /// Checkpoint at the supervisor, if there is one.
-    kept: OnceLock<Arc<LiveCheckpoint>>,
+    checkpoint: OnceLock<Arc<Checkpointer>>,
 }
 
 /// A controller that is ready to be served.
@@ -64,12 +64,23 @@ impl Changes {
     pub(super) fn new(
         pool: Pool,
         events: EventSender,
-        lasting: bool,
+        recoverable: bool,
         registry: Arc<Registry>,
     ) -> Self {
         let next = AtomicUsize::new(registry.all().len());
-        let (handle, turn, unattached, exports, kept) = Default::default();
-        Self { pool, events, lasting, registry, handle, next, turn, unattached, exports, kept }
+        let (handle, change_lock, unattached, exports, checkpoint) = Default::default();
+        Self {
+            pool,
+            events,
+            recoverable,
+            registry,
+            handle,
+            next,
+            change_lock,
+            unattached,
+            exports,
+            checkpoint,
+        }
     }
 
     /// Sets the index of the next controller.
@@ -88,24 +99,24 @@ impl Changes {
     }
 
     /// Sets the checkpoint that is updated with each change.
-    pub(super) fn set_checkpoint(&self, kept: Arc<LiveCheckpoint>) {
-        let _ = self.kept.set(kept);
+    pub(super) fn set_checkpoint(&self, checkpoint: Arc<Checkpointer>) {
+        let _ = self.checkpoint.set(checkpoint);
     }
 
     /// Blocks changes until the result is dropped. `None` if a running change takes too long.
     pub(super) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
-        self.turn.try_lock_for(PAUSE)
+        self.change_lock.try_lock_for(PAUSE)
     }
 
     /// Adds a controller. Returns false if it is served already.
     ///
     /// # Errors
     /// The controller cannot be served, or its id belongs to a different controller.
-    pub(super) fn add(&self, asked: SocketConfig) -> anyhow::Result<bool> {
-        let _turn = self.turn.lock();
-        self.registry.check_waiting(Some(&asked.id()))?;
-        if let Some(served) = self.registry.find(&asked.id()) {
-            return match served.asked().is_same(&asked) {
+    pub(super) fn add(&self, requested: SocketConfig) -> anyhow::Result<bool> {
+        let _guard = self.change_lock.lock();
+        self.registry.check_waiting(Some(&requested.id()))?;
+        if let Some(served) = self.registry.find(&requested.id()) {
+            return match served.requested().is_same(&requested) {
                 true => Ok(false),
                 false => Err(exit::conflict(anyhow!(
                     "a controller `{}` exists already, with other properties; remove it first",
@@ -113,7 +124,7 @@ impl Changes {
                 ))),
             };
         }
-        self.commit(self.prepare(asked)?)?;
+        self.commit(self.prepare(requested)?)?;
         Ok(true)
     }
 
@@ -122,7 +133,7 @@ impl Changes {
     /// # Errors
     /// The controller does not exist, or has a client.
     pub(super) fn remove(&self, id: &str, forced: bool) -> anyhow::Result<()> {
-        let _turn = self.turn.lock();
+        let _guard = self.change_lock.lock();
         let served = self.find(id)?;
         if served.has_client() && !forced {
             return Err(exit::conflict(anyhow!(
@@ -135,8 +146,8 @@ impl Changes {
     }
 
     /// Takes the lock, for a change that consists of several.
-    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock()
+    pub(super) fn change_lock(&self) -> MutexGuard<'_, ()> {
+        self.change_lock.lock()
     }
 
     /// Named disks that no controller has.
@@ -168,8 +179,8 @@ impl Changes {
     }
 
     /// Checkpoint at the supervisor, if there is one.
-    pub(super) fn kept(&self) -> Option<&Arc<LiveCheckpoint>> {
-        self.kept.get()
+    pub(super) fn checkpoint(&self) -> Option<&Arc<Checkpointer>> {
+        self.checkpoint.get()
     }
 
     /// Opens a disk; in a way that permits a handover if the server needs that.
@@ -177,31 +188,31 @@ impl Changes {
     /// # Errors
     /// The disk cannot be opened.
     pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
-        if self.lasting { disk_open::open_recoverable(spec) } else { disk_open::open(spec) }
+        if self.recoverable { disk_open::open_recoverable(spec) } else { disk_open::open(spec) }
     }
 
     /// Opens everything that a controller needs, without serving it.
     ///
     /// # Errors
     /// The controller cannot be served.
-    pub(super) fn prepare(&self, mut asked: SocketConfig) -> anyhow::Result<Prepared> {
-        self.resolve(&mut asked.controller.disks)?;
+    pub(super) fn prepare(&self, mut requested: SocketConfig) -> anyhow::Result<Prepared> {
+        self.resolve(&mut requested.controller.disks)?;
         let index = self.next.fetch_add(1, Ordering::Relaxed);
         let events = self.events.of(index);
-        if let Some(why) = duplicate_disk(std::slice::from_ref(&asked)) {
+        if let Some(why) = duplicate_disk(std::slice::from_ref(&requested)) {
             return Err(exit::bad_input(anyhow!(why)));
         }
-        let config = open_one(&asked, self.lasting, |id| {
-            self.unattached_disk(id, asked.controller.read_only)
+        let config = open_one(&requested, self.recoverable, |id| {
+            self.unattached_disk(id, requested.controller.read_only)
         })?;
-        let controller = Controller::new(config, self.pool.clone(), carrier(&asked, &events));
-        let controller = with_origin(&asked, controller.map_err(exit::bad_input))?;
-        with_origin(&asked, place(&asked, &controller).map_err(exit::bad_input))?;
+        let controller = Controller::new(config, self.pool.clone(), carrier(&requested, &events));
+        let controller = with_origin(&requested, controller.map_err(exit::bad_input))?;
+        with_origin(&requested, place(&requested, &controller).map_err(exit::bad_input))?;
         let client = Arc::default();
         let handler = client_events(events, &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;
-        let listener = bind_one(&asked).map_err(sandbox::explain)?;
-        let served = ServedController::new(index, asked, controller, client);
+        let listener = bind_one(&requested).map_err(sandbox::explain)?;
+        let served = ServedController::new(index, requested, controller, client);
         Ok(Prepared { served, device, listener })
     }
 
@@ -212,17 +223,19 @@ impl Changes {
     pub(super) fn commit(&self, prepared: Prepared) -> anyhow::Result<()> {
         let Prepared { served, device, listener } = prepared;
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
-        let kept = self.kept.get().filter(|kept| kept.add(&served));
+        let checkpoint = self.checkpoint.get().filter(|checkpoint| checkpoint.add(&served));
         let served = self.registry.add(served);
         info!("{}", summary(&served));
         let device = Box::new(device);
-        let port = match kept {
-            Some(kept) => handle.add_recorded(listener, device, kept.port_recorder(served.index)),
+        let port = match checkpoint {
+            Some(checkpoint) => {
+                handle.add_recorded(listener, device, checkpoint.port_recorder(served.index))
+            }
             None => handle.add(listener, device),
         };
         served.set_port(port);
-        for disk in &served.asked().controller.disks {
-            self.attached(disk.id.as_deref());
+        for disk in &served.requested().controller.disks {
+            self.end_attach(disk.id.as_deref());
         }
         Ok(())
     }
@@ -235,7 +248,7 @@ impl Changes {
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
         // A disk without an id of its own ends with its controller.
         for (nsid, disk) in
-            nsids(&served.asked().controller.disks).zip(&served.asked().controller.disks)
+            nsids(&served.requested().controller.disks).zip(&served.requested().controller.disks)
         {
             let id = id_of(&served.id, nsid, disk);
             let exports = if disk.id.is_none() { self.exports.of(&id) } else { Vec::new() };
@@ -245,16 +258,17 @@ impl Changes {
             }
         }
         let index = served.index;
-        let asked = served.asked();
+        let requested = served.requested();
         let namespaces = served.controller.namespaces();
         // A subsystem's disks stay with its other controllers.
-        let named = asked.controller.disks.iter().zip(&namespaces);
-        let named = named.filter(|_| asked.controller.subsystem.is_none());
-        let named = named.filter_map(|(config, (_, own))| self.detaching(config, &own.disk));
+        let named = requested.controller.disks.iter().zip(&namespaces);
+        let named = named.filter(|_| requested.controller.subsystem.is_none());
+        let named = named.filter_map(|(config, (_, own))| self.begin_detach(config, &own.disk));
         let named: Vec<_> = named.collect();
-        let kept = self.kept.get().map(|kept| (kept, kept.disks(index)));
-        if let Some((kept, _)) = &kept {
-            kept.will_remove(index);
+        let checkpoint =
+            self.checkpoint.get().map(|checkpoint| (checkpoint, checkpoint.disks(index)));
+        if let Some((checkpoint, _)) = &checkpoint {
+            checkpoint.begin_removal(index);
         }
         if let Some(port) = served.port() {
             // The channel is closed without a message if the reactor has ended.
@@ -263,25 +277,25 @@ impl Changes {
         self.registry.remove(&served.id);
         let name = served.name.clone();
         let mut disks: Vec<Weak<dyn Disk>> = Vec::new();
-        for ((_, namespace), config) in namespaces.iter().zip(&asked.controller.disks) {
+        for ((_, namespace), config) in namespaces.iter().zip(&requested.controller.disks) {
             if let Err(error) = flush(&*namespace.disk) {
                 warn!("{name}: cannot flush {}: {error}", namespace.disk.name());
             }
             // Disks of a subsystem are shared with other controllers, so their close is not
             // awaited.
-            if asked.controller.subsystem.is_none() && config.id.is_none() {
+            if requested.controller.subsystem.is_none() && config.id.is_none() {
                 disks.push(Arc::downgrade(&namespace.disk));
             }
         }
         drop((served, namespaces));
-        named.into_iter().for_each(|disk| self.detached(Some(disk), true));
+        named.into_iter().for_each(|disk| self.end_detach(Some(disk), true));
         // I/O threads drop the disk when they handle the removal; statistics may hold it briefly.
         let until = Instant::now() + GONE;
         while disks.iter().any(|disk| disk.strong_count() != 0) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
-        if let Some((kept, disks)) = kept {
-            kept.removed(index, &disks);
+        if let Some((checkpoint, disks)) = checkpoint {
+            checkpoint.end_removal(index, &disks);
         }
         info!("{name}: removed");
         Ok(())

@@ -2,8 +2,8 @@
 //!
 //! The dead process has sent a checkpoint to the supervisor
 //! ([`checkpointer`](super::checkpointer)). This process rebuilds everything without accessing
-//! disks or guests, sends its own checkpoint, reports `TAKEN`, from which on only its own
-//! checkpoint is valid, and serves. Until `TAKEN` it may fail or die, and the next process recovers
+//! disks or guests, sends its own checkpoint, reports `RECOVERED`, from which on only its own
+//! checkpoint is valid, and serves. Until `RECOVERED` it may fail or die, and the next process recovers
 //! from the same checkpoint again.
 //!
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
@@ -70,13 +70,13 @@ pub(super) struct Recovery {
 pub(super) fn recover(
     config: &ServerConfig,
     link: &WorkerLink,
-    checkpointer: &Checkpointer,
+    checkpointer: &Arc<Checkpointer>,
     ended: impl FnOnce() + Send + 'static,
     phases: &mut Phases,
 ) -> anyhow::Result<Option<Recovery>> {
     let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     phases.ended("threads");
-    link.say(to_supervisor::PREPARED, "");
+    link.send(to_supervisor::PREPARED, "");
     let (mut items, death, by_fault) = loop {
         let Some(received) = link.checkpoint()? else { return Ok(None) };
         if let Some(death) = received.death {
@@ -84,14 +84,14 @@ pub(super) fn recover(
         }
         let lost = check(config, received.items)?;
         abort_point(AbortPoint::Checked);
-        link.say(to_supervisor::CHECKED, &lost.join("\n"));
+        link.send(to_supervisor::CHECKED, &lost.join("\n"));
     };
     let began = Instant::now();
     phases.ended("checkpoint");
     let watch = ParentWatch::start(link, Duration::ZERO)?;
     let endpoints = endpoints(&mut items);
     let complete = complete(&mut items)?;
-    if checkpoint_store::is_old(&mut items)? {
+    if checkpoint_store::is_outdated(&mut items)? {
         bail!("the checkpoint is outdated: the supervisor did not receive later changes");
     }
     matches_configuration(config, &complete)?;
@@ -101,7 +101,6 @@ pub(super) fn recover(
     }
     let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
     let fence = Arc::new(FenceWait::new(ends));
-    let kept = checkpointer.kept();
     let fuse_devices = fuse_devices(&complete, &mut items)?;
     let attempts = Arc::new(Attempts::take(&mut items)?);
     let controllers = complete.controllers.iter().map(|entry| Slot::of_controller(entry.index));
@@ -111,23 +110,23 @@ pub(super) fn recover(
     checkpointer.begin_recovery(&fence, &attempts, plan.pending(), plan.disks, is_changed);
     let events = EventQueue::new();
     let event_sender = events.sender(0);
-    let mut server = Server::resting(Vec::new(), events, pool.clone(), true);
+    let mut server = Server::new(Vec::new(), events, pool.clone(), true);
     server.changes().exports().set_wanted(complete.exports.clone());
-    kept.set_exports(complete.exports.clone());
+    checkpointer.set_exports(complete.exports.clone());
     for (id, device) in &fuse_devices {
-        kept.keep_fuse_device(id, device.as_fd());
+        checkpointer.put_fuse_device(id, device.as_fd());
     }
     server.changes().exports().devices().extend(fuse_devices);
     server.changes().number_from(plan.next);
     let waiting = plan.jobs.iter().flatten().filter_map(|job| match job {
-        Job::Controller(job) => Some((job.index, &job.entry.asked)),
+        Job::Controller(job) => Some((job.index, &job.entry.requested)),
         Job::Disk(_) => None,
     });
     server.registry().begin_waiting(waiting);
     let context = JobContext {
         pool,
         events: event_sender,
-        kept: Arc::clone(&kept),
+        checkpoint: Arc::clone(checkpointer),
         fence,
         registry: Arc::clone(server.registry()),
         attempts: Arc::clone(&attempts),
@@ -144,20 +143,20 @@ pub(super) fn recover(
         let one = match one {
             Recovered::Controller(one) => *one,
             Recovered::Disk(id, open) => {
-                kept.keep_unattached(&id, &open.spec, &open.disk);
-                kept.watch_unattached(&id, &open.disk);
+                checkpointer.put_unattached(&id, &open.spec, &open.disk);
+                checkpointer.watch_unattached(&id, &open.disk);
                 server.changes().unattached().lock().insert(id, open);
                 continue;
             }
             Recovered::Nothing => continue,
         };
         let RecoveredController { served, port, entry, saved, changing, lost, .. } = one;
-        kept.recovered(served.index, entry);
+        checkpointer.recovered(served.index, entry);
         let port = reactor.serve_restored(port).with_context(|| served.name.clone())?;
-        reactor.record_with(port, kept.port_recorder(served.index));
+        reactor.record_with(port, checkpointer.port_recorder(served.index));
         served.set_port(port);
         server.registry().recovered(Arc::clone(&served));
-        lost.iter().for_each(|why| link.say(to_supervisor::WARNING, why));
+        lost.iter().for_each(|why| link.send(to_supervisor::WARNING, why));
         replays += one.replays;
         old.push(one.old);
         recovered.push((served, saved, changing));
@@ -166,14 +165,14 @@ pub(super) fn recover(
     // All recovered controllers are quiesced, and the supervisor has their checkpoint, and the
     // previous one of the others.
     checkpointer.complete();
-    kept.delete_quiesced();
+    checkpointer.delete_quiesced();
     abort_point(AbortPoint::Kept);
     for waiting in server.registry().waiting() {
-        let name = waiting.asked.socket.display();
-        link.say(to_supervisor::WARNING, &format!("{name} waits for its disks: {}", waiting.why));
+        let name = waiting.requested.socket.display();
+        link.send(to_supervisor::WARNING, &format!("{name} waits for its disks: {}", waiting.why));
     }
     attempts.serves();
-    link.say(to_supervisor::TAKEN, "");
+    link.send(to_supervisor::RECOVERED, "");
     abort_point(AbortPoint::Taken);
     phases.ended("supervisor notified");
     for (served, _, changing) in &recovered {
@@ -188,7 +187,7 @@ pub(super) fn recover(
         saved.iter().for_each(|saved| served.controller.announce_recovery(saved));
     }
     phases.ended("interrupts");
-    old.iter().for_each(|old| kept.delete_old(old));
+    old.iter().for_each(|old| checkpointer.delete_old(old));
     if let Err(error) = server.trace(config, true) {
         warn!("the doorbell trace has ended: {error:#}");
     }
@@ -205,7 +204,7 @@ pub(super) fn recover(
     }
     if left == 0 {
         attempts.end();
-        kept.end_recovery();
+        checkpointer.end_recovery();
     }
     let late = (left > 0).then_some(LateRecovery(openers));
     Ok(Some(Recovery { server, endpoints, late }))
@@ -256,13 +255,13 @@ impl Plan {
         let mut jobs = Vec::new();
         let mut attached = HashSet::new();
         for (position, entry) in complete.controllers.iter().enumerate() {
-            let asked = config.controllers.get(position).filter(|_| !complete.is_changed);
+            let requested = config.controllers.get(position).filter(|_| !complete.is_changed);
             attached.extend(entry.disk_ids());
             jobs.push(ControllerJob {
                 index: next + position,
                 items: recovery_job::take_items(&mut items, entry),
                 death: entry.died.unwrap_or_else(|| of_process(&entry.index)),
-                asked: asked.cloned(),
+                requested: requested.cloned(),
                 entry: entry.clone(),
             });
         }
@@ -271,7 +270,7 @@ impl Plan {
         let mut groups: VecDeque<Vec<Job>> = VecDeque::new();
         let mut of_subsystem: HashMap<String, usize> = HashMap::new();
         for job in jobs {
-            let subsystem = job.entry.asked.controller.subsystem.as_ref();
+            let subsystem = job.entry.requested.controller.subsystem.as_ref();
             let group = subsystem.map(|membership| {
                 *of_subsystem.entry(membership.name.clone()).or_insert(groups.len())
             });
@@ -361,7 +360,7 @@ fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<Vec<Str
             if why.downcast_ref::<StateError>().is_some_and(StateError::is_of_another_release) {
                 return Err(why);
             }
-            let name = entry.asked.socket.display();
+            let name = entry.requested.socket.display();
             lost.push(format!("{name}: its client cannot be recovered: {why:#}"));
         }
     }
@@ -405,8 +404,8 @@ fn fuse_devices(
 
 /// Checks that the configuration asks for what is served, unless that was changed at run time.
 fn matches_configuration(config: &ServerConfig, complete: &Complete) -> anyhow::Result<()> {
-    let asked = checkpoint_items::served(config);
-    match checkpoint_items::difference(&complete.served, &asked) {
+    let requested = checkpoint_items::served(config);
+    match checkpoint_items::difference(&complete.served, &requested) {
         Some(why) if !complete.is_changed => bail!(why),
         _ => Ok(()),
     }

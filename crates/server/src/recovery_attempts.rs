@@ -81,8 +81,7 @@ impl Attempts {
         Self { table, suspect: Mutex::default(), opening: Mutex::new(Some(Vec::new())) }
     }
 
-    /// Takes the table out of a dead process's checkpoint. A checkpoint of an earlier release has
-    /// none.
+    /// Takes the table out of a dead process's checkpoint, or creates one if it has none.
     ///
     /// # Errors
     /// The descriptor limit is reached.

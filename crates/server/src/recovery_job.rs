@@ -6,7 +6,7 @@
 
 use super::builder;
 use super::checkpoint_items;
-use super::checkpointer::{ControllerEntry, DiskEntry, LiveCheckpoint, UnattachedEntry};
+use super::checkpointer::{Checkpointer, ControllerEntry, DiskEntry, UnattachedEntry};
 use super::event::EventSender;
 use super::fence_wait::FenceWait;
 use super::open_disk::OpenDisk;
@@ -35,15 +35,15 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 
 /// Delay before a log line names the reason for a wait.
-const TELL: Duration = Duration::from_millis(100);
+const REPORT_DELAY: Duration = Duration::from_millis(100);
 /// Pause before a disk that could not be opened is tried again.
-const AGAIN: Duration = Duration::from_millis(500);
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
 /// Surroundings of all jobs.
 pub(super) struct JobContext {
     pub(super) pool: Pool,
     pub(super) events: EventSender,
-    pub(super) kept: Arc<LiveCheckpoint>,
+    pub(super) checkpoint: Arc<Checkpointer>,
     pub(super) fence: Arc<FenceWait>,
     pub(super) registry: Arc<Registry>,
     pub(super) attempts: Arc<Attempts>,
@@ -66,7 +66,7 @@ pub(super) struct ControllerJob {
     pub(super) entry: ControllerEntry,
     pub(super) death: CauseOfDeath,
     /// Configuration, unless the checkpoint has it.
-    pub(super) asked: Option<SocketConfig>,
+    pub(super) requested: Option<SocketConfig>,
     pub(super) items: Items,
 }
 
@@ -108,7 +108,7 @@ pub(super) struct RecoveredController {
 
 /// Parts of the dead process's state that a new controller uses.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Uses {
+enum RecoveryMode {
     /// The controller and its client.
     Client,
     /// The controller, which then releases its client.
@@ -136,7 +136,7 @@ impl Job {
             context.registry.waits_for(index, what);
             return Some(Recovered::Nothing);
         }
-        let wait = Waits::new(context, index, name, slot);
+        let wait = DiskWait::new(context, index, name, slot);
         match self {
             Self::Controller(job) => {
                 job.run(&wait, deaths).map(|ready| Recovered::Controller(Box::new(ready)))
@@ -149,7 +149,7 @@ impl Job {
 impl ControllerJob {
     /// Path of its socket as configured, for messages.
     pub(super) fn name(&self) -> String {
-        self.entry.asked.socket.display().to_string()
+        self.entry.requested.socket.display().to_string()
     }
 
     /// Slot of its deaths.
@@ -157,31 +157,31 @@ impl ControllerJob {
         Slot::of_controller(self.entry.index)
     }
 
-    fn run(self, wait: &Waits<'_>, deaths: u8) -> Option<RecoveredController> {
+    fn run(self, wait: &DiskWait<'_>, deaths: u8) -> Option<RecoveredController> {
         let (name, lost) = (&wait.name, RefCell::new(None));
-        let lose = |why: String| {
+        let drop_client = |why: String| {
             if lost.borrow().is_none() {
                 warn!("{name}: its client cannot be recovered, and is disconnected: {why}");
                 *lost.borrow_mut() = Some(format!("{name}: its client was disconnected: {why}"));
             }
         };
-        let mut uses = Uses::Client;
+        let mut mode = RecoveryMode::Client;
         let disks = match check_deaths(deaths).and_then(|()| self.disks()) {
             Ok(disks) => disks,
             Err(why) => {
-                lose(exit::line(&why));
-                uses = Uses::Socket;
+                drop_client(exit::line(&why));
+                mode = RecoveryMode::Socket;
                 self.entry.newest_disks()
             }
         };
-        let asked = match &self.asked {
-            Some(asked) => asked.clone(),
-            None => self.entry.as_asked(&disks),
+        let requested = match &self.requested {
+            Some(requested) => requested.clone(),
+            None => self.entry.config_with(&disks),
         };
         let is_final = Cell::new(false);
         let config = wait.until_open(|| {
-            let opened = asked.controller.open_by(&location(&asked), |nth, spec| {
-                if uses == Uses::Socket || is_final.get() {
+            let opened = requested.controller.open_by(&location(&requested), |nth, spec| {
+                if mode == RecoveryMode::Socket || is_final.get() {
                     return wait.open(spec);
                 }
                 let missing = || anyhow!("the state lacks the disk of a namespace");
@@ -189,17 +189,17 @@ impl ControllerJob {
                 match wait.recover(spec, &self.items, key, self.death) {
                     Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
                         is_final.set(true);
-                        lose(exit::line(&error.into_error()));
+                        drop_client(exit::line(&error.into_error()));
                         wait.open(spec)
                     }
                     outcome => outcome,
                 }
             });
             let opened = opened.map_err(ConfigureError::into_error);
-            builder::with_origin(&asked, opened)
+            builder::with_origin(&requested, opened)
         })?;
         if is_final.get() {
-            uses = Uses::Socket;
+            mode = RecoveryMode::Socket;
         }
         // Disks stay open if a controller cannot be built, so they are not recovered again.
         let disks: Vec<_> = config.namespaces.iter().map(|ns| Arc::clone(&ns.disk)).collect();
@@ -207,26 +207,27 @@ impl ControllerJob {
         loop {
             let configured = match config.take() {
                 Some(config) => Ok(config),
-                None => self.configure(&asked, disks.clone()),
+                None => self.configure(&requested, disks.clone()),
             };
-            let built =
-                configured.and_then(|config| self.build(wait.context, &asked, config, uses, &lose));
+            let built = configured.and_then(|config| {
+                self.build(wait.context, &requested, config, mode, &drop_client)
+            });
             match built {
                 Ok(mut ready) => {
                     ready.lost = lost.take();
                     return Some(ready);
                 }
-                Err(why) if uses == Uses::Client => {
-                    lose(exit::line(&why));
-                    uses = Uses::Controller;
+                Err(why) if mode == RecoveryMode::Client => {
+                    drop_client(exit::line(&why));
+                    mode = RecoveryMode::Controller;
                 }
-                Err(why) if uses == Uses::Controller => {
+                Err(why) if mode == RecoveryMode::Controller => {
                     let why = exit::line(&why);
                     warn!("{name}: its state cannot be recovered, and is discarded: {why}");
-                    uses = Uses::Socket;
+                    mode = RecoveryMode::Socket;
                 }
                 Err(why) => {
-                    wait.tell(&format!("waiting for its disks: {}", exit::line(&why)));
+                    wait.report_wait(&format!("waiting for its disks: {}", exit::line(&why)));
                     if !wait.pause() {
                         return None;
                     }
@@ -243,33 +244,37 @@ impl ControllerJob {
         disks.collect::<Option<_>>().context("the state lacks the disk of a namespace")
     }
 
-    fn configure(&self, asked: &SocketConfig, disks: Vec<Arc<dyn Disk>>) -> anyhow::Result<Config> {
-        let config = asked.controller.configure(&location(asked), disks);
-        builder::with_origin(asked, config.map_err(ConfigureError::into_error))
+    fn configure(
+        &self,
+        requested: &SocketConfig,
+        disks: Vec<Arc<dyn Disk>>,
+    ) -> anyhow::Result<Config> {
+        let config = requested.controller.configure(&location(requested), disks);
+        builder::with_origin(requested, config.map_err(ConfigureError::into_error))
     }
 
     /// Listening socket in the checkpoint, found without the state of the client; or a new one.
-    fn listener(&self, asked: &SocketConfig) -> anyhow::Result<Listener> {
+    fn listener(&self, requested: &SocketConfig) -> anyhow::Result<Listener> {
         let item = self.items.get(&checkpoint_items::port(self.entry.index));
         let mut fds = item.into_iter().flat_map(|item| &item.fds);
         let Some(socket) = fds.find(|fd| sockopt::socket_acceptconn(fd).unwrap_or_default()) else {
-            return builder::bind_one(asked);
+            return builder::bind_one(requested);
         };
-        Ok(Listener::of_before(socket.try_clone()?, &asked.absolute_socket()))
+        Ok(Listener::of_before(socket.try_clone()?, &requested.absolute_socket()))
     }
 
     fn build(
         &self,
         context: &JobContext,
-        asked: &SocketConfig,
+        requested: &SocketConfig,
         config: Config,
-        uses: Uses,
-        lose: &dyn Fn(String),
+        mode: RecoveryMode,
+        drop_client: &dyn Fn(String),
     ) -> anyhow::Result<RecoveredController> {
         let events = context.events.of(self.index);
-        let carrier = builder::carrier(asked, &events);
+        let carrier = builder::carrier(requested, &events);
         let mut state = None;
-        let controller = if uses == Uses::Socket {
+        let controller = if mode == RecoveryMode::Socket {
             Controller::new(config, context.pool.clone(), carrier)?
         } else {
             let key = checkpoint_items::controller(self.entry.index);
@@ -279,16 +284,16 @@ impl ControllerJob {
             state = Some((saved, fds));
             controller
         };
-        builder::place(asked, &controller)?;
-        let port = match uses {
-            Uses::Client => {
+        builder::place(requested, &controller)?;
+        let port = match mode {
+            RecoveryMode::Client => {
                 let (port, fds) = port(&self.items, self.entry.index)?;
                 if is_lost(&port) {
-                    lose(NOT_SAVED.to_owned());
+                    drop_client(NOT_SAVED.to_owned());
                 }
                 Some((port, fds))
             }
-            Uses::Controller | Uses::Socket => None,
+            RecoveryMode::Controller | RecoveryMode::Socket => None,
         };
         let has_client = port.as_ref().is_some_and(|(port, _)| port.has_client());
         let client = Arc::new(AtomicBool::new(has_client));
@@ -297,15 +302,15 @@ impl ControllerJob {
         let limits = Limits::default();
         let port = match port {
             Some((port, mut fds)) => RestoredPort::new(port, &mut fds, device, &limits)?,
-            None => RestoredPort::without_client(self.listener(asked)?, device, &limits),
+            None => RestoredPort::without_client(self.listener(requested)?, device, &limits),
         };
-        let served = ServedController::new(self.index, asked.clone(), controller, client);
-        let entry = context.kept.keep_recovered(&served);
+        let served = ServedController::new(self.index, requested.clone(), controller, client);
+        let entry = context.checkpoint.put_recovered(&served);
         let replays = match &mut state {
             None => 0,
             Some((saved, fds)) => {
                 let recovered = served.controller.recover(saved, fds, self.death);
-                recovered.inspect_err(|_| context.kept.forget(entry.as_ref()))?
+                recovered.inspect_err(|_| context.checkpoint.discard(entry.as_ref()))?
             }
         };
         Ok(RecoveredController {
@@ -323,7 +328,7 @@ impl ControllerJob {
 }
 
 impl DiskJob {
-    fn run(self, wait: &Waits<'_>, deaths: u8) -> Option<Recovered> {
+    fn run(self, wait: &DiskWait<'_>, deaths: u8) -> Option<Recovered> {
         let Self { id, entry: UnattachedEntry { key, spec, .. }, death, items } = self;
         let disk = wait.until_open(|| {
             let recovered = check_deaths(deaths).map_err(DiskSpecError::Other);
@@ -343,12 +348,12 @@ impl DiskJob {
 }
 
 /// Wait of a job for its disks, with its log line.
-struct Waits<'a> {
+struct DiskWait<'a> {
     context: &'a JobContext,
     index: usize,
     name: String,
     since: Instant,
-    told: RefCell<String>,
+    reported: RefCell<String>,
     attempt: Attempt<'a>,
 }
 
@@ -360,11 +365,11 @@ pub(super) fn check_deaths(deaths: u8) -> anyhow::Result<()> {
     }
 }
 
-impl<'a> Waits<'a> {
+impl<'a> DiskWait<'a> {
     fn new(context: &'a JobContext, index: usize, name: String, slot: Slot) -> Self {
         let attempt = context.attempts.begin(slot);
-        let (since, told) = (Instant::now(), RefCell::default());
-        Self { context, index, name, since, told, attempt }
+        let (since, reported) = (Instant::now(), RefCell::default());
+        Self { context, index, name, since, reported, attempt }
     }
 
     fn is_over(&self) -> bool {
@@ -372,10 +377,10 @@ impl<'a> Waits<'a> {
     }
 
     /// Records the reason for the wait, and logs each reason once.
-    fn tell(&self, what: &str) {
-        let mut told = self.told.borrow_mut();
-        if *told != what {
-            what.clone_into(&mut told);
+    fn report_wait(&self, what: &str) {
+        let mut reported = self.reported.borrow_mut();
+        if *reported != what {
+            what.clone_into(&mut reported);
             warn!("{}: {what}", self.name);
             self.context.registry.waits_for(self.index, what);
         }
@@ -383,7 +388,7 @@ impl<'a> Waits<'a> {
 
     /// Waits before the next attempt. Returns false if the service ends.
     fn pause(&self) -> bool {
-        let until = Instant::now() + AGAIN;
+        let until = Instant::now() + RETRY_PAUSE;
         self.attempt.pause(|| {
             while Instant::now() < until {
                 if !self.context.fence.wait_for_lock(self.since) {
@@ -400,7 +405,9 @@ impl<'a> Waits<'a> {
             match open() {
                 Ok(opened) => return Some(opened),
                 Err(_) if self.is_over() => return None,
-                Err(why) => self.tell(&format!("waiting for its disks: {}", exit::line(&why))),
+                Err(why) => {
+                    self.report_wait(&format!("waiting for its disks: {}", exit::line(&why)))
+                }
             }
             if !self.pause() {
                 return None;
@@ -424,8 +431,8 @@ impl<'a> Waits<'a> {
         let (state, mut fds): (Value, _) = decode(items, key).map_err(DiskSpecError::Other)?;
         let has_quiesced = death == CauseOfDeath::Planned;
         let waits = |what: &str| {
-            if self.since.elapsed() >= TELL {
-                self.tell(what);
+            if self.since.elapsed() >= REPORT_DELAY {
+                self.report_wait(what);
             }
         };
         if !has_quiesced && disk_recovery::needs_process_fence(&state) {
@@ -451,8 +458,8 @@ fn is_lost(port: &SavedPort) -> bool {
     port.device().is_null()
 }
 
-fn location(asked: &SocketConfig) -> String {
-    asked.absolute_socket().to_string_lossy().into_owned()
+fn location(requested: &SocketConfig) -> String {
+    requested.absolute_socket().to_string_lossy().into_owned()
 }
 
 /// Decodes the item of a socket and its client, with the files of the client's memory.

@@ -17,7 +17,7 @@ pub(super) struct ServedController {
     /// Index, which is never reused.
     pub(super) index: usize,
     /// Current configuration.
-    asked: RwLock<Arc<SocketConfig>>,
+    requested: RwLock<Arc<SocketConfig>>,
     /// Id of its socket in the reactor.
     port: OnceLock<PortId>,
     /// Path of its socket as configured, for messages.
@@ -34,16 +34,16 @@ pub(super) struct ServedController {
 impl ServedController {
     pub(super) fn new(
         index: usize,
-        asked: SocketConfig,
+        requested: SocketConfig,
         controller: Controller,
         client: Arc<AtomicBool>,
     ) -> Self {
         Self {
             index,
-            name: asked.socket.display().to_string(),
-            id: asked.id(),
-            socket: asked.canonical_socket(),
-            asked: RwLock::new(Arc::new(asked)),
+            name: requested.socket.display().to_string(),
+            id: requested.id(),
+            socket: requested.canonical_socket(),
+            requested: RwLock::new(Arc::new(requested)),
             port: OnceLock::new(),
             controller,
             client,
@@ -64,13 +64,13 @@ impl ServedController {
     }
 
     /// Current configuration.
-    pub(super) fn asked(&self) -> Arc<SocketConfig> {
-        Arc::clone(&self.asked.read())
+    pub(super) fn requested(&self) -> Arc<SocketConfig> {
+        Arc::clone(&self.requested.read())
     }
 
     /// Replaces the configuration.
-    pub(super) fn set_asked(&self, asked: SocketConfig) {
-        *self.asked.write() = Arc::new(asked);
+    pub(super) fn set_requested(&self, requested: SocketConfig) {
+        *self.requested.write() = Arc::new(requested);
     }
 
     /// Sets the id of its socket in the reactor.
@@ -96,7 +96,7 @@ fn plural(count: usize) -> &'static str {
 #[derive(Clone)]
 pub(super) struct WaitingController {
     pub(super) index: usize,
-    pub(super) asked: SocketConfig,
+    pub(super) requested: SocketConfig,
     /// Reason for the wait.
     pub(super) why: String,
 }
@@ -202,9 +202,9 @@ impl Registry {
     /// Registers the controllers that wait for their disks, each with its new index.
     pub(super) fn begin_waiting<'a>(&self, all: impl Iterator<Item = (usize, &'a SocketConfig)>) {
         let mut waiting: Vec<_> = all
-            .map(|(index, asked)| WaitingController {
+            .map(|(index, requested)| WaitingController {
                 index,
-                asked: asked.clone(),
+                requested: requested.clone(),
                 why: "its disks are being opened".to_owned(),
             })
             .collect();
@@ -232,13 +232,13 @@ impl Registry {
     pub(super) fn check_waiting(&self, id: Option<&str>) -> anyhow::Result<()> {
         let waiting = self.waiting.read();
         let is_it = |one: &&WaitingController| {
-            id.is_none_or(|id| one.asked.id() == id || one.asked.canonical_socket() == id)
+            id.is_none_or(|id| one.requested.id() == id || one.requested.canonical_socket() == id)
         };
         match waiting.iter().find(is_it) {
             None => Ok(()),
             Some(one) => Err(exit::conflict(anyhow!(
                 "the controller {} waits for its disks ({}); try again when it is served",
-                one.asked.id(),
+                one.requested.id(),
                 one.why
             ))),
         }

@@ -26,7 +26,7 @@ pub(super) fn apply(
     dry_run: bool,
     forced: bool,
 ) -> anyhow::Result<Plan> {
-    let turn = changes.turn();
+    let change_lock = changes.change_lock();
     changes.registry().check_waiting(None)?;
     let (named, exports) = (config.disks, config.exports);
     let plan = Plan::of(changes.registry(), config.controllers, &config.groups);
@@ -43,10 +43,10 @@ pub(super) fn apply(
     add_early(changes, &named, &plan).map_err(|error| error.context("nothing was changed"))?;
     let ready = Ready::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
     let mut failed = drop_exports(changes, &exports);
-    failed.extend(ready.carry_out(changes, &plan));
+    failed.extend(ready.execute(changes, &plan));
     failed.extend(match_unattached(changes, &named));
     failed.extend(exports.into_iter().filter_map(|export| changes.put_export(export, None).err()));
-    drop(turn);
+    drop(change_lock);
     for group in config.groups {
         changes.limit_group(&group.name, group.limits)?;
     }
@@ -62,10 +62,10 @@ pub(super) fn apply(
 fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Result<()> {
     let exclusive_resources = |spec: &str| DiskConfig::of(spec).exclusive_resources();
     let all = changes.disks();
-    let taken: HashSet<_> = all.iter().map(|disk| exclusive_resources(&disk.open.spec)).collect();
+    let in_use: HashSet<_> = all.iter().map(|disk| exclusive_resources(&disk.open.spec)).collect();
     let is_new = |disk: &&NamedDisk| all.iter().all(|other| other.id != disk.id);
     let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
-    let mut early = early.filter(|disk| !taken.contains(&exclusive_resources(&disk.spec)));
+    let mut early = early.filter(|disk| !in_use.contains(&exclusive_resources(&disk.spec)));
     early.try_for_each(|disk| changes.put_disk(disk).map(drop))
 }
 
@@ -104,7 +104,7 @@ type Coming<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
 
 /// The part of a plan that was prepared before anything is removed.
 struct Ready<'a> {
-    going: Vec<Arc<ServedController>>,
+    to_remove: Vec<Arc<ServedController>>,
     controllers: Vec<Prepared>,
     namespaces: Vec<(Coming<'a>, Arc<dyn Disk>)>,
     /// Controllers and namespaces whose socket or disk is in use until a removal.
@@ -115,41 +115,43 @@ struct Ready<'a> {
 impl<'a> Ready<'a> {
     fn of(changes: &Changes, plan: &'a Plan) -> anyhow::Result<Self> {
         let registry = changes.registry();
-        let going = plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
-        let going: Vec<_> = going.filter_map(|id| registry.find(&id)).collect();
-        let mut taken: HashSet<_> =
-            going.iter().flat_map(|served| served.asked().exclusive_resources()).collect();
-        let mut coming = Vec::new();
+        let to_remove =
+            plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
+        let to_remove: Vec<_> = to_remove.filter_map(|id| registry.find(&id)).collect();
+        let mut in_use: HashSet<_> =
+            to_remove.iter().flat_map(|served| served.requested().exclusive_resources()).collect();
+        let mut to_add = Vec::new();
         for (id, steps) in &plan.change {
             let served = changes.find(id)?;
             for step in steps {
                 match step {
-                    Step::Add(nsid, disk) => coming.push((Arc::clone(&served), *nsid, disk)),
-                    Step::Remove(nsid) => taken.extend(served.asked().exclusive_resource_of(*nsid)),
+                    Step::Add(nsid, disk) => to_add.push((Arc::clone(&served), *nsid, disk)),
+                    Step::Remove(nsid) => {
+                        in_use.extend(served.requested().exclusive_resource_of(*nsid))
+                    }
                     Step::Change(..) | Step::Ana(..) => {}
                 }
             }
         }
-        let (late_controllers, early): (Vec<_>, Vec<_>) = plan
-            .add
-            .iter()
-            .partition(|asked| asked.exclusive_resources().iter().any(|what| taken.contains(what)));
-        let (late_namespaces, namespaces): (Vec<_>, Vec<_>) = coming
+        let (late_controllers, early): (Vec<_>, Vec<_>) = plan.add.iter().partition(|requested| {
+            requested.exclusive_resources().iter().any(|what| in_use.contains(what))
+        });
+        let (late_namespaces, namespaces): (Vec<_>, Vec<_>) = to_add
             .into_iter()
-            .partition(|(_, _, disk)| taken.contains(&disk.exclusive_resources()));
-        let controllers = early.into_iter().map(|asked| changes.prepare(asked.clone()));
+            .partition(|(_, _, disk)| in_use.contains(&disk.exclusive_resources()));
+        let controllers = early.into_iter().map(|requested| changes.prepare(requested.clone()));
         let controllers = controllers.collect::<Result<_, _>>()?;
-        let namespaces = namespaces.into_iter().map(|coming| {
-            let (served, _, disk) = &coming;
+        let namespaces = namespaces.into_iter().map(|to_add| {
+            let (served, _, disk) = &to_add;
             let open = changes.open_for(served, disk)?;
-            Ok((coming, open))
+            Ok((to_add, open))
         });
         let namespaces = namespaces.collect::<anyhow::Result<_>>()?;
-        Ok(Self { going, controllers, namespaces, late_controllers, late_namespaces })
+        Ok(Self { to_remove, controllers, namespaces, late_controllers, late_namespaces })
     }
 
     /// Carries out the plan and returns the errors.
-    fn carry_out(self, changes: &Changes, plan: &Plan) -> Vec<anyhow::Error> {
+    fn execute(self, changes: &Changes, plan: &Plan) -> Vec<anyhow::Error> {
         let mut failed = Vec::new();
         let mut before = Vec::new();
         for ((served, nsid, wanted), disk) in self.namespaces {
@@ -161,28 +163,30 @@ impl<'a> Ready<'a> {
                     Step::Add(..) => Ok(()),
                     Step::Remove(nsid) => changes.take_namespace(&served, *nsid),
                     Step::Change(nsid, change) => {
-                        changes.alter_namespace(&served, *nsid, change).map(drop)
+                        changes.apply_namespace_change(&served, *nsid, change).map(drop)
                     }
-                    Step::Ana(group, state) => changes.alter_ana(&served, *group, *state).map(drop),
+                    Step::Ana(group, state) => {
+                        changes.apply_ana_state(&served, *group, *state).map(drop)
+                    }
                 });
                 failed.extend(outcome.err());
             }
         }
-        for served in self.going {
-            before.push(served.asked());
+        for served in self.to_remove {
+            before.push(served.requested());
             failed.extend(changes.take_away(served).err());
         }
         for prepared in self.controllers {
             failed.extend(changes.commit(prepared).err());
         }
-        let serve = |asked: &SocketConfig| {
-            changes.prepare(asked.clone()).and_then(|prepared| changes.commit(prepared))
+        let serve = |requested: &SocketConfig| {
+            changes.prepare(requested.clone()).and_then(|prepared| changes.commit(prepared))
         };
-        for asked in self.late_controllers.into_iter().chain(&plan.replace) {
-            let Err(error) = serve(asked) else { continue };
+        for requested in self.late_controllers.into_iter().chain(&plan.replace) {
+            let Err(error) = serve(requested) else { continue };
             failed.push(error);
             // The controller could not be replaced: serve the previous one again, if possible.
-            if let Some(before) = before.iter().find(|before| before.id() == asked.id()) {
+            if let Some(before) = before.iter().find(|before| before.id() == requested.id()) {
                 failed.extend(serve(before).err());
             }
         }
@@ -218,9 +222,9 @@ impl Reload {
         text: anyhow::Result<Option<String>>,
         done: impl FnOnce(&str) + Send + 'static,
     ) {
-        let (ours, changes) = (Arc::clone(self), Arc::clone(changes));
+        let (reload, changes) = (Arc::clone(self), Arc::clone(changes));
         let thread = std::thread::Builder::new().name("sb-reload".into());
-        let started = thread.spawn(move || done(&ours.run(&changes, text)));
+        let started = thread.spawn(move || done(&reload.run(&changes, text)));
         if let Err(error) = started {
             error!("the configuration is not reloaded: cannot start a thread ({error})");
         }
@@ -229,9 +233,9 @@ impl Reload {
     /// Reloads the file, logs the result and returns it.
     fn run(&self, changes: &Changes, text: anyhow::Result<Option<String>>) -> String {
         match self.read(changes, text) {
-            Ok(said) => {
-                info!("{said}");
-                said
+            Ok(summary) => {
+                info!("{summary}");
+                summary
             }
             Err(why) => {
                 let why = exit::line(&why);

@@ -23,10 +23,10 @@ impl ResizeWatch {
     /// The thread cannot be started.
     pub(super) fn start(server: &Server) -> anyhow::Result<Self> {
         let is_over = Arc::new(AtomicBool::new(false));
-        let (its, changes) = (Arc::clone(&is_over), Arc::downgrade(server.changes()));
+        let (shared_flag, changes) = (Arc::clone(&is_over), Arc::downgrade(server.changes()));
         std::thread::Builder::new()
             .name("sb-resize".into())
-            .spawn(move || watch(&its, &changes))?;
+            .spawn(move || watch(&shared_flag, &changes))?;
         Ok(Self(is_over))
     }
 }
@@ -39,19 +39,19 @@ impl Drop for ResizeWatch {
 }
 
 fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
-    let mut news = SizeChanges::default();
+    let mut size_changes = SizeChanges::default();
     loop {
-        news.wait();
+        size_changes.wait();
         if is_over.load(Ordering::Acquire) {
             return;
         }
         // Only a weak reference is held while waiting, so that disks can be closed.
         let Some(changes) = changes.upgrade() else { return };
-        look(&changes);
+        resize_changed(&changes);
     }
 }
 
-fn look(changes: &Changes) {
+fn resize_changed(changes: &Changes) {
     let ids = |disk: ListedDisk| disk.open.disk.take_size_change().then_some(disk.id);
     for id in changes.disks().into_iter().filter_map(ids) {
         if let Err(error) = changes.change_disk(&id, &NamespaceChange::Size(None)) {

@@ -41,18 +41,18 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Starts to serve `config`, entirely or not at all. If `lasting` is given, disks are opened
-    /// in a way that permits a handover, and `lasting` is called before any client is served.
+    /// Starts to serve `config`, entirely or not at all. If `recoverable` is given, disks are opened
+    /// in a way that permits a handover, and `recoverable` is called before any client is served.
     /// `ended` is called on the reactor thread when the reactor has ended.
     ///
     /// # Errors
     /// The first error, with the line of the configuration that it concerns.
     pub(super) fn start(
         config: &ServerConfig,
-        lasting: Option<impl FnOnce(&Self, &mut Reactor, &[PortId])>,
+        recoverable: Option<impl FnOnce(&Self, &mut Reactor, &[PortId])>,
         ended: impl FnOnce() + Send + 'static,
     ) -> anyhow::Result<Self> {
-        let configs = open(config, lasting.is_some())?;
+        let configs = open(config, recoverable.is_some())?;
         let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
         let events = EventQueue::new();
         let mut controllers = Vec::with_capacity(configs.len());
@@ -71,7 +71,7 @@ impl Server {
         let disks = FILES_OF_A_DISK * config.unattached().count() as u64;
         descriptor_limit::check_room(FILES + disks + FILES_OF_A_CLIENT * clients)?;
         let listeners = config.controllers.iter().map(bind_one).collect::<Result<Vec<_>, _>>()?;
-        let mut server = Self::resting(controllers, events, pool, lasting.is_some());
+        let mut server = Self::new(controllers, events, pool, recoverable.is_some());
         server.changes.exports().set_wanted(config.exports.clone());
         for disk in config.unattached() {
             let added = server.changes.put_disk(disk);
@@ -89,7 +89,7 @@ impl Server {
         let ports = ports.map(|(listener, device)| reactor.add(listener, Box::new(device)));
         let ports = ports.collect::<io::Result<Vec<_>>>()?;
         server.controllers().iter().zip(&ports).for_each(|(served, port)| served.set_port(*port));
-        if let Some(keep) = lasting {
+        if let Some(keep) = recoverable {
             keep(&server, &mut reactor, &ports);
         }
         server.serve(reactor, ended)?;
@@ -97,15 +97,15 @@ impl Server {
     }
 
     /// Creates a server that does not serve yet.
-    pub(super) fn resting(
+    pub(super) fn new(
         controllers: Vec<ServedController>,
         events: EventQueue,
         pool: Pool,
-        lasting: bool,
+        recoverable: bool,
     ) -> Self {
         let controllers = Arc::new(Registry::new(controllers));
         let registry = Arc::clone(&controllers);
-        let changes = Changes::new(pool.clone(), events.sender(0), lasting, registry);
+        let changes = Changes::new(pool.clone(), events.sender(0), recoverable, registry);
         let changes = Arc::new(changes);
         let tracer = Arc::new(Tracer::new(pool.clone()));
         Self { controllers, changes, events: Some(events), reactor: None, pool, tracer }
@@ -149,8 +149,8 @@ impl Server {
     ///
     /// # Errors
     /// A request of a client takes too long. The reactor then continues.
-    pub(super) fn rest_sockets(&self, until: Instant) -> anyhow::Result<Reactor> {
-        let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
+    pub(super) fn pause_reactor(&self, until: Instant) -> anyhow::Result<Reactor> {
+        let reactor = self.reactor.as_ref().and_then(|thread| thread.pause(until));
         reactor.context("a request of a client took too long")
     }
 
@@ -162,7 +162,7 @@ impl Server {
     /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one
     /// after the other. `ended` is called on the reactor thread after the last one, so never if
     /// one hangs.
-    pub(super) fn visit(&self, ended: impl FnOnce() + Send + 'static) {
+    pub(super) fn check_liveness(&self, ended: impl FnOnce() + Send + 'static) {
         let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
         self.pool.check_liveness(move || handle.check_liveness(ended));
     }
@@ -237,9 +237,9 @@ impl Server {
 }
 
 /// Opens the disks of all controllers. Creates no sockets.
-fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
+fn open(server: &ServerConfig, recoverable: bool) -> anyhow::Result<Vec<Config>> {
     if let Some(why) = duplicate_disk(&server.controllers) {
         return Err(bad_input(anyhow!(why)));
     }
-    server.controllers.iter().map(|served| open_one(served, lasting, |_| None)).collect()
+    server.controllers.iter().map(|served| open_one(served, recoverable, |_| None)).collect()
 }

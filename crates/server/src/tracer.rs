@@ -21,10 +21,10 @@ pub(super) struct Tracer {
 struct State {
     on: bool,
     /// The current or the last trace.
-    kept: Option<Kept>,
+    recording: Option<Recording>,
 }
 
-struct Kept {
+struct Recording {
     file: Arc<TraceFile>,
     records: u32,
     in_memory: bool,
@@ -34,7 +34,7 @@ struct Kept {
 pub(super) struct TraceStatus {
     pub(super) on: bool,
     /// Records per I/O thread, and size in bytes, of the current or last trace.
-    pub(super) kept: Option<(u32, u64)>,
+    pub(super) recording: Option<(u32, u64)>,
 }
 
 impl Tracer {
@@ -70,11 +70,11 @@ impl Tracer {
             return Ok(false);
         }
         // The last trace is freed before the new one is allocated.
-        state.kept = None;
+        state.recording = None;
         let records = records.unwrap_or(TRACE_RECORDS);
         let file = TraceFile::in_memory(self.workers(), CLAIMABLE as u16, records)?;
         self.pool.trace(&file);
-        *state = State { on: true, kept: Some(Kept { file, records, in_memory: true }) };
+        *state = State { on: true, recording: Some(Recording { file, records, in_memory: true }) };
         Ok(true)
     }
 
@@ -100,25 +100,28 @@ impl Tracer {
 
     pub(super) fn status(&self) -> TraceStatus {
         let state = self.state.lock();
-        let kept = state.kept.as_ref().map(|kept| (kept.records, kept.file.len()));
-        TraceStatus { on: state.on, kept }
+        let recording =
+            state.recording.as_ref().map(|recording| (recording.records, recording.file.len()));
+        TraceStatus { on: state.on, recording }
     }
 
     /// File of the current or the last trace.
     pub(super) fn file(&self) -> Option<Arc<TraceFile>> {
-        self.state.lock().kept.as_ref().map(|kept| Arc::clone(&kept.file))
+        self.state.lock().recording.as_ref().map(|recording| Arc::clone(&recording.file))
     }
 
     /// Records per I/O thread of a running in-memory trace, which the next process starts again.
     pub(super) fn in_memory(&self) -> Option<u32> {
         let state = self.state.lock();
-        let kept = state.kept.as_ref().filter(|kept| state.on && kept.in_memory);
-        kept.map(|kept| kept.records)
+        let recording =
+            state.recording.as_ref().filter(|recording| state.on && recording.in_memory);
+        recording.map(|recording| recording.records)
     }
 
     fn begin(&self, file: Arc<TraceFile>, records: u32, in_memory: bool) {
         self.pool.trace(&file);
-        *self.state.lock() = State { on: true, kept: Some(Kept { file, records, in_memory }) };
+        *self.state.lock() =
+            State { on: true, recording: Some(Recording { file, records, in_memory }) };
     }
 
     fn workers(&self) -> u16 {

@@ -65,7 +65,7 @@ impl WorkerLink {
     }
 
     #[cfg(test)]
-    pub(super) fn over(link: OwnedFd) -> Self {
+    pub(super) fn from_socket(link: OwnedFd) -> Self {
         Self(Arc::new(link), Arc::default())
     }
 
@@ -128,17 +128,17 @@ impl WorkerLink {
     ///
     /// # Errors
     /// The descriptor limit is reached.
-    pub(super) fn asker(&self) -> io::Result<Asker> {
-        Ok(Asker(Arc::new(Self(Arc::new(self.0.try_clone()?), Arc::default()))))
+    pub(super) fn upgrade_requester(&self) -> io::Result<UpgradeRequester> {
+        Ok(UpgradeRequester(Arc::new(Self(Arc::new(self.0.try_clone()?), Arc::default()))))
     }
 
     /// Sends a message. An error is ignored: the main loop sees the supervisor's death.
-    pub(super) fn say(&self, letter: u8, body: &str) {
+    pub(super) fn send(&self, letter: u8, body: &str) {
         let _ = protocol::send(&self.0, letter, body, None);
     }
 
     /// Sends a message without blocking. It is lost if the socket is full.
-    pub(super) fn say_now(&self, letter: u8, body: &str) {
+    pub(super) fn try_send(&self, letter: u8, body: &str) {
         let _ = protocol::send_bytes(&self.0, letter, body.as_bytes(), &[], true);
     }
 
@@ -146,38 +146,38 @@ impl WorkerLink {
     ///
     /// # Errors
     /// The supervisor has died.
-    pub(super) fn give(&self, letter: u8, fd: OwnedFd) -> io::Result<()> {
+    pub(super) fn send_fd(&self, letter: u8, fd: OwnedFd) -> io::Result<()> {
         protocol::send(&self.0, letter, "", Some(fd.as_fd()))
     }
 
     /// Reports the sockets, and that they are served. `what`: a short status.
-    pub(super) fn serves<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
+    pub(super) fn report_serving<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
         for socket in sockets {
             let known = canonical_path(socket);
             let _ = protocol::send(&self.0, to_supervisor::SOCKET, known, None);
         }
-        self.say(to_supervisor::SERVING, what);
+        self.send(to_supervisor::SERVING, what);
     }
 
     /// Receives the next message; `None` after the supervisor's death.
-    pub(super) fn hear(&self) -> Option<Packet> {
+    pub(super) fn receive(&self) -> Option<Packet> {
         protocol::receive(&self.0, false).ok().flatten()
     }
 }
 
 /// Requester of upgrades, for a sandboxed process that cannot connect to the supervisor.
 #[derive(Clone)]
-pub(super) struct Asker(Arc<WorkerLink>);
+pub(super) struct UpgradeRequester(Arc<WorkerLink>);
 
-impl Asker {
+impl UpgradeRequester {
     /// Requests an upgrade, and returns a client that receives the result.
     ///
     /// # Errors
     /// The descriptor limit is reached, or the supervisor has died.
     pub(super) fn upgrade(&self) -> io::Result<SupervisorClient> {
         let (ours, theirs) = path_broker::pair()?;
-        self.0.give(to_supervisor::UPGRADE, theirs)?;
-        Ok(SupervisorClient::over(ours))
+        self.0.send_fd(to_supervisor::UPGRADE, theirs)?;
+        Ok(SupervisorClient::from_socket(ours))
     }
 }
 
@@ -223,7 +223,7 @@ mod tests {
                 let (bytes, fds) = (&packet.bytes, &packet.fds);
                 protocol::send_bytes(&theirs, to_worker::CHECKPOINT, bytes, fds, true).unwrap();
             }
-            let link = WorkerLink::over(ours);
+            let link = WorkerLink::from_socket(ours);
             let received = link.checkpoint().unwrap().unwrap();
             assert_eq!((received.death, received.by_fault), (Some(death), by_fault), "{letters:?}");
         }

@@ -337,7 +337,8 @@ fn controller_path(id: &str) -> String {
 }
 
 fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
-    let supervisor = status.keeper_pid.map_or("none".to_owned(), |pid| format!("process {pid}"));
+    let supervisor =
+        status.supervisor_pid.map_or("none".to_owned(), |pid| format!("process {pid}"));
     writeln!(out, "server       {} (shadowbell {})", status.name, status.version)?;
     writeln!(out, "process      {}", status.pid)?;
     writeln!(out, "supervisor   {supervisor}")?;
@@ -585,7 +586,7 @@ fn apply(
 fn upgrade(client: &Client, binary: Option<&Path>, waits: bool, json: bool) -> anyhow::Result<()> {
     let binary = binary.map(|path| program("--binary", path)).transpose()?;
     let status: Status = client.get("/v1/status")?;
-    if let (true, Some(pid)) = (waits, status.keeper_pid) {
+    if let (true, Some(pid)) = (waits, status.supervisor_pid) {
         // The supervisor responds when the new process serves. The old process ends before that.
         let supervisor = SupervisorClient::find_reported(pid, client.socket())?;
         let outcome = supervisor.upgrade(binary.as_deref());

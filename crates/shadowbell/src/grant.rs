@@ -20,7 +20,7 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     if disks.is_empty() {
         return;
     }
-    let Some(pid) = client.get("/v1/status").ok().and_then(|s: Status| s.keeper_pid) else {
+    let Some(pid) = client.get("/v1/status").ok().and_then(|s: Status| s.supervisor_pid) else {
         return;
     };
     let Ok(supervisor) = SupervisorClient::find_reported(pid, client.socket()) else { return };

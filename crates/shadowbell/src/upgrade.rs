@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 /// Replace the process of a running server, without interruption for its clients
 ///
-/// The server must run under a supervisor (without `--no-keeper`). The supervisor starts and
+/// The server must run under a supervisor (without `--no-supervisor`). The supervisor starts and
 /// prepares a new process. Then the old process quiesces, passes its clients, disks and state on,
 /// and ends. No socket is closed; guests see a pause of some milliseconds. If the new process
 /// cannot be prepared, the old one continues, and the error is shown. A client that cannot be
@@ -66,7 +66,7 @@ fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     SupervisorClient::find(server).or_else(|error| {
         let asked = discovery::owner(server).and_then(|(client, _)| {
             let status = client.get::<Status>("/v1/status").ok()?;
-            SupervisorClient::find_reported(status.keeper_pid?, client.socket()).ok()
+            SupervisorClient::find_reported(status.supervisor_pid?, client.socket()).ok()
         });
         asked.ok_or(error)
     })

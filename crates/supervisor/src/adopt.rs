@@ -28,7 +28,7 @@ impl Supervisor {
             }
         };
         let Some(found) = found else { return false };
-        if let Err(why) = self.take_in(found) {
+        if let Err(why) = self.adopt(found) {
             (self.worker, self.upgrade, self.left, self.restart) = (None, None, None, None);
             log_line(&format!(
                 "error: the supervisor was killed, and its state in the fd store is unusable: \
@@ -40,7 +40,7 @@ impl Supervisor {
         true
     }
 
-    fn take_in(&mut self, found: Found) -> Result<(), StateError> {
+    fn adopt(&mut self, found: Found) -> Result<(), StateError> {
         let Found { record, changes } = found;
         self.restore(record.read()?, false)?;
         let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
@@ -79,11 +79,11 @@ impl Supervisor {
 
     /// Writes a snapshot after the message `letter` of a server process, if the message changed
     /// state that only a snapshot stores.
-    pub(super) fn has_heard(&mut self, letter: u8) {
+    pub(super) fn record_message(&mut self, letter: u8) {
         let is_noted = matches!(
             letter,
             to_supervisor::SERVING
-                | to_supervisor::TAKEN
+                | to_supervisor::RECOVERED
                 | to_supervisor::RESUMES
                 | to_supervisor::FAILED
         );

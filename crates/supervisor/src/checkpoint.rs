@@ -6,7 +6,7 @@
 //! that is too long for a packet is stored in a memfd, which is the first descriptor of its item.
 //! The supervisor reads keys and lengths, but never a body.
 
-use crate::protocol::{MOST, MOST_FDS};
+use crate::protocol::{MAX_FDS, MAX_PACKET};
 use rustix::fs::{MemfdFlags, memfd_create};
 use shadowbell_process::deferred_close;
 use std::collections::BTreeMap;
@@ -25,12 +25,12 @@ pub const COMPLETE: &str = "served";
 pub const DISK: &str = "disk/";
 
 /// Longest body that is sent inside a packet.
-const MOST_BODY: usize = MOST - 1024;
+const MAX_BODY: usize = MAX_PACKET - 1024;
 /// Longest key.
-const MOST_KEY: usize = 256;
+const MAX_KEY: usize = 256;
 
 /// Maximum memory for the items of a checkpoint, in bytes.
-const MOST_BYTES: usize = 128 << 20;
+const MAX_BYTES: usize = 128 << 20;
 /// Estimated memory of an item without its body.
 const ITEM: usize = 512;
 /// Estimated memory of a descriptor.
@@ -158,7 +158,7 @@ pub fn packets<'a>(
 ) -> io::Result<Vec<Packet<'a>>> {
     for change in changes {
         memory.push(match change {
-            Change::Put { body, .. } if body.len() > MOST_BODY => Some(memory_of(body)?),
+            Change::Put { body, .. } if body.len() > MAX_BODY => Some(memory_of(body)?),
             _ => None,
         });
     }
@@ -201,7 +201,7 @@ impl<'a> Writer<'a> {
         body: &[u8],
         fds: impl Iterator<Item = BorrowedFd<'a>>,
     ) -> io::Result<()> {
-        if key.len() > MOST_KEY || body.len() > MOST_BODY {
+        if key.len() > MAX_KEY || body.len() > MAX_BODY {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let mut fds = fds.peekable();
@@ -209,7 +209,7 @@ impl<'a> Writer<'a> {
         loop {
             let need = PIECE + head.1.len() + head.2.len();
             let packet = self.packet(need, fds.peek().is_some());
-            let room = MOST_FDS - packet.fds.len();
+            let room = MAX_FDS - packet.fds.len();
             let before = packet.fds.len();
             packet.fds.extend(fds.by_ref().take(room));
             let count = (packet.fds.len() - before) as u16;
@@ -230,7 +230,7 @@ impl<'a> Writer<'a> {
     /// Packet with room for `bytes` more bytes, and for a descriptor if `fds` is set.
     fn packet(&mut self, bytes: usize, fds: bool) -> &mut Packet<'a> {
         let has_room = self.0.last().is_some_and(|last| {
-            last.bytes.len() + bytes < MOST && (!fds || last.fds.len() < MOST_FDS)
+            last.bytes.len() + bytes < MAX_PACKET && (!fds || last.fds.len() < MAX_FDS)
         });
         if !has_room {
             let flags = if self.0.is_empty() { FIRST } else { 0 };
@@ -260,7 +260,7 @@ pub enum Unreadable {
     #[error("descriptors are missing: raise this process's limit of open files (ulimit -n)")]
     Descriptors,
     /// The items need too much memory.
-    #[error("it needs more than {} MiB of memory", MOST_BYTES >> 20)]
+    #[error("it needs more than {} MiB of memory", MAX_BYTES >> 20)]
     Memory,
 }
 
@@ -310,11 +310,11 @@ impl Checkpoint {
         if !fds.is_empty() {
             return Err(Unreadable::Form);
         }
-        if self.bytes > 2 * MOST_BYTES {
+        if self.bytes > 2 * MAX_BYTES {
             // Replaced and removed items were counted too. The count takes time, so much must have
             // been sent since the last one.
             self.bytes = self.memory();
-            if self.bytes > MOST_BYTES {
+            if self.bytes > MAX_BYTES {
                 return Err(Unreadable::Memory);
             }
         }
@@ -409,7 +409,7 @@ impl Checkpoint {
             let count = item.fds.len() + usize::from(matches!(item.body, Body::There(_)));
             let mut at = 0;
             loop {
-                let end = (at + MOST_FDS).min(count);
+                let end = (at + MAX_FDS).min(count);
                 let begins = at == 0;
                 parts.push(Part {
                     key: if begins { key.clone() } else { String::new() },
@@ -504,7 +504,7 @@ mod tests {
         let packets = packets(changes, &mut memory).unwrap();
         let count = packets.len();
         for (nth, packet) in packets.into_iter().enumerate() {
-            assert!(packet.bytes.len() < MOST && packet.fds.len() <= MOST_FDS);
+            assert!(packet.bytes.len() < MAX_PACKET && packet.fds.len() <= MAX_FDS);
             let fds = packet.fds.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
             assert_eq!(items.take(&packet.bytes, fds), Ok(nth + 1 == count));
         }
@@ -519,7 +519,7 @@ mod tests {
     fn items_of_every_size_arrive_and_go_on() {
         shadowbell_process::descriptor_limit::raise();
         let mut items = Checkpoint::default();
-        let (many, few) = (pipes(3 * MOST_FDS + 1), pipes(2));
+        let (many, few) = (pipes(3 * MAX_FDS + 1), pipes(2));
         let many: Vec<_> = many.iter().map(AsFd::as_fd).collect();
         let few: Vec<_> = few.iter().map(AsFd::as_fd).collect();
         let long = vec![7; 100_000];
@@ -529,7 +529,7 @@ mod tests {
                 Change::Put { key: "a", body: b"short", fds: &few },
                 Change::Put { key: "b", body: &long, fds: &many },
                 Change::Put { key: "c", body: b"", fds: &[] },
-                Change::Put { key: "d", body: &long[..MOST_BODY], fds: &[] },
+                Change::Put { key: "d", body: &long[..MAX_BODY], fds: &[] },
                 Change::Put { key: "e", body: b"gone", fds: &few },
                 Change::Delete { key: "e" },
             ],
@@ -557,14 +557,14 @@ mod tests {
         assert_eq!(read(&mut items, "a").0, b"short");
         let (body, fds) = read(&mut items, "c");
         assert_eq!((&body[..], fds.len()), (&b"new"[..], 1));
-        assert_eq!(read(&mut items, "d").0.len(), MOST_BODY);
+        assert_eq!(read(&mut items, "d").0.len(), MAX_BODY);
         assert!(items.remove("d").is_none());
     }
 
     #[test]
     fn transactions_are_atomic() {
         let mut items = Checkpoint::default();
-        let fds = pipes(MOST_FDS + 1);
+        let fds = pipes(MAX_FDS + 1);
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         change(&mut items, &[Change::Put { key: "a", body: b"old", fds: &[] }]);
         let changes = [

@@ -29,7 +29,7 @@ const GONE: &str = "the supervisor has ended";
 
 impl SupervisorClient {
     /// Creates a client of the supervisor at the other end of this socket.
-    pub fn over(socket: OwnedFd) -> Self {
+    pub fn from_socket(socket: OwnedFd) -> Self {
         Self(socket)
     }
 
@@ -104,13 +104,13 @@ impl SupervisorClient {
             }
         }
         let hint = match (others, rustix::process::geteuid().is_root()) {
-            (0, _) => "start it with `shadowbell serve`, and without `--no-keeper`",
+            (0, _) => "start it with `shadowbell serve`, and without `--no-supervisor`",
             (_, true) => {
                 "name its supervisor's process ID or one of its sockets, or start it with \
-                 `shadowbell serve` and without `--no-keeper`"
+                 `shadowbell serve` and without `--no-supervisor`"
             }
             (_, false) => {
-                "start it with `shadowbell serve` and without `--no-keeper`, or ask as its own user \
+                "start it with `shadowbell serve` and without `--no-supervisor`, or ask as its own user \
                  or as root"
             }
         };
@@ -151,7 +151,7 @@ impl SupervisorClient {
     /// Receives the result of a requested upgrade, as [`upgrade`](Self::upgrade) returns it.
     pub fn outcome(&self) -> anyhow::Result<String> {
         set_socket_timeout(&self.0, Timeout::Recv, Some(UPGRADES))?;
-        let packet = protocol::receive(&self.0, false).map_err(late)?.context(GONE)?;
+        let packet = protocol::receive(&self.0, false).map_err(unresponsive)?.context(GONE)?;
         match packet.letter {
             answer::YES => Ok(packet.text()),
             _ => Err(anyhow!(packet.text())),
@@ -217,7 +217,7 @@ fn connect_to(name: &str, owner: Option<u32>, limit: Duration) -> anyhow::Result
         set_socket_timeout(&socket, direction, Some(limit))?;
     }
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
-    connect(&socket, &address).map_err(|errno| late(errno.into()))?;
+    connect(&socket, &address).map_err(|errno| unresponsive(errno.into()))?;
     let peer = socket_peercred(&socket)?;
     let pid = peer.pid.as_raw_pid();
     if *named != pid.to_string() {
@@ -227,7 +227,7 @@ fn connect_to(name: &str, owner: Option<u32>, limit: Duration) -> anyhow::Result
 }
 
 /// Error of a peer that has ended, or does not answer.
-fn late(error: io::Error) -> anyhow::Error {
+fn unresponsive(error: io::Error) -> anyhow::Error {
     match error.kind() {
         io::ErrorKind::WouldBlock => anyhow!("the supervisor does not answer"),
         _ => anyhow::Error::from(error).context(GONE),
@@ -240,8 +240,8 @@ fn ask(
     what: impl AsRef<OsStr>,
     fd: Option<BorrowedFd<'_>>,
 ) -> anyhow::Result<Packet> {
-    protocol::send(supervisor, letter, what, fd).map_err(late)?;
-    protocol::receive(supervisor, false).map_err(late)?.context(GONE)
+    protocol::send(supervisor, letter, what, fd).map_err(unresponsive)?;
+    protocol::receive(supervisor, false).map_err(unresponsive)?.context(GONE)
 }
 
 #[cfg(test)]

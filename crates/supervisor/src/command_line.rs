@@ -8,13 +8,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// Option that marks a supervisor after exec and names the descriptor with its snapshot.
-pub(super) const AS_SUPERVISOR: &str = "--as-keeper";
+pub(super) const AS_SUPERVISOR: &str = "--as-supervisor";
 /// Option with the time limit in seconds of the end of the service after a signal.
 const STOP_TIMEOUT: &str = "--stop-timeout";
 /// Default of the option `--stop-timeout`, in seconds.
 pub const DEFAULT_STOP_TIMEOUT: u64 = 5;
-/// Option that requests a supervisor explicitly. A supervisor is the default.
-const SUPERVISOR: &str = "--keeper";
 
 /// Returns true if the verb of this command line is `serve` or `export`.
 #[must_use]
@@ -24,11 +22,11 @@ pub fn is_service(arguments: &[OsString]) -> bool {
 }
 
 /// Returns true if this command line starts a supervisor: it is `serve` or `export` without
-/// `--no-keeper`, `--check` or help. The command line of a server process is not (`--as-worker`). A
+/// `--no-supervisor`, `--check` or help. The command line of a server process is not (`--as-worker`). A
 /// device of `--ublk` has none: the kernel keeps its requests until the next process is started.
 pub fn is_asked_for(arguments: &[OsString]) -> bool {
     let mut options = arguments.iter().take_while(|word| *word != "--");
-    let without = ["--no-keeper", protocol::AS_WORKER, "--check", "--ublk", "--help", "-h"];
+    let without = ["--no-supervisor", protocol::AS_WORKER, "--check", "--ublk", "--help", "-h"];
     is_service(arguments)
         && !options.any(|word| {
             without.iter().any(|option| word == option)
@@ -71,19 +69,14 @@ pub(super) fn is_verb(word: &OsStr) -> bool {
 }
 
 /// Adds [`AS_SUPERVISOR`] with the descriptor of the snapshot to the supervisor's command line.
-///
-/// `--keeper` is added too: a program of the previous release runs a supervisor only with it.
-pub(super) fn with_left(arguments: &[OsString], left: RawFd) -> Vec<OsString> {
+pub(super) fn with_snapshot(arguments: &[OsString], left: RawFd) -> Vec<OsString> {
     let verb = arguments.iter().skip(1).position(|word| is_verb(word)).map_or(1, |at| at + 2);
     let (before, after) = arguments.split_at(verb.min(arguments.len()));
-    let is_said = after.iter().take_while(|word| *word != "--").any(|word| word == SUPERVISOR);
-    let said = (!is_said).then(|| SUPERVISOR.into());
-    let added = [AS_SUPERVISOR.into(), left.to_string().into()].into_iter().chain(said);
-    before.iter().cloned().chain(added).chain(after.iter().cloned()).collect()
+    [before, &[AS_SUPERVISOR.into(), left.to_string().into()], after].concat()
 }
 
-/// Removes the options that [`with_left`] added, and returns the descriptor.
-pub(super) fn take_left(arguments: &mut Vec<OsString>) -> Option<RawFd> {
+/// Removes the option that [`with_snapshot`] added, and returns the descriptor.
+pub(super) fn take_snapshot(arguments: &mut Vec<OsString>) -> Option<RawFd> {
     let at = arguments.iter().position(|word| is_verb(word))? + 1;
     if arguments.get(at)? != AS_SUPERVISOR {
         return None;
@@ -118,12 +111,12 @@ mod tests {
         let asks =
             |line: &str| is_asked_for(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
         assert!(asks("shadowbell serve mem:1MiB --socket a"));
-        assert!(asks("shadowbell -v serve mem:1MiB --socket a --keeper"));
-        assert!(asks("shadowbell serve --socket a -- --no-keeper"));
+        assert!(asks("shadowbell -v serve mem:1MiB --socket a --supervisor"));
+        assert!(asks("shadowbell serve --socket a -- --no-supervisor"));
         assert!(asks("shadowbell -q export a.img --nbd unix:/a"));
         for other in [
             "shadowbell",
-            "shadowbell serve mem:1MiB --socket a --no-keeper",
+            "shadowbell serve mem:1MiB --socket a --no-supervisor",
             "shadowbell serve --as-worker start mem:1MiB --socket a",
             "shadowbell export a.img --ublk --ublk-id=1",
             "shadowbell serve --help",
@@ -141,20 +134,15 @@ mod tests {
     }
 
     #[test]
-    fn a_command_line_is_extended_with_the_keeper_option() {
-        for (line, back) in [
-            ("sb serve mem:1MiB --socket a", "sb serve --keeper mem:1MiB --socket a"),
-            ("sb -v serve a -- --keeper", "sb -v serve --keeper a -- --keeper"),
-            ("sb -v serve a --keeper -- serve", "sb -v serve a --keeper -- serve"),
-        ] {
-            let (line, back) = (words(line), words(back));
-            let mut with = with_left(&line, 77);
-            assert!(is_asked_for(&with));
-            assert_eq!(take_left(&mut with), Some(77));
-            // `--keeper` stays: the previous release starts no supervisor without it.
-            assert_eq!(with, back);
-            assert_eq!(take_left(&mut with), None);
-            assert_eq!(with, back);
+    fn a_command_line_is_extended_with_the_snapshot() {
+        for line in ["sb serve mem:1MiB --socket a", "sb -v serve a --supervisor -- serve"] {
+            let line = words(line);
+            let mut with = with_snapshot(&line, 77);
+            assert!(is_asked_for(&with) && with != line);
+            assert_eq!(take_snapshot(&mut with), Some(77));
+            assert_eq!(with, line);
+            assert_eq!(take_snapshot(&mut with), None);
+            assert_eq!(with, line);
         }
     }
 }

@@ -42,7 +42,7 @@ impl Control {
     }
 
     /// Restores the socket and its clients after exec.
-    pub(super) fn of_before(socket: OwnedFd, clients: Vec<OwnedFd>) -> Self {
+    pub(super) fn from_saved(socket: OwnedFd, clients: Vec<OwnedFd>) -> Self {
         Self { socket, clients }
     }
 

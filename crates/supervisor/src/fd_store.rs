@@ -46,14 +46,14 @@ use std::time::{Duration, Instant};
 /// Packet type of a checkpoint change: the process id, and the packet that the process sent.
 const CHANGE: u8 = b'I';
 /// Prefix of the descriptors' names. A generation number and the end (`w` or `r`) follow.
-const NAME: &str = "shadowbell-keeper-";
+const NAME: &str = "shadowbell-supervisor-";
 /// First descriptor number that a service manager passes (`SD_LISTEN_FDS_START`).
 const FIRST: i32 = 3;
 /// Requested size of the socket's send buffer. The system may grant less.
 const ROOM: usize = 1 << 20;
 /// Bytes of changes after a snapshot that trigger the next snapshot. A third of the smallest
 /// default buffer (`net.core.wmem_default`), so that the changes fit.
-const MOST_BEHIND: usize = 64 << 10;
+const MAX_BEHIND: usize = 64 << 10;
 /// Upper estimate of a packet's overhead in the socket buffer.
 const PACKET: usize = 1 << 10;
 /// Maximum age of stale content, unless snapshots take long to write.
@@ -72,7 +72,7 @@ pub(super) struct FdStore {
     /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot.
     opened: u64,
     /// Bytes of changes since the last snapshot.
-    behind: usize,
+    unsaved: usize,
     /// Time of the next snapshot, if the last one has stale content.
     due: Option<Instant>,
     /// Duration of the last snapshot's write.
@@ -99,7 +99,7 @@ fn name(generation: u64, end: &str) -> String {
 
 /// Returns the socket pairs that the service manager passed to this process, the newest first,
 /// and all generation numbers found, also those with one end only.
-fn given() -> (Vec<(u64, OwnedFd, OwnedFd)>, Vec<u64>) {
+fn passed_pairs() -> (Vec<(u64, OwnedFd, OwnedFd)>, Vec<u64>) {
     let variable = |name| std::env::var(name).unwrap_or_default();
     let ours = std::process::id().to_string();
     if variable("LISTEN_PID") != ours {
@@ -137,10 +137,10 @@ impl FdStore {
     /// # Errors
     /// A system call fails. The service manager then stores nothing.
     pub(super) fn begin() -> io::Result<(Self, Option<Found>)> {
-        let (pairs, generations) = given();
+        let (pairs, generations) = passed_pairs();
         let newest = generations.first().copied().unwrap_or_default();
         let moved = Self::new(newest.saturating_add(1)).and_then(|mut fd_store| {
-            match fd_store.take_over(&pairs) {
+            match fd_store.import(&pairs) {
                 Ok(found) => Ok((fd_store, found)),
                 Err(error) => {
                     fd_store.end();
@@ -169,14 +169,14 @@ impl FdStore {
             number: 1,
             is_wanted: false,
             opened: 0,
-            behind: 0,
+            unsaved: 0,
             due: None,
             took: Duration::ZERO,
         })
     }
 
     /// Moves the packets of older stores to this one and returns their content.
-    fn take_over(&mut self, pairs: &[(u64, OwnedFd, OwnedFd)]) -> io::Result<Option<Found>> {
+    fn import(&mut self, pairs: &[(u64, OwnedFd, OwnedFd)]) -> io::Result<Option<Found>> {
         let mut reader = Reader::default();
         for (_, _write, read) in pairs {
             while let Ok(Some(packet)) = protocol::peek(read) {
@@ -193,7 +193,7 @@ impl FdStore {
     }
 
     /// Restores the store that this process had before exec.
-    pub(super) fn of_before(write: OwnedFd, read: OwnedFd, saved: &SavedFdStore) -> Self {
+    pub(super) fn from_saved(write: OwnedFd, read: OwnedFd, saved: &SavedFdStore) -> Self {
         Self {
             write,
             read,
@@ -201,7 +201,7 @@ impl FdStore {
             number: saved.number,
             is_wanted: true,
             opened: 0,
-            behind: saved.behind,
+            unsaved: saved.unsaved,
             due: None,
             took: Duration::ZERO,
         }
@@ -209,7 +209,7 @@ impl FdStore {
 
     /// Returns the counters for serialization.
     pub(super) fn save(&self) -> SavedFdStore {
-        SavedFdStore { generation: self.generation, number: self.number, behind: self.behind }
+        SavedFdStore { generation: self.generation, number: self.number, unsaved: self.unsaved }
     }
 
     /// Both ends: the one that is written and the one that is read.
@@ -239,7 +239,7 @@ impl FdStore {
         let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
         self.put(CHANGE, &body, &fds)?;
         self.number = self.number.saturating_add(1);
-        self.behind += PACKET + body.len();
+        self.unsaved += PACKET + body.len();
         self.is_stale();
         Ok(())
     }
@@ -251,7 +251,7 @@ impl FdStore {
 
     /// Returns true if a snapshot must be written now.
     pub(super) fn needs_snapshot(&self) -> bool {
-        self.is_wanted || self.behind > MOST_BEHIND || self.opened != GRANTS.lock().changes()
+        self.is_wanted || self.unsaved > MAX_BEHIND || self.opened != GRANTS.lock().changes()
     }
 
     /// Appends a snapshot and removes the packets before it. `opened`: value of
@@ -266,7 +266,7 @@ impl FdStore {
         while protocol::peek_number(&self.read).is_some_and(|number| number < first) {
             protocol::drop_one(&self.read);
         }
-        (self.opened, self.is_wanted, self.behind, self.due) = (opened, false, 0, None);
+        (self.opened, self.is_wanted, self.unsaved, self.due) = (opened, false, 0, None);
         self.took = began.elapsed();
         Ok(())
     }
@@ -296,7 +296,7 @@ fn forget(generation: u64) {
 pub(super) struct SavedFdStore {
     generation: u64,
     number: u64,
-    behind: usize,
+    unsaved: usize,
 }
 
 /// Parser of a store's packets.
@@ -352,7 +352,7 @@ mod tests {
 
     fn fd_store() -> FdStore {
         let (write, read) = protocol::pair().unwrap();
-        FdStore::of_before(write, read, &SavedFdStore { generation: 1, number: 1, behind: 0 })
+        FdStore::from_saved(write, read, &SavedFdStore { generation: 1, number: 1, unsaved: 0 })
     }
 
     /// A snapshot with the value `says` and these descriptors.
@@ -391,7 +391,7 @@ mod tests {
                 pairs.insert(0, (2, next.write, next.read));
                 continue;
             }
-            let found = next.take_over(&pairs).unwrap()?;
+            let found = next.import(&pairs).unwrap()?;
             assert!(pairs.iter().all(|(_, _, read)| protocol::peek_number(read).is_none()));
             let says = found.record.read().unwrap().take("says").unwrap().unwrap();
             let texts = found.changes.into_iter().map(|(pid, packet)| {

@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
 /// Maximum numbers of images and of sockets.
-pub(super) const MOST: usize = 4096;
+pub(super) const MAX_GRANTS: usize = 4096;
 
 /// Flags of a descriptor that only names a file.
 const NAME_ONLY: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
@@ -185,11 +185,11 @@ impl Grants {
             }
             return Ok(Arc::clone(&known.file));
         }
-        if self.images.len() >= MOST {
+        if self.images.len() >= MAX_GRANTS {
             // The disk of the oldest one outside of the checkpoints was refused, or is gone.
             let oldest = self.images.iter().position(|image| !image.was_stored);
             let oldest = oldest.ok_or_else(|| {
-                io::Error::other(format!("the disks of a server have at most {MOST} images"))
+                io::Error::other(format!("the disks of a server have at most {MAX_GRANTS} images"))
             })?;
             deferred_close::close(Arc::into_inner(self.images.remove(oldest).file));
         }
@@ -260,7 +260,7 @@ impl Grants {
     pub(super) fn created(&mut self, socket: Made, directory: Option<Bytes>) {
         let Facts { sockets, directories, .. } = &mut self.facts;
         sockets.retain(|other| other.path != socket.path);
-        if sockets.len() >= MOST {
+        if sockets.len() >= MAX_GRANTS {
             sockets.remove(0);
         }
         sockets.push(socket);

@@ -1,4 +1,4 @@
-//! Supervisor process (`serve`, unless `--no-keeper`): starts the server process, restarts it
+//! Supervisor process (`serve`, unless `--no-supervisor`): starts the server process, restarts it
 //! after a crash, and replaces it on upgrade.
 //!
 //! The supervisor does no I/O and parses nothing that guests or their VMMs have written. One
@@ -95,7 +95,7 @@ const MESSAGES: usize = 64;
 /// Maximum time for these messages.
 const TURN: Duration = Duration::from_millis(10);
 /// Maximum number of sockets that a server process reports.
-const MOST_SOCKETS: usize = 4096;
+const MAX_SOCKETS: usize = 4096;
 /// Delay after a change of a checkpoint until images are released.
 const RELEASE: Duration = Duration::from_millis(200);
 
@@ -107,8 +107,8 @@ pub fn run(mut arguments: Vec<OsString>, permit: Permit) -> ExitCode {
     descriptor_limit::raise();
     // Closing the last descriptor of guest memory frees it, which must not block this thread.
     deferred_close::enable();
-    let supervisor = match command_line::take_left(&mut arguments) {
-        Some(left) => Supervisor::go_on(arguments, left, permit),
+    let supervisor = match command_line::take_snapshot(&mut arguments) {
+        Some(left) => Supervisor::resume_after_exec(arguments, left, permit),
         None => Supervisor::start(arguments, permit),
     };
     let status = match supervisor {
@@ -123,7 +123,7 @@ pub fn run(mut arguments: Vec<OsString>, permit: Permit) -> ExitCode {
 
 impl Supervisor {
     /// Creates a supervisor without a server process and without sockets.
-    fn bare(arguments: Vec<OsString>, permit: Permit) -> io::Result<Self> {
+    fn new(arguments: Vec<OsString>, permit: Permit) -> io::Result<Self> {
         let others = [SIGCHLD, SIGUSR1, SIGUSR2, SIGHUP];
         // Without a configuration file there is nothing to reload, so SIGHUP keeps its default.
         let count = others.len() - usize::from(config_file(&arguments).is_none());
@@ -151,18 +151,18 @@ impl Supervisor {
             restart: None,
             sockets: Vec::new(),
             is_ready: false,
-            rest: TrimTimer::default(),
+            trim_timer: TrimTimer::default(),
             reading: None,
             release: None,
             watchdog: Watchdog::wanted(),
             ended: 0,
             end_limit: None,
-            over: None,
+            exit_code: None,
         })
     }
 
     fn start(arguments: Vec<OsString>, permit: Permit) -> io::Result<Self> {
-        let mut supervisor = Self::bare(arguments, permit)?;
+        let mut supervisor = Self::new(arguments, permit)?;
         supervisor.listen();
         if !supervisor.resume() {
             // The server process reports an error, in the usual words.
@@ -196,27 +196,27 @@ impl Supervisor {
                 self.take_signal(signal);
             }
             // Last messages of a server process are handled before its exit.
-            self.hear_workers(MESSAGES);
+            self.receive_from_workers(MESSAGES);
             self.reap_children();
             self.check_deadlines(Instant::now());
-            self.have_it_read();
-            self.watch(Instant::now());
-            self.renew(Instant::now());
+            self.request_reload();
+            self.run_watchdog(Instant::now());
+            self.advance_exec(Instant::now());
             self.update_fd_store(Instant::now());
             let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
-            self.worker.iter_mut().chain(new).for_each(Worker::pass_on);
+            self.worker.iter_mut().chain(new).for_each(Worker::forward);
             for _ in 0..MESSAGES {
                 let next = self.control.as_mut().and_then(Control::next);
                 let Some((packet, client)) = next else { break };
                 self.answer(packet, client);
             }
-            if let Some(status) = self.over {
+            if let Some(status) = self.exit_code {
                 if let Some(fd_store) = self.fd_store.take() {
                     fd_store.end();
                 }
                 return status;
             }
-            self.rest.look(Instant::now());
+            self.trim_timer.poll(Instant::now());
             self.wait();
         }
     }
@@ -231,7 +231,7 @@ impl Supervisor {
         let deadlines = deadlines.chain(self.pending_exec.as_ref().map(PendingExec::deadline));
         let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(FdStore::deadline));
         let replacement = self.replacement.as_ref().map(|replacement| replacement.until);
-        let deadlines = deadlines.chain(self.rest.deadline()).chain(replacement);
+        let deadlines = deadlines.chain(self.trim_timer.deadline()).chain(replacement);
         let deadlines = deadlines.chain(self.release).chain(behind).chain(self.end_limit);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
@@ -268,10 +268,10 @@ impl Supervisor {
     fn take_signal(&mut self, signal: i32) {
         match signal {
             SIGCHLD => {}
-            SIGUSR1 => self.tell_worker(to_worker::REPORT),
+            SIGUSR1 => self.send_to_worker(to_worker::REPORT),
             SIGUSR2 => self.begin_outside_upgrade(None, None, false),
             _ if self.ends.contains(&signal) => self.end(),
-            SIGHUP => self.read_again(),
+            SIGHUP => self.reload_requested(),
             _ => {}
         }
     }
@@ -283,9 +283,9 @@ impl Supervisor {
         self.leaving.push(worker);
     }
 
-    fn tell_worker(&self, letter: u8) {
+    fn send_to_worker(&self, letter: u8) {
         if let Some(worker) = &self.worker {
-            worker.say(letter, "", None);
+            worker.send(letter, "", None);
         }
     }
 
@@ -309,8 +309,8 @@ impl Supervisor {
         }
         match &self.worker {
             Some(worker) if worker.link.is_none() => worker.kill(),
-            Some(worker) => worker.say(to_worker::END, "", None),
-            None => self.over = Some(exit::FAILED),
+            Some(worker) => worker.send(to_worker::END, "", None),
+            None => self.exit_code = Some(exit::FAILED),
         }
     }
 
@@ -320,7 +320,7 @@ impl Supervisor {
         for worker in self.worker.iter_mut().chain(&mut new) {
             worker.kill();
         }
-        self.over = Some(status);
+        self.exit_code = Some(status);
     }
 
     /// Handles messages of the server processes, at most `most` of each and for a limited time, so
@@ -328,7 +328,7 @@ impl Supervisor {
     ///
     /// `most`: [`MESSAGES`]; or [`QUEUED`] after the end of a process, whose messages are all
     /// handled.
-    fn hear_workers(&mut self, most: usize) {
+    fn receive_from_workers(&mut self, most: usize) {
         let is_last = most == QUEUED;
         if deferred_close::is_behind() && !is_last {
             return;
@@ -336,20 +336,21 @@ impl Supervisor {
         let until = Instant::now() + TURN;
         for _ in 0..most {
             let next = self.worker.as_mut().filter(|_| is_last || Instant::now() < until);
-            let Some(packet) = next.and_then(|worker| worker.hear(self.fd_store.as_mut())) else {
+            let Some(packet) = next.and_then(|worker| worker.receive(self.fd_store.as_mut()))
+            else {
                 break;
             };
             let letter = packet.letter;
             match packet.letter {
-                to_supervisor::SOCKET if self.sockets.len() < MOST_SOCKETS => {
+                to_supervisor::SOCKET if self.sockets.len() < MAX_SOCKETS => {
                     self.sockets.push(packet.path());
                 }
                 to_supervisor::SERVING => self.serves(&packet.text()),
-                to_supervisor::READ => self.has_read(&packet.text()),
+                to_supervisor::READ => self.reload_done(&packet.text()),
                 to_supervisor::ALIVE => self.is_alive(&packet.text()),
                 to_supervisor::QUIESCED => self.has_quiesced(&packet.text()),
-                to_supervisor::TAKEN => {
-                    self.replacement_has_taken();
+                to_supervisor::RECOVERED => {
+                    self.replacement_recovered();
                     self.left = None;
                     if let Some(worker) = &mut self.worker {
                         worker.has_taken = true;
@@ -369,7 +370,7 @@ impl Supervisor {
                 // Upgrade to the current program only: a server process must not choose a
                 // program.
                 to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
-                to_supervisor::WARNING => self.warns(&packet.text()),
+                to_supervisor::WARNING => self.record_warnings(&packet.text()),
                 to_supervisor::RESUMES => {
                     let upgrade = self.upgrade.as_ref();
                     if upgrade.is_some_and(|upgrade| upgrade.step == Step::Quiescing) {
@@ -378,19 +379,19 @@ impl Supervisor {
                 }
                 _ => {}
             }
-            self.has_heard(letter);
+            self.record_message(letter);
         }
         let until = Instant::now() + TURN;
         for _ in 0..most {
             let next = self.upgrade.as_mut().filter(|_| is_last || Instant::now() < until);
-            let Some(packet) = next.and_then(|upgrade| upgrade.new.hear(self.fd_store.as_mut()))
+            let Some(packet) = next.and_then(|upgrade| upgrade.new.receive(self.fd_store.as_mut()))
             else {
                 break;
             };
             let letter = packet.letter;
             match packet.letter {
                 to_supervisor::PREPARED => self.check_checkpoint(),
-                to_supervisor::CHECKED => self.has_checked(&packet.text()),
+                to_supervisor::CHECKED => self.checked(&packet.text()),
                 to_supervisor::FAILED => {
                     if let Some(upgrade) = &mut self.upgrade {
                         upgrade.new.why = Some(packet.text());
@@ -398,7 +399,7 @@ impl Supervisor {
                 }
                 _ => {}
             }
-            self.has_heard(letter);
+            self.record_message(letter);
         }
     }
 
@@ -424,7 +425,7 @@ impl Supervisor {
     }
 
     fn check_deadlines(&mut self, now: Instant) {
-        if self.over.is_none() && self.end_limit.take_if(|limit| *limit <= now).is_some() {
+        if self.exit_code.is_none() && self.end_limit.take_if(|limit| *limit <= now).is_some() {
             let limit = command_line::stop_timeout(&self.arguments).as_secs();
             log_line(&format!(
                 "error: the server process has not ended within {limit} s (`--stop-timeout`), and \
@@ -435,7 +436,7 @@ impl Supervisor {
         if self.replacement.as_ref().is_some_and(|replacement| replacement.until <= now) {
             self.replacement_is_late();
         }
-        if self.restart.is_some_and(|at| at <= now) && self.over.is_none() {
+        if self.restart.is_some_and(|at| at <= now) && self.exit_code.is_none() {
             self.restart = None;
             self.start_again();
         }

@@ -10,7 +10,7 @@ pub(super) struct Monotonic {
 }
 
 impl Monotonic {
-    pub(super) fn look() -> Self {
+    pub(super) fn read_clock() -> Self {
         let at = Duration::try_from(clock_gettime(ClockId::Monotonic)).unwrap_or_default();
         Self { now: Instant::now(), at }
     }
@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn a_moment_is_the_same_by_another_clock() {
-        let clock = Monotonic::look();
+        let clock = Monotonic::read_clock();
         for moment in
             // A moment to come, and one that has passed.
             [
@@ -53,12 +53,12 @@ mod tests {
         {
             // On a busy machine, a look at both clocks may be interrupted between them.
             shadowbell_testing::wait::until("clocks that agree", || {
-                let read = Monotonic::look().read(clock.write(moment));
+                let read = Monotonic::read_clock().read(clock.write(moment));
                 let apart = read.max(moment) - read.min(moment);
                 apart < Duration::from_millis(50)
             });
         }
-        assert!(Monotonic::look().read(u64::MAX) >= clock.now);
-        assert!(Monotonic::look().read(0) <= Instant::now());
+        assert!(Monotonic::read_clock().read(u64::MAX) >= clock.now);
+        assert!(Monotonic::read_clock().read(0) <= Instant::now());
     }
 }

@@ -67,7 +67,7 @@ fn path_of(file: BorrowedFd<'_>, access: Access) -> io::Result<(PathBuf, Arc<Own
 
 #[cfg(test)]
 mod tests {
-    use super::super::grants::{MOST, Permitted, id_of};
+    use super::super::grants::{MAX_GRANTS, Permitted, id_of};
     use super::*;
     use crate::broker::{self, Kind};
     use crate::permissions::{Permissions, bytes_of};
@@ -318,7 +318,7 @@ mod tests {
         };
         let first = grant(0, &[]);
         let second = grant(1, &[first.as_fd()]);
-        (2..=MOST).for_each(|number| drop(grant(number, &[first.as_fd()])));
+        (2..=MAX_GRANTS).for_each(|number| drop(grant(number, &[first.as_fd()])));
         assert!(grants.held(first.as_fd(), Access::Read).is_ok(), "a checkpoint has its disk");
         assert!(grants.held(second.as_fd(), Access::Read).is_err());
     }

@@ -1,7 +1,7 @@
 //! Pending exec of a new program by the supervisor.
 
 use super::log::log_line;
-use super::upgrade_progress::tell_outcome;
+use super::upgrade_progress::send_outcome;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Time limit for the new program's answer, and for the wait for a quiet moment after it.
 pub(super) const LIMIT: Duration = Duration::from_secs(10);
 /// Interval at which the supervisor checks for an answer or a quiet moment.
-pub(super) const LOOK: Duration = Duration::from_millis(20);
+pub(super) const POLL: Duration = Duration::from_millis(20);
 
 /// Device, inode, modification time and size of a file, by which a replaced file is detected.
 pub(super) type Identity = (u64, u64, i64, i64, u64);
@@ -36,7 +36,7 @@ pub(super) struct PendingExec {
 pub(super) enum Step {
     Wanted,
     /// The program was started to check the snapshot.
-    Asked(Child, Identity),
+    Requested(Child, Identity),
     /// The program accepts the snapshot.
     Can(Identity),
 }
@@ -49,14 +49,14 @@ impl PendingExec {
     /// Time of the next step.
     pub(super) fn deadline(&self) -> Instant {
         match self.step {
-            Step::Asked(..) => self.until,
-            Step::Wanted | Step::Can(_) => self.until.min(Instant::now() + LOOK),
+            Step::Requested(..) => self.until,
+            Step::Wanted | Step::Can(_) => self.until.min(Instant::now() + POLL),
         }
     }
 
     /// Gives up the exec and reports the upgrade, which has succeeded for the server process.
     pub(super) fn ends(mut self, why: Option<&str>) {
-        if let Step::Asked(child, _) = &mut self.step {
+        if let Step::Requested(child, _) = &mut self.step {
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -65,6 +65,6 @@ impl PendingExec {
             log_line(&format!("warning: the supervisor keeps running the old program: {why}"));
             outcome += &format!("; its supervisor keeps running the old program: {why}");
         }
-        tell_outcome(self.asker, Ok(&outcome));
+        send_outcome(self.asker, Ok(&outcome));
     }
 }

@@ -29,7 +29,7 @@ impl From<Child> for Process {
 impl Process {
     /// Restores a child that this process started before exec (`is_child`), or a child of a
     /// supervisor that has died.
-    pub(super) fn of_before(pid: Pid, fd: Option<OwnedFd>, is_child: bool) -> Self {
+    pub(super) fn from_saved(pid: Pid, fd: Option<OwnedFd>, is_child: bool) -> Self {
         Self { pid, fd, is_child, ended: None }
     }
 
@@ -50,12 +50,12 @@ impl Process {
     /// Returns the exit status if the process has ended.
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
         if self.ended.is_none() {
-            self.ended = self.look();
+            self.ended = self.poll_exit();
         }
         self.ended
     }
 
-    fn look(&self) -> Option<ExitStatus> {
+    fn poll_exit(&self) -> Option<ExitStatus> {
         // The exit status of another process's child is unknown: it counts as killed.
         let killed = || ExitStatus::from_raw(Signal::KILL.as_raw());
         if self.is_child {

@@ -17,36 +17,36 @@ impl Supervisor {
         let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
         // Messages that were sent after the last read and before the exit.
         if new.is_some() || old.is_some() {
-            self.hear_workers(QUEUED);
+            self.receive_from_workers(QUEUED);
         }
         if let Some(status) = new {
-            self.new_has_ended(status);
+            self.replacement_exited(status);
         }
         let Some((status, pid)) = old else { return };
         // The messages may have made the new process the current one.
         let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
         if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::Ending) {
             log_line(&format!("process {pid} was ended; another process recovers its clients"));
-            let left = worker.leaves(None);
+            let left = worker.take_checkpoint(None);
             return self.replace(left);
         }
         if self.upgrade.is_some() {
             self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
         }
-        if !worker.has_begun()
+        if !worker.has_recovered()
             && let Some(left) = &mut self.left
         {
             left.last_by_fault = is_fault(status);
         }
-        let served = if worker.has_begun() { "served" } else { "was to serve" };
+        let served = if worker.has_recovered() { "served" } else { "was to serve" };
         let what = format!("process {pid}, which {served}, {}", how(status));
         if self.is_replaced(&mut worker, status) {
             return;
         }
         match status.code() {
             None => {
-                if worker.has_begun() {
-                    self.left = worker.leaves(Some(status));
+                if worker.has_recovered() {
+                    self.left = worker.take_checkpoint(Some(status));
                 }
                 self.worker_has_died(&what, worker.has_served(), is_killed(status));
             }
@@ -55,7 +55,7 @@ impl Supervisor {
             Some(code)
                 if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
             {
-                self.over = Some(u8::try_from(code).unwrap_or(exit::FAILED));
+                self.exit_code = Some(u8::try_from(code).unwrap_or(exit::FAILED));
             }
             Some(_) => {
                 // The process has reported why it cannot recover: retry without the checkpoint.
@@ -76,7 +76,7 @@ impl Supervisor {
         self.sockets.clear();
         if self.ended != 0 {
             log_line(&format!("error: {what} during shutdown"));
-            self.over = Some(exit::FAILED);
+            self.exit_code = Some(exit::FAILED);
             return;
         }
         let now = Instant::now();
@@ -110,7 +110,7 @@ impl Supervisor {
                     "error: {what}; after {} deaths within a minute it is not restarted",
                     self.deaths.count()
                 ));
-                self.over = Some(exit::FAILED);
+                self.exit_code = Some(exit::FAILED);
             }
         }
     }

@@ -26,11 +26,11 @@ pub const START: &str = "start";
 pub const RECOVER: &str = "recover";
 
 /// Maximum packet size: a letter and a path, a sentence, or checkpoint data.
-pub const MOST: usize = 16384;
+pub const MAX_PACKET: usize = 16384;
 /// Bytes that the fd store adds in front of a forwarded packet's body.
 const ROOM_AROUND: usize = 64;
 /// Maximum number of descriptors in a packet on Linux (`SCM_MAX_FD`).
-pub const MOST_FDS: usize = 253;
+pub const MAX_FDS: usize = 253;
 
 /// A received packet.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ pub mod to_worker {
     pub const READ: u8 = b'L';
     /// Answer [`ALIVE`](super::to_supervisor::ALIVE) once all I/O threads have passed a liveness
     /// check.
-    pub const VISIT: u8 = b'V';
+    pub const LIVENESS_CHECK: u8 = b'V';
     /// Quiesce for good and answer [`QUIESCED`](super::to_supervisor::QUIESCED), or resume and
     /// answer [`RESUMES`](super::to_supervisor::RESUMES).
     pub const QUIESCE: u8 = b'Q';
@@ -125,7 +125,7 @@ pub mod to_supervisor {
     /// [`checkpoint`](crate::checkpoint).
     pub const CHECKPOINT: u8 = b'I';
     /// The process has recovered, and its own checkpoint is valid from now on.
-    pub const TAKEN: u8 = b'A';
+    pub const RECOVERED: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: receives the result.
     pub const UPGRADE: u8 = b'U';
 }
@@ -188,7 +188,7 @@ pub mod answer {
 }
 
 /// Prefix of a supervisor's socket name, before the process id.
-pub const NAME: &str = "shadowbell-keeper/";
+pub const NAME: &str = "shadowbell-supervisor/";
 
 /// Socket name, in the abstract namespace, of the supervisor with this process id. Several
 /// attempts exist because any process may have taken a name.
@@ -209,7 +209,7 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(pair)
 }
 
-/// Sends a packet with text. Text beyond [`MOST`] is cut.
+/// Sends a packet with text. Text beyond [`MAX_PACKET`] is cut.
 pub fn send(
     socket: impl AsFd,
     letter: u8,
@@ -217,11 +217,11 @@ pub fn send(
     fd: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
     let body = body.as_ref().as_bytes();
-    let body = body.get(..MOST - 1).unwrap_or(body);
+    let body = body.get(..MAX_PACKET - 1).unwrap_or(body);
     send_bytes(socket, letter, body, fd.as_slice(), false)
 }
 
-/// Sends a packet with bytes and up to [`MOST_FDS`] descriptors. Blocks unless `now`.
+/// Sends a packet with bytes and up to [`MAX_FDS`] descriptors. Blocks unless `now`.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] if the socket buffer is full; or another error of `sendmsg`.
@@ -234,7 +234,7 @@ pub fn send_bytes(
 ) -> io::Result<()> {
     let letter = [letter];
     let bytes = [IoSlice::new(&letter), IoSlice::new(body)];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -265,7 +265,7 @@ pub fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
 
 /// Removes the next packet. Does not block, not even to close the packet's descriptors.
 pub fn drop_one(socket: impl AsFd) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
     let mut byte = [0];
@@ -292,8 +292,8 @@ pub fn peek_number(socket: impl AsFd) -> Option<u64> {
 }
 
 fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet>> {
-    let mut bytes = vec![0; MOST + ROOM_AROUND];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut bytes = vec![0; MAX_PACKET + ROOM_AROUND];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = flags | RecvFlags::CMSG_CLOEXEC;
     let received = loop {
@@ -335,13 +335,13 @@ mod tests {
         assert_eq!(receive(&theirs, true).unwrap_err().kind(), io::ErrorKind::WouldBlock);
         let (read, write) = io::pipe().unwrap();
         send(&ours, to_supervisor::UPGRADE, "now", Some(read.as_fd())).unwrap();
-        send(&ours, to_supervisor::FAILED, "x".repeat(2 * MOST), None).unwrap();
+        send(&ours, to_supervisor::FAILED, "x".repeat(2 * MAX_PACKET), None).unwrap();
         let packet = receive(&theirs, false).unwrap().unwrap();
         assert_eq!((packet.letter, &packet.text()[..]), (b'U', "now"));
         drop((read, write));
         assert_eq!(rustix::io::read(packet.fd().unwrap(), &mut [0; 1]), Ok(0), "it is the pipe");
         let packet = receive(&theirs, false).unwrap().unwrap();
-        assert_eq!((packet.letter, packet.body.len()), (b'X', MOST - 1));
+        assert_eq!((packet.letter, packet.body.len()), (b'X', MAX_PACKET - 1));
         assert!(packet.fds.is_empty());
         // Queued packets are received although the peer has closed its end with unread ones.
         send(&theirs, to_worker::END, "", None).unwrap();

@@ -4,20 +4,20 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// Sliding window in which deaths are counted.
-const COUNTS: Duration = Duration::from_secs(60);
+const DEATH_WINDOW: Duration = Duration::from_secs(60);
 /// Number of deaths in the window at which the supervisor gives up.
-const MOST: usize = 8;
+const MAX_DEATHS: usize = 8;
 /// Maximum number of deaths in the window after which the checkpoint is still used. Beyond it the
 /// next process starts without the checkpoint, which may be the cause of the crashes.
-const MOST_RECOVERIES: usize = 6;
+const MAX_RECOVERIES: usize = 6;
 /// Delay after the first counted death that is not retried at once. Doubles with each further
 /// one.
-const FIRST: Duration = Duration::from_millis(100);
+const FIRST_DELAY: Duration = Duration::from_millis(100);
 /// Minimum time of service after which a kill from outside is not counted as a death.
-const SERVED: Duration = Duration::from_millis(50);
+const MIN_SERVICE: Duration = Duration::from_millis(50);
 /// Minimum time of service after which a fault is not counted: its cause is not the one of the
 /// death before.
-const SERVED_WELL: Duration = Duration::from_secs(10);
+const STABLE_SERVICE: Duration = Duration::from_secs(10);
 
 /// Times of the counted deaths, oldest first.
 #[derive(Default)]
@@ -53,10 +53,10 @@ impl RestartPolicy {
         is_killed: bool,
         is_left: bool,
     ) -> Next {
-        while self.0.front().is_some_and(|then| now.duration_since(*then) >= COUNTS) {
+        while self.0.front().is_some_and(|then| now.duration_since(*then) >= DEATH_WINDOW) {
             self.0.pop_front();
         }
-        let enough = if is_killed { SERVED } else { SERVED_WELL };
+        let enough = if is_killed { MIN_SERVICE } else { STABLE_SERVICE };
         if is_left && served.is_some_and(|served| served >= enough) {
             // The process recovered and served, so its checkpoint was not the cause of the death
             // before.
@@ -64,11 +64,11 @@ impl RestartPolicy {
             return Next::Recover(Duration::ZERO);
         }
         self.0.push_back(now);
-        let wait = |before: usize| FIRST * (1 << before);
+        let wait = |before: usize| FIRST_DELAY * (1 << before);
         match self.0.len() {
             1 if is_left => Next::Recover(Duration::ZERO),
-            count if count >= MOST => Next::GiveUp,
-            count if is_left && count <= MOST_RECOVERIES => Next::Recover(wait(count - 2)),
+            count if count >= MAX_DEATHS => Next::GiveUp,
+            count if is_left && count <= MAX_RECOVERIES => Next::Recover(wait(count - 2)),
             count => Next::Start(wait(count - 1)),
         }
     }
@@ -93,13 +93,13 @@ mod tests {
         let mut deaths = RestartPolicy::default();
         let mut now = begin;
         let mut waits = Vec::new();
-        while let Next::Start(wait) = deaths.add(now, Some(COUNTS), true, false) {
+        while let Next::Start(wait) = deaths.add(now, Some(DEATH_WINDOW), true, false) {
             waits.push(wait.as_millis());
             now += wait;
         }
         assert_eq!(waits, [100, 200, 400, 800, 1600, 3200, 6400]);
-        assert!(now - begin < COUNTS, "else nothing would ever be too much");
-        assert_eq!(deaths.add(now + COUNTS, None, false, false), Next::Start(FIRST));
+        assert!(now - begin < DEATH_WINDOW, "else nothing would ever be too much");
+        assert_eq!(deaths.add(now + DEATH_WINDOW, None, false, false), Next::Start(FIRST_DELAY));
         assert_eq!(deaths.count(), 1);
     }
 
@@ -108,24 +108,24 @@ mod tests {
         let now = Instant::now();
         let mut deaths = RestartPolicy::default();
         let mut waits = Vec::new();
-        while let Next::Recover(wait) = deaths.add(now, Some(FIRST), false, true) {
+        while let Next::Recover(wait) = deaths.add(now, Some(FIRST_DELAY), false, true) {
             waits.push(wait.as_millis());
         }
         assert_eq!(waits, [0, 100, 200, 400, 800, 1600]);
-        assert_eq!(deaths.add(now, Some(FIRST), false, false), Next::GiveUp);
+        assert_eq!(deaths.add(now, Some(FIRST_DELAY), false, false), Next::GiveUp);
         // Kills from outside after a minimum of service are recovered from without a limit.
         let mut deaths = RestartPolicy::default();
         for _ in 0..1000 {
-            let next = deaths.add(now, Some(SERVED), true, true);
+            let next = deaths.add(now, Some(MIN_SERVICE), true, true);
             assert_eq!(next, Next::Recover(Duration::ZERO));
         }
         assert_eq!(deaths.count(), 0);
         for _ in 0..20 {
             assert_eq!(deaths.add(now, None, true, true), Next::Recover(Duration::ZERO));
-            assert_eq!(deaths.add(now, None, true, true), Next::Recover(FIRST));
+            assert_eq!(deaths.add(now, None, true, true), Next::Recover(FIRST_DELAY));
             // Each process that served removes one death from the count.
             for _ in 0..2 {
-                let next = deaths.add(now, Some(SERVED), true, true);
+                let next = deaths.add(now, Some(MIN_SERVICE), true, true);
                 assert_eq!(next, Next::Recover(Duration::ZERO));
             }
         }

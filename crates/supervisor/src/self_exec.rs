@@ -9,13 +9,13 @@
 //! the server process and of clients stay in their sockets, signals are blocked, and a server
 //! process that ends stays a zombie until the new program waits for it.
 
-use super::command_line::{AS_SUPERVISOR, with_left};
+use super::command_line::{AS_SUPERVISOR, with_snapshot};
 use super::log::log_line;
 use super::pending_exec::{Identity, LIMIT, PendingExec, Step, identity};
 use super::snapshot::PartialSnapshot;
 use super::snapshot_codec::{self, Held};
 use super::state::Supervisor;
-use super::upgrade_progress::tell_outcome;
+use super::upgrade_progress::send_outcome;
 use super::{broker, grants::GRANTS};
 use crate::permissions::Permit;
 use crate::protocol;
@@ -29,7 +29,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 /// Command-line argument of a program that is started to check a snapshot.
-pub const CHECK: &str = "keeper-check";
+pub const CHECK: &str = "supervisor-check";
 
 /// Answer of a program that accepts the snapshot.
 const CAN: &str = "can go on";
@@ -49,17 +49,19 @@ pub fn check() -> std::process::ExitCode {
 
 impl Supervisor {
     /// Advances a pending exec, or gives it up.
-    pub(super) fn renew(&mut self, now: Instant) {
+    pub(super) fn advance_exec(&mut self, now: Instant) {
         let Some(mut pending_exec) = self.pending_exec.take() else { return };
-        if self.ended != 0 || self.over.is_some() {
+        if self.ended != 0 || self.exit_code.is_some() {
             return pending_exec.ends(None);
         }
-        match self.proceed(&mut pending_exec, now) {
+        match self.advance_step(&mut pending_exec, now) {
             Ok(()) if now < pending_exec.until => self.pending_exec = Some(pending_exec),
             Ok(()) => {
                 let limit = LIMIT.as_secs();
                 let why = match pending_exec.step {
-                    Step::Asked(..) => format!("the new program did not answer within {limit} s"),
+                    Step::Requested(..) => {
+                        format!("the new program did not answer within {limit} s")
+                    }
                     _ => format!("there was no quiet moment within {limit} s"),
                 };
                 pending_exec.ends(Some(&why));
@@ -69,15 +71,15 @@ impl Supervisor {
     }
 
     /// Takes the next step, if its condition holds.
-    fn proceed(&mut self, pending_exec: &mut PendingExec, now: Instant) -> Result<(), String> {
+    fn advance_step(&mut self, pending_exec: &mut PendingExec, now: Instant) -> Result<(), String> {
         match &mut pending_exec.step {
             Step::Wanted => {
                 let (child, identity) = self
                     .ask(&pending_exec.program)
                     .map_err(|error| format!("cannot start the new program: {error}"))?;
-                pending_exec.step = Step::Asked(child, identity);
+                pending_exec.step = Step::Requested(child, identity);
             }
-            Step::Asked(child, identity) => {
+            Step::Requested(child, identity) => {
                 if child.try_wait().is_ok_and(|ended| ended.is_none()) {
                     return Ok(());
                 }
@@ -90,9 +92,9 @@ impl Supervisor {
                 }
                 pending_exec.step = Step::Can(*identity);
                 pending_exec.until = now + LIMIT;
-                return self.become_another(pending_exec);
+                return self.exec_when_quiet(pending_exec);
             }
-            Step::Can(_) => return self.become_another(pending_exec),
+            Step::Can(_) => return self.exec_when_quiet(pending_exec),
         }
         Ok(())
     }
@@ -121,7 +123,7 @@ impl Supervisor {
     }
 
     /// Executes the program if the supervisor is quiet now.
-    fn become_another(&mut self, pending_exec: &mut PendingExec) -> Result<(), String> {
+    fn exec_when_quiet(&mut self, pending_exec: &mut PendingExec) -> Result<(), String> {
         if !self.is_quiet() {
             return Ok(());
         }
@@ -153,13 +155,13 @@ impl Supervisor {
             asker: pending_exec.asker.take(),
             outcome: pending_exec.outcome.clone(),
         };
-        let error = self.leave_to(&pending_exec.program, &held);
+        let error = self.exec_with_snapshot(&pending_exec.program, &held);
         pending_exec.asker = held.asker;
         Err(format!("{}: {error}", pending_exec.program.display()))
     }
 
     /// Sends the snapshot to a socket and executes the program. Returns only on failure.
-    fn leave_to(&self, program: &Path, held: &Held) -> io::Error {
+    fn exec_with_snapshot(&self, program: &Path, held: &Held) -> io::Error {
         let send = || {
             let (ours, theirs) = protocol::pair()?;
             let images = GRANTS.lock().images();
@@ -170,7 +172,9 @@ impl Supervisor {
             Ok(theirs)
         };
         match send() {
-            Ok(left) => execute(program.as_os_str(), with_left(&self.arguments, left.as_raw_fd())),
+            Ok(left) => {
+                execute(program.as_os_str(), with_snapshot(&self.arguments, left.as_raw_fd()))
+            }
             Err(error) => error,
         }
     }
@@ -179,7 +183,11 @@ impl Supervisor {
     ///
     /// # Errors
     /// There is no complete snapshot at the descriptor `left`.
-    pub(super) fn go_on(arguments: Vec<OsString>, left: RawFd, permit: Permit) -> io::Result<Self> {
+    pub(super) fn resume_after_exec(
+        arguments: Vec<OsString>,
+        left: RawFd,
+        permit: Permit,
+    ) -> io::Result<Self> {
         let nothing = || {
             io::Error::other(format!(
                 "{AS_SUPERVISOR} is an internal option of the supervisor; leave it out"
@@ -191,14 +199,14 @@ impl Supervisor {
             record = PartialSnapshot::take(record, packet);
         }
         let record = record.filter(PartialSnapshot::is_complete).ok_or_else(nothing)?;
-        let mut supervisor = Self::bare(arguments, permit)?;
+        let mut supervisor = Self::new(arguments, permit)?;
         let parcel = record.read().map_err(io::Error::other)?;
         let held = supervisor.restore(parcel, true).map_err(io::Error::other)?;
         let held = held.unwrap_or_default();
         held.brokers.into_iter().for_each(|(kind, socket)| broker::restore(kind, socket));
         let program = supervisor.program.display().to_string();
         log_line(&format!("the supervisor now runs {program}"));
-        tell_outcome(
+        send_outcome(
             held.asker,
             Ok(&format!("{}; its supervisor runs that program too", held.outcome)),
         );

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 impl Supervisor {
     /// Records a reload request (SIGHUP).
-    pub(super) fn read_again(&mut self) {
+    pub(super) fn reload_requested(&mut self) {
         if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
             notify::send(&notify::reloading());
         }
@@ -50,7 +50,7 @@ impl Supervisor {
 
     /// Sends a pending reload request to the server process, if one serves and no upgrade runs.
     /// If a server process ends before it has reloaded, the next one receives the request.
-    pub(super) fn have_it_read(&mut self) {
+    pub(super) fn request_reload(&mut self) {
         let (Some(reading), None) = (self.reading, &self.upgrade) else { return };
         let Some(worker) = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())
         else {
@@ -66,13 +66,13 @@ impl Supervisor {
         };
         let text = text.as_ref().map(AsFd::as_fd);
         if let Some(worker) = &self.worker {
-            worker.say(to_worker::READ, &why, text);
+            worker.send(to_worker::READ, &why, text);
         }
         self.reading = Some(Reading::Told(pid));
     }
 
     /// Reports the result of a reload to the service manager.
-    pub(super) fn has_read(&mut self, outcome: &str) {
+    pub(super) fn reload_done(&mut self, outcome: &str) {
         // A signal that came during the reload has set `Reading::Wanted` again, which stays.
         let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
         if self.reading.take_if(told).is_some() {
@@ -82,7 +82,7 @@ impl Supervisor {
 
     /// Feeds the service manager's watchdog, and aborts a server process that hangs. The end of the
     /// service has a time limit of its own, so a server process that ends is not checked.
-    pub(super) fn watch(&mut self, now: Instant) {
+    pub(super) fn run_watchdog(&mut self, now: Instant) {
         let Some(watchdog) = &mut self.watchdog else { return };
         let is_quiescing =
             self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::Quiescing);
@@ -91,7 +91,7 @@ impl Supervisor {
         let worker = worker.filter(|worker| worker.serves_since.is_some() && is_checked);
         match watchdog.due(now, worker.map(Worker::pid)) {
             Due::Nothing => return,
-            Due::Visit => return self.tell_worker(to_worker::VISIT),
+            Due::Check => return self.send_to_worker(to_worker::LIVENESS_CHECK),
             Due::Alive => {}
             Due::Hangs => {
                 if let Some(worker) = worker {

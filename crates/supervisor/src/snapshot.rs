@@ -7,7 +7,7 @@
 //! number, by which a reader recognizes duplicates.
 
 use crate::checkpoint_codec::Fds;
-use crate::protocol::{MOST_FDS, Packet, send_bytes};
+use crate::protocol::{MAX_FDS, Packet, send_bytes};
 use rustix::fs::{MemfdFlags, memfd_create};
 use shadowbell_state::{Parcel, StateError};
 use std::fs::File;
@@ -31,7 +31,7 @@ impl Snapshot<'_> {
     /// # Errors
     /// A system call fails.
     pub(super) fn memory(&self) -> io::Result<OwnedFd> {
-        let mut file = File::from(memfd_create("shadowbell-keeper", MemfdFlags::CLOEXEC)?);
+        let mut file = File::from(memfd_create("shadowbell-supervisor", MemfdFlags::CLOEXEC)?);
         file.write_all(&self.bytes)?;
         Ok(file.into())
     }
@@ -46,7 +46,7 @@ impl Snapshot<'_> {
         body.extend((self.fds.len() as u32).to_le_bytes());
         send_bytes(&socket, RECORD, &body, &[memory.as_fd()], true)?;
         *number = number.saturating_add(1);
-        for some in self.fds.chunks(MOST_FDS) {
+        for some in self.fds.chunks(MAX_FDS) {
             send_bytes(&socket, MORE, &number.to_le_bytes(), some, true)?;
             *number = number.saturating_add(1);
         }

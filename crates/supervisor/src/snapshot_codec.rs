@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use shadowbell_state::{Bytes, Descriptors, FdRef, Parcel, StateError};
 use std::os::fd::{AsFd, OwnedFd};
 
-const SUPERVISOR: &str = "keeper";
+const SUPERVISOR: &str = "supervisor";
 const OPENED: &str = "opened";
 const HELD: &str = "held";
 
@@ -156,7 +156,7 @@ impl Worker {
         // Without an open transaction: its packets may be lost.
         let items = Checkpoint::restore(saved.items, fds)?;
         Ok(Self {
-            process: Process::of_before(pid, fd, is_child),
+            process: Process::from_saved(pid, fd, is_child),
             link: saved.link.map(|link| fds.take(link)).transpose()?,
             program: path_of(&saved.program.0),
             serves_since: saved.serves_since.map(|since| clock.read(since)),
@@ -184,7 +184,7 @@ impl Supervisor {
         images: &'a HeldImages,
         held: Option<&'a Held>,
     ) -> Result<Snapshot<'a>, StateError> {
-        let clock = Monotonic::look();
+        let clock = Monotonic::read_clock();
         let mut fds = Fds::new();
         let saved = SavedSupervisor {
             program: bytes_of(&self.program),
@@ -241,7 +241,7 @@ impl Supervisor {
         mut parcel: Parcel,
         is_same: bool,
     ) -> Result<Option<Held>, StateError> {
-        let clock = Monotonic::look();
+        let clock = Monotonic::read_clock();
         let saved: SavedSupervisor = section(&mut parcel, SUPERVISOR)?;
         let grants: SavedGrants = section(&mut parcel, OPENED)?;
         let held: Option<SavedHeld> = parcel.take(HELD)?;
@@ -284,13 +284,13 @@ impl Supervisor {
         let taken: Result<Vec<_>, _> = held.clients.into_iter().map(|fd| fds.take(fd)).collect();
         let clients = taken?;
         self.control = match held.control {
-            Some(socket) => Some(Control::of_before(fds.take(socket)?, clients)),
+            Some(socket) => Some(Control::from_saved(fds.take(socket)?, clients)),
             None => None,
         };
         self.fd_store = match held.journal {
             None => None,
             Some((write, read, saved)) => {
-                Some(FdStore::of_before(fds.take(write)?, fds.take(read)?, &saved))
+                Some(FdStore::from_saved(fds.take(write)?, fds.take(read)?, &saved))
             }
         };
         let brokers = held.brokers.into_iter().map(|(kind, fd)| Ok((kind, fds.take(fd)?)));

@@ -61,7 +61,7 @@ pub(super) struct Supervisor {
     /// Time at which images of removed disks are released.
     pub(super) release: Option<Instant>,
     /// Trims this process's memory when it is idle.
-    pub(super) rest: TrimTimer,
+    pub(super) trim_timer: TrimTimer,
     /// Watchdog of the service manager, if it is enabled.
     pub(super) watchdog: Option<Watchdog>,
     /// Number of signals to end the service received so far.
@@ -70,5 +70,5 @@ pub(super) struct Supervisor {
     /// does not.
     pub(super) end_limit: Option<Instant>,
     /// Exit status, once the service has ended.
-    pub(super) over: Option<u8>,
+    pub(super) exit_code: Option<u8>,
 }

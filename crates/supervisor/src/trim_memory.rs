@@ -4,9 +4,9 @@
 use std::time::{Duration, Instant};
 
 /// Idle time before a trim.
-const QUIET: Duration = Duration::from_millis(200);
+const IDLE: Duration = Duration::from_millis(200);
 /// Resident file pages, in bytes, below which a trim is not worth its cost.
-const LITTLE: u64 = 1 << 20;
+const MIN_RESIDENT: u64 = 1 << 20;
 
 /// Timer of the next trim.
 #[derive(Debug, Default)]
@@ -17,12 +17,12 @@ pub(super) struct TrimTimer {
 
 impl TrimTimer {
     /// Trims if it is time; otherwise an event has occurred, and the timer is restarted.
-    pub(super) fn look(&mut self, now: Instant) {
+    pub(super) fn poll(&mut self, now: Instant) {
         if self.at.take().is_some_and(|at| at <= now) {
             // An error only costs memory.
             let _ = shadowbell_memory::trim_program_pages();
-        } else if held().is_some_and(|bytes| bytes > LITTLE) {
-            self.at = Some(now + QUIET);
+        } else if held().is_some_and(|bytes| bytes > MIN_RESIDENT) {
+            self.at = Some(now + IDLE);
         }
     }
 

@@ -17,7 +17,7 @@ use super::log::log_line;
 use super::pending_exec::PendingExec;
 use super::state::Supervisor;
 use super::upgrade_progress::{
-    Replacement, Step, Upgrade, add_warnings, answer_to, tell_check, tell_outcome,
+    Replacement, Step, Upgrade, add_warnings, answer_to, send_check_result, send_outcome,
 };
 use super::worker::QUEUED;
 use super::worker::{Left, Worker, how};
@@ -37,7 +37,7 @@ const QUIESCES: Duration = Duration::from_secs(2);
 /// meanwhile.
 const RECOVERS: Duration = Duration::from_secs(30);
 /// Executable of this process, even if the file at its path was replaced.
-const OURSELVES: &str = "/proc/self/exe";
+const OWN_EXECUTABLE: &str = "/proc/self/exe";
 
 impl Supervisor {
     /// Starts an upgrade, or its check only, that was requested from outside, not by a server
@@ -50,7 +50,7 @@ impl Supervisor {
     ) {
         match self.read_config().and_then(|(_, permitted)| permitted) {
             Ok(permitted) => self.begin_upgrade(program, asker, is_check, Some(permitted)),
-            Err(why) => tell_outcome(asker, Err(&exit::line(&why))),
+            Err(why) => send_outcome(asker, Err(&exit::line(&why))),
         }
     }
 
@@ -73,7 +73,7 @@ impl Supervisor {
             return match asker {
                 // Not logged: a server process may repeat the request without end.
                 Some(asker) => answer_to(asker, answer::NO, why),
-                None => tell_outcome(None, Err(why)),
+                None => send_outcome(None, Err(why)),
             };
         }
         let program = program.unwrap_or_else(|| self.program.clone());
@@ -100,7 +100,7 @@ impl Supervisor {
             }
             Err(error) => {
                 let program = program.display();
-                tell_outcome(asker, Err(&format!("cannot start {program}: {error}")));
+                send_outcome(asker, Err(&format!("cannot start {program}: {error}")));
             }
         }
     }
@@ -121,13 +121,13 @@ impl Supervisor {
         };
         upgrade.step = Step::Checking;
         upgrade.until = Instant::now() + STEP;
-        upgrade.new.say(to_worker::CHECK, "", None);
+        upgrade.new.send(to_worker::CHECK, "", None);
         upgrade.new.send_checkpoint(&checked);
     }
 
     /// Handles the result of the check: `lost` names the clients that cannot be recovered, one a
     /// line.
-    pub(super) fn has_checked(&mut self, lost: &str) {
+    pub(super) fn checked(&mut self, lost: &str) {
         let Some(upgrade) = &mut self.upgrade else { return };
         add_warnings(&mut upgrade.warnings, lost);
         if !upgrade.is_check {
@@ -135,10 +135,10 @@ impl Supervisor {
         }
         if let Some(upgrade) = self.upgrade.take() {
             self.kill(upgrade.new);
-            tell_check(upgrade.asker, &upgrade.warnings);
+            send_check_result(upgrade.asker, &upgrade.warnings);
         }
         if self.ended != 0 {
-            self.tell_worker(to_worker::END);
+            self.send_to_worker(to_worker::END);
         }
     }
 
@@ -150,7 +150,7 @@ impl Supervisor {
         }
         upgrade.step = Step::Quiescing;
         upgrade.until = Instant::now() + QUIESCES;
-        self.tell_worker(to_worker::QUIESCE);
+        self.send_to_worker(to_worker::QUIESCE);
     }
 
     /// Ends the server process that has quiesced. `unfinished` is empty if all of it has: no
@@ -161,7 +161,7 @@ impl Supervisor {
             return self.end_old(unfinished);
         }
         let Some(mut old) = self.worker.take() else { return };
-        let left = old.leaves(None).map(|left| Left { is_quiesced: true, ..left });
+        let left = old.take_checkpoint(None).map(|left| Left { is_quiesced: true, ..left });
         let pid = old.pid();
         log_line(&format!("process {pid} has quiesced; another process recovers its clients"));
         // The next process does not wait for the end: the locks are released.
@@ -190,7 +190,7 @@ impl Supervisor {
         self.died = Some(Instant::now());
         self.left = left;
         let Some(upgrade) = self.upgrade.take() else {
-            return self.start_instead(Path::new(OURSELVES));
+            return self.start_replacement(Path::new(OWN_EXECUTABLE));
         };
         let Upgrade { mut new, began, asker, why, warnings, permitted, .. } = upgrade;
         let replacement = Replacement {
@@ -201,12 +201,12 @@ impl Supervisor {
             warnings,
         };
         if let Some(why) = why {
-            return self.go_back(replacement, &why);
+            return self.fall_back(replacement, &why);
         }
         let Some(left) = &self.left else {
             self.kill(new);
             return self
-                .go_back(replacement, "the checkpoint of the running process is incomplete");
+                .fall_back(replacement, "the checkpoint of the running process is incomplete");
         };
         permitted.into_iter().for_each(|permitted| GRANTS.lock().permit(permitted));
         new.recovers_from(left);
@@ -217,7 +217,7 @@ impl Supervisor {
     }
 
     /// Starts a server process of `program` from the last one's checkpoint.
-    fn start_instead(&mut self, program: &Path) {
+    fn start_replacement(&mut self, program: &Path) {
         let outcome = match &self.left {
             Some(left) => Worker::start_to_recover(program, &self.arguments, left),
             None => Worker::start(program, &self.arguments, protocol::START),
@@ -236,7 +236,7 @@ impl Supervisor {
     }
 
     /// Handles the exit of the next process before the old one has quiesced.
-    pub(super) fn new_has_ended(&mut self, status: ExitStatus) {
+    pub(super) fn replacement_exited(&mut self, status: ExitStatus) {
         let Some(upgrade) = &mut self.upgrade else { return };
         let pid = upgrade.new.pid();
         let said = upgrade.new.why.take();
@@ -280,21 +280,21 @@ impl Supervisor {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         // The reason that the new process sent is more specific than its exit status.
         for _ in 0..QUEUED {
-            let Some(packet) = upgrade.new.hear(self.fd_store.as_mut()) else { break };
+            let Some(packet) = upgrade.new.receive(self.fd_store.as_mut()) else { break };
             if packet.letter == to_supervisor::FAILED {
                 upgrade.new.why = Some(packet.text());
             }
         }
         let reason = upgrade.new.why.take().or(upgrade.why);
         self.kill(upgrade.new);
-        tell_outcome(upgrade.asker, Err(reason.as_deref().unwrap_or(why)));
+        send_outcome(upgrade.asker, Err(reason.as_deref().unwrap_or(why)));
         if self.ended != 0 {
-            self.tell_worker(to_worker::END);
+            self.send_to_worker(to_worker::END);
         }
     }
 
     /// Records warnings of the next process, one a line, for the requester of the upgrade.
-    pub(super) fn warns(&mut self, lines: &str) {
+    pub(super) fn record_warnings(&mut self, lines: &str) {
         if let Some(replacement) = &mut self.replacement {
             add_warnings(&mut replacement.warnings, lines);
         }
@@ -302,7 +302,7 @@ impl Supervisor {
 
     /// Makes the new program the one for later restarts: the new process has recovered, so only a
     /// program that reads its checkpoint can continue.
-    pub(super) fn replacement_has_taken(&mut self) {
+    pub(super) fn replacement_recovered(&mut self) {
         if let Some(replacement) = &self.replacement {
             self.program.clone_from(&replacement.program);
         }
@@ -312,7 +312,7 @@ impl Supervisor {
     pub(super) fn replacement_serves(&mut self) {
         if self.ended != 0 {
             // The signal came while no process could receive it.
-            self.tell_worker(to_worker::END);
+            self.send_to_worker(to_worker::END);
         }
         let Some(replacement) = self.replacement.take() else { return };
         let Some(worker) = &self.worker else { return };
@@ -335,29 +335,29 @@ impl Supervisor {
     ///
     /// Returns true if the ended process was a replacement and the old program was started.
     pub(super) fn is_replaced(&mut self, worker: &mut Worker, status: ExitStatus) -> bool {
-        if worker.has_begun() || self.ended != 0 {
+        if worker.has_recovered() || self.ended != 0 {
             return false;
         }
         let Some(replacement) = self.replacement.take() else { return false };
         let why = worker.why.take();
         let why = why.unwrap_or_else(|| format!("process {} {}", worker.pid(), how(status)));
-        self.go_back(replacement, &why);
+        self.fall_back(replacement, &why);
         true
     }
 
     /// Reports the failed upgrade and recovers with the program that served before.
-    fn go_back(&mut self, replacement: Replacement, why: &str) {
+    fn fall_back(&mut self, replacement: Replacement, why: &str) {
         let why = format!("{why}; the previous program recovers the clients");
-        tell_outcome(replacement.asker, Err(&why));
-        self.start_instead(Path::new(OURSELVES));
+        send_outcome(replacement.asker, Err(&why));
+        self.start_replacement(Path::new(OWN_EXECUTABLE));
     }
 
     /// Kills a replacement that has not recovered within its time limit.
     pub(super) fn replacement_is_late(&mut self) {
         let Some(replacement) = &mut self.replacement else { return };
         replacement.until += RECOVERS;
-        // After `TAKEN` only the replacement's own checkpoint is valid, so it is not killed.
-        let Some(worker) = self.worker.as_mut().filter(|worker| !worker.has_begun()) else {
+        // After `RECOVERED` only the replacement's own checkpoint is valid, so it is not killed.
+        let Some(worker) = self.worker.as_mut().filter(|worker| !worker.has_recovered()) else {
             return;
         };
         worker.why.get_or_insert_with(|| {

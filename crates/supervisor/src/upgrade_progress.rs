@@ -57,19 +57,19 @@ pub(super) struct Replacement {
 }
 
 /// Maximum number of warnings of an upgrade.
-const MOST_WARNINGS: usize = 1000;
+const MAX_WARNINGS: usize = 1000;
 
 /// Adds warnings, one a line.
 pub(super) fn add_warnings(warnings: &mut Vec<String>, lines: &str) {
     for line in lines.lines() {
-        if warnings.len() < MOST_WARNINGS && !warnings.iter().any(|known| known == line) {
+        if warnings.len() < MAX_WARNINGS && !warnings.iter().any(|known| known == line) {
             warnings.push(line.to_owned());
         }
     }
 }
 
 /// Answers a requested check: success if all clients can be recovered, otherwise the warnings.
-pub(super) fn tell_check(asker: Option<OwnedFd>, warnings: &[String]) {
+pub(super) fn send_check_result(asker: Option<OwnedFd>, warnings: &[String]) {
     let (letter, text) = match warnings {
         [] => (answer::YES, "the next process can recover all clients".to_owned()),
         warnings => (answer::NO, warnings.join("\n")),
@@ -80,7 +80,7 @@ pub(super) fn tell_check(asker: Option<OwnedFd>, warnings: &[String]) {
 }
 
 /// Sends an upgrade's result to its requester. A failure is logged as well.
-pub(super) fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
+pub(super) fn send_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
     let (letter, text) = match outcome {
         Ok(text) => (answer::YES, text),
         Err(why) => {
@@ -96,7 +96,7 @@ pub(super) fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) 
 /// Answers a requester. One that does not read must not block the supervisor.
 pub(super) fn answer_to(asker: OwnedFd, letter: u8, text: &str) {
     let body = text.as_bytes();
-    let body = body.get(..protocol::MOST - 1).unwrap_or(body);
+    let body = body.get(..protocol::MAX_PACKET - 1).unwrap_or(body);
     let _ = protocol::send_bytes(&asker, letter, body, &[], true);
     deferred_close::close([asker]);
 }

@@ -10,7 +10,7 @@ pub(super) struct Watchdog {
     /// Time of the next liveness check.
     next: Instant,
     /// Server process of the check in flight, and its deadline.
-    asked: Option<(u32, Instant)>,
+    pending: Option<(u32, Instant)>,
     /// Server process that missed a deadline and was aborted.
     given_up: Option<u32>,
 }
@@ -20,7 +20,7 @@ pub(super) struct Watchdog {
 pub(super) enum Due {
     Nothing,
     /// Send a liveness check to the server process.
-    Visit,
+    Check,
     /// Notify the service manager: the supervisor runs, and no server process can be checked.
     Alive,
     /// Abort the server process, which missed the deadline. Another one recovers.
@@ -38,30 +38,30 @@ impl Watchdog {
     }
 
     fn new(every: Duration, next: Instant) -> Self {
-        Self { every, next, asked: None, given_up: None }
+        Self { every, next, pending: None, given_up: None }
     }
 
     /// Time of the next action.
     pub(super) fn deadline(&self) -> Instant {
-        self.asked.map_or(self.next, |(_, until)| until)
+        self.pending.map_or(self.next, |(_, until)| until)
     }
 
     /// Returns the action that is due at `now`. `worker`: the server process that can be checked.
     pub(super) fn due(&mut self, now: Instant, worker: Option<u32>) -> Due {
-        match self.asked {
+        match self.pending {
             // The process has ended, or quiesces, which has limits of its own.
             Some((pid, _)) if Some(pid) != worker => {
-                self.asked = None;
+                self.pending = None;
                 return Due::Alive;
             }
             Some((pid, until)) if until <= now => {
                 // The supervisor itself ran late, so the server process may not have had CPU time
                 // either.
                 if now - until > self.every / 4 {
-                    self.asked = Some((pid, now + self.every / 4));
+                    self.pending = Some((pid, now + self.every / 4));
                     return Due::Nothing;
                 }
-                self.asked = None;
+                self.pending = None;
                 return match self.given_up.replace(pid) {
                     Some(before) if before == pid => Due::Lost,
                     _ => Due::Hangs,
@@ -74,13 +74,13 @@ impl Watchdog {
             return Due::Nothing;
         }
         self.next = now + self.every;
-        self.asked = worker.map(|pid| (pid, now + self.every / 2));
-        if worker.is_some() { Due::Visit } else { Due::Alive }
+        self.pending = worker.map(|pid| (pid, now + self.every / 2));
+        if worker.is_some() { Due::Check } else { Due::Alive }
     }
 
     /// Records an answer. Returns true if a check of this server process was in flight.
     pub(super) fn answered(&mut self, worker: u32) -> bool {
-        self.asked.take_if(|(pid, _)| *pid == worker).is_some()
+        self.pending.take_if(|(pid, _)| *pid == worker).is_some()
     }
 }
 
@@ -99,7 +99,7 @@ mod tests {
         for _ in 0..3 {
             assert_eq!(watchdog.deadline(), now + EVERY);
             now += EVERY;
-            assert_eq!(watchdog.due(now, Some(1)), Due::Visit);
+            assert_eq!(watchdog.due(now, Some(1)), Due::Check);
             assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
             assert!(!watchdog.answered(2) && watchdog.answered(1) && !watchdog.answered(1));
             assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
@@ -114,16 +114,16 @@ mod tests {
     fn a_worker_that_does_not_answer_is_ended_before_the_service_manager_acts() {
         let began = Instant::now();
         let mut watchdog = Watchdog::new(EVERY, began + EVERY);
-        assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Visit);
+        assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Check);
         let late = watchdog.deadline();
         assert!(late < began + 2 * EVERY, "else the service manager is the first");
         assert_eq!(watchdog.due(late, Some(1)), Due::Hangs);
         // The aborted process does not end.
-        assert_eq!(watchdog.due(began + 2 * EVERY, Some(1)), Due::Visit);
+        assert_eq!(watchdog.due(began + 2 * EVERY, Some(1)), Due::Check);
         assert_eq!(watchdog.due(watchdog.deadline(), Some(1)), Due::Lost);
         // A new process answers.
         let now = watchdog.deadline();
-        assert_eq!(watchdog.due(now, Some(2)), Due::Visit);
+        assert_eq!(watchdog.due(now, Some(2)), Due::Check);
         assert!(watchdog.answered(2));
     }
 
@@ -131,9 +131,9 @@ mod tests {
     fn an_ended_or_unscheduled_worker_is_not_killed() {
         let began = Instant::now();
         let mut watchdog = Watchdog::new(EVERY, began + EVERY);
-        assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Visit);
+        assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Check);
         assert_eq!(watchdog.due(began + EVERY, None), Due::Alive);
-        assert_eq!(watchdog.due(began + 2 * EVERY, Some(2)), Due::Visit);
+        assert_eq!(watchdog.due(began + 2 * EVERY, Some(2)), Due::Check);
         // The whole machine was suspended.
         let now = began + 10 * EVERY;
         assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);

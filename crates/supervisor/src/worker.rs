@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// Upper bound of the messages in the socket of a server process that has ended.
 pub(super) const QUEUED: usize = 4096;
 /// Maximum number of checkpoint changes that are handled at once.
-const MOST_AT_ONCE: usize = 16;
+const MAX_AT_ONCE: usize = 16;
 
 /// Maximum number of messages that wait for the end of a checkpoint.
 const MAX_LATER: usize = 64;
@@ -133,7 +133,7 @@ impl Worker {
     }
 
     /// Starts a server process that recovers from the checkpoint `left`, which
-    /// [`pass_on`](Self::pass_on) sends to it.
+    /// [`forward`](Self::pass_on) sends to it.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -147,24 +147,24 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Lets the process recover from the checkpoint `left`, which [`pass_on`](Self::pass_on) sends
+    /// Lets the process recover from the checkpoint `left`, which [`forward`](Self::pass_on) sends
     /// to it.
     pub(super) fn recovers_from(&mut self, left: &Left) {
         if left.by_fault {
-            self.say(to_worker::FAULT, "", None);
+            self.send(to_worker::FAULT, "", None);
         }
         if left.is_quiesced {
-            self.say(to_worker::QUIESCED, "", None);
+            self.send(to_worker::QUIESCED, "", None);
         }
         if left.last_by_fault {
-            self.say(to_worker::LAST_BY_FAULT, "", None);
+            self.send(to_worker::LAST_BY_FAULT, "", None);
         }
         self.send_checkpoint(&left.items);
         // Until the process has recovered, its changes apply to the old checkpoint.
         self.items = left.items.clone();
     }
 
-    /// Queues a checkpoint, which [`pass_on`](Self::pass_on) sends.
+    /// Queues a checkpoint, which [`forward`](Self::pass_on) sends.
     pub(super) fn send_checkpoint(&mut self, items: &Checkpoint) {
         self.parts = items.parts().into();
     }
@@ -176,7 +176,7 @@ impl Worker {
     }
 
     /// Sends parts of the old checkpoint, and then messages, until the socket is full.
-    pub(super) fn pass_on(&mut self) {
+    pub(super) fn forward(&mut self) {
         while let (Some(link), Some(part)) = (&self.link, self.parts.front()) {
             let packet = part.packet();
             match protocol::send_bytes(
@@ -204,12 +204,12 @@ impl Worker {
     }
 
     /// Returns true if only this process's own checkpoint is valid: it has recovered, or serves.
-    pub(super) fn has_begun(&self) -> bool {
+    pub(super) fn has_recovered(&self) -> bool {
         self.has_taken || self.serves_since.is_some()
     }
 
     /// Takes the checkpoint if it is complete. `ended`: exit status, or `None` if it was killed.
-    pub(super) fn leaves(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
+    pub(super) fn take_checkpoint(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
         let items = std::mem::take(&mut self.items);
         let by_fault = ended.is_some_and(is_fault);
         let left = Left { items, by_fault, last_by_fault: by_fault, is_quiesced: false };
@@ -232,7 +232,7 @@ impl Worker {
 
     /// Sends a message, after the checkpoint that is being sent. Does nothing if the process is
     /// dead. A process that reads none is killed.
-    pub(super) fn say(&self, letter: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
+    pub(super) fn send(&self, letter: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
         let Some(link) = &self.link else { return };
         let mut later = self.later.borrow_mut();
         if self.parts.is_empty() && later.is_empty() {
@@ -260,8 +260,8 @@ impl Worker {
     /// If there is an fd store, each packet stays in the socket until the next call. By then the
     /// packet is in the store, or a snapshot contains its effect, as [`FdStore::needs_snapshot`]
     /// demands.
-    pub(super) fn hear(&mut self, mut fd_store: Option<&mut FdStore>) -> Option<Packet> {
-        for _ in 0..MOST_AT_ONCE {
+    pub(super) fn receive(&mut self, mut fd_store: Option<&mut FdStore>) -> Option<Packet> {
+        for _ in 0..MAX_AT_ONCE {
             let link = self.link.as_ref()?;
             if std::mem::take(&mut self.is_seen) {
                 protocol::drop_one(link);
@@ -401,7 +401,7 @@ mod tests {
 
     fn worker(link: &OwnedFd, items: Checkpoint, in_parts: bool) -> Worker {
         Worker {
-            process: Process::of_before(rustix::process::getpid(), None, false),
+            process: Process::from_saved(rustix::process::getpid(), None, false),
             link: Some(link.try_clone().unwrap()),
             program: PathBuf::new(),
             serves_since: None,
@@ -430,7 +430,7 @@ mod tests {
         let mut worker = worker(&ours, Checkpoint::default(), false);
         worker.process = Command::new("sleep").arg("3600").spawn().unwrap().into();
         let status = loop {
-            worker.say(to_worker::REPORT, "", None);
+            worker.send(to_worker::REPORT, "", None);
             if let Some(status) = worker.ended() {
                 break status;
             }
@@ -453,11 +453,11 @@ mod tests {
         let mut worker = worker(&ours, Checkpoint::default(), false);
         worker.process = Command::new("sleep").arg("3600").spawn().unwrap().into();
         worker.send_checkpoint(&items);
-        worker.pass_on();
+        worker.forward();
         assert!(worker.has_unsent(), "the socket is full");
-        worker.say(to_worker::END, "", None);
+        worker.send(to_worker::END, "", None);
         loop {
-            worker.pass_on();
+            worker.forward();
             let packet = protocol::receive(&theirs, true).unwrap().unwrap();
             if packet.letter == to_worker::END {
                 break;
@@ -484,31 +484,31 @@ mod tests {
                 protocol::send_bytes(&theirs, to_supervisor::CHECKPOINT, bytes, fds, true).unwrap();
             }
             let (write, read) = protocol::pair().unwrap();
-            let mut fd_store = FdStore::of_before(write, read, &SavedFdStore::default());
+            let mut fd_store = FdStore::from_saved(write, read, &SavedFdStore::default());
             record(&mut fd_store);
             let mut before = worker(&ours, Checkpoint::default(), false);
             match steps {
                 // No packet was read.
                 0 => {}
                 // A snapshot records the begin of the change.
-                1 => assert_eq!(before.hear(Some(&mut fd_store)).unwrap().letter, 0),
+                1 => assert_eq!(before.receive(Some(&mut fd_store)).unwrap().letter, 0),
                 // Some packets were removed from the socket.
                 2 => {
-                    assert_eq!(before.hear(Some(&mut fd_store)).unwrap().letter, 0);
+                    assert_eq!(before.receive(Some(&mut fd_store)).unwrap().letter, 0);
                     protocol::drop_one(&ours);
                 }
                 // A snapshot contains the change, and its last packet is still in the socket.
                 _ => {
-                    assert_eq!(before.hear(Some(&mut fd_store)).unwrap().letter, 0);
+                    assert_eq!(before.receive(Some(&mut fd_store)).unwrap().letter, 0);
                     record(&mut fd_store);
-                    let last = before.hear(Some(&mut fd_store)).unwrap();
+                    let last = before.receive(Some(&mut fd_store)).unwrap();
                     assert!(last.letter == to_supervisor::CHECKPOINT && fd_store.needs_snapshot());
                     assert!(before.items.contains("port/0") && !before.in_parts);
                 }
             }
             let mut after = worker(&ours, std::mem::take(&mut before.items), before.in_parts);
             for _ in 0..3 {
-                if after.hear(Some(&mut fd_store)).is_none() {
+                if after.receive(Some(&mut fd_store)).is_none() {
                     break;
                 }
                 record(&mut fd_store);

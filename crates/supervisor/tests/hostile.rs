@@ -59,7 +59,7 @@ const MESSAGES: [(&str, u8); 13] = [
     ("CHECKED", to_supervisor::CHECKED),
     ("RESUMES", to_supervisor::RESUMES),
     ("FAILED", to_supervisor::FAILED),
-    ("TAKEN", to_supervisor::TAKEN),
+    ("RECOVERED", to_supervisor::RECOVERED),
     ("UPGRADE", to_supervisor::UPGRADE),
     ("CHECKPOINT", to_supervisor::CHECKPOINT),
     ("unknown", b'?'),
@@ -312,7 +312,7 @@ fn hostile(is_first: bool) {
         }
         "checkpoint with descriptors" => {
             let (read, _write) = io::pipe().expect("a pipe");
-            let mut fds = &[read.as_fd(); protocol::MOST_FDS][..];
+            let mut fds = &[read.as_fd(); protocol::MAX_FDS][..];
             if count < CAMPAIGN {
                 // The kernel limits the queued descriptors of each user: other tests need some.
                 fds = &fds[..16];

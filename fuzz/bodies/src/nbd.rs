@@ -12,7 +12,7 @@ use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_export::nbd::handshake::{Export, Handshake, Security, Step};
 use shadowbell_export::nbd::reply::Incoming;
 use shadowbell_export::nbd::wire::{self, Request};
-use shadowbell_export::nbd::{Address, Options, Server};
+use shadowbell_export::nbd::{Address, Listener, Options, Server};
 use shadowbell_testing::wait::LIMIT;
 use std::io::Read;
 use std::net::Shutdown;
@@ -150,7 +150,9 @@ fn server() -> &'static PathBuf {
         let path = directory.path().join("nbd");
         let mut options = Options::default();
         options.name = "disk".into();
-        let server = Server::start(device, &Address::Unix(path.clone()), &options);
+        let listener = shadowbell_vfio_user::Listener::bind(&path).expect("a socket");
+        let (listener, address) = (Listener::Unix(listener), Address::Unix(path.clone()));
+        let server = Server::start(device, listener, address, &options);
         (server.expect("a server"), directory, path)
     });
     path

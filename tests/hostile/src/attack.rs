@@ -68,7 +68,7 @@ pub enum Kind {
     /// Attack on an export: all bounds apply. The victim and the attackers are clients of one
     /// `shadowbell export`.
     Export,
-    /// Hostile attack that is judged by counts: the bounds of the victim's latency do not apply.
+    /// Hostile attack that is evaluated by counts: the bounds of the victim's latency do not apply.
     /// The server process may be replaced.
     Counted,
     /// Control measurement: the same load on this machine, without an attack on the server.

@@ -9,7 +9,7 @@
 //! attackers are other clients, or a VM on vhost-user-blk.
 //!
 //! Attacks that replace the server process, or exceed a number of bytes, messages or threads, are
-//! judged by counts (`Kind::Counted`): the victim's reads continue, and the attack compares what it
+//! evaluated by counts (`Kind::Counted`): the victim's reads continue, and the attack compares what it
 //! counts with the bound.
 //!
 //! # Noise
@@ -155,7 +155,7 @@ fn make(
     report.begin("hostile");
     let seconds = Duration::from_secs_f64(seconds);
     let times = Times {
-        alone: seconds / 4,
+        baseline: seconds / 4,
         attacked: seconds,
         // The length of a load: the second attack runs this long before SIGTERM.
         before_end: seconds.min(Duration::from_millis(150)),

@@ -14,13 +14,13 @@ use super::victim::{Seen, Victim, give_way, hurry};
 use super::watch::{Serving, Usage, usage};
 
 /// Interval between two measurements of the server's memory.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL: Duration = Duration::from_millis(20);
 
 /// Durations of the steps of a round.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Times {
     /// Duration of the measurement of the victim without an attack.
-    pub alone: Duration,
+    pub baseline: Duration,
     pub attacked: Duration,
     /// Duration of the second attack before SIGTERM.
     pub before_end: Duration,
@@ -29,7 +29,7 @@ pub(crate) struct Times {
 /// Outcome of a round.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
-    pub alone: Seen,
+    pub baseline: Seen,
     pub attacked: Seen,
     /// Maximum growth of the server's own memory and page tables, in bytes.
     pub memory: u64,
@@ -58,7 +58,8 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     // Warm-up, whose figures are discarded: it fills caches, and the I/O thread learns its poll
     // time.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
-    outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
+    outcome.baseline =
+        observe(&mut victim, times.baseline, &served_by).context("the victim alone")?;
 
     let before = usage(&server.processes())?;
     let logged = server.logged();
@@ -154,7 +155,7 @@ fn under_attack(
                 let now = usage(&pids).unwrap_or_default();
                 peak.memory = peak.memory.max(now.memory);
                 peak.page_tables = peak.page_tables.max(now.page_tables);
-                sleep(LOOK);
+                sleep(POLL);
             }
             peak
         });

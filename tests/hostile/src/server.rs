@@ -228,7 +228,7 @@ impl Server {
     pub fn terminate(&mut self, limit: Duration) -> Result<Option<Duration>> {
         let began = Instant::now();
         self.process.signal(Signal::TERM)?;
-        // The time is measured, and judged elsewhere.
+        // The time is measured, and evaluated elsewhere.
         while began.elapsed() < limit {
             if self.process.ended()?.is_some() {
                 return Ok(Some(began.elapsed()));

@@ -8,7 +8,7 @@ use shadowbell_bench::table::Table;
 use super::attack::{Attack, Kind};
 use super::round::Outcome;
 
-// Bounds of the verdict on times. Only a run on a quiet machine is judged by them.
+// Bounds of the verdict on times. Only a run on a quiet machine is evaluated by them.
 const P99: Duration = Duration::from_millis(2);
 // Bound of the verdict on times, for a quiet machine.
 const LONGEST: Duration = Duration::from_millis(10);
@@ -54,7 +54,7 @@ pub(crate) fn is_void(outcome: &Outcome, strictness: Strictness) -> bool {
     if outcome.hostile == Some(Kind::Counted) {
         return false;
     }
-    outcome.alone.p99 > P99 * times / 2 || outcome.alone.longest > LONGEST * times / 2
+    outcome.baseline.p99 > P99 * times / 2 || outcome.baseline.longest > LONGEST * times / 2
 }
 
 /// Bounds that were exceeded.
@@ -77,7 +77,7 @@ pub(crate) fn failures(outcome: &Outcome, strictness: Strictness) -> Vec<String>
     longer("the attacker's reset", outcome.reset.unwrap_or_default(), RESET);
     longer("the end after SIGTERM", outcome.end.unwrap_or_default(), END);
     if outcome.hostile == Some(Kind::Honest) && strictness == Strictness::Measured {
-        let bound = (outcome.alone.p50 * HONEST).max(HONEST_FLOOR * HONEST);
+        let bound = (outcome.baseline.p50 * HONEST).max(HONEST_FLOOR * HONEST);
         longer("the victim's p50", outcome.attacked.p50, bound);
     }
     if outcome.attacked.lost {
@@ -142,7 +142,7 @@ pub(crate) fn add(
     number: u32,
     (failures, strictness): (&[String], Strictness),
 ) {
-    let (alone, seen) = (&outcome.alone, &outcome.attacked);
+    let (baseline, seen) = (&outcome.baseline, &outcome.attacked);
     let millis = |time: Duration| format!("{:.3}", time.as_secs_f64() * 1e3);
     let maybe = |time: Option<Duration>| time.map_or_else(|| "-".to_owned(), millis);
     let mut verdict = if failures.is_empty() { "ok" } else { "FAILS" }.to_owned();
@@ -155,12 +155,12 @@ pub(crate) fn add(
     let cells = vec![
         attack.name.to_owned(),
         number.to_string(),
-        millis(alone.p50),
+        millis(baseline.p50),
         millis(seen.p50),
-        millis(alone.p99),
+        millis(baseline.p99),
         millis(seen.p99),
         millis(seen.served_p99),
-        millis(alone.longest),
+        millis(baseline.longest),
         millis(seen.longest),
         millis(seen.served_longest),
         millis(seen.register),
@@ -183,9 +183,9 @@ pub(crate) fn add(
             "table": "hostile",
             "attack": attack.name,
             "try": number,
-            "alone_p50_ns": nanos(alone.p50),
-            "alone_p99_ns": nanos(alone.p99),
-            "alone_longest_ns": nanos(alone.longest),
+            "alone_p50_ns": nanos(baseline.p50),
+            "alone_p99_ns": nanos(baseline.p99),
+            "alone_longest_ns": nanos(baseline.longest),
             "p50_ns": nanos(seen.p50),
             "p99_ns": nanos(seen.p99),
             "longest_ns": nanos(seen.longest),

@@ -23,7 +23,7 @@ const REGISTER_EVERY: u64 = 8;
 /// between polls.
 const SPIN: Duration = Duration::from_micros(60);
 // The pause between two polls for a completion.
-const LOOK: Duration = Duration::from_micros(20);
+const POLL: Duration = Duration::from_micros(20);
 /// Time after which a read counts as lost and the measurement ends.
 const LOST: Duration = Duration::from_secs(6);
 /// Number of blocks of a read.
@@ -180,7 +180,7 @@ fn read(guest: &mut Guest, buffer: u64, block: u64) -> Result<Option<Duration>> 
             return Ok(None);
         }
         if waited > SPIN {
-            sleep(LOOK);
+            sleep(POLL);
         }
     };
     let took = began.elapsed();

@@ -76,10 +76,12 @@ impl DiskKind {
         let mut command = Command::new(binary);
         let disk = format!("{}?direct=on", image.display());
         match self {
-            Self::VfioUser => command.args(["serve", "--no-keeper", &disk, "--socket"]).arg(socket),
+            Self::VfioUser => {
+                command.args(["serve", "--no-supervisor", &disk, "--socket"]).arg(socket)
+            }
             Self::Nbd => {
                 let at = format!("unix:{}", socket.display());
-                command.args(["export", "--no-keeper", &disk, "--nbd", &at])
+                command.args(["export", "--no-supervisor", &disk, "--nbd", &at])
             }
             _ => return Ok(None),
         };

@@ -65,7 +65,7 @@ impl NbdServer {
         Self::start("shadowbell export", home, |socket| {
             let mut command = child(binary);
             command
-                .args(["export", "--no-keeper", disk, "--nbd"])
+                .args(["export", "--no-supervisor", disk, "--nbd"])
                 .arg(format!("unix:{}", socket.display()));
             if let Some(home) = home {
                 command.arg("--tls-certificates").arg(certificates_in(home));

@@ -26,7 +26,7 @@ impl Server {
     /// Serves these disks as one controller. `options` pin the I/O thread.
     pub(crate) fn start(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
         // There is no supervisor, so the time and memory of the process are those of the server.
-        Self::start_by(binary, disks, &[&["--no-keeper".to_owned()], options].concat())
+        Self::start_by(binary, disks, &[&["--no-supervisor".to_owned()], options].concat())
     }
 
     /// Serves these disks with a supervisor, so that acknowledged writes survive a crash.
@@ -61,7 +61,7 @@ impl Server {
         let file = directory.path().join("bench.toml");
         fs::write(&file, config).context("the configuration")?;
         let mut command = child(binary);
-        command.args(["serve", "--no-keeper", "--config"]).arg(file);
+        command.args(["serve", "--no-supervisor", "--config"]).arg(file);
         Self::spawn(binary, command, directory)
     }
 

@@ -91,7 +91,7 @@ fn a_partial_write_waits_for_requests_on_the_same_block() {
 
 #[test]
 fn block_devices_of_one_disk_share_the_locks_of_ranges() {
-    partial_write(|device| device.beside(&BlockOptions::default()).queue().unwrap());
+    partial_write(|device| device.with_options(&BlockOptions::default()).queue().unwrap());
 }
 
 /// Writes a part of a block by the queue that `other` opens, while the whole block is written.

@@ -115,7 +115,7 @@ pub fn write(
         limit_group: limits::groups().into_iter().map(group).map(at).collect(),
         subsystem: subsystems(controllers),
         disk: disks.iter().map(NamedDiskTable::of).map(at).collect(),
-        controller: Some(controllers.iter().map(|asked| at(controller(asked))).collect()),
+        controller: Some(controllers.iter().map(|requested| at(controller(requested))).collect()),
         // A FUSE file is mounted by `ctl`, not by a server with a configuration file.
         export: exports
             .iter()
@@ -141,7 +141,8 @@ fn group(Group { name, limits }: Group) -> GroupTable {
 /// Subsystems of the controllers, each one once, in the order of the controllers.
 fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Spanned<SubsystemTable>> {
     let mut all: Vec<Spanned<SubsystemTable>> = Vec::new();
-    for place in controllers.iter().filter_map(|asked| asked.controller.subsystem.as_ref()) {
+    for place in controllers.iter().filter_map(|requested| requested.controller.subsystem.as_ref())
+    {
         if all.iter().all(|other| other.get_ref().name != place.name) {
             all.push(at(SubsystemTable {
                 name: place.name.clone(),
@@ -154,13 +155,13 @@ fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Spanned<SubsystemTable>>
     all
 }
 
-fn controller(asked: &SocketConfig) -> ControllerTable {
-    let config = asked.controller.clone();
+fn controller(requested: &SocketConfig) -> ControllerTable {
+    let config = requested.controller.clone();
     let disks = disks(&configured_disks(&config));
     let states = config.subsystem.as_ref().map(|place| place.ana.states.clone());
     ControllerTable {
-        id: asked.id.clone().map(at),
-        socket: at(absolute(&asked.socket)),
+        id: requested.id.clone().map(at),
+        socket: at(absolute(&requested.socket)),
         serial: config.serial.map(at),
         model: config.model.map(at),
         doorbells: config.doorbells,
@@ -168,7 +169,7 @@ fn controller(asked: &SocketConfig) -> ControllerTable {
         queue_entries: config.queue_entries.map(at),
         max_transfer: config.max_transfer.map(|bytes| at(bytes.to_string())),
         read_only: config.read_only,
-        worker: asked.worker.map(at),
+        worker: requested.worker.map(at),
         pool: config.pool.as_ref().map(|pool| at(pool.to_string())),
         ana: states.filter(|states| !states.is_empty()).map(|states| at(AnaStates::Each(states))),
         subsystem: config.subsystem.map(|place| at(place.name)),

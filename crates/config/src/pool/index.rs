@@ -13,11 +13,11 @@ use std::fs::File;
 use std::io;
 
 /// Largest number of namespaces of a pool. Each has a file, which is created with the pool.
-pub const MOST: u32 = 64;
+pub const MAX_NAMESPACES: u32 = 64;
 /// Length of the file of an unused namespace ID. It is not 0, because an empty file is no valid
 /// image.
 pub(super) const VACANT: u64 = 4096;
-/// Size of a slot in bytes: enough for a state with [`MOST`] namespaces.
+/// Size of a slot in bytes: enough for a state with [`MAX_NAMESPACES`] namespaces.
 const SLOT_BYTES: u64 = 32 << 10;
 const SLOTS: AbSlots = AbSlots {
     magic: b"shadowbell-pool1",
@@ -176,7 +176,7 @@ impl Index {
             matches!(block_size, 512 | 4096) && metadata.is_none_or(|own| own.is_possible())
         };
         let is_valid = |entry: &Entry| {
-            (1..=MOST).contains(&entry.nsid)
+            (1..=MAX_NAMESPACES).contains(&entry.nsid)
                 && is_format(entry.block_size, entry.metadata)
                 && entry.blocks != 0
                 && entry.checked_bytes().is_some()
@@ -239,11 +239,11 @@ mod tests {
             assert_eq!(read(&file).unwrap(), (number, index(number as u32)));
         }
         // A slot has room for a state with the maximum number of namespaces.
-        write(&file, 6, &index(MOST)).unwrap();
+        write(&file, 6, &index(MAX_NAMESPACES)).unwrap();
         assert_eq!(read(&file).unwrap().0, 6);
         // A torn write damages the newest state.
         for at in [0, 20, 30, 39, 100, 5000] {
-            write(&file, 6, &index(MOST)).unwrap();
+            write(&file, 6, &index(MAX_NAMESPACES)).unwrap();
             let mut byte = [0];
             file.read_exact_at(&mut byte, at).unwrap();
             file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
@@ -270,7 +270,7 @@ mod tests {
             of.is_valid()
         };
         assert!(change(&|_| ()));
-        assert!(!change(&|of| of.namespaces[1].nsid = MOST + 1));
+        assert!(!change(&|of| of.namespaces[1].nsid = MAX_NAMESPACES + 1));
         assert!(!change(&|of| of.namespaces[1].nsid = 1));
         assert!(!change(&|of| of.namespaces[0].block_size = 1000));
         assert!(!change(&|of| of.namespaces[0].block_size = 4096));

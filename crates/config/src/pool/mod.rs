@@ -21,7 +21,7 @@ mod spec;
 pub use spec::PoolSpec;
 
 use anyhow::{Context, anyhow};
-use index::{Index, MOST, VACANT};
+use index::{Index, MAX_NAMESPACES, VACANT};
 use parking_lot::Mutex;
 use shadowbell_controller::{NamespacePool, PoolCallback, PoolOrder, PoolPort, PoolState};
 use shadowbell_disk_file::ImageFile;
@@ -219,7 +219,7 @@ fn create_missing(directory: &Path) -> anyhow::Result<()> {
         file.sync_all()?;
         std::fs::rename(&new, &path)?;
     }
-    for nsid in 1..=MOST {
+    for nsid in 1..=MAX_NAMESPACES {
         let path = file_of(directory, nsid);
         if !path.exists() {
             create(&path).map_err(bad_input)?.set_len(VACANT)?;

@@ -4,7 +4,7 @@
 //! of these is possible ([`IoThread`]). Requests are answered in the order of their completion, so
 //! none waits for another. Requests that arrive together are submitted together.
 //!
-//! On machines with enough processors, there are further threads, the helpers ([`Crew`]). A helper
+//! On machines with enough processors, there are further threads, the helpers ([`HelperThreads`]). A helper
 //! sleeps until an awake thread has too many requests. So a request wakes at most one thread, and
 //! none if a thread is awake.
 
@@ -34,7 +34,7 @@ const BATCH: usize = 32;
 /// Number of consecutive requests after which a thread wakes a helper.
 const TOO_MANY: usize = 64;
 /// Size of the buffer for the largest data, or for other content such as names.
-const LANDING: usize = MAX_REQUEST as usize + 4096;
+const RECEIVE_BUFFER: usize = MAX_REQUEST as usize + 4096;
 /// Size of a request without data. The fields of all supported requests fit into it.
 const HEAD: usize = WRITE_HEAD + 48;
 /// Number of the device in the thread's epoll set.
@@ -45,11 +45,11 @@ pub(super) struct Shared {
     pub(super) device: OwnedFd,
     pub(super) file: DiskFile,
     pub(super) failures: Arc<FailureCount>,
-    pub(super) crew: Arc<Crew>,
+    pub(super) helper_threads: Arc<HelperThreads>,
 }
 
 /// Threads of a session: the first one, and its helpers.
-pub(super) struct Crew {
+pub(super) struct HelperThreads {
     first: EventFd,
     helpers: Vec<Helper>,
     /// True after the file system was unmounted, or when the session is to end.
@@ -63,7 +63,7 @@ struct Helper {
     waker: EventFd,
 }
 
-impl Crew {
+impl HelperThreads {
     /// Creates a crew without helpers. `first` wakes the first thread.
     pub(super) fn new(first: EventFd) -> Self {
         Self {
@@ -213,7 +213,7 @@ pub(super) struct Device<F> {
     /// Number of requests that were taken since the device was last empty.
     taken: usize,
     head: [u8; HEAD],
-    landing: Vec<u8>,
+    receive_buffer: Vec<u8>,
     done: Vec<(usize, Completed)>,
 }
 
@@ -242,7 +242,7 @@ impl<F: Future<Output = Completed>> Device<F> {
             readable: helper.is_none(),
             taken: 0,
             head: [0; HEAD],
-            landing: vec![0; LANDING],
+            receive_buffer: vec![0; RECEIVE_BUFFER],
             done: Vec::with_capacity(SLOTS),
         })
     }
@@ -250,7 +250,7 @@ impl<F: Future<Output = Completed>> Device<F> {
     /// Serves requests until the file system is unmounted, or the session is to end.
     pub(super) fn run(mut self, make: &impl Fn(BlockQueue, Job) -> F) -> io::Result<()> {
         loop {
-            let is_over = self.shared.crew.over.load(Ordering::Acquire);
+            let is_over = self.shared.helper_threads.over.load(Ordering::Acquire);
             self.readable &= !is_over;
             let any = match self.take(make) {
                 Ok(any) => any,
@@ -258,12 +258,12 @@ impl<F: Future<Output = Completed>> Device<F> {
                 // waits for their answers.
                 Err(Errno::NODEV) => {
                     self.readable = false;
-                    self.shared.crew.end();
+                    self.shared.helper_threads.end();
                     false
                 }
                 Err(errno) => return Err(errno.into()),
             };
-            let is_over = is_over || self.shared.crew.over.load(Ordering::Acquire);
+            let is_over = is_over || self.shared.helper_threads.over.load(Ordering::Acquire);
             if is_over && self.io.tasks().reserved() == 0 {
                 return Ok(());
             }
@@ -285,7 +285,7 @@ impl<F: Future<Output = Completed>> Device<F> {
 
     /// True if this thread takes requests at the moment.
     fn listens(&self) -> bool {
-        self.helper.is_none_or(|helper| self.shared.crew.is_called(helper))
+        self.helper.is_none_or(|helper| self.shared.helper_threads.is_called(helper))
     }
 
     /// Takes the available requests and starts them. Returns true if there were any.
@@ -293,9 +293,9 @@ impl<F: Future<Output = Completed>> Device<F> {
         let mut count = 0;
         while self.readable && count < BATCH && self.held < MAX_HELD {
             let Some(slot) = self.io.tasks().reserve() else { break };
-            let Self { shared, head, landing, .. } = self;
+            let Self { shared, head, receive_buffer, .. } = self;
             let head = head.get_mut(..WRITE_HEAD).unwrap_or_default();
-            let (mut head, mut rest) = (Room::of(head), Room::of(landing));
+            let (mut head, mut rest) = (Room::of(head), Room::of(receive_buffer));
             match sys::read(shared.device.as_fd(), &mut head, &mut rest) {
                 Ok(len) => {
                     count += 1;
@@ -308,7 +308,7 @@ impl<F: Future<Output = Completed>> Device<F> {
                     self.readable = false;
                     self.taken = 0;
                     if let Some(helper) = self.helper {
-                        shared.crew.dismiss(helper);
+                        shared.helper_threads.dismiss(helper);
                     }
                 }
                 Err(errno) => {
@@ -321,23 +321,23 @@ impl<F: Future<Output = Completed>> Device<F> {
         self.taken += count;
         if self.taken >= TOO_MANY {
             self.taken = 0;
-            self.shared.crew.call();
+            self.shared.helper_threads.call();
         }
         Ok(count > 0)
     }
 
     /// Starts a request of `len` bytes.
     fn begin(&mut self, slot: usize, len: usize, make: &impl Fn(BlockQueue, Job) -> F) {
-        let Self { shared, disk, memory, head, landing, .. } = self;
+        let Self { shared, disk, memory, head, receive_buffer, .. } = self;
         // For requests other than writes, the fields that do not fit into `head` are in the data
         // buffer.
         if let (Some(end), Some(rest)) =
-            (head.get_mut(WRITE_HEAD..), landing.get(..HEAD - WRITE_HEAD))
+            (head.get_mut(WRITE_HEAD..), receive_buffer.get(..HEAD - WRITE_HEAD))
         {
             end.copy_from_slice(rest);
         }
         let head = head.get(..len).unwrap_or(head);
-        let data = landing.get(..len.saturating_sub(WRITE_HEAD)).unwrap_or(landing);
+        let data = receive_buffer.get(..len.saturating_sub(WRITE_HEAD)).unwrap_or(receive_buffer);
         let step = match Request::decode(head) {
             Some(request) => (request.unique, shared.file.ask(&request, data.len())),
             // An incomplete request has no number, so it cannot be answered.
@@ -448,9 +448,9 @@ mod tests {
 
     #[test]
     fn a_helper_thread_is_woken_once_until_it_runs_out_of_work() {
-        let mut crew = Crew::new(EventFd::new().unwrap());
+        let mut helper_threads = HelperThreads::new(EventFd::new().unwrap());
         let events = [EventFd::new().unwrap(), EventFd::new().unwrap()];
-        let helpers = events.each_ref().map(|event| crew.add(event.try_clone().unwrap()));
+        let helpers = events.each_ref().map(|event| helper_threads.add(event.try_clone().unwrap()));
         let woken = || {
             events.each_ref().map(|event| {
                 let woken = event.wait(Some(Duration::ZERO)).unwrap();
@@ -458,18 +458,18 @@ mod tests {
                 woken
             })
         };
-        assert_eq!(helpers.map(|helper| crew.is_called(helper)), [false, false]);
-        crew.call();
+        assert_eq!(helpers.map(|helper| helper_threads.is_called(helper)), [false, false]);
+        helper_threads.call();
         assert_eq!(woken(), [true, false]);
-        crew.call();
+        helper_threads.call();
         assert_eq!(woken(), [false, true]);
-        crew.call();
+        helper_threads.call();
         assert_eq!(woken(), [false, false], "all of them help");
-        assert_eq!(helpers.map(|helper| crew.is_called(helper)), [true, true]);
-        crew.dismiss(helpers[1]);
-        crew.call();
+        assert_eq!(helpers.map(|helper| helper_threads.is_called(helper)), [true, true]);
+        helper_threads.dismiss(helpers[1]);
+        helper_threads.call();
         assert_eq!(woken(), [false, true]);
-        crew.end();
+        helper_threads.end();
         assert_eq!(woken(), [true, true]);
     }
 }

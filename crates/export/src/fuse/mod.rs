@@ -35,7 +35,7 @@ pub use mount::{Mount, MountError};
 
 use crate::failures::FailureCount;
 use crate::vectors::Part;
-use device::{Crew, Device, Shared, execute};
+use device::{Device, HelperThreads, Shared, execute};
 use file::DiskFile;
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
@@ -65,7 +65,7 @@ pub struct Options {
 /// Threads that serve the requests of a mounted file from a disk. The end of the value ends them,
 /// and the mount stays.
 pub struct Session {
-    crew: Arc<Crew>,
+    helper_threads: Arc<HelperThreads>,
     failures: Arc<FailureCount>,
     server: Option<JoinHandle<()>>,
     /// True after the file system was unmounted.
@@ -87,11 +87,12 @@ impl Session {
         rustix::io::ioctl_fionbio(&device, true)?;
         let Threads { shared, first, helpers } = threads(disk, device, options)?;
         let over = Arc::<(Mutex<bool>, Condvar)>::default();
-        let (crew, failures) = (Arc::clone(&shared.crew), Arc::clone(&shared.failures));
+        let (helper_threads, failures) =
+            (Arc::clone(&shared.helper_threads), Arc::clone(&shared.failures));
         let its = Arc::clone(&over);
         let server = move || serve(shared, first, helpers, &its, on_end);
         let server = std::thread::Builder::new().name("fuse".into()).spawn(server)?;
-        Ok(Self { crew, failures, server: Some(server), over })
+        Ok(Self { helper_threads, failures, server: Some(server), over })
     }
 
     /// Makes the kernel send the requests again that another session on the same device has taken
@@ -153,7 +154,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.crew.stop();
+        self.helper_threads.stop();
         self.wait();
     }
 }
@@ -173,18 +174,18 @@ fn threads(disk: &BlockDevice, device: OwnedFd, options: &Options) -> io::Result
     let count = options.threads.unwrap_or((processors / 2).min(MAX_THREADS));
     let count = count.clamp(1, disk.queues());
     let first = EventFd::new()?;
-    let mut crew = Crew::new(first.try_clone()?);
+    let mut helper_threads = HelperThreads::new(first.try_clone()?);
     let mut parts = vec![(None, first)];
     for _ in 1..count {
         let event = EventFd::new()?;
-        parts.push((Some(crew.add(event.try_clone()?)), event));
+        parts.push((Some(helper_threads.add(event.try_clone()?)), event));
     }
     // Opens a queue once, so that a disk without a free queue is detected before the kernel sends a
     // request.
     drop(disk.queue()?);
     let (file, failures) = (DiskFile::new(*disk.geometry(), options.owner), Arc::default());
-    let crew = Arc::new(crew);
-    let shared = Arc::new(Shared { device, file, failures, crew });
+    let helper_threads = Arc::new(helper_threads);
+    let shared = Arc::new(Shared { device, file, failures, helper_threads });
     let mut runs = Vec::new();
     for (helper, event) in parts {
         let (shared, disk) = (Arc::clone(&shared), disk.clone());
@@ -212,8 +213,8 @@ fn serve(
         }
     }
     let outcome = first();
-    let is_stopped = shared.crew.is_stopped();
-    shared.crew.end();
+    let is_stopped = shared.helper_threads.is_stopped();
+    shared.helper_threads.end();
     for thread in running {
         let _ = thread.join();
     }

@@ -40,7 +40,7 @@ impl Peer {
 
 /// Admitted clients, which have completed the handshake.
 pub(super) struct Admitted {
-    most: usize,
+    max_clients: usize,
     by_peer: Mutex<HashMap<Peer, usize>>,
 }
 
@@ -51,23 +51,23 @@ pub(super) struct Admission {
 }
 
 impl Admitted {
-    pub(super) fn new(most: usize) -> Arc<Self> {
-        Arc::new(Self { most: most.max(1), by_peer: Mutex::default() })
+    pub(super) fn new(max_clients: usize) -> Arc<Self> {
+        Arc::new(Self { max_clients: max_clients.max(1), by_peer: Mutex::default() })
     }
 
     /// Largest number of clients of one peer.
-    fn most_of_one(&self) -> usize {
-        self.most - self.most / 4
+    fn max_of_one_peer(&self) -> usize {
+        self.max_clients - self.max_clients / 4
     }
 
     /// Admits a client of `peer`, if the limits permit it.
     pub(super) fn take(self: &Arc<Self>, peer: Peer) -> Option<Admission> {
         let mut by_peer = self.by_peer.lock();
-        if by_peer.values().sum::<usize>() >= self.most {
+        if by_peer.values().sum::<usize>() >= self.max_clients {
             return None;
         }
         let count = by_peer.entry(peer).or_default();
-        if *count >= self.most_of_one() {
+        if *count >= self.max_of_one_peer() {
             return None;
         }
         *count += 1;
@@ -77,8 +77,8 @@ impl Admitted {
     /// True if a client of `peer` would not be admitted.
     pub(super) fn is_full(&self, peer: Peer) -> bool {
         let by_peer = self.by_peer.lock();
-        by_peer.values().sum::<usize>() >= self.most
-            || by_peer.get(&peer).is_some_and(|count| *count >= self.most_of_one())
+        by_peer.values().sum::<usize>() >= self.max_clients
+            || by_peer.get(&peer).is_some_and(|count| *count >= self.max_of_one_peer())
     }
 }
 
@@ -153,8 +153,8 @@ impl Clients {
         if new.values().sum::<usize>() < MAX_NEW {
             return;
         }
-        let most = new.into_iter().max_by_key(|(_, count)| *count).map(|(peer, _)| peer);
-        let of_most = |client: &&Client| client.is_new() && Some(client.peer) == most;
+        let max_clients = new.into_iter().max_by_key(|(_, count)| *count).map(|(peer, _)| peer);
+        let of_most = |client: &&Client| client.is_new() && Some(client.peer) == max_clients;
         if let Some(client) = self.0.iter().find(of_most) {
             let socket = client.socket.lock().take();
             let _ = socket.map(|socket| shutdown(socket.as_fd(), Shutdown::Both));
@@ -182,17 +182,17 @@ mod tests {
     #[test]
     fn one_peer_cannot_take_all_client_slots() {
         let agreed = Admitted::new(8);
-        let mut places: Vec<_> =
+        let mut slots: Vec<_> =
             std::iter::from_fn(|| agreed.take(Peer::User(1))).take(100).collect();
-        assert_eq!(places.len(), 6);
+        assert_eq!(slots.len(), 6);
         assert!(agreed.is_full(Peer::User(1)) && !agreed.is_full(Peer::User(2)));
         let others: Vec<_> = std::iter::from_fn(|| agreed.take(Peer::User(2))).take(100).collect();
         assert_eq!(others.len(), 2);
         assert!(agreed.is_full(Peer::User(3)));
-        places.pop();
+        slots.pop();
         assert_eq!(agreed.by_peer.lock().values().sum::<usize>(), 7);
         assert!(agreed.take(Peer::User(1)).is_some());
-        drop((places, others));
+        drop((slots, others));
         assert!(agreed.by_peer.lock().is_empty());
         assert!(Admitted::new(1).take(Peer::Unknown).is_some());
     }

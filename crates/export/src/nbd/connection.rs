@@ -109,7 +109,7 @@ struct Connection<F> {
     writes_long: bool,
     /// True while a read whose reply must not be interleaved is executed in pieces. No other
     /// request is started in this time.
-    alone: bool,
+    runs_alone: bool,
     /// True if the reply of such a read cannot be completed, because the disk failed after a part
     /// was sent.
     broken: bool,
@@ -150,7 +150,7 @@ pub(super) fn serve(
         memory: DataMemory::new(SLOTS),
         coalescing: ReplyCoalescing::default(),
         writes_long: false,
-        alone: false,
+        runs_alone: false,
         broken: false,
         last: false,
         hung_up: false,
@@ -202,14 +202,14 @@ impl<F: Future<Output = Completed>> Connection<F> {
             // The input may contain requests that waited for the end of an unsplittable read. No
             // event will wake the thread for them.
             let waits = self.stalled.is_some() || self.socket.input.rest().len() >= Request::SIZE;
-            if waits && freed && !self.alone {
+            if waits && freed && !self.runs_alone {
                 continue;
             }
             // A client with several requests in flight sends new ones when it receives replies, so
             // the thread tries to receive. A client with a single request cannot have sent another
             // one yet.
             let perhaps = self.socket.readable || freed && in_flight > 0;
-            let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
+            let takes = !self.last && !self.hung_up && !self.runs_alone && self.stalled.is_none();
             if perhaps && takes && self.receive()? {
                 continue;
             }
@@ -232,7 +232,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
     /// True if pending replies are held back, to be sent together with those to the client's next
     /// requests.
     fn holds_replies(&mut self) -> bool {
-        let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
+        let takes = !self.last && !self.hung_up && !self.runs_alone && self.stalled.is_none();
         // Replies to reads are not held back, because the transfer of their data takes most of the
         // time.
         takes
@@ -279,7 +279,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         &mut self,
         make: &impl Fn(BlockQueue, Job) -> F,
     ) -> Result<(), ConnectionError> {
-        while !self.last && !self.alone {
+        while !self.last && !self.runs_alone {
             if let Some(mut write) = self.arriving.take() {
                 let rest = self.socket.input.rest();
                 let len = write.request.len as usize;
@@ -377,7 +377,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             Ok(checked) => {
                 let Some(pending) = self.pending.get_mut(slot) else { return };
                 pending.checked = Some(checked);
-                self.alone = pending.is_whole && pending.has_more();
+                self.runs_alone = pending.is_whole && pending.has_more();
                 let request = pending.piece().unwrap_or(checked);
                 self.io.tasks().start(slot, make(self.disk.clone(), Job { request, data }));
             }
@@ -423,7 +423,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         if self.socket.blocked {
             return Ok(false);
         }
-        let Self { socket, io, replies, pending, held, memory, alone, disk, .. } = self;
+        let Self { socket, io, replies, pending, held, memory, runs_alone, disk, .. } = self;
         let mut freed = false;
         let sent = replies.send(socket, |reply, is_sent| {
             if reply.more
@@ -437,7 +437,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                     return;
                 }
             }
-            *alone = false;
+            *runs_alone = false;
             let pending = pending.get_mut(reply.slot).map(std::mem::take).unwrap_or_default();
             *held = held.saturating_sub(pending.held);
             io.tasks().release(reply.slot);

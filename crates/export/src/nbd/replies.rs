@@ -1,7 +1,7 @@
 //! Queue of replies, many of which are sent by one system call.
 
 use super::socket::ClientSocket;
-use super::sys::MOST;
+use super::sys::MAX_VECTORS;
 use crate::data::Data;
 use crate::vectors::Part;
 use rustix::io::Errno;
@@ -9,7 +9,7 @@ use shadowbell_nbd::reply::Head;
 use std::collections::VecDeque;
 
 /// Largest number of replies per system call.
-const BATCH: usize = MOST / 2;
+const BATCH: usize = MAX_VECTORS / 2;
 
 /// Reply to the request in `slot`.
 pub(super) struct Reply {
@@ -76,7 +76,7 @@ impl Replies {
     ) -> Result<Sent, Errno> {
         while !self.queue.is_empty() {
             let mut skip = self.sent;
-            let mut parts = [Part::NONE; MOST];
+            let mut parts = [Part::NONE; MAX_VECTORS];
             let mut used = 0;
             for reply in self.queue.iter().take(BATCH) {
                 let head = reply.head.bytes();

@@ -8,9 +8,9 @@
 //! requests arrive.
 
 /// Largest number of replies that are sent together.
-const MOST: usize = 4;
+const MAX_BATCH: usize = 4;
 /// Largest number of replies that a probe holds back.
-const PROBE: usize = 2 * MOST;
+const PROBE: usize = 2 * MAX_BATCH;
 /// Number of requests between two probes.
 const PERIOD: u32 = 1024;
 /// Number of requests before the first probe.
@@ -28,7 +28,7 @@ const MISSES: u32 = 16;
 #[derive(Debug)]
 pub(super) struct ReplyCoalescing {
     /// Number of replies that are sent together.
-    most: usize,
+    max_batch: usize,
     is_probing: bool,
     /// Number of requests until the next probe.
     left: u32,
@@ -41,7 +41,7 @@ pub(super) struct ReplyCoalescing {
 
 impl Default for ReplyCoalescing {
     fn default() -> Self {
-        Self { most: 1, is_probing: false, left: FIRST, waiting: 0, tries: 0, misses: 0 }
+        Self { max_batch: 1, is_probing: false, left: FIRST, waiting: 0, tries: 0, misses: 0 }
     }
 }
 
@@ -57,17 +57,18 @@ impl ReplyCoalescing {
             // sends single bytes, which are not a request, does not prolong the wait.
             (self.waiting, self.tries) = (replies, 0);
         }
-        let (most, tries) = if self.is_probing { (PROBE, PROBE_TRIES) } else { (self.most, TRIES) };
-        if replies < most && self.tries < tries {
+        let (max_batch, tries) =
+            if self.is_probing { (PROBE, PROBE_TRIES) } else { (self.max_batch, TRIES) };
+        if replies < max_batch && self.tries < tries {
             self.tries += 1;
             return true;
         }
         if self.is_probing {
             // Half of the probed number is sent together, so that the client sends its next
             // requests while the other half is answered.
-            self.most = (replies / 2).clamp(1, MOST);
+            self.max_batch = (replies / 2).clamp(1, MAX_BATCH);
             (self.is_probing, self.left, self.misses) = (false, PERIOD, 0);
-        } else if replies < most {
+        } else if replies < max_batch {
             self.misses += 1;
         }
         (self.waiting, self.tries) = (0, 0);
@@ -109,12 +110,14 @@ mod tests {
 
     #[test]
     fn the_answers_of_a_deep_client_go_together_and_those_of_others_do_not_wait() {
-        for (depth, most) in [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4), (32, 4), (1000, 4)] {
+        for (depth, max_batch) in
+            [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4), (32, 4), (1000, 4)]
+        {
             let mut coalescing = ReplyCoalescing::default();
             serve(&mut coalescing, depth, 2, 200);
-            assert_eq!(coalescing.most, most, "{depth}");
+            assert_eq!(coalescing.max_batch, max_batch, "{depth}");
             let sent = serve(&mut coalescing, depth, 2, 700);
-            assert!(sent.iter().all(|count| *count == most), "{depth}: {sent:?}");
+            assert!(sent.iter().all(|count| *count == max_batch), "{depth}: {sent:?}");
         }
     }
 
@@ -122,18 +125,18 @@ mod tests {
     fn a_client_that_changes_is_seen() {
         let mut coalescing = ReplyCoalescing::default();
         serve(&mut coalescing, 32, 2, 2000);
-        assert_eq!(coalescing.most, 4);
+        assert_eq!(coalescing.max_batch, 4);
         // The client now waits for each reply. This is detected long before the end of the period.
         serve(&mut coalescing, 1, 2, 64);
-        assert_eq!(coalescing.most, 1);
+        assert_eq!(coalescing.max_batch, 1);
         serve(&mut coalescing, 32, 2, 2 * PERIOD as usize);
-        assert_eq!(coalescing.most, 4);
+        assert_eq!(coalescing.max_batch, 4);
     }
 
     #[test]
     fn a_client_that_is_slow_is_not_waited_for() {
         let mut coalescing = ReplyCoalescing::default();
         serve(&mut coalescing, 32, 1000, 4 * PERIOD as usize);
-        assert_eq!(coalescing.most, 1);
+        assert_eq!(coalescing.max_batch, 1);
     }
 }

@@ -12,9 +12,8 @@ use rustix::net::{SocketAddrAny, SocketFlags, acceptfrom_with};
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::{MAX_STRING, transmission};
-use shadowbell_vfio_user::server::BindError;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -27,20 +26,6 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// The UNIX socket cannot be bound.
-    #[error(transparent)]
-    Unix(#[from] BindError),
-    /// The path is a directory.
-    #[error("{0} is a directory: add the name of a socket to it")]
-    Directory(std::path::PathBuf),
-    /// The TCP port cannot be bound.
-    #[error("cannot listen on {address}: {source}")]
-    Tcp {
-        /// Listen address.
-        address: SocketAddr,
-        /// Error of the system call.
-        source: io::Error,
-    },
     /// The name of the export is too long.
     #[error("an export's name has at most {MAX_STRING} bytes, and this one {len}")]
     Name {
@@ -77,27 +62,11 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves `disk` at `address`.
+    /// Serves `disk` on `listener`, whose address is `address`.
     ///
     /// # Errors
-    /// [`StartError`] if the server cannot listen or start its thread.
+    /// [`StartError`] if the name is too long, or the thread cannot be started.
     pub fn start(
-        disk: BlockDevice,
-        address: &Address,
-        options: &Options,
-    ) -> Result<Self, StartError> {
-        if options.name.len() > MAX_STRING {
-            return Err(StartError::Name { len: options.name.len() });
-        }
-        let (listener, address) = listen(address)?;
-        Self::start_on(disk, listener, address, options)
-    }
-
-    /// Serves `disk` on a socket that listens already, for a process that may not create one.
-    ///
-    /// # Errors
-    /// [`StartError`] if the thread cannot be started.
-    pub fn start_on(
         disk: BlockDevice,
         listener: Listener,
         address: Address,
@@ -174,24 +143,6 @@ impl Drop for Server {
         self.shared.end();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
-        }
-    }
-}
-
-fn listen(address: &Address) -> Result<(Listener, Address), StartError> {
-    match address {
-        Address::Unix(path) => {
-            if path.is_dir() {
-                return Err(StartError::Directory(path.clone()));
-            }
-            Ok((Listener::Unix(shadowbell_vfio_user::Listener::bind(path)?), address.clone()))
-        }
-        Address::Tcp(socket) => {
-            let failed = |source| StartError::Tcp { address: *socket, source };
-            let listener = TcpListener::bind(socket).map_err(failed)?;
-            listener.set_nonblocking(true).map_err(failed)?;
-            let address = Address::Tcp(listener.local_addr().map_err(failed)?);
-            Ok((Listener::Tcp(listener), address))
         }
     }
 }

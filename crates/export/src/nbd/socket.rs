@@ -208,7 +208,7 @@ impl ClientSocket {
         if !session.flush(&mut Raw(fd)).map_err(errno)? {
             return Err(Errno::AGAIN);
         }
-        let mut own = [IoSlice::new(&[]); sys::MOST];
+        let mut own = [IoSlice::new(&[]); sys::MAX_VECTORS];
         for (own, part) in own.iter_mut().zip(parts) {
             // The data of a TLS client is always in ordinary memory.
             *own = IoSlice::new(part.own().ok_or(Errno::INVAL)?);

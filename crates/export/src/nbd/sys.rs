@@ -5,19 +5,20 @@ use rustix::io::Errno;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// Largest number of parts per call.
-pub(super) const MOST: usize = 128;
+pub(super) const MAX_VECTORS: usize = 128;
 
-/// Sends as much of the first [`MOST`] parts as the socket accepts without blocking. If the peer
+/// Sends as much of the first [`MAX_VECTORS`] parts as the socket accepts without blocking. If the peer
 /// has disconnected, the result is an error, and no signal is raised.
 pub(super) fn send(socket: BorrowedFd<'_>, parts: &[Part<'_>]) -> Result<usize, Errno> {
-    let mut vectors = [const { libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 } }; MOST];
+    let mut vectors =
+        [const { libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 } }; MAX_VECTORS];
     for (vector, part) in vectors.iter_mut().zip(parts) {
         *vector = part.vector;
     }
     // SAFETY: an all-zero `msghdr` is a valid message without an address, parts or control data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = vectors.as_mut_ptr();
-    message.msg_iovlen = parts.len().min(MOST) as _;
+    message.msg_iovlen = parts.len().min(MAX_VECTORS) as _;
     // SAFETY: each vector belongs to a part, and its bytes or its mapping are borrowed until the
     // call returns. The kernel only reads the bytes. If shared memory was lost, the call returns an
     // error.

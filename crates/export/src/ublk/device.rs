@@ -126,7 +126,7 @@ pub struct Ublk {
     file: Option<RawFile>,
     why_copied: Option<WhyCopied>,
     /// True if the device must be removed on drop.
-    ours: bool,
+    is_owned: bool,
 }
 
 impl Ublk {
@@ -191,10 +191,10 @@ impl Ublk {
             device: None,
             file,
             why_copied,
-            ours: !recovered,
+            is_owned: !recovered,
         };
         this.bring_up(disk, &parameters)?;
-        this.ours = true;
+        this.is_owned = true;
         Ok(this)
     }
 
@@ -374,7 +374,7 @@ impl UblkShared {
 impl Drop for Ublk {
     fn drop(&mut self) {
         drop(self.shared.take_when_ended());
-        let stopped = self.ours
+        let stopped = self.is_owned
             && self.is_served()
             && self.command("stopping the device", control::STOP_DEV, 0, &mut []).is_ok();
         if !stopped {
@@ -387,7 +387,7 @@ impl Drop for Ublk {
             let _ = thread.join();
         }
         self.device = None;
-        if !self.ours {
+        if !self.is_owned {
             return;
         }
         match self.control.command(control::DEL_DEV, header(self.id, 0), &mut []) {

@@ -55,22 +55,22 @@ pub(super) fn aligned(parameters: Parameters, align: usize) -> Parameters {
 
 /// Describes a difference in the parameters that prevents an existing device from continuing with
 /// the disk of the parameters `wanted`.
-pub(super) fn difference(there: &Parameters, wanted: &Parameters) -> Option<String> {
-    if there.size != wanted.size {
+pub(super) fn difference(existing: &Parameters, wanted: &Parameters) -> Option<String> {
+    if existing.size != wanted.size {
         let bytes = |parameters: &Parameters| parameters.size * SECTOR;
-        return Some(format!("it has {} bytes, and this disk {}", bytes(there), bytes(wanted)));
+        return Some(format!("it has {} bytes, and this disk {}", bytes(existing), bytes(wanted)));
     }
-    if there.logical_block != wanted.logical_block {
+    if existing.logical_block != wanted.logical_block {
         let bytes = |parameters: &Parameters| {
             1u64.checked_shl(parameters.logical_block.into()).unwrap_or(0)
         };
         return Some(format!(
             "it has blocks of {} bytes, and this disk of {}",
-            bytes(there),
+            bytes(existing),
             bytes(wanted)
         ));
     }
-    (there.attributes != wanted.attributes).then(|| {
+    (existing.attributes != wanted.attributes).then(|| {
         "it differs from this disk in write protection or in the volatile cache".to_owned()
     })
 }
@@ -114,22 +114,22 @@ mod tests {
 
     #[test]
     fn a_device_does_not_go_on_with_another_disk() {
-        let there = parameters(&GEOMETRY);
-        assert_eq!(difference(&there, &there), None);
+        let existing = parameters(&GEOMETRY);
+        assert_eq!(difference(&existing, &existing), None);
         // The driver may set more fields, which are not compared.
-        let more = Parameters { types: 7, rest: [3; 2], ..there };
-        assert_eq!(difference(&more, &there), None);
+        let more = Parameters { types: 7, rest: [3; 2], ..existing };
+        assert_eq!(difference(&more, &existing), None);
         // A different alignment is permitted, because data that the storage refuses is copied.
-        assert_eq!(difference(&aligned(there, 512), &there), None);
+        assert_eq!(difference(&aligned(existing, 512), &existing), None);
         for (other, words) in [
             (Geometry { bytes: 1 << 20, ..GEOMETRY }, "1048576"),
             (Geometry { block_size: 4096, ..GEOMETRY }, "blocks of 512 bytes"),
             (Geometry { read_only: true, ..GEOMETRY }, "write protection"),
         ] {
-            let why = difference(&there, &parameters(&other)).unwrap();
+            let why = difference(&existing, &parameters(&other)).unwrap();
             assert!(why.contains(words), "{why}");
         }
-        let odd = Parameters { logical_block: 255, ..there };
-        assert!(difference(&odd, &there).is_some());
+        let odd = Parameters { logical_block: 255, ..existing };
+        assert!(difference(&odd, &existing).is_some());
     }
 }

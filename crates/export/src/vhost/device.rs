@@ -96,7 +96,7 @@ impl Device {
 
     /// Ends the threads of the queues. A guest shares its memory and could keep them busy
     /// forever, even without its frontend.
-    pub(super) fn leave(&self) {
+    pub(super) fn shut_down(&self) {
         self.shared.over.store(true, Ordering::SeqCst);
         self.changed();
     }

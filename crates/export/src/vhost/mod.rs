@@ -49,7 +49,6 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use shadowbell_block::BlockDevice;
 use shadowbell_vfio_user::descriptor::{Channel, Closer};
-use shadowbell_vfio_user::server::BindError;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
@@ -63,21 +62,6 @@ use std::time::Duration;
 /// Pause after a frontend could not be accepted. Either descriptors, memory or threads are
 /// exhausted, or files of an earlier frontend are still being closed.
 const RETRY: Duration = Duration::from_secs(1);
-
-/// Reason why a device could not be started.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum StartError {
-    /// The socket cannot be bound.
-    #[error(transparent)]
-    Socket(#[from] BindError),
-    /// The path is a directory.
-    #[error("{} is a directory: add the name of a socket to it", .0.display())]
-    Directory(PathBuf),
-    /// A thread or descriptor cannot be created.
-    #[error("the device cannot be served: {0}")]
-    System(#[from] io::Error),
-}
 
 struct ServerShared {
     ending: Arc<AtomicBool>,
@@ -106,29 +90,17 @@ pub struct VhostUserBlk {
 }
 
 impl VhostUserBlk {
-    /// Serves `disk` at the UNIX socket `path`. The first 20 bytes of `id` are the serial number
+    /// Serves `disk` on the UNIX socket `listener`. The first 20 bytes of `id` are the serial number
     /// for the guest.
     ///
     /// # Errors
     ///
-    /// [`StartError`] if the socket or the thread cannot be created.
-    pub fn start(disk: BlockDevice, path: &Path, id: &str) -> Result<Self, StartError> {
-        if path.is_dir() {
-            return Err(StartError::Directory(path.to_owned()));
-        }
-        Self::start_on(disk, shadowbell_vfio_user::Listener::bind(path)?, id)
-    }
-
-    /// Serves `disk` on a socket that listens already, for a process that may not create one.
-    ///
-    /// # Errors
-    ///
-    /// [`StartError`] if the thread cannot be started.
-    pub fn start_on(
+    /// The thread or its event cannot be created.
+    pub fn start(
         disk: BlockDevice,
         listener: shadowbell_vfio_user::Listener,
         id: &str,
-    ) -> Result<Self, StartError> {
+    ) -> io::Result<Self> {
         let path = listener.path().to_owned();
         let shared = Arc::new(ServerShared {
             ending: Arc::default(),
@@ -270,7 +242,7 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         let _ = self.socket.shutdown(Shutdown::Both);
-        self.device.leave();
+        self.device.shut_down();
         // Requests in flight are completed, even if the guest does not wait for them. If the
         // frontend tracks them, the next session would otherwise execute them a second time
         // concurrently.

@@ -25,7 +25,7 @@ pub(super) struct PageTableQuota {
     queues: usize,
     /// Number of places since the last check.
     places: AtomicU64,
-    look: Mutex<Option<Check>>,
+    pending_check: Mutex<Option<Check>>,
     /// True while the queues wait for a check.
     waits: AtomicBool,
 }
@@ -36,7 +36,7 @@ impl PageTableQuota {
             in_flight: AtomicUsize::new(usize::MAX),
             queues: queues.max(1),
             places: AtomicU64::new(0),
-            look: Mutex::default(),
+            pending_check: Mutex::default(),
             waits: AtomicBool::new(false),
         }
     }
@@ -64,10 +64,10 @@ impl PageTableQuota {
         if self.places.fetch_add(places, Relaxed) + places < TOUCHES_PER_CHECK {
             return;
         }
-        let mut look = self.look.lock();
-        if self.places.swap(0, Relaxed) >= TOUCHES_PER_CHECK && look.is_none() {
-            *look = page_tables::request_check();
-            self.waits.store(look.is_some(), SeqCst);
+        let mut pending_check = self.pending_check.lock();
+        if self.places.swap(0, Relaxed) >= TOUCHES_PER_CHECK && pending_check.is_none() {
+            *pending_check = page_tables::request_check();
+            self.waits.store(pending_check.is_some(), SeqCst);
         }
     }
 
@@ -77,10 +77,10 @@ impl PageTableQuota {
         if !self.waits.load(SeqCst) {
             return false;
         }
-        let mut look = self.look.lock();
-        let waits = look.is_some_and(|look| !look.is_over());
+        let mut pending_check = self.pending_check.lock();
+        let waits = pending_check.is_some_and(|pending_check| !pending_check.is_over());
         if !waits {
-            *look = None;
+            *pending_check = None;
             self.waits.store(false, SeqCst);
         }
         waits

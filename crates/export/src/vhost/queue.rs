@@ -1,6 +1,6 @@
 //! State of a virtio queue that is kept while the queue is not served.
 
-use super::inflight::{Found, Senseless, Tracker};
+use super::inflight::{Found, Inconsistent, Tracker};
 use super::ring::{Config, Ring};
 use super::serve::{Context, ServedQueue, execute};
 use super::shared::DeviceShared;
@@ -27,7 +27,7 @@ pub(super) struct BlkQueue {
     disk: BlockDevice,
     index: usize,
     /// Heads of the requests that a dead process had in flight. They are executed again.
-    again: VecDeque<u16>,
+    replays: VecDeque<u16>,
     /// True if the queue was prepared after its last start by the frontend.
     has_begun: bool,
     /// In-flight tracking, if the frontend has shared memory for it.
@@ -35,7 +35,7 @@ pub(super) struct BlkQueue {
     /// Value of [`shadowbell_memory::sigbus::faults`] at the last check.
     faults: u64,
     /// True if an invalid queue was already logged as a warning.
-    complained: bool,
+    is_logged: bool,
 }
 
 impl BlkQueue {
@@ -43,17 +43,17 @@ impl BlkQueue {
         Self {
             disk: disk.clone(),
             index,
-            again: VecDeque::new(),
+            replays: VecDeque::new(),
             has_begun: false,
             tracker: None,
             faults: ::shadowbell_memory::sigbus::faults(),
-            complained: false,
+            is_logged: false,
         }
     }
 
     /// Logs that the guest's queue is invalid: the first time as a warning, later as debug output.
-    fn complain(&mut self, error: &dyn std::fmt::Display) {
-        complain(&mut self.complained, self.index, error);
+    fn log_error(&mut self, error: &dyn std::fmt::Display) {
+        log_error(&mut self.is_logged, self.index, error);
     }
 
     /// Prepares the queue after a start by the frontend, and finds the requests that a dead process
@@ -66,7 +66,7 @@ impl BlkQueue {
             let words = region.queue(self.index);
             let Config { size, next_used: used, .. } = *vring.config();
             let started = words
-                .ok_or(Senseless::None)
+                .ok_or(Inconsistent::None)
                 .and_then(|words| Tracker::start(words, region.entries(), size, used));
             match started {
                 Ok((tracker, found)) => {
@@ -94,7 +94,7 @@ impl BlkQueue {
     /// Restores the queue's position from the in-flight tracking, after the death of a process or
     /// after a stop of the queue. The requests that were in flight are executed again.
     fn resume(&mut self, vring: &Ring, found: &Found) {
-        self.again = found.heads.iter().copied().collect();
+        self.replays = found.heads.iter().copied().collect();
         vring.config().next_available = found.available;
         if !found.heads.is_empty() {
             let (queue, requests) = (self.index, found.heads.len());
@@ -107,13 +107,13 @@ impl BlkQueue {
     /// Serves the queue until its configuration or the memory changes.
     pub(super) fn serve(&mut self, device: &DeviceShared, vring: &Ring) -> Served {
         let (disk, index) = (self.disk.clone(), self.index);
-        let mut complained = self.complained;
+        let mut is_logged = self.is_logged;
         let served = self.serve_by(device, vring, |context, ring, table| {
             let queue = ServedQueue::new(context, ring, table, &disk, execute)?;
-            queue.serve(&mut |error| complain(&mut complained, index, error));
+            queue.serve(&mut |error| log_error(&mut is_logged, index, error));
             Ok(())
         });
-        self.complained |= complained;
+        self.is_logged |= is_logged;
         served
     }
 
@@ -135,7 +135,7 @@ impl BlkQueue {
         };
         let nowhere = "a ring is not in one region of the guest's memory";
         if find().is_none() {
-            self.complain(&nowhere);
+            self.log_error(&nowhere);
             return Served::Impossible;
         }
         if !self.begin_queue(device, vring) {
@@ -151,7 +151,7 @@ impl BlkQueue {
         // The memory and the ring may have changed before the counter was read, so both are
         // looked up again.
         let Some((table, ring)) = find() else {
-            self.complain(&nowhere);
+            self.log_error(&nowhere);
             return Served::Impossible;
         };
         let context = Context {
@@ -159,7 +159,7 @@ impl BlkQueue {
             device,
             vring,
             tracker: &mut self.tracker,
-            again: &mut self.again,
+            replays: &mut self.replays,
             seen,
             faults: self.faults,
         };
@@ -178,12 +178,12 @@ impl BlkQueue {
         self.has_begun = false;
         self.tracker = None;
         // These requests are still marked in the in-flight tracking.
-        self.again.clear();
+        self.replays.clear();
     }
 }
 
-fn complain(complained: &mut bool, queue: usize, error: &dyn std::fmt::Display) {
-    if std::mem::replace(complained, true) {
+fn log_error(is_logged: &mut bool, queue: usize, error: &dyn std::fmt::Display) {
+    if std::mem::replace(is_logged, true) {
         tracing::debug!(queue, "the guest's queue makes no sense: {error}");
     } else {
         tracing::warn!(queue, "the guest's queue makes no sense: {error}");

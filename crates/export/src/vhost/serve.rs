@@ -88,7 +88,7 @@ pub(super) struct Context<'a> {
     pub(super) vring: &'a Ring,
     pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
     /// Heads of the requests that a dead process had in flight. They are executed again.
-    pub(super) again: &'a mut VecDeque<u16>,
+    pub(super) replays: &'a mut VecDeque<u16>,
     /// Change counter of the queue when its configuration was read.
     pub(super) seen: u64,
     pub(super) faults: u64,
@@ -163,15 +163,15 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     }
 
     /// Serves the queue until its configuration or the memory changes. Then completes the requests
-    /// in flight. `complain` is called if the queue is invalid.
-    pub(super) fn serve(mut self, complain: &mut dyn FnMut(&InvalidIndex)) {
-        while self.poll(complain) {
+    /// in flight. `log_error` is called if the queue is invalid.
+    pub(super) fn serve(mut self, log_error: &mut dyn FnMut(&InvalidIndex)) {
+        while self.poll(log_error) {
             // No event is signalled for a request that waits for a page table check, so the sleep
             // has a limit.
             self.sleep(self.stalled.map(|_| Instant::now() + STALL_CHECK_INTERVAL));
         }
         let _touches_memory = Awake::new();
-        self.leave();
+        self.shut_down();
     }
 
     fn sleep(&mut self, until: Option<Instant>) {
@@ -186,7 +186,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
 
     /// Serves the queue until there was no work for the polling time. Returns false if the thread
     /// has to stop serving the queue.
-    fn poll(&mut self, complain: &mut dyn FnMut(&InvalidIndex)) -> bool {
+    fn poll(&mut self, log_error: &mut dyn FnMut(&InvalidIndex)) -> bool {
         let _touches_memory = Awake::new();
         while !self.must_leave() {
             match self.pass(true) {
@@ -198,7 +198,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                 // The guest may have corrected the queue by its next notification, unless its
                 // memory is lost.
                 Err(error) => {
-                    complain(&error);
+                    log_error(&error);
                     return !self.must_leave();
                 }
             }
@@ -215,14 +215,14 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     }
 
     /// Executes all requests of the queue, including those that arrive during the call.
-    pub(super) fn run_dry(mut self, complain: &mut dyn FnMut(&InvalidIndex)) {
+    pub(super) fn run_dry(mut self, log_error: &mut dyn FnMut(&InvalidIndex)) {
         loop {
             match self.pass(true) {
                 Ok(true) if !self.must_leave() => {}
-                Ok(_) => return self.leave(),
+                Ok(_) => return self.shut_down(),
                 Err(error) => {
-                    complain(&error);
-                    return self.leave();
+                    log_error(&error);
+                    return self.shut_down();
                 }
             }
         }
@@ -276,7 +276,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         let mut any = false;
         // The loop is limited by the queue size, even if the guest changes its ring all the time.
         for _ in 0..QUEUE_SIZE {
-            let left = self.stalled.take().or_else(|| self.context.again.pop_front());
+            let left = self.stalled.take().or_else(|| self.context.replays.pop_front());
             let head = match left {
                 Some(head) => head,
                 None if !takes || self.has_changed() => break,
@@ -285,7 +285,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                         Ok(Some(head)) => head,
                         Ok(None) => break,
                         Err(error) => {
-                            self.begin_rest();
+                            self.start_deferred();
                             return Err(error);
                         }
                     };
@@ -304,13 +304,13 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             }
             any = true;
         }
-        self.begin_rest();
+        self.start_deferred();
         Ok(any)
     }
 
-    /// Delays the start of a request until two later requests are known, or until `begin_rest`.
+    /// Delays the start of a request until two later requests are known, or until `start_deferred`.
     #[inline]
-    fn begin_soon(&mut self, slot: usize, job: Job) {
+    fn defer(&mut self, slot: usize, job: Job) {
         let Some(ready) = &mut self.ready else { return self.start(slot, job) };
         let others = ready.back().map(|(_, job)| job);
         for (job, distance) in [(Some(&job), 2), (others, 1)] {
@@ -327,7 +327,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     }
 
     #[inline]
-    fn begin_rest(&mut self) {
+    fn start_deferred(&mut self) {
         while let Some((slot, job)) = self.ready.as_mut().and_then(VecDeque::pop_front) {
             self.start(slot, job);
         }
@@ -387,7 +387,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                     *request = Pending { head, status, len: filled, pieces };
                 }
                 self.pieces += pieces;
-                self.begin_soon(slot, Job { op, offset, len, data });
+                self.defer(slot, Job { op, offset, len, data });
             }
         }
         true
@@ -460,7 +460,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     }
 
     /// Completes the requests in flight, and stores the positions in the rings.
-    fn leave(mut self) {
+    fn shut_down(mut self) {
         let device = self.context.device;
         self.ring.ask_for_kicks();
         // From this call on, no request is taken. The frontend need not wait until the requests in
@@ -472,7 +472,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             let any = self.pass(false).unwrap_or(false);
             let is_done = self.io.tasks().reserved() == 0
                 && self.stalled.is_none()
-                && self.context.again.is_empty();
+                && self.context.replays.is_empty();
             if is_done {
                 break;
             }
@@ -497,7 +497,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                 self.sleep(Some(soon));
             }
         }
-        self.context.again.clear();
+        self.context.replays.clear();
         self.context.vring.give_back(self.began, self.ring.places());
     }
 }

@@ -161,13 +161,13 @@ impl Queue {
             return Ok(());
         }
         let Self { disk, queue, device, ring } = self;
-        let mut senseless = None;
+        let mut inconsistent = None;
         let served = queue.serve_by(device, ring, |context, ring, table| {
             let queue = ServedQueue::new(context, ring, table, disk, execute)?;
-            queue.run_dry(&mut |error| senseless = Some(error.to_string()));
+            queue.run_dry(&mut |error| inconsistent = Some(error.to_string()));
             Ok(())
         });
-        match (senseless, served) {
+        match (inconsistent, served) {
             (Some(error), _) => Err(error),
             (None, Served::Impossible) => Err("the queue cannot be served".to_owned()),
             (None, _) => Ok(()),

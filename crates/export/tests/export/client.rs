@@ -1,14 +1,22 @@
 //! Minimal NBD client based on the crate's codec.
 
+use shadowbell_block::BlockDevice;
 use shadowbell_export::nbd::handshake::Handshake;
 use shadowbell_export::nbd::reply::{Chunk, Incoming};
 use shadowbell_export::nbd::wire::{
     Reader, Request, answer, chunk, option, put_option, put_string,
 };
+use shadowbell_export::nbd::{Address, Listener, Options, Server};
 use shadowbell_testing::wait::LIMIT;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+
+/// Serves `disk` at the UNIX socket `path`.
+pub(crate) fn serve(disk: BlockDevice, path: &Path, options: &Options) -> Server {
+    let listener = Listener::Unix(shadowbell_vfio_user::Listener::bind(path).unwrap());
+    Server::start(disk, listener, Address::Unix(path.to_owned()), options).unwrap()
+}
 
 /// Result of a request.
 #[derive(Debug, PartialEq, Eq)]

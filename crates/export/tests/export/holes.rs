@@ -1,11 +1,12 @@
 //! NBD block status: holes are reported, and data is never reported as a hole.
 
+use crate::client::serve;
 use crate::nbd::Rig;
 use crate::tools::{noise, run, uri};
 use shadowbell_block::BlockOptions;
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_export::nbd::wire::{command, flag};
-use shadowbell_export::nbd::{Address, Options, Server};
+use shadowbell_export::nbd::{Options, Server};
 use shadowbell_memory::Segments;
 use shadowbell_testing::programs::{can_run, skipped};
 use shadowbell_testing::test_disk::TestDisk;
@@ -195,8 +196,7 @@ impl Served {
         let disk = shadowbell_block::BlockDevice::new(Arc::new(disk), &options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("nbd");
-        let server =
-            Server::start(disk, &Address::Unix(socket.clone()), &Options::default()).unwrap();
+        let server = serve(disk, &socket, &Options::default());
         Self { read, server, socket, _directory: directory }
     }
 

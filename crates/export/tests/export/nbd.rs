@@ -1,19 +1,19 @@
 //! NBD server with valid, slow, silent and hostile clients.
 
-use crate::client::Client;
+use crate::client::{Client, serve};
 use proptest::prelude::*;
 use shadowbell_disk::{DiskError, Op};
 use shadowbell_export::nbd::wire::{
     NbdError, Request, command, flag, option, put_option, transmission,
 };
-use shadowbell_export::nbd::{Address, Options, Server, StartError};
+use shadowbell_export::nbd::{Address, Listener, Options, Server};
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::TcpListener;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -45,8 +45,7 @@ impl Rig {
     ) -> Self {
         let disk = shadowbell_block::BlockDevice::new(Arc::new(backing.clone()), options).unwrap();
         let directory = tempfile::tempdir().unwrap();
-        let address = Address::Unix(directory.path().join("nbd"));
-        let server = Some(Server::start(disk, &address, served).unwrap());
+        let server = Some(serve(disk, &directory.path().join("nbd"), served));
         Self { backing, server, directory }
     }
 
@@ -585,53 +584,16 @@ proptest! {
     }
 }
 
-fn start(rig: &Rig, address: &Address) -> Result<Server, StartError> {
-    let options = shadowbell_block::BlockOptions::default();
+#[test]
+fn a_client_connects_by_tcp() {
+    let rig = rig();
     let disk = Arc::new(rig.backing.clone());
-    let disk = shadowbell_block::BlockDevice::new(disk, &options).unwrap();
-    Server::start(disk, address, &Options::default())
-}
-
-fn refused(rig: &Rig, address: &Address) -> StartError {
-    match start(rig, address) {
-        Ok(_) => panic!("{address} should not do"),
-        Err(error) => error,
-    }
-}
-
-#[test]
-fn a_socket_in_use_is_kept_and_a_stale_one_is_replaced() {
-    let rig = rig();
-    let unix = |path: &Path| Address::Unix(path.to_owned());
-    let error = refused(&rig, &unix(&rig.socket()));
-    assert!(error.to_string().contains("in use"), "{error}");
-    rig.continues();
-    let error = refused(&rig, &unix(rig.directory.path()));
-    assert!(error.to_string().contains("is a directory"), "{error}");
-    let file = rig.directory.path().join("file");
-    std::fs::write(&file, "not a socket").unwrap();
-    let error = refused(&rig, &unix(&file));
-    assert!(error.to_string().contains("not a socket"), "{error}");
-    assert_eq!(std::fs::read(&file).unwrap(), b"not a socket");
-    let stale = rig.directory.path().join("stale");
-    drop(UnixListener::bind(&stale).unwrap());
-    let server = start(&rig, &unix(&stale)).unwrap();
-    Client::connect(&stale, false);
-    assert_eq!(server.stop(), 0);
-    assert!(!stale.exists());
-    rig.end();
-}
-
-#[test]
-fn a_port_that_is_taken_is_refused() {
-    let rig = rig();
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = Address::Tcp(taken.local_addr().unwrap());
-    let error = refused(&rig, &address);
-    assert!(error.to_string().contains("cannot listen on"), "{error}");
-    let server = start(&rig, &"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
-    let Address::Tcp(address) = server.address() else { panic!("not TCP") };
-    assert_ne!(address.port(), 0);
+    let disk = shadowbell_block::BlockDevice::new(disk, &shadowbell_block::BlockOptions::default());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let address = listener.local_addr().unwrap();
+    let (listener, options) = (Listener::Tcp(listener), Options::default());
+    let server = Server::start(disk.unwrap(), listener, Address::Tcp(address), &options).unwrap();
     let mut client = std::net::TcpStream::connect(address).unwrap();
     let mut greeting = [0; 18];
     std::io::Read::read_exact(&mut client, &mut greeting).unwrap();

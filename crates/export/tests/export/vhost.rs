@@ -2,12 +2,12 @@
 
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_disk::{DiskError, Op};
-use shadowbell_export::vhost::{StartError, VhostUserBlk};
+use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;
 use std::cell::Cell;
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -62,6 +62,12 @@ pub(crate) fn has_short_blocks() -> bool {
     BLOCK.get() == 512
 }
 
+/// Serves `disk` at the UNIX socket `path`.
+fn serve(disk: BlockDevice, path: &Path, id: &str) -> VhostUserBlk {
+    let listener = shadowbell_vfio_user::Listener::bind(path).unwrap();
+    VhostUserBlk::start(disk, listener, id).unwrap()
+}
+
 pub(crate) struct Rig {
     pub(crate) backing: TestDisk,
     device: Option<VhostUserBlk>,
@@ -82,7 +88,7 @@ impl Rig {
         let backing = TestDisk::new((8 << 20) / u64::from(block), block);
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("vhost");
-        let device = VhostUserBlk::start(device(&backing, read_only), &path, "a test").unwrap();
+        let device = serve(device(&backing, read_only), &path, "a test");
         Self { backing, device: Some(device), directory }
     }
 
@@ -562,7 +568,7 @@ fn a_guest_that_does_not_flush_has_durable_writes() {
         rig.backing.cache = true;
         let disk = device(&rig.backing, false);
         assert!(disk.geometry().volatile_cache);
-        rig.device = Some(VhostUserBlk::start(disk, &rig.socket(), "cached").unwrap());
+        rig.device = Some(serve(disk, &rig.socket(), "cached"));
         for (without, fua) in [(0, false), (FLUSH, true)] {
             rig.backing.instruct(|instructions| instructions.seen.clear());
             let mut guest = Guest::connect(&rig, 1, without);
@@ -642,20 +648,5 @@ fn frontends_are_served_one_after_another_until_a_stop() {
         assert_eq!(guest.rings[0].bytes(0, 512), [4; 512]);
         assert_eq!(rig.device.take().unwrap().stop(), 0);
         assert!(guest.frontend.get_features().is_err(), "the server has hung up");
-    });
-}
-
-#[test]
-fn a_socket_in_use_is_refused() {
-    each_block_size(|| {
-        let rig = Rig::new(false);
-        let disk = device(&TestDisk::new(64, 512), false);
-        let Err(error) = VhostUserBlk::start(disk.clone(), &rig.socket(), "") else {
-            panic!("two at one socket");
-        };
-        assert!(error.to_string().contains("in use"), "{error}");
-        let error = VhostUserBlk::start(disk, rig.directory.path(), "").err().unwrap();
-        assert!(matches!(error, StartError::Directory(_)), "{error}");
-        rig.end(0);
     });
 }

@@ -36,7 +36,7 @@ impl Server {
         let log = File::create(directory.path().join("log"))?;
         let mut command = Command::new(program);
         // Without a supervisor, all costs are those of one process.
-        command.args(["serve", "--no-keeper"]).args(disks).args(options);
+        command.args(["serve", "--no-supervisor"]).args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("socket"));
         command.arg("--control-socket").arg(directory.path().join("control"));
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);

@@ -1,7 +1,6 @@
 //! `id-ctrl`: prints the Identify Controller data structure.
 
-use super::fields::{Fields, kelvins};
-use super::query::{Args, show};
+use super::fields::{Args, Fields, kelvins, show};
 use super::subject::Subject;
 use serde_json::{Value, json};
 use shadowbell_config::uuid_text::uuid_text;

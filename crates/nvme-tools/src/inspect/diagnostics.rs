@@ -1,8 +1,7 @@
 //! `device-self-test`, `self-test-log`, `telemetry-log` and `persistent-event-log`: diagnostics for
 //! support engineers.
 
-use super::fields::Fields;
-use super::query::{Args, show_json};
+use super::fields::{Args, Fields, show_json};
 use super::subject::{Subject, attach};
 use anyhow::{Context, anyhow};
 use clap::ValueEnum;

@@ -1,7 +1,6 @@
 //! `get-feature`: prints the values of features.
 
-use super::fields::{Fields, kelvins};
-use super::query::show_json;
+use super::fields::{Fields, kelvins, show_json};
 use super::subject::attach;
 use anyhow::anyhow;
 use clap::ValueEnum;

@@ -1,8 +1,11 @@
-//! Fields of NVMe data structures, under the names of nvme-cli, as text and JSON.
+//! Fields of NVMe data structures, under the names of nvme-cli, as text and JSON; options of the
+//! verbs that query one target.
 
 use serde_json::{Map, Value, json};
-use std::fmt;
-use std::fmt::Write as _;
+use shadowbell_config::target::{self, Target};
+use shadowbell_process::output::Output;
+use std::fmt::{self, Write as _};
+use std::io::{self, Write};
 
 /// Value of a field and its format in text. In JSON, numbers are numbers if they fit into 64 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -126,6 +129,26 @@ pub(super) fn kelvins(value: u16) -> String {
     } else {
         format!("{} degrees Celsius", i32::from(value) - 273)
     }
+}
+
+/// Options of the verbs that query one target.
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = target::HELP)]
+pub struct Args {
+    /// Controller or namespace to query
+    #[arg(value_name = "TARGET")]
+    pub target: Target,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Prints fields: below a heading, or as one line of JSON.
+pub(super) fn show(heading: &str, fields: &Fields, json: bool) -> io::Result<()> {
+    if json { show_json(fields.to_json()) } else { write!(io::stdout(), "{heading}\n{fields}") }
+}
+
+pub(super) fn show_json(object: Map<String, Value>) -> io::Result<()> {
+    writeln!(io::stdout(), "{}", Value::Object(object))
 }
 
 #[cfg(test)]

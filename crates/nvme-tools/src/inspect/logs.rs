@@ -1,13 +1,15 @@
-//! `smart-log` and `error-log`: prints health information and error log entries.
+//! `smart-log`, `error-log`, `ana-log` and `sanitize-log`: prints log pages.
 
-use super::fields::{Fields, kelvins};
-use super::query::{Args, show, show_json};
+use super::fields::{Args, Fields, kelvins, show, show_json};
 use super::subject::Subject;
+use anyhow::anyhow;
 use serde_json::{Map, Value};
 use shadowbell_config::target::{self, Target};
 use shadowbell_process::output::Output;
 use shadowbell_spec::Status;
-use shadowbell_spec::log::{ErrorLogEntry, SmartHealth};
+use shadowbell_spec::log::{
+    AnaGroup, AnaLog, AnaState, ErrorLogEntry, SanitizeLog, SmartHealth, sos,
+};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -132,6 +134,85 @@ fn entry(error: &ErrorLogEntry) -> Fields {
     f.bits("trtype_spec_info", error.transport_specific);
     f.number("log_page_version", error.version);
     f
+}
+
+/// Runs `ana-log`.
+///
+/// # Errors
+/// Errors of the driver, or the controller has no such log page.
+pub fn ana_log(args: &Args) -> anyhow::Result<ExitCode> {
+    let subject = Subject::open(&args.target)?;
+    let log = subject.ana_log()?;
+    subject.finish()?;
+    let log = log.ok_or_else(|| {
+        anyhow!(
+            "the controller does not report Asymmetric Namespace Access (ANA): it belongs to no \
+             subsystem of several controllers"
+        )
+    })?;
+    let AnaLog { changes, groups } = &log;
+    let mut head = Fields::default();
+    head.number("chgcnt", *changes).number("ngrps", groups.len() as u64);
+    if args.output.is_json() {
+        let groups = groups.iter().map(|its| Value::Object(group(its).to_json())).collect();
+        let mut all = head.to_json();
+        all.insert("groups".to_owned(), Value::Array(groups));
+        show_json(Map::from_iter(all))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    show("Asymmetric Namespace Access of the controller:", &head, false)?;
+    let mut out = io::stdout().lock();
+    for its in groups {
+        writeln!(out)?;
+        write!(out, "{}", group(its))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn group(group: &AnaGroup) -> Fields {
+    let mut f = Fields::default();
+    let nsids: Vec<_> = group.nsids.iter().map(u32::to_string).collect();
+    f.number("grpid", group.id).number("nnsids", group.nsids.len() as u64);
+    if !nsids.is_empty() {
+        f.meaning(format!("namespaces {}", nsids.join(", ")));
+    }
+    f.number("chgcnt", group.changes);
+    f.number("state", group.state.map_or(0, |state| state as u8));
+    f.meaning(group.state.map_or("invalid", AnaState::name));
+    f
+}
+
+/// Runs `sanitize-log`.
+///
+/// # Errors
+/// Errors of the driver.
+pub fn sanitize_log(args: &Args) -> anyhow::Result<ExitCode> {
+    let subject = Subject::open(&args.target)?;
+    let log = subject.sanitize_log()?;
+    subject.finish()?;
+    let mut f = Fields::default();
+    f.number("sprog", log.sprog);
+    if log.sstat.sos() == sos::IN_PROGRESS {
+        f.meaning(format!("{:.1} percent", f64::from(log.sprog) * 100.0 / 65536.0));
+    }
+    f.bits("sstat", log.sstat.into_bits());
+    f.meaning(sos::name(log.sstat.sos()).unwrap_or("unknown"));
+    f.bits("cdw10_info", log.scdw10);
+    for (name, seconds) in [
+        ("time_over_write", log.eto),
+        ("time_block_erase", log.etbe),
+        ("time_crypto_erase", log.etce),
+        ("time_over_write_no_dealloc", log.etond),
+        ("time_block_erase_no_dealloc", log.etbend),
+        ("time_crypto_erase_no_dealloc", log.etcend),
+    ] {
+        f.number(name, seconds);
+        if seconds == SanitizeLog::NO_ESTIMATE {
+            f.meaning("not reported");
+        }
+    }
+    show("Sanitize status of the controller:", &f, args.output.is_json())?;
+    Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]

@@ -8,7 +8,6 @@
 //! always attach, and so do all verbs if the server has no control socket in the usual directory:
 //! they fail while another client is connected.
 
-mod ana;
 mod controller;
 mod diagnostics;
 mod feature;
@@ -16,19 +15,15 @@ mod fields;
 mod list;
 mod logs;
 mod namespace;
-mod query;
-mod sanitize;
 mod subject;
 
-pub use ana::ana_log;
 pub use controller::id_ctrl;
 pub use diagnostics::{
     SelfTestArgs, TelemetryArgs, device_self_test, persistent_event_log, self_test_log,
     telemetry_log,
 };
 pub use feature::{FeatureArgs, get_feature};
+pub use fields::Args;
 pub use list::{ListArgs, list};
-pub use logs::{ErrorLogArgs, error_log, smart_log};
+pub use logs::{ErrorLogArgs, ana_log, error_log, sanitize_log, smart_log};
 pub use namespace::id_ns;
-pub use query::Args;
-pub use sanitize::sanitize_log;

@@ -1,7 +1,6 @@
 //! `id-ns`: prints the Identify Namespace data structure.
 
-use super::fields::Fields;
-use super::query::{Args, show};
+use super::fields::{Args, Fields, show};
 use super::subject::Subject;
 use anyhow::anyhow;
 use serde_json::json;

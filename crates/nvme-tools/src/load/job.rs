@@ -2,7 +2,7 @@
 
 use super::config::{LoadConfig, Slice};
 use super::io_source::{CheckSummary, IoSource};
-use super::pace::Pace;
+use super::schedule::Pace;
 use crate::latency::histogram;
 use crate::rng::Rng;
 use anyhow::{Context, bail};

@@ -45,7 +45,6 @@ mod host_metadata;
 mod io_source;
 mod job;
 mod job_thread;
-mod pace;
 mod pattern;
 mod phase;
 mod run;

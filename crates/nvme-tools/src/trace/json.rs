@@ -1,8 +1,7 @@
 //! Output of a trace as JSON Lines.
 
-use super::option_name::option_name;
 use serde::ser::{Serialize, SerializeMap, Serializer};
-use shadowbell_controller::trace::{Queue, Record};
+use shadowbell_controller::trace::{Kind, Queue, Record};
 use std::io::{self, Write};
 
 /// Record as an object: `time_ns` and `kind` always; `worker`, `controller`, and `sq` or `cq` if
@@ -43,6 +42,11 @@ pub(super) fn write(records: &[Record], out: &mut impl Write) -> io::Result<()> 
         out.write_all(b"\n")?;
     }
     Ok(())
+}
+
+/// Name of a kind in lower case with hyphens: `EventIdx armed` is `eventidx-armed`.
+pub(super) fn option_name(kind: Kind) -> String {
+    kind.name().to_lowercase().replace(' ', "-")
 }
 
 #[cfg(test)]

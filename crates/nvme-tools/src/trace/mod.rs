@@ -2,11 +2,10 @@
 //! Perfetto.
 
 mod json;
-mod option_name;
 mod perfetto;
 
 use anyhow::{Context, anyhow};
-use option_name::option_name;
+use json::option_name;
 use shadowbell_controller::trace::{COMPLETION_QUEUE, Kind, Queue, Record, TraceError, read_trace};
 use shadowbell_process::exit::bad_input;
 use shadowbell_process::output::Output;

@@ -30,8 +30,9 @@ pub(super) fn controllers(state: &ServerState) -> Vec<Controller> {
     ))]
 pub(super) fn controller(state: &ServerState, id: &str) -> Result<Controller, Problem> {
     let waiting = state.controllers.waiting();
-    let is_it =
-        |one: &&WaitingController| one.asked.id() == id || one.asked.canonical_socket() == id;
+    let is_it = |one: &&WaitingController| {
+        one.requested.id() == id || one.requested.canonical_socket() == id
+    };
     match waiting.iter().find(is_it) {
         Some(waiting) => Ok(describe_waiting(waiting)),
         None => find(state, id).map(|served| describe(&served)),
@@ -57,8 +58,8 @@ pub(super) fn add_controller(
     wanted: &ControllerSpec,
 ) -> Result<(bool, Controller), Problem> {
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
-    let asked = asked(id, wanted).map_err(wrong)?;
-    let is_new = state.changes.add(asked).map_err(problem)?;
+    let requested = requested(id, wanted).map_err(wrong)?;
+    let is_new = state.changes.add(requested).map_err(problem)?;
     Ok((is_new, controller(state, id)?))
 }
 
@@ -81,7 +82,7 @@ pub(super) fn remove_controller(state: &ServerState, id: &str, force: bool) -> R
 }
 
 /// Converts a controller from a request to a configuration.
-pub(super) fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
+pub(super) fn requested(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
     let socket = PathBuf::from(&spec.socket);
     if !socket.is_absolute() {
         return Err(format!("`socket` is a path from the root, not `{}`", spec.socket));
@@ -118,27 +119,27 @@ pub(super) fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, Str
         subsystem: None,
     };
     config_file::check_nsids(&controller.disks)?;
-    let mut asked =
+    let mut requested =
         SocketConfig { id: None, socket, controller, worker: worker.transpose()?, origin: None };
     // Without an explicit id, the socket is the id.
-    if asked.id() != id {
+    if requested.id() != id {
         config_file::check_id(id)?;
-        asked.id = Some(id.to_owned());
+        requested.id = Some(id.to_owned());
     }
-    Ok(asked)
+    Ok(requested)
 }
 
 fn describe_waiting(waiting: &WaitingController) -> Controller {
-    let WaitingController { asked, why, .. } = waiting;
+    let WaitingController { requested, why, .. } = waiting;
     Controller {
-        id: asked.id(),
-        socket: asked.canonical_socket(),
-        serial: asked.controller.serial.clone().unwrap_or_default(),
-        model: asked.controller.model.clone().unwrap_or_default(),
+        id: requested.id(),
+        socket: requested.canonical_socket(),
+        serial: requested.controller.serial.clone().unwrap_or_default(),
+        model: requested.controller.model.clone().unwrap_or_default(),
         client: true,
         state: ControllerState::Waiting,
         waits_for: Some(why.clone()),
-        max_queues: asked.controller.queues.unwrap_or_default(),
+        max_queues: requested.controller.queues.unwrap_or_default(),
         namespaces: Vec::new(),
         ana: Vec::new(),
     }

@@ -60,8 +60,8 @@ fn labels(labels: &[(&'static str, &str)]) -> String {
         for part in [if n == 0 { "{" } else { "," }, name, "=\""] {
             text.push_str(part);
         }
-        let mut rest = *value;
-        while let Some((plain, special)) = rest.find(['\\', '"', '\n']).map(|at| rest.split_at(at))
+        let mut stop = *value;
+        while let Some((plain, special)) = stop.find(['\\', '"', '\n']).map(|at| stop.split_at(at))
         {
             text.push_str(plain);
             let mut chars = special.chars();
@@ -70,9 +70,9 @@ fn labels(labels: &[(&'static str, &str)]) -> String {
                 Some('"') => "\\\"",
                 _ => "\\\\",
             });
-            rest = chars.as_str();
+            stop = chars.as_str();
         }
-        text.push_str(rest);
+        text.push_str(stop);
         text.push('"');
     }
     text

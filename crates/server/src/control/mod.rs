@@ -70,7 +70,7 @@ use tracing::{debug, info, warn};
 const BLOCKING: usize = 4;
 
 /// Sockets while no thread serves them.
-pub(super) struct Resting {
+pub(super) struct ControlListeners {
     /// Name of the server.
     name: String,
     /// `None` if there is no control socket, but only the metrics socket.
@@ -101,7 +101,7 @@ impl Drop for OwnDirectory {
     }
 }
 
-/// Serialized [`Resting`], for another process.
+/// Serialized [`ControlListeners`], for another process.
 #[derive(Serialize, Deserialize)]
 pub(super) struct SavedControl {
     name: String,
@@ -120,7 +120,7 @@ pub(super) struct SavedControl {
     measures: Option<bool>,
 }
 
-impl Resting {
+impl ControlListeners {
     /// Creates the sockets. `default_name`: name of the server if none is configured. `pid`:
     /// number that is appended if another server has the same name.
     ///
@@ -281,7 +281,7 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
 /// The thread that serves the sockets. A drop ends the thread.
 pub(super) struct ControlSocket {
     stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<Resting>>,
+    thread: Option<JoinHandle<ControlListeners>>,
 }
 
 impl ControlSocket {
@@ -289,8 +289,11 @@ impl ControlSocket {
     ///
     /// # Errors
     /// A thread cannot be started, or the descriptor limit is reached.
-    pub(super) fn start(mut resting: Resting, state: Arc<ServerState>) -> io::Result<Option<Self>> {
-        if let Some(socket) = &mut resting.socket {
+    pub(super) fn start(
+        mut listeners: ControlListeners,
+        state: Arc<ServerState>,
+    ) -> io::Result<Option<Self>> {
+        if let Some(socket) = &mut listeners.socket {
             socket.listener.set_lent(false);
         }
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -300,18 +303,18 @@ impl ControlSocket {
             .build()?;
         let clone = |fd: &dyn AsFd| fd.as_fd().try_clone_to_owned();
         let control: Option<OwnedFd> =
-            resting.socket.as_ref().map(|socket| clone(&socket.listener)).transpose()?;
+            listeners.socket.as_ref().map(|socket| clone(&socket.listener)).transpose()?;
         let metrics: Option<OwnedFd> =
-            resting.metrics.as_ref().map(|tcp| clone(tcp)).transpose()?;
+            listeners.metrics.as_ref().map(|tcp| clone(tcp)).transpose()?;
         if control.is_none() && metrics.is_none() {
             return Ok(None);
         }
-        if let Some(records) = resting.tracing
+        if let Some(records) = listeners.tracing
             && let Err(error) = state.tracer.start(Some(records))
         {
             warn!("the doorbell trace has ended: {error}");
         }
-        if let Some(on) = resting.measures {
+        if let Some(on) = listeners.measures {
             state.tracer.measure(on);
         }
         let (stop, until) = oneshot::channel();
@@ -323,15 +326,15 @@ impl ControlSocket {
             }
             // Requests that still wait for an I/O thread end by themselves.
             runtime.shutdown_background();
-            resting.tracing = tracer.in_memory();
-            resting.measures = Some(tracer.measures());
-            resting
+            listeners.tracing = tracer.in_memory();
+            listeners.measures = Some(tracer.measures());
+            listeners
         })?;
         Ok(Some(Self { stop: Some(stop), thread: Some(thread) }))
     }
 
     /// Stops the thread and returns the sockets. `None` if the thread has panicked.
-    pub(super) fn rest(mut self) -> Option<Resting> {
+    pub(super) fn stop(mut self) -> Option<ControlListeners> {
         drop(self.stop.take());
         self.thread.take()?.join().ok()
     }

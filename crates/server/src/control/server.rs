@@ -29,7 +29,7 @@ pub(super) fn status(state: &ServerState) -> Status {
         name: state.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
-        keeper_pid: state.supervisor_pid,
+        supervisor_pid: state.supervisor_pid,
         uptime_seconds: state.serves_since.elapsed().as_secs_f64(),
         workers: state.workers,
         controllers: served.len(),
@@ -84,8 +84,8 @@ pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem
     responses((status = 200, description = "The file", body = Configuration)))]
 pub(super) fn configuration(state: &ServerState) -> Configuration {
     let waiting = state.controllers.waiting().into_iter();
-    let waiting = waiting.map(|one| (one.index, Arc::new(one.asked)));
-    let served = state.controllers.all().into_iter().map(|one| (one.index, one.asked()));
+    let waiting = waiting.map(|one| (one.index, Arc::new(one.requested)));
+    let served = state.controllers.all().into_iter().map(|one| (one.index, one.requested()));
     let controllers: BTreeMap<_, _> = waiting.chain(served).collect();
     let controllers: Vec<_> = controllers.into_values().collect();
     let settings = state.settings.with_measure(state.tracer.measures());
@@ -164,19 +164,20 @@ pub(super) fn set_log_level(wanted: &LogLevel) -> Result<LogLevel, Problem> {
 pub(super) fn upgrade(state: &ServerState, wanted: Upgrade) -> Result<Status, Problem> {
     let pid = state.supervisor_pid.ok_or_else(|| {
         let why = "the server has no supervisor, which an upgrade needs: start it with `shadowbell \
-                   serve` without `--no-keeper`";
+                   serve` without `--no-supervisor`";
         Problem::new(Code::Conflict, why)
     })?;
     let failed = |error: anyhow::Error| Problem::new(Code::Failed, exit::line(&error));
     let binary = wanted.binary.map(PathBuf::from);
-    let outcome: Box<dyn FnOnce() -> anyhow::Result<String> + Send> = match &state.asks {
+    let outcome: Box<dyn FnOnce() -> anyhow::Result<String> + Send> = match &state.upgrade_requester
+    {
         Some(_) if binary.is_some() => {
             let why = "a server in a sandbox cannot choose a program: use `shadowbell upgrade \
                        --binary`";
             return Err(Problem::new(Code::Conflict, why));
         }
-        Some(asks) => {
-            let supervisor = asks.upgrade().map_err(|error| failed(error.into()))?;
+        Some(upgrade_requester) => {
+            let supervisor = upgrade_requester.upgrade().map_err(|error| failed(error.into()))?;
             Box::new(move || supervisor.outcome())
         }
         None => {

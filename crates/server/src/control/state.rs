@@ -4,7 +4,7 @@ use crate::open_disk::id_of;
 use crate::reconfigure::Changes;
 use crate::registry::{Registry, ServedController};
 use crate::tracer::Tracer;
-use crate::worker_link::Asker;
+use crate::worker_link::UpgradeRequester;
 use parking_lot::Mutex;
 use shadowbell_config::config_file::write::Settings;
 use shadowbell_config::limits::DiskLimits;
@@ -32,23 +32,23 @@ pub(crate) struct ServerState {
     pub(crate) upgrade_error: Arc<Mutex<Option<String>>>,
     pub(crate) tracer: Arc<Tracer>,
     /// Connection to the supervisor, for a sandboxed process.
-    pub(crate) asks: Option<Asker>,
+    pub(crate) upgrade_requester: Option<UpgradeRequester>,
 }
 
 /// Current namespaces of a controller.
 pub(super) fn namespaces_of(
     served: &ServedController,
 ) -> impl Iterator<Item = Namespace> + use<'_> {
-    let asked = served.asked();
+    let requested = served.requested();
     let id = {
-        let asked = Arc::clone(&asked);
+        let requested = Arc::clone(&requested);
         move |at: usize, nsid| {
-            let disk = asked.controller.disks.get(at)?;
+            let disk = requested.controller.disks.get(at)?;
             Some(id_of(&served.id, nsid, disk))
         }
     };
     let limits = move |at: usize| {
-        let disk = asked.controller.disks.get(at)?;
+        let disk = requested.controller.disks.get(at)?;
         let (_, limits) = DiskLimits::split(&disk.disk).ok()?;
         (!limits.is_none()).then(|| LimitSpec::of(&limits))
     };

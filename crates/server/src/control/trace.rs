@@ -21,8 +21,12 @@ const RECORDS: std::ops::RangeInclusive<u32> = 1024..=1 << 24;
 #[utoipa::path(get, path = "/v1/trace", operation_id = "trace", tag = "server",
     responses((status = 200, description = "The state", body = Trace)))]
 pub(super) fn trace(state: &ServerState) -> Trace {
-    let TraceStatus { on, kept } = state.tracer.status();
-    Trace { on, records: kept.map(|(records, _)| records), bytes: kept.map(|(_, bytes)| bytes) }
+    let TraceStatus { on, recording } = state.tracer.status();
+    Trace {
+        on,
+        records: recording.map(|(records, _)| records),
+        bytes: recording.map(|(_, bytes)| bytes),
+    }
 }
 
 /// Turn the doorbell trace on or off

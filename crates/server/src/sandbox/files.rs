@@ -50,7 +50,7 @@ pub(super) struct Files {
 /// There is no supervisor or no Landlock.
 pub(super) fn prepare(config: &ServerConfig, link: Option<&WorkerLink>) -> Result<Files, String> {
     let Some(link) = link else {
-        return Err("there is no supervisor to open images (`--no-keeper`)".to_owned());
+        return Err("there is no supervisor to open images (`--no-supervisor`)".to_owned());
     };
     let files = Files::new().map_err(|error| format!("Landlock: {error}"))?;
     let (images, paths) = link.brokers().ok_or("its supervisor has no brokers")?;

@@ -17,20 +17,20 @@
 //!
 //! The command line and the configuration file are read before that.
 
-mod asked;
 mod calls;
 mod capabilities;
 mod files;
 mod filter;
 mod open_broker;
+mod options;
 mod rings;
 mod user;
 
 #[cfg(test)]
 mod tests;
 
-pub(super) use asked::{Asked, Mode};
 pub(super) use files::permissions;
+pub(super) use options::{Mode, SandboxOptions};
 pub(super) use user::{User, parse_user};
 
 use super::worker_link::WorkerLink;
@@ -58,11 +58,11 @@ pub(super) struct Contained(#[expect(dead_code, reason = "it is kept")] Held);
 /// # Errors
 /// The sandbox is required (`--sandbox on`), or a user was requested, and that is not possible.
 pub(super) fn enter(
-    asked: &Asked,
+    options: &SandboxOptions,
     config: &ServerConfig,
     link: Option<&WorkerLink>,
 ) -> anyhow::Result<Option<Contained>> {
-    let is_on = match (asked.mode, hindrance(config)) {
+    let is_on = match (options.mode, hindrance(config)) {
         (Mode::Off, _) => false,
         (_, None) => true,
         (Mode::On, Some(why)) => {
@@ -77,14 +77,14 @@ pub(super) fn enter(
     if is_on {
         match files::prepare(config, link) {
             Ok(prepared) => files = Some(prepared),
-            Err(why) if asked.mode == Mode::On => {
+            Err(why) if options.mode == Mode::On => {
                 return Err(bad_input(anyhow!("--sandbox on: {why}")));
             }
             Err(why) if link.is_none() => info!("the sandbox does not restrict file access: {why}"),
             Err(why) => warn!("the sandbox does not restrict file access: {why}"),
         }
     }
-    if let Some(user) = &asked.user {
+    if let Some(user) = &options.user {
         user::become_user(user, config).context("--user")?;
     }
     if !is_on {
@@ -93,12 +93,12 @@ pub(super) fn enter(
     disk_open::contain();
     store_unreadable_values();
     limit();
-    close(asked, config, files, link.is_some()).map(|files| files.map(Contained))
+    close(options, config, files, link.is_some()).map(|files| files.map(Contained))
 }
 
 /// Drops what the process does not need any more: with `files`, access to files by path.
 fn close(
-    asked: &Asked,
+    options: &SandboxOptions,
     config: &ServerConfig,
     files: Option<Files>,
     supervisor: bool,
@@ -109,7 +109,7 @@ fn close(
     let files = files.map(Files::restrict).transpose().context("Landlock")?;
     HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
     match capabilities::drop_all(by_itself, tcp) {
-        Err(errno) if asked.mode == Mode::On => {
+        Err(errno) if options.mode == Mode::On => {
             return Err(errno).context("--sandbox on: cannot drop capabilities");
         }
         Err(errno) => warn!("the sandbox does not drop capabilities: {errno}"),
@@ -118,14 +118,14 @@ fn close(
     let needs = Needs { supervisor, tcp, by_itself, aio: rings.signals == 0 };
     let calls = match filter::install(needs) {
         Ok(()) => format!("{} system calls", calls::all(needs.by_itself).count()),
-        Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),
+        Err(why) if options.mode == Mode::On => return Err(why.context("--sandbox on")),
         Err(why) => {
             warn!("the sandbox does not restrict system calls: {why:#}");
             "all system calls".to_owned()
         }
     };
     let held = files.as_ref().map(|files| format!("{} and ", files.held)).unwrap_or_default();
-    let user = asked.user.as_ref().map(|user| format!(", user {user}")).unwrap_or_default();
+    let user = options.user.as_ref().map(|user| format!(", user {user}")).unwrap_or_default();
     info!("sandbox on: {calls} allowed; {held}privilege gain blocked{user}");
     Ok(files)
 }

@@ -34,10 +34,10 @@ impl Opening {
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<OwnedFd> {
         // The kernel drops a descriptor beyond this process's limit.
-        understand(self.say(letter, body, fd)?)?.fd().ok_or_else(|| Errno::MFILE.into())
+        parse_answer(self.request(letter, body, fd)?)?.fd().ok_or_else(|| Errno::MFILE.into())
     }
 
-    fn say(
+    fn request(
         &self,
         letter: u8,
         body: impl AsRef<OsStr>,
@@ -50,12 +50,12 @@ impl Opening {
     }
 
     fn identify(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<NamespaceFacts> {
-        let answer = self.say(requests::IDENTIFY, requests::access(access), Some(named))?;
-        Ok(serde_json::from_slice(&understand(answer)?.body)?)
+        let answer = self.request(requests::IDENTIFY, requests::access(access), Some(named))?;
+        Ok(serde_json::from_slice(&parse_answer(answer)?.body)?)
     }
 
     fn name(&self, path: &Path) -> io::Result<OwnedFd> {
-        if path.as_os_str().as_bytes().len() >= protocol::MOST {
+        if path.as_os_str().as_bytes().len() >= protocol::MAX_PACKET {
             return Err(io::ErrorKind::InvalidFilename.into());
         }
         self.ask(requests::NAME, path, None)
@@ -67,7 +67,7 @@ impl Opening {
 }
 
 /// Converts a refusal to an error.
-fn understand(packet: Packet) -> io::Result<Packet> {
+fn parse_answer(packet: Packet) -> io::Result<Packet> {
     let unexpected_answer = || io::Error::other("unexpected answer of the supervisor");
     match packet.letter {
         requests::OPENED => Ok(packet),
@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn answers_are_understood() {
         let packet = |letter, body: &str| Packet { letter, body: body.into(), fds: Vec::new() };
-        let error = |letter, body| understand(packet(letter, body)).unwrap_err();
+        let error = |letter, body| parse_answer(packet(letter, body)).unwrap_err();
         assert_eq!(error(requests::ERRNO, "30").raw_os_error(), Some(30));
         let refused = error(requests::REFUSED, "because");
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);

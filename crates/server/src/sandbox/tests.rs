@@ -1,7 +1,7 @@
 //! Attempts of a process in the sandbox to leave it. docs/internals/sandbox.md has the results.
 
-use super::asked::{Asked, Mode};
 use super::files::Files;
+use super::options::{Mode, SandboxOptions};
 use rustix::net::{AddressFamily, SocketType, socket};
 use shadowbell_config::config_file;
 use shadowbell_memory::sigsys::attempt;
@@ -27,10 +27,10 @@ fn attempt_in_the_sandbox() {
     let path = std::env::var(CONFIG).unwrap();
     let supervised = std::env::var(SUPERVISED).unwrap() == "true";
     let config = config_file::read(Path::new(&path)).unwrap();
-    let asked = Asked { mode: Mode::On, user: None };
+    let options = SandboxOptions { mode: Mode::On, user: None };
     let files = supervised.then(|| Files::new().unwrap());
     let connecting = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
-    let _held = super::close(&asked, &config, files, supervised).unwrap();
+    let _held = super::close(&options, &config, files, supervised).unwrap();
     if wanted == "rings" {
         print_rings();
     } else if wanted == "capabilities" {

@@ -89,7 +89,7 @@ impl Service {
             Image::Raw | Image::Qcow2 => "local:DIR/disk.img",
         };
         // Without a supervisor, whose next server process would continue the export.
-        let arguments = [target, "--no-keeper"].into_iter().chain(arguments.iter().copied());
+        let arguments = [target, "--no-supervisor"].into_iter().chain(arguments.iter().copied());
         let arguments = arguments.map(str::to_owned).collect();
         let path = directory.path().to_owned();
         let mut service = Self { export: None, arguments, directory: path };

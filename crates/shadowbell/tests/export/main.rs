@@ -340,7 +340,7 @@ fn a_socket_in_use_is_not_replaced() {
 
 #[test]
 fn a_dead_exports_socket_is_replaced() {
-    let mut export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd", "--no-keeper"]);
+    let mut export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd", "--no-supervisor"]);
     export.signal(Signal::KILL);
     export.wait();
     assert!(export.path("nbd").exists());
@@ -374,7 +374,7 @@ fn a_file_is_mounted_and_unmounted() {
     assert!(Command::new("umount").arg(export.path("disk")).status().unwrap().success());
     assert_eq!(export.wait().code(), Some(0), "{}", export.stderr());
     // The mount of a killed program is replaced.
-    let mut export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk", "--no-keeper"]);
+    let mut export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk", "--no-supervisor"]);
     export.signal(Signal::KILL);
     export.wait();
     let path = export.path("disk");
@@ -437,7 +437,7 @@ fn a_dead_controller_gives_clients_eio_and_fails_the_export() {
     // The page cache is a volatile write cache, which is flushed at the end of the export.
     let image = format!("{}?direct=off", image.display());
     let mut server = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
-    server.args(["serve", "--no-keeper", &image, "-q", "--socket"]).arg(&socket);
+    server.args(["serve", "--no-supervisor", &image, "-q", "--socket"]).arg(&socket);
     let server = ProcessGroup::spawn(&mut server).unwrap();
     until("a server", || UnixStream::connect(&socket).is_ok());
     let target = format!("vfio-user:{}", socket.display());

@@ -90,7 +90,7 @@ fn an_export_survives_kills_of_its_supervised_server() {
     let (image, socket) = (directory.path().join("disk.img"), directory.path().join("vm.sock"));
     File::create(&image).unwrap().set_len(16 * MIB).unwrap();
     let mut supervisor = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
-    supervisor.args(["serve", "--keeper", "-q"]).arg(&image).arg("--socket").arg(&socket);
+    supervisor.args(["serve", "--supervisor", "-q"]).arg(&image).arg("--socket").arg(&socket);
     let mut supervisor = ProcessGroup::spawn(&mut supervisor).unwrap();
     let pid = supervisor.id();
     let worker = || {

@@ -70,7 +70,7 @@ fn a_controller_is_added_and_removed_beside_a_guest() {
 
 #[test]
 fn an_added_controller_survives_upgrades() {
-    let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let mut server = Server::start(&["mem:4MiB"], &["--supervisor"]);
     let add = ["controller", "add", "b", "mem:8MiB", "--socket", "b.sock"];
     ctl_json(&server, &add);
     let mut guest = attached(&server, "b.sock");
@@ -291,7 +291,7 @@ fn a_server_starts_without_controllers_and_gets_them_later() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("vms.toml"), "controller = []\n").unwrap();
     let mut command = program();
-    command.args(["serve", "--keeper", "--config", "vms.toml", "--allow", "."]);
+    command.args(["serve", "--supervisor", "--config", "vms.toml", "--allow", "."]);
     let mut server = Server::spawn(command, directory, &["run/vms/control.sock"]);
     assert_eq!(ctl_json(&server, &["status"])["controllers"], 0);
     let save = |name: &str| {

@@ -69,12 +69,12 @@ fn status_reports_the_controllers_and_shutdown_ends_the_server() {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 8 << 20);
     let disk = disk.to_str().unwrap().to_owned();
-    let options = ["--no-keeper"];
+    let options = ["--no-supervisor"];
     let mut server = Server::start_in(directory, &[&disk, "mem:4MiB?read-only=on"], &options);
     let status = ctl_json(&server, &["status"]);
     assert_eq!((&status["name"], &status["pid"]), (&json!("vm"), &json!(server.pid())));
     assert_eq!((&status["controllers"], &status["clients"]), (&json!(1), &json!(0)));
-    assert_eq!((&status["keeper_pid"], &status["log_filter"]), (&Value::Null, &json!("info")));
+    assert_eq!((&status["supervisor_pid"], &status["log_filter"]), (&Value::Null, &json!("info")));
     let mode = |path: &str| {
         std::fs::metadata(server.directory().join(path)).unwrap().permissions().mode() & 0o777
     };
@@ -123,7 +123,7 @@ fn status_reports_the_controllers_and_shutdown_ends_the_server() {
 
 #[test]
 fn a_failed_ctl_command_has_an_exit_status_and_a_message() {
-    let mut server = Server::start(&["mem:4MiB"], &["--no-keeper"]);
+    let mut server = Server::start(&["mem:4MiB"], &["--no-supervisor"]);
     for (arguments, status, words) in [
         (&["status", "-s", "vm1"][..], 3, "there is no server `vm1`"),
         (&["status", "-s", "/nonexistent/x.sock"], 3, "no such control socket"),
@@ -151,7 +151,7 @@ fn a_default_name_in_use_gets_a_suffix() {
     let mut first = Server::start(&["mem:4MiB"], &[]);
     let other = |options: &[&str]| {
         let mut command = program();
-        command.args(["serve", "--no-keeper", "mem:4MiB", "--socket"]).args(options);
+        command.args(["serve", "--no-supervisor", "mem:4MiB", "--socket"]).args(options);
         command.current_dir(first.directory());
         command.env("SHADOWBELL_RUN_DIR", first.directory().join("run"));
         command
@@ -176,7 +176,7 @@ fn a_default_name_in_use_gets_a_suffix() {
 
 #[test]
 fn the_log_level_changes_at_run_time_and_survives_an_upgrade() {
-    let server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let server = Server::start(&["mem:4MiB"], &["--supervisor"]);
     drop(server.attach());
     assert!(!server.stderr().contains("debug:"), "{}", server.stderr());
     assert_eq!(ctl_json(&server, &["log-level", "debug"])["filter"], "debug");
@@ -188,7 +188,7 @@ fn the_log_level_changes_at_run_time_and_survives_an_upgrade() {
     assert!(said.contains("serves"), "{said}");
     let status = ctl_json(&server, &["status"]);
     assert_eq!(
-        (&status["log_filter"], &status["keeper_pid"]),
+        (&status["log_filter"], &status["supervisor_pid"]),
         (&json!("debug"), &json!(server.pid()))
     );
     assert_ne!(status["pid"], before);
@@ -198,7 +198,7 @@ fn the_log_level_changes_at_run_time_and_survives_an_upgrade() {
 /// Every request during upgrades is answered: there is no gap without a listener.
 #[test]
 fn control_requests_during_upgrades_are_all_answered() {
-    let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let mut server = Server::start(&["mem:4MiB"], &["--supervisor"]);
     let guest = server.attach();
     let is_over = AtomicBool::new(false);
     let asked = std::thread::scope(|scope| {
@@ -263,7 +263,7 @@ fn control_requests_during_upgrades_are_all_answered() {
 
 #[test]
 fn the_control_socket_answers_after_a_kill() {
-    let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let mut server = Server::start(&["mem:4MiB"], &["--supervisor"]);
     let before = worker(&server);
     signal(before, Signal::KILL);
     until("the next one answers", || {

@@ -27,7 +27,7 @@ impl Export {
         let socket = directory.path().join("nbd");
         let mut command = program();
         command
-            .args(["export", "--no-keeper", disk, "--nbd"])
+            .args(["export", "--no-supervisor", disk, "--nbd"])
             .arg(format!("unix:{}", socket.display()));
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -61,7 +61,7 @@ impl Export {
 
 /// A server under a supervisor, without a sandbox.
 pub(crate) fn supervisor(disk: &str) -> Server {
-    Server::start(&[disk], &["--keeper", "--sandbox", "off"])
+    Server::start(&[disk], &["--supervisor", "--sandbox", "off"])
 }
 
 /// Kills the server process `kills` times under a verifying load.
@@ -101,7 +101,7 @@ fn a_qcow2_image_survives_kills_under_load() {
     create(&path, 16 << 20).unwrap();
     // The sandbox is on, and the format is detected from the first bytes. Data that a guest writes
     // there later are not taken for a format.
-    let mut server = Server::start(&[path.to_str().unwrap()], &["--keeper"]);
+    let mut server = Server::start(&[path.to_str().unwrap()], &["--supervisor"]);
     survive(&mut server, 10);
     is_consistent(&path);
 }
@@ -117,7 +117,7 @@ fn the_backing_file_of_a_qcow2_image_is_reopened_after_a_kill() {
     }
     let mut server = Server::start(
         &[&format!("{path}?allow-backing=on")],
-        &["--keeper", "--sandbox", "on", "--allow", base],
+        &["--supervisor", "--sandbox", "on", "--allow", base],
     );
     survive(&mut server, 5);
     is_consistent(path.as_ref());
@@ -212,7 +212,7 @@ fn a_read_only_nbd_disk_recovers_without_settling() {
 fn both_stacked_servers_may_be_killed() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
-    let below = Server::start(&[file.to_str().unwrap()], &["--keeper"]);
+    let below = Server::start(&[file.to_str().unwrap()], &["--supervisor"]);
     let mut server = supervisor(&format!("vfio-user:{}/1", below.socket().display()));
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));

@@ -25,7 +25,7 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
                 [[controller]]\nid = \"b\"\nsocket = \"vm1.sock\"\ndisks = [\"mem:1MiB\"]\n";
     std::fs::write(directory.path().join("vm.toml"), file).unwrap();
     let mut command = program();
-    command.args(["serve", "--keeper", "--config", "vm.toml"]);
+    command.args(["serve", "--supervisor", "--config", "vm.toml"]);
     let mut server = Server::spawn(command, directory, &["vm0.sock", "vm1.sock"]);
     assert_eq!(disk(&server, "ram")["namespaces"], json!([{"controller": "a", "nsid": 2}]));
     assert_eq!(disk(&server, "ram")["limits"], json!({"iops": "9000"}));

@@ -80,7 +80,7 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
                 [[export]]\nid = \"tcp\"\ndisk = \"a/1\"\nnbd = \"tcp:127.0.0.1:0\"\nread-only = true\n";
     std::fs::write(directory.path().join("vm.toml"), file).unwrap();
     let mut command = program();
-    command.args(["serve", "--keeper", "--sandbox", "on", "--config", "vm.toml"]);
+    command.args(["serve", "--supervisor", "--sandbox", "on", "--config", "vm.toml"]);
     let mut server = Server::spawn(command, directory, &["vm0.sock"]);
     let socket = server.directory().join("data.sock");
     // The control socket is served after the exports.
@@ -140,7 +140,7 @@ fn start(file: &str, sockets: &[&str]) -> Server {
     let image = std::fs::File::create(directory.path().join("disk.img")).unwrap();
     image.set_len(BLOCK * BLOCKS).unwrap();
     let mut command = program();
-    command.args(["serve", "--keeper", "--sandbox", "on", "--config", "vm.toml"]);
+    command.args(["serve", "--supervisor", "--sandbox", "on", "--config", "vm.toml"]);
     Server::spawn(command, directory, sockets)
 }
 

@@ -231,14 +231,14 @@ fn pass_descriptors_on() {
     script += "export LISTEN_PID=$$; exec \"$@\" </dev/null";
     let mut command = Command::new("bash");
     command.args(["-c", &script, "bash", env!("CARGO_BIN_EXE_shadowbell")]);
-    command.args(["serve", "--keeper", "--config", "vms.toml"]).env_remove(PASS);
+    command.args(["serve", "--supervisor", "--config", "vms.toml"]).env_remove(PASS);
     panic!("{}", command.exec());
 }
 
 #[test]
 fn a_killed_supervisor_recovers_from_the_fd_store() {
     let mut service = Service::start(3);
-    assert_eq!(service.stored(), ["shadowbell-keeper-1-w", "shadowbell-keeper-1-r"]);
+    assert_eq!(service.stored(), ["shadowbell-supervisor-1-w", "shadowbell-supervisor-1-r"]);
     let mut client = Client::attach(&service.socket(2));
     client.write(1, 0, 1);
     client.write(2, 0, 2);

@@ -44,7 +44,7 @@ impl Late {
     fn begin_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut command = program();
-        command.args(["serve", "--keeper"]).args(arguments).args(["--socket", "vm.sock"]);
+        command.args(["serve", "--supervisor"]).args(arguments).args(["--socket", "vm.sock"]);
         command.envs(variables.iter().copied());
         let server = Server::spawn(command, directory, &["vm.sock"]);
         let mut client = Client::attach(&server.socket());

@@ -250,7 +250,7 @@ fn is_unusable_after_timeout(server: &Server, storage: &dyn Stalls, check_reset:
 
 fn check_disk_type(disk: &str, storage: &dyn Stalls) {
     // One I/O thread serves both namespaces.
-    let options = ["--keeper", "--sandbox", "off", "--workers", "1"];
+    let options = ["--supervisor", "--sandbox", "off", "--workers", "1"];
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
     check_waiting_commands(&server, storage);
     check_reset(&server, storage);
@@ -264,7 +264,7 @@ fn check_disk_type(disk: &str, storage: &dyn Stalls) {
 #[test]
 fn a_reset_does_not_wait_for_a_hung_nbd_server() {
     let storage = Export::start("mem:16MiB");
-    let options = ["--keeper", "--sandbox", "off", "--workers", "1"];
+    let options = ["--supervisor", "--sandbox", "off", "--workers", "1"];
     let mut server = Server::start(&[&storage.uri("&settle=50ms"), "mem:1MiB"], &options);
     let stalled = || ctl_json(&server, &["status"])["stalled_writes"].as_u64().unwrap();
     // Without repetitions, the driver does not resubmit what a reset ends.
@@ -290,7 +290,7 @@ fn a_reset_does_not_wait_for_a_hung_nbd_server() {
 /// SIGTERM ends the service although storage hangs, and the log says what had no answer.
 fn check_stop(disk: &str, storage: &dyn Stalls, words: &str) {
     // The time limit expires in this test.
-    let options = ["--keeper", "--sandbox", "off", "--workers", "1", "--stop-timeout", "10"];
+    let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stop-timeout", "10"];
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
     let mut guest = Guest::attach(&server, AttachOptions::default());
     storage.stall();

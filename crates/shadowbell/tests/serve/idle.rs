@@ -73,7 +73,7 @@ fn many_controllers_share_few_threads() {
         .collect();
     std::fs::write(&file, format!("workers = 2\n{controllers}")).unwrap();
     let mut command = crate::harness::program();
-    command.args(["serve", "--no-keeper", "--config"]).arg(&file);
+    command.args(["serve", "--no-supervisor", "--config"]).arg(&file);
     let server = Server::spawn(command, directory, &["vm0.sock", "vm63.sock"]);
     let options = shadowbell_driver::AttachOptions::default();
     let attached: Vec<_> = (0..64)

@@ -130,7 +130,7 @@ fn a_disk_keeps_uuid_and_serial_after_a_restart() {
 
 #[test]
 fn a_sleeping_driver_gets_an_error_when_the_server_dies() {
-    let mut server = Server::start(&["mem:4MiB"], &["--no-keeper"]);
+    let mut server = Server::start(&["mem:4MiB"], &["--no-supervisor"]);
     let options = AttachOptions { spin: SpinPolicy::SLEEP, ..AttachOptions::default() };
     let mut controller = server.attach_with(&options);
     let mut queue = controller.take_queue_pair().unwrap();

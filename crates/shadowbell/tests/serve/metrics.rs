@@ -198,7 +198,7 @@ fn buckets(metrics: &Metrics, name: &str, labels: &str) -> Vec<(f64, f64)> {
 #[test]
 fn namespace_latencies_are_measured_on_request() {
     let latency = "shadowbell_namespace_latency_seconds";
-    let mut server = Server::start(&["mem:4MiB", "mem:4MiB"], &["--keeper"]);
+    let mut server = Server::start(&["mem:4MiB", "mem:4MiB"], &["--supervisor"]);
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();
     let pool = guest.buffers(1, 4096).unwrap();
@@ -271,7 +271,7 @@ fn namespace_latencies_are_measured_on_request() {
 
 #[test]
 fn recoveries_count_crashes_and_not_upgrades() {
-    let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let mut server = Server::start(&["mem:4MiB"], &["--supervisor"]);
     let mut guest = crate::upgrade::Client::attach(&server.socket());
     let recoveries = || scrape(&server).get("shadowbell_recoveries_total", &[]);
     assert_eq!(recoveries(), 0.0);

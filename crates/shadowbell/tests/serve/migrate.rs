@@ -33,7 +33,7 @@ fn a_guest_migrates_between_servers_with_its_image() {
         let (memory, stream, moved) = guest.suspend(2);
         assert!(moved.dirty > 0, "{moved:?}");
         assert!(server.stop().success(), "{}", server.stderr());
-        server = serve(&disk, if turn == 1 { &["--keeper"] } else { &[] });
+        server = serve(&disk, if turn == 1 { &["--supervisor"] } else { &[] });
         guest.resume(connect(&server), memory, &stream).unwrap();
         guest.work(50);
         if turn == 1 {
@@ -67,7 +67,7 @@ fn a_suspended_device_does_not_resume_in_the_next_process() {
 fn suspended(replace: impl Fn(&Server)) {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 1 << 20);
-    let mut server = serve(&disk, &["--keeper"]);
+    let mut server = serve(&disk, &["--supervisor"]);
     let mut guest = Guest::boot(connect(&server), 2, true);
     guest.work(20);
     let (memory, stream, moved) = guest.suspend(1);

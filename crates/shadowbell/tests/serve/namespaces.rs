@@ -250,7 +250,7 @@ fn limits_change_at_run_time_and_survive_restarts() {
     ";
     std::fs::write(directory.path().join("vm.toml"), file).unwrap();
     let mut command = program();
-    command.args(["serve", "--keeper", "--config", "vm.toml"]);
+    command.args(["serve", "--supervisor", "--config", "vm.toml"]);
     let mut server = Server::spawn(command, directory, &["vm.sock"]);
     read_many(&server, 1, 50);
     read_many(&server, 2, 50);

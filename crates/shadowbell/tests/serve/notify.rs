@@ -73,7 +73,7 @@ impl Manager {
 #[test]
 fn the_service_manager_gets_ready_and_stopping() {
     let manager = Manager::new();
-    for supervisor in [&["--keeper"][..], &[]] {
+    for supervisor in [&["--supervisor"][..], &[]] {
         let mut server = manager.serve(supervisor, None);
         assert_eq!(manager.next_message(), "READY=1\nSTATUS=serves 1 controller, 0 with a client");
         assert!(server.stop().success());
@@ -86,7 +86,7 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
     let manager = Manager::new();
     // A supervised process that does not respond for a quarter of the watchdog time is killed, so
     // this time is far longer than any delay of a busy machine.
-    for (supervisor, watchdog) in [(&["--keeper"][..], 8000), (&[], 600)] {
+    for (supervisor, watchdog) in [(&["--supervisor"][..], 8000), (&[], 600)] {
         let watchdog = Duration::from_millis(watchdog);
         let began = Instant::now();
         let mut server = manager.serve(supervisor, Some(watchdog));
@@ -136,7 +136,7 @@ fn a_hung_process_sends_no_watchdog_message() {
 fn a_hung_server_process_is_replaced() {
     let manager = Manager::new();
     // Long enough for a healthy process on a busy machine.
-    let mut server = manager.serve(&["--keeper"], Some(Duration::from_secs(8)));
+    let mut server = manager.serve(&["--supervisor"], Some(Duration::from_secs(8)));
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
     let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
     let mut controller = attach(&server.socket(), &options);
@@ -172,7 +172,7 @@ fn write_config(directory: &std::path::Path, controllers: u32) {
 
 #[test]
 fn sighup_reloads_the_configuration() {
-    for supervisor in [&["--keeper"][..], &[]] {
+    for supervisor in [&["--supervisor"][..], &[]] {
         let manager = Manager::new();
         let directory = tempfile::tempdir().unwrap();
         write_config(directory.path(), 1);
@@ -228,7 +228,7 @@ fn the_next_process_handles_a_missed_reload() {
     write_config(directory.path(), 1);
     let mut command = Command::new("env");
     command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
-    command.args(["serve", "--config", "vms.toml", "--keeper"]);
+    command.args(["serve", "--config", "vms.toml", "--supervisor"]);
     let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
     write_config(server.directory(), 2);

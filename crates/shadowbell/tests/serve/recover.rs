@@ -146,7 +146,7 @@ fn a_controller_keeps_its_io_thread_after_recovery() {
     let text = format!("workers = 2\n{}{}", table(0, "\"own\""), table(1, "1"));
     std::fs::write(directory.path().join("vms.toml"), text).unwrap();
     let mut command = program();
-    command.args(["serve", "--keeper", "--config", "vms.toml"]);
+    command.args(["serve", "--supervisor", "--config", "vms.toml"]);
     let mut server = Server::spawn(command, directory, &["vm0.sock", "vm1.sock"]);
     let mut clients = [0, 1].map(|n| Client::attach(&socket(&server, n)));
     clients.iter_mut().for_each(|client| client.write(1, 0, 7));
@@ -232,7 +232,7 @@ fn a_refused_upgrade_does_not_install_its_configuration() {
 #[test]
 fn an_unrecoverable_disk_is_reported() {
     let below = Export::start("mem:4MiB");
-    let server = Server::start(&[&below.uri("")], &["--keeper"]);
+    let server = Server::start(&[&below.uri("")], &["--supervisor"]);
     server
         .wait_for_log("cannot be recovered after a server crash: an NBD server may still execute");
     let client = Client::attach(&server.socket());

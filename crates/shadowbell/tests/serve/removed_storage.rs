@@ -27,7 +27,7 @@ fn fuse_daemon() {
 fn survives_removal_and_return(behind: &Path, options: &str) {
     let Some(mut mount) = Mount::over("removed_storage::fuse_daemon", behind) else { return };
     let disk = format!("{}{options}", mount.path().display());
-    let mut server = Server::start(&[&disk, "mem:1MiB"], &["--keeper", "--sandbox", "off"]);
+    let mut server = Server::start(&[&disk, "mem:1MiB"], &["--supervisor", "--sandbox", "off"]);
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let mut controller =
         server.attach_with(&AttachOptions { recovery, ..AttachOptions::default() });
@@ -174,7 +174,7 @@ fn a_memory_disk_survives_an_out_of_memory_kill() {
     let mut command = Command::new("sh");
     let enter = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", group.0.display());
     command.args(["-c", &enter, "sh"]).arg(program().get_program());
-    command.args(["serve", "mem:256MiB", "--keeper", "--socket", "vm.sock"]);
+    command.args(["serve", "mem:256MiB", "--supervisor", "--socket", "vm.sock"]);
     let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
     let mut client = Client::attach(&server.socket());
     client.write(1, 0, 7);

@@ -54,7 +54,7 @@ impl Strace {
 
 /// A server with one client of `queues` queues, each of which was used.
 fn serving(queues: u16) -> (Server, shadowbell_driver::Controller, Vec<QueuePair>) {
-    let server = Server::start(&["mem:16MiB"], &["--keeper", "-v", "--queues", "64"]);
+    let server = Server::start(&["mem:16MiB"], &["--supervisor", "-v", "--queues", "64"]);
     let options = AttachOptions { queue_pairs: queues, ..AttachOptions::default() };
     let mut client = server.attach_with(&options);
     let mut pairs: Vec<_> = std::iter::from_fn(|| client.take_queue_pair()).collect();

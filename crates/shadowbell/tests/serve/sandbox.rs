@@ -30,7 +30,7 @@ fn a_forbidden_system_call_ends_the_process() {
         ["execve", "execveat", "fork", "clone", "ptrace", "socket", "process_vm_writev", "bpf"];
     for call in calls.into_iter().filter(|call| cfg!(target_arch = "x86_64") || *call != "fork") {
         let mut command = program();
-        command.args(["serve", "--no-keeper", "null:1MiB", "--socket"]);
+        command.args(["serve", "--no-supervisor", "null:1MiB", "--socket"]);
         command.arg(directory.path().join("vm.sock"));
         command.args(["--attempt", call]).env("SHADOWBELL_RUN_DIR", directory.path());
         let (status, _, errors) = finish(command);
@@ -45,8 +45,10 @@ fn a_forbidden_system_call_ends_the_process() {
     command.arg(directory.path().join("vm.sock")).args(["--attempt", "socket"]);
     let (_, _, errors) = finish(command);
     assert!(errors.contains("for a system call that its sandbox forbids"), "{errors}");
-    let server =
-        Server::start(&["null:1MiB"], &["--no-keeper", "--sandbox", "off", "--attempt", "getpid"]);
+    let server = Server::start(
+        &["null:1MiB"],
+        &["--no-supervisor", "--sandbox", "off", "--attempt", "getpid"],
+    );
     server.wait_for_log("attempt getpid: nothing was in the way");
     assert_eq!(status_of(server.pid(), "Seccomp"), "0");
 }
@@ -60,7 +62,7 @@ fn other_files_cannot_be_opened_in_the_sandbox() {
         ["open:/etc/passwd", "open:disk.img", "write:disk.img", "write:new", "open:/dev/null"];
     let attempts: Vec<_> = attempts.into_iter().flat_map(|what| ["--attempt", what]).collect();
     let mut server =
-        Server::start_in(directory, &["disk.img"], &[&["--keeper"], &attempts[..]].concat());
+        Server::start_in(directory, &["disk.img"], &[&["--supervisor"], &attempts[..]].concat());
     for what in attempts.iter().filter(|word| **word != "--attempt") {
         server.wait_for_log(&format!("attempt {what}: Permission denied"));
     }
@@ -80,7 +82,8 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     let path = |name: &str| elsewhere.path().join(name).to_str().unwrap().to_owned();
     let others = ["a.img", "b.img", "c.img"];
     others.iter().for_each(|name| drop(image(elsewhere.path(), name, 4 << 20)));
-    let mut server = Server::start_in(directory, &["disk.img"], &["--keeper", "--sandbox", "on"]);
+    let mut server =
+        Server::start_in(directory, &["disk.img"], &["--supervisor", "--sandbox", "on"]);
     server.wait_for_log("privilege gain blocked");
     let mut guest = Client::attach(&server.socket());
     guest.write(1, 0, 1);
@@ -139,7 +142,8 @@ fn backing_files_need_a_grant() {
     if qemu_img(&["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", &overlay]) != Some(0) {
         return;
     }
-    let mut server = Server::start_in(directory, &["disk.img"], &["--keeper", "--sandbox", "on"]);
+    let mut server =
+        Server::start_in(directory, &["disk.img"], &["--supervisor", "--sandbox", "on"]);
     let disk = format!("{overlay}?allow-backing=on");
     // Without the option, `ctl` passes the image alone.
     let attach = |disk: &str| ctl(&server, &["namespace", "attach", "vm.sock", "2", disk]);
@@ -173,7 +177,7 @@ fn allowed_paths_of_the_configuration_file_are_read_on_request() {
     };
     std::fs::write(directory.path().join("vm.toml"), config("")).unwrap();
     let mut command = program_with_sighup();
-    command.args(["serve", "--config", "vm.toml", "--keeper", "--sandbox", "on"]);
+    command.args(["serve", "--config", "vm.toml", "--supervisor", "--sandbox", "on"]);
     let mut server = Server::spawn(command, directory, &["vm.sock"]);
     let id = server.socket().to_str().unwrap().replace('/', "%2F");
     let add = format!("/v1/controllers/{id}/namespaces/2");
@@ -247,7 +251,7 @@ fn every_kind_of_disk_works() {
     shadowbell_disk_qcow2::create(&directory.path().join("disk.qcow2"), 4 << 20).unwrap();
     let disks =
         ["raw.img", "threads.img?aio=threads&direct=off", "disk.qcow2", "mem:4MiB", "null:4MiB"];
-    let mut server = Server::start_in(directory, &disks, &["--keeper", "--sandbox", "on"]);
+    let mut server = Server::start_in(directory, &disks, &["--supervisor", "--sandbox", "on"]);
     for nsid in 1..=4 {
         let mut command = program();
         let target = format!("vfio-user:{}/{nsid}", server.socket().display());
@@ -272,7 +276,7 @@ fn a_qcow2_image_grows_and_frees_clusters_in_the_sandbox() {
     }
     let paths = names.map(path);
     let disks = [names[0], "cached.qcow2?direct=off"];
-    let mut server = Server::start_in(directory, &disks, &["--keeper", "--sandbox", "on"]);
+    let mut server = Server::start_in(directory, &disks, &["--supervisor", "--sandbox", "on"]);
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
     let pool = controller.buffers(2, 1 << 20).unwrap();
@@ -344,7 +348,7 @@ fn a_directory_can_be_allowed() {
     let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let other = image(elsewhere.path(), "a.img", 4 << 20);
     let allow = elsewhere.path().to_str().unwrap();
-    let options = ["--keeper", "--allow", allow];
+    let options = ["--supervisor", "--allow", allow];
     let mut server = Server::start_in(directory, &["mem:1MiB"], &options);
     let id = server.socket().to_str().unwrap().replace('/', "%2F");
     let path = format!("/v1/controllers/{id}/namespaces/2");
@@ -368,7 +372,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 4 << 20);
     let options = [
-        &["--keeper", "--sandbox", "on", "--socket-mode", "0620"][..],
+        &["--supervisor", "--sandbox", "on", "--socket-mode", "0620"][..],
         &["--trace", "trace", "--metrics", "127.0.0.1:0"],
     ];
     let mut server = Server::start_in(directory, &["disk.img"], &options.concat());
@@ -464,7 +468,7 @@ fn path_system_calls_are_forbidden_under_a_supervisor() {
     for call in ["unlink", "renameat2", "mkdir", "chmod", "bind", "connect", "listen", "flock"] {
         let said = directory.path().join(call);
         let mut command = program();
-        command.args(["serve", "--keeper", "null:1MiB", "--socket"]);
+        command.args(["serve", "--supervisor", "null:1MiB", "--socket"]);
         // Each run has a socket of its own: the previous process may not have ended yet.
         command.arg(directory.path().join(format!("{call}.sock"))).args(["--attempt", call]);
         command.env("SHADOWBELL_RUN_DIR", directory.path());
@@ -489,11 +493,13 @@ fn options_that_exclude_the_sandbox_are_refused() {
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("connects to a server by itself") && errors.contains("--sandbox off"));
     let mut command = program();
-    command.args(["serve", "--no-keeper", "--sandbox", "on", "mem:1MiB", "--socket"]).arg(&socket);
+    command
+        .args(["serve", "--no-supervisor", "--sandbox", "on", "mem:1MiB", "--socket"])
+        .arg(&socket);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("there is no supervisor"), "{errors}");
-    let server = Server::start(&["mem:1MiB"], &["--no-keeper"]);
+    let server = Server::start(&["mem:1MiB"], &["--no-supervisor"]);
     server.wait_for_log("the sandbox does not restrict file access: there is no supervisor");
     assert_eq!(status_of(server.pid(), "Seccomp"), "2");
     let mut command = program();
@@ -515,7 +521,7 @@ fn a_server_process_runs_as_another_user() {
     let disk = image(directory.path(), "disk.img", 4 << 20);
     std::fs::set_permissions(&disk, PermissionsExt::from_mode(0o600)).unwrap();
     chown(directory.path(), Some(user), Some(group)).unwrap();
-    let options = ["--keeper", "--user", &format!("{user}:{group}")];
+    let options = ["--supervisor", "--user", &format!("{user}:{group}")];
     let mut server = Server::start_in(directory, &["disk.img"], &options);
     let ids = |pid| status_of(pid, "Uid").split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(ids(worker(&server)), ["65534"; 4]);

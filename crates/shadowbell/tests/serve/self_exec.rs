@@ -61,7 +61,7 @@ fn wrapper(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("wrapper");
     let program = env!("CARGO_BIN_EXE_shadowbell");
     let text = format!(
-        "#!/bin/sh\nif [ \"$1\" = keeper-check ]; then\n{script}\nfi\nexec {program} \"$@\"\n"
+        "#!/bin/sh\nif [ \"$1\" = supervisor-check ]; then\n{script}\nfi\nexec {program} \"$@\"\n"
     );
     std::fs::write(&path, text).unwrap();
     make_executable(&path);
@@ -225,12 +225,12 @@ fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
 #[test]
 fn supervisor_state_options_are_refused_from_users() {
     let mut command = program();
-    command.args(["serve", "--as-keeper", "77", "--keeper", "mem:1MiB", "--socket", "x"]);
+    command.args(["serve", "--as-supervisor", "77", "--supervisor", "mem:1MiB", "--socket", "x"]);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(1), "{errors}");
     assert!(errors.contains("leave it out"), "{errors}");
     let mut command = program();
-    command.arg("keeper-check");
+    command.arg("supervisor-check");
     let (_, output, _) = finish(command);
     assert!(output.contains("no server state"), "{output}");
 }

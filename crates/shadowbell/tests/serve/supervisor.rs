@@ -1,4 +1,4 @@
-//! `serve --keeper`: a supervisor starts and restarts the server process.
+//! `serve --supervisor`: a supervisor starts and restarts the server process.
 
 use crate::harness::{Server, attach, finish, image, program, run, until};
 use rustix::process::{Pid, Signal, kill_process};
@@ -9,7 +9,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
 fn start(disks: &[&str], options: &[&str]) -> Server {
-    Server::start(disks, &[&["--keeper"], options].concat())
+    Server::start(disks, &[&["--supervisor"], options].concat())
 }
 
 /// Process id of the server process.
@@ -40,7 +40,7 @@ fn signals_are_forwarded_and_the_exit_status_returned() {
         image(directory.path(), "disk.img", 1 << 20);
         let mut command = Command::new("env");
         command.arg("--default-signal=INT,HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
-        command.args(["serve", "--keeper", "disk.img", "--socket", "vm.sock"]);
+        command.args(["serve", "--supervisor", "disk.img", "--socket", "vm.sock"]);
         let mut server = Server::spawn(command, directory, &["vm.sock"]);
         let worker = worker(&server);
         server.signal(Signal::USR1);
@@ -70,14 +70,14 @@ fn a_signal_to_all_processes_counts_once() {
 #[test]
 fn command_line_errors_are_reported_once() {
     let mut command = program();
-    command.args(["serve", "--keeper", "/nonexistent.img", "--socket", "/tmp/never.sock"]);
+    command.args(["serve", "--supervisor", "/nonexistent.img", "--socket", "/tmp/never.sock"]);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
     assert_eq!(errors.matches("there is no such file").count(), 1, "{errors}");
     let mut command = program();
     command.args(["serve", "--help"]);
     let (status, output, _) = finish(command);
-    assert!(status == Some(0) && output.contains("--no-keeper"), "{output}");
+    assert!(status == Some(0) && output.contains("--no-supervisor"), "{output}");
     assert!(!output.contains("as-worker"), "{output}");
     let mut command = program();
     command.args(["serve", "--as-worker", "start", "mem:1MiB", "--socket", "x"]);
@@ -90,7 +90,7 @@ fn command_line_errors_are_reported_once() {
 fn a_dead_server_process_is_restarted() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 4 << 20);
-    let mut server = Server::start_in(directory, &["disk.img"], &["--keeper"]);
+    let mut server = Server::start_in(directory, &["disk.img"], &["--supervisor"]);
     for end in [Signal::KILL, Signal::ABORT] {
         let before = worker(&server);
         let mut controller = server.attach();
@@ -203,7 +203,7 @@ fn a_supervisor_is_small_and_idle() {
 
 #[test]
 fn an_upgrade_without_a_supervisor_is_refused() {
-    let server = Server::start(&["mem:1MiB"], &["--no-keeper"]);
+    let server = Server::start(&["mem:1MiB"], &["--no-supervisor"]);
     for target in [server.pid().to_string(), server.socket().display().to_string()] {
         let mut command = program();
         command.arg("upgrade").arg(&target);

@@ -259,7 +259,7 @@ fn an_unwritable_trace_output_is_refused() {
 /// upgrade.
 #[test]
 fn tracing_is_turned_on_and_off_at_run_time() {
-    let mut server = Server::start(&["mem:4MiB"], &["--keeper", "--poll", "never"]);
+    let mut server = Server::start(&["mem:4MiB"], &["--supervisor", "--poll", "never"]);
     let file = server.directory().join("saved");
     let name = file.to_str().unwrap();
     // Number of completed reads in a trace.

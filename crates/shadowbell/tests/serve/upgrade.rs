@@ -48,7 +48,7 @@ pub(crate) fn server_with(
     }
     std::fs::write(directory.path().join("vms.toml"), file).unwrap();
     let mut command = program_with_sighup();
-    command.args(["serve", "--keeper", "--config", "vms.toml"]).args(options);
+    command.args(["serve", "--supervisor", "--config", "vms.toml"]).args(options);
     command.envs(variables.iter().copied());
     let last = format!("vm{}.sock", controllers - 1);
     Server::spawn(command, directory, &["vm0.sock", &last])

@@ -29,7 +29,7 @@ fn a_server_with_a_qcow2_image_is_upgraded_under_load() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();
-    replaced(&mut Server::start(&[path.to_str().unwrap(), "mem:1MiB"], &["--keeper"]));
+    replaced(&mut Server::start(&[path.to_str().unwrap(), "mem:1MiB"], &["--supervisor"]));
     is_consistent(&path);
 }
 
@@ -64,7 +64,7 @@ fn the_old_program_continues_if_the_new_one_cannot_recover() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();
-    let mut server = Server::start(&[path.to_str().unwrap()], &["--keeper"]);
+    let mut server = Server::start(&[path.to_str().unwrap()], &["--supervisor"]);
     let mut client = Client::attach(&server.socket());
     client.write(1, 0, 7);
     let socket = server.socket().display().to_string();
@@ -96,7 +96,7 @@ fn a_program_that_does_not_start_leaves_the_process_running() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();
-    let server = Server::start(&[path.to_str().unwrap()], &["--keeper"]);
+    let server = Server::start(&[path.to_str().unwrap()], &["--supervisor"]);
     let before = worker(&server);
     let program = fake(&server, "exit 3");
     let (status, _, errors) = upgrade(&server.socket().display().to_string(), Some(&program));

@@ -139,7 +139,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         fill(image)?;
     }
     let disks = [format!("{}?direct=on", images[0].display())];
-    let shadowbell = setup.serve(run, "file", &disks, &["--no-keeper"], None)?;
+    let shadowbell = setup.serve(run, "file", &disks, &["--no-supervisor"], None)?;
     let qemu = Device::QemuNvme { drive: Drive::Direct("qemu.img".into()), dbcs: true };
     let devices = vec![shadowbell.device, qemu];
     let mut guest = setup.boot(run, kernel, devices, |config| config.cpus = 1)?;

@@ -183,7 +183,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         })
         .context("no figures")?;
     report.table(table(&rows, kernel));
-    judge(report, &rows);
+    check_targets(report, &rows);
     report.check("the guest powers off", |_| guest.power_off(LIMIT));
     for server in controllers.into_iter().filter_map(|controller| controller.server) {
         report.check("the server ends without an error", |_| server.stop());
@@ -355,7 +355,7 @@ fn count(
 
 /// Checks the targets of the table. Counts are checked; speeds are only printed, because they
 /// depend on other load of this machine.
-fn judge(report: &mut Report, rows: &[Row]) {
+fn check_targets(report: &mut Report, rows: &[Row]) {
     let find = |controller: &str, path: DataPath, depth: u32, bs: u32| {
         rows.iter()
             .find(|row| {
@@ -451,11 +451,14 @@ mod tests {
     fn a_missed_target_fails() {
         for (doorbells, failed) in [(10, 0), (200, 1), (300, 1)] {
             let mut report = Report::default();
-            judge(&mut report, &[row(DataPath::QemuNvme, 200), row(DataPath::Polling, doorbells)]);
+            check_targets(
+                &mut report,
+                &[row(DataPath::QemuNvme, 200), row(DataPath::Polling, doorbells)],
+            );
             assert_eq!(report.failed(), failed);
         }
         let mut report = Report::default();
-        judge(&mut report, &[row(DataPath::Polling, 0)]);
+        check_targets(&mut report, &[row(DataPath::Polling, 0)]);
         assert_eq!(report.failed(), 1, "nothing to compare with is no success");
     }
 }

@@ -110,7 +110,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     }
     if !measured.is_empty() {
         report.table(table::table(&rows, kernel));
-        table::judge(report, &rows, measured.len());
+        table::check_targets(report, &rows, measured.len());
     }
     device::checks(report, &mut guest, shadowbell_controller, qemu);
     report.check("the guest powers off", |_| guest.power_off(LIMIT));

@@ -321,7 +321,7 @@ fn through(
 
 /// Prints the targets of the table, which depend on other load of this machine. Checks only that
 /// every row was measured.
-pub(crate) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
+pub(crate) fn check_targets(report: &mut Report, rows: &[Row], controllers: usize) {
     report.check("every row was measured", |_| {
         // Each controller has rows of the kernel's driver, of Shadowbell's driver, of ublk, and of
         // files.
@@ -488,7 +488,7 @@ mod tests {
     #[test]
     fn missing_rows_are_a_failure() {
         let mut report = Report::default();
-        judge(&mut report, &[], 1);
+        check_targets(&mut report, &[], 1);
         assert_eq!(report.failed(), 1);
     }
 }

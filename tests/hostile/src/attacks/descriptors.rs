@@ -54,7 +54,7 @@ fn give(guest: &mut Guest, events: &[OwnedFd], at_once: usize) -> Result<()> {
         let mut set = set_irqs(set_irqs_flags::DATA_EVENTFD, events.len() as u32);
         set.start = (n * at_once) as u32;
         let fds: Vec<BorrowedFd<'_>> = events.iter().map(AsFd::as_fd).collect();
-        guest.link.ask(command::DEVICE_SET_IRQS, &[set.as_bytes()], &fds)?;
+        guest.link.request(command::DEVICE_SET_IRQS, &[set.as_bytes()], &fds)?;
     }
     Ok(())
 }
@@ -166,8 +166,8 @@ fn fd_flood(field: &mut Field) -> Result<()> {
 }
 
 fn io_fds(field: &mut Field) -> Result<()> {
-    let ask = wire::RegionIoFds { argsz: 4096, flags: 0, index: 0, count: 0 };
-    let bytes = message(command::DEVICE_GET_REGION_IO_FDS, 0, &[ask.as_bytes()]).repeat(16);
+    let request = wire::RegionIoFds { argsz: 4096, flags: 0, index: 0, count: 0 };
+    let bytes = message(command::DEVICE_GET_REGION_IO_FDS, 0, &[request.as_bytes()]).repeat(16);
     let mut guest = field.guest_with(4, 64)?;
     while !field.is_over() {
         guest.link.flood(&bytes)?;

@@ -31,7 +31,7 @@ const fn export(
 
 pub(crate) const ATTACKS: &[Attack] = &[
     export("nbd-silent", "500 NBD clients that send nothing", nbd_silent),
-    // This attack is judged by memory, which does not depend on other load of the machine.
+    // This attack is evaluated by memory, which does not depend on other load of the machine.
     export(
         "nbd-unread",
         "NBD clients that request 16 MiB reads and do not read the replies",

@@ -203,7 +203,7 @@ fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
         for _ in 0..8 {
             let file = slow.open()?;
             let map = dma_map(1 << 41, PAGE, 0);
-            let sent = guest.link.try_ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()]);
+            let sent = guest.link.try_request(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()]);
             if sent.is_err() {
                 break;
             }

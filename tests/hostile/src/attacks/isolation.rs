@@ -1,5 +1,5 @@
 //! Attacks on the isolation between clients: replacement of the server process, memory that the
-//! server gives away, storage servers, management endpoints. They are judged by counts.
+//! server gives away, storage servers, management endpoints. They are evaluated by counts.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -39,9 +39,9 @@ use crate::server::{server_process, worker_of};
 const MEM: &[&str] = &["mem:16MiB"];
 const FILE: &[&str] = &["DIR/attacker.img=16777216"];
 /// Reads of the victim that show that it is served.
-const SOME: u64 = 20;
+const PROGRESS: u64 = 20;
 
-/// Attack that is judged by counts, and so is in the short suite.
+/// Attack that is evaluated by counts, and so is in the short suite.
 const fn counted(
     name: &'static str,
     about: &'static str,
@@ -109,7 +109,7 @@ fn upgrade(field: &mut Field) -> Result<Option<String>> {
 
 /// Checks that the victim reads on.
 fn victim_is_served(field: &mut Field, while_: &str) {
-    let wanted = field.clock.reads() + SOME;
+    let wanted = field.clock.reads() + PROGRESS;
     let deadline = wait::deadline();
     while field.clock.reads() < wanted && !field.is_over() {
         if Instant::now() > deadline {
@@ -137,7 +137,7 @@ fn sealed(field: &mut Field) -> Result<()> {
         ftruncate(&file, 1 << 20)?;
         let mut link = Connection::attach(field.socket())?;
         let map = dma_map(0, 1 << 20, 0);
-        link.ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
+        link.request(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
         fcntl_add_seals(&file, SealFlags::FUTURE_WRITE)?;
         let Some(output) = upgrade(field)? else { continue };
         if !output.contains("vm1.sock: its client") {
@@ -247,15 +247,15 @@ fn grow(field: &mut Field) -> Result<()> {
 static IS_HOSTILE: AtomicBool = AtomicBool::new(false);
 /// Number of replies with error chunks, and the largest number of chunks in one.
 static REPLIES: AtomicU64 = AtomicU64::new(0);
-static MOST_CHUNKS: AtomicU64 = AtomicU64::new(0);
+static MAX_CHUNKS: AtomicU64 = AtomicU64::new(0);
 /// Number of chunks after which the storage server gives up: far more than fit into the buffers of
 /// a socket, so the client has read most of them.
-const ENOUGH: u64 = 200_000;
+const MAX_SENT: u64 = 200_000;
 
 /// Starts an NBD server of 16 MiB of zeroes, which accepts writes, at `storage.sock`.
 pub fn storage_server(directory: &Path) -> Result<()> {
     IS_HOSTILE.store(false, Ordering::Relaxed);
-    MOST_CHUNKS.store(0, Ordering::Relaxed);
+    MAX_CHUNKS.store(0, Ordering::Relaxed);
     REPLIES.store(0, Ordering::Relaxed);
     let listener = UnixListener::bind(directory.join("storage.sock"))?;
     std::thread::spawn(move || {
@@ -322,10 +322,10 @@ fn serve_storage(mut stream: UnixStream) -> Result<()> {
                 let error = chunk(0, 1 << 15 | 1, &[0, 0, 0, 5, 0, 0]);
                 REPLIES.fetch_add(1, Ordering::Relaxed);
                 let mut count = 0;
-                while count < ENOUGH && stream.write_all(&error).is_ok() {
+                while count < MAX_SENT && stream.write_all(&error).is_ok() {
                     count += 1;
                 }
-                MOST_CHUNKS.fetch_max(count, Ordering::Relaxed);
+                MAX_CHUNKS.fetch_max(count, Ordering::Relaxed);
                 return Ok(());
             }
             0 => {
@@ -351,10 +351,10 @@ fn error_chunks(field: &mut Field) -> Result<()> {
     wait_until(field, "no read reaches the storage server", || REPLIES.load(Ordering::Relaxed) > 0);
     // A reply that is being sent ends with its connection.
     wait_until(field, "a connection with error chunks does not end", || {
-        MOST_CHUNKS.load(Ordering::Relaxed) > 0
+        MAX_CHUNKS.load(Ordering::Relaxed) > 0
     });
-    let most = MOST_CHUNKS.load(Ordering::Relaxed);
-    if most >= ENOUGH {
+    let most = MAX_CHUNKS.load(Ordering::Relaxed);
+    if most >= MAX_SENT {
         field.found(format!("the server reads {most} error chunks of one reply"));
     }
     field.done = REPLIES.load(Ordering::Relaxed);

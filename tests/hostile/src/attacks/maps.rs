@@ -72,7 +72,8 @@ pub(super) fn page_lists(guest: &mut Guest) -> Result<Vec<(u64, u64)>> {
     let file = memfd(size)?;
     for n in 0..32 {
         let map = dma_map(ELSEWHERE + n * size, size, 0);
-        let answer = guest.link.try_ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
+        let answer =
+            guest.link.try_request(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
         if answer.0.error != 0 {
             break;
         }
@@ -98,7 +99,7 @@ fn punch_holes(field: &mut Field) -> Result<()> {
     let size = 4 << 30;
     let file = memfd(size)?;
     let map = dma_map(ELSEWHERE, size, 0);
-    guest.link.ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
+    guest.link.request(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
     let mut lists = Vec::new();
     for n in 0..512 {
         let first = ELSEWHERE + n * (size / 512);
@@ -133,7 +134,7 @@ fn truncate(field: &mut Field) -> Result<()> {
         let file = memfd(size)?;
         for n in 0..64 {
             let map = dma_map(ELSEWHERE + n * size, size, 0);
-            guest.link.ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
+            guest.link.request(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
         }
         ftruncate(&file, 0)?;
         let mut make = |n: u64| {
@@ -158,8 +159,8 @@ fn map_churn(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         field.top_up(&mut guest, 8, &mut make)?;
         for _ in 0..8 {
-            guest.link.ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
-            guest.link.ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
+            guest.link.request(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
+            guest.link.request(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
             field.done += 1;
         }
     }
@@ -210,7 +211,7 @@ fn many_maps(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         map_pages(&mut guest, 10_000, &file)?;
         // One message unmaps all memory while writes are in flight.
-        guest.link.try_ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
+        guest.link.try_request(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
         guest.link.send(&posted_write(BAR0, 0x1008, &[0; 4]), &[])?;
         field.done += 10_000;
     }
@@ -229,7 +230,7 @@ fn many_files(field: &mut Field) -> Result<()> {
             guest.link.send(&bytes, &[memfd(PAGE)?.as_fd()])?;
             field.done += 1;
         }
-        guest.link.try_ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
+        guest.link.try_request(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
     }
     field.guests.push(guest);
     Ok(())
@@ -253,13 +254,13 @@ fn big_unmap(field: &mut Field) -> Result<()> {
         Sqe::read(1, 0, 2047, 0).with_prps(prp1, prp2)
     };
     while !field.is_over() {
-        guest.link.ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
+        guest.link.request(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
         for _ in 0..8 {
             field.top_up(&mut guest, 63, &mut make)?;
             // This pause sets the pace of the attack.
             sleep(Duration::from_millis(1));
         }
-        guest.link.ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
+        guest.link.request(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
     }
     field.guests.push(guest);
     Ok(())

@@ -220,18 +220,19 @@ fn nested_json(field: &mut Field) -> Result<()> {
 pub(super) fn start_logging(guest: &mut Guest) -> Result<bool> {
     let control = LoggingControl { page_size: LOG_PAGE, num_ranges: 0, reserved: 0 };
     let flags = feature_flags::SET | feature::DMA_LOGGING_START;
-    let ask = DeviceFeature { argsz: 24, flags };
-    let payload = [ask.as_bytes(), control.as_bytes()];
-    let (header, _) = guest.link.try_ask(command::DEVICE_FEATURE, &payload, &[])?;
+    let request = DeviceFeature { argsz: 24, flags };
+    let payload = [request.as_bytes(), control.as_bytes()];
+    let (header, _) = guest.link.try_request(command::DEVICE_FEATURE, &payload, &[])?;
     Ok(header.error == 0)
 }
 
 /// Changes the migration state. Returns true if the server accepts the change.
 pub(super) fn set_migration_state(guest: &mut Guest, state: MigrationState) -> Result<bool> {
-    let ask = DeviceFeature { argsz: 16, flags: feature_flags::SET | feature::MIG_DEVICE_STATE };
+    let request =
+        DeviceFeature { argsz: 16, flags: feature_flags::SET | feature::MIG_DEVICE_STATE };
     let state = DeviceState { state: state as u32, data_fd: u32::MAX };
-    let payload = [ask.as_bytes(), state.as_bytes()];
-    let (header, _) = guest.link.try_ask(command::DEVICE_FEATURE, &payload, &[])?;
+    let payload = [request.as_bytes(), state.as_bytes()];
+    let (header, _) = guest.link.try_request(command::DEVICE_FEATURE, &payload, &[])?;
     Ok(header.error == 0)
 }
 
@@ -241,8 +242,8 @@ fn migration_states(field: &mut Field) -> Result<()> {
     if !set_migration_state(&mut guest, MigrationState::StopCopy)? {
         bail!("the controller cannot be stopped");
     }
-    let ask = MigData { argsz: 8 + 4096, size: 4096 };
-    let own = guest.link.ask(command::MIG_DATA_READ, &[ask.as_bytes()], &[])?;
+    let request = MigData { argsz: 8 + 4096, size: 4096 };
+    let own = guest.link.request(command::MIG_DATA_READ, &[request.as_bytes()], &[])?;
     // The own stream's magic, version and number of descriptors.
     let head = own.get(8..24).context("the beginning of the state")?;
     let lists = vec!["[]"; 300_000].join(",");
@@ -254,15 +255,15 @@ fn migration_states(field: &mut Field) -> Result<()> {
         }
         for piece in stream.chunks(1 << 18) {
             let size = piece.len() as u32;
-            let ask = MigData { argsz: 8 + size, size };
-            guest.link.ask(command::MIG_DATA_WRITE, &[ask.as_bytes(), piece], &[])?;
+            let request = MigData { argsz: 8 + size, size };
+            guest.link.request(command::MIG_DATA_WRITE, &[request.as_bytes(), piece], &[])?;
         }
         if set_migration_state(&mut guest, MigrationState::Stop)? {
             bail!("the state is accepted");
         }
         field.refused += 1;
         field.done += 1;
-        guest.link.ask(command::DEVICE_RESET, &[], &[])?;
+        guest.link.request(command::DEVICE_RESET, &[], &[])?;
     }
     field.guests.push(guest);
     Ok(())

@@ -19,7 +19,7 @@ use zerocopy::{FromBytes, IntoBytes};
 /// Time limit of one request to the server.
 const PATIENCE: Duration = Duration::from_secs(6);
 /// Maximum number of descriptors that the kernel accepts in one message (SCM_MAX_FD).
-const MOST_FDS: usize = 253;
+const MAX_FDS: usize = 253;
 
 /// A connected socket, and the received part of a reply.
 #[derive(Debug)]
@@ -53,7 +53,7 @@ fn send_with(
     fds: &[BorrowedFd<'_>],
     flags: SendFlags,
 ) -> Result<usize, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(Errno::TOOMANYREFS);
@@ -121,7 +121,7 @@ impl Connection {
     pub fn attach(path: &Path) -> Result<Self> {
         let mut connection = Self::open(path)?;
         let json = br#"{"capabilities":{"max_msg_fds":16,"write_multiple":true}}"#;
-        connection.ask(command::VERSION, &[&[0, 0, 1, 0], json, &[0]], &[])?;
+        connection.request(command::VERSION, &[&[0, 0, 1, 0], json, &[0]], &[])?;
         Ok(connection)
     }
 
@@ -161,7 +161,7 @@ impl Connection {
     }
 
     /// Discards the replies that have arrived. Call [`settle`](Self::settle) before the next
-    /// [`ask`](Self::ask).
+    /// [`request`](Self::ask).
     pub fn throw_away(&mut self) -> Result<()> {
         let mut bytes = [0u8; 1 << 16];
         loop {
@@ -199,13 +199,13 @@ impl Connection {
     }
 
     /// Sends a command and waits for its reply. An error reply is an error.
-    pub fn ask(
+    pub fn request(
         &mut self,
         command: u16,
         payload: &[&[u8]],
         fds: &[BorrowedFd<'_>],
     ) -> Result<Vec<u8>> {
-        let (header, payload) = self.try_ask(command, payload, fds)?;
+        let (header, payload) = self.try_request(command, payload, fds)?;
         if header.error != 0 {
             let error = std::io::Error::from_raw_os_error(header.error as i32);
             bail!("{}: {error}", command::name(command));
@@ -214,7 +214,7 @@ impl Connection {
     }
 
     /// Sends a command and waits for its reply, which may be an error reply.
-    pub fn try_ask(
+    pub fn try_request(
         &mut self,
         command: u16,
         payload: &[&[u8]],
@@ -254,13 +254,13 @@ impl Connection {
     /// Reads a register of a region.
     pub fn read(&mut self, region: u32, offset: u64, count: u32) -> Result<Vec<u8>> {
         let access = wire::RegionAccess { offset, region, count };
-        let reply = self.ask(command::REGION_READ, &[access.as_bytes()], &[])?;
+        let reply = self.request(command::REGION_READ, &[access.as_bytes()], &[])?;
         Ok(reply.get(access.as_bytes().len()..).unwrap_or_default().to_vec())
     }
 
     /// Writes a register of a region, and waits for the reply.
     pub fn write(&mut self, region: u32, offset: u64, data: &[u8]) -> Result<()> {
         let access = wire::RegionAccess { offset, region, count: data.len() as u32 };
-        self.ask(command::REGION_WRITE, &[access.as_bytes(), data], &[]).map(drop)
+        self.request(command::REGION_WRITE, &[access.as_bytes(), data], &[]).map(drop)
     }
 }

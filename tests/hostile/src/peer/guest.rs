@@ -56,7 +56,7 @@ impl Guest {
         let admin = Queue::new(0, ADMIN_ENTRIES, memory.clone(), memory.clone());
         let mut guest = Self { link, memory, file, used: 0, admin, queues: Vec::new() };
         let map = dma_map(BASE, bytes, 0);
-        guest.link.ask(command::DMA_MAP, &[map.as_bytes()], &[guest.file.as_fd()])?;
+        guest.link.request(command::DMA_MAP, &[map.as_bytes()], &[guest.file.as_fd()])?;
         guest.link.write(CONFIG, 4, &6u16.to_le_bytes())?;
         guest.admin = guest.rings(0, ADMIN_ENTRIES)?;
         guest.enable()?;

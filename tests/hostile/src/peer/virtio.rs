@@ -82,21 +82,21 @@ impl VirtioGuest {
         let guest = Self { stream, memory, _file: file, kick, _call: call, available: 0 };
         let (kick, call) = (guest.kick.as_fd(), guest._call.as_fd());
         // SET_OWNER, SET_FEATURES, SET_MEM_TABLE
-        guest.say(3, &[], &[])?;
-        guest.say(2, FEATURES.as_bytes(), &[])?;
+        guest.send_request(3, &[], &[])?;
+        guest.send_request(2, FEATURES.as_bytes(), &[])?;
         let table = [1u64, 0, MEMORY, USER, 0];
-        guest.say(5, table.as_bytes(), &[guest._file.as_fd()])?;
+        guest.send_request(5, table.as_bytes(), &[guest._file.as_fd()])?;
         // SET_VRING_NUM, BASE, ADDR, CALL, KICK
-        guest.say(8, [0u32, u32::from(ENTRIES)].as_bytes(), &[])?;
-        guest.say(10, [0u32, 0].as_bytes(), &[])?;
+        guest.send_request(8, [0u32, u32::from(ENTRIES)].as_bytes(), &[])?;
+        guest.send_request(10, [0u32, 0].as_bytes(), &[])?;
         let rings = [0, USER, USER + USED as u64, USER + AVAIL as u64, 0];
-        guest.say(9, rings.as_bytes(), &[])?;
-        guest.say(13, 0u64.as_bytes(), &[call])?;
-        guest.say(12, 0u64.as_bytes(), &[kick])?;
+        guest.send_request(9, rings.as_bytes(), &[])?;
+        guest.send_request(13, 0u64.as_bytes(), &[call])?;
+        guest.send_request(12, 0u64.as_bytes(), &[kick])?;
         Ok(guest)
     }
 
-    fn say(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+    fn send_request(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let header = [request, 1, payload.len() as u32];
         let bytes = [header.as_bytes(), payload].concat();
         send_fds(self.stream.as_fd(), &bytes, fds).context("sending to the server")?;

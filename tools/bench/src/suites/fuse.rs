@@ -44,7 +44,7 @@ impl Server {
                     let mut command = child(&settings.binary);
                     command.args([
                         "export",
-                        "--no-keeper",
+                        "--no-supervisor",
                         &format!("mem:{mebibytes}MiB"),
                         "--fuse",
                     ]);

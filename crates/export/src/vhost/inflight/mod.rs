@@ -53,4 +53,4 @@ mod region;
 mod tracker;
 
 pub(super) use region::{Kept, Region, Shape, ShapeError};
-pub(super) use tracker::{Found, Senseless, Tracker};
+pub(super) use tracker::{Found, Inconsistent, Tracker};

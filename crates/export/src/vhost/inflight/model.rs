@@ -63,7 +63,7 @@ struct Process {
     number: u8,
     tracker: TrackerState,
     available: u16,
-    again: Vec<u16>,
+    replays: Vec<u16>,
     /// Requests that the disk has completed, which the process has not answered.
     ended: Vec<u16>,
 }
@@ -259,7 +259,7 @@ impl Model {
             number: state.processes,
             tracker,
             available: counted,
-            again: found.heads,
+            replays: found.heads,
             ended: Vec::new(),
         });
         next.push(after);
@@ -268,8 +268,8 @@ impl Model {
 
     fn take(&self, state: &State, process: &Process, next: &mut Vec<State>) {
         let mut process = process.clone();
-        let (head, is_new) = match process.again.is_empty() {
-            false => (process.again.remove(0), false),
+        let (head, is_new) = match process.replays.is_empty() {
+            false => (process.replays.remove(0), false),
             true if process.available >= state.available => return,
             true => {
                 let head = state.ring[usize::from(process.available % ENTRIES)];

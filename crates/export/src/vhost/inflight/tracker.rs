@@ -4,7 +4,7 @@ use super::layout::{Header, Mark, VERSION, Words, features, number, store_number
 
 /// Reason why the tracking memory of a queue is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in super::super) enum Senseless {
+pub(in super::super) enum Inconsistent {
     #[error("features {0:#x} with version {1} are not supported, only version 1 without features")]
     Version(u64, u16),
     #[error("it is for {0} descriptors, and was shared as one for {1}")]
@@ -45,13 +45,13 @@ impl<W: Words> Tracker<W> {
         entries: u16,
         size: u16,
         used: u16,
-    ) -> Result<(Self, Option<Found>), Senseless> {
+    ) -> Result<(Self, Option<Found>), Inconsistent> {
         if size > entries {
-            return Err(Senseless::Room(size, entries));
+            return Err(Inconsistent::Room(size, entries));
         }
         let (features, header) = (features(&words), Header::load(&words));
         if features != 0 || header.version > VERSION {
-            return Err(Senseless::Version(features, header.version));
+            return Err(Inconsistent::Version(features, header.version));
         }
         if header.version == 0 {
             let none = Mark { in_flight: false, next: 0 };
@@ -61,12 +61,12 @@ impl<W: Words> Tracker<W> {
             return Ok((Self { words, header, number: 0 }, None));
         }
         if header.entries != entries {
-            return Err(Senseless::Entries(header.entries, entries));
+            return Err(Inconsistent::Entries(header.entries, entries));
         }
         Self { words, header, number: 0 }.resume(size, used)
     }
 
-    fn resume(mut self, size: u16, used: u16) -> Result<(Self, Option<Found>), Senseless> {
+    fn resume(mut self, size: u16, used: u16) -> Result<(Self, Option<Found>), Inconsistent> {
         let entries = self.header.entries;
         let mut marks: Vec<_> = (0..entries).map(|head| Mark::load(&self.words, head)).collect();
         let batch = used.wrapping_sub(self.header.used);
@@ -75,11 +75,11 @@ impl<W: Words> Tracker<W> {
         // indices are not compared.
         if marks.iter().any(|mark| mark.in_flight) {
             if batch > size {
-                return Err(Senseless::Used(used));
+                return Err(Inconsistent::Used(used));
             }
             let mut head = self.header.last;
             for _ in 0..batch {
-                let mark = marks.get_mut(usize::from(head)).ok_or(Senseless::Head(head))?;
+                let mark = marks.get_mut(usize::from(head)).ok_or(Inconsistent::Head(head))?;
                 mark.in_flight = false;
                 replied.push((head, *mark));
                 head = mark.next;
@@ -89,7 +89,7 @@ impl<W: Words> Tracker<W> {
         let mut found: Vec<_> =
             in_flight.map(|(head, _)| (number(&self.words, head), head)).collect();
         if let Some((_, head)) = found.iter().find(|(_, head)| *head >= size) {
-            return Err(Senseless::Head(*head));
+            return Err(Inconsistent::Head(*head));
         }
         found.sort_unstable();
         self.number = found.last().map_or(0, |(number, _)| number.wrapping_add(1));
@@ -182,7 +182,7 @@ mod tests {
             memory
         }
 
-        fn found(&self, used: u16) -> Result<Found, Senseless> {
+        fn found(&self, used: u16) -> Result<Found, Inconsistent> {
             let (_, found) = Tracker::start(self, ENTRIES, ENTRIES, used)?;
             Ok(found.expect("something that was left"))
         }
@@ -212,11 +212,11 @@ mod tests {
             refused.unwrap_err()
         };
         let left = |last, marks: &[_]| Memory::left(last, 10, marks);
-        assert_eq!(refused(left(0, &[]), 16, 10), Senseless::Room(16, 8));
-        assert_eq!(refused(left(8, &[(2, 0, 0)]), 8, 11), Senseless::Head(8));
-        assert_eq!(refused(left(2, &[(2, 9, 0)]), 8, 12), Senseless::Head(9));
-        assert_eq!(refused(left(0, &[(5, 0, 0)]), 4, 10), Senseless::Head(5));
-        assert_eq!(refused(left(0, &[(5, 0, 0)]), 8, 0), Senseless::Used(0));
+        assert_eq!(refused(left(0, &[]), 16, 10), Inconsistent::Room(16, 8));
+        assert_eq!(refused(left(8, &[(2, 0, 0)]), 8, 11), Inconsistent::Head(8));
+        assert_eq!(refused(left(2, &[(2, 9, 0)]), 8, 12), Inconsistent::Head(9));
+        assert_eq!(refused(left(0, &[(5, 0, 0)]), 4, 10), Inconsistent::Head(5));
+        assert_eq!(refused(left(0, &[(5, 0, 0)]), 8, 0), Inconsistent::Used(0));
         // The guest has reset the queue, and no request is in flight.
         for used in [0, 12] {
             let found = left(8, &[]).found(used).unwrap();

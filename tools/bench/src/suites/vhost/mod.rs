@@ -122,7 +122,7 @@ impl Server {
                     let mut command = pinned(&settings.binary);
                     command.args([
                         "export",
-                        "--no-keeper",
+                        "--no-supervisor",
                         &disk,
                         "--queues",
                         "1",

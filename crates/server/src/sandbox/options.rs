@@ -16,7 +16,7 @@ pub(crate) enum Mode {
 
 /// Options of the sandbox.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Asked {
+pub(crate) struct SandboxOptions {
     pub(crate) mode: Mode,
     /// User that the process becomes.
     pub(crate) user: Option<User>,
