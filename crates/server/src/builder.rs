@@ -32,11 +32,14 @@ pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
 
 /// Assigns the controller to its configured I/O thread. Without a configured one, a controller
 /// with a disk that may block its I/O thread gets a thread of its own.
-pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::Result<()> {
+pub(super) fn assign_io_thread(
+    served: &SocketConfig,
+    controller: &Controller,
+) -> anyhow::Result<()> {
     let disks = &served.controller.disks;
     match served.worker {
         None if disks.iter().any(|disk| disk_kinds::may_block(&disk.disk)) => {
-            set_apart(controller);
+            isolate(controller);
         }
         None => {}
         Some(WorkerChoice::Own(_)) => controller.isolate()?,
@@ -46,7 +49,7 @@ pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::R
 }
 
 /// Gives a controller an I/O thread of its own, because one of its disks may block the thread.
-pub(super) fn set_apart(controller: &Controller) {
+pub(super) fn isolate(controller: &Controller) {
     match controller.isolate() {
         // The controller has a thread of its own already, or a handover is running.
         Ok(()) | Err(RelocateError::Placed | RelocateError::Frozen) => {}

@@ -241,23 +241,23 @@ impl Changes {
     }
 
     /// Keeps a controller's named disk open, before the controller releases it. Returns a
-    /// [`Detaching`], which ends with the outcome.
+    /// [`PendingDetach`], which ends with the outcome.
     pub(super) fn begin_detach(
         &self,
         config: &DiskConfig,
         disk: &Arc<dyn Disk>,
-    ) -> Option<Detaching> {
+    ) -> Option<PendingDetach> {
         let id = config.id.clone()?;
         let open = OpenDisk { spec: config.disk.clone(), disk: Arc::clone(disk) };
         if let Some(checkpoint) = self.checkpoint() {
             checkpoint.put_unattached(&id, &open.spec, &open.disk);
         }
-        Some(Detaching { id, open })
+        Some(PendingDetach { id, open })
     }
 
     /// Ends a [`begin_detach`](Self::detaching): the controller has released the disk, or keeps it.
-    pub(super) fn end_detach(&self, begin_detach: Option<Detaching>, is_done: bool) {
-        let Some(Detaching { id, open }) = begin_detach else { return };
+    pub(super) fn end_detach(&self, pending_detach: Option<PendingDetach>, is_done: bool) {
+        let Some(PendingDetach { id, open }) = pending_detach else { return };
         let checkpoint = self.checkpoint();
         if !is_done {
             checkpoint.inspect(|checkpoint| checkpoint.drop_unattached(&id));
@@ -279,7 +279,7 @@ impl Changes {
 }
 
 /// Named disk that a controller is about to release.
-pub(super) struct Detaching {
+pub(super) struct PendingDetach {
     id: String,
     open: OpenDisk,
 }

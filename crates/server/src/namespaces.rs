@@ -3,7 +3,7 @@
 //! As for controllers, one change runs at a time. The checkpoint is updated before each change
 //! with the state that may come, and after it with the state that it has led to.
 
-use super::builder::set_apart;
+use super::builder::isolate;
 use super::open_disk::id_of;
 use super::reconfigure::Changes;
 use super::registry::ServedController;
@@ -114,7 +114,7 @@ impl Changes {
         let disk = open_disk(spec, read_only, |spec| self.open(spec));
         let disk = disk.map_err(ConfigureError::into_error)?;
         if served.requested().worker.is_none() && disk_kinds::may_block(spec) {
-            set_apart(&served.controller);
+            isolate(&served.controller);
         }
         Ok(disk)
     }
@@ -220,12 +220,12 @@ impl Changes {
         // Guests need not flush before a removal.
         super::flush::flush(&*found.namespace.disk)
             .with_context(|| format!("cannot flush {name}, so it is not removed"))?;
-        let begin_detach = self.begin_detach(&found.disk, &found.namespace.disk);
+        let pending_detach = self.begin_detach(&found.disk, &found.namespace.disk);
         drop(found);
         let outcome = self.change(served, &requested, after, nsid, None, |controller, done| {
             controller.remove_namespace(nsid, done)
         });
-        self.end_detach(begin_detach, outcome.is_ok());
+        self.end_detach(pending_detach, outcome.is_ok());
         outcome?;
         info!("{}: namespace {nsid}, {name}, is removed", served.name);
         Ok(())

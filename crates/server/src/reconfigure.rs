@@ -4,7 +4,9 @@
 //! disks and sockets are opened before the old ones are removed, so a change that fails leaves
 //! the server unchanged.
 
-use super::builder::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
+use super::builder::{
+    assign_io_thread, bind_one, carrier, client_events, open_one, summary, with_origin,
+};
 use super::checkpointer::Checkpointer;
 use super::event::EventSender;
 use super::flush::flush;
@@ -207,7 +209,10 @@ impl Changes {
         })?;
         let controller = Controller::new(config, self.pool.clone(), carrier(&requested, &events));
         let controller = with_origin(&requested, controller.map_err(exit::bad_input))?;
-        with_origin(&requested, place(&requested, &controller).map_err(exit::bad_input))?;
+        with_origin(
+            &requested,
+            assign_io_thread(&requested, &controller).map_err(exit::bad_input),
+        )?;
         let client = Arc::default();
         let handler = client_events(events, &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;

@@ -171,7 +171,7 @@ pub(super) fn recover(
         let name = waiting.requested.socket.display();
         link.send(to_supervisor::WARNING, &format!("{name} waits for its disks: {}", waiting.why));
     }
-    attempts.serves();
+    attempts.begin_serving();
     link.send(to_supervisor::RECOVERED, "");
     abort_point(AbortPoint::Taken);
     phases.ended("supervisor notified");

@@ -140,7 +140,7 @@ impl Attempts {
     }
 
     /// Removes the marks of items whose storage is being opened, because this process serves.
-    pub(super) fn serves(&self) {
+    pub(super) fn begin_serving(&self) {
         let mut opening = self.opening.lock();
         for slot in opening.take().into_iter().flatten() {
             self.set(slot, self.counted(slot));
@@ -297,7 +297,7 @@ mod tests {
         let [early, late] = slots.map(|slot| attempts.begin(slot));
         early.open(|| {
             assert_eq!(marked(&attempts), [true, true]);
-            attempts.serves();
+            attempts.begin_serving();
             assert_eq!(marked(&attempts), [false, true]);
             early.pause(|| ());
             assert_eq!(marked(&attempts), [false, true]);

@@ -260,7 +260,7 @@ impl ControllerJob {
         let Some(socket) = fds.find(|fd| sockopt::socket_acceptconn(fd).unwrap_or_default()) else {
             return builder::bind_one(requested);
         };
-        Ok(Listener::of_before(socket.try_clone()?, &requested.absolute_socket()))
+        Ok(Listener::from_socket(socket.try_clone()?, &requested.absolute_socket()))
     }
 
     fn build(
@@ -284,7 +284,7 @@ impl ControllerJob {
             state = Some((saved, fds));
             controller
         };
-        builder::place(requested, &controller)?;
+        builder::assign_io_thread(requested, &controller)?;
         let port = match mode {
             RecoveryMode::Client => {
                 let (port, fds) = port(&self.items, self.entry.index)?;

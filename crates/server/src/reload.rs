@@ -41,9 +41,10 @@ pub(super) fn apply(
         )));
     }
     add_early(changes, &named, &plan).map_err(|error| error.context("nothing was changed"))?;
-    let ready = Ready::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
+    let prepared =
+        PreparedPlan::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
     let mut failed = drop_exports(changes, &exports);
-    failed.extend(ready.execute(changes, &plan));
+    failed.extend(prepared.execute(changes, &plan));
     failed.extend(match_unattached(changes, &named));
     failed.extend(exports.into_iter().filter_map(|export| changes.put_export(export, None).err()));
     drop(change_lock);
@@ -100,19 +101,19 @@ fn match_unattached(changes: &Changes, named: &[NamedDisk]) -> Vec<anyhow::Error
 }
 
 /// A namespace to add: its controller, its NSID, and its disk.
-type Coming<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
+type NewNamespace<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
 
 /// The part of a plan that was prepared before anything is removed.
-struct Ready<'a> {
+struct PreparedPlan<'a> {
     to_remove: Vec<Arc<ServedController>>,
     controllers: Vec<Prepared>,
-    namespaces: Vec<(Coming<'a>, Arc<dyn Disk>)>,
+    namespaces: Vec<(NewNamespace<'a>, Arc<dyn Disk>)>,
     /// Controllers and namespaces whose socket or disk is in use until a removal.
     late_controllers: Vec<&'a SocketConfig>,
-    late_namespaces: Vec<Coming<'a>>,
+    late_namespaces: Vec<NewNamespace<'a>>,
 }
 
-impl<'a> Ready<'a> {
+impl<'a> PreparedPlan<'a> {
     fn of(changes: &Changes, plan: &'a Plan) -> anyhow::Result<Self> {
         let registry = changes.registry();
         let to_remove =

@@ -1,6 +1,6 @@
 //! Running server: I/O threads, reactor and controllers, from start to stop.
 
-use super::builder::{bind_one, carrier, client_events, open_one, place, summary};
+use super::builder::{assign_io_thread, bind_one, carrier, client_events, open_one, summary};
 use super::event::EventQueue;
 use super::flush::flush;
 use super::reactor_thread::ReactorThread;
@@ -61,7 +61,7 @@ impl Server {
         for (index, (served, controller_config)) in served_configs.enumerate() {
             let carrier = carrier(served, &events.sender(index));
             let controller = Controller::new(controller_config, pool.clone(), carrier)?;
-            place(served, &controller)?;
+            assign_io_thread(served, &controller)?;
             let client = Arc::default();
             let handler = client_events(events.sender(index), &client);
             devices.push(ControllerDevice::new(controller.clone(), handler)?);

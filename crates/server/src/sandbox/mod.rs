@@ -62,7 +62,7 @@ pub(super) fn enter(
     config: &ServerConfig,
     link: Option<&WorkerLink>,
 ) -> anyhow::Result<Option<Contained>> {
-    let is_on = match (options.mode, hindrance(config)) {
+    let is_on = match (options.mode, conflict(config)) {
         (Mode::Off, _) => false,
         (_, None) => true,
         (Mode::On, Some(why)) => {
@@ -147,7 +147,7 @@ pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
 }
 
 /// Reason why the configuration cannot be served in a sandbox.
-fn hindrance(config: &ServerConfig) -> Option<String> {
+fn conflict(config: &ServerConfig) -> Option<String> {
     if let Some(export) = config.exports.iter().find(|export| export.is_privileged()) {
         return Some(format!("the export `{}` needs privileges", export.id));
     }

@@ -350,7 +350,7 @@ impl Listener {
     /// Restores the listener at `path` without the state of [`save`](Self::save), from the socket
     /// of the previous process.
     #[must_use]
-    pub fn of_before(socket: OwnedFd, path: &Path) -> Self {
+    pub fn from_socket(socket: OwnedFd, path: &Path) -> Self {
         let path = address::resolve(path);
         let file = fs::symlink_metadata(&path).ok().map(|file| (file.dev(), file.ino()));
         Self { socket, path, file, is_lent: true }
