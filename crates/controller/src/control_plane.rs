@@ -433,11 +433,11 @@ impl TurnTask for ControllerInner {
             self.notify(Notice::MemoryLost);
         }
         let is_idle = admin.server.is_idle();
-        let may_be_exclusive = admin.budget.wait_until(Instant::now()).is_none();
+        let permitted_at = admin.budget.wait_until(Instant::now());
         drop(admin);
         let now = Instant::now();
         let mut control = self.control.lock();
-        if may_be_exclusive {
+        if permitted_at.is_none() {
             control.advance_exclusive(&self.context, &mut deferred);
             if control.run_background(&self.context, now, &mut deferred) {
                 self.note_change();
@@ -451,6 +451,8 @@ impl TurnTask for ControllerInner {
         // mode has no timers, and checks the Keep Alive Timer in turns for other work.
         let is_last = turn == Turn::Idle && !self.context.pool.control().is_inline();
         let watch = if is_last { control.next_timer() } else { None };
+        // Background work that is due must wait for its budget, too.
+        let watch = watch.map(|at| permitted_at.map_or(at, |permitted| at.max(permitted)));
         drop(control);
         self.record();
         self.run(deferred);
