@@ -510,7 +510,7 @@ mod tests {
 
     #[test]
     fn a_request_beside_a_hung_one_has_its_own_timeout() {
-        // Nothing waits for it.
+        // The test sets the engine's start time back instead of waiting for this timeout.
         let timeout = Duration::from_secs(1);
         let info = DiskInfo::new(512, 8);
         let engine = Engine::new(Box::new(Mute), &info, timeout, Arc::default());

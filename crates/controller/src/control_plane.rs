@@ -272,7 +272,7 @@ impl ControllerInner {
         })
     }
 
-    /// Restores the state of another controller. Host memory must be mapped already, and interrupts
+    /// Restores this controller from a snapshot of its predecessor. Host memory must be mapped already, and interrupts
     /// connected.
     pub(crate) fn restore(
         &self,

@@ -208,7 +208,7 @@ fn a_half_without_the_other_is_aborted() {
     let (status, _) = host.run(&mut queue, Sqe { flags: 0b11, ..first });
     assert_eq!(status.code(), Status::INVALID_FIELD);
     assert_eq!(read(&mut host, &mut queue, 0, at), 0);
-    // All errors are in the log, and no command is left in flight.
+    // All errors are counted, and no command is left in flight.
     assert_eq!(host.controller.stats().io.errors, 8);
     host.must(Sqe::delete_io_sq(1, 0));
 }

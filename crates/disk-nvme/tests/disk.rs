@@ -434,7 +434,7 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     assert!(ended[100..].iter().all(|(_, outcome)| *outcome == Err(DiskError::Cancelled)));
 }
 
-/// The SSD reports the allocation status of its disk, and so does the controller of the guest.
+/// Get LBA Status of the SSD and of the guest's controller report the same allocated blocks.
 #[test]
 fn allocated_blocks_of_the_ssd_are_reported_to_the_guest() {
     let mut spy = Spy::new(1, 512);

@@ -1,4 +1,5 @@
-//! Fast path of a queue: requests on mapped clusters. io_uring transfers their data directly
+//! Fast path of a queue: requests on clusters whose position is in the [`Map`](crate::map::Map).
+//! io_uring transfers their data directly
 //! between guest memory and the image's file, as for a raw image.
 
 use crate::image::Image;

@@ -475,7 +475,7 @@ impl Refcounts {
         !self.reserve.is_empty()
     }
 
-    /// Releases the reserve, and returns it. No sync is needed, because nothing has ever referred
+    /// Sets the reference counts of the reserved clusters to 0. Returns their positions. No sync is needed, because nothing has ever referred
     /// to these clusters.
     pub(crate) fn return_reserve(
         &mut self,

@@ -189,8 +189,7 @@ impl<C: Cell, F: Fence> Waker<C, F> {
     /// Handles a trapped doorbell write: stores `value` in the `register` cell. Returns true if the
     /// caller must signal the sleeper.
     ///
-    /// The trapping thread does not validate the value. The queue's owner validates it when it
-    /// reads the cell.
+    /// The value need not be valid: the queue's owner validates it when it reads the cell.
     #[inline]
     #[must_use = "signal the sleeper if this is true"]
     pub fn ring<R: Cell>(&self, register: &R, value: u32) -> bool {

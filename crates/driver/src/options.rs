@@ -93,8 +93,8 @@ pub struct Timeouts {
 }
 
 impl Default for Timeouts {
-    /// The controller's value for CSTS.RDY, 10 s for an admin command, 30 s for an I/O command, 5 s
-    /// for a shutdown.
+    /// Default timeouts: the controller's value (CAP.TO or CRTO) for CSTS.RDY, 10 s for an admin
+    /// command, 30 s for an I/O command, 5 s for a shutdown.
     fn default() -> Self {
         Self {
             ready: None,

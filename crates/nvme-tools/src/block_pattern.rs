@@ -28,7 +28,7 @@ pub(crate) enum Fault {
     OtherRun,
     /// Checksum mismatch.
     Corrupt,
-    /// Written to this other byte offset of the namespace.
+    /// Content that belongs to this other byte offset of the namespace.
     Misplaced(u64),
     /// Cells of different writes in one block.
     Torn { beginning: u32, here: u32 },

@@ -3,8 +3,8 @@
 //!
 //! Each server process has one thread for images (`open_broker`) and one for paths
 //! (`path_broker`), which end when the process closes its sockets. So a hung file system delays the
-//! answer to the server process, and not the supervisor. A request needs a
-//! [grant](super::grants), and none adds one.
+//! answer to the server process, and not the supervisor. A request without a
+//! [grant](super::grants) is refused, and no request adds a grant.
 
 use super::log::log_line;
 use super::{open_broker, path_broker};

@@ -13,10 +13,10 @@ const MAX_RECOVERIES: usize = 6;
 /// Delay after the first counted death that is not retried at once. Doubles with each further
 /// one.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
-/// Minimum time of service after which a kill from outside is not counted as a death.
+/// A process that is killed from outside counts as a death only if it served for less than this.
 const MIN_SERVICE: Duration = Duration::from_millis(50);
-/// Minimum time of service after which a fault is not counted: its cause is not the one of the
-/// death before.
+/// A process that ends by a fault counts as a death only if it served for less than this; after a
+/// longer time, the cause is not that of the death before.
 const STABLE_SERVICE: Duration = Duration::from_secs(10);
 
 /// Times of the counted deaths, oldest first.

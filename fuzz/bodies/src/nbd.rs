@@ -22,10 +22,10 @@ use std::sync::{Arc, OnceLock};
 
 const BYTES: u64 = 1 << 20;
 const REQUESTS: usize = 32;
-/// Number of actions of one program.
+/// Number of actions of one input.
 const ACTIONS: usize = 16;
 
-/// Runs the program that `input` encodes.
+/// Decodes `input` into actions of a client or a server, and executes them.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

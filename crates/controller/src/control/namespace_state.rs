@@ -61,7 +61,7 @@ pub(crate) type ChangeCallback = Box<dyn FnOnce(Result<(), NamespaceError>) + Se
 pub(super) struct Change {
     pub(super) before: Option<Namespace>,
     pub(super) after: Option<Namespace>,
-    /// True if Identify changes at the end of the change, false if at its start.
+    /// True if Identify shows the new disk when the change has ended, false if from its start.
     pub(super) publish_last: bool,
     /// True if the change is being undone.
     pub(super) undone: bool,

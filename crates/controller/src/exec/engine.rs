@@ -463,7 +463,7 @@ impl Engine {
         }
     }
 
-    /// Keeps an emptied buffer for reuse, within the limits.
+    /// Keeps a segment list for reuse, emptied, unless it is large or enough lists are kept.
     fn recycle(&mut self, mut data: Segments) {
         if data.room() <= POOLED_CAPACITY && self.pooled_lists.len() < MAX_POOLED {
             data.clear();

@@ -48,7 +48,6 @@
 //! fetches the commands of that burst one at a time. Before it starts each, it
 //! [stores](JournalPart::store_trying) the command's number. `worker::recovery` evaluates records
 //! and numbers.
-//! starts it. `worker::recovery` evaluates these.
 
 mod layout;
 

@@ -153,8 +153,8 @@ pub(crate) fn record(
 
 /// Associativity of the table: commands per set.
 const WAYS: usize = 4;
-/// Number of sets. The table has more entries than there are commands in flight, so overflows are
-/// rare.
+/// Number of sets of the table of commands in flight. It has more entries than there are commands,
+/// so overflows are rare.
 const SETS: usize = 8192;
 /// Maximum number of cached namespace counters; beyond that, the cache is cleared.
 const MAX_CACHED: usize = 4096;

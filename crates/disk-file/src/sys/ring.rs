@@ -243,7 +243,7 @@ impl<T> Ring<T> {
             let Slot { kind, offset, len, .. } = *slot;
             let call = Prepared { id, kind, iovecs: &slot.iovecs, offset, len, nowait: false };
             if let Some(threads) = &mut self.blocking.threads {
-                // SAFETY: as in `prepare`: the slot is still busy.
+                // SAFETY: the slot is busy, so the memory that the call points to stays valid.
                 unsafe { threads.push(&call) };
             }
         }

@@ -8,8 +8,8 @@ use shadowbell_spec::nvm::PRINFO_PRACT;
 use shadowbell_spec::protection::ProtectionFields;
 use thiserror::Error;
 
-/// Tag dwords of a submission queue entry that a plain [`Command`] does not have, and the position
-/// of the metadata in the buffer.
+/// CDW2, CDW3, CDW14 and CDW15 of a submission queue entry (the tags of protection information),
+/// which [`Command`] does not have, and the position of the metadata in the buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tags {
     pub(crate) cdw2_3: u64,

@@ -295,7 +295,7 @@ fn a_host_computes_and_checks_protection_information() {
         assert_eq!(host.given(&compare, Some(buffer)).0.code(), Status::COMPARE_FAILURE);
 
         // With PRACT, metadata that consist of protection information only are not transferred, as
-        // with plain commands.
+        // with a `Command` without tags.
         let strips = ProtectionFields { prinfo: tags.prinfo | PRINFO_PRACT, ..tags };
         let read = host.namespace.read_with_metadata(lba, blocks, strips).unwrap();
         let alone = host.namespace.metadata().unwrap().is_protection_only();

@@ -41,7 +41,7 @@ struct MappingRelease {
     closer: Arc<Closer>,
     /// Address space of the mapping. It is returned only after the memory is unmapped.
     reservation: Arc<Reservation>,
-    /// Counter of single mappings. Each single mapping holds a reference.
+    /// Counts the ranges that have a mapping of their own: each such mapping holds a reference.
     single: Option<Arc<()>>,
 }
 

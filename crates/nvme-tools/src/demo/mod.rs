@@ -235,7 +235,7 @@ impl Demo {
         let config = LoadConfig {
             rw: Workload::RandRead,
             iodepth,
-            // One I/O per doorbell write, as in the published measurements.
+            // One I/O per doorbell write, as in `docs/performance.md`.
             iodepth_batch: Some(1),
             numjobs: jobs,
             // A thread that sleeps until an interrupt can serve only one queue.

@@ -13,7 +13,7 @@ pub(super) struct Io {
 #[derive(Clone, Debug)]
 pub(super) struct Pattern {
     rng: Rng,
-    /// Number of I/Os that fit into the share.
+    /// Number of I/Os that fit into the job's part of the namespace.
     ios: u64,
     random: bool,
     next: u64,

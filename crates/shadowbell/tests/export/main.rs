@@ -444,7 +444,7 @@ fn a_dead_controller_gives_clients_eio_and_fails_the_export() {
     // The death of the server may be detected only by a command that takes longer than this limit.
     let mut export =
         Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--timeout=2", "--queues=1"]);
-    // A client that connects after the death is disconnected, because it gets no queue.
+    // The client connects before the server dies: a later client would get no queue.
     let mut client = connect_by_nbd(&export.path("nbd"));
     assert_eq!(write_by_nbd(&mut client, 0, b"data"), 0);
     drop(server);
