@@ -2,6 +2,7 @@
 
 use crate::compressed::inflate;
 use crate::header::Header;
+use crate::map::Map;
 use crate::refcount::Refcounts;
 use crate::snapshot::Snapshot;
 use crate::storage::FileStorage;
@@ -9,7 +10,7 @@ use crate::tables::{CACHE, COPIED, Cache, Cluster, Layout, OFFSET, damaged, for_
 use parking_lot::{Mutex, MutexGuard};
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Maximum number of clusters that are looked up at once.
 const MOST: u64 = 4096;
@@ -31,6 +32,8 @@ pub(crate) struct Format {
     meta: Mutex<Meta>,
     /// Compressed cluster that was read last, by its L2 entry.
     inflated: Mutex<Option<(u64, Arc<Vec<u8>>)>>,
+    /// Map of the fast path, if there is one.
+    pub(crate) map: OnceLock<Arc<Map>>,
 }
 
 /// Tables of an image.
@@ -77,7 +80,7 @@ impl Format {
         let meta = Meta { cache: Cache::new(header.cluster_bits), counts: Refcounts::new(&header) };
         let layout = Layout::new(&header);
         let (meta, inflated) = (Mutex::new(meta), Mutex::default());
-        Self { header, layout, file, data_file, base, meta, inflated }
+        Self { header, layout, file, data_file, base, meta, inflated, map: OnceLock::new() }
     }
 
     /// Limits the caches of `count` backing files together.

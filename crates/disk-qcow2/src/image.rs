@@ -46,7 +46,7 @@ pub(crate) struct Image {
     on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
     /// File and map of the fast path.
     pub(crate) bytes: Option<ImageBytes>,
-    pub(crate) map: Option<Map>,
+    pub(crate) map: Option<Arc<Map>>,
     /// True if the fast path may also write.
     pub(crate) writes_fast: bool,
 }
@@ -57,7 +57,11 @@ impl Image {
         // Before writes, the fast path queries the file length on the I/O thread. On a remote file
         // that may block, so the fast path does not write there.
         let writes_fast = !info.read_only && !files.iter().any(ImageFile::is_remote);
-        let map = bytes.as_ref().map(|_| Map::new(format.layout.bits, format.layout.size));
+        let new_map = || Arc::new(Map::new(format.layout.bits, format.layout.size));
+        let map = bytes.as_ref().map(|_| new_map());
+        if let Some(map) = &map {
+            let _ = format.map.set(Arc::clone(map));
+        }
         Self {
             format,
             check,

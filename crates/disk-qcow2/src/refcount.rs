@@ -25,7 +25,7 @@ const LARGEST: u64 = 64 << 20;
 const FEWEST: u64 = 16;
 /// Maximum size of the refcount table, as in QEMU.
 const MAX_TABLE: u64 = 8 << 20;
-/// Maximum number of ranges of freed clusters before a sync.
+/// Maximum number of ranges of freed clusters before a sync, and of released ones.
 const MAX_FREED: usize = 1 << 16;
 
 /// Clusters that are counted and not used yet.
@@ -43,10 +43,15 @@ pub(crate) struct Refcounts {
     order: u32,
     table: Vec<u64>,
     table_offset: u64,
-    /// No cluster before this one is free.
+    /// No cluster before this one is free, except `released` ones.
     cursor: u64,
-    /// True if clusters from the cursor on were released.
+    /// Clusters before the cursor that may be free.
+    released: Vec<Range<u64>>,
+    /// True if clusters were released that no search has found.
     has_released: bool,
+    /// Number of counts that searches have read.
+    #[cfg(test)]
+    pub(crate) searched: u64,
     /// End of the counted clusters, once it was looked up.
     top: Option<u64>,
     reserve: VecDeque<Span>,
@@ -70,7 +75,10 @@ impl Refcounts {
             table: Vec::new(),
             table_offset: header.refcounts.offset,
             cursor: 1,
+            released: Vec::new(),
             has_released: false,
+            #[cfg(test)]
+            searched: 0,
             top: None,
             reserve: VecDeque::new(),
             freed: Vec::new(),
@@ -146,6 +154,7 @@ impl Refcounts {
     /// Forgets where clusters are free, after all counts have been written anew.
     pub(crate) fn restart(&mut self) {
         (self.top, self.cursor) = (None, 1);
+        self.released.clear();
     }
 
     /// Changes the counts of clusters, slice by slice. `change` gets the cluster and its count.
@@ -219,41 +228,80 @@ impl Refcounts {
         Ok(top)
     }
 
-    /// Finds up to `want` clusters that are not used, from the cursor on.
+    /// Finds up to `want` clusters that are not used: released ones, and those from the cursor on.
+    /// No count is read again unless its cluster was released.
     fn search(
         &mut self,
         file: &FileStorage,
         cache: &mut Cache,
         want: u64,
     ) -> io::Result<Vec<Range<u64>>> {
-        let (top, order) = (self.top(file, cache)?, self.order);
+        let top = self.top(file, cache)?;
+        let mut found = Found::default();
+        while found.have < want
+            && let Some(range) = self.released.pop()
+        {
+            // Clusters from the top on are counted when the image is extended.
+            let range = range.start..range.end.min(top);
+            let left = self.search_range(file, cache, range.clone(), want, &mut found)?;
+            if left < range.end {
+                self.released.push(left..range.end);
+            }
+        }
+        if found.have < want && self.cursor < top {
+            self.cursor = self.search_range(file, cache, self.cursor..top, want, &mut found)?;
+        }
+        Ok(found.ranges)
+    }
+
+    /// Finds clusters of a range that are not used, until there are `want`. Returns the first
+    /// cluster that was not looked at.
+    fn search_range(
+        &mut self,
+        file: &FileStorage,
+        cache: &mut Cache,
+        range: Range<u64>,
+        want: u64,
+        found: &mut Found,
+    ) -> io::Result<u64> {
+        let (mut at, order) = (range.start, self.order);
         let per_slice = (cache.unit() * 8) >> order;
-        let (mut found, mut have): (Vec<Range<u64>>, u64) = (Vec::new(), 0);
-        while self.cursor < top && have < want {
-            let at = self.cursor;
+        while at < range.end && found.have < want {
             let Some(block) = self.block(file, at)? else {
-                self.cursor = ((at >> self.block_bits()) + 1) << self.block_bits();
+                at = ((at >> self.block_bits()) + 1) << self.block_bits();
                 continue;
             };
             let nth = at & ((1 << self.block_bits()) - 1);
             let (_, slice) = cache.slice(file, block + (nth << order) / 8)?;
-            let end = top.min((at / per_slice + 1) * per_slice);
-            self.cursor = end;
-            for cluster in at..end {
-                if count(slice, (cluster % per_slice) as usize, order) != 0
-                    || self.tables.contains(&cluster)
+            let end = range.end.min((at / per_slice + 1) * per_slice);
+            while at < end && found.have < want {
+                let is_counted = count(slice, (at % per_slice) as usize, order) != 0;
+                if !is_counted && !self.tables.contains(&at) {
+                    found.have += 1;
+                    push(&mut found.ranges, at..at + 1);
+                }
+                at += 1;
+                #[cfg(test)]
                 {
-                    continue;
+                    self.searched += 1;
                 }
-                if have == want {
-                    self.cursor = cluster;
-                    break;
-                }
-                have += 1;
-                push(&mut found, cluster..cluster + 1);
             }
         }
-        Ok(found)
+        Ok(at.min(range.end))
+    }
+
+    /// Adds a cluster that may be free.
+    fn add_released(&mut self, clusters: Range<u64>) {
+        if clusters.start >= self.cursor {
+            return;
+        }
+        if self.released.len() < MAX_FREED {
+            push(&mut self.released, clusters);
+        } else {
+            // A search from there on also finds those of the list.
+            self.cursor = clusters.start;
+            self.released.retain(|range| range.end <= clusters.start);
+        }
     }
 
     /// Fills the reserve with at least one cluster, and up to `want` or a batch.
@@ -271,7 +319,7 @@ impl Refcounts {
         }
         let want = want.max(self.batch);
         let found = self.search(file, cache, want)?;
-        self.has_released &= self.cursor < self.top(file, cache)?;
+        self.has_released &= !self.released.is_empty() || self.cursor < self.top(file, cache)?;
         let have: u64 = found.iter().map(|range| range.end - range.start).sum();
         for range in &found {
             self.update(file, cache, range.clone(), &mut |_, _| 1)?;
@@ -463,7 +511,7 @@ impl Refcounts {
             }
             for cluster in unused {
                 self.tables.remove(&cluster);
-                self.cursor = self.cursor.min(cluster);
+                self.add_released(cluster..cluster + 1);
                 self.has_released = true;
             }
         }
@@ -485,7 +533,7 @@ impl Refcounts {
         let spans = Vec::from(std::mem::take(&mut self.reserve));
         for span in &spans {
             self.update(file, cache, span.start..span.start + span.len, &mut |_, _| 0)?;
-            self.cursor = self.cursor.min(span.start);
+            self.add_released(span.start..span.start + span.len);
         }
         Ok(spans)
     }
@@ -513,6 +561,13 @@ impl Refcounts {
         (self.top, self.batch) = (None, (FIRST >> self.bits).max(FEWEST));
         Ok(())
     }
+}
+
+/// Clusters that a search has found, and their number.
+#[derive(Default)]
+struct Found {
+    ranges: Vec<Range<u64>>,
+    have: u64,
 }
 
 /// Adds a range to a list, to its last range if they are adjacent.

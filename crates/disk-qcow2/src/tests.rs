@@ -377,6 +377,34 @@ fn crashes_between_the_release_and_the_use_of_clusters() {
 
 /// The tables of an answered write are in the file, and the order of writes has no exceptions for a
 /// file that is overwritten while it is open.
+/// Each write after a discard and a flush uses the released cluster, without a search through the
+/// counts of all others.
+#[test]
+fn released_clusters_are_found_without_a_search() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    if !create(&path, "cluster_size=512", &[]) {
+        return;
+    }
+    let image = open_image(&path);
+    let request = |op, offset, len| Request { op, offset, len };
+    let mut all = IoBuffer::new(SIZE as usize);
+    image.run(&request(Op::Write { fua: false }, 0, SIZE), Some(&mut all)).unwrap();
+    let mut cycle = |n: u64| {
+        image.run(&request(Op::Discard, n * BLOCK, BLOCK), None).unwrap();
+        image.sync().unwrap();
+        image.run(&request(Op::Write { fua: false }, n * BLOCK, BLOCK), Some(&mut all)).unwrap();
+    };
+    cycle(0);
+    let before = image.format.meta().counts.searched;
+    let len = image.format.file.len();
+    const CYCLES: u64 = 500;
+    (1..=CYCLES).for_each(&mut cycle);
+    let searched = image.format.meta().counts.searched - before;
+    assert!(searched <= 8 * CYCLES, "{searched} counts");
+    assert_eq!(image.format.file.len(), len, "released clusters are used again");
+}
+
 #[test]
 fn an_open_image_has_no_errors() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();

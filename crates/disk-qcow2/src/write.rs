@@ -122,6 +122,10 @@ impl Format {
         let Span { start, is_fresh, .. } = meta.counts.allocate(&self.file, &mut meta.cache, 1)?;
         let (at, place) = (start << layout.bits, self.l1_entry(cluster)?);
         meta.cache.forget(at, size);
+        if let Some(map) = self.map.get().filter(|_| !is_fresh) {
+            // A damaged image may refer to this cluster as data, although its count was zero.
+            map.close(0, layout.size);
+        }
         let cache = &mut meta.cache;
         let mut write = || -> io::Result<()> {
             let mut table = IoBuffer::new(size as usize);

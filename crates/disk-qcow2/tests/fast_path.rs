@@ -348,6 +348,26 @@ fn uncounted_tables_are_not_allocated() {
     }
 }
 
+/// A damaged image has data in a cluster without a count, which later becomes a table. From then
+/// on, the fast path does not access it.
+#[test]
+fn data_that_become_a_table_leave_the_fast_path() {
+    let directory = directory();
+    let tables = Tables::new(directory.path());
+    let nth = (tables.number(tables.l2) & !COPIED) / CLUSTER;
+    let at = tables.block + nth / 4 * 8;
+    let counts = tables.number(at) & !(0xffff << (48 - nth % 4 * 16));
+    let path = tables.with(&[(at, counts)]);
+    let disk = open(path, "");
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(read(&mut *queue, 0, 4096).unwrap(), [1; 4096]);
+    assert_eq!(fast_path(&disk, 0), (true, true));
+    write(&mut *queue, 600 * MIB, &[9; 4096]).unwrap();
+    assert_eq!(fast_path(&disk, 0), (false, false));
+    assert_eq!(write(&mut *queue, 0, &[0xff; 512]), Err(DiskError::Io(libc::EIO)));
+    assert_eq!(read(&mut *queue, 600 * MIB, 4096).unwrap(), [9; 4096]);
+}
+
 /// The fast path also detects that the file was truncated.
 #[test]
 fn a_truncated_file_is_detected_on_the_fast_path() {
