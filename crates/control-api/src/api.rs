@@ -208,6 +208,8 @@ pub enum Code {
     Conflict,
     /// Failed during execution (500).
     Failed,
+    /// The server process is being replaced; repeat the request (503).
+    Unavailable,
 }
 
 impl Problem {
@@ -224,6 +226,7 @@ impl Problem {
             Code::MethodNotAllowed => 405,
             Code::Conflict => 409,
             Code::Failed => 500,
+            Code::Unavailable => 503,
         }
     }
 }

@@ -4,7 +4,7 @@ use super::api::{Code, Problem};
 use anyhow::{Context, anyhow};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
-use hyper::{Method, Request, header};
+use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -176,11 +176,13 @@ impl Client {
                 let mut tries = 0;
                 loop {
                     let answer = self.request_once(method, path, body.clone(), take).await;
-                    // During an upgrade, the server closes connections that it has accepted but not
-                    // read from. The server has not seen such a request. Repeating a GET is safe in
-                    // any case.
-                    let again = method == Method::GET && tries < MAX_RETRIES;
-                    if !(again && answer.as_ref().err().is_some_and(has_no_response)) {
+                    // A server process that dies or is replaced may not respond. Repeating a GET is
+                    // safe in any case.
+                    let is_unserved = match &answer {
+                        Ok((status, _)) => *status == StatusCode::SERVICE_UNAVAILABLE,
+                        Err(error) => has_no_response(error),
+                    };
+                    if !(is_unserved && method == Method::GET && tries < MAX_RETRIES) {
                         return answer;
                     }
                     tries += 1;
@@ -202,7 +204,7 @@ impl Client {
             Code::BadRequest | Code::MethodNotAllowed => exit::bad_input(error),
             Code::NotFound => exit::not_found(error),
             Code::Conflict => exit::conflict(error),
-            Code::Failed => error,
+            Code::Failed | Code::Unavailable => error,
         })
     }
 

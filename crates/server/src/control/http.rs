@@ -9,21 +9,27 @@
 //! [`CLIENTS`] connections. A client has [`HEAD`] to send the head of a request, the same time
 //! for the body, and [`CONNECTION`] until it has read all responses. After that the connection is
 //! closed. Further clients wait in the listen queue.
+//!
+//! If another process continues, each request is answered. The other process gets the connections
+//! of which nothing was read, requests in execution have [`LEAVE`], and those that take longer are
+//! answered by 503 Service Unavailable.
 
 use super::handlers::{Answer, Body, Request as HandlerRequest};
 use super::routes::{self, Via};
 use super::seats::{Seat, Seats};
-use super::socket_io::{ClientSocket, ReceivedDescriptor};
+use super::socket_io::{ClientDescriptor, ClientSocket, ReceivedDescriptor};
 use super::state::ServerState;
 use http_body_util::{BodyExt, Limited};
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{ALLOW, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::header::{
+    ALLOW, CONNECTION as CONNECTION_HEADER, CONTENT_TYPE, HOST, HeaderValue, RETRY_AFTER,
+};
 use hyper::http::request::Parts;
 use hyper::http::uri::Authority;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use shadowbell_control_api::api::{Code, Problem};
 use shadowbell_supervisor::protocol::is_ours;
@@ -36,8 +42,8 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
-use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::oneshot;
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
@@ -51,42 +57,78 @@ const CONNECTION: Duration = Duration::from_secs(60);
 const HEAD_BYTES: usize = 16 << 10;
 /// Maximum size of a body: a configuration file as a JSON string.
 const BODY_BYTES: usize = 2 << 20;
-/// Time limit for requests in flight before a handover to another process.
+/// Time limit for requests in execution before another process continues, and for the responses to
+/// those that take longer.
 const LEAVE: Duration = Duration::from_millis(50);
+/// Seconds until a client may repeat a request that another process has to execute.
+const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
 /// Delay before the next accept if the system has no descriptor for a client.
 const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 
-/// Serves until `stop` is dropped or signalled.
+/// Listening socket, with accepted connections of which nothing was read.
+pub(super) struct Source {
+    pub(super) listener: OwnedFd,
+    pub(super) clients: Vec<OwnedFd>,
+}
+
+/// Phase of the service, in order.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    Serving,
+    /// No connection is accepted, and none has a further request.
+    Leaving,
+    /// Requests in execution are answered by 503.
+    Late,
+}
+
+/// Connections of which nothing was read, for the next process.
+type Untouched = Arc<Mutex<Vec<OwnedFd>>>;
+
+/// Serves until `stop` is dropped or signalled. Returns the connections of each socket of which
+/// nothing was read.
 ///
 /// # Errors
 /// A socket cannot be registered with the runtime.
 pub(super) async fn serve(
-    control: Option<OwnedFd>,
-    metrics: Option<OwnedFd>,
+    sources: [Option<Source>; 2],
     state: Arc<ServerState>,
     stop: oneshot::Receiver<()>,
-) -> io::Result<()> {
-    let graceful = Arc::new(GracefulShutdown::new());
-    let mut tasks = Vec::new();
-    if let Some(socket) = control {
-        let (state, graceful) = (Arc::clone(&state), Arc::clone(&graceful));
-        let socket = Listening::Unix(UnixListener::from_std(socket.into())?);
-        tasks.push(tokio::spawn(accept(socket, Via::Socket, state, graceful)));
+) -> io::Result<[Vec<OwnedFd>; 2]> {
+    let (phase, phases) = watch::channel(Phase::Serving);
+    let untouched: [Untouched; 2] = Default::default();
+    for ((source, via), untouched) in
+        sources.into_iter().zip([Via::Socket, Via::Tcp]).zip(&untouched)
+    {
+        let Some(Source { listener, clients }) = source else { continue };
+        let socket = Listening::new(listener, via)?;
+        let clients = clients.into_iter().map(|client| Listening::client(client, via));
+        let clients = clients.collect::<io::Result<_>>()?;
+        let (state, phases) = (Arc::clone(&state), phases.clone());
+        tokio::spawn(accept(socket, clients, via, state, (phases, Arc::clone(untouched))));
     }
-    if let Some(socket) = metrics {
-        let graceful = Arc::clone(&graceful);
-        let socket = Listening::Tcp(TcpListener::from_std(socket.into())?);
-        tasks.push(tokio::spawn(accept(socket, Via::Tcp, state, graceful)));
-    }
+    drop(phases);
     let _ = stop.await;
-    for task in tasks {
-        task.abort();
-        let _ = task.await;
+    for next in [Phase::Leaving, Phase::Late] {
+        phase.send_replace(next);
+        if timeout(LEAVE, phase.closed()).await.is_ok() {
+            break;
+        }
     }
-    if let Some(graceful) = Arc::into_inner(graceful) {
-        let _ = timeout(LEAVE, graceful.shutdown()).await;
-    }
-    Ok(())
+    Ok(untouched.map(|untouched| std::mem::take(&mut *untouched.lock())))
+}
+
+/// Returns the result of `work`, or `None` if `phase` begins before.
+async fn until<T>(
+    phase: Phase,
+    phases: &mut watch::Receiver<Phase>,
+    work: impl Future<Output = T>,
+) -> Option<T> {
+    let (mut work, mut begun) = (pin!(work), pin!(phases.wait_for(|now| *now >= phase)));
+    poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(result) => Poll::Ready(Some(result)),
+        Poll::Pending => begun.as_mut().poll(context).map(|_| None),
+    })
+    .await
 }
 
 /// A listening socket.
@@ -96,6 +138,20 @@ enum Listening {
 }
 
 impl Listening {
+    fn new(listener: OwnedFd, via: Via) -> io::Result<Self> {
+        Ok(match via {
+            Via::Socket => Self::Unix(UnixListener::from_std(listener.into())?),
+            Via::Tcp => Self::Tcp(TcpListener::from_std(listener.into())?),
+        })
+    }
+
+    fn client(client: OwnedFd, via: Via) -> io::Result<ClientSocket> {
+        Ok(match via {
+            Via::Socket => UnixStream::from_std(client.into())?.into(),
+            Via::Tcp => TcpStream::from_std(client.into())?.into(),
+        })
+    }
+
     async fn accept(&self) -> io::Result<ClientSocket> {
         match self {
             Self::Unix(socket) => socket.accept().await.map(|(stream, _)| stream.into()),
@@ -106,19 +162,36 @@ impl Listening {
 
 async fn accept(
     socket: Listening,
+    clients: Vec<ClientSocket>,
     via: Via,
     state: Arc<ServerState>,
-    graceful: Arc<GracefulShutdown>,
+    (mut phases, untouched): (watch::Receiver<Phase>, Untouched),
 ) {
     let seats = Arc::new(Seats::new(CLIENTS));
+    let mut clients = clients.into_iter();
     loop {
-        match socket.accept().await {
+        let accepted = match clients.next() {
+            Some(client) => Ok(client),
+            None => match until(Phase::Leaving, &mut phases, socket.accept()).await {
+                Some(accepted) => accepted,
+                None => return,
+            },
+        };
+        match accepted {
             Ok(stream) if via == Via::Socket && !is_ours(&stream) => {
                 warn!("refused a client of another user at the control socket");
             }
             Ok(stream) => {
-                let seat = seats.take(&stream).await;
-                let client = connection(stream, via, Arc::clone(&seat), &state, &graceful);
+                let descriptor = stream.descriptor();
+                let seat = match until(Phase::Leaving, &mut phases, seats.take(&stream)).await {
+                    Some(seat) => seat,
+                    None => {
+                        hand_over(&descriptor, &untouched);
+                        continue;
+                    }
+                };
+                let of_end = (phases.clone(), Arc::clone(&untouched));
+                let client = connection(stream, via, Arc::clone(&seat), &state, of_end);
                 let seats = Arc::clone(&seats);
                 tokio::spawn(async move {
                     let (mut client, mut evicted) = (pin!(client), pin!(seat.evicted()));
@@ -136,6 +209,14 @@ async fn accept(
     }
 }
 
+/// Keeps a connection of which nothing was read for the next process.
+fn hand_over(client: &ClientDescriptor, untouched: &Untouched) {
+    match client.duplicate() {
+        Ok(descriptor) => untouched.lock().push(descriptor),
+        Err(error) => debug!("a client of the control socket has to connect again: {error}"),
+    }
+}
+
 /// Handles an error of `accept`: the client has disconnected, or the system lacks resources.
 async fn not_accepted(error: &io::Error) {
     let full = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
@@ -145,22 +226,32 @@ async fn not_accepted(error: &io::Error) {
     }
 }
 
-/// Serves one client until it disconnects.
+/// Serves one client until it disconnects or the service ends.
 fn connection(
     stream: ClientSocket,
     via: Via,
     seat: Arc<Seat>,
     state: &Arc<ServerState>,
-    graceful: &GracefulShutdown,
+    (mut phases, untouched): (watch::Receiver<Phase>, Untouched),
 ) -> impl Future<Output = ()> + Send + use<> {
     let state = Arc::clone(state);
-    let received = stream.received();
+    let (received, descriptor) = (stream.received(), stream.descriptor());
+    let of_requests = phases.clone();
     let service = service_fn(move |request| {
         let (busy, state, received) = (seat.busy(), Arc::clone(&state), Arc::clone(&received));
+        let mut phases = of_requests.clone();
         async move {
-            let response = respond(request, via, state, received).await;
+            let execution = respond(request, via, state, received);
+            let mut response = match until(Phase::Late, &mut phases, execution).await {
+                Some(response) => response,
+                None => unavailable(),
+            };
+            if *phases.borrow() >= Phase::Leaving {
+                let close = HeaderValue::from_static("close");
+                response.headers_mut().insert(CONNECTION_HEADER, close);
+            }
             drop(busy);
-            response
+            Ok::<_, Infallible>(response)
         }
     });
     let connection = hyper::server::conn::http1::Builder::new()
@@ -168,9 +259,20 @@ fn connection(
         .header_read_timeout(HEAD)
         .max_buf_size(HEAD_BYTES)
         .serve_connection(TokioIo::new(stream), service);
-    let watched = graceful.watch(connection);
+    let served = async move {
+        let mut connection = pin!(connection);
+        if let Some(ended) = until(Phase::Leaving, &mut phases, connection.as_mut()).await {
+            return ended;
+        }
+        if descriptor.is_untouched() {
+            hand_over(&descriptor, &untouched);
+            return Ok(());
+        }
+        connection.as_mut().graceful_shutdown();
+        connection.await
+    };
     async move {
-        match timeout(CONNECTION, watched).await {
+        match timeout(CONNECTION, served).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => debug!("a client of the control socket: {error}"),
             Err(_) => debug!("a client of the control socket has stayed for too long"),
@@ -178,12 +280,20 @@ fn connection(
     }
 }
 
+/// Response to a request that does not end before another process continues.
+fn unavailable() -> Response<Body> {
+    let why = "the server process is being replaced, and the request has not ended yet; repeat it";
+    let mut response = response(Answer::problem(&Problem::new(Code::Unavailable, why)));
+    response.headers_mut().insert(RETRY_AFTER, RETRY_SECONDS);
+    response
+}
+
 async fn respond(
     request: Request<Incoming>,
     via: Via,
     state: Arc<ServerState>,
     received: ReceivedDescriptor,
-) -> Result<Response<Body>, Infallible> {
+) -> Response<Body> {
     let (head, body) = request.into_parts();
     let outcome = match routes::route(via, &head.method, &head.uri) {
         _ if via == Via::Tcp && !names_us(&head, state.settings.metrics_hosts()) => {
@@ -205,7 +315,7 @@ async fn respond(
             }
         },
     };
-    Ok(match outcome {
+    match outcome {
         Ok(answer) => response(answer),
         Err(refused) => {
             let mut response = response(Answer::problem(&refused.problem));
@@ -214,7 +324,7 @@ async fn respond(
             }
             response
         }
-    })
+    }
 }
 
 /// True if the request addresses this machine by an IP address, as localhost, or by one of `names`.

@@ -18,9 +18,10 @@
 //! only while there is work, [`BLOCKING`] at most. No such thread holds a lock that the reactor
 //! or an I/O thread takes. Without clients there is no timer.
 //!
-//! When a server is replaced, the listening sockets are passed to the new process. Requests in
-//! flight have 50 ms to end, and an idle connection is closed, which HTTP permits at any time.
-//! Clients that connect meanwhile wait in the listen queue.
+//! When a server is replaced, the new process gets the listening sockets, and accepted connections
+//! of which nothing was read. Requests in flight have 50 ms to end, or are answered by 503 Service
+//! Unavailable. An idle connection that has had a response is closed, which HTTP permits at any
+//! time. Clients that connect meanwhile wait in the listen queue.
 
 mod ana;
 mod controllers;
@@ -44,6 +45,7 @@ mod trace;
 
 pub(super) use state::ServerState;
 
+use self::http::Source;
 use crate::path_broker;
 use anyhow::{Context, anyhow};
 use serde::{Deserialize, Serialize};
@@ -76,6 +78,8 @@ pub(super) struct ControlListeners {
     /// `None` if there is no control socket, but only the metrics socket.
     socket: Option<Socket>,
     metrics: Option<TcpListener>,
+    /// Accepted connections to the metrics socket of which nothing was read.
+    metrics_clients: Vec<OwnedFd>,
     /// Address of the metrics socket, if this process has created it.
     metrics_at: Option<SocketAddr>,
     /// Start of the counters.
@@ -88,6 +92,8 @@ pub(super) struct ControlListeners {
 
 struct Socket {
     listener: Listener,
+    /// Accepted connections of which nothing was read.
+    clients: Vec<OwnedFd>,
     /// Removed after the socket in it, so declared after it.
     directory: Option<OwnDirectory>,
 }
@@ -108,6 +114,9 @@ pub(super) struct SavedControl {
     socket: Option<SavedListener>,
     directory: Option<PathBuf>,
     metrics: Option<FdRef>,
+    /// Accepted connections to the two sockets of which nothing was read.
+    #[serde(default)]
+    clients: [Vec<FdRef>; 2],
     /// Nanoseconds since the start of the counters.
     elapsed: u64,
     /// Log filter, if it was changed at run time.
@@ -139,13 +148,14 @@ impl ControlListeners {
         let began = Instant::now();
         let of = |name, socket| {
             let (tracing, measures) = (None, None);
-            Self { name, socket, metrics, metrics_at, began, tracing, measures }
+            let metrics_clients = Vec::new();
+            Self { name, socket, metrics, metrics_clients, metrics_at, began, tracing, measures }
         };
         if let Some(path) = &place.path {
             let listener = path_broker::listen(path, Kind::Private)
                 .map_err(refused)
                 .context("the control socket")?;
-            let socket = Some(Socket { listener, directory: None });
+            let socket = Some(Socket { listener, clients: Vec::new(), directory: None });
             return Ok(of(name, socket));
         }
         let Some(directory) = socket_path::directory() else {
@@ -186,7 +196,14 @@ impl ControlListeners {
     /// The descriptor limit is reached.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedControl> {
         let metrics = self.metrics.as_ref().map(TcpListener::try_clone).transpose()?;
+        let mut save = |clients: &[OwnedFd]| {
+            let fds = clients.iter().map(|client| Ok(fds.add(client.try_clone()?)));
+            fds.collect::<io::Result<Vec<_>>>()
+        };
+        let of_socket = self.socket.as_ref().map_or(&[][..], |socket| &socket.clients);
+        let clients = [save(of_socket)?, save(&self.metrics_clients)?];
         Ok(SavedControl {
+            clients,
             name: self.name.clone(),
             socket: self.socket.as_ref().map(|socket| socket.listener.save(fds)).transpose()?,
             directory: self.directory(),
@@ -204,9 +221,12 @@ impl ControlListeners {
     /// A descriptor is missing.
     pub(super) fn restore(saved: SavedControl, fds: &mut Descriptors) -> anyhow::Result<Self> {
         let directory = saved.directory.map(OwnDirectory);
+        let [clients, metrics_clients] = saved.clients.map(|clients| {
+            clients.into_iter().filter_map(|client| fds.take(client).ok()).collect()
+        });
         let socket = saved.socket.map(|socket| {
             let listener = Listener::restore(&socket, fds)?;
-            Ok::<_, anyhow::Error>(Socket { listener, directory })
+            Ok::<_, anyhow::Error>(Socket { listener, clients, directory })
         });
         let metrics = saved.metrics.map(|fd| fds.take(fd)).transpose()?;
         if let Some(filter) = saved.log_filter {
@@ -218,6 +238,7 @@ impl ControlListeners {
             name: saved.name,
             socket: socket.transpose()?,
             metrics: metrics.map(TcpListener::from),
+            metrics_clients,
             metrics_at: None,
             tracing: saved.tracing,
             measures: saved.measures,
@@ -261,7 +282,7 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
     if path_broker::has_broker() {
         // The supervisor creates the directory, too.
         let listener = path_broker::listen(&path, Kind::Private)?;
-        return Ok(Socket { listener, directory: Some(OwnDirectory(own)) });
+        return Ok(Socket { listener, clients: Vec::new(), directory: Some(OwnDirectory(own)) });
     }
     let made = DirBuilder::new().recursive(true).mode(0o755).create(directory).and_then(|()| {
         match DirBuilder::new().mode(0o700).create(&own) {
@@ -275,7 +296,7 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
         source,
     })?;
     let listener = path_broker::listen(&path, Kind::Private)?;
-    Ok(Socket { listener, directory: Some(OwnDirectory(own)) })
+    Ok(Socket { listener, clients: Vec::new(), directory: Some(OwnDirectory(own)) })
 }
 
 /// The thread that serves the sockets. A drop ends the thread.
@@ -301,12 +322,15 @@ impl ControlSocket {
             .max_blocking_threads(BLOCKING)
             .thread_name("sb-api-work")
             .build()?;
-        let clone = |fd: &dyn AsFd| fd.as_fd().try_clone_to_owned();
-        let control: Option<OwnedFd> =
-            listeners.socket.as_ref().map(|socket| clone(&socket.listener)).transpose()?;
-        let metrics: Option<OwnedFd> =
-            listeners.metrics.as_ref().map(|tcp| clone(tcp)).transpose()?;
-        if control.is_none() && metrics.is_none() {
+        let source = |listener: &dyn AsFd, clients: &mut Vec<OwnedFd>| {
+            let listener = listener.as_fd().try_clone_to_owned()?;
+            Ok::<_, io::Error>(Source { listener, clients: std::mem::take(clients) })
+        };
+        let ControlListeners { socket, metrics, metrics_clients, .. } = &mut listeners;
+        let control = socket.as_mut().map(|one| source(&one.listener, &mut one.clients));
+        let metrics = metrics.as_ref().map(|tcp| source(tcp, metrics_clients));
+        let sources = [control.transpose()?, metrics.transpose()?];
+        if sources.iter().all(Option::is_none) {
             return Ok(None);
         }
         if let Some(records) = listeners.tracing
@@ -321,8 +345,14 @@ impl ControlSocket {
         let thread = std::thread::Builder::new().name("sb-api".into());
         let thread = thread.spawn(move || {
             let tracer = Arc::clone(&state.tracer);
-            if let Err(error) = runtime.block_on(http::serve(control, metrics, state, until)) {
-                warn!("cannot serve the control socket: {error}");
+            match runtime.block_on(http::serve(sources, state, until)) {
+                Ok([of_socket, of_metrics]) => {
+                    if let Some(socket) = &mut listeners.socket {
+                        socket.clients = of_socket;
+                    }
+                    listeners.metrics_clients = of_metrics;
+                }
+                Err(error) => warn!("cannot serve the control socket: {error}"),
             }
             // Requests that still wait for an I/O thread end by themselves.
             runtime.shutdown_background();

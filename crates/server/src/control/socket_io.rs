@@ -21,9 +21,32 @@ pub(super) type ReceivedDescriptor = Arc<Mutex<Option<OwnedFd>>>;
 
 /// A client connection.
 pub(super) struct ClientSocket {
-    stream: Stream,
+    stream: Arc<Stream>,
     is_sending: Arc<AtomicBool>,
+    /// True if bytes of the client were read.
+    has_read: Arc<AtomicBool>,
     received: ReceivedDescriptor,
+}
+
+/// Descriptor of a client connection, independent of the connection's owner.
+pub(super) struct ClientDescriptor {
+    stream: Arc<Stream>,
+    has_read: Arc<AtomicBool>,
+}
+
+impl ClientDescriptor {
+    /// True if no byte of the client was read, so that another process can serve it.
+    pub(super) fn is_untouched(&self) -> bool {
+        !self.has_read.load(Ordering::SeqCst)
+    }
+
+    /// Duplicates the descriptor.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.stream.as_fd().try_clone_to_owned()
+    }
 }
 
 enum Stream {
@@ -31,17 +54,31 @@ enum Stream {
     Tcp(TcpStream),
 }
 
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(socket) => socket.as_fd(),
+            Self::Tcp(socket) => socket.as_fd(),
+        }
+    }
+}
+
+impl From<Stream> for ClientSocket {
+    fn from(stream: Stream) -> Self {
+        let (is_sending, has_read, received) = Default::default();
+        Self { stream: Arc::new(stream), is_sending, has_read, received }
+    }
+}
+
 impl From<UnixStream> for ClientSocket {
     fn from(stream: UnixStream) -> Self {
-        let (is_sending, received) = Default::default();
-        Self { stream: Stream::Unix(stream), is_sending, received }
+        Stream::Unix(stream).into()
     }
 }
 
 impl From<TcpStream> for ClientSocket {
     fn from(stream: TcpStream) -> Self {
-        let (is_sending, received) = Default::default();
-        Self { stream: Stream::Tcp(stream), is_sending, received }
+        Stream::Tcp(stream).into()
     }
 }
 
@@ -56,8 +93,14 @@ impl ClientSocket {
         Arc::clone(&self.received)
     }
 
+    /// Descriptor of the connection.
+    pub(super) fn descriptor(&self) -> ClientDescriptor {
+        let (stream, has_read) = (Arc::clone(&self.stream), Arc::clone(&self.has_read));
+        ClientDescriptor { stream, has_read }
+    }
+
     fn poll_ready(&self, context: &mut Context<'_>, interest: Interest) -> Poll<io::Result<()>> {
-        match &self.stream {
+        match &*self.stream {
             Stream::Unix(socket) if interest.is_readable() => socket.poll_read_ready(context),
             Stream::Unix(socket) => socket.poll_write_ready(context),
             Stream::Tcp(socket) if interest.is_readable() => socket.poll_read_ready(context),
@@ -75,7 +118,7 @@ impl ClientSocket {
         loop {
             ready!(self.poll_ready(context, interest))?;
             let call = || Ok(rustix::io::retry_on_intr(|| call(self.as_fd()))?);
-            let outcome = match &self.stream {
+            let outcome = match &*self.stream {
                 Stream::Unix(socket) => socket.try_io(interest, call),
                 Stream::Tcp(socket) => socket.try_io(interest, call),
             };
@@ -89,10 +132,7 @@ impl ClientSocket {
 
 impl AsFd for ClientSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.stream {
-            Stream::Unix(socket) => socket.as_fd(),
-            Stream::Tcp(socket) => socket.as_fd(),
-        }
+        self.stream.as_fd()
     }
 }
 
@@ -103,11 +143,12 @@ impl AsyncRead for ClientSocket {
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let room = into.initialize_unfilled();
-        let read = |socket: BorrowedFd<'_>| match &self.stream {
+        let read = |socket: BorrowedFd<'_>| match &*self.stream {
             Stream::Unix(_) => receive(socket, room, &self.received),
             Stream::Tcp(_) => rustix::io::read(socket, &mut *room),
         };
         let len = ready!(self.poll_call(context, Interest::READABLE, read))?;
+        self.has_read.store(true, Ordering::SeqCst);
         into.advance(len);
         Poll::Ready(Ok(()))
     }
