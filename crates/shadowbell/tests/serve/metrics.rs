@@ -353,9 +353,11 @@ fn the_tcp_endpoint_responds_only_to_requests_that_address_this_machine() {
 }
 
 #[test]
-fn the_dashboard_uses_existing_metrics() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/grafana.json");
-    let dashboard: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+fn dashboard_and_alerts_use_existing_metrics() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let dashboard = std::fs::read(docs.join("grafana.json")).unwrap();
+    let dashboard: Value = serde_json::from_slice(&dashboard).unwrap();
+    let alerts = std::fs::read_to_string(docs.join("alerts.yml")).unwrap();
     let server = Server::start(&["mem:4MiB"], &["--measure"]);
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();
@@ -371,17 +373,26 @@ fn the_dashboard_uses_existing_metrics() {
         "histogram" => Some(format!("{name}_bucket")),
         _ => None,
     }));
+    let check = |expression: &str, place: &Value| {
+        let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let words = expression.split(|c| !is_word(c)).filter(|w| w.starts_with("shadowbell_"));
+        words.inspect(|word| assert!(names.contains(*word), "{word} of {place}")).count()
+    };
     let mut shown = 0;
     for panel in dashboard["panels"].as_array().unwrap() {
         assert!(panel["title"].is_string() && panel["gridPos"].is_object());
         for target in panel["targets"].as_array().into_iter().flatten() {
-            let expression = target["expr"].as_str().unwrap();
-            let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
-            for word in expression.split(|c| !is_word(c)).filter(|w| w.starts_with("shadowbell_")) {
-                assert!(names.contains(word), "{word} of {}", panel["title"]);
-                shown += 1;
-            }
+            shown += check(target["expr"].as_str().unwrap(), &panel["title"]);
         }
     }
     assert!(shown >= 10, "{shown}");
+    let mut alerting = 0;
+    for line in alerts.lines() {
+        if let Some(expression) = line.trim().strip_prefix("expr: ") {
+            alerting += check(expression, &line.into());
+        } else if let Some(page) = line.trim().strip_prefix("runbook: ") {
+            assert!(docs.join(page).is_file(), "{page}");
+        }
+    }
+    assert!(alerting >= 8, "{alerting}");
 }

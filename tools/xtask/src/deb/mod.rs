@@ -37,7 +37,7 @@ pub(crate) struct Arguments {
     /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
-    /// Check the package with lintian, install it in a new Debian system booted by systemd, use,
+    /// Check the package with lintian and the alerting rules with promtool, install it in a new Debian system booted by systemd, use,
     /// upgrade and remove it
     #[arg(long)]
     test: bool,
@@ -57,6 +57,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     if arguments.test {
         report.begin("package");
         report.check("lintian finds no error", |_| lintian(&package));
+        report.check("the alerting rules are valid (promtool)", |_| alerts());
         check(report, &program, &package, version);
         report.summary();
     }
@@ -92,6 +93,12 @@ fn lintian(package: &Path) -> Result<()> {
     let printed = output(Command::new("lintian").args(arguments).arg(package))?;
     print!("{printed}");
     Ok(())
+}
+
+fn alerts() -> Result<()> {
+    need("promtool", "prometheus")?;
+    let rules = root().join("docs/alerts.yml");
+    output(Command::new("promtool").args(["check", "rules"]).arg(rules)).map(drop)
 }
 
 /// Maximum exposure level of `systemd-analyze security`, from 0 to 10.

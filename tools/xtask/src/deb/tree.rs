@@ -113,7 +113,7 @@ impl Tree {
         let log = control::changelog(version, changed)?;
         self.write_gz(&format!("{DOC}/changelog.gz"), log.as_bytes())?;
         self.write_gz(&format!("{DOC}/LICENSES.txt.gz"), licences::all()?.as_bytes())?;
-        for name in ["grafana.json", "openapi.json"] {
+        for name in ["alerts.yml", "grafana.json", "openapi.json"] {
             self.write_gz(&format!("{DOC}/{name}.gz"), &fs::read(root().join("docs").join(name))?)?;
         }
         Ok(())
