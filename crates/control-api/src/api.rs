@@ -34,6 +34,10 @@ pub struct Status {
     /// Number of cancelled writes that the storage has not answered, of all disks.
     #[serde(default)]
     pub stalled_writes: u64,
+    /// Number of files that further controllers, disks and exports may open, beyond those that
+    /// clients may still need; absent without a limit.
+    #[serde(default)]
+    pub open_files_left: Option<u64>,
     /// Log filter.
     pub log_filter: String,
     /// Reason why the last upgrade requested over this interface failed, if it did.

@@ -226,6 +226,10 @@ impl Disk for NbdDisk {
         Ok(Box::new(NbdQueue::new(Arc::clone(&self.handle), &self.info)?))
     }
 
+    fn queue_files(&self) -> u64 {
+        2
+    }
+
     fn name(&self) -> String {
         self.connections().shared.name.clone()
     }

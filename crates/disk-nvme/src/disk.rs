@@ -198,6 +198,10 @@ impl Disk for NvmeDisk {
         Ok(Box::new(NvmeQueue::new(Arc::clone(&self.0), pair)?))
     }
 
+    fn queue_files(&self) -> u64 {
+        4
+    }
+
     fn name(&self) -> String {
         self.0.name.clone()
     }

@@ -150,6 +150,10 @@ impl Disk for Qcow2Disk {
         Ok(Box::new(QcowQueue::new(Arc::clone(&self.pool))?))
     }
 
+    fn queue_files(&self) -> u64 {
+        3
+    }
+
     fn name(&self) -> String {
         self.path.display().to_string()
     }

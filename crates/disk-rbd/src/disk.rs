@@ -129,6 +129,10 @@ impl Disk for RbdDisk {
         Ok(Box::new(RbdQueue::new(self.0.clone())?))
     }
 
+    fn queue_files(&self) -> u64 {
+        1
+    }
+
     fn name(&self) -> String {
         self.0.opened.name.clone()
     }

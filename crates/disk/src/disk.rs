@@ -34,6 +34,12 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
     /// The system's error if it lacks a resource that the queue needs.
     fn queue(&self) -> io::Result<Box<dyn Queue>>;
 
+    /// Maximum number of files that one queue keeps open. Default: as many as a queue of the inner
+    /// disk.
+    fn queue_files(&self) -> u64 {
+        self.inner().map_or(0, |inner| inner.queue_files())
+    }
+
     /// Name of the disk in messages to the operator: `disk.img`, `mem:1GiB`.
     fn name(&self) -> String;
 

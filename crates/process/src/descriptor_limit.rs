@@ -42,18 +42,28 @@ pub fn raise() {
 /// # Errors
 /// The limit of open files is too low; the message has a sufficient one.
 pub fn check_room(needed: u64) -> anyhow::Result<()> {
+    let Some((limit, in_use)) = usage() else { return Ok(()) };
+    match shortage(limit, in_use, needed) {
+        None => Ok(()),
+        Some(shortage) => Err(anyhow::anyhow!(shortage)),
+    }
+}
+
+/// Number of files that this process may open; `None` without a limit.
+pub fn room() -> Option<u64> {
+    usage().map(|(limit, in_use)| limit.saturating_sub(in_use))
+}
+
+/// Limit of open files, if there is one, and number of those in use.
+fn usage() -> Option<(u64, u64)> {
     // A sandboxed process may not ask for the limit.
-    let limit = *LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current);
-    let Some(limit) = limit else { return Ok(()) };
+    let limit = (*LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current))?;
     // A new descriptor has the lowest free number.
     let in_use = match fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0) {
         Ok(lowest) => lowest.as_raw_fd().unsigned_abs().into(),
         Err(_) => limit,
     };
-    match shortage(limit, in_use, needed) {
-        None => Ok(()),
-        Some(shortage) => Err(anyhow::anyhow!(shortage)),
-    }
+    Some((limit, in_use))
 }
 
 /// Message if `limit` is too low for `needed` more files.

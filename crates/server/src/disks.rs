@@ -126,6 +126,7 @@ impl Changes {
             };
         }
         let disk = self.open(spec).map_err(DiskSpecError::into_error)?;
+        self.check_files(0)?;
         self.add_unattached(id, OpenDisk { spec: spec.clone(), disk });
         info!("disk {id}: {spec}");
         Ok(true)

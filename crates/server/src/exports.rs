@@ -12,6 +12,7 @@
 
 use super::builder::bind_socket;
 use super::disks::ListedDisk;
+use super::open_files;
 use super::path_broker;
 use super::reconfigure::Changes;
 use super::running_exports::{ExportDevice, RunningExport, tls_of};
@@ -100,6 +101,7 @@ impl Changes {
                 ))),
             };
         }
+        self.check_files(open_files::OF_CLIENT)?;
         if let Some(device) = device.filter(|_| wanted.fuse.is_some()) {
             check_fuse_device(&device)?;
             if let Some(checkpoint) = self.checkpoint() {

@@ -13,6 +13,7 @@
 //! | `namespaces` | addition, removal and change of namespaces at run time |
 //! | `disks` | disks by id |
 //! | `open_disk` | open disks that no controller has |
+//! | `open_files` | limit of open files |
 //! | `exports`, `running_exports` | exports of disks by NBD, vhost-user-blk, FUSE and ublk |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
@@ -69,6 +70,7 @@ mod liveness;
 mod namespace_requests;
 mod namespaces;
 mod open_disk;
+mod open_files;
 mod parent_watch;
 mod path_broker;
 mod quiesce;

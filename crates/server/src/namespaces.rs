@@ -85,6 +85,7 @@ impl Changes {
         }
         self.resolve(std::slice::from_mut(&mut wanted))?;
         let disk = self.open_for(&served, &wanted)?;
+        self.check_files_of(&disk)?;
         self.commit_namespace(&served, nsid, &wanted, disk)?;
         Ok(true)
     }

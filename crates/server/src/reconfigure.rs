@@ -85,6 +85,11 @@ impl Changes {
         }
     }
 
+    /// Number of shared I/O threads.
+    pub(super) fn workers(&self) -> usize {
+        self.pool.len()
+    }
+
     /// Sets the index of the next controller.
     pub(super) fn number_from(&self, next: usize) {
         self.next.store(next, Ordering::Relaxed);
@@ -218,6 +223,7 @@ impl Changes {
         let device = ControllerDevice::new(controller.clone(), handler)?;
         let listener = bind_one(&requested).map_err(sandbox::explain)?;
         let served = ServedController::new(index, requested, controller, client);
+        self.check_files_of_controller(&served)?;
         Ok(Prepared { served, device, listener })
     }
 

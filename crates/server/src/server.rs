@@ -3,6 +3,7 @@
 use super::builder::{assign_io_thread, bind_one, carrier, client_events, open_one, summary};
 use super::event::EventQueue;
 use super::flush::flush;
+use super::open_files;
 use super::reactor_thread::ReactorThread;
 use super::reconfigure::Changes;
 use super::registry::{Registry, ServedController};
@@ -19,14 +20,6 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 use tracing::{error, info};
-
-/// Descriptors that a server needs for requests of its control socket.
-const FILES: u64 = 16;
-/// Descriptors of a disk that is opened after those of the controllers.
-const FILES_OF_A_DISK: u64 = 2;
-/// Descriptors that a client needs at least: sockets, memory, interrupts. The I/O threads' queues
-/// on further disks need none.
-const FILES_OF_A_CLIENT: u64 = 16;
 
 /// A server: I/O threads, reactor and controllers.
 pub(super) struct Server {
@@ -67,9 +60,11 @@ impl Server {
             devices.push(ControllerDevice::new(controller.clone(), handler)?);
             controllers.push(ServedController::new(index, served.clone(), controller, client));
         }
-        let clients = (config.controllers.len() + config.exports.len()) as u64;
-        let disks = FILES_OF_A_DISK * config.unattached().count() as u64;
-        descriptor_limit::check_room(FILES + disks + FILES_OF_A_CLIENT * clients)?;
+        let guests = controllers.iter().map(|one| open_files::of_controller(one, pool.len()));
+        let exports = open_files::OF_CLIENT * config.exports.len() as u64;
+        let disks = open_files::OF_DISK * config.unattached().count() as u64;
+        let clients = guests.sum::<u64>() + exports;
+        descriptor_limit::check_room(open_files::OF_REQUESTS + disks + clients)?;
         let listeners = config.controllers.iter().map(bind_one).collect::<Result<Vec<_>, _>>()?;
         let mut server = Self::new(controllers, events, pool, recoverable.is_some());
         server.changes.exports().set_wanted(config.exports.clone());

@@ -352,6 +352,9 @@ fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
     if status.stalled_writes != 0 {
         writeln!(out, "stalled      {} cancelled writes without an answer", status.stalled_writes)?;
     }
+    if let Some(left) = status.open_files_left {
+        writeln!(out, "open files   {left} left")?;
+    }
     writeln!(out, "log          {}", status.log_filter)?;
     if let Some(why) = &status.upgrade_error {
         writeln!(out, "last upgrade failed: {why}")?;

@@ -7,6 +7,7 @@ use super::recovery;
 use super::shared::FileShared;
 use super::write_atomicity::WriteAtomicity;
 use crate::extents::report_file_extents;
+use crate::sys::EngineKind;
 use rustix::fs::OFlags;
 use shadowbell_disk::{
     CheckpointError, Disk, DiskInfo, OpenError, Queue, ReportExtent, ResizeError, Wait,
@@ -82,6 +83,14 @@ impl Disk for FileDisk {
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
         Ok(Box::new(FileQueue::new(Arc::clone(&self.shared))?))
+    }
+
+    fn queue_files(&self) -> u64 {
+        match self.shared.engine {
+            // The files of an io_uring belong to the thread.
+            EngineKind::Uring => 0,
+            EngineKind::Threads => 1,
+        }
     }
 
     fn name(&self) -> String {

@@ -87,6 +87,11 @@ impl Disk for ZonedDisk {
         Some(&self.inner)
     }
 
+    fn queue_files(&self) -> u64 {
+        // An event or a timer, and one that merges it with that of the inner queue.
+        self.inner.queue_files() + 2
+    }
+
     fn name(&self) -> String {
         self.inner.name()
     }

@@ -36,6 +36,7 @@ pub(super) fn status(state: &ServerState) -> Status {
         clients: served.iter().filter(|served| served.has_client()).count(),
         waiting: state.controllers.waiting().len(),
         stalled_writes: super::disks::disks(state).iter().map(|disk| disk.stalled_writes).sum(),
+        open_files_left: state.changes.files_left(),
         log_filter: logging::filter(),
         upgrade_error: state.upgrade_error.lock().clone(),
     }

@@ -204,16 +204,31 @@ fn allowed_paths_of_the_configuration_file_are_read_on_request() {
 /// too low for its disks and clients is refused at the start.
 #[test]
 fn many_disks_need_few_descriptors() {
-    const DISKS: u32 = 250;
+    let refused = limits_refused(250, "", &[512, 400, 360, 320, 280, 200]);
+    assert!(!refused.contains(&512) && refused.contains(&200), "{refused:?}");
+}
+
+/// Files that an I/O thread opens at the first command of a guest are counted at the start.
+#[test]
+fn descriptors_of_queues_are_counted_at_the_start() {
+    let limits = [640, 220, 190, 170, 160, 150, 140];
+    let refused = limits_refused(60, "?aio=threads", &limits);
+    assert!(!refused.contains(&640) && refused.contains(&140), "{refused:?}");
+}
+
+/// Serves `disks` images with each of the limits of descriptors. The guest's commands succeed, or
+/// the server is refused at the start, as with the limits that are returned.
+fn limits_refused(disks: u32, options: &str, limits: &[u32]) -> Vec<u32> {
     let mut refused = Vec::new();
-    for limit in [512, 400, 360, 320, 280, 200] {
+    for &limit in limits {
         let directory = tempfile::tempdir().unwrap();
-        let names: Vec<_> = (1..=DISKS).map(|nsid| format!("{nsid}.img")).collect();
+        let names: Vec<_> = (1..=disks).map(|nsid| format!("{nsid}.img")).collect();
         names.iter().for_each(|name| drop(image(directory.path(), name, 1 << 20)));
+        let names = names.iter().map(|name| format!("{name}{options}"));
         let socket = directory.path().join("vm.sock");
         let mut command = Command::new("prlimit");
         command.arg(format!("--nofile={limit}:{limit}")).arg(program().get_program());
-        command.arg("serve").args(&names).args(["--socket", "vm.sock", "--sandbox", "on"]);
+        command.arg("serve").args(names).args(["--socket", "vm.sock", "--sandbox", "on"]);
         command.current_dir(&directory).env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
         let errors = directory.path().join("stderr");
         command.stderr(std::fs::File::create(&errors).unwrap());
@@ -234,12 +249,12 @@ fn many_disks_need_few_descriptors() {
             continue;
         }
         let mut guest = Client::attach(&socket);
-        (1..=DISKS).for_each(|nsid| guest.write(nsid, 0, nsid as u8));
-        (1..=DISKS).for_each(|nsid| assert_eq!(guest.read(nsid, 0), nsid as u8));
+        (1..=disks).for_each(|nsid| guest.write(nsid, 0, nsid as u8));
+        (1..=disks).for_each(|nsid| assert_eq!(guest.read(nsid, 0), nsid as u8));
         drop(guest);
         assert!(!errors().contains("forbids"), "{}", errors());
     }
-    assert!(!refused.contains(&512) && refused.contains(&200), "{refused:?}");
+    refused
 }
 
 /// Each disk type makes its own system calls.
