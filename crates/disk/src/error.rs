@@ -36,10 +36,7 @@ pub enum OpenError {
         source: shadowbell_memory::MapError,
     },
     /// The file does not exist.
-    #[error(
-        "{path}: there is no such file; correct the path, or make an image of zeroes with \
-         `truncate -s 10G {path}`"
-    )]
+    #[error("{path}: there is no such file; {}", missing_hint(path))]
     Missing {
         /// Path of the file.
         path: String,
@@ -178,4 +175,22 @@ pub enum OpenError {
         /// Error of the operating system.
         source: io::Error,
     },
+}
+/// Remedy for a path without a file. QEMU's `driver=raw,file.filename=PATH` and `PATH,format=raw`
+/// are answered with the form of a disk here.
+fn missing_hint(path: &str) -> String {
+    const KEYS: [&str; 7] = ["driver", "file", "filename", "file.filename", "format", "if", "id"];
+    let mut pairs = path.split(',').map(|part| part.split_once('=').ok_or(part));
+    let is_qemu =
+        |pair: &Result<(&str, &str), &str>| pair.is_ok_and(|(key, _)| KEYS.contains(&key));
+    if !pairs.any(|pair| is_qemu(&pair)) {
+        return format!(
+            "correct the path, or make an image of zeroes with `truncate -s 10G {path}`"
+        );
+    }
+    let mut pairs = path.split(',').map(|part| part.split_once('=').unwrap_or(("file", part)));
+    let file = pairs.find(|(key, _)| key.contains("file")).map_or("disk.img", |(_, file)| file);
+    format!(
+        "a disk is a path with options after a question mark, and its format is detected: `{file}`"
+    )
 }

@@ -26,7 +26,7 @@ impl FromStr for Address {
             return Ok(Self::Unix(path.into()));
         }
         let Some(address) = text.strip_prefix("tcp:") else {
-            return Err("it is neither `unix:PATH` nor `tcp:ADDRESS`".into());
+            return Err(format!("it is neither `unix:PATH` nor `tcp:ADDRESS`{}", hint(text)));
         };
         if address.is_empty() {
             return Ok(Self::Tcp((Ipv4Addr::LOCALHOST, PORT).into()));
@@ -50,6 +50,20 @@ impl FromStr for Address {
             Ok(None) => Err(format!("`{address}` has no address")),
             Err(error) => Err(format!("`{address}` is no address: {error}")),
         }
+    }
+}
+
+/// Suggestion for an address without a scheme: a port, `HOST:PORT` or a path.
+fn hint(text: &str) -> String {
+    let is_port = |text: &str| text.parse::<u16>().is_ok();
+    if is_port(text) {
+        format!("; for this port write `tcp:127.0.0.1:{text}`, or `tcp::{text}` for all addresses")
+    } else if text.rsplit_once(':').is_some_and(|(_, port)| is_port(port)) {
+        format!("; for TCP write `tcp:{text}`")
+    } else if !text.is_empty() && !text.contains(':') {
+        format!("; for a socket write `unix:{text}`")
+    } else {
+        String::new()
     }
 }
 
@@ -124,7 +138,10 @@ mod tests {
     #[test]
     fn nonsense_is_refused_with_the_reason() {
         for (text, words) in [
-            ("/run/disk.sock", "neither"),
+            ("/run/disk.sock", "write `unix:/run/disk.sock`"),
+            ("10809", "write `tcp:127.0.0.1:10809`, or `tcp::10809`"),
+            ("127.0.0.1:10809", "write `tcp:127.0.0.1:10809`"),
+            ("http://x", "neither"),
             ("unix:", "lacks a path"),
             ("tcp::http", "no port"),
             ("tcp:127.0.0.1:99999", "no address"),

@@ -137,6 +137,15 @@ fn invalid_socket_paths_are_refused() {
     serve("file", &["exists and is not a socket"]);
     assert_eq!(std::fs::read_to_string(at.join("file")).unwrap(), "precious");
     serve("file/vm.sock", &["is in no directory"]);
+    serve("unix:/no/vm.sock", &["write the path alone, `/no/vm.sock`"]);
+}
+
+#[test]
+fn disks_in_the_form_of_qemu_are_answered_with_a_path() {
+    let directory = tempfile::tempdir().unwrap();
+    for disk in ["a.img,format=raw", "driver=raw,file.filename=a.img", "file=a.img,if=virtio"] {
+        refused(directory.path(), &[disk, "--socket", "vm.sock"], &["format is detected: `a.img`"]);
+    }
 }
 
 #[test]

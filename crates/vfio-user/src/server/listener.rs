@@ -37,6 +37,14 @@ const MARK: u32 = 0o1000;
 /// Maximum time to wait for another process that creates a socket in the same directory.
 const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
 
+/// Remedy for a socket path in no directory. QEMU's form `unix:PATH` is answered with the path.
+fn no_directory_hint(path: &Path, directory: &Path) -> String {
+    match path.to_str().and_then(|text| text.strip_prefix("unix:")) {
+        Some(path) => format!("write the path alone, `{path}`"),
+        None => format!("create {} first, or choose another path", directory.display()),
+    }
+}
+
 /// Error in creating a listening socket.
 #[derive(Debug, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
@@ -54,8 +62,8 @@ pub enum BindError {
     },
     /// The directory of the path does not exist.
     #[error(
-        "socket path {} is in no directory: create {} first, or choose another path",
-        path.display(), directory.display()
+        "socket path {} is in no directory: {}",
+        path.display(), no_directory_hint(path, directory)
     )]
     NoDirectory {
         /// The path.
