@@ -19,6 +19,7 @@
 //! | [`qcow2`] | the author of an image | a qcow2 image as a disk |
 //! | [`vhost`] | a virtio-blk guest: chains, rings, memory | a queue of the vhost-user device |
 //! | [`nbd`] | an NBD client, and a server | the NBD server; the decoder of replies |
+//! | [`mod@doorbell`] | a host: doorbell values | their validation, against a model |
 //! | [`decode`] | a sender of structures | the decoders of the specification and of the protocol |
 //! | [`text`] | an author of a URI, a size or a configuration | the parsers of these texts |
 //!
@@ -29,6 +30,7 @@
 pub mod chaos;
 pub mod client;
 pub mod decode;
+pub mod doorbell;
 pub mod driver;
 pub mod file;
 pub mod nbd;

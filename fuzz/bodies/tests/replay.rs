@@ -75,5 +75,6 @@ targets! {
     vhost: 400 of 2000;
     nbd: 500 of 1000;
     decode: 3000 of 5000;
+    doorbell: 3000 of 1000;
     text: 3000 of 300;
 }

@@ -12,6 +12,7 @@
 mod defects;
 mod enabling;
 mod full;
+mod invalid;
 mod park;
 mod relocate;
 mod rig;
