@@ -162,7 +162,7 @@ mod tests {
     /// Reads all packets into the supervisor's copy of the items.
     fn receive_all(supervisor: &OwnedFd, items: &mut Checkpoint) {
         while let Ok(Some(packet)) = protocol::receive(supervisor, true) {
-            assert_eq!(packet.letter, to_supervisor::CHECKPOINT);
+            assert_eq!(packet.code, to_supervisor::CHECKPOINT);
             items.take(&packet.body, packet.fds).unwrap();
         }
     }

@@ -7,14 +7,14 @@ use shadowbell_memory::Segments;
 use std::time::{Duration, Instant};
 
 /// Time limit. Local disks are always faster; a remote disk may be unreachable forever.
-const MOST: Duration = Duration::from_secs(600);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Waits until all data written to `disk` is on stable storage.
 ///
 /// # Errors
 /// The disk reports an error, or does not answer for ten minutes.
 pub(super) fn flush(disk: &dyn Disk) -> anyhow::Result<()> {
-    flush_within(disk, MOST)
+    flush_within(disk, FLUSH_TIMEOUT)
 }
 
 fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {

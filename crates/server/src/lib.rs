@@ -418,7 +418,7 @@ fn wait<'a>(
                     );
                     return Ok(End::SupervisorDied);
                 };
-                match packet.letter {
+                match packet.code {
                     to_worker::END => return Ok(End::Requested),
                     to_worker::REPORT => report(server),
                     to_worker::READ => {

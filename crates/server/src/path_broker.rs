@@ -45,7 +45,7 @@ pub(super) fn begin(socket: OwnedFd) -> io::Result<()> {
             return;
         };
         match broker.socket.try_lock() {
-            Some(socket) => drop(ask(&socket, REMOVE, made)),
+            Some(socket) => drop(send_request(&socket, REMOVE, made)),
             // Another request may be slow, on a hung file system: guests do not wait for it.
             None => {
                 let body = made.as_bytes();
@@ -80,14 +80,14 @@ fn unexpected_answer() -> io::Error {
     io::Error::other("unexpected answer of the supervisor")
 }
 
-fn ask(socket: &OwnedFd, letter: u8, body: impl AsRef<OsStr>) -> Result<Packet, Refusal> {
-    let packet = protocol::send(socket, letter, body, None)
+fn send_request(socket: &OwnedFd, code: u8, body: impl AsRef<OsStr>) -> Result<Packet, Refusal> {
+    let packet = protocol::send(socket, code, body, None)
         .and_then(|()| protocol::receive(socket, false))
         .map_err(Refusal::System)?;
     let Some(packet) = packet else {
         return Err(Refusal::System(io::Error::other("the supervisor has ended")));
     };
-    Err(match packet.letter {
+    Err(match packet.code {
         DONE => return Ok(packet),
         NO_SOCKET => match serde_json::from_slice(&packet.body) {
             Ok(why) => Refusal::Socket(why),
@@ -121,7 +121,7 @@ pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
     };
     let wanted = serde_json::to_string(&(kind, bytes_of(path)));
     let wanted = wanted.map_err(|error| system(error.into()))?;
-    match ask(&broker.socket.lock(), LISTEN, wanted) {
+    match send_request(&broker.socket.lock(), LISTEN, wanted) {
         Ok(packet) => {
             let made: Result<Made, _> = serde_json::from_slice(&packet.body);
             let (Ok(made), Some(socket)) = (made, packet.fd()) else {
@@ -138,7 +138,7 @@ pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
 /// Removes the directory of a control socket, if it is empty.
 pub(super) fn remove_directory(path: &Path) {
     let _ = match BROKER.get() {
-        Some(broker) => ask(&broker.socket.lock(), REMOVE_DIRECTORY, path).map(drop),
+        Some(broker) => send_request(&broker.socket.lock(), REMOVE_DIRECTORY, path).map(drop),
         None => std::fs::remove_dir(path).map_err(Refusal::System),
     };
 }
@@ -154,8 +154,8 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
         let address = listener.local_addr()?;
         return Ok((listener, address));
     };
-    let packet =
-        ask(&broker.socket.lock(), TCP, address.to_string()).map_err(Refusal::into_error)?;
+    let packet = send_request(&broker.socket.lock(), TCP, address.to_string())
+        .map_err(Refusal::into_error)?;
     let address = packet.text().parse().map_err(|_| unexpected_answer())?;
     Ok((packet.fd().ok_or_else(unexpected_answer)?.into(), address))
 }
@@ -167,15 +167,15 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
 pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
     let Some(broker) = BROKER.get() else {
         if keep {
-            let mut kept = path.to_owned().into_os_string();
-            kept.push(".before");
+            let mut backup = path.to_owned().into_os_string();
+            backup.push(".before");
             // The file may not exist.
-            let _ = rustix::fs::renameat(rustix::fs::CWD, path, rustix::fs::CWD, kept);
+            let _ = rustix::fs::renameat(rustix::fs::CWD, path, rustix::fs::CWD, backup);
         }
         return TraceFile::create_file(path);
     };
     let keep = if keep { KEEP } else { "" };
-    let packet = ask(&broker.socket.lock(), TRACE, keep).map_err(Refusal::into_error)?;
+    let packet = send_request(&broker.socket.lock(), TRACE, keep).map_err(Refusal::into_error)?;
     Ok(packet.fd().ok_or_else(unexpected_answer)?.into())
 }
 
@@ -185,6 +185,6 @@ pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
 /// The descriptor limit is reached.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let Some(broker) = BROKER.get() else { return protocol::pair() };
-    let mut packet = ask(&broker.socket.lock(), PAIR, "").map_err(Refusal::into_error)?;
+    let mut packet = send_request(&broker.socket.lock(), PAIR, "").map_err(Refusal::into_error)?;
     packet.fds.pop().zip(packet.fds.pop()).ok_or_else(unexpected_answer)
 }

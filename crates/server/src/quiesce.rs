@@ -69,7 +69,7 @@ pub(super) fn quiesce(
     debug!("quiesced after {} us", began.elapsed().as_micros());
     info!("quiesced; another process recovers");
     // If the service ends or the supervisor dies instead, the checkpoint stays valid.
-    while link.receive().is_some_and(|packet| packet.letter != to_worker::END) {}
+    while link.receive().is_some_and(|packet| packet.code != to_worker::END) {}
     std::process::exit(i32::from(exit::FAILED));
 }
 

@@ -106,7 +106,7 @@ impl WorkerLink {
         let mut death = Some(CauseOfDeath::Killed);
         let mut by_fault = false;
         while let Some(packet) = protocol::receive(&self.0, false)? {
-            match packet.letter {
+            match packet.code {
                 to_worker::CHECKPOINT => {
                     let is_whole = items.take(&packet.body, packet.fds)?;
                     if is_whole {
@@ -133,21 +133,21 @@ impl WorkerLink {
     }
 
     /// Sends a message. An error is ignored: the main loop sees the supervisor's death.
-    pub(super) fn send(&self, letter: u8, body: &str) {
-        let _ = protocol::send(&self.0, letter, body, None);
+    pub(super) fn send(&self, code: u8, body: &str) {
+        let _ = protocol::send(&self.0, code, body, None);
     }
 
     /// Sends a message without blocking. It is lost if the socket is full.
-    pub(super) fn try_send(&self, letter: u8, body: &str) {
-        let _ = protocol::send_bytes(&self.0, letter, body.as_bytes(), &[], true);
+    pub(super) fn try_send(&self, code: u8, body: &str) {
+        let _ = protocol::send_bytes(&self.0, code, body.as_bytes(), &[], true);
     }
 
     /// Sends a descriptor.
     ///
     /// # Errors
     /// The supervisor has died.
-    pub(super) fn send_fd(&self, letter: u8, fd: OwnedFd) -> io::Result<()> {
-        protocol::send(&self.0, letter, "", Some(fd.as_fd()))
+    pub(super) fn send_fd(&self, code: u8, fd: OwnedFd) -> io::Result<()> {
+        protocol::send(&self.0, code, "", Some(fd.as_fd()))
     }
 
     /// Reports the sockets, and that they are served. `what`: a short status.
@@ -214,8 +214,8 @@ mod tests {
             (&[to_worker::FAULT, to_worker::LAST_BY_FAULT], CauseOfDeath::Fault, true),
         ] {
             let (ours, theirs) = protocol::pair().unwrap();
-            for letter in letters {
-                protocol::send(&theirs, *letter, "", None).unwrap();
+            for code in letters {
+                protocol::send(&theirs, *code, "", None).unwrap();
             }
             let changes = [Change::Put { key: "fence", body: b"", fds: &[] }];
             let mut memory = Vec::new();

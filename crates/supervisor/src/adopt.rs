@@ -77,11 +77,11 @@ impl Supervisor {
         }
     }
 
-    /// Writes a snapshot after the message `letter` of a server process, if the message changed
+    /// Writes a snapshot after the message `code` of a server process, if the message changed
     /// state that only a snapshot stores.
-    pub(super) fn record_message(&mut self, letter: u8) {
+    pub(super) fn record_message(&mut self, code: u8) {
         let is_noted = matches!(
-            letter,
+            code,
             to_supervisor::SERVING
                 | to_supervisor::RECOVERED
                 | to_supervisor::RESUMES

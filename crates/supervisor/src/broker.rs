@@ -97,10 +97,10 @@ impl Broker {
             Kind::Paths => path_broker::answer(&packet),
         };
         deferred_close::close(packet.fds);
-        let Some((letter, body, fds)) = answer else { return true };
+        let Some((code, body, fds)) = answer else { return true };
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         // A process that waits for its answer has room for it in its socket.
-        let is_sent = protocol::send_bytes(&self.socket, letter, &body, &borrowed, true).is_ok();
+        let is_sent = protocol::send_bytes(&self.socket, code, &body, &borrowed, true).is_ok();
         deferred_close::close(fds);
         is_sent
     }

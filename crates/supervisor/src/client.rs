@@ -37,7 +37,7 @@ impl SupervisorClient {
     /// access of the descriptor. Returns false if the supervisor refuses.
     pub fn grant(&self, image: &Path, file: BorrowedFd<'_>) -> bool {
         let answer = ask(&self.0, question::GRANT, image, Some(file));
-        answer.is_ok_and(|packet| packet.letter == answer::YES)
+        answer.is_ok_and(|packet| packet.code == answer::YES)
     }
 
     /// Finds the supervisor of a server: by the process id of the supervisor or of the server
@@ -62,7 +62,7 @@ impl SupervisorClient {
     }
 
     fn find_as(server: &Path, owner: Option<u32>) -> anyhow::Result<Self> {
-        let (letter, what) = match pid_of(server) {
+        let (code, what) = match pid_of(server) {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
             None => (question::SERVES, canonical_path(server).into_os_string()),
         };
@@ -86,8 +86,8 @@ impl SupervisorClient {
                 }
                 match connect_to(&name, owner, ANSWERS) {
                     Ok(Some(supervisor)) => {
-                        let said = ask(&supervisor, letter, &what, None);
-                        if said.is_ok_and(|packet| packet.letter == answer::YES) {
+                        let said = ask(&supervisor, code, &what, None);
+                        if said.is_ok_and(|packet| packet.code == answer::YES) {
                             return Ok(Self(supervisor));
                         }
                         asked += 1;
@@ -99,7 +99,7 @@ impl SupervisorClient {
                     }
                 }
             }
-            if asked == 0 || (letter == question::SERVES && !server.exists()) {
+            if asked == 0 || (code == question::SERVES && !server.exists()) {
                 break;
             }
         }
@@ -152,7 +152,7 @@ impl SupervisorClient {
     pub fn outcome(&self) -> anyhow::Result<String> {
         set_socket_timeout(&self.0, Timeout::Recv, Some(UPGRADES))?;
         let packet = protocol::receive(&self.0, false).map_err(unresponsive)?.context(GONE)?;
-        match packet.letter {
+        match packet.code {
             answer::YES => Ok(packet.text()),
             _ => Err(anyhow!(packet.text())),
         }
@@ -236,11 +236,11 @@ fn unresponsive(error: io::Error) -> anyhow::Error {
 
 fn ask(
     supervisor: &OwnedFd,
-    letter: u8,
+    code: u8,
     what: impl AsRef<OsStr>,
     fd: Option<BorrowedFd<'_>>,
 ) -> anyhow::Result<Packet> {
-    protocol::send(supervisor, letter, what, fd).map_err(unresponsive)?;
+    protocol::send(supervisor, code, what, fd).map_err(unresponsive)?;
     protocol::receive(supervisor, false).map_err(unresponsive)?.context(GONE)
 }
 

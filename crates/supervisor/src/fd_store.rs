@@ -182,7 +182,7 @@ impl FdStore {
             while let Ok(Some(packet)) = protocol::peek(read) {
                 if reader.is_new(&packet) {
                     let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
-                    self.put(packet.letter, &packet.body, &fds)?;
+                    self.put(packet.code, &packet.body, &fds)?;
                     reader.take(packet);
                 }
                 protocol::drop_one(read);
@@ -271,8 +271,8 @@ impl FdStore {
         Ok(())
     }
 
-    fn put(&self, letter: u8, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        send_bytes(&self.write, letter, body, fds, true)
+    fn put(&self, code: u8, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        send_bytes(&self.write, code, body, fds, true)
     }
 
     /// Removes the content from the service manager, when the service ends.
@@ -366,7 +366,7 @@ mod tests {
     }
 
     fn change(text: &str) -> Packet {
-        Packet { letter: b'I', body: text.into(), fds: vec![pipe().unwrap().0.into()] }
+        Packet { code: b'I', body: text.into(), fds: vec![pipe().unwrap().0.into()] }
     }
 
     /// Snapshot value and changes that the last supervisor finds. Up to three supervisors before
@@ -381,7 +381,7 @@ mod tests {
             // A packet is moved, then the supervisor is killed before or after the removal.
             if let Some(packet) = moved.filter(|_| count < 3) {
                 let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
-                next.put(packet.letter, &packet.body, &fds).unwrap();
+                next.put(packet.code, &packet.body, &fds).unwrap();
                 if count % 2 == 0 {
                     let holds =
                         |pair: &&(u64, OwnedFd, OwnedFd)| protocol::peek_number(&pair.2).is_some();
@@ -444,8 +444,8 @@ mod tests {
         }
         for packet in &packets {
             let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
-            copy.put(packet.letter, &packet.body, &fds).unwrap();
-            fd_store.put(packet.letter, &packet.body, &fds).unwrap();
+            copy.put(packet.code, &packet.body, &fds).unwrap();
+            fd_store.put(packet.code, &packet.body, &fds).unwrap();
         }
         found(copy)
     }

@@ -283,9 +283,9 @@ impl Supervisor {
         self.leaving.push(worker);
     }
 
-    fn send_to_worker(&self, letter: u8) {
+    fn send_to_worker(&self, code: u8) {
         if let Some(worker) = &self.worker {
-            worker.send(letter, "", None);
+            worker.send(code, "", None);
         }
     }
 
@@ -340,8 +340,8 @@ impl Supervisor {
             else {
                 break;
             };
-            let letter = packet.letter;
-            match packet.letter {
+            let code = packet.code;
+            match packet.code {
                 to_supervisor::SOCKET if self.sockets.len() < MAX_SOCKETS => {
                     self.sockets.push(packet.path());
                 }
@@ -379,7 +379,7 @@ impl Supervisor {
                 }
                 _ => {}
             }
-            self.record_message(letter);
+            self.record_message(code);
         }
         let until = Instant::now() + TURN;
         for _ in 0..most {
@@ -388,8 +388,8 @@ impl Supervisor {
             else {
                 break;
             };
-            let letter = packet.letter;
-            match packet.letter {
+            let code = packet.code;
+            match packet.code {
                 to_supervisor::PREPARED => self.check_checkpoint(),
                 to_supervisor::CHECKED => self.checked(&packet.text()),
                 to_supervisor::FAILED => {
@@ -399,7 +399,7 @@ impl Supervisor {
                 }
                 _ => {}
             }
-            self.record_message(letter);
+            self.record_message(code);
         }
     }
 
@@ -463,7 +463,7 @@ impl Supervisor {
     }
 
     fn answer(&mut self, packet: protocol::Packet, client: OwnedFd) {
-        let is_yes = match packet.letter {
+        let is_yes = match packet.code {
             question::IS_YOURS => {
                 let ours = rustix::process::getpid().as_raw_pid().cast_unsigned();
                 let pid = packet.text().parse::<u32>().ok();
@@ -477,9 +477,9 @@ impl Supervisor {
                 opened.is_some_and(|opened| GRANTS.lock().grant(&path, opened.as_fd()).is_ok())
             }
             question::SERVES => self.sockets.contains(&packet.path()),
-            letter @ (question::UPGRADE | question::CHECK) => {
+            code @ (question::UPGRADE | question::CHECK) => {
                 let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
-                let is_check = letter == question::CHECK;
+                let is_check = code == question::CHECK;
                 if self.is_outside(&client) {
                     return self.begin_outside_upgrade(program, Some(client), is_check);
                 }
@@ -491,8 +491,8 @@ impl Supervisor {
             }
             _ => return,
         };
-        let letter = if is_yes { answer::YES } else { answer::NO };
-        if protocol::send(&client, letter, "", None).is_ok()
+        let code = if is_yes { answer::YES } else { answer::NO };
+        if protocol::send(&client, code, "", None).is_ok()
             && let Some(control) = &mut self.control
         {
             control.keep(client);

@@ -29,7 +29,7 @@ fn outcome(packet: &Packet) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let image = || packet.fds.first().map(AsFd::as_fd).ok_or(Errno::MFILE);
     let access = || requests::parse_access(&packet.body).ok_or(Errno::INVAL);
     let fd = |fd| (Vec::new(), vec![fd]);
-    match packet.letter {
+    match packet.code {
         requests::NAME => name(Path::new(OsStr::from_bytes(&packet.body))).map(fd),
         // The supervisor drops its copy at once; only the server process holds the open image.
         requests::OPEN => {
@@ -88,8 +88,8 @@ mod tests {
             Self(broker::start(Kind::Images).unwrap())
         }
 
-        fn ask(&self, letter: u8, body: impl AsRef<Path>, fd: Option<BorrowedFd<'_>>) -> Packet {
-            send(&self.0, letter, body.as_ref(), fd).unwrap();
+        fn ask(&self, code: u8, body: impl AsRef<Path>, fd: Option<BorrowedFd<'_>>) -> Packet {
+            send(&self.0, code, body.as_ref(), fd).unwrap();
             receive(&self.0, false).unwrap().unwrap()
         }
 
@@ -115,7 +115,7 @@ mod tests {
     }
 
     fn opened(packet: Packet) -> Result<OwnedFd, String> {
-        match packet.letter {
+        match packet.code {
             requests::OPENED => Ok(packet.fd().unwrap()),
             requests::ERRNO => Err(format!("errno {}", packet.text())),
             _ => Err(packet.text()),
@@ -161,20 +161,20 @@ mod tests {
         assert_eq!(process.first(&path("below")), Err(format!("errno {}", libc::EISDIR)));
         assert_eq!(process.first(&path("below/none")), Err(format!("errno {}", libc::ENOENT)));
         let other = o_path(&path("other"));
-        for (letter, body) in [(requests::OPEN, "w"), (requests::IDENTIFY, "r")] {
-            let answer = process.ask(letter, body, Some(other.as_fd()));
-            assert_eq!(answer.letter, requests::REFUSED, "{}", answer.text());
-            assert_eq!(process.ask(letter, "?", Some(other.as_fd())).letter, requests::ERRNO);
-            assert_eq!(process.ask(letter, body, None).letter, requests::ERRNO);
+        for (code, body) in [(requests::OPEN, "w"), (requests::IDENTIFY, "r")] {
+            let answer = process.ask(code, body, Some(other.as_fd()));
+            assert_eq!(answer.code, requests::REFUSED, "{}", answer.text());
+            assert_eq!(process.ask(code, "?", Some(other.as_fd())).code, requests::ERRNO);
+            assert_eq!(process.ask(code, body, None).code, requests::ERRNO);
         }
         let image = process.name(&path("by-id")).unwrap();
         // A regular file has no Identify data.
         let answer = process.ask(requests::IDENTIFY, "w", Some(image.as_fd()));
-        assert_eq!((answer.letter, answer.text()), (requests::ERRNO, libc::ENOTTY.to_string()));
+        assert_eq!((answer.code, answer.text()), (requests::ERRNO, libc::ENOTTY.to_string()));
         // No message adds a path.
-        for letter in (0..=u8::MAX).filter(|letter| !b"noi".contains(letter)) {
-            let answer = process.ask(letter, path("other"), Some(other.as_fd()));
-            assert_eq!(answer.letter, requests::ERRNO, "{letter}");
+        for code in (0..=u8::MAX).filter(|code| !b"noi".contains(code)) {
+            let answer = process.ask(code, path("other"), Some(other.as_fd()));
+            assert_eq!(answer.code, requests::ERRNO, "{code}");
         }
         refused("other");
         // An image is found again after a rename, also for another server process.

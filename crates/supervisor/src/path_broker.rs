@@ -67,7 +67,7 @@ pub(super) type Answer = Option<(u8, Vec<u8>, Vec<OwnedFd>)>;
 
 /// Answers a request.
 pub(super) fn answer(packet: &Packet) -> Answer {
-    let is_answered = packet.letter != REMOVE_UNANSWERED;
+    let is_answered = packet.code != REMOVE_UNANSWERED;
     let answer = match outcome(packet) {
         Ok((fds, body)) => (DONE, body, fds),
         Err(Failure::Socket(why)) => (NO_SOCKET, json(&why), Vec::new()),
@@ -83,7 +83,7 @@ fn outcome(packet: &Packet) -> Outcome {
     // A clone: no lock is held while a file system may hang.
     let permissions = GRANTS.lock().facts.permissions.clone().ok_or(Errno::PERM)?;
     let path = || Path::new(OsStr::from_bytes(&packet.body));
-    match packet.letter {
+    match packet.code {
         LISTEN => {
             let (kind, path): (Kind, Bytes) = serde_json::from_slice(&packet.body)?;
             listen(&permissions, kind, &path_of(&path.0))
@@ -184,10 +184,10 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
 
 fn trace(path: &Path, keep: bool) -> io::Result<File> {
     if keep {
-        let mut kept = path.as_os_str().to_owned();
-        kept.push(".before");
+        let mut backup = path.as_os_str().to_owned();
+        backup.push(".before");
         // The file may not exist.
-        let _ = std::fs::rename(path, kept);
+        let _ = std::fs::rename(path, backup);
     }
     TraceFile::create_file(path)
 }
@@ -208,8 +208,8 @@ mod tests {
     struct Asks(OwnedFd);
 
     impl Asks {
-        fn ask(&self, letter: u8, body: impl AsRef<OsStr>) -> Packet {
-            protocol::send(&self.0, letter, body.as_ref(), None).unwrap();
+        fn ask(&self, code: u8, body: impl AsRef<OsStr>) -> Packet {
+            protocol::send(&self.0, code, body.as_ref(), None).unwrap();
             protocol::receive(&self.0, false).unwrap().unwrap()
         }
 
@@ -248,18 +248,18 @@ mod tests {
         let others = ["elsewhere/a", "sockets/link/a", "sockets/../elsewhere/a", "run/empty/a"];
         for refused in others.into_iter().chain(["sockets/below/a"]) {
             let answer = process.listen(Kind::Private, &at(refused));
-            assert_eq!(answer.letter, REFUSED, "{refused}: {}", answer.text());
+            assert_eq!(answer.code, REFUSED, "{refused}: {}", answer.text());
         }
-        assert_eq!(process.listen(Kind::Plain, &at("allowed/below/a")).letter, DONE);
+        assert_eq!(process.listen(Kind::Plain, &at("allowed/below/a")).code, DONE);
         let answer = process.listen(Kind::Plain, &at("sockets/file"));
-        assert_eq!(answer.letter, NO_SOCKET, "{}", answer.text());
+        assert_eq!(answer.code, NO_SOCKET, "{}", answer.text());
         let answer = process.listen(Kind::Controller, &path);
         let made: Made = serde_json::from_slice(&answer.body).unwrap();
-        assert_eq!((answer.letter, path_of(&made.path.0)), (DONE, path.clone()));
+        assert_eq!((answer.code, path_of(&made.path.0)), (DONE, path.clone()));
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         assert_eq!(mode(&path), 0o640);
         drop(UnixStream::connect(&path).unwrap());
-        assert_eq!(process.listen(Kind::Private, &at("run/vm/control.sock")).letter, DONE);
+        assert_eq!(process.listen(Kind::Private, &at("run/vm/control.sock")).code, DONE);
         assert_eq!((mode(&at("run/vm")), mode(&at("run/vm/control.sock"))), (0o700, 0o600));
         // Files, and sockets of other programs, are not removed.
         let of = |name: &str| {
@@ -277,8 +277,8 @@ mod tests {
         drop(UnixListener::bind(at("sockets/configured")).unwrap());
         let before = of("sockets/b");
         let answer = process.listen(Kind::Plain, &at("sockets/b"));
-        assert_eq!((answer.letter, of("sockets/b")), (NO_SOCKET, before), "{}", answer.text());
-        assert_eq!(process.listen(Kind::Plain, &at("sockets/configured")).letter, DONE);
+        assert_eq!((answer.code, of("sockets/b")), (NO_SOCKET, before), "{}", answer.text());
+        assert_eq!(process.listen(Kind::Plain, &at("sockets/configured")).code, DONE);
         // A socket that took the place of one that this supervisor has created.
         let created = of("sockets/a");
         std::fs::rename(&path, at("sockets/c")).unwrap();
@@ -292,21 +292,21 @@ mod tests {
         std::fs::rename(at("sockets/c"), &path).unwrap();
         process.ask(REMOVE, text(&made));
         let answer = process.listen(Kind::Plain, &path);
-        assert_eq!(answer.letter, DONE, "{}", answer.text());
+        assert_eq!(answer.code, DONE, "{}", answer.text());
         let again: Made = serde_json::from_slice(&answer.body).unwrap();
         process.ask(REMOVE, text(&again));
         assert!(!path.exists());
         let others = ["elsewhere/empty", "run", "run/empty", "run/../elsewhere/empty"];
         for name in others {
-            assert_eq!(process.ask(REMOVE_DIRECTORY, at(name)).letter, ERRNO, "{name}");
+            assert_eq!(process.ask(REMOVE_DIRECTORY, at(name)).code, ERRNO, "{name}");
             assert!(at(name).exists());
         }
         process.ask(REMOVE, text(&of("run/vm/control.sock")));
-        assert_eq!(process.ask(REMOVE_DIRECTORY, at("run/vm")).letter, DONE);
+        assert_eq!(process.ask(REMOVE_DIRECTORY, at("run/vm")).code, DONE);
         assert!(!at("run/vm").exists());
-        assert_eq!(process.ask(TRACE, "").letter, ERRNO);
-        assert_eq!(process.ask(TCP, "127.0.0.1:0").letter, ERRNO);
-        assert_eq!(process.ask(b'?', "").letter, ERRNO);
-        assert_eq!(process.ask(b'p', "{}").letter, ERRNO, "nothing registers permissions");
+        assert_eq!(process.ask(TRACE, "").code, ERRNO);
+        assert_eq!(process.ask(TCP, "127.0.0.1:0").code, ERRNO);
+        assert_eq!(process.ask(b'?', "").code, ERRNO);
+        assert_eq!(process.ask(b'p', "{}").code, ERRNO, "nothing registers permissions");
     }
 }

@@ -1,5 +1,5 @@
 //! Protocol between supervisor, server processes and clients of the supervisor: packets over Unix
-//! sockets, each with a type letter, a body, and for some types descriptors.
+//! sockets, each with a type code (a letter), a body, and for some types descriptors.
 
 use rustix::io::Errno;
 use rustix::net::sockopt::set_socket_send_buffer_size;
@@ -25,7 +25,7 @@ pub const START: &str = "start";
 /// Value of [`AS_WORKER`] for a process that recovers after another one's death, planned or not.
 pub const RECOVER: &str = "recover";
 
-/// Maximum packet size: a letter and a path, a sentence, or checkpoint data.
+/// Maximum packet size: a code and a path, a sentence, or checkpoint data.
 pub const MAX_PACKET: usize = 16384;
 /// Bytes that the fd store adds in front of a forwarded packet's body.
 const ROOM_AROUND: usize = 64;
@@ -36,7 +36,7 @@ pub const MAX_FDS: usize = 253;
 #[derive(Debug)]
 pub struct Packet {
     /// Type of the message.
-    pub letter: u8,
+    pub code: u8,
     /// Content of the message.
     pub body: Vec<u8>,
     /// Descriptors of the message.
@@ -154,12 +154,12 @@ pub mod open_broker {
 
     /// Encodes an access.
     pub fn access(access: Access) -> &'static str {
-        ACCESS.iter().find(|(other, _)| *other == access).map_or("", |(_, letter)| letter)
+        ACCESS.iter().find(|(other, _)| *other == access).map_or("", |(_, code)| code)
     }
 
     /// Decodes an access.
     pub fn parse_access(body: &[u8]) -> Option<Access> {
-        let known = ACCESS.iter().find(|(_, letter)| letter.as_bytes() == body);
+        let known = ACCESS.iter().find(|(_, code)| code.as_bytes() == body);
         known.map(|(access, _)| *access)
     }
 }
@@ -212,13 +212,13 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 /// Sends a packet with text. Text beyond [`MAX_PACKET`] is cut.
 pub fn send(
     socket: impl AsFd,
-    letter: u8,
+    code: u8,
     body: impl AsRef<OsStr>,
     fd: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
     let body = body.as_ref().as_bytes();
     let body = body.get(..MAX_PACKET - 1).unwrap_or(body);
-    send_bytes(socket, letter, body, fd.as_slice(), false)
+    send_bytes(socket, code, body, fd.as_slice(), false)
 }
 
 /// Sends a packet with bytes and up to [`MAX_FDS`] descriptors. Blocks unless `now`.
@@ -227,13 +227,13 @@ pub fn send(
 /// [`io::ErrorKind::WouldBlock`] if the socket buffer is full; or another error of `sendmsg`.
 pub fn send_bytes(
     socket: impl AsFd,
-    letter: u8,
+    code: u8,
     body: &[u8],
     fds: &[BorrowedFd<'_>],
     now: bool,
 ) -> io::Result<()> {
-    let letter = [letter];
-    let bytes = [IoSlice::new(&letter), IoSlice::new(body)];
+    let code = [code];
+    let bytes = [IoSlice::new(&code), IoSlice::new(body)];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
@@ -312,11 +312,11 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
         }
     }
     bytes.truncate(received.bytes);
-    let Some(letter) = bytes.first().copied() else {
+    let Some(code) = bytes.first().copied() else {
         deferred_close::close(fds);
         return Ok(None);
     };
-    Ok(Some(Packet { letter, body: bytes.split_off(1), fds }))
+    Ok(Some(Packet { code, body: bytes.split_off(1), fds }))
 }
 
 /// Returns true if the peer runs as this process's user or as root.
@@ -337,11 +337,11 @@ mod tests {
         send(&ours, to_supervisor::UPGRADE, "now", Some(read.as_fd())).unwrap();
         send(&ours, to_supervisor::FAILED, "x".repeat(2 * MAX_PACKET), None).unwrap();
         let packet = receive(&theirs, false).unwrap().unwrap();
-        assert_eq!((packet.letter, &packet.text()[..]), (b'U', "now"));
+        assert_eq!((packet.code, &packet.text()[..]), (b'U', "now"));
         drop((read, write));
         assert_eq!(rustix::io::read(packet.fd().unwrap(), &mut [0; 1]), Ok(0), "it is the pipe");
         let packet = receive(&theirs, false).unwrap().unwrap();
-        assert_eq!((packet.letter, packet.body.len()), (b'X', MAX_PACKET - 1));
+        assert_eq!((packet.code, packet.body.len()), (b'X', MAX_PACKET - 1));
         assert!(packet.fds.is_empty());
         // Queued packets are received although the peer has closed its end with unread ones.
         send(&theirs, to_worker::END, "", None).unwrap();

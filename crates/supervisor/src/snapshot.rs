@@ -66,7 +66,7 @@ impl PartialSnapshot {
     pub(super) fn take(before: Option<Self>, packet: Packet) -> Option<Self> {
         let body = packet.body.get(8..)?;
         let mut fds = packet.fds;
-        match (packet.letter, before) {
+        match (packet.code, before) {
             (RECORD, _) => {
                 let count = u32::from_le_bytes(*body.first_chunk()?) as usize;
                 let memory = fds.pop()?;
@@ -82,7 +82,7 @@ impl PartialSnapshot {
 
     /// Returns true if the packet belongs to a snapshot.
     pub(super) fn is_of(packet: &Packet) -> bool {
-        matches!(packet.letter, RECORD | MORE)
+        matches!(packet.code, RECORD | MORE)
     }
 
     pub(super) fn is_complete(&self) -> bool {

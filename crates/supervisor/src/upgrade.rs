@@ -281,7 +281,7 @@ impl Supervisor {
         // The reason that the new process sent is more specific than its exit status.
         for _ in 0..QUEUED {
             let Some(packet) = upgrade.new.receive(self.fd_store.as_mut()) else { break };
-            if packet.letter == to_supervisor::FAILED {
+            if packet.code == to_supervisor::FAILED {
                 upgrade.new.why = Some(packet.text());
             }
         }

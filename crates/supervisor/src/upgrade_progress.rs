@@ -70,18 +70,18 @@ pub(super) fn add_warnings(warnings: &mut Vec<String>, lines: &str) {
 
 /// Answers a requested check: success if all clients can be recovered, otherwise the warnings.
 pub(super) fn send_check_result(asker: Option<OwnedFd>, warnings: &[String]) {
-    let (letter, text) = match warnings {
+    let (code, text) = match warnings {
         [] => (answer::YES, "the next process can recover all clients".to_owned()),
         warnings => (answer::NO, warnings.join("\n")),
     };
     if let Some(asker) = asker {
-        answer_to(asker, letter, &text);
+        answer_to(asker, code, &text);
     }
 }
 
 /// Sends an upgrade's result to its requester. A failure is logged as well.
 pub(super) fn send_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
-    let (letter, text) = match outcome {
+    let (code, text) = match outcome {
         Ok(text) => (answer::YES, text),
         Err(why) => {
             log_line(&format!("warning: no upgrade: {why}"));
@@ -89,14 +89,14 @@ pub(super) fn send_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) 
         }
     };
     if let Some(asker) = asker {
-        answer_to(asker, letter, text);
+        answer_to(asker, code, text);
     }
 }
 
 /// Answers a requester. One that does not read must not block the supervisor.
-pub(super) fn answer_to(asker: OwnedFd, letter: u8, text: &str) {
+pub(super) fn answer_to(asker: OwnedFd, code: u8, text: &str) {
     let body = text.as_bytes();
     let body = body.get(..protocol::MAX_PACKET - 1).unwrap_or(body);
-    let _ = protocol::send_bytes(&asker, letter, body, &[], true);
+    let _ = protocol::send_bytes(&asker, code, body, &[], true);
     deferred_close::close([asker]);
 }

@@ -195,7 +195,7 @@ impl Worker {
         let later = self.later.get_mut();
         while let (Some(link), Some(message)) = (&self.link, later.front()) {
             let fds: Vec<_> = message.fds.iter().map(AsFd::as_fd).collect();
-            match protocol::send_bytes(link, message.letter, &message.body, &fds, true) {
+            match protocol::send_bytes(link, message.code, &message.body, &fds, true) {
                 Ok(()) => drop(later.pop_front()),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(_) => later.clear(),
@@ -232,18 +232,18 @@ impl Worker {
 
     /// Sends a message, after the checkpoint that is being sent. Does nothing if the process is
     /// dead. A process that reads none is killed.
-    pub(super) fn send(&self, letter: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
+    pub(super) fn send(&self, code: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
         let Some(link) = &self.link else { return };
         let mut later = self.later.borrow_mut();
         if self.parts.is_empty() && later.is_empty() {
-            let sent = protocol::send_bytes(link, letter, body.as_bytes(), fd.as_slice(), true);
+            let sent = protocol::send_bytes(link, code, body.as_bytes(), fd.as_slice(), true);
             if sent.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
                 self.process.signal(Signal::KILL);
             }
             return;
         }
         let fd = fd.and_then(|fd| fd.try_clone_to_owned().ok());
-        later.push_back(Packet { letter, body: body.into(), fds: fd.into_iter().collect() });
+        later.push_back(Packet { code, body: body.into(), fds: fd.into_iter().collect() });
         if later.len() > MAX_LATER {
             self.process.signal(Signal::KILL);
         }
@@ -279,11 +279,11 @@ impl Worker {
                 }
             };
             self.is_seen = fd_store.is_some();
-            match packet.letter {
+            match packet.code {
                 to_supervisor::CHECKPOINT => self.has_changed = true,
-                letter => {
+                code => {
                     // One descriptor of one message is used.
-                    let used = usize::from(letter == to_supervisor::UPGRADE);
+                    let used = usize::from(code == to_supervisor::UPGRADE);
                     let unused = packet.fds.drain(used.min(packet.fds.len())..);
                     deferred_close::close(unused);
                     return Some(packet);
@@ -303,7 +303,7 @@ impl Worker {
                         // The packet is read again after the snapshot.
                         self.is_seen = false;
                         deferred_close::close(packet.fds);
-                        return Some(Packet { letter: 0, body: Vec::new(), fds: Vec::new() });
+                        return Some(Packet { code: 0, body: Vec::new(), fds: Vec::new() });
                     }
                 }
                 // A change of several packets is not stored: the next snapshot contains it.
@@ -322,7 +322,7 @@ impl Worker {
             }
         }
         // There may be more.
-        Some(Packet { letter: 0, body: Vec::new(), fds: Vec::new() })
+        Some(Packet { code: 0, body: Vec::new(), fds: Vec::new() })
     }
 
     /// Applies a packet of a checkpoint change.
@@ -459,10 +459,10 @@ mod tests {
         loop {
             worker.forward();
             let packet = protocol::receive(&theirs, true).unwrap().unwrap();
-            if packet.letter == to_worker::END {
+            if packet.code == to_worker::END {
                 break;
             }
-            assert_eq!(packet.letter, to_worker::CHECKPOINT);
+            assert_eq!(packet.code, to_worker::CHECKPOINT);
         }
         assert!(!worker.has_unsent() && worker.ended().is_none());
         worker.kill();
@@ -491,18 +491,18 @@ mod tests {
                 // No packet was read.
                 0 => {}
                 // A snapshot records the begin of the change.
-                1 => assert_eq!(before.receive(Some(&mut fd_store)).unwrap().letter, 0),
+                1 => assert_eq!(before.receive(Some(&mut fd_store)).unwrap().code, 0),
                 // Some packets were removed from the socket.
                 2 => {
-                    assert_eq!(before.receive(Some(&mut fd_store)).unwrap().letter, 0);
+                    assert_eq!(before.receive(Some(&mut fd_store)).unwrap().code, 0);
                     protocol::drop_one(&ours);
                 }
                 // A snapshot contains the change, and its last packet is still in the socket.
                 _ => {
-                    assert_eq!(before.receive(Some(&mut fd_store)).unwrap().letter, 0);
+                    assert_eq!(before.receive(Some(&mut fd_store)).unwrap().code, 0);
                     record(&mut fd_store);
                     let last = before.receive(Some(&mut fd_store)).unwrap();
-                    assert!(last.letter == to_supervisor::CHECKPOINT && fd_store.needs_snapshot());
+                    assert!(last.code == to_supervisor::CHECKPOINT && fd_store.needs_snapshot());
                     assert!(before.items.contains("port/0") && !before.in_parts);
                 }
             }

@@ -216,13 +216,13 @@ fn refuses_another_user(supervisor: u32) {
 fn stranger(supervisor: &std::ffi::OsStr) -> ExitCode {
     let pid = supervisor.to_str().and_then(|pid| pid.parse().ok()).expect("a number");
     let address = SocketAddrUnix::new_abstract_name(protocol::name(pid, 0).as_bytes());
-    for letter in [question::IS_YOURS, question::SERVES, question::GRANT, question::UPGRADE] {
+    for code in [question::IS_YOURS, question::SERVES, question::GRANT, question::UPGRADE] {
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None);
         let socket = socket.expect("a socket");
         connect(&socket, address.as_ref().expect("an address")).expect("a supervisor");
         let body = supervisor.as_encoded_bytes();
         // The supervisor may have closed the connection already.
-        let _ = send_bytes(&socket, letter, body, &[], false);
+        let _ = send_bytes(&socket, code, body, &[], false);
         let answer = protocol::receive(&socket, false);
         if matches!(answer, Ok(Some(_))) {
             return ExitCode::FAILURE;
@@ -244,12 +244,12 @@ fn tell(line: &str) {
 fn hostile(is_first: bool) {
     let link = io::stdin().as_fd().try_clone_to_owned().expect("the link");
     let first = protocol::receive(&link, false).expect("a message").expect("a message");
-    assert_eq!((first.letter, first.fds.len()), (to_worker::BEGIN, 2));
+    assert_eq!((first.code, first.fds.len()), (to_worker::BEGIN, 2));
     let brokers: [OwnedFd; 2] = first.fds.try_into().expect("two sockets");
     let ear = link.try_clone().expect("a copy");
     let listener = std::thread::spawn(move || {
         while let Ok(Some(packet)) = protocol::receive(&ear, false) {
-            if packet.letter == to_worker::END {
+            if packet.code == to_worker::END {
                 END.store(true, Ordering::Release);
                 tell("end");
                 return;
@@ -292,7 +292,7 @@ fn hostile(is_first: bool) {
             }
             set_socket_timeout(&ours, Timeout::Recv, Some(LIMIT)).expect("a socket");
             let answer = protocol::receive(&ours, false).expect("an answer").expect("an answer");
-            assert_eq!(answer.letter, answer::NO, "{}", answer.text());
+            assert_eq!(answer.code, answer::NO, "{}", answer.text());
             repeat(count, |number| give(&link, b'?', &number.to_le_bytes(), &[]));
         }
         "many keys" => repeat(count.max(MANY_KEYS), |number| {
@@ -329,12 +329,12 @@ fn hostile(is_first: bool) {
             repeat(count, |_| give(&link, to_supervisor::UPGRADE, b"", &fds));
         }
         name => {
-            let letter = MESSAGES.iter().find(|(other, _)| *other == name).expect("an attack").1;
+            let code = MESSAGES.iter().find(|(other, _)| *other == name).expect("an attack").1;
             let kinds = descriptors();
             let body = directory().join("secret").into_os_string().into_encoded_bytes();
             repeat(count, |number| {
                 let fds = [kinds[number / 16 % kinds.len()].as_fd()];
-                give(&link, letter, &body, if number % 16 == 0 { &fds } else { &[] });
+                give(&link, code, &body, if number % 16 == 0 { &fds } else { &[] });
             });
         }
     }
@@ -348,9 +348,9 @@ fn repeat(count: usize, mut step: impl FnMut(usize)) {
     (count..).take_while(|_| !END.load(Ordering::Acquire)).for_each(step);
 }
 
-fn give(socket: &OwnedFd, letter: u8, body: &[u8], fds: &[BorrowedFd<'_>]) {
+fn give(socket: &OwnedFd, code: u8, body: &[u8], fds: &[BorrowedFd<'_>]) {
     // The supervisor closes the socket at the end.
-    let _ = send_bytes(socket, letter, body, fds, false);
+    let _ = send_bytes(socket, code, body, fds, false);
 }
 
 /// A descriptor of each kind.
@@ -430,16 +430,16 @@ fn ask_for_images(broker: &OwnedFd, number: usize) {
         (images::IDENTIFY, b"r".into(), Some(named.as_fd())),
         (number as u8, at("secret"), Some(named.as_fd())),
     ];
-    let (letter, body, fd) = &requests[number % requests.len()];
+    let (code, body, fd) = &requests[number % requests.len()];
     if number as u8 == images::NAME && number % requests.len() == 7 {
         return;
     }
-    give(broker, *letter, body, fd.as_slice());
+    give(broker, *code, body, fd.as_slice());
     let Ok(Some(answer)) = protocol::receive(broker, false) else { return };
     for fd in answer.fds {
         let mut text = String::new();
         let read = File::from(fd).read_to_string(&mut text);
-        tell(&format!("breach: {letter} {body:?} was opened: {read:?} {text}"));
+        tell(&format!("breach: {code} {body:?} was opened: {read:?} {text}"));
     }
 }
 
@@ -453,7 +453,7 @@ fn ask_for_paths(broker: &OwnedFd, number: usize) {
     let made = serde_json::to_vec(&made).expect("a text");
     let listen = |kind: Kind| serde_json::to_vec(&(kind, bytes_of(&path))).expect("a text");
     let empty = root.join("empty");
-    let (letter, body) = match number / names.len() % 9 {
+    let (code, body) = match number / names.len() % 9 {
         0 => (paths::LISTEN, listen(Kind::Controller)),
         1 => (paths::LISTEN, listen(Kind::Private)),
         2 => (paths::LISTEN, listen(Kind::Plain)),
@@ -464,9 +464,9 @@ fn ask_for_paths(broker: &OwnedFd, number: usize) {
         7 => (paths::PAIR, Vec::new()),
         _ => (b'p', b"{\"directories\":[[47]]}".into()),
     };
-    give(broker, letter, &body, &[]);
+    give(broker, code, &body, &[]);
     let Ok(Some(answer)) = protocol::receive(broker, false) else { return };
-    if !answer.fds.is_empty() && letter != paths::PAIR {
-        tell(&format!("breach: {letter} {} was granted", path.display()));
+    if !answer.fds.is_empty() && code != paths::PAIR {
+        tell(&format!("breach: {code} {} was granted", path.display()));
     }
 }

@@ -117,29 +117,32 @@ fn decode(part: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn ask(via: Via, method: Method, path: &str) -> Result<(Handler, Parameters), Refused> {
+    fn request_of(via: Via, method: Method, path: &str) -> Result<(Handler, Parameters), Refused> {
         route(via, &method, &path.parse().unwrap())
     }
 
     #[test]
     fn requests_are_routed_by_method_and_path() {
         let path = "/v1/controllers/%2Frun%2Fvm%200.sock/namespaces/7x";
-        let (_, parameters) = ask(Via::Socket, Method::PUT, path).unwrap();
+        let (_, parameters) = request_of(Via::Socket, Method::PUT, path).unwrap();
         assert_eq!(parameters.text("id"), "/run/vm 0.sock");
         assert_eq!(parameters.number::<u32>("nsid").unwrap_err().status(), 404);
-        assert!(ask(Via::Tcp, Method::GET, "/metrics?x=1").is_ok());
-        assert!(ask(Via::Socket, Method::GET, "/v1/openapi.json").is_ok());
-        let refused = ask(Via::Socket, Method::DELETE, "/v1/log-level").unwrap_err();
+        assert!(request_of(Via::Tcp, Method::GET, "/metrics?x=1").is_ok());
+        assert!(request_of(Via::Socket, Method::GET, "/v1/openapi.json").is_ok());
+        let refused = request_of(Via::Socket, Method::DELETE, "/v1/log-level").unwrap_err();
         assert_eq!((refused.problem.status(), refused.allow), (405, Some("GET, PUT")));
         for path in ["/", "/v1", "/v1/status/x", "/v2/status", "/v1/controllers/%ff", "/v1/%2Fx"] {
-            let refused = ask(Via::Socket, Method::GET, path).unwrap_err();
+            let refused = request_of(Via::Socket, Method::GET, path).unwrap_err();
             assert_eq!(refused.problem.status(), 404, "{path}");
         }
         // TCP serves only the metrics.
         for path in ["/v1/status", "/v1/openapi.json", "/"] {
-            assert_eq!(ask(Via::Tcp, Method::GET, path).unwrap_err().problem.status(), 404);
+            assert_eq!(request_of(Via::Tcp, Method::GET, path).unwrap_err().problem.status(), 404);
         }
-        assert_eq!(ask(Via::Tcp, Method::POST, "/metrics").unwrap_err().problem.status(), 405);
+        assert_eq!(
+            request_of(Via::Tcp, Method::POST, "/metrics").unwrap_err().problem.status(),
+            405
+        );
     }
 
     #[test]

@@ -27,24 +27,24 @@ pub(super) fn begin(socket: OwnedFd) {
 }
 
 impl Opening {
-    fn ask(
+    fn send_request(
         &self,
-        letter: u8,
+        code: u8,
         body: impl AsRef<OsStr>,
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<OwnedFd> {
         // The kernel drops a descriptor beyond this process's limit.
-        parse_answer(self.request(letter, body, fd)?)?.fd().ok_or_else(|| Errno::MFILE.into())
+        parse_answer(self.request(code, body, fd)?)?.fd().ok_or_else(|| Errno::MFILE.into())
     }
 
     fn request(
         &self,
-        letter: u8,
+        code: u8,
         body: impl AsRef<OsStr>,
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<Packet> {
         let socket = self.0.lock();
-        protocol::send(&*socket, letter, body, fd)?;
+        protocol::send(&*socket, code, body, fd)?;
         let packet = protocol::receive(&*socket, false)?;
         packet.ok_or_else(|| io::Error::other("the supervisor has ended"))
     }
@@ -58,18 +58,19 @@ impl Opening {
         if path.as_os_str().as_bytes().len() >= protocol::MAX_PACKET {
             return Err(io::ErrorKind::InvalidFilename.into());
         }
-        self.ask(requests::NAME, path, None)
+        self.send_request(requests::NAME, path, None)
     }
 
     fn open(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<File> {
-        self.ask(requests::OPEN, requests::access(access), Some(named.as_fd())).map(File::from)
+        self.send_request(requests::OPEN, requests::access(access), Some(named.as_fd()))
+            .map(File::from)
     }
 }
 
 /// Converts a refusal to an error.
 fn parse_answer(packet: Packet) -> io::Result<Packet> {
     let unexpected_answer = || io::Error::other("unexpected answer of the supervisor");
-    match packet.letter {
+    match packet.code {
         requests::OPENED => Ok(packet),
         requests::ERRNO => Err(packet
             .text()
@@ -100,14 +101,14 @@ mod tests {
 
     #[test]
     fn answers_are_understood() {
-        let packet = |letter, body: &str| Packet { letter, body: body.into(), fds: Vec::new() };
-        let error = |letter, body| parse_answer(packet(letter, body)).unwrap_err();
+        let packet = |code, body: &str| Packet { code, body: body.into(), fds: Vec::new() };
+        let error = |code, body| parse_answer(packet(code, body)).unwrap_err();
         assert_eq!(error(requests::ERRNO, "30").raw_os_error(), Some(30));
         let refused = error(requests::REFUSED, "because");
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
         assert_eq!(refused.to_string(), "because");
-        for (letter, body) in [(requests::ERRNO, "x"), (b'?', "")] {
-            assert!(error(letter, body).to_string().contains("unexpected answer"));
+        for (code, body) in [(requests::ERRNO, "x"), (b'?', "")] {
+            assert!(error(code, body).to_string().contains("unexpected answer"));
         }
         for access in [Access::Read, Access::Write, Access::WriteExclusive] {
             assert_eq!(requests::parse_access(requests::access(access).as_bytes()), Some(access));
