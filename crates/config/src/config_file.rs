@@ -3,11 +3,15 @@
 //! A file is accepted or refused as a whole. All errors that can be found are reported together,
 //! each with its line number.
 
-use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
+use crate::controller_config::{
+    ControllerConfig, DiskConfig, OfferedDoorbells, check_max_transfer, check_model, check_serial,
+    nsids,
+};
 use crate::cpu_list;
 use crate::export_config::{ExportConfig, Mounted};
 use crate::limits::{self, DiskLimits, Group};
 use crate::pool::PoolSpec;
+use crate::server_config::duplicate_disk;
 use crate::server_config::{
     MAX_POLL_US, MAX_WORKERS, NamedDisk, Poll, ServerConfig, SocketConfig, TRACE_RECORDS,
     WorkerChoice, pool_options,
@@ -156,12 +160,37 @@ pub fn read_text(path: &Path) -> anyhow::Result<String> {
 
 /// Parses `text`, the content of the file `name`.
 pub fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
+    parse_with(text, name, &|_| Ok(()))
+}
+
+/// Validates the configuration file at `path` without opening disks and sockets. `check_disk`
+/// validates a disk specification.
+///
+/// # Errors
+/// All errors of the file, one per line, with line numbers.
+pub fn check(
+    path: &Path,
+    check_disk: &dyn Fn(&str) -> Result<(), String>,
+) -> anyhow::Result<ServerConfig> {
+    let (text, name) = (read_text(path)?, path.display().to_string());
+    let config = parse_with(&text, &name, check_disk).map_err(|why| bad_input(anyhow!(why)))?;
+    match duplicate_disk(&config.controllers) {
+        Some(why) => Err(bad_input(anyhow!("{name}: {why}"))),
+        None => Ok(config),
+    }
+}
+
+fn parse_with(
+    text: &str,
+    name: &str,
+    check_disk: &dyn Fn(&str) -> Result<(), String>,
+) -> Result<ServerConfig, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
         format!("{name}:{line}: {}", without_rust_terms(error.message()))
     })?;
-    let mut check =
-        Check { text, name, groups: HashSet::new(), disks: Vec::new(), errors: Vec::new() };
+    let (groups, disks, errors) = Default::default();
+    let mut check = Check { text, name, check_disk, groups, disks, errors };
     let config = check.file(file);
     if check.errors.is_empty() {
         return Ok(config);
@@ -180,6 +209,8 @@ fn line_of(text: &str, offset: usize) -> usize {
 struct Check<'a> {
     text: &'a str,
     name: &'a str,
+    /// Validates a disk specification.
+    check_disk: &'a dyn Fn(&str) -> Result<(), String>,
     /// Names of the limit groups.
     groups: HashSet<String>,
     /// Named disks.
@@ -406,8 +437,18 @@ impl Check<'_> {
         }
         let max_transfer = table.max_transfer.and_then(|value| {
             let size = shadowbell_disk::parse_size(value.get_ref());
+            let size = size.and_then(|size| check_max_transfer(size).map(|()| size));
             size.map_err(|why| self.refuse(&value, format!("`max-transfer`: {why}"))).ok()
         });
+        let texts = [
+            table.serial.as_ref().map(|text| (text, check_serial(text.get_ref()))),
+            table.model.as_ref().map(|text| (text, check_model(text.get_ref()))),
+        ];
+        for (text, outcome) in texts.into_iter().flatten() {
+            if let Err(why) = outcome {
+                self.refuse(text, why);
+            }
+        }
         ControllerConfig {
             disks,
             serial: table.serial.map(Spanned::into_inner),
@@ -440,8 +481,16 @@ impl Check<'_> {
         if let Some(NamedDisk { id, spec, .. }) = named {
             return DiskConfig { id: Some(id), share, ..DiskConfig::with(spec, uuid, nsid) };
         }
-        self.check_group(&entry, &disk);
+        self.check_disk(&entry, &disk);
         DiskConfig { share, ..DiskConfig::with(disk, uuid, nsid) }
+    }
+
+    /// Validates the specification of a disk.
+    fn check_disk<T>(&mut self, place: &Spanned<T>, spec: &str) {
+        if let Err(why) = (self.check_disk)(spec) {
+            self.refuse(place, why);
+        }
+        self.check_group(place, spec);
     }
 
     /// Refuses an unknown limit group. Otherwise a misspelt name would create a group without
@@ -468,7 +517,7 @@ impl Check<'_> {
         }
         match table.get_ref().spec() {
             Ok(spec) => {
-                self.check_group(table, &spec);
+                self.check_disk(table, &spec);
                 let origin = Some(format!("{}:{}", self.name, self.line(table)));
                 self.disks.push(NamedDisk { id, spec, origin });
             }

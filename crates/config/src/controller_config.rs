@@ -52,7 +52,7 @@ pub struct DiskConfig {
     pub id: Option<String>,
     /// Disk, in the syntax of `shadowbell_storage::disk_open::open`.
     pub disk: String,
-    /// UUID of the namespace. With `None`, a stable UUID is derived from the serial number and the
+    /// UUID of the namespace. With `None`, a stable UUID is derived from the
     /// name of the disk.
     pub uuid: Option<[u8; 16]>,
     /// NSID; `None` means the NSID of the previous disk plus one.
@@ -277,23 +277,50 @@ impl<'a> Uuids<'a> {
         Self { serial, taken: HashSet::new() }
     }
 
-    /// UUID of a disk: `given`, or a UUID that is derived from the serial number and the name of
-    /// the disk.
+    /// UUID of a disk: `given`, or a UUID that is derived from the name of the disk; for a disk in
+    /// memory, also from the serial number.
     fn of(&mut self, disk: &dyn Disk, given: Option<[u8; 16]>) -> [u8; 16] {
         let uuid = given.unwrap_or_else(|| {
             let name = identity(disk);
+            // Memory has no name of its own.
+            let is_memory = name.starts_with("mem:") || name.starts_with("null:");
+            let name = if is_memory { format!("{}/{name}", self.serial) } else { name };
             // Several disks in memory may have the same name. Their position then distinguishes
             // them.
             (0u32..)
                 .map(|n| match n {
-                    0 => uuid_from(&format!("{}/{name}", self.serial)),
-                    n => uuid_from(&format!("{}/{name}/{n}", self.serial)),
+                    0 => uuid_from(&name),
+                    n => uuid_from(&format!("{name}/{n}")),
                 })
                 .find(|uuid| !self.taken.contains(uuid))
                 .unwrap_or_default()
         });
         self.taken.insert(uuid);
         uuid
+    }
+}
+
+/// Validates the maximum transfer size of a controller.
+pub(crate) fn check_max_transfer(bytes: u64) -> Result<(), String> {
+    let outcome = mdts(bytes).ok_or(ConfigureError::MaxTransfer(bytes));
+    outcome.map(drop).map_err(|error| error.to_string())
+}
+
+/// Validates the serial number of a controller.
+pub(crate) fn check_serial(serial: &str) -> Result<(), String> {
+    check_text(&Config { serial: serial.to_owned(), ..Config::default() })
+}
+
+/// Validates the model number of a controller.
+pub(crate) fn check_model(model: &str) -> Result<(), String> {
+    check_text(&Config { model: model.to_owned(), ..Config::default() })
+}
+
+/// Reports an invalid text field of a configuration. Its namespaces are not complete yet.
+fn check_text(config: &Config) -> Result<(), String> {
+    match config.validate() {
+        Err(error @ ConfigError::Text { .. }) => Err(error.to_string()),
+        _ => Ok(()),
     }
 }
 
@@ -383,6 +410,23 @@ mod tests {
         let other = parse_uuid(&UUID.replace('9', "8"));
         assert_eq!(DiskConfig::with(format!("x?uuid={UUID}"), other, Some(3)).uuid, other);
         assert_eq!(DiskConfig::of("x?uuid=7").disk, "x?uuid=7");
+    }
+
+    /// Another socket or serial number does not make another disk of a file.
+    #[test]
+    fn the_uuid_belongs_to_the_disk() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("disk.img");
+        std::fs::write(&image, [0; 4096]).unwrap();
+        let uuids = |location: &str, serial: Option<&str>| {
+            let config = ControllerConfig::of(&[image.to_str().unwrap(), "mem:1MiB"]);
+            let config = ControllerConfig { serial: serial.map(str::to_owned), ..config };
+            let config = config.open(location).unwrap();
+            (config.namespaces[0].uuid, config.namespaces[1].uuid)
+        };
+        let (one, other) = (uuids("x", None), uuids("y", Some("OTHER")));
+        assert_eq!(one.0, other.0);
+        assert_ne!(one.1, other.1);
     }
 
     #[test]

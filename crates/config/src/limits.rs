@@ -1,7 +1,7 @@
 //! Rate limits in disk specifications, and limit groups that several disks share.
 //!
-//! Groups exist once per process. A group is created by the first disk that names it, and its
-//! limits can be changed while disks use it.
+//! Groups exist once per process. A group is created by the configuration, by a request, or by a disk
+//! of the command line that names it; its limits can be changed while disks use it.
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -39,6 +39,11 @@ pub fn group(name: &str) -> Arc<Limiter> {
     let mut groups = GROUPS.lock();
     let group = groups.entry(name.to_owned()).or_insert_with(|| Limiter::new(Limits::default()));
     Arc::clone(group)
+}
+
+/// Group with this name, if it exists.
+pub fn existing(name: &str) -> Option<Arc<Limiter>> {
+    GROUPS.lock().get(name).cloned()
 }
 
 /// All groups.

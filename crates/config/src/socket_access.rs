@@ -22,7 +22,9 @@ pub struct SocketAccess {
 pub fn parse_mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
         Ok(mode) if mode <= 0o777 => Ok(mode),
-        _ => Err(format!("`{text}` is no mode: it has three octal digits, as in 0660")),
+        _ => Err(format!(
+            "`{text}` is no mode: it has up to four octal digits, as in 0660, and at most 0777"
+        )),
     }
 }
 

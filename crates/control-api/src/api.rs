@@ -34,6 +34,9 @@ pub struct Status {
     /// Number of cancelled writes that the storage has not answered, of all disks.
     #[serde(default)]
     pub stalled_writes: u64,
+    /// Number of stalled disks.
+    #[serde(default)]
+    pub stalled: usize,
     /// Number of files that further controllers, disks and exports may open, beyond those that
     /// clients may still need; absent without a limit.
     #[serde(default)]
@@ -210,6 +213,8 @@ pub enum Code {
     MethodNotAllowed,
     /// Not possible in the current state of the server (409).
     Conflict,
+    /// Connected clients would lose something; the same request with `force` succeeds (409).
+    ClientAttached,
     /// Failed during execution (500).
     Failed,
     /// The server process is being replaced; repeat the request (503).
@@ -228,7 +233,7 @@ impl Problem {
             Code::BadRequest => 400,
             Code::NotFound => 404,
             Code::MethodNotAllowed => 405,
-            Code::Conflict => 409,
+            Code::Conflict | Code::ClientAttached => 409,
             Code::Failed => 500,
             Code::Unavailable => 503,
         }
@@ -279,7 +284,7 @@ pub struct ControllerSpec {
 pub struct DiskSpec {
     /// Disk, in the syntax of `serve`.
     pub disk: String,
-    /// UUID of the namespace. The default is derived from the serial number and the disk's name.
+    /// UUID of the namespace. The default is derived from the disk's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
     /// Namespace identifier, larger than that of the previous disk. The default is the next one.
@@ -295,7 +300,7 @@ pub struct NamespaceSpec {
     /// absolute), which then has the id `CONTROLLER/NSID`.
     #[schema(example = "data")]
     pub disk: String,
-    /// UUID of the namespace. The default is derived from the serial number and the disk's name.
+    /// UUID of the namespace. The default is derived from the disk's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
     /// Permit another writer of the disk, if that one permits it too.
@@ -325,6 +330,16 @@ pub struct Disk {
     /// them wait.
     #[serde(default)]
     pub stalled_writes: u64,
+    /// Number of requests of controllers that the storage has not answered, cancelled writes
+    /// included. It is up to one second old, and 0 without a supervisor.
+    #[serde(default)]
+    pub in_flight: u64,
+    /// Age of the oldest of these requests in milliseconds, right to a second.
+    #[serde(default)]
+    pub oldest_ms: u64,
+    /// True if the storage has not answered that request for the time `--stalled-after`.
+    #[serde(default)]
+    pub stalled: bool,
     /// `id` of each export of the disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exports: Vec<String>,
@@ -450,13 +465,16 @@ pub struct DiskChange {
     /// True to refuse writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_only: Option<bool>,
-    /// New rate limits. They replace all limits: a limit that is not given is removed.
+    /// New rate limits. A limit that is not given stays; `none` removes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitSpec>,
 }
 
+/// Text that removes a limit.
+const NONE: &str = "none";
+
 /// Rate limits, each `RATE` or `RATE:BURST`, in requests or bytes per second: `1000`, `1000:5000`,
-/// `100MiB:1GiB`.
+/// `100MiB:1GiB`. In a change of limits, `none` removes the limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LimitSpec {
@@ -478,7 +496,7 @@ pub struct LimitSpec {
     /// Bytes written per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write_bandwidth: Option<String>,
-    /// Limit group to share; not allowed in the limits of a group.
+    /// Limit group to share, which has to exist; not allowed in the limits of a group.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
 }
@@ -508,6 +526,46 @@ impl LimitSpec {
             }
         }
         Ok(limits)
+    }
+
+    /// Change that removes all limits.
+    pub fn none() -> Self {
+        let none = || Some(NONE.to_owned());
+        Self {
+            iops: none(),
+            read_iops: none(),
+            write_iops: none(),
+            bandwidth: none(),
+            read_bandwidth: none(),
+            write_bandwidth: none(),
+            group: none(),
+        }
+    }
+
+    /// Applies this change to the limits of a disk: limits that are not given stay, and `none`
+    /// removes one.
+    ///
+    /// # Errors
+    /// A sentence about the first invalid limit.
+    pub fn changed(&self, before: &DiskLimits) -> Result<DiskLimits, String> {
+        let mut after = Self::of(before);
+        let pairs = [
+            (&mut after.iops, &self.iops),
+            (&mut after.read_iops, &self.read_iops),
+            (&mut after.write_iops, &self.write_iops),
+            (&mut after.bandwidth, &self.bandwidth),
+            (&mut after.read_bandwidth, &self.read_bandwidth),
+            (&mut after.write_bandwidth, &self.write_bandwidth),
+            (&mut after.group, &self.group),
+        ];
+        for (now, wanted) in pairs {
+            match wanted.as_deref() {
+                None => {}
+                Some(NONE) => *now = None,
+                Some(text) => *now = Some(text.to_owned()),
+            }
+        }
+        after.parse()
     }
 
     /// Converts from the limits of a disk.
@@ -543,8 +601,10 @@ pub struct LimitGroup {
 pub enum Size {
     /// Current size of the file.
     Whole,
-    /// Size in bytes.
+    /// Size in bytes. A file is made larger if necessary.
     Bytes(u64),
+    /// Number of bytes to add to the current size.
+    Grow(u64),
 }
 
 /// Current configuration of a server.
@@ -566,7 +626,7 @@ pub struct Apply {
     /// Return the plan without applying it.
     #[serde(default)]
     pub dry_run: bool,
-    /// Apply even if controllers with clients are removed.
+    /// Apply even if connected clients lose controllers, namespaces or exports.
     #[serde(default)]
     pub force: bool,
 }
@@ -591,7 +651,8 @@ pub struct Plan {
     pub change: Vec<String>,
     /// Number of controllers without changes.
     pub unchanged: usize,
-    /// Controllers with a client that would lose the controller or one of its namespaces.
+    /// Controllers with a client that would lose the controller or one of its namespaces: the plan
+    /// needs `force`.
     pub busy: Vec<String>,
     /// Changes of controllers that exist before and after, and of limit groups.
     #[serde(default)]

@@ -57,6 +57,11 @@ fn has_no_response(error: &anyhow::Error) -> bool {
     })
 }
 
+/// Request path with the query that `--force` stands for.
+pub fn forced(path: &str, force: bool) -> String {
+    format!("{path}{}", if force { "?force=true" } else { "" })
+}
+
 /// Percent-encodes a segment of a path, such as the name of a controller.
 pub fn part(text: &str) -> String {
     utf8_percent_encode(text, SEGMENT).to_string()
@@ -204,6 +209,7 @@ impl Client {
             Code::BadRequest | Code::MethodNotAllowed => exit::bad_input(error),
             Code::NotFound => exit::not_found(error),
             Code::Conflict => exit::conflict(error),
+            Code::ClientAttached => exit::needs_force(error),
             Code::Failed | Code::Unavailable => error,
         })
     }

@@ -1,6 +1,6 @@
 //! Discovery of running servers by name, control socket, or socket of a controller.
 
-use super::api::Controller;
+use super::api::{Controller, Status};
 use super::client::Client;
 use anyhow::anyhow;
 use shadowbell_config::server_config::canonical_path;
@@ -9,8 +9,9 @@ use shadowbell_process::exit;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// Server that `wanted` names: by its name, its control socket, or the socket of one of its
-/// controllers. Without `wanted`, the only running server.
+/// Server that `wanted` names: by its name, its process ID or that of its supervisor, its control
+/// socket, or the socket of one of its controllers. Without `wanted`, the only running server. A
+/// name precedes a file of that name in the working directory.
 ///
 /// # Errors
 /// No server is found, or several are.
@@ -21,6 +22,12 @@ pub fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
         let Some(directory) = directory else { return Err(no_directory()) };
         let socket = socket_path::socket(&directory, wanted);
         if !socket.exists() {
+            if let Some(client) = with_process(&directory, wanted) {
+                return Ok(client);
+            }
+            if Path::new(wanted).exists() {
+                return Ok(at(Path::new(wanted)));
+            }
             let others = names(&running(&directory));
             return Err(exit::not_found(anyhow!(
                 "there is no server `{wanted}` in {}{others}",
@@ -29,8 +36,22 @@ pub fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
         }
         return Ok(Client::new(&socket));
     }
-    let path = Path::new(wanted);
-    Ok(owner(path).map_or_else(|| Client::new(path), |(client, _)| client))
+    Ok(at(Path::new(wanted)))
+}
+
+/// Server with the controller's socket, or the control socket, at this path.
+fn at(path: &Path) -> Client {
+    owner(path).map_or_else(|| Client::new(path), |(client, _)| client)
+}
+
+/// Server in this process, or with this supervisor.
+fn with_process(directory: &Path, pid: &str) -> Option<Client> {
+    let pid: u32 = pid.parse().ok()?;
+    let clients = running(directory).into_iter().map(|(_, socket)| Client::new(&socket));
+    clients.into_iter().find(|client| {
+        let status = client.get::<Status>("/v1/status").ok();
+        status.is_some_and(|status| status.pid == pid || status.supervisor_pid == Some(pid))
+    })
 }
 
 /// Server that serves `socket`, and its description of the controller there. Only servers with a

@@ -31,6 +31,9 @@ pub struct Row {
     /// True if all of these I/O threads have parked the controller: they do not poll its queues
     /// until a doorbell is written.
     pub parked: bool,
+    /// True if a disk of the controller is stalled.
+    #[serde(default)]
+    pub stalled: bool,
     /// Commands fetched.
     pub commands: u64,
     /// Bytes read.
@@ -119,6 +122,7 @@ impl Row {
             queues: stats.submission_queues.iter().filter(|queue| queue.qid != 0).count(),
             parked: !workers.is_empty() && stats.workers.iter().all(|sleep| sleep.parked),
             workers,
+            stalled: false,
             commands: sq.commands,
             bytes_read: stats.io.bytes_read,
             bytes_written: stats.io.bytes_written.saturating_add(stats.io.bytes_copied),

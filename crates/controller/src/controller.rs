@@ -12,6 +12,7 @@ use crate::context::Context;
 use crate::control::{Callback, Deferred, DoorbellEventfds, NamespaceError};
 use crate::control_plane::ControllerInner;
 use crate::event::Listener;
+use crate::journal::InFlightCommand;
 use crate::migration_state::MigrationState;
 use crate::namespace::{Guarantees, Namespaces};
 use crate::notice::{ControlHandle, ControlPlane};
@@ -728,6 +729,17 @@ impl Controller {
     /// The memory file could not be created.
     pub fn record_with(&self, recorder: Arc<dyn Recorder>) -> io::Result<()> {
         self.0.record_with(recorder)
+    }
+
+    /// I/O commands in flight at disks, from the journal. Empty without a
+    /// [recorder](Self::record_with). I/O threads do nothing for it.
+    ///
+    /// # Errors
+    /// The journal cannot be read.
+    pub fn in_flight(&self) -> io::Result<Vec<InFlightCommand>> {
+        let Some(journal) = self.0.context.shared.journal() else { return Ok(Vec::new()) };
+        let generation = self.0.control().generation();
+        journal.in_flight(generation)
     }
 
     /// Recovers the controller of a dead process from its [checkpoint](Self::record_with). All

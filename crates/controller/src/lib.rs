@@ -65,6 +65,7 @@ pub use control::{DoorbellEventfds, NamespaceError};
 pub use controller::{Announcement, BAR0_BYTES, Carrier, Controller, NewError};
 pub use event::Event;
 pub use exec::Quota;
+pub use journal::InFlightCommand;
 pub use migration_state::MigrationState;
 pub use pool::{
     NamespacePool, PoolAct, PoolCallback, PoolNamespace, PoolOrder, PoolOutcome, PoolPort,
@@ -77,6 +78,7 @@ pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use worker::{
     CLAIMABLE, DoorbellSource, MAX_WORKERS, PolledDoorbells, Polling, Pool, PoolOptions, Turns,
+    notify_activity, wait_for_activity,
 };
 
 #[cfg(doctest)]

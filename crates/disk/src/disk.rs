@@ -96,7 +96,8 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
     }
 
     /// Returns this disk with a capacity of `bytes`, or with the current size of its storage. The
-    /// new disk and this one share the storage and the lock; this disk is not changed. Default:
+    /// new disk and this one share the storage and the lock; this disk is not changed. A writable
+    /// file grows if it is smaller than `bytes`. Default:
     /// [`ResizeError::Impossible`].
     ///
     /// # Errors

@@ -184,13 +184,48 @@ fn missing_hint(path: &str) -> String {
     let is_qemu =
         |pair: &Result<(&str, &str), &str>| pair.is_ok_and(|(key, _)| KEYS.contains(&key));
     if !pairs.any(|pair| is_qemu(&pair)) {
-        return format!(
-            "correct the path, or make an image of zeroes with `truncate -s 10G {path}`"
-        );
+        return missing_file_hint(path);
     }
     let mut pairs = path.split(',').map(|part| part.split_once('=').unwrap_or(("file", part)));
     let file = pairs.find(|(key, _)| key.contains("file")).map_or("disk.img", |(_, file)| file);
     format!(
         "a disk is a path with options after a question mark, and its format is detected: `{file}`"
     )
+}
+
+/// Remedy for a path without a file, for a path in the form of the program.
+fn missing_file_hint(path: &str) -> String {
+    if path.starts_with("/dev/") {
+        return "`lsblk` lists block devices".to_owned();
+    }
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+:@%".contains(c);
+    let word = match path.chars().all(is_plain) {
+        true => path.to_owned(),
+        false => format!("'{}'", path.replace('\'', "'\\''")),
+    };
+    if path.ends_with(".qcow2") {
+        return format!(
+            "correct the path, or make an image with `qemu-img create -f qcow2 {word} 10G`"
+        );
+    }
+    format!("correct the path, or make an image of zeroes with `truncate -s 10G {word}`")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_file_comes_with_the_command_for_its_path() {
+        let text = |path: &str| OpenError::Missing { path: path.to_owned() }.to_string();
+        for (path, words) in [
+            ("a.img", "`truncate -s 10G a.img`"),
+            ("sp ace.img", "`truncate -s 10G 'sp ace.img'`"),
+            ("x.qcow2", "`qemu-img create -f qcow2 x.qcow2 10G`"),
+            ("/dev/nvme9n1", "`lsblk`"),
+        ] {
+            assert!(text(path).contains(words), "{}", text(path));
+        }
+        assert!(!text("/dev/nvme9n1").contains("truncate"));
+    }
 }

@@ -39,8 +39,8 @@ pub enum ResizeError {
     },
     /// The storage is smaller than the requested size.
     #[error(
-        "{disk}: its file has {there} bytes, fewer than the requested {wanted}; make it \
-             larger first"
+        "{disk}: its storage has {there} bytes, fewer than the requested {wanted}; make it larger \
+         first, such as a logical volume by `lvextend`"
     )]
     Short {
         /// Name of the disk.

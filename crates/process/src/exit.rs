@@ -6,62 +6,137 @@ use std::fmt;
 use std::io;
 use std::process::ExitCode;
 
-/// Success.
-pub const SUCCESS: u8 = 0;
-/// Failure during execution.
-pub const FAILED: u8 = 1;
-/// Unusable input: the command line, a configuration file, or a disk or path that they name. The
-/// parser of the command line exits with the same status.
-pub const BAD_INPUT: u8 = 2;
-/// `ctl`: no such server, controller or namespace.
-pub const NOT_FOUND: u8 = 3;
-/// `ctl`: not possible in the current state of the server.
-pub const CONFLICT: u8 = 4;
+/// Exit status of the program: the one table of all verbs. docs/reference/exit-status.md has it, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum ExitStatus {
+    /// Success.
+    Success = 0,
+    /// Failure during execution.
+    Failed = 1,
+    /// Unusable input. The parser of the command line exits with the same status, and the units
+    /// do not restart a service that ends with it.
+    BadInput = 2,
+    /// The named object does not exist.
+    NotFound = 3,
+    /// Not possible in the current state of the server.
+    Conflict = 4,
+    /// The storage had not answered all requests when the service ended.
+    Unanswered = 5,
+}
 
-/// `serve`: the storage had not answered all requests when the service ended.
-pub const UNANSWERED: u8 = 5;
+impl ExitStatus {
+    /// All exit statuses.
+    pub const ALL: [Self; 6] = [
+        Self::Success,
+        Self::Failed,
+        Self::BadInput,
+        Self::NotFound,
+        Self::Conflict,
+        Self::Unanswered,
+    ];
 
-/// Help text about exit statuses.
-pub const HELP: &str = "\
-Exit status:
-  0  success
-  1  failure during execution
-  2  unusable input: the command line, a configuration file, or a disk or a path that they name
-  3  ctl: no such server, controller or namespace
-  4  ctl: not possible in the current state of the server
-  5  serve: the storage had not answered all requests when the service ended
-After an internal error, the program ends with SIGABRT (134 in a shell), so that it can be restarted";
+    /// Meaning for users.
+    #[must_use]
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Self::Success => "success; `serve`: ended by a signal",
+            Self::Failed => {
+                "failure during execution; `serve`: the service has failed, or a disk may have lost \
+                 data"
+            }
+            Self::BadInput => {
+                "unusable input: the command line, a configuration file, or a disk or a path that \
+                 they name"
+            }
+            Self::NotFound => "no such server, controller, disk or export",
+            Self::Conflict => {
+                "not possible in the current state of the server, or only with `--force`"
+            }
+            Self::Unanswered => {
+                "`serve`: the storage had not answered all requests within `--stop-timeout`"
+            }
+        }
+    }
+}
+
+/// [`ExitStatus::Success`].
+pub const SUCCESS: u8 = ExitStatus::Success as u8;
+/// [`ExitStatus::Failed`].
+pub const FAILED: u8 = ExitStatus::Failed as u8;
+/// [`ExitStatus::BadInput`].
+pub const BAD_INPUT: u8 = ExitStatus::BadInput as u8;
+/// [`ExitStatus::NotFound`].
+pub const NOT_FOUND: u8 = ExitStatus::NotFound as u8;
+/// [`ExitStatus::Conflict`].
+pub const CONFLICT: u8 = ExitStatus::Conflict as u8;
+/// [`ExitStatus::Unanswered`].
+pub const UNANSWERED: u8 = ExitStatus::Unanswered as u8;
+
+/// Help text about exit statuses, after `text`.
+#[must_use]
+pub fn help(text: &str) -> String {
+    let lines = ExitStatus::ALL.map(|status| format!("  {}  {}\n", status as u8, status.meaning()));
+    let gap = if text.is_empty() { "" } else { "\n\n" };
+    format!(
+        "{text}{gap}Exit status:\n{}After an internal error, the program ends with SIGABRT (134 in a \
+         shell), so that it can be restarted",
+        lines.concat()
+    )
+}
 
 /// Error with its exit status.
 #[derive(Debug)]
-struct WithStatus(u8, anyhow::Error);
+struct WithStatus {
+    status: u8,
+    /// `--force` overrides the refusal.
+    needs_force: bool,
+    error: anyhow::Error,
+}
+
+impl WithStatus {
+    fn error(status: u8, error: impl Into<anyhow::Error>) -> anyhow::Error {
+        anyhow::Error::new(Self { status, needs_force: false, error: error.into() })
+    }
+}
 
 impl fmt::Display for WithStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.1.fmt(f)
+        self.error.fmt(f)
     }
 }
 
 impl std::error::Error for WithStatus {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.1.source()
+        self.error.source()
     }
 }
 
 /// Marks an error as an error of the user's input. If it reaches `main`, with or without added
 /// context, the exit status is [`BAD_INPUT`].
 pub fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
-    anyhow::Error::new(WithStatus(BAD_INPUT, error.into()))
+    WithStatus::error(BAD_INPUT, error)
 }
 
 /// Marks an error with the exit status [`NOT_FOUND`].
 pub fn not_found(error: impl Into<anyhow::Error>) -> anyhow::Error {
-    anyhow::Error::new(WithStatus(NOT_FOUND, error.into()))
+    WithStatus::error(NOT_FOUND, error)
 }
 
 /// Marks an error with the exit status [`CONFLICT`].
 pub fn conflict(error: impl Into<anyhow::Error>) -> anyhow::Error {
-    anyhow::Error::new(WithStatus(CONFLICT, error.into()))
+    WithStatus::error(CONFLICT, error)
+}
+
+/// Marks an error as a refusal that `--force` overrides. The exit status is [`CONFLICT`].
+pub fn needs_force(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    anyhow::Error::new(WithStatus { status: CONFLICT, needs_force: true, error: error.into() })
+}
+
+/// True if `--force` overrides the refusal.
+#[must_use]
+pub fn is_forceable(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<WithStatus>().is_some_and(|error| error.needs_force)
 }
 
 /// Exit status of an error that has reached `main`.
@@ -70,7 +145,7 @@ pub fn status(error: &anyhow::Error) -> u8 {
     if is_broken_pipe(error) {
         SUCCESS
     } else {
-        error.downcast_ref::<WithStatus>().map_or(FAILED, |WithStatus(status, _)| *status)
+        error.downcast_ref::<WithStatus>().map_or(FAILED, |error| error.status)
     }
 }
 

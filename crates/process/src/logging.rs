@@ -57,25 +57,81 @@ pub fn changed_filter() -> Option<String> {
     now.1.then(|| now.0.clone())
 }
 
-/// Sets the filter: a level, or directives in the syntax of `RUST_LOG`. The rate limit is not
-/// changed.
+/// Sets the filter: a level, or a list of levels and levels of targets. Errors are always logged.
+/// The rate limit is not changed.
 ///
 /// # Errors
 /// A sentence about invalid directives.
 pub fn set_filter(directives: &str) -> Result<(), String> {
-    let is_empty = directives.trim().is_empty();
-    let new = directives.parse::<Targets>();
-    let new = new.ok().filter(|_| !is_empty && directives.is_ascii()).ok_or_else(|| {
-        format!(
-            "`{directives}` is not a log filter: use error, warn, info, debug or trace, or a list \
-             such as `info,shadowbell_vfio_user=debug`"
-        )
-    })?;
+    let new = parse(directives)?;
     let Some(filter) = FILTER.get() else { return Err("this process has no log".to_owned()) };
     let mut now = filter.now.lock();
     (filter.replace)(new)?;
     *now = (directives.to_owned(), true);
     Ok(())
+}
+
+/// Crates with log messages, as targets of a filter.
+const TARGETS: [&str; 30] = [
+    "shadowbell",
+    "shadowbell_block",
+    "shadowbell_config",
+    "shadowbell_control_api",
+    "shadowbell_controller",
+    "shadowbell_disk",
+    "shadowbell_disk_file",
+    "shadowbell_disk_layers",
+    "shadowbell_disk_nbd",
+    "shadowbell_disk_nvme",
+    "shadowbell_disk_qcow2",
+    "shadowbell_disk_rbd",
+    "shadowbell_doorbell",
+    "shadowbell_driver",
+    "shadowbell_export",
+    "shadowbell_frontend",
+    "shadowbell_memory",
+    "shadowbell_nbd",
+    "shadowbell_nvme_tools",
+    "shadowbell_process",
+    "shadowbell_server",
+    "shadowbell_signature",
+    "shadowbell_spec",
+    "shadowbell_state",
+    "shadowbell_storage",
+    "shadowbell_supervisor",
+    "shadowbell_testing",
+    "shadowbell_tls",
+    "shadowbell_uring",
+    "shadowbell_vfio_user",
+];
+
+/// Parses a filter: levels, and levels of targets. Errors are always logged.
+fn parse(directives: &str) -> Result<Targets, String> {
+    let wrong = |part: &str| {
+        format!(
+            "`{part}` is not a log filter: use error, warn, info, debug or trace, or a list such as \
+             `info,shadowbell_vfio_user=debug` with the crates of this program"
+        )
+    };
+    let mut filter = Targets::new().with_default(Level::ERROR);
+    for part in directives.split(',').map(str::trim) {
+        let (target, level) = part
+            .split_once('=')
+            .map_or((None, part), |(target, level)| (Some(target.trim()), level.trim()));
+        let level = level.parse::<Level>().map_err(|_| wrong(part))?;
+        filter = match target {
+            None => filter.with_default(level),
+            Some(target) if is_target(target) => filter.with_target(target, level),
+            Some(_) => return Err(wrong(part)),
+        };
+    }
+    Ok(filter)
+}
+
+/// True if the target is a crate of this program, or a module of one.
+fn is_target(target: &str) -> bool {
+    let name = target.split("::").next().unwrap_or_default();
+    TARGETS.contains(&name)
 }
 
 /// Help heading for options that many verbs share. It separates them from the verb's own options.
@@ -112,11 +168,18 @@ pub fn is_informational() -> bool {
 }
 
 /// Sets up the log. Lines are queued, and are written from [`start_thread`] on. The environment
-/// variable `RUST_LOG`, in the syntax of [`Targets`] (`shadowbell_vfio_user=trace`), overrides the
-/// verbosity options. With `timed`, lines have timestamps, which services need.
-pub fn start(args: &Args, timed: bool) {
+/// variable `RUST_LOG` (`shadowbell_vfio_user=trace`) overrides the verbosity options. With `timed`,
+/// lines have timestamps, which services need.
+///
+/// # Errors
+/// `RUST_LOG` is invalid. The log then has the verbosity options.
+pub fn start(args: &Args, timed: bool) -> Result<(), String> {
     let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.is_empty());
-    let asked = asked.and_then(|text| text.parse::<Targets>().ok().map(|filter| (text, filter)));
+    let asked = asked.map(|text| parse(&text).map(|filter| (text, filter))).transpose();
+    let (asked, outcome) = match asked {
+        Ok(asked) => (asked, Ok(())),
+        Err(why) => (None, Err(format!("RUST_LOG: {why}"))),
+    };
     let (text, filter) = asked.unwrap_or_else(|| {
         (args.level().to_string().to_lowercase(), Targets::new().with_default(args.level()))
     });
@@ -143,6 +206,7 @@ pub fn start(args: &Args, timed: bool) {
     if started.is_ok() && LOG.set(log).is_ok() {
         std::panic::set_hook(Box::new(abort_on_panic));
     }
+    outcome
 }
 
 /// Starts the log thread. It also writes the lines that were queued before.
@@ -288,6 +352,47 @@ mod tests {
     use shadowbell_testing::process_group::ProcessGroup;
 
     const CHILD: &str = "LOGGING_TEST_CHILD";
+
+    #[test]
+    fn a_filter_has_known_levels_and_targets_and_keeps_errors() {
+        for wrong in [
+            "warnig",
+            "chatty",
+            "",
+            "off",
+            "info,",
+            "info,foo=bar",
+            "foo=info",
+            "shadowbell_nbd",
+            "shadowbell_nbd=off",
+            "info,shadowbel=debug",
+        ] {
+            assert!(parse(wrong).unwrap_err().contains("is not a log filter"), "{wrong}");
+        }
+        for (text, target, level) in [
+            ("warn", "shadowbell_server", Level::WARN),
+            ("INFO, shadowbell_nbd=debug", "shadowbell_nbd::sys", Level::DEBUG),
+            ("shadowbell_nbd::x=trace", "shadowbell_server", Level::ERROR),
+            ("error,shadowbell_nbd=error", "shadowbell_nbd", Level::ERROR),
+        ] {
+            let filter = parse(text).unwrap();
+            assert!(filter.would_enable(target, &level), "{text}");
+            assert!(filter.would_enable(target, &Level::ERROR), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_targets_are_the_crates() {
+        let crates = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let all = std::fs::read_dir(crates).unwrap().map(|entry| entry.unwrap().file_name());
+        let names = all.map(|name| match name.to_str().unwrap() {
+            "shadowbell" => "shadowbell".to_owned(),
+            name => format!("shadowbell_{}", name.replace('-', "_")),
+        });
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        assert_eq!(names, TARGETS);
+    }
 
     /// Runs a child process in which a thread panics, with its log in `log`. Returns the exit
     /// status of the child.

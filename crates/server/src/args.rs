@@ -17,7 +17,7 @@ use shadowbell_config::socket_access::{self, SocketAccess};
 use shadowbell_config::socket_path::{self, SocketPath};
 use shadowbell_controller::PoolOptions;
 use shadowbell_controller::trace::TraceFile;
-use shadowbell_process::exit::bad_input;
+use shadowbell_process::exit::{self, bad_input};
 use shadowbell_supervisor::DEFAULT_STOP_TIMEOUT;
 use shadowbell_supervisor::permissions::Permissions;
 use std::net::SocketAddr;
@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 
 /// Serve disks as an NVMe controller to a virtual machine, over a vfio-user socket
 #[derive(Clone, Debug, Default, clap::Args)]
-#[command(after_help = AFTER_HELP)]
+#[command(after_help = exit::help(AFTER_HELP))]
 pub struct Args {
     /// Disks, one per namespace: disk.img, /dev/sdb, /dev/ng0n1, disk.qcow2, mem:1GiB, null:1TiB,
     /// an NBD export, nbd://host/export, nbd+unix:///export?socket=PATH, a Ceph RBD image,
@@ -135,6 +135,12 @@ pub(super) struct ServiceArgs {
     #[arg(value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub(super) stop_timeout: u64,
 
+    /// Time after which a disk whose storage does not answer a request is `stalled`: in the log,
+    /// `top`, `ctl disk ls` and metrics
+    #[arg(long, value_name = "SECONDS", default_value_t = 5)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub(super) stalled_after: u64,
+
     /// Start mode, set by the supervisor
     #[arg(long, value_enum, hide = true, conflicts_with = "no_supervisor")]
     pub(super) as_worker: Option<Role>,
@@ -198,7 +204,7 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
 
   read-only=on|off        refuse writes; with off, fail if the file is not writable
   block-size=512|4096     block size in bytes
-  uuid=UUID               UUID that guests see [default: derived from the serial number and path]
+  uuid=UUID               UUID that guests see [default: derived from the path]
   direct=on|off|auto      of a file: bypass the page cache
   aio=io_uring|threads    of a file: I/O method [default: io_uring if available]
   format=raw|qcow2        of a file: image format, instead of detection by its first bytes
@@ -265,13 +271,7 @@ A configuration file:
 A file with `controller = []` serves none at first; `shadowbell ctl controller add` adds some.
 
 Guests of one server share its I/O threads in fair shares. If your tenants do not trust each \
-other, run one server per tenant: then they share nothing here.
-
-Exit status:
-  0  ended by a signal
-  1  the service has failed, or a disk may have lost data
-  2  the command line, the configuration, a disk or a path is not usable
-  5  the storage had not answered all requests at --stop-timeout";
+other, run one server per tenant: then they share nothing here.";
 
 /// Properties of a controller.
 #[derive(Clone, Debug, Default, clap::Args)]

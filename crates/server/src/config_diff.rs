@@ -4,6 +4,7 @@
 //! A controller whose namespaces alone differ keeps its client, if a guest can be notified of
 //! each difference: an added or removed namespace, other limits, or a change of read-only.
 
+use super::guard::Loss;
 use super::namespaces::{NamespaceChange, explicit};
 use super::registry::{Registry, ServedController};
 use bytesize::ByteSize;
@@ -32,8 +33,8 @@ pub(super) struct Plan {
     pub(super) unchanged: usize,
     /// Ids of controllers whose connected client would lose something.
     pub(super) busy: Vec<String>,
-    /// Controllers and namespaces that connected clients would lose, as text.
-    pub(super) lost: Vec<String>,
+    /// Controllers and namespaces that connected clients would lose.
+    pub(super) lost: Vec<Loss>,
     /// Differences of controllers that exist before and after, and of limit groups.
     pub(super) differences: Vec<Difference>,
 }
@@ -59,7 +60,7 @@ impl Plan {
         for served in registry.all() {
             if !ids.contains(&served.id) {
                 plan.remove.push(served.id.clone());
-                plan.loses(&served, || served.id.clone());
+                plan.loses(&served, "would lose the controller".to_owned());
             }
         }
         for requested in wanted {
@@ -97,24 +98,22 @@ impl Plan {
                 .map(|difference| Difference { controller: Some(served.id.clone()), ..difference }),
         );
         let Some(steps) = steps else {
-            self.loses(served, || served.id.clone());
+            self.loses(served, "would lose the controller".to_owned());
             self.replace.push(requested);
             return;
         };
         for step in &steps {
             if let Step::Remove(nsid) = step {
-                self.loses(served, || format!("namespace {nsid} of {}", served.id));
+                self.loses(served, format!("would lose namespace {nsid}"));
             }
         }
         self.change.push((served.id.clone(), steps));
     }
 
     /// Records that a controller's client, if there is one, would lose something.
-    fn loses(&mut self, served: &ServedController, what: impl FnOnce() -> String) {
-        if !served.has_client() {
-            return;
-        }
-        self.lost.push(what());
+    fn loses(&mut self, served: &ServedController, what: String) {
+        let Some(loss) = Loss::of_controller(served, what) else { return };
+        self.lost.push(loss);
         if self.busy.last() != Some(&served.id) {
             self.busy.push(served.id.clone());
         }

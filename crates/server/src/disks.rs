@@ -5,8 +5,9 @@
 //! open: while no controller has it,
 //! [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
+use super::guard::{DiskGuard, Loss};
 use super::namespaces::{ChangeResult, NamespaceChange, apply_change};
-use super::open_disk::{OpenDisk, derived_id, id_of};
+use super::open_disk::{OpenDisk, check_group, derived_id, id_of};
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
@@ -82,6 +83,14 @@ impl Changes {
         all
     }
 
+    /// True if the storage of a disk may still execute a cancelled write.
+    pub(super) fn has_orphans(&self) -> bool {
+        let unattached = self.unattached().lock();
+        let all = self.registry().all();
+        unattached.values().any(|open| open.disk.orphans() != 0)
+            || all.iter().flat_map(|served| served.disks()).any(|disk| disk.orphans() != 0)
+    }
+
     /// Disks with an id of their own, as in a configuration.
     pub(super) fn named_disks(&self) -> Vec<NamedDisk> {
         let has_own_id = |disk: &ListedDisk| {
@@ -108,6 +117,7 @@ impl Changes {
     /// The disk cannot be opened, or its id belongs to a different disk.
     pub(super) fn add_disk(&self, wanted: &NamedDisk) -> anyhow::Result<bool> {
         let _guard = self.change_lock();
+        check_group(&wanted.spec)?;
         self.put_disk(wanted)
     }
 
@@ -181,22 +191,37 @@ impl Changes {
     }
 
     /// Changes a disk, and the namespaces that it is. Returns false if it has the property already.
+    /// `forced` is required if connected clients lose something.
     ///
     /// # Errors
     /// The disk does not exist, or the change is not possible.
-    pub(super) fn change_disk(&self, id: &str, change: &NamespaceChange) -> anyhow::Result<bool> {
+    pub(super) fn change_disk(
+        &self,
+        id: &str,
+        change: &NamespaceChange,
+        forced: bool,
+    ) -> anyhow::Result<bool> {
         let _guard = self.change_lock();
-        let ListedDisk { id, namespaces, .. } = self.disk(id)?;
-        if let Some((served, nsid)) = namespaces.first() {
-            return self.change_namespace(served, *nsid, change);
+        let disk = self.disk(id)?;
+        let losses = |what: &str| {
+            let namespaces = disk.namespaces.iter().filter_map(|(served, nsid)| {
+                Loss::of_controller(served, format!("would find {what} in namespace {nsid}"))
+            });
+            namespaces.chain(self.exports().losses(&disk.id, what)).collect()
+        };
+        let guard = DiskGuard { losses: &losses, forced };
+        if let Some((served, nsid)) = disk.namespaces.first() {
+            return self.change_namespace(served, *nsid, change, &guard);
         }
+        let id = disk.id.clone();
         let open = |spec: &str| self.open(spec).map_err(DiskSpecError::into_error);
         let before = self.unattached().lock().get(&id).cloned().ok_or_else(|| missing(&id))?;
-        let (spec, disk) = match apply_change(&before.spec, &before.disk, change, open)? {
-            ChangeResult::Same => return Ok(false),
-            ChangeResult::InPlace(spec) => (spec, before.disk),
-            ChangeResult::Disk(spec, disk) => (spec, disk),
-        };
+        let (spec, disk) =
+            match apply_change(&before.spec, &before.disk, change, Some(&guard), open)? {
+                ChangeResult::Same => return Ok(false),
+                ChangeResult::InPlace(spec) => (spec, before.disk),
+                ChangeResult::Disk(spec, disk) => (spec, disk),
+            };
         info!("disk {id}: {spec}");
         self.add_unattached(&id, OpenDisk { spec, disk });
         self.renew_exports(&id);

@@ -12,6 +12,7 @@
 
 use super::builder::bind_socket;
 use super::disks::ListedDisk;
+use super::guard;
 use super::open_files;
 use super::path_broker;
 use super::reconfigure::Changes;
@@ -127,12 +128,13 @@ impl Changes {
         Ok(true)
     }
 
-    /// Removes an export; its clients are disconnected.
+    /// Removes an export; its clients are disconnected, for which `forced` is required.
     ///
     /// # Errors
-    /// The export does not exist, or programs use its FUSE file.
-    pub(super) fn remove_export(&self, id: &str) -> anyhow::Result<()> {
+    /// The export does not exist, has clients, or programs use its FUSE file.
+    pub(super) fn remove_export(&self, id: &str, forced: bool) -> anyhow::Result<()> {
         let _guard = self.change_lock();
+        guard::check(self.exports().loss(id).as_slice(), forced)?;
         self.drop_export(id)
     }
 

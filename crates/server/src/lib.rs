@@ -35,6 +35,8 @@
 //! | `startup_timing` | start-up timing |
 //! | `liveness` | liveness checks for a service manager |
 //! | `resize_watch` | automatic resize of namespaces |
+//! | `stall_watch`, `in_flight` | scanner of requests in flight, for stalled disks |
+//! | `guard` | refusal of changes that take something from a client, without `force` |
 //! | `sandbox` | restriction of the process before it reads guest data |
 //! | `worker_link` | connection to the supervisor |
 //! | `faults` | `--faults`, in a build with that feature |
@@ -64,6 +66,8 @@ mod exports;
 mod faults;
 mod fence_wait;
 mod flush;
+mod guard;
+mod in_flight;
 mod late_recovery;
 mod launch_hint;
 mod liveness;
@@ -85,6 +89,7 @@ mod resize_watch;
 mod running_exports;
 mod sandbox;
 mod server;
+mod stall_watch;
 mod startup_timing;
 mod stats_report;
 mod stop_limit;
@@ -94,7 +99,7 @@ mod worker_link;
 pub use args::Args;
 pub use export_args::ExportArgs;
 
-use anyhow::{Context, anyhow};
+use anyhow::anyhow;
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
 use endpoints::{Endpoints, ProcessControl, RunningEndpoints};
@@ -106,7 +111,7 @@ use reload::Reload;
 use resize_watch::ResizeWatch;
 use running_exports::OwnMounts;
 use server::Server;
-use shadowbell_config::disk_spec::{self, DiskSpecError};
+use shadowbell_config::disk_spec;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::{config_file, socket_access};
 use shadowbell_config::{limits, pool, subsystems};
@@ -116,6 +121,7 @@ use shadowbell_process::{descriptor_limit, exit, logging, notify};
 use shadowbell_storage::disk_kinds;
 use shadowbell_supervisor::protocol::{to_supervisor, to_worker};
 use signal_hook::consts::{SIGHUP, SIGUSR1};
+use stall_watch::StallWatch;
 use startup_timing::Phases;
 use std::io;
 use std::os::fd::AsFd;
@@ -154,17 +160,9 @@ pub fn run_export(args: ExportArgs) -> anyhow::Result<ExitCode> {
 
 /// Validates a configuration file.
 fn check(file: &Path) -> anyhow::Result<ExitCode> {
-    let config = config_file::read(file)?;
-    for served in &config.controllers {
-        for disk in &served.controller.disks {
-            let known = disk_kinds::check(&disk.disk).map_err(DiskSpecError::into_error);
-            builder::with_origin(served, known)?;
-        }
-    }
-    for disk in &config.disks {
-        let known = disk_kinds::check(&disk.spec).map_err(DiskSpecError::into_error);
-        known.with_context(|| disk.origin.clone().unwrap_or_default())?;
-    }
+    let config = config_file::check(file, &|spec| {
+        disk_kinds::check(spec).map_err(|error| exit::line(&error.into_error()))
+    })?;
     let count = config.controllers.len();
     println!("{}: {count} controller{}", file.display(), if count == 1 { "" } else { "s" });
     Ok(ExitCode::SUCCESS)
@@ -176,6 +174,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let mut phases = Phases::begin();
     let given = args.clone();
     let stop_timeout = Duration::from_secs(args.service.stop_timeout);
+    let stalled_after = Duration::from_secs(args.service.stalled_after);
     let sandbox_options = args.sandbox();
     let target = args.exported.as_ref().map(|exported| exported.target.clone());
     let ends_unused = target.is_some();
@@ -282,6 +281,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     server.changes().start_exports(is_first)?;
     namespace_requests::begin(&server)?;
     let _resize_watch = ResizeWatch::start(&server)?;
+    let stalls = StallWatch::start(&server, stalled_after)?;
     let handle = signals.handle();
     let process_control = ProcessControl {
         supervisor_pid,
@@ -340,6 +340,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     mounts.end(server.changes().exports());
     server.changes().exports().finish_files(contained.is_none());
     server.changes().exports().stop();
+    drop(stalls);
     let outcome = server.stop();
     drop(event_log);
     report(&server);

@@ -4,7 +4,8 @@
 //! with the state that may come, and after it with the state that it has led to.
 
 use super::builder::isolate;
-use super::open_disk::id_of;
+use super::guard::{self, DiskGuard, Loss};
+use super::open_disk::{check_group, id_of, missing_group};
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
@@ -15,6 +16,7 @@ use shadowbell_config::controller_config::{
 use shadowbell_config::limits::{self, DiskLimits};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_config::{disk_spec, pool};
+use shadowbell_control_api::api::{LimitSpec, Size};
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
 use shadowbell_disk::{Disk, ResizeError};
@@ -32,14 +34,16 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 /// A change of one property of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum NamespaceChange {
-    /// Size in bytes; `None` for the size of its file.
-    Size(Option<u64>),
+    /// Size; the file grows with it.
+    Size(Size),
     /// Disk specification.
     Disk(String),
     /// Read-only or not.
     ReadOnly(bool),
-    /// Rate limits.
+    /// Rate limits, all of them.
     Limits(DiskLimits),
+    /// Rate limits that are given; the others stay.
+    LimitChange(LimitSpec),
 }
 
 /// A namespace of a served controller, with its configuration and its position in the list of
@@ -83,6 +87,7 @@ impl Changes {
             let why = anyhow!("an NSID is 1 to {MAX_NAMESPACES}, not {nsid}");
             return Err(exit::bad_input(why));
         }
+        check_group(&wanted.disk)?;
         self.resolve(std::slice::from_mut(&mut wanted))?;
         let disk = self.open_for(&served, &wanted)?;
         self.check_files_of(&disk)?;
@@ -153,14 +158,20 @@ impl Changes {
         Ok(())
     }
 
-    /// Removes a namespace of a controller.
+    /// Removes a namespace of a controller; `forced` is required if it has a client.
     ///
     /// # Errors
-    /// The namespace does not exist, or is the only one.
-    pub(super) fn remove_namespace(&self, id: &str, nsid: u32) -> anyhow::Result<()> {
+    /// The namespace does not exist, is the only one, or its controller has a client.
+    pub(super) fn remove_namespace(&self, id: &str, nsid: u32, forced: bool) -> anyhow::Result<()> {
         let _guard = self.change_lock();
         let served = self.find(id)?;
         check_pool(&served.requested(), nsid)?;
+        check_no_subsystem(&served)?;
+        let its = explicit(&served);
+        if its.controller.disks.len() > 1 && find(&served, &its, nsid).is_some() {
+            let loss = Loss::of_controller(&served, format!("would lose namespace {nsid}"));
+            guard::check(loss.as_slice(), forced)?;
+        }
         self.take_namespace(&served, nsid)
     }
 
@@ -242,12 +253,14 @@ impl Changes {
         served: &ServedController,
         nsid: u32,
         change: &NamespaceChange,
+        guard: &DiskGuard<'_>,
     ) -> anyhow::Result<bool> {
         check_pool(&served.requested(), nsid)?;
-        self.apply_namespace_change(served, nsid, change)
+        self.apply_namespace_change(served, nsid, change, Some(guard))
     }
 
-    /// Like [`change_namespace`](Self::change_namespace), for a caller that holds the lock.
+    /// Like [`change_namespace`](Self::change_namespace), also for a namespace of a pool. Without
+    /// a `guard`, the caller has checked the losses of clients.
     ///
     /// # Errors
     /// As for [`change_namespace`](Self::change_namespace).
@@ -256,6 +269,7 @@ impl Changes {
         served: &ServedController,
         nsid: u32,
         change: &NamespaceChange,
+        guard: Option<&DiskGuard<'_>>,
     ) -> anyhow::Result<bool> {
         check_no_subsystem(served)?;
         let requested = explicit(served);
@@ -266,7 +280,7 @@ impl Changes {
         }
         let open = |spec: &str| self.open_spec_for(served, spec);
         let (spec, disk) =
-            match apply_change(&found.disk.disk, &found.namespace.disk, change, open)? {
+            match apply_change(&found.disk.disk, &found.namespace.disk, change, guard, open)? {
                 ChangeResult::Same => return Ok(false),
                 ChangeResult::InPlace(spec) => {
                     self.update_spec(served, requested, found.at, nsid, spec);
@@ -310,23 +324,57 @@ impl Changes {
         served.set_requested(requested);
     }
 
-    /// Sets the limits of a group. Returns false if it has these limits already.
+    /// Creates a limit group. Returns false if it exists with these limits already.
     ///
     /// # Errors
-    /// The name is invalid.
-    pub(super) fn limit_group(&self, name: &str, wanted: Limits) -> anyhow::Result<bool> {
+    /// The name is invalid, or the group has other limits.
+    pub(super) fn add_limit_group(&self, name: &str, wanted: Limits) -> anyhow::Result<bool> {
         let _guard = self.change_lock();
         limits::check_name(name).map_err(|why| exit::bad_input(anyhow!(why)))?;
-        let group = limits::group(name);
-        if group.limits() == wanted {
-            return Ok(false);
+        match limits::existing(name).map(|group| group.limits()) {
+            Some(now) if now == wanted => return Ok(false),
+            // A disk of the command line has created it.
+            Some(now) if now.is_none() => {}
+            Some(now) => {
+                return Err(exit::conflict(anyhow!(
+                    "a limit group `{name}` exists already, with the limits {now}; `shadowbell ctl \
+                     limit-group set` changes them"
+                )));
+            }
+            None => {}
         }
-        group.set(wanted);
-        info!("the limit group {name} has the limits {wanted} from now on");
+        self.put_limit_group(name, wanted);
+        Ok(true)
+    }
+
+    /// Changes the limits of a group and returns them: limits that are not given stay.
+    ///
+    /// # Errors
+    /// The group does not exist, or a limit is invalid.
+    pub(super) fn change_limit_group(
+        &self,
+        name: &str,
+        given: &LimitSpec,
+    ) -> anyhow::Result<Limits> {
+        let _guard = self.change_lock();
+        let group = limits::existing(name).ok_or_else(|| missing_group(name))?;
+        let before = DiskLimits { own: group.limits(), group: None };
+        let wanted = given.changed(&before).map_err(|why| exit::bad_input(anyhow!(why)))?.own;
+        self.put_limit_group(name, wanted);
+        Ok(wanted)
+    }
+
+    /// Sets the limits of a group, which is created if it does not exist. The caller holds the
+    /// lock.
+    pub(super) fn put_limit_group(&self, name: &str, wanted: Limits) {
+        let group = limits::group(name);
+        if group.limits() != wanted {
+            group.set(wanted);
+            info!("the limit group {name} has the limits {wanted} from now on");
+        }
         if let Some(checkpoint) = self.checkpoint() {
             checkpoint.publish_change();
         }
-        Ok(true)
     }
 
     /// Applies a change to the controller, waits for its end, and updates the checkpoint.
@@ -395,14 +443,28 @@ pub(super) fn apply_change(
     spec: &str,
     old: &Arc<dyn Disk>,
     change: &NamespaceChange,
+    guard: Option<&DiskGuard<'_>>,
     open: impl FnOnce(&str) -> anyhow::Result<Arc<dyn Disk>>,
 ) -> anyhow::Result<ChangeResult> {
     let info = old.info();
+    let check = |what: String| guard.map_or(Ok(()), |guard| guard.check(&what));
     Ok(match change {
-        NamespaceChange::Size(bytes) => {
-            let disk = old.resized(*bytes).map_err(refused)?;
+        NamespaceChange::Size(size) => {
+            let bytes = match size {
+                Size::Whole => None,
+                Size::Bytes(bytes) => Some(*bytes),
+                Size::Grow(bytes) => Some(info.bytes().saturating_add(*bytes)),
+            };
+            let disk = old.resized(bytes).map_err(refused)?;
             if disk.info().blocks == info.blocks {
                 return Ok(ChangeResult::Same);
+            }
+            if disk.info().blocks < info.blocks {
+                check(format!(
+                    "{} instead of {}",
+                    ByteSize(disk.info().bytes()).display().iec(),
+                    ByteSize(info.bytes()).display().iec()
+                ))?;
             }
             ChangeResult::Disk(disk_spec::with_size(spec, disk.info().bytes()), disk)
         }
@@ -411,6 +473,14 @@ pub(super) fn apply_change(
             let disk = old.with_writes(!wanted).map_err(refused)?;
             let value = if *wanted { "on" } else { "off" };
             ChangeResult::Disk(disk_spec::with_option(spec, "read-only", value), disk)
+        }
+        NamespaceChange::LimitChange(given) => {
+            let (_, before) = DiskLimits::split(spec).unwrap_or_default();
+            let wanted = given.changed(&before).map_err(|why| exit::bad_input(anyhow!(why)))?;
+            if wanted.group != before.group {
+                check_group(&wanted.joined(spec))?;
+            }
+            return apply_change(spec, old, &NamespaceChange::Limits(wanted), guard, open);
         }
         NamespaceChange::Limits(wanted) => {
             let (_, before) = DiskLimits::split(spec).unwrap_or_default();
@@ -433,6 +503,8 @@ pub(super) fn apply_change(
             if disk_spec::with_absolute_paths(new) == disk_spec::with_absolute_paths(spec) {
                 return Ok(ChangeResult::Same);
             }
+            check_group(new)?;
+            check(format!("the content of {new} instead of {}", old.name()))?;
             ChangeResult::Disk(new.clone(), open(new)?)
         }
     })

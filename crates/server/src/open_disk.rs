@@ -1,8 +1,11 @@
 //! Open disks that no controller has, and the ids of disks.
 
+use anyhow::anyhow;
 use parking_lot::Mutex;
 use shadowbell_config::controller_config::DiskConfig;
+use shadowbell_config::limits::{self, DiskLimits};
 use shadowbell_disk::Disk;
+use shadowbell_process::exit;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -24,4 +27,21 @@ pub(super) fn derived_id(controller: &str, nsid: u32) -> String {
 /// Id of a namespace's disk.
 pub(super) fn id_of(controller: &str, nsid: u32, disk: &DiskConfig) -> String {
     disk.id.clone().unwrap_or_else(|| derived_id(controller, nsid))
+}
+
+/// Refuses a disk of a limit group that does not exist. In a request, its name is misspelt.
+pub(super) fn check_group(spec: &str) -> anyhow::Result<()> {
+    let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
+    match limits.group.filter(|name| limits::existing(name).is_none()) {
+        Some(name) => Err(missing_group(&name)),
+        None => Ok(()),
+    }
+}
+
+/// Error about a limit group that does not exist.
+pub(super) fn missing_group(name: &str) -> anyhow::Error {
+    exit::not_found(anyhow!(
+        "there is no limit group `{name}`; `shadowbell ctl limit-group ls` lists them, and `shadowbell \
+         ctl limit-group add` creates one"
+    ))
 }

@@ -10,7 +10,9 @@ use super::builder::{
 use super::checkpointer::Checkpointer;
 use super::event::EventSender;
 use super::flush::flush;
-use super::open_disk::{UnattachedDisks, id_of};
+use super::guard::{self, Loss};
+use super::in_flight::InFlightDisks;
+use super::open_disk::{UnattachedDisks, check_group, id_of};
 use super::registry::{Registry, ServedController};
 use super::running_exports::Exports;
 use super::sandbox;
@@ -51,6 +53,8 @@ pub(super) struct Changes {
     /// Named disks that no controller has.
     unattached: UnattachedDisks,
     exports: Exports,
+    /// Requests in flight at the disks, as of the last scan.
+    in_flight: InFlightDisks,
     /// Checkpoint at the supervisor, if there is one.
     checkpoint: OnceLock<Arc<Checkpointer>>,
 }
@@ -70,7 +74,7 @@ impl Changes {
         registry: Arc<Registry>,
     ) -> Self {
         let next = AtomicUsize::new(registry.all().len());
-        let (handle, change_lock, unattached, exports, checkpoint) = Default::default();
+        let (handle, change_lock, unattached, exports, in_flight, checkpoint) = Default::default();
         Self {
             pool,
             events,
@@ -81,6 +85,7 @@ impl Changes {
             change_lock,
             unattached,
             exports,
+            in_flight,
             checkpoint,
         }
     }
@@ -122,6 +127,9 @@ impl Changes {
     pub(super) fn add(&self, requested: SocketConfig) -> anyhow::Result<bool> {
         let _guard = self.change_lock.lock();
         self.registry.check_waiting(Some(&requested.id()))?;
+        for disk in &requested.controller.disks {
+            check_group(&disk.disk)?;
+        }
         if let Some(served) = self.registry.find(&requested.id()) {
             return match served.requested().is_same(&requested) {
                 true => Ok(false),
@@ -142,13 +150,8 @@ impl Changes {
     pub(super) fn remove(&self, id: &str, forced: bool) -> anyhow::Result<()> {
         let _guard = self.change_lock.lock();
         let served = self.find(id)?;
-        if served.has_client() && !forced {
-            return Err(exit::conflict(anyhow!(
-                "{} has a client, which would lose its disks; disconnect it first, or force the \
-                 removal",
-                served.name
-            )));
-        }
+        let loss = Loss::of_controller(&served, "would lose the controller".to_owned());
+        guard::check(loss.as_slice(), forced)?;
         self.take_away(served)
     }
 
@@ -165,6 +168,16 @@ impl Changes {
     /// Exports of disks.
     pub(super) fn exports(&self) -> &Exports {
         &self.exports
+    }
+
+    /// Requests in flight at the disks, as of the last scan.
+    pub(super) fn in_flight(&self) -> &InFlightDisks {
+        &self.in_flight
+    }
+
+    /// I/O threads.
+    pub(super) fn pool(&self) -> &Pool {
+        &self.pool
     }
 
     /// Controllers that are served.

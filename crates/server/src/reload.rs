@@ -2,6 +2,7 @@
 
 use super::args::Args;
 use super::config_diff::{Plan, Step};
+use super::guard;
 use super::reconfigure::{Changes, Prepared};
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
@@ -29,28 +30,26 @@ pub(super) fn apply(
     let change_lock = changes.change_lock();
     changes.registry().check_waiting(None)?;
     let (named, exports) = (config.disks, config.exports);
-    let plan = Plan::of(changes.registry(), config.controllers, &config.groups);
+    let mut plan = Plan::of(changes.registry(), config.controllers, &config.groups);
     if dry_run {
         return Ok(plan);
     }
-    if !plan.lost.is_empty() && !forced {
-        return Err(exit::conflict(anyhow!(
-            "nothing was changed: connected clients would lose {}; disconnect them first, or force \
-             the change",
-            plan.lost.join(", ")
-        )));
-    }
+    let mut losses = std::mem::take(&mut plan.lost);
+    losses.extend(dropped(changes, &exports).iter().filter_map(|id| changes.exports().loss(id)));
+    guard::check(&losses, forced)?;
     add_early(changes, &named, &plan).map_err(|error| error.context("nothing was changed"))?;
     let prepared =
         PreparedPlan::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
-    let mut failed = drop_exports(changes, &exports);
+    let dropped = dropped(changes, &exports);
+    let dropped = dropped.iter().filter_map(|id| changes.drop_export(id).err());
+    let mut failed: Vec<_> = dropped.collect();
     failed.extend(prepared.execute(changes, &plan));
     failed.extend(match_unattached(changes, &named));
     failed.extend(exports.into_iter().filter_map(|export| changes.put_export(export, None).err()));
-    drop(change_lock);
     for group in config.groups {
-        changes.limit_group(&group.name, group.limits)?;
+        changes.put_limit_group(&group.name, group.limits);
     }
+    drop(change_lock);
     if failed.is_empty() {
         return Ok(plan);
     }
@@ -70,13 +69,13 @@ fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Res
     early.try_for_each(|disk| changes.put_disk(disk).map(drop))
 }
 
-/// Removes the exports that differ from the configuration. Returns the errors.
-fn drop_exports(changes: &Changes, wanted: &[ExportConfig]) -> Vec<anyhow::Error> {
-    let now = changes.exports().wanted();
+/// Ids of the exports that differ from the configuration.
+fn dropped(changes: &Changes, wanted: &[ExportConfig]) -> Vec<String> {
+    let now = changes.exports().wanted().into_iter();
     // A FUSE file is not in a configuration, because `ctl` has mounted it.
-    let now = now.iter().filter(|now| now.fuse.is_none());
+    let now = now.filter(|now| now.fuse.is_none());
     let gone = now.filter(|now| !wanted.iter().any(|export| export.is_same(now)));
-    gone.filter_map(|export| changes.drop_export(&export.id).err()).collect()
+    gone.map(|export| export.id).collect()
 }
 
 /// Removes the unattached disks that the configuration does not name, and adds or replaces the
@@ -164,7 +163,7 @@ impl<'a> PreparedPlan<'a> {
                     Step::Add(..) => Ok(()),
                     Step::Remove(nsid) => changes.take_namespace(&served, *nsid),
                     Step::Change(nsid, change) => {
-                        changes.apply_namespace_change(&served, *nsid, change).map(drop)
+                        changes.apply_namespace_change(&served, *nsid, change, None).map(drop)
                     }
                     Step::Ana(group, state) => {
                         changes.apply_ana_state(&served, *group, *state).map(drop)

@@ -8,6 +8,7 @@ use super::disks::ListedDisk;
 use super::namespaces::NamespaceChange;
 use super::reconfigure::Changes;
 use super::server::Server;
+use shadowbell_control_api::api::Size;
 use shadowbell_disk::{SizeChanges, notify_resize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -54,7 +55,7 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
 fn resize_changed(changes: &Changes) {
     let ids = |disk: ListedDisk| disk.open.disk.take_size_change().then_some(disk.id);
     for id in changes.disks().into_iter().filter_map(ids) {
-        if let Err(error) = changes.change_disk(&id, &NamespaceChange::Size(None)) {
+        if let Err(error) = changes.change_disk(&id, &NamespaceChange::Size(Size::Whole), true) {
             warn!(
                 "cannot resize the disk {id} to its new size: {error:#}; try again by `shadowbell \
                  ctl disk resize {id}`"

@@ -1,5 +1,6 @@
 //! Exports that are served, and those to serve.
 
+use super::guard::Loss;
 use anyhow::anyhow;
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_block::BlockDevice;
@@ -64,6 +65,17 @@ impl ExportDevice {
             Self::VhostUserBlk(device) => device.stop(),
             Self::Fuse(session, _) => session.stop(),
             Self::Ublk(device) => device.stop(),
+        }
+    }
+}
+
+impl RunningExport {
+    /// True if a client uses the export. A mounted FUSE file and a ublk device are in use.
+    pub(super) fn has_client(&self) -> bool {
+        match &self.device {
+            ExportDevice::Nbd(_) | ExportDevice::VhostUserBlk(_) => self.block.traffic().queues > 0,
+            ExportDevice::Fuse(session, _) => !session.is_over(),
+            ExportDevice::Ublk(_) => true,
         }
     }
 }
@@ -283,6 +295,24 @@ impl Exports {
         let running = self.running.lock();
         let its = running.values().filter(|export| export.config.disk == disk);
         its.map(|export| export.config.id.clone()).collect()
+    }
+
+    /// Losses of the clients of the disk's exports by a change after which they find `what`.
+    pub(super) fn losses(&self, disk: &str, what: &str) -> Vec<Loss> {
+        let running = self.running.lock();
+        let its = running.values().filter(|export| export.config.disk == disk);
+        let its = its.filter(|export| export.has_client());
+        its.map(|export| Loss::of_export(&export.config.id, format!("would find {what}"))).collect()
+    }
+
+    /// Loss of the clients of the export `id` by its removal.
+    pub(super) fn loss(&self, id: &str) -> Option<Loss> {
+        let running = self.running.lock();
+        let export = running.get(id)?;
+        // A mounted file is refused in any case.
+        let is_file = matches!(export.device, ExportDevice::Fuse(..));
+        let what = || format!("would lose the disk {}", export.config.disk);
+        (export.has_client() && !is_file).then(|| Loss::of_export(id, what()))
     }
 
     /// Path of the export's FUSE file if it is mounted, or programs use it.

@@ -33,6 +33,8 @@ pub(crate) struct Report {
 /// Counters of a controller.
 #[derive(Debug, Serialize)]
 pub(crate) struct ControllerReport {
+    /// Identifier of the controller.
+    pub id: String,
     /// Path of the socket.
     pub socket: String,
     /// Serial number.
@@ -71,14 +73,14 @@ impl Report {
     pub(crate) fn of(served: &[Arc<ServedController>]) -> Self {
         let mut report = Self::default();
         for served in served {
-            let ServedController { name, controller, .. } = &**served;
+            let ServedController { id, name, controller, .. } = &**served;
             let serial = &controller.config().serial;
-            report.add(name, serial, controller.stats(), disks(controller));
+            report.add([id, name, serial], controller.stats(), disks(controller));
         }
         report
     }
 
-    fn add(&mut self, socket: &str, serial: &str, stats: Stats, disks: Vec<DiskReport>) {
+    fn add(&mut self, names: [&str; 3], stats: Stats, disks: Vec<DiskReport>) {
         let (sq, cq) = stats.io_queues();
         self.commands += sq.commands;
         self.batches += sq.batches;
@@ -90,8 +92,8 @@ impl Report {
             self.doorbell_mmio_writes += doorbell.mmio_writes;
             self.event_idx_armed += doorbell.event_idx_armed;
         }
-        let (socket, serial) = (socket.to_owned(), serial.to_owned());
-        self.controllers.push(ControllerReport { socket, serial, disks, stats });
+        let [id, socket, serial] = names.map(str::to_owned);
+        self.controllers.push(ControllerReport { id, socket, serial, disks, stats });
     }
 }
 
@@ -130,8 +132,8 @@ mod tests {
             ..Stats::default()
         };
         let mut report = Report::default();
-        report.add("a", "A", stats(), Vec::new());
-        report.add("b", "B", stats(), Vec::new());
+        report.add(["a", "a", "A"], stats(), Vec::new());
+        report.add(["b", "b", "B"], stats(), Vec::new());
         assert_eq!((report.commands, report.completions), (222, 222));
         assert_eq!(report.doorbell_mmio_writes, 2 * (3 + 20));
         assert_eq!(report.interrupts, 8);

@@ -1,6 +1,7 @@
 //! Command line: verbs and global options.
 
-use crate::{ctl, manual, top, upgrade};
+use crate::{ctl, ls, manual, top, upgrade};
+use anyhow::anyhow;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use shadowbell_nvme_tools::{
@@ -19,13 +20,13 @@ const SERVE: &str = "shadowbell-serve";
 
 /// NVMe for virtual machines and user-space programs, with doorbells that almost never ring.
 #[derive(Debug, Parser)]
-#[command(name = "shadowbell", version, after_help = exit::HELP, max_term_width = 100)]
-#[command(propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
+#[command(name = "shadowbell", version, after_help = exit::help(""), max_term_width = 100)]
+#[command(propagate_version = true)]
 struct Cli {
     #[command(flatten)]
     logging: logging::Args,
     #[command(subcommand)]
-    verb: Verb,
+    verb: Option<Verb>,
 }
 
 /// Verbs in the order of the help. Most have their help text and options in their own modules.
@@ -69,6 +70,7 @@ enum Verb {
     Export(Box<shadowbell_server::ExportArgs>),
     Bind(bind::BindArgs),
     Unbind(bind::UnbindArgs),
+    Ls(ls::Args),
     Ctl(ctl::Args),
     Upgrade(upgrade::Args),
     Top(top::Args),
@@ -115,6 +117,7 @@ impl Verb {
             Self::Export(args) => shadowbell_server::run_export(*args),
             Self::Bind(args) => bind::bind(&args),
             Self::Unbind(args) => bind::unbind(&args),
+            Self::Ls(args) => ls::run(&args),
             Self::Ctl(args) => ctl::run(&args),
             Self::Upgrade(args) => upgrade::run(&args),
             Self::Top(args) => top::run(&args),
@@ -127,7 +130,7 @@ impl Verb {
 
 /// Command line of the program `shadowbell-serve`.
 #[derive(Debug, Parser)]
-#[command(name = "shadowbell", version, after_help = exit::HELP, max_term_width = 100)]
+#[command(name = "shadowbell", version, after_help = exit::help(""), max_term_width = 100)]
 #[command(propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
 struct ServeCli {
     #[command(flatten)]
@@ -157,12 +160,14 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
-    logging::start(&cli.logging, cli.verb.is_service());
+    let verb = cli.verb.unwrap_or_else(|| Verb::Ls(ls::Args::default()));
+    let started = logging::start(&cli.logging, verb.is_service());
     // A service starts the logging thread itself, because it must be single-threaded before that.
-    if !cli.verb.is_service() {
+    if !verb.is_service() {
         logging::start_thread();
     }
-    finish(cli.verb.run())
+    let started = started.map_err(|why| exit::bad_input(anyhow!(why)));
+    finish(started.and_then(|()| verb.run()))
 }
 
 /// Runs the program `shadowbell-serve`: `serve` and `export` without the code of the other verbs,
@@ -178,11 +183,12 @@ pub fn serve_main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
-    logging::start(&cli.logging, true);
-    finish(match cli.verb {
+    let started = logging::start(&cli.logging, true);
+    let started = started.map_err(|why| exit::bad_input(anyhow!(why)));
+    finish(started.and_then(|()| match cli.verb {
         ServeVerb::Serve(args) => shadowbell_server::run(*args),
         ServeVerb::Export(args) => shadowbell_server::run_export(*args),
-    })
+    }))
 }
 
 /// Executes the program `shadowbell-serve` in the directory of this program, with the same command

@@ -1,7 +1,9 @@
 //! `shadowbell ctl`: queries and changes a running server over its control socket.
 
 use crate::ctl_ana::{AnaArgs, ana};
-use crate::ctl_disk::{DiskVerb, Switch, disk, disk_path, disks, is_disk, limits_text};
+use crate::ctl_disk::{
+    DiskVerb, Switch, canonical_id, disk, disk_path, disks, is_disk, limits_text,
+};
 use crate::ctl_export::{ExportVerb, export};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
@@ -13,15 +15,16 @@ use hyper::Method;
 use shadowbell_config::config_file::parse as parse_config;
 use shadowbell_config::controller_config::OfferedDoorbells;
 use shadowbell_config::disk_spec;
+use shadowbell_config::limits::DiskLimits;
 use shadowbell_config::parse;
 use shadowbell_control_api::api::{
     Apply, Configuration, Controller, ControllerSpec, ControllerState, Disk, DiskChange, DiskSpec,
     LimitGroup, LimitSpec, LogLevel, Measure, Namespace, NamespaceSpec, Plan, Status, Upgrade,
 };
-use shadowbell_control_api::client::{Client, part};
+use shadowbell_control_api::client::{Client, forced, part};
 use shadowbell_control_api::discovery;
 use shadowbell_process::atomic_file::replace;
-use shadowbell_process::exit::{bad_input, not_found};
+use shadowbell_process::exit::{self, bad_input, needs_force};
 use shadowbell_process::logging::COMMON;
 use shadowbell_process::output::{Output, show};
 use shadowbell_process::table::Table;
@@ -37,11 +40,11 @@ use std::process::ExitCode;
 /// By default, the control socket of a server is /run/shadowbell/NAME/control.sock. It accepts
 /// connections of root and of the user that the server runs as.
 #[derive(Clone, Debug, clap::Args)]
-#[command(after_help = AFTER_HELP)]
+#[command(after_help = exit::help(AFTER_HELP))]
 pub(crate) struct Args {
-    /// Server: its name, the path of its control socket, or the path of a controller's socket
+    /// Server: its name, its process ID, its control socket, or the socket of a controller
     /// [default: the only running server]
-    #[arg(short, long, global = true, value_name = "NAME|PATH", help_heading = COMMON)]
+    #[arg(short, long, global = true, value_name = "SERVER", help_heading = COMMON)]
     server: Option<String>,
     #[command(flatten)]
     output: Output,
@@ -52,14 +55,7 @@ pub(crate) struct Args {
 const AFTER_HELP: &str = "\
 For programs, the same functions are available over HTTP (docs/reference/http-api.md, docs/openapi.json):
 
-  curl --unix-socket /run/shadowbell/vm0/control.sock http://localhost/v1/status
-
-Exit status:
-  0  success
-  1  failure during execution
-  2  unusable input: the command line, or a file, disk or path that it names
-  3  no such server, controller or namespace
-  4  not possible in the current state of the server";
+  curl --unix-socket /run/shadowbell/vm0/control.sock http://localhost/v1/status";
 
 #[derive(Clone, Debug, Subcommand)]
 enum Verb {
@@ -86,7 +82,7 @@ enum Verb {
         /// Show the changes without applying them
         #[arg(long)]
         dry_run: bool,
-        /// Remove controllers and namespaces even if they have clients
+        /// Remove controllers, namespaces and exports even if they have clients
         #[arg(long)]
         force: bool,
     },
@@ -95,6 +91,9 @@ enum Verb {
         /// File to create or replace; `-` for standard output
         #[arg(value_name = "FILE")]
         file: PathBuf,
+        /// Replace a file that this command did not write; its comments are lost
+        #[arg(long)]
+        force: bool,
     },
     /// List the namespaces
     Namespaces,
@@ -107,10 +106,13 @@ enum Verb {
     /// List, add or remove exports of disks (NBD, vhost-user-blk, FUSE)
     #[command(subcommand)]
     Export(ExportVerb),
-    /// Set rate limits of a disk or limit group, or show them
+    /// Show or change the rate limits of a disk; without a disk, show those of all disks
     ///
-    /// New limits replace all of the old ones. Requests beyond a limit wait.
+    /// Limits that are not given stay; the value `none` removes one. Requests beyond a limit wait.
     Limit(LimitArgs),
+    /// List, add or change limit groups: rate limits that several disks share
+    #[command(subcommand)]
+    LimitGroup(LimitGroupVerb),
     /// Show or change the ANA states of a subsystem (Asymmetric Namespace Access)
     ///
     /// After a change, the command waits for commands in flight to end.
@@ -146,7 +148,11 @@ enum Verb {
         no_wait: bool,
     },
     /// Stop the server, as SIGTERM does
-    Shutdown,
+    Shutdown {
+        /// Stop it even if it has clients, which lose their disks
+        #[arg(long)]
+        force: bool,
+    },
 }
 
 #[derive(Clone, Debug, Subcommand)]
@@ -157,7 +163,7 @@ enum NamespaceVerb {
         which: NamespaceArg,
         /// Disk: id of a disk that has no controller, or a disk as for `serve`
         disk: String,
-        /// UUID [default: derived from the serial number and the disk's name]
+        /// UUID [default: derived from the disk's name]
         #[arg(long)]
         uuid: Option<String>,
         /// Refuse writes; for a disk with an id, use `ctl disk read-only`
@@ -171,17 +177,46 @@ enum NamespaceVerb {
     Detach {
         #[command(flatten)]
         which: NamespaceArg,
+        /// Detach it even if the controller has a client
+        #[arg(long)]
+        force: bool,
     },
 }
 
 #[derive(Clone, Debug, clap::Args)]
 struct LimitArgs {
-    /// Disk: its id, which is CONTROLLER/NSID unless the configuration gives one
-    #[arg(conflicts_with = "of_group")]
+    /// Disk: its id, which is CONTROLLER/NSID unless the configuration gives one; CONTROLLER alone
+    /// shows all disks of a controller
     disk: Option<String>,
-    /// Limit group, whose disks share the limits, instead of a disk
+    #[command(flatten)]
+    rates: RateArgs,
+    /// Limit group whose limits the disk shares as well, or `none`
     #[arg(long, value_name = "NAME")]
-    of_group: Option<String>,
+    group: Option<String>,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum LimitGroupVerb {
+    /// List the limit groups
+    Ls,
+    /// Add a limit group; no effect if an equal one exists
+    Add {
+        /// Name of the group
+        name: String,
+        #[command(flatten)]
+        rates: RateArgs,
+    },
+    /// Change the limits of a limit group; limits that are not given stay
+    Set {
+        /// Name of the group
+        name: String,
+        #[command(flatten)]
+        rates: RateArgs,
+    },
+}
+
+#[derive(Clone, Debug, clap::Args)]
+struct RateArgs {
     /// Remove all limits that are not given
     #[arg(long)]
     none: bool,
@@ -203,9 +238,22 @@ struct LimitArgs {
     /// Bytes written per second
     #[arg(long, value_name = "SIZE[:BURST]")]
     write_bandwidth: Option<String>,
-    /// Limit group whose limits the disk shares as well
-    #[arg(long, value_name = "NAME", conflicts_with = "of_group")]
-    group: Option<String>,
+}
+
+impl RateArgs {
+    /// Limits to change: with `--none`, also those that are not given.
+    fn spec(&self) -> LimitSpec {
+        let rest = if self.none { LimitSpec::none() } else { LimitSpec::default() };
+        LimitSpec {
+            iops: self.iops.clone().or(rest.iops),
+            read_iops: self.read_iops.clone().or(rest.read_iops),
+            write_iops: self.write_iops.clone().or(rest.write_iops),
+            bandwidth: self.bandwidth.clone().or(rest.bandwidth),
+            read_bandwidth: self.read_bandwidth.clone().or(rest.read_bandwidth),
+            write_bandwidth: self.write_bandwidth.clone().or(rest.write_bandwidth),
+            group: None,
+        }
+    }
 }
 
 /// Controller and namespace.
@@ -292,7 +340,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Verb::Export(verb) => export(&client, verb, json),
         Verb::Disk(verb) => disk(&client, verb, json),
         Verb::Limit(args) => limit(&client, args, json),
-        Verb::SaveConfig { file } => save_config(&client, file, json),
+        Verb::LimitGroup(verb) => limit_group(&client, verb, json),
+        Verb::SaveConfig { file, force } => save_config(&client, file, *force, json),
         Verb::Ana(args) => ana(&client, args, controller_path, json),
         Verb::Stats => stats(&client, json),
         Verb::Trace { verb } => trace(&client, verb.as_ref(), json),
@@ -312,8 +361,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             show(&now, json, log_level)
         }
         Verb::Upgrade { binary, no_wait } => upgrade(&client, binary.as_deref(), !no_wait, json),
-        Verb::Shutdown => {
-            let status: Status = client.send(&Method::POST, "/v1/shutdown", &())?;
+        Verb::Shutdown { force } => {
+            let path = forced("/v1/shutdown", *force);
+            let status: Status = client.send(&Method::POST, &path, &())?;
             show(&status, json, |out, status| {
                 writeln!(out, "{} (process {}) is shutting down", status.name, status.pid)
             })
@@ -348,6 +398,9 @@ fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
     match status.waiting {
         0 => writeln!(out)?,
         waiting => writeln!(out, "; {waiting} more wait for their disks")?,
+    }
+    if status.stalled != 0 {
+        writeln!(out, "stalled      {} disks, see `shadowbell ctl disk ls`", status.stalled)?;
     }
     if status.stalled_writes != 0 {
         writeln!(out, "stalled      {} cancelled writes without an answer", status.stalled_writes)?;
@@ -447,9 +500,7 @@ fn stats(client: &Client, json: bool) -> anyhow::Result<()> {
 fn change_controllers(client: &Client, change: &ControllerVerb, json: bool) -> anyhow::Result<()> {
     match change {
         ControllerVerb::Remove { id, force } => {
-            let query = if *force { "?force=true" } else { "" };
-            let path = format!("{}{query}", controller_path(id));
-            client.send::<()>(&Method::DELETE, &path, &())
+            client.send::<()>(&Method::DELETE, &forced(&controller_path(id), *force), &())
         }
         ControllerVerb::Add {
             id,
@@ -503,51 +554,64 @@ fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow
             let spec = NamespaceSpec { disk, uuid: uuid.clone(), share: *share };
             client.send(&Method::PUT, &path(which), &spec)
         }
-        NamespaceVerb::Detach { which } => {
-            return client.send::<()>(&Method::DELETE, &path(which), &());
+        NamespaceVerb::Detach { which, force } => {
+            return client.send::<()>(&Method::DELETE, &forced(&path(which), *force), &());
         }
     };
     show(&vec![now?], json, namespaces)
 }
 
 fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
-    let limits = LimitSpec {
-        iops: args.iops.clone(),
-        read_iops: args.read_iops.clone(),
-        write_iops: args.write_iops.clone(),
-        bandwidth: args.bandwidth.clone(),
-        read_bandwidth: args.read_bandwidth.clone(),
-        write_bandwidth: args.write_bandwidth.clone(),
-        group: args.group.clone(),
-    };
-    let is_change = args.none || limits != LimitSpec::default();
-    if let Some(id) = &args.disk {
-        let path = disk_path(id);
-        let now: Disk = match is_change {
-            true => {
-                let change = DiskChange { limits: Some(limits), ..DiskChange::default() };
-                client.send(&Method::PATCH, &path, &change)?
-            }
-            false => client.get(&path)?,
-        };
-        return show(&vec![now], json, disks);
-    }
-    let groups: Vec<LimitGroup> = match &args.of_group {
-        Some(name) if is_change => {
-            let path = format!("/v1/limit-groups/{}", part(name));
-            vec![client.send(&Method::PUT, &path, &limits)?]
-        }
-        Some(name) => {
-            let all: Vec<LimitGroup> = client.get("/v1/limit-groups")?;
-            let found = all.into_iter().find(|group| group.name == *name);
-            vec![found.ok_or_else(|| not_found(anyhow!("there is no limit group `{name}`")))?]
-        }
-        None if is_change => {
+    let limits = args.rates.spec();
+    let group = args.group.clone().or_else(|| args.rates.none.then(|| "none".to_owned()));
+    let limits = LimitSpec { group, ..limits };
+    let is_change = limits != LimitSpec::default();
+    let Some(id) = &args.disk else {
+        if is_change {
             return Err(bad_input(anyhow!(
-                "no disk was named for the limits: give the id of a disk, or a group by `--of-group`"
+                "no disk was named for the limits: give the id of a disk (`shadowbell ctl disk ls`)"
             )));
         }
-        None => client.get("/v1/limit-groups")?,
+        return show(&client.get::<Vec<Disk>>("/v1/disks")?, json, disks);
+    };
+    let now = match is_change {
+        true => {
+            let change = DiskChange { limits: Some(limits), ..DiskChange::default() };
+            vec![client.send::<Disk>(&Method::PATCH, &disk_path(id), &change)?]
+        }
+        false => match is_disk(client, &canonical_id(id))? {
+            true => vec![client.get(&disk_path(id))?],
+            false => disks_of(client, id)?,
+        },
+    };
+    show(&now, json, disks)
+}
+
+/// Disks of the controller `id`; or the server's error about the disk `id`.
+fn disks_of(client: &Client, id: &str) -> anyhow::Result<Vec<Disk>> {
+    let Ok(controller) = client.get::<Controller>(&controller_path(id)) else {
+        return Ok(vec![client.get(&disk_path(id))?]);
+    };
+    let mut all: Vec<Disk> = client.get("/v1/disks")?;
+    all.retain(|disk| disk.namespaces.iter().any(|user| user.controller == controller.id));
+    Ok(all)
+}
+
+fn limit_group(client: &Client, verb: &LimitGroupVerb, json: bool) -> anyhow::Result<()> {
+    let path = |name: &str| format!("/v1/limit-groups/{}", part(name));
+    let groups: Vec<LimitGroup> = match verb {
+        LimitGroupVerb::Ls => client.get("/v1/limit-groups")?,
+        LimitGroupVerb::Add { name, rates } => {
+            let limits = LimitSpec::of(
+                &LimitSpec::changed(&rates.spec(), &DiskLimits::default())
+                    .map_err(|why| bad_input(anyhow!(why)))?,
+            );
+            vec![client.send(&Method::PUT, &path(name), &limits)?]
+        }
+        LimitGroupVerb::Set { name, rates } => {
+            let limits = LimitSpec { group: None, ..rates.spec() };
+            vec![client.send(&Method::PATCH, &path(name), &limits)?]
+        }
     };
     show(&groups, json, |out, groups| {
         let mut table = Table::new(["Group", "Limits"]);
@@ -558,12 +622,29 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
     })
 }
 
-fn save_config(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {
+/// First line of the files of `save-config`.
+const SAVED: &str = "# Written by `shadowbell ctl save-config`, which replaces this file.";
+
+fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow::Result<()> {
     let answer: Configuration = client.get("/v1/config")?;
     if file == Path::new("-") {
         return show(&answer, json, |out, answer| write!(out, "{}", answer.toml));
     }
-    replace(file, |new| Ok(new.write_all(answer.toml.as_bytes())?))?;
+    let before = match std::fs::read(file) {
+        Ok(before) => before,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+        Err(error) => {
+            return Err(bad_input(error)).with_context(|| file.display().to_string());
+        }
+    };
+    if !before.is_empty() && !before.starts_with(SAVED.as_bytes()) && !force {
+        return Err(needs_force(anyhow!(
+            "nothing was changed: {} was not written by `save-config`, and its comments would be \
+             lost; name another file, or repeat this with --force",
+            file.display()
+        )));
+    }
+    replace(file, |new| Ok(write!(new, "{SAVED}\n\n{}", answer.toml)?))?;
     show(&answer, json, |out, _| writeln!(out, "configuration written to {}", file.display()))
 }
 

@@ -8,7 +8,7 @@ use shadowbell_config::disk_spec;
 use shadowbell_config::parse;
 use shadowbell_config::server_config::canonical_path;
 use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, LimitSpec, Size};
-use shadowbell_control_api::client::{Client, part};
+use shadowbell_control_api::client::{Client, forced, part};
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
 use std::io::{self, Write};
@@ -38,9 +38,12 @@ pub(crate) enum DiskVerb {
     Resize {
         /// Id of the disk
         disk: String,
-        /// New size: 16GiB; a file must have at least this size
-        #[arg(value_parser = parse::size)]
-        size: Option<u64>,
+        /// New size, 16GiB, or growth, +1GiB; a file grows with its disk
+        #[arg(value_parser = size)]
+        size: Option<Size>,
+        /// Shrink it even if it has a client, which loses the rest
+        #[arg(long)]
+        force: bool,
     },
     /// Replace the source of a disk, without a copy of the data
     Replace {
@@ -48,6 +51,9 @@ pub(crate) enum DiskVerb {
         disk: String,
         /// New source, as for `serve`, with the same block size
         source: String,
+        /// Replace it even if it has a client, which finds other data
+        #[arg(long)]
+        force: bool,
     },
     /// Make a disk read-only or writable
     ReadOnly {
@@ -63,6 +69,14 @@ pub(crate) enum DiskVerb {
 pub(crate) enum Switch {
     On,
     Off,
+}
+
+/// Parses the size of a disk: `16GiB`, or `+1GiB` to grow.
+fn size(text: &str) -> Result<Size, String> {
+    match text.strip_prefix('+') {
+        Some(growth) => parse::size(growth).map(Size::Grow),
+        None => parse::size(text).map(Size::Bytes),
+    }
 }
 
 /// Request path of a disk.
@@ -96,8 +110,8 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
         grant(client, std::iter::once(&source[..]));
         source
     };
-    let change = |id: &str, change: DiskChange| -> anyhow::Result<Vec<Disk>> {
-        Ok(vec![client.send(&Method::PATCH, &disk_path(id), &change)?])
+    let change = |id: &str, change: DiskChange, force: bool| -> anyhow::Result<Vec<Disk>> {
+        Ok(vec![client.send(&Method::PATCH, &forced(&disk_path(id), force), &change)?])
     };
     let now = match verb {
         DiskVerb::Ls => client.get("/v1/disks")?,
@@ -112,17 +126,17 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
         DiskVerb::Remove { disk } => {
             return client.send::<()>(&Method::DELETE, &disk_path(disk), &());
         }
-        DiskVerb::Resize { disk, size } => {
-            let size = Some(size.map_or(Size::Whole, Size::Bytes));
-            change(disk, DiskChange { size, ..DiskChange::default() })?
+        DiskVerb::Resize { disk, size, force } => {
+            let size = Some(size.unwrap_or(Size::Whole));
+            change(disk, DiskChange { size, ..DiskChange::default() }, *force)?
         }
-        DiskVerb::Replace { disk, source } => {
+        DiskVerb::Replace { disk, source, force } => {
             let source = Some(absolute(source));
-            change(disk, DiskChange { source, ..DiskChange::default() })?
+            change(disk, DiskChange { source, ..DiskChange::default() }, *force)?
         }
         DiskVerb::ReadOnly { disk, switch } => {
             let read_only = Some(*switch == Switch::On);
-            change(disk, DiskChange { read_only, ..DiskChange::default() })?
+            change(disk, DiskChange { read_only, ..DiskChange::default() }, false)?
         }
     };
     show(&now, json, disks)
@@ -147,7 +161,17 @@ pub(crate) fn disks(out: &mut dyn Write, all: &Vec<Disk>) -> io::Result<()> {
             if users.is_empty() { "none".to_owned() } else { users.join(", ") },
         ]);
     }
-    write!(out, "{table}")
+    write!(out, "{table}")?;
+    for disk in all.iter().filter(|disk| disk.stalled) {
+        writeln!(
+            out,
+            "{} is stalled: {} requests in flight, the oldest for {} s",
+            disk.id,
+            disk.in_flight,
+            disk.oldest_ms / 1000
+        )?;
+    }
+    Ok(())
 }
 
 /// Text of rate limits for a table.

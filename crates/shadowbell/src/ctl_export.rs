@@ -4,7 +4,7 @@ use anyhow::anyhow;
 use clap::{ArgGroup, Subcommand};
 use hyper::Method;
 use shadowbell_control_api::api::{Disk, Export, ExportSpec};
-use shadowbell_control_api::client::{Client, part};
+use shadowbell_control_api::client::{Client, forced, part};
 use shadowbell_export::fuse::Mount;
 use shadowbell_process::exit::{self, bad_input};
 use shadowbell_process::output::show;
@@ -62,6 +62,9 @@ pub(crate) enum ExportVerb {
     Remove {
         /// Id of the export
         id: String,
+        /// Remove it even if it has clients
+        #[arg(long)]
+        force: bool,
     },
 }
 
@@ -73,12 +76,12 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
     let path = |id: &str| format!("/v1/exports/{}", part(id));
     let now = match verb {
         ExportVerb::Ls => client.get("/v1/exports")?,
-        ExportVerb::Remove { id } => {
+        ExportVerb::Remove { id, force } => {
             // An export that is not served, because its disk is missing, can be removed too.
             if let Some(file) = served(client, &path(id))?.and_then(|export| export.fuse) {
                 Mount::at(Path::new(&file), false).unmount();
             }
-            return client.send::<()>(&Method::DELETE, &path(id), &());
+            return client.send::<()>(&Method::DELETE, &forced(&path(id), *force), &());
         }
         ExportVerb::Add {
             id,

@@ -15,6 +15,7 @@
 //! | `upgrade` | restart a running `serve` for an upgrade |
 //! | `ctl`, `ctl_*` | query and change a running `serve` |
 //! | `grant` | access to images for a sandboxed server, for `ctl` |
+//! | `ls` | list running servers and their objects |
 //! | `top` | show live statistics of running servers |
 //! | `manual` | generate manual pages and shell completions, for packages |
 #![forbid(unsafe_code)]
@@ -27,6 +28,7 @@ mod ctl_export;
 mod ctl_plan;
 mod ctl_trace;
 mod grant;
+mod ls;
 mod manual;
 mod top;
 mod upgrade;

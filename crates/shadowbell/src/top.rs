@@ -11,12 +11,12 @@ use shadowbell_config::parse;
 use shadowbell_control_api::client::Client;
 use shadowbell_control_api::discovery;
 use shadowbell_control_api::live_stats::Snapshot;
-use shadowbell_process::exit::{self, bad_input};
+use shadowbell_process::exit;
 use shadowbell_process::output::Output;
 use shadowbell_process::table::Table;
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ const SNAPSHOT: &str = "/v1/snapshot";
 
 /// Show live statistics of the controllers and exports of running servers
 ///
-/// Each controller has a line: its state (busy; idle; parked: so quiet that the I/O threads no
+/// Each controller has a line: its state (busy; idle; stalled: storage does not answer; parked: so quiet that the I/O threads no
 /// longer poll it; off: no I/O queues), its I/O threads (workers) and I/O queues, commands and
 /// bytes per second, doorbell writes per command, the share of new doorbell values that needed no
 /// doorbell write, interrupts per command, and failed commands. While latency is measured
@@ -36,8 +36,8 @@ const SNAPSHOT: &str = "/v1/snapshot";
 /// doorbells. Otherwise, lines are appended.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Server: its name, the socket of a controller, or its control socket [default: all servers
-    /// with a control socket in the usual directory]
+    /// Server: its name, its process ID, its control socket, or the socket of a controller
+    /// [default: all servers with a control socket in the usual directory]
     #[arg(value_name = "SERVER")]
     pub server: Option<String>,
     /// Update interval: 1, 500ms
@@ -150,17 +150,11 @@ enum Source {
 impl Source {
     fn open(server: Option<&str>) -> anyhow::Result<Self> {
         let Some(server) = server else { return Ok(Self::Directory(discovery::directory()?)) };
-        let path = Path::new(server);
-        if !server.contains('/') && !path.exists() {
-            return Ok(Self::Control(discovery::server(Some(server))?));
-        }
-        if let Some((client, _)) = discovery::owner(path) {
-            return Ok(Self::Control(client));
-        }
-        let client = Client::new(path);
+        let client = discovery::server(Some(server))?;
         client.get::<Snapshot>(SNAPSHOT).map_err(|error| {
-            let text = format!("{}: not a control socket of `shadowbell serve`", path.display());
-            bad_input(error.context(text))
+            let socket = client.socket().display();
+            let text = format!("{socket}: not a control socket of `shadowbell serve`");
+            exit::not_found(error.context(text))
         })?;
         Ok(Self::Control(client))
     }

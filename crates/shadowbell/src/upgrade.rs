@@ -3,6 +3,7 @@
 use anyhow::Context;
 use shadowbell_control_api::api::Status;
 use shadowbell_control_api::discovery;
+use shadowbell_process::exit;
 use shadowbell_supervisor::client::{self, SupervisorClient};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -16,10 +17,10 @@ use std::process::ExitCode;
 /// recovered is disconnected, and a warning names it; `--check` shows such clients before. Finally
 /// the supervisor replaces its own program, too, with the same process ID.
 #[derive(Clone, Debug, clap::Args)]
-#[command(after_help = AFTER_HELP)]
+#[command(after_help = exit::help(AFTER_HELP))]
 pub(crate) struct Args {
-    /// Server: process ID of its supervisor or server process, or path of a controller's socket
-    #[arg(value_name = "PID|SOCKET")]
+    /// Server: its name, its process ID, its control socket, or the socket of a controller
+    #[arg(value_name = "SERVER")]
     server: PathBuf,
 
     /// New program [default: the one that is now at the path of the running program]
@@ -34,13 +35,7 @@ pub(crate) struct Args {
 
 const AFTER_HELP: &str = "\
 SIGUSR2 to the supervisor has the same effect, with the program at the path of the running one; the \
-result is in the server's log. See also `shadowbell serve --help` and docs/guides/upgrade.md.
-
-Exit status:
-  0  the new process serves
-  1  the upgrade failed; the old process continues unless the message says otherwise. With
-     --check: it would fail, or disconnect a client
-  2  no such server or program";
+result is in the server's log. See also `shadowbell serve --help` and docs/guides/upgrade.md.";
 
 /// Runs the verb.
 ///
@@ -63,11 +58,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// Finds the supervisor of a server. A supervisor has only the sockets of its start. For a socket
 /// that was added later, the running servers are queried.
 fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
-    SupervisorClient::find(server).or_else(|error| {
-        let asked = discovery::owner(server).and_then(|(client, _)| {
-            let status = client.get::<Status>("/v1/status").ok()?;
-            SupervisorClient::find_reported(status.supervisor_pid?, client.socket()).ok()
-        });
-        asked.ok_or(error)
-    })
+    let reported = || {
+        let client = discovery::server(Some(server.to_str()?)).ok()?;
+        let status = client.get::<Status>("/v1/status").ok()?;
+        SupervisorClient::find_reported(status.supervisor_pid?, client.socket()).ok()
+    };
+    // A name precedes a file in the working directory.
+    let is_name =
+        server.to_str().is_some_and(|name| !name.contains('/') && name.parse::<u32>().is_err());
+    match is_name.then(reported).flatten() {
+        Some(supervisor) => Ok(supervisor),
+        None => SupervisorClient::find(server).or_else(|error| reported().ok_or(error)),
+    }
 }

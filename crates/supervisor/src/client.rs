@@ -5,7 +5,7 @@ use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use shadowbell_config::server_config::canonical_path;
-use shadowbell_process::exit::bad_input;
+use shadowbell_process::exit::{bad_input, not_found};
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::io;
@@ -114,7 +114,7 @@ impl SupervisorClient {
                  or as root"
             }
         };
-        Err(bad_input(anyhow!("{}: no server with a supervisor found; {hint}", server.display())))
+        Err(not_found(anyhow!("{}: no server with a supervisor found; {hint}", server.display())))
     }
 
     /// Working directory of the supervisor, from which the server's relative paths start. `None` if

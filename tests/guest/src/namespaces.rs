@@ -185,7 +185,8 @@ impl Api {
     /// the namespace.
     fn call(&self, method: &str, body: Option<&Value>) -> Result<()> {
         let path = if method == "PATCH" { &self.disk } else { &self.namespace };
-        request(&self.socket, method, path, body).map(drop)
+        let path = format!("{path}?force=true");
+        request(&self.socket, method, &path, body).map(drop)
     }
 }
 

@@ -256,6 +256,11 @@ impl Control {
         AdminCommands::data_length(sqe)
     }
 
+    /// Number of resets.
+    pub(crate) fn generation(&self) -> u64 {
+        self.lifecycle.generation
+    }
+
     /// True if the admin queue server has orders.
     pub(crate) fn has_admin_orders(&self) -> bool {
         self.port.has_orders()

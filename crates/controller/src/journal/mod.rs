@@ -101,6 +101,32 @@ impl Journal {
         self.records
     }
 
+    /// I/O commands in flight after `generation` controller resets. I/O threads change the records
+    /// meanwhile, so a command that begins or ends may be missing.
+    pub(crate) fn in_flight(&self, generation: u64) -> io::Result<Vec<InFlightCommand>> {
+        let bytes = table_bytes(self.records) as u64;
+        let mut commands = Vec::new();
+        for worker in 0..self.workers as u64 {
+            let begin = POSITIONS as u64 + worker * bytes;
+            let end = begin + (self.records * RECORD) as u64;
+            let mut at = begin;
+            // Pages that were never touched are not read.
+            while at < end
+                && let Some((from, to)) = data_extent(&self.file, at)
+                && from < end
+            {
+                let first = (from.max(begin) - begin) / RECORD as u64;
+                let last = (to.min(end) - begin).div_ceil(RECORD as u64);
+                let mut table = vec![0; (last.saturating_sub(first) as usize) * RECORD];
+                read_at(&self.file, &mut table, begin + first * RECORD as u64)?;
+                let records = table.chunks_exact(RECORD);
+                commands.extend(records.filter_map(|record| in_flight(record, generation)));
+                at = begin + last * RECORD as u64;
+            }
+        }
+        Ok(commands)
+    }
+
     /// Part of the journal that the I/O thread `worker` writes after `generation` controller
     /// resets.
     pub(crate) fn part(&self, worker: usize, generation: u64) -> io::Result<JournalPart> {
@@ -411,6 +437,50 @@ impl RecoveredJournal {
 /// It is 0 or less if the command is not fetched yet.
 fn age(position: Position, command: &RecoveredCommand) -> i32 {
     (position.count as u32).wrapping_sub(command.count) as i32
+}
+
+/// I/O command in flight at a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct InFlightCommand {
+    /// Identifier that no other command of the controller has: queue, number of the command in the
+    /// queue, and number of resets.
+    pub id: u64,
+    /// Namespace identifier; FFFFFFFFh for a command for all namespaces.
+    pub nsid: u32,
+}
+
+/// Decodes a record. `None` if it is of no I/O command that was started.
+fn in_flight(record: &[u8], generation: u64) -> Option<InFlightCommand> {
+    let word = u64::from_le_bytes(*record.first_chunk()?);
+    let (sqid, count, _) = unpack(word, generation, CauseOfDeath::Killed)?;
+    let nsid = record.get(8 + NSID_AT..)?.first_chunk()?;
+    let is_started = word & WAITS == 0 && sqid != 0;
+    is_started.then(|| InFlightCommand {
+        id: key(generation, sqid, count),
+        nsid: u32::from_le_bytes(*nsid),
+    })
+}
+
+/// Position of the namespace identifier in a submission queue entry.
+const NSID_AT: usize = 4;
+
+/// Next range of the file from `at` on that has memory.
+fn data_extent(file: &OwnedFd, at: u64) -> Option<(u64, u64)> {
+    let from = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)).ok()?;
+    let to = rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(from)).ok()?;
+    Some((from, to))
+}
+
+fn read_at(file: &OwnedFd, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        let len = rustix::io::pread(file, &mut *bytes, at)?;
+        if len == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        bytes = &mut bytes[len..];
+        at += len as u64;
+    }
+    Ok(())
 }
 
 fn has_data(file: &OwnedFd, from: u64, len: u64) -> bool {

@@ -3,6 +3,7 @@
 //! An I/O thread owns its submission queues, their completion queues and its disk queues; no other
 //! thread touches these. The control plane communicates with it by messages only.
 
+mod activity;
 mod adaptive_poll;
 mod controller_queues;
 mod doorbell_sources;
@@ -19,6 +20,7 @@ mod scheduling;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;
 
+pub use activity::{notify_activity, wait_for_activity};
 pub use adaptive_poll::Polling;
 pub use doorbell_sources::{DoorbellSource, PolledDoorbells};
 pub use pool::{CLAIMABLE, MAX_WORKERS, Pool, PoolOptions, Turns};

@@ -349,6 +349,13 @@ impl Pool {
         self.handle(worker).map_or(Duration::ZERO, |handle| handle.mailbox.busy.awake())
     }
 
+    /// Number that changes while any I/O thread is awake.
+    #[must_use]
+    pub fn activity(&self) -> u128 {
+        let all = self.0.handles.iter().filter_map(OnceLock::get);
+        all.map(|handle| handle.mailbox.busy.awake().as_nanos()).sum()
+    }
+
     /// Sleep statistics of `worker`, if it exists.
     pub(crate) fn sleep_stats(&self, worker: usize) -> Option<SleepStats> {
         let mailbox = &self.handle(worker)?.mailbox;

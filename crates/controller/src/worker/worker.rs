@@ -6,6 +6,7 @@
 //! covers trapped doorbells, messages and disk completions. Controllers that were idle for a while
 //! are excluded from passes and arming until their doorbell is written (see `poll_group`).
 
+use super::activity;
 use super::adaptive_poll::{IdlePolicy, Next, Polling};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
@@ -196,6 +197,7 @@ impl Worker {
                 let all = wait(&self.epoll, timeout, &mut self.trace, &mut self.signalled);
                 self.awake = Some(Awake::new());
                 drop(asleep);
+                activity::note_wake();
                 let slept = before.elapsed();
                 self.mailbox.busy.wakes();
                 record(&mut self.trace, Kind::Wake, slept.as_micros().min(u32::MAX.into()) as u32);

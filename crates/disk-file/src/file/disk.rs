@@ -120,7 +120,10 @@ impl Disk for FileDisk {
         let system = |source| ResizeError::System { disk: disk(), source };
         let there = self.shared.size().map_err(system)?;
         let wanted = bytes.unwrap_or(there);
-        if wanted > there {
+        let flags = rustix::fs::fcntl_getfl(&self.shared.file);
+        let flags = flags.map_err(|errno| system(errno.into()))?;
+        let can_grow = self.shared.regular && flags.contains(OFlags::RDWR);
+        if wanted > there && !can_grow {
             return Err(ResizeError::Short { disk: disk(), there, wanted });
         }
         let info = info.with_bytes(wanted).ok_or_else(|| ResizeError::Size {
@@ -128,7 +131,10 @@ impl Disk for FileDisk {
             bytes: wanted,
             block_size: info.block_size,
         })?;
-        let shared = Arc::new(self.shared.resized(info, there));
+        if wanted > there {
+            self.shared.file.set_len(wanted).map_err(system)?;
+        }
+        let shared = Arc::new(self.shared.resized(info, there.max(wanted)));
         Ok(Arc::new(Self { shared, path: self.path.clone() }))
     }
 

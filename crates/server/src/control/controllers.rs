@@ -75,7 +75,7 @@ pub(super) fn add_controller(
     responses(
         (status = 204, description = "The controller was removed"),
         (status = 404, description = "No such controller", body = Problem),
-        (status = 409, description = "A client is connected", body = Problem)
+        (status = 409, description = "A client is connected (`client-attached`)", body = Problem)
     ))]
 pub(super) fn remove_controller(state: &ServerState, id: &str, force: bool) -> Result<(), Problem> {
     state.changes.remove(id, force).map_err(problem)

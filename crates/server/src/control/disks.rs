@@ -8,7 +8,7 @@ use shadowbell_config::config_file;
 use shadowbell_config::limits::DiskLimits;
 use shadowbell_config::server_config::NamedDisk;
 use shadowbell_control_api::api::{
-    Code, Disk, DiskChange, DiskSource, DiskUser, LimitSpec, Problem, Size,
+    Code, Disk, DiskChange, DiskSource, DiskUser, LimitSpec, Problem,
 };
 
 fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
@@ -16,6 +16,7 @@ fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
     let limits = DiskLimits::split(&disk.open.spec).unwrap_or_default().1;
     let counters = disk.open.disk.counters().into_iter();
     let namespaces = disk.namespaces.iter();
+    let in_flight = state.changes.in_flight().lock().get(&disk.id).cloned();
     Disk {
         id: disk.id.clone(),
         source: disk.open.disk.name(),
@@ -27,6 +28,9 @@ fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
             .map(|(served, nsid)| DiskUser { controller: served.id.clone(), nsid: *nsid })
             .collect(),
         stalled_writes: disk.open.disk.orphans() as u64,
+        in_flight: in_flight.as_ref().map_or(0, |now| now.requests),
+        oldest_ms: in_flight.as_ref().map_or(0, |now| now.since.elapsed().as_millis() as u64),
+        stalled: in_flight.as_ref().is_some_and(|now| now.stalled),
         exports: state.changes.exports().of(&disk.id),
         counters: counters.map(|(name, count)| (name.to_owned(), count)).collect(),
     }
@@ -95,34 +99,38 @@ pub(super) fn remove_disk(state: &ServerState, id: &str) -> Result<(), Problem> 
 /// A guest that has the disk as a namespace is notified. If the disk has that property already,
 /// nothing changes.
 #[utoipa::path(patch, path = "/v1/disks/{id}", operation_id = "change_disk", tag = "disks",
-    params(("id" = String, Path, description = "The disk's `id`")),
+    params(
+        ("id" = String, Path, description = "The disk's `id`"),
+        ("force" = Option<bool>, Query, description = "Shrink or replace the disk although a client is connected")
+    ),
     request_body = DiskChange,
     responses(
         (status = 200, description = "The disk after the change", body = Disk),
         (status = 400, description = "Invalid change", body = Problem),
         (status = 404, description = "No such disk", body = Problem),
-        (status = 409, description = "Change not possible in this state of the disk or the server",
+        (status = 409, description = "Change not possible in this state of the disk or the server, or \
+            only with `force` (`client-attached`)",
             body = Problem)
     ))]
 pub(super) fn change_disk(
     state: &ServerState,
     id: &str,
     wanted: DiskChange,
+    force: bool,
 ) -> Result<Disk, Problem> {
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
     let DiskChange { size, source, read_only, limits } = wanted;
-    let size = size.map(|size| match size {
-        Size::Whole => Change::Size(None),
-        Size::Bytes(bytes) => Change::Size(Some(bytes)),
-    });
-    let limits = limits.map(|limits| limits.parse().map(Change::Limits)).transpose();
-    let all =
-        [size, source.map(Change::Disk), read_only.map(Change::ReadOnly), limits.map_err(wrong)?];
+    let all = [
+        size.map(Change::Size),
+        source.map(Change::Disk),
+        read_only.map(Change::ReadOnly),
+        limits.map(Change::LimitChange),
+    ];
     let mut changes = all.into_iter().flatten();
     let (Some(change), None) = (changes.next(), changes.next()) else {
         let why = "give exactly one of `size`, `source`, `read_only` and `limits`";
         return Err(wrong(why.to_owned()));
     };
-    state.changes.change_disk(id, &change).map_err(problem)?;
+    state.changes.change_disk(id, &change, force).map_err(problem)?;
     disk(state, id)
 }

@@ -101,12 +101,17 @@ pub(super) fn add_export(
 /// Requests in flight are completed, and clients are disconnected. The disk stays open. A FUSE file
 /// has to be unmounted first.
 #[utoipa::path(delete, path = "/v1/exports/{id}", operation_id = "remove_export", tag = "exports",
-    params(("id" = String, Path, description = "The export's `id`")),
+    params(
+        ("id" = String, Path, description = "The export's `id`"),
+        ("force" = Option<bool>, Query, description = "Remove the export although clients are connected")
+    ),
     responses(
         (status = 204, description = "The export was removed"),
         (status = 404, description = "No such export", body = Problem),
-        (status = 409, description = "The FUSE file is mounted, or in use", body = Problem)
+        (status = 409, description = "The FUSE file is mounted, or in use, or clients are connected \
+            (`client-attached`)",
+            body = Problem)
     ))]
-pub(super) fn remove_export(state: &ServerState, id: &str) -> Result<(), Problem> {
-    state.changes.remove_export(id).map_err(problem)
+pub(super) fn remove_export(state: &ServerState, id: &str, force: bool) -> Result<(), Problem> {
+    state.changes.remove_export(id, force).map_err(problem)
 }

@@ -78,6 +78,11 @@ impl Request<'_> {
             .map_err(|error| Problem::new(Code::BadRequest, format!("the request's body: {error}")))
     }
 
+    /// True if the request may take something from connected clients.
+    fn is_forced(&self) -> bool {
+        self.parameters.has_query("force=true")
+    }
+
     fn id(&self) -> &str {
         self.parameters.text("id")
     }
@@ -119,31 +124,39 @@ routes! {
         created(controllers::add_controller(r.state, r.id(), &r.body()?)?)
     };
     controllers::remove_controller: |r| {
-        removed(controllers::remove_controller(r.state, r.id(), r.parameters.has_query("force=true"))?)
+        removed(controllers::remove_controller(r.state, r.id(), r.is_forced())?)
     };
     namespaces::attach_namespace: |r| {
         created(namespaces::attach_namespace(r.state, r.id(), r.parameters.number("nsid")?, &r.body()?)?)
     };
     namespaces::detach_namespace: |r| {
-        removed(namespaces::detach_namespace(r.state, r.id(), r.parameters.number("nsid")?)?)
+        let nsid = r.parameters.number("nsid")?;
+        removed(namespaces::detach_namespace(r.state, r.id(), nsid, r.is_forced())?)
     };
     disks::disks: |r| ok(disks::disks(r.state));
     disks::disk: |r| ok(disks::disk(r.state, r.id())?);
     disks::add_disk: |r| created(disks::add_disk(r.state, r.id(), &r.body()?)?);
-    disks::change_disk: |r| ok(disks::change_disk(r.state, r.id(), r.body()?)?);
+    disks::change_disk: |r| {
+        ok(disks::change_disk(r.state, r.id(), r.body()?, r.is_forced())?)
+    };
     disks::remove_disk: |r| removed(disks::remove_disk(r.state, r.id())?);
     exports::exports: |r| ok(exports::exports(r.state));
     exports::export: |r| ok(exports::export(r.state, r.id())?);
     exports::add_export: |r| {
         created(exports::add_export(r.state, r.id(), r.body()?, r.received.lock().take())?)
     };
-    exports::remove_export: |r| removed(exports::remove_export(r.state, r.id())?);
+    exports::remove_export: |r| {
+        removed(exports::remove_export(r.state, r.id(), r.is_forced())?)
+    };
     ana::set_ana: |r| ok(ana::set_ana(r.state, r.id(), r.parameters.number("group")?, &r.body()?)?);
     server::apply: |r| ok(server::apply(r.state, &r.body()?)?);
     server::configuration: |r| ok(server::configuration(r.state));
     limit_groups::limit_groups: |_| ok(limit_groups::limit_groups());
-    limit_groups::set_limit_group: |r| {
-        ok(limit_groups::set_limit_group(r.state, r.parameters.text("name"), &r.body()?)?)
+    limit_groups::add_limit_group: |r| {
+        created(limit_groups::add_limit_group(r.state, r.parameters.text("name"), &r.body()?)?)
+    };
+    limit_groups::change_limit_group: |r| {
+        ok(limit_groups::change_limit_group(r.state, r.parameters.text("name"), &r.body()?)?)
     };
     identify::identify: |r| {
         let (cns, nsid) = (r.parameters.number("cns")?, r.parameters.number("nsid")?);
@@ -166,7 +179,7 @@ routes! {
         let wanted = if r.body.is_empty() { Upgrade::default() } else { r.body()? };
         Ok(Answer::json(202, &server::upgrade(r.state, wanted)?))
     };
-    server::shutdown: |r| Ok(Answer::json(202, &server::shutdown(r.state)));
+    server::shutdown: |r| Ok(Answer::json(202, &server::shutdown(r.state, r.is_forced())?));
     server::metrics: |r| {
         let body = whole(server::metrics(r.state).into_bytes());
         Ok(Answer { status: 200, content_type: metrics::CONTENT_TYPE, body })

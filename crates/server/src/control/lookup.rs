@@ -19,6 +19,7 @@ pub(super) fn problem(error: anyhow::Error) -> Problem {
     let code = match exit::status(&error) {
         exit::BAD_INPUT => Code::BadRequest,
         exit::NOT_FOUND => Code::NotFound,
+        exit::CONFLICT if exit::is_forceable(&error) => Code::ClientAttached,
         exit::CONFLICT => Code::Conflict,
         _ => Code::Failed,
     };

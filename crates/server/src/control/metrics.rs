@@ -435,6 +435,30 @@ fn disks(text: &mut Text, state: &ServerState) {
     for (labels, disk) in &all {
         stalled.sample(labels, disk.stalled_writes);
     }
+    let mut in_flight = text.family(
+        Kind::Gauge,
+        "shadowbell_disk_requests_in_flight",
+        "Requests of controllers that the storage of a disk has not answered.",
+    );
+    for (labels, disk) in &all {
+        in_flight.sample(labels, disk.in_flight);
+    }
+    let mut oldest = text.family(
+        Kind::Gauge,
+        "shadowbell_disk_oldest_request_seconds",
+        "Age of the oldest request that the storage of a disk has not answered.",
+    );
+    for (labels, disk) in &all {
+        oldest.sample(labels, disk.oldest_ms / 1000);
+    }
+    let mut stalled = text.family(
+        Kind::Gauge,
+        "shadowbell_disk_stalled",
+        "1 if the storage of a disk has not answered a request for a long time.",
+    );
+    for (labels, disk) in &all {
+        stalled.sample(labels, disk.stalled.into());
+    }
     let mut events = text.family(
         Kind::Counter,
         "shadowbell_disk_events",

@@ -45,15 +45,23 @@ pub(super) fn attach_namespace(
     operation_id = "detach_namespace", tag = "namespaces",
     params(
         ("id" = String, Path, description = "The controller's `id`"),
-        ("nsid" = u32, Path, description = "NSID of the namespace")
+        ("nsid" = u32, Path, description = "NSID of the namespace"),
+        ("force" = Option<bool>, Query, description = "Detach the namespace although a client is connected")
     ),
     responses(
         (status = 204, description = "The namespace was detached"),
         (status = 404, description = "No such controller or namespace", body = Problem),
-        (status = 409, description = "The namespace is the only one of the controller", body = Problem)
+        (status = 409, description = "The namespace is the only one of the controller, or a client is \
+            connected (`client-attached`)",
+            body = Problem)
     ))]
-pub(super) fn detach_namespace(state: &ServerState, id: &str, nsid: u32) -> Result<(), Problem> {
-    state.changes.remove_namespace(id, nsid).map_err(problem)
+pub(super) fn detach_namespace(
+    state: &ServerState,
+    id: &str,
+    nsid: u32,
+    force: bool,
+) -> Result<(), Problem> {
+    state.changes.remove_namespace(id, nsid, force).map_err(problem)
 }
 
 pub(super) fn namespace(state: &ServerState, id: &str, nsid: u32) -> Result<Namespace, Problem> {

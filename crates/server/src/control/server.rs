@@ -4,6 +4,7 @@ use super::exports;
 use super::lookup::problem;
 use super::metrics;
 use super::state::ServerState;
+use crate::guard::{self, Loss};
 use crate::reload::apply as apply_config;
 use crate::stats_report;
 use shadowbell_config::config_file;
@@ -15,7 +16,7 @@ use shadowbell_control_api::api::{
 use shadowbell_control_api::live_stats::{Row, Snapshot};
 use shadowbell_process::{exit, logging};
 use shadowbell_supervisor::client::{SupervisorClient, program};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tracing::info;
@@ -25,6 +26,7 @@ use tracing::info;
     responses((status = 200, description = "The status", body = Status)))]
 pub(super) fn status(state: &ServerState) -> Status {
     let served = state.controllers.all();
+    let disks = super::disks::disks(state);
     Status {
         name: state.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -35,7 +37,8 @@ pub(super) fn status(state: &ServerState) -> Status {
         controllers: served.len(),
         clients: served.iter().filter(|served| served.has_client()).count(),
         waiting: state.controllers.waiting().len(),
-        stalled_writes: super::disks::disks(state).iter().map(|disk| disk.stalled_writes).sum(),
+        stalled_writes: disks.iter().map(|disk| disk.stalled_writes).sum(),
+        stalled: disks.iter().filter(|disk| disk.stalled).count(),
         open_files_left: state.changes.files_left(),
         log_filter: logging::filter(),
         upgrade_error: state.upgrade_error.lock().clone(),
@@ -53,7 +56,9 @@ pub(super) fn status(state: &ServerState) -> Status {
     responses(
         (status = 200, description = "The changes that were made, or would be made", body = Plan),
         (status = 400, description = "The file is invalid", body = Problem),
-        (status = 409, description = "Connected clients would lose controllers or namespaces", body = Problem)
+        (status = 409, description = "Connected clients would lose controllers, namespaces or exports \
+            (`client-attached`)",
+            body = Problem)
     ))]
 pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem> {
     let config = config_file::parse(&wanted.toml, &wanted.file);
@@ -117,7 +122,16 @@ pub(super) fn stats(state: &ServerState) -> stats_report::Report {
 pub(super) fn snapshot(state: &ServerState) -> Snapshot {
     let at_ns = u64::try_from(state.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
     let rows = state.controllers.all();
-    let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller));
+    let stalled: BTreeSet<String> = super::disks::disks(state)
+        .into_iter()
+        .filter(|disk| disk.stalled)
+        .flat_map(|disk| disk.namespaces)
+        .map(|user| user.controller)
+        .collect();
+    let rows = rows.iter().map(|served| Row {
+        stalled: stalled.contains(&served.id),
+        ..Row::of(&served.name, &served.controller)
+    });
     Snapshot { at_ns, controllers: rows.collect(), exports: exports::exports(state) }
 }
 
@@ -204,10 +218,21 @@ pub(super) fn upgrade(state: &ServerState, wanted: Upgrade) -> Result<Status, Pr
 
 /// End the service, as SIGTERM does
 #[utoipa::path(post, path = "/v1/shutdown", operation_id = "shutdown", tag = "server",
-    responses((status = 202, description = "The service ends", body = Status)))]
-pub(super) fn shutdown(state: &ServerState) -> Status {
+    params(("force" = Option<bool>, Query, description = "End the service although clients are connected")),
+    responses(
+        (status = 202, description = "The service ends", body = Status),
+        (status = 409, description = "Clients are connected (`client-attached`)", body = Problem)
+    ))]
+pub(super) fn shutdown(state: &ServerState, force: bool) -> Result<Status, Problem> {
+    let all = state.controllers.all();
+    let lost = "would lose the controller".to_owned();
+    let losses = all.iter().filter_map(|served| Loss::of_controller(served, lost.clone()));
+    let exports = state.changes.exports();
+    let exports = exports.map(|export| export.config.id.clone());
+    let losses = losses.chain(exports.iter().filter_map(|id| state.changes.exports().loss(id)));
+    guard::check(&losses.collect::<Vec<_>>(), force).map_err(problem)?;
     info!("shutdown was requested at the control socket");
     let status = status(state);
     (state.end)();
-    status
+    Ok(status)
 }

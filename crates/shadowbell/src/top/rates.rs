@@ -102,6 +102,7 @@ impl Rates {
             socket: now.socket.clone(),
             exported: None,
             state: match now {
+                Row { stalled: true, .. } => "stalled",
                 _ if commands != 0 => "busy",
                 Row { queues: 0, .. } => "off",
                 Row { parked: true, .. } => "parked",

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 /// Headings and widths of the columns after the first one in the view of the workload.
 const WORK: [(&str, u16); 7] = [
-    ("State", 6),
+    ("State", 7),
     ("IOPS", 7),
     ("Read", 10),
     ("Written", 10),
@@ -23,7 +23,7 @@ const WORK: [(&str, u16); 7] = [
 ];
 /// Headings and widths of the columns after the first one in the view of doorbells.
 const DOORBELLS: [(&str, u16); 7] = [
-    ("State", 6),
+    ("State", 7),
     ("Workers", 7),
     ("Queues", 6),
     ("IOPS", 7),

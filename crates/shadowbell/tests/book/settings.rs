@@ -1,6 +1,7 @@
 //! The reference has each setting of a configuration file and each option of a disk.
 
 use crate::pages::root;
+use shadowbell_process::exit::ExitStatus;
 use std::collections::BTreeSet;
 use std::process::Command;
 
@@ -10,6 +11,22 @@ fn help() -> String {
     let output = command.args(["serve", "--help"]).output().unwrap();
     assert!(output.status.success());
     String::from_utf8(output.stdout).unwrap()
+}
+
+/// The page has the table of exit statuses, and the packaged units do not restart a service after
+/// unusable input.
+#[test]
+fn the_exit_statuses_are_those_of_the_program() {
+    let page = std::fs::read_to_string(root().join("docs/reference/exit-status.md")).unwrap();
+    for status in ExitStatus::ALL {
+        let row = format!("| {} | {} |", status as u8, status.meaning());
+        assert!(page.lines().any(|line| line == row), "{row}");
+    }
+    for unit in ["shadowbell.service", "shadowbell@.service"] {
+        let text = std::fs::read_to_string(root().join("packaging").join(unit)).unwrap();
+        let line = format!("RestartPreventExitStatus={}", ExitStatus::BadInput as u8);
+        assert!(text.lines().any(|other| other == line), "{unit}");
+    }
 }
 
 /// Part of the help between two lines that begin with these words.

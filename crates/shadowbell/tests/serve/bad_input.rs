@@ -239,7 +239,7 @@ fn the_exit_statuses_are_in_the_help() {
     assert_eq!(status, Some(0));
     for words in [
         "Exit status:",
-        "0  ended by a signal",
+        "0  success; `serve`: ended by a signal",
         "[[controller]]",
         "SIGUSR1",
         "stay ignored, as SIGINT in",

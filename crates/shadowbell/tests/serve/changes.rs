@@ -44,7 +44,7 @@ fn a_controller_is_added_and_removed_beside_a_guest() {
     let mut other = attached(&server, "b.sock");
     assert_eq!((read(&mut guest), read(&mut other)), (Status::SUCCESS, Status::SUCCESS));
     let (code, _, errors) = ctl(&server, &["controller", "remove", "b"]);
-    assert!(code == Some(4) && errors.contains("has a client"), "{errors}");
+    assert!(code == Some(4) && errors.contains("b would lose the controller"), "{errors}");
     drop(other);
     until("the client's disconnect", || {
         ctl_json(&server, &["controllers", "b"])[0]["client"] == false
@@ -155,7 +155,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     );
     assert_eq!((code, printed), (Some(0), expected));
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
-    assert!(code == Some(4) && errors.contains("would lose vm0"), "{code:?} {errors}");
+    assert!(code == Some(4) && errors.contains("client of vm0 would lose"), "{code:?} {errors}");
     assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
     assert_eq!(read(&mut guest), Status::SUCCESS, "the guest has not noticed");
     assert_eq!(ctl(&server, &["apply", "vms.toml", "--force"]).0, Some(0));
@@ -218,7 +218,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     );
     let now = ["1 mem:4MiB false \"db\"", "2 a.img true null", "3 b.img false null"];
     assert_eq!(disks(), now);
-    assert_eq!(ctl_json(&server, &["limit"])[0]["limits"]["iops"], "5000");
+    assert_eq!(ctl_json(&server, &["limit-group", "ls"])[0]["limits"]["iops"], "5000");
     assert_eq!(
         ctl_json(&server, &["apply", "vms.toml"])["unchanged"],
         1,
@@ -233,18 +233,21 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     let (code, _, errors) = apply(&[]);
     assert!(code == Some(2) && errors.contains("nothing was changed"), "{code:?} {errors}");
     assert_eq!(disks(), now);
-    assert_eq!(ctl_json(&server, &["limit"])[0]["limits"]["iops"], "5000");
+    assert_eq!(ctl_json(&server, &["limit-group", "ls"])[0]["limits"]["iops"], "5000");
 
     // A namespace with a client is not removed without `--force`; after that its disk is free for
     // another NSID.
     write(server.directory(), "", "\"mem:4MiB\", { disk = \"a.img\", nsid = 5 }", "");
     let (code, _, errors) = apply(&[]);
-    let words = "connected clients would lose namespace 2 of vm0, namespace 3 of vm0";
+    let words =
+        "the client of vm0 would lose namespace 2; the client of vm0 would lose namespace 3";
     assert!(code == Some(4) && errors.contains(words), "{code:?} {errors}");
     let (code, printed, errors) = apply(&["--force"]);
     assert!(code == Some(0) && printed.contains("namespace 5: none ->"), "{printed}{errors}");
     assert_eq!(disks(), ["1 mem:4MiB false null", "5 a.img false null"]);
-    assert!(client() && ctl_json(&server, &["limit"])[0]["limits"] == serde_json::json!({}));
+    assert!(
+        client() && ctl_json(&server, &["limit-group", "ls"])[0]["limits"] == serde_json::json!({})
+    );
 
     // Server-wide settings do not change, and the response contains a note.
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
@@ -265,6 +268,8 @@ fn check_validates_a_file_without_opening_disks() {
         command.args(["serve", "--check"]).arg(&path);
         finish(command)
     };
+    let twice = image(directory.path(), "twice.img", 1 << 20).display().to_string();
+    let there = format!("{twice}\", \"{twice}");
     let controller = |disk: &str| {
         format!("[[controller]]\nid = \"a\"\nsocket = \"a.sock\"\ndisks = [\"{disk}\"]\n")
     };
@@ -277,6 +282,13 @@ fn check_validates_a_file_without_opening_disks() {
         (controller("a.img").replace("\"a\"", "\"a b\""), "vms.toml:2: `a b` is no id"),
         (controller("a.img").repeat(2), "vms.toml:"),
         ("workers = 0\n".to_owned(), "vms.toml:1"),
+        // Each error has the line of its key.
+        (controller("no:x"), "vms.toml:4:"),
+        (controller("mem:1"), "vms.toml:4:"),
+        (controller("a.img") + "serial = \"123456789012345678901\"\n", "vms.toml:5: the serial"),
+        (controller("a.img") + "model = \"\"\n", "vms.toml:5: the model number"),
+        (controller("a.img") + "max-transfer = \"3MiB\"\n", "vms.toml:5: `max-transfer`"),
+        (controller(&there), "vms.toml:1"),
         (controller("a.img?limit-group=db"), "vms.toml:4: there is no `[[limit-group]]` `db`"),
     ] {
         let (code, _, errors) = check(&text);

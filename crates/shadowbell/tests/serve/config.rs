@@ -96,7 +96,7 @@ fn a_bad_file_is_refused_as_a_whole() {
         ),
         (
             "socket = \"b.sock\"\ndisks = [\"mem:1MiB\"]\nserial = \"\"",
-            &["vms.toml:6:", "the serial number"],
+            &["vms.toml:9:", "the serial number"],
         ),
         ("socket = \"b.sock\"\ndisks = \"mem:1MiB\"", &["vms.toml:8:", "expected"]),
         ("socket = b.sock", &["vms.toml:7:"]),

@@ -102,6 +102,7 @@ fn status_reports_the_controllers_and_shutdown_ends_the_server() {
     assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
     let stats = ctl_json(&server, &["stats"]);
     assert_eq!(stats["controllers"][0]["io"]["bytes_read"], 4096);
+    assert_eq!(stats["controllers"][0]["id"], controller["id"]);
     let (_, table, _) = ctl(&server, &["stats"]);
     assert!(table.contains("4.0 KiB") && table.lines().count() == 2, "{table}");
     for (what, word) in
@@ -112,7 +113,9 @@ fn status_reports_the_controllers_and_shutdown_ends_the_server() {
         assert!(text.contains(word), "{text}");
     }
 
-    let (status, output, _) = ctl(&server, &["shutdown"]);
+    let (status, _, errors) = ctl(&server, &["shutdown"]);
+    assert!(status == Some(4) && errors.contains("--force"), "{errors}");
+    let (status, output, _) = ctl(&server, &["shutdown", "--force"]);
     assert_eq!(
         (status, output),
         (Some(0), format!("vm (process {}) is shutting down\n", server.pid()))
@@ -129,6 +132,7 @@ fn a_failed_ctl_command_has_an_exit_status_and_a_message() {
         (&["status", "-s", "/nonexistent/x.sock"], 3, "no such control socket"),
         (&["controllers", "vm7"], 3, "there is no controller `vm7`"),
         (&["log-level", "loud=="], 2, "is not a log filter"),
+        (&["log-level", "warnig"], 2, "is not a log filter"),
         (&["upgrade"], 4, "has no supervisor"),
         (&["upgrade", "--binary", "/nonexistent/x"], 2, "--binary"),
         (&["frobnicate"], 2, "frobnicate"),
@@ -255,6 +259,7 @@ fn control_requests_during_upgrades_are_all_answered() {
     assert_eq!(status, 202);
     until("the reason", || ctl_json(&server, &["status"])["upgrade_error"].is_string());
     drop(guest);
+    until("its end", || ctl_json(&server, &["status"])["clients"] == 0);
     assert_eq!(ctl(&server, &["shutdown"]).0, Some(0));
     assert!(server.wait().success(), "{}", server.stderr());
     assert!(!server.directory().join("run/vm").exists());

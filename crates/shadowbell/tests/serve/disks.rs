@@ -53,7 +53,7 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     assert!(code == Some(4) && errors.contains("ctl namespace detach a 5"), "{errors}");
     restart(&server, true);
     assert_eq!(guest.read(5, 0), 7);
-    assert_eq!(ctl(&server, &["namespace", "detach", "a", "5"]).0, Some(0));
+    assert_eq!(ctl(&server, &["namespace", "detach", "a", "5", "--force"]).0, Some(0));
     assert_eq!(disk(&server, "data")["namespaces"], json!([]));
     restart(&server, false);
     restart(&server, true);

@@ -20,11 +20,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// NBD client of the default export. The server sends simple replies.
-struct Nbd(UnixStream);
+pub(crate) struct Nbd(UnixStream);
 
 impl Nbd {
     /// Connects, as soon as the server listens.
-    fn connect(socket: &Path) -> Self {
+    pub(crate) fn connect(socket: &Path) -> Self {
         let mut stream = None;
         until("the NBD server", || {
             stream = UnixStream::connect(socket).ok();
@@ -104,7 +104,7 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
     // A second writer needs the permission of both.
     let (code, _, errors) = ctl(&server, &["namespace", "attach", "a", "2", "data"]);
     assert!(code == Some(4) && errors.contains("written by the export data"), "{errors}");
-    assert_eq!(ctl(&server, &["export", "remove", "data"]).0, Some(0));
+    assert_eq!(ctl(&server, &["export", "remove", "data", "--force"]).0, Some(0));
     assert!(!socket.exists());
     ctl_json(&server, &["namespace", "attach", "a", "2", "data"]);
     let add = |more: &[&str]| {
@@ -202,7 +202,7 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
         machine.is_idle()
     });
     machine.pause();
-    assert_eq!(ctl(&server, &["export", "remove", "vm"]).0, Some(0));
+    assert_eq!(ctl(&server, &["export", "remove", "vm", "--force"]).0, Some(0));
     assert!(!socket.exists());
     let image = std::fs::read(server.directory().join("disk.img")).unwrap();
     assert!(image == machine.image(), "the image holds something else");

@@ -2,7 +2,7 @@
 //! thread continue, no acknowledged write is lost, and no command waits longer than the
 //! storage.
 
-use crate::control::ctl_json;
+use crate::control::{ctl, ctl_json, http_request, request};
 use crate::disk_recovery::Export;
 use crate::disk_types::{PAGE, Page, check_content, fill};
 use crate::harness::{Server, complete, image, run, until};
@@ -284,6 +284,68 @@ fn a_reset_does_not_wait_for_a_hung_nbd_server() {
     guest.settle(&[Status::SUCCESS]);
     until("the answers to the orphans", || stalled() == 0);
     guest.assert_no_loss();
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// A disk whose storage hangs is stalled: in the log, the API and metrics, until it answers.
+#[test]
+fn a_disk_is_stalled_until_its_storage_answers() {
+    let storage = Export::start("mem:16MiB");
+    let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stalled-after", "1"];
+    let mut server = Server::start(&[&storage.uri("&settle=50ms"), "mem:1MiB"], &options);
+    let mut guest = Guest::attach(&server, AttachOptions::default());
+    let disk = |nth: usize| ctl_json(&server, &["disk", "ls"])[nth].clone();
+    until("the end of the requests", || disk(0)["in_flight"] == 0);
+    assert!(disk(0)["stalled"] == false && !server.stderr().contains("stalled"));
+    storage.stall();
+    guest.submit_many();
+    until("a stalled disk", || disk(0)["stalled"] == true);
+    let (hung, other) = (disk(0), disk(1));
+    assert!(hung["in_flight"] == PAGES && hung["oldest_ms"].as_u64().unwrap() >= 1000, "{hung}");
+    assert!(other["stalled"] == false && other["in_flight"] == 0, "{other}");
+    let (_, table, _) = ctl(&server, &["disk", "ls"]);
+    assert!(table.contains(" is stalled: 64 requests in flight, the oldest for"), "{table}");
+    let (_, status, _) = ctl(&server, &["status"]);
+    assert!(status.contains("stalled      1 disk"), "{status}");
+    server.wait_for_log("is stalled: its storage has not answered 64 requests for");
+    let (_, metrics) = http_request(&server, &request("GET", "/metrics", ""));
+    let sample = |name: &str| {
+        let all = metrics.lines().filter(|line| line.starts_with(&format!("{name}{{")));
+        let values = all.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
+        values.max()
+    };
+    assert_eq!(sample("shadowbell_disk_stalled"), Some(1), "{metrics}");
+    assert_eq!(sample("shadowbell_disk_requests_in_flight"), Some(PAGES as u64), "{metrics}");
+    assert!(sample("shadowbell_disk_oldest_request_seconds") >= Some(1), "{metrics}");
+    let (_, snapshot) = http_request(&server, &request("GET", "/v1/snapshot", ""));
+    assert!(snapshot.contains(r#""stalled":true"#), "{snapshot}");
+    storage.resume();
+    guest.settle(&[Status::SUCCESS]);
+    server.wait_for_log("answers again, after");
+    until("the end of the stall", || disk(0)["stalled"] == false && disk(0)["in_flight"] == 0);
+    assert_eq!(server.stderr().matches(" is stalled").count(), 1, "{}", server.stderr());
+    guest.assert_no_loss();
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// Requests that wait for a limit do not make a disk stalled.
+#[test]
+fn a_throttled_disk_is_not_stalled() {
+    let options = ["--supervisor", "--workers", "1", "--stalled-after", "4"];
+    let mut server = Server::start(&["mem:1MiB?iops=2:1"], &options);
+    let mut guest = server.attach();
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(16, 4096).unwrap();
+    let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
+    for _ in 0..16 {
+        queue.submit(read, pool.take()).unwrap();
+    }
+    queue.ring().unwrap();
+    let disk = || ctl_json(&server, &["disk", "ls"])[0].clone();
+    until("a request of some age", || disk()["oldest_ms"].as_u64().unwrap() > 4500);
+    assert!(disk()["stalled"] == false && !server.stderr().contains("stalled"));
+    (0..16).for_each(|_| assert_eq!(complete(&mut queue).status, Status::SUCCESS));
+    drop((queue, pool, guest));
     assert!(server.stop().success(), "{}", server.stderr());
 }
 

@@ -82,9 +82,9 @@ fn many_controllers_share_few_threads() {
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap();
     let names = threads.map(|t| std::fs::read_to_string(t.unwrap().path().join("comm")).unwrap());
     let (control, others): (Vec<_>, Vec<_>) = names.partition(|name| name == "sb-control\n");
-    // Two I/O threads, the reactor, the event log, the log, the control socket, the watch for
-    // resized disks, and the signal thread.
-    assert_eq!(others.len(), 8, "{others:?}");
+    // Two I/O threads, the reactor, the event log, the log, the control socket, the watches for
+    // resized and for stalled disks, and the signal thread.
+    assert_eq!(others.len(), 9, "{others:?}");
     // The control thread and its standby, which may just have taken over.
     assert!((2..=3).contains(&control.len()), "{}", control.len());
     is_idle(&server);

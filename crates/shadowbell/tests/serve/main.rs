@@ -12,6 +12,7 @@ mod crashing_commands;
 mod disk_recovery;
 mod disk_types;
 mod disks;
+mod exit_status;
 mod exports;
 mod failing_storage;
 #[cfg(feature = "faults")]
@@ -19,6 +20,7 @@ mod faults;
 mod fd_store;
 mod fence;
 mod function;
+mod guard;
 mod harness;
 mod hung_storage;
 mod idle;

@@ -88,7 +88,6 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     // The file has grown.
     assert_eq!(done(&server, &["disk", "resize", "vm.sock/1"])["bytes"], 4 << 20);
     std::fs::OpenOptions::new().write(true).open(first).unwrap().set_len(16 << 20).unwrap();
-    refused(&server, &["disk", "resize", "vm.sock/1", "32MiB"], 2, "make it larger first");
     assert_eq!(done(&server, &["disk", "resize", "vm.sock/1"])["bytes"], 16 << 20);
     refused(&server, &["disk", "resize", "vm.sock/7"], 3, "there is no disk");
 
@@ -98,18 +97,19 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "off"])["read_only"], false);
 
     // Another disk with the same UUID for the guest; the old disk is free then.
-    let replaced = done(&server, &["disk", "replace", "vm.sock/3", "c.img"]);
+    let replaced = done(&server, &["disk", "replace", "vm.sock/3", "c.img", "--force"]);
     assert_eq!(replaced["bytes"], json!(8 << 20));
     assert!(replaced["source"].as_str().unwrap().ends_with("c.img"));
     assert_eq!(ctl_json(&server, &["namespaces"])[1]["uuid"], added["uuid"]);
-    refused(&server, &["disk", "replace", "vm.sock/3", "mem:1MiB?block-size=4096"], 4, "blocks of");
+    let other = ["disk", "replace", "vm.sock/3", "mem:1MiB?block-size=4096", "--force"];
+    refused(&server, &other, 4, "blocks of");
     done(&server, &["namespace", "attach", "vm.sock", "2", "b.img", "--read-only"]);
     assert_eq!(nsids(&server), [1, 2, 3]);
     refused(&server, &["disk", "read-only", "vm.sock/2", "off"], 4, "when it is opened");
 
-    assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "2"]).0, Some(0));
+    assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "2", "--force"]).0, Some(0));
     refused(&server, &["namespace", "detach", "vm.sock", "2"], 3, "no namespace 2");
-    assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "3"]).0, Some(0));
+    assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "3", "--force"]).0, Some(0));
     refused(&server, &["namespace", "detach", "vm.sock", "1"], 4, "has no other namespace");
     assert_eq!(guest.read(1, 0), 1);
     drop(guest);
@@ -166,9 +166,9 @@ fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
     assert_eq!(done(&server, &["disk", "resize", "vm0.sock/2", "32MiB"])["bytes"], 32 << 20);
     done(&server, &["disk", "read-only", "vm0.sock/7", "on"]);
     check(&server, &mut guest, &mut other);
-    done(&server, &["disk", "replace", "vm0.sock/7", "mem:1MiB"]);
+    done(&server, &["disk", "replace", "vm0.sock/7", "mem:1MiB", "--force"]);
     let uuid = ctl_json(&server, &["namespaces"])[2]["uuid"].clone();
-    assert_eq!(ctl(&server, &["namespace", "detach", vm, "1"]).0, Some(0));
+    assert_eq!(ctl(&server, &["namespace", "detach", vm, "1", "--force"]).0, Some(0));
     check(&server, &mut guest, &mut other);
     assert_eq!(nsids(&server), [2, 7, 1]);
     drop(other);
@@ -265,29 +265,31 @@ fn limits_change_at_run_time_and_survive_restarts() {
     assert!(before >= 40, "{before}");
     // Limits change in place, also for requests that already wait.
     ctl_json(&server, &["limit", "vm.sock/1", "--iops", "1000000:1000000", "--group", "slow"]);
-    let groups = ctl_json(&server, &["limit", "--of-group", "slow", "--iops", "1000000"]);
+    let groups = ctl_json(&server, &["limit-group", "set", "slow", "--iops", "1000000"]);
     assert_eq!(groups, json!([{"name": "slow", "limits": {"iops": "1000000"}}]));
     for (arguments, words) in [
-        (&["vm.sock/1", "--iops", "many"][..], "`iops`"),
-        (&["--iops", "7"], "no disk was named"),
-        (&["--of-group", "a/b", "--iops", "7"], "is not a group name"),
+        (&["limit", "vm.sock/1", "--iops", "many"][..], "`iops`"),
+        (&["limit", "--iops", "7"], "no disk was named"),
+        (&["limit-group", "add", "a/b", "--iops", "7"], "is not a group name"),
     ] {
-        let (code, _, errors) = ctl(&server, &[&["limit"], arguments].concat());
+        let (code, _, errors) = ctl(&server, arguments);
         let errors = errors.to_lowercase();
         assert!(code == Some(2) && errors.contains(words), "{arguments:?}: {code:?} {errors}");
     }
     let (_, table, _) = ctl(&server, &["namespaces"]);
-    assert!(table.contains("iops=1000000:1000000, as slow"), "{table}");
+    assert!(table.contains("iops=1000000:1000000, write-bandwidth=100MiB"), "{table}");
+    assert!(table.contains("as slow"), "{table}");
     kill(&server, Signal::KILL);
     let seen = |server: &Server| {
         let all = ctl_json(server, &["namespaces"]);
         [all[0]["limits"].clone(), all[1]["limits"].clone()]
     };
     let limits = seen(&server);
-    assert_eq!(limits[0], json!({"iops": "1000000:1000000", "group": "slow"}));
-    assert_eq!(ctl_json(&server, &["limit"]), groups);
+    let own = json!({"iops": "1000000:1000000", "write_bandwidth": "100MiB", "group": "slow"});
+    assert_eq!(limits[0], own);
+    assert_eq!(ctl_json(&server, &["limit-group", "ls"]), groups);
     assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
-    assert_eq!((seen(&server), ctl_json(&server, &["limit"])), (limits, groups));
+    assert_eq!((seen(&server), ctl_json(&server, &["limit-group", "ls"])), (limits, groups));
     // A guest with throttled requests does not delay an upgrade.
     ctl_json(&server, &["limit", "vm.sock/1", "--iops", "1:1"]);
     let mut guest = server.attach();

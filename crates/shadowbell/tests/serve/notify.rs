@@ -207,7 +207,9 @@ fn sighup_reloads_the_configuration() {
         server.wait_for_log("error: the configuration is refused, and nothing was changed");
         // A file that would take a controller from a client is refused, too.
         std::fs::write(&config, text.replace("vm0.sock", "other.sock")).unwrap();
-        assert!(reload().contains("nothing was changed: connected clients would lose vm0"));
+        assert!(
+            reload().contains("nothing was changed: the client of vm0 would lose the controller")
+        );
         drop(attach(&server.directory().join("vm1.sock"), &options));
         // A setting that cannot change at run time is reported.
         std::fs::write(&config, format!("workers = 2\n{text}")).unwrap();

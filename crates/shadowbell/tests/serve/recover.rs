@@ -198,7 +198,7 @@ fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     std::fs::write(&file, text.replace("mem:16MiB", "mem:8MiB")).unwrap();
     // The supervisor reads the file only on request.
     signal(server.pid(), Signal::HUP);
-    server.wait_for_log("clients would lose");
+    server.wait_for_log("would lose the controller");
     let before = worker(&server);
     signal(before, Signal::KILL);
     server.wait_for_log("is to serve 0.img, mem:8MiB at ");

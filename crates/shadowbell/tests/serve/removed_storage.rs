@@ -84,7 +84,7 @@ fn survives_removal_and_return(behind: &Path, options: &str) {
     let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take()).status;
     assert_eq!(read.code(), Status::UNRECOVERED_READ);
     let disk = format!("{}{options}", mount.path().display());
-    let (status, _, errors) = ctl(&server, &["disk", "replace", "vm.sock/1", &disk]);
+    let (status, _, errors) = ctl(&server, &["disk", "replace", "vm.sock/1", &disk, "--force"]);
     assert_eq!(status, Some(0), "{errors}\n{}", server.stderr());
     let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take());
     assert_eq!(read.status, Status::SUCCESS);

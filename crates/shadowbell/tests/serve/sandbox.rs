@@ -109,7 +109,8 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     std::fs::rename(path("a.img"), path("z.img")).unwrap();
     kill(&server, Signal::KILL);
     assert_eq!(guest.read(1, 0), 5);
-    let (status, _, errors) = ctl(&server, &["disk", "replace", "vm.sock/2", &path("b.img")]);
+    let replace = ["disk", "replace", "vm.sock/2", &path("b.img"), "--force"];
+    let (status, _, errors) = ctl(&server, &replace);
     assert_eq!(status, Some(0), "{errors}");
     // Clients of the control socket cannot open paths outside of the allowed directories.
     let namespace = |nsid: u32| {
@@ -448,7 +449,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
         drop(Client::attach(&two));
         // The end of the client is noticed a moment later.
         until("the controller's end", || {
-            let (status, _, errors) = ctl(&server, &["controller", "remove", "two"]);
+            let (status, _, errors) = ctl(&server, &["controller", "remove", "two", "--force"]);
             assert!(status == Some(0) || errors.contains("has a client"), "{errors}");
             status == Some(0)
         });

@@ -208,7 +208,7 @@ fn an_upgrade_without_a_supervisor_is_refused() {
         let mut command = program();
         command.arg("upgrade").arg(&target);
         let (status, _, errors) = finish(command);
-        assert_eq!(status, Some(2), "{errors}");
+        assert_eq!(status, Some(3), "{errors}");
         assert!(errors.contains("no server with a supervisor found"), "{errors}");
     }
     let mut command = program();

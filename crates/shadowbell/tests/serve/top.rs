@@ -197,7 +197,7 @@ fn top_refuses_other_sockets() {
         let mut command = program();
         command.arg("top").arg(path);
         let (status, _, complaint) = finish(command);
-        assert_eq!(status, Some(2), "{complaint}");
+        assert_eq!(status, Some(3), "{complaint}");
         complaint
     };
     for path in

@@ -1,0 +1,64 @@
+//! Activity of the I/O threads, for a scanner of commands in flight that sleeps while the process is
+//! idle.
+//!
+//! A command in flight implies that an I/O thread was awake after the scanner fell asleep. A thread
+//! that wakes reads one flag. The fetch and the execution of commands do nothing.
+
+use parking_lot::{Condvar, Mutex};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::time::Duration;
+
+/// True while a scanner waits for a thread that wakes.
+static WAITS: AtomicBool = AtomicBool::new(false);
+static LOCK: Mutex<()> = Mutex::new(());
+static WOKEN: Condvar = Condvar::new();
+
+/// Waits until an I/O thread wakes, or [`notify_activity`] is called, at most for `limit`. Returns
+/// at once if `is_active`, which is called after the flag is set.
+pub fn wait_for_activity(limit: Duration, is_active: impl FnOnce() -> bool) {
+    WAITS.store(true, SeqCst);
+    // Without the lock, which I/O threads take: the call may drop the last reference to them.
+    let is_active = is_active();
+    let mut lock = LOCK.lock();
+    if !is_active && WAITS.load(SeqCst) {
+        let _ = WOKEN.wait_for(&mut lock, limit);
+    }
+    WAITS.store(false, Relaxed);
+}
+
+/// Wakes the waiting scanner.
+pub fn notify_activity() {
+    let _lock = LOCK.lock();
+    WAITS.store(false, SeqCst);
+    WOKEN.notify_all();
+}
+
+/// Called by an I/O thread that has slept.
+#[inline]
+pub(super) fn note_wake() {
+    if WAITS.load(Relaxed) {
+        notify_activity();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_wakes_ends_the_wait() {
+        let (begun, begins) = std::sync::mpsc::channel();
+        let waiter = std::thread::spawn(move || {
+            wait_for_activity(Duration::from_secs(3600), || {
+                begun.send(()).unwrap();
+                false
+            });
+        });
+        begins.recv().unwrap();
+        note_wake();
+        waiter.join().unwrap();
+        note_wake();
+        wait_for_activity(Duration::from_secs(3600), || true);
+    }
+}

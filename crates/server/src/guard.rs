@@ -1,0 +1,75 @@
+//! Guard of destructive changes: a change that takes something from a connected client needs
+//! `force`. The requests of the control socket, `ctl apply` and SIGHUP use this one rule.
+
+use super::registry::ServedController;
+use anyhow::anyhow;
+use shadowbell_process::exit;
+use std::fmt;
+use tracing::warn;
+
+/// Loss of a connected client: `the client of vm0 would lose namespace 2`.
+#[derive(Debug)]
+pub(super) struct Loss {
+    /// Controller or export of the client.
+    client: String,
+    /// Sentence without its subject: `would lose namespace 2`.
+    what: String,
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the client of {} {}", self.client, self.what)
+    }
+}
+
+impl Loss {
+    /// Loss of a controller's client. `None` if it has none.
+    pub(super) fn of_controller(served: &ServedController, what: String) -> Option<Self> {
+        served.has_client().then(|| Self { client: served.id.clone(), what })
+    }
+
+    /// Loss of the clients of the export `id`.
+    pub(super) fn of_export(id: &str, what: String) -> Self {
+        Self { client: format!("the export {id}"), what }
+    }
+}
+
+/// Refuses a change that connected clients would lose something by, unless it is forced.
+///
+/// # Errors
+/// The change has to be forced.
+pub(super) fn check(losses: &[Loss], forced: bool) -> anyhow::Result<()> {
+    let texts: Vec<_> = losses.iter().map(Loss::to_string).collect();
+    if texts.is_empty() {
+        return Ok(());
+    }
+    if forced {
+        warn!("forced, although {}", texts.join("; "));
+        return Ok(());
+    }
+    Err(exit::needs_force(anyhow!(
+        "nothing was changed: {}; disconnect the client first, or repeat this with --force (HTTP: \
+         `force=true`)",
+        texts.join("; ")
+    )))
+}
+
+/// Function that returns the losses of a disk's clients by a change after which they find
+/// something else: `4 KiB instead of 1 MiB`.
+type Losses<'a> = dyn Fn(&str) -> Vec<Loss> + 'a;
+
+/// Guard of the change of one disk.
+pub(super) struct DiskGuard<'a> {
+    pub(super) losses: &'a Losses<'a>,
+    pub(super) forced: bool,
+}
+
+impl DiskGuard<'_> {
+    /// Refuses a change after which each client of the disk finds `what`.
+    ///
+    /// # Errors
+    /// The change has to be forced.
+    pub(super) fn check(&self, what: &str) -> anyhow::Result<()> {
+        check(&(self.losses)(what), self.forced)
+    }
+}

@@ -1,0 +1,170 @@
+//! Exit statuses: one table for all verbs.
+
+use crate::control::{ctl, ctl_json};
+use crate::harness::{Server, attach, finish, image, program, until};
+use shadowbell_driver::AttachOptions;
+use shadowbell_process::exit::ExitStatus;
+use std::path::Path;
+
+/// Exit status and errors of `shadowbell` with these words.
+fn run(at: &Path, words: &[&str]) -> (Option<i32>, String) {
+    let mut command = program();
+    command.args(words).current_dir(at).env("SHADOWBELL_RUN_DIR", at.join("run"));
+    let (status, _, errors) = finish(command);
+    (status, errors)
+}
+
+/// Verbs in the help of `shadowbell` with these words.
+fn verbs(words: &[&str]) -> Vec<String> {
+    let mut command = program();
+    command.args(words).arg("--help");
+    let (status, help, _) = finish(command);
+    assert_eq!(status, Some(0));
+    let Some((_, verbs)) = help.split_once("Commands:\n") else { return Vec::new() };
+    let lines = verbs.lines().take_while(|line| line.starts_with("  "));
+    let names = lines.filter(|line| !line.starts_with("   "));
+    let names = names.filter_map(|line| line.split_whitespace().next());
+    names.filter(|name| *name != "help").map(str::to_owned).collect()
+}
+
+fn all_verbs(words: &[&str], found: &mut Vec<Vec<String>>) {
+    for verb in verbs(words) {
+        let deeper: Vec<&str> = words.iter().copied().chain([&verb[..]]).collect();
+        found.push(deeper.iter().map(|word| (*word).to_owned()).collect());
+        all_verbs(&deeper, found);
+    }
+}
+
+#[test]
+fn a_wrong_option_has_one_status_in_all_verbs() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut all = Vec::new();
+    all_verbs(&[], &mut all);
+    let names: Vec<_> = all.iter().map(|words| words.join(" ")).collect();
+    assert!(all.len() > 50 && names.iter().any(|name| name == "ctl disk resize"), "{names:?}");
+    for verb in all {
+        let words: Vec<&str> = verb.iter().map(String::as_str).chain(["--no-such"]).collect();
+        let (status, errors) = run(directory.path(), &words);
+        assert_eq!(status, Some(ExitStatus::BadInput as i32), "{words:?}: {errors}");
+    }
+}
+
+/// A target that does not exist is unusable input; a server or an object of it is not found.
+#[test]
+fn what_does_not_exist_has_one_status_in_all_verbs() {
+    let directory = tempfile::tempdir().unwrap();
+    let (bad, missing) = (ExitStatus::BadInput, ExitStatus::NotFound);
+    let mut checked = Vec::new();
+    for (words, expected) in [
+        (&["serve", "no.img", "--socket", "x.sock"][..], bad),
+        (&["serve", "mem:1MiB", "--socket", "nowhere/x.sock"], bad),
+        (&["serve", "--check", "no.toml"], bad),
+        (&["export", "no.img", "--nbd", "unix:x.sock"], bad),
+        (&["bench", "no.img"], bad),
+        (&["verify", "no.img"], bad),
+        (&["list", "no.img"], bad),
+        (&["id-ctrl", "no.img"], bad),
+        (&["id-ns", "no.img"], bad),
+        (&["smart-log", "no.img"], bad),
+        (&["error-log", "no.img"], bad),
+        (&["get-feature", "no.img"], bad),
+        (&["device-self-test", "no.img"], bad),
+        (&["self-test-log", "no.img"], bad),
+        (&["telemetry-log", "no.img", "--output-file", "x"], bad),
+        (&["persistent-event-log", "no.img"], bad),
+        (&["create-ns", "no.img", "--nsze", "1MiB"], bad),
+        (&["delete-ns", "no.img", "--namespace-id", "1"], bad),
+        (&["attach-ns", "no.img", "--namespace-id", "1"], bad),
+        (&["detach-ns", "no.img", "--namespace-id", "1"], bad),
+        (&["format", "no.img", "--force"], bad),
+        (&["sanitize", "no.img", "--sanact", "2", "--force"], bad),
+        (&["sanitize-log", "no.img"], bad),
+        (&["ana-log", "no.img"], bad),
+        (&["write-uncor", "no.img", "--start-block", "0", "--force"], bad),
+        (&["read", "no.img"], bad),
+        (&["write", "no.img"], bad),
+        (&["copy", "no.img", "mem:1MiB"], bad),
+        (&["attach-many", "no.img"], bad),
+        (&["trace", "no.trace"], bad),
+        (&["demo", "--runtime", "never"], bad),
+        (&["bind", "0000:zz:00.0"], bad),
+        (&["unbind", "0000:zz:00.0"], bad),
+        (&["ls", "nobody"], missing),
+        (&["top", "nobody"], missing),
+        (&["top", "nowhere/x.sock"], missing),
+        (&["upgrade", "nobody"], missing),
+        (&["upgrade", "nowhere/x.sock"], missing),
+        (&["ctl", "status"], missing),
+        (&["ctl", "-s", "nobody", "shutdown"], missing),
+    ] {
+        let (status, errors) = run(directory.path(), words);
+        assert_eq!(status, Some(expected as i32), "{words:?}: {errors}");
+        checked.push(words[0]);
+    }
+    let others = verbs(&[]).into_iter().filter(|verb| !checked.contains(&&verb[..]));
+    assert_eq!(others.collect::<Vec<_>>(), [""; 0], "verbs without a check");
+
+    let server = Server::start_in(directory, &["mem:1MiB"], &["--name", "vm"]);
+    for words in [
+        &["controllers", "no"][..],
+        &["controller", "remove", "no"],
+        &["namespace", "attach", "no", "2", "mem:1MiB"],
+        &["namespace", "detach", "vm.sock", "7"],
+        &["disk", "remove", "no"],
+        &["disk", "resize", "no"],
+        &["disk", "replace", "no", "mem:1MiB"],
+        &["disk", "read-only", "no", "on"],
+        &["export", "add", "e", "no", "--nbd", "unix:e.sock"],
+        &["export", "remove", "no"],
+        &["limit", "no"],
+        &["limit", "no", "--iops", "5"],
+        &["limit-group", "set", "no", "--iops", "5"],
+        &["ana", "no"],
+    ] {
+        let (status, _, errors) = ctl(&server, words);
+        assert_eq!(status, Some(missing as i32), "{words:?}: {errors}");
+    }
+}
+
+/// A server is named by its name, a process ID or a socket, in each verb alike; a name precedes a
+/// file of that name.
+#[test]
+fn a_server_is_named_alike_in_each_verb() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "vm", 1 << 20);
+    let mut server = Server::start_in(directory, &["mem:1MiB"], &["--supervisor"]);
+    let at = server.directory().to_owned();
+    let socket = server.socket().display().to_string();
+    let control = at.join("run/vm/control.sock").display().to_string();
+    let guest = attach(&server.socket(), &AttachOptions::default());
+    until("a client", || ctl_json(&server, &["status"])["clients"] == 1);
+    for kind in 0..5 {
+        // Each upgrade starts another server process.
+        let status = ctl_json(&server, &["status"]);
+        let (pid, keeper) = (status["pid"].to_string(), status["supervisor_pid"].to_string());
+        let name = ["vm", &pid, &keeper, &socket, &control][kind];
+        for words in [
+            &["ctl", "-s", name, "status"][..],
+            &["ls", name],
+            &["top", name, "--count", "1", "--interval", "50ms"],
+            &["upgrade", name],
+        ] {
+            let (status, errors) = run(&at, words);
+            assert_eq!(status, Some(0), "{words:?}: {errors}");
+        }
+    }
+    // Without a verb, the servers and their objects are listed, in 80 columns.
+    let mut command = program();
+    command.current_dir(&at).env("SHADOWBELL_RUN_DIR", "run");
+    let (status, listed, errors) = finish(command);
+    assert_eq!((status, &errors[..]), (Some(0), ""));
+    for words in ["server", "vm", "controller", "ready, client", "1.0 MiB", "namespace 1"] {
+        assert!(listed.contains(words), "{listed}");
+    }
+    drop(guest);
+    assert!(server.stop().success());
+    let mut command = program();
+    command.current_dir(&at).env("SHADOWBELL_RUN_DIR", "run");
+    let (status, listed, _) = finish(command);
+    assert!(status == Some(0) && listed.contains("no server is running"), "{listed}");
+}
