@@ -77,10 +77,8 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
     let now = match verb {
         ExportVerb::Ls => client.get("/v1/exports")?,
         ExportVerb::Remove { id, force } => {
-            // An export that is not served, because its disk is missing, can be removed too.
-            if let Some(file) = served(client, &path(id))?.and_then(|export| export.fuse) {
-                Mount::at(Path::new(&file), false).unmount();
-            }
+            // The server may be compromised, so the path that it reports is not used.
+            Mount::of_source(&source(client, id)).iter().for_each(Mount::unmount);
             return client.send::<()>(&Method::DELETE, &forced(&path(id), *force), &());
         }
         ExportVerb::Add {
@@ -126,7 +124,8 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
                 // The server compares an export that exists.
                 Some(file) if served(client, &path(id))?.is_none() => {
                     refuse_image(client, file)?;
-                    let (mount, device) = Mount::new(file, *read_only).map_err(bad_input)?;
+                    let (mount, device) = Mount::from_source(file, &source(client, id), *read_only)
+                        .map_err(bad_input)?;
                     spec.fuse = Some(mount.path().to_string_lossy().into_owned());
                     let client = client.with_descriptor(device);
                     let added = client.send(&Method::PUT, &path(id), &spec).inspect_err(|_| {
@@ -141,6 +140,15 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
         }
     };
     show(&now, json, exports)
+}
+
+/// Mount source of an export's FUSE file. It names the export and the control socket that the
+/// caller has chosen.
+fn source(client: &Client, id: &str) -> String {
+    let socket = client.socket();
+    let socket = socket.canonicalize().or_else(|_| std::path::absolute(socket));
+    let socket = socket.unwrap_or_else(|_| client.socket().to_owned());
+    format!("shadowbell:{id}@{}", socket.display())
 }
 
 /// Export at `path` of the API. `None` if it does not exist, or is not served.

@@ -3,16 +3,20 @@
 //! Without the privilege to mount, the program `fusermount3` mounts and passes the descriptor of
 //! `/dev/fuse` over a socket.
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxAttributes, StatxFlags, statx};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Statx, StatxAttributes, StatxFlags,
+    openat2, statx,
+};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, unmount};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
-use std::ffi::CString;
-use std::fs::{File, OpenOptions};
+use std::collections::BTreeMap;
+use std::ffi::{CString, OsString};
+use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -52,6 +56,8 @@ pub enum MountError {
     },
 }
 
+/// Mount source of a file that a server process has mounted.
+const SOURCE: &str = "shadowbell";
 /// Type of the file system.
 const FILE_SYSTEM: &str = "fuse.shadowbell";
 /// Error of a file whose server has died.
@@ -77,10 +83,23 @@ impl Mount {
     /// # Errors
     /// [`MountError`]. A created file is removed before the return.
     pub fn new(path: &Path, read_only: bool) -> Result<(Self, OwnedFd), MountError> {
-        let (path, created) = prepare(path)?;
-        let mounted = match mount(&path, read_only) {
+        Self::from_source(path, SOURCE, read_only)
+    }
+
+    /// Mounts like [`new`](Self::new), with a source by which [`of_source`](Self::of_source) finds
+    /// the mount.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn from_source(
+        path: &Path,
+        source: &str,
+        read_only: bool,
+    ) -> Result<(Self, OwnedFd), MountError> {
+        let (file, path, created) = prepare(path)?;
+        let mounted = match mount(&file, source, read_only) {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                mount_by_helper(&path, read_only)
+                mount_by_helper(&path, source, read_only)
             }
             mounted => mounted,
         };
@@ -98,6 +117,15 @@ impl Mount {
     #[must_use]
     pub fn at(path: &Path, created: bool) -> Self {
         Self { path: path.to_owned(), created }
+    }
+
+    /// Mounts of a source in the mount namespace of this process, for their removal. The system
+    /// reports their paths, so no other process needs to be trusted.
+    #[must_use]
+    pub fn of_source(source: &str) -> Vec<Self> {
+        let mounts = std::fs::read(MOUNTS).unwrap_or_default();
+        let ours = fuse_files(&mounts).filter(|(_, its)| its == source.as_bytes());
+        ours.map(|(path, _)| Self::at(&path, false)).collect()
     }
 
     /// True if the file was created for the mount.
@@ -121,7 +149,11 @@ impl Mount {
         if !is_fuse_file(path) {
             return;
         }
-        match unmount(path, UnmountFlags::NOFOLLOW) {
+        // A directory that was replaced by a link since then is not followed.
+        let Ok((_directory, at)) = without_links(path) else {
+            return tracing::warn!("cannot unmount {}: its directory has changed", path.display());
+        };
+        match unmount(&at, UnmountFlags::NOFOLLOW) {
             Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
             Err(Errno::BUSY) => {
                 tracing::warn!(
@@ -129,7 +161,7 @@ impl Mount {
                      empty file",
                     path.display()
                 );
-                let _ = unmount(path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW);
+                let _ = unmount(&at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW);
             }
             Err(errno) => {
                 let helper = Command::new(HELPER).args(["-u", "-z", "--"]).arg(path).output();
@@ -146,8 +178,8 @@ impl Mount {
     }
 }
 
-/// Mounts by `mount(2)`.
-fn mount(path: &Path, read_only: bool) -> io::Result<OwnedFd> {
+/// Mounts over an open file by `mount(2)`. No path is resolved again.
+fn mount(file: &OwnedFd, source: &str, read_only: bool) -> io::Result<OwnedFd> {
     let device = rustix::fs::open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     let options = format!(
         "fd={},rootmode=100600,user_id={},group_id={},default_permissions",
@@ -158,15 +190,32 @@ fn mount(path: &Path, read_only: bool) -> io::Result<OwnedFd> {
     let options = CString::new(options)?;
     let mut flags = MountFlags::NODEV | MountFlags::NOSUID;
     flags.set(MountFlags::RDONLY, read_only);
-    rustix::mount::mount("shadowbell", path, FILE_SYSTEM, flags, options.as_c_str())?;
+    rustix::mount::mount(source, by_descriptor(file), FILE_SYSTEM, flags, options.as_c_str())?;
     Ok(device)
 }
 
+/// Path of an open file that leads to the same file whatever happens to its name.
+fn by_descriptor(file: &OwnedFd) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+}
+
+/// Path of a file by a descriptor of its directory, which is also returned. `path` has no links.
+fn without_links(path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(Errno::INVAL.into());
+    };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let parent = openat2(CWD, parent, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)?;
+    let at = by_descriptor(&parent).join(name);
+    Ok((parent, at))
+}
+
 /// Mounts by `fusermount3`, whose standard input is the socket for the descriptor.
-fn mount_by_helper(path: &Path, read_only: bool) -> io::Result<OwnedFd> {
+fn mount_by_helper(path: &Path, source: &str, read_only: bool) -> io::Result<OwnedFd> {
     let (ours, its) = UnixStream::pair()?;
     let mode = if read_only { "ro" } else { "rw" };
-    let options = format!("{mode},nosuid,nodev,fsname=shadowbell,subtype=shadowbell");
+    let source = source.replace('\\', "\\\\").replace(',', "\\,");
+    let options = format!("{mode},nosuid,nodev,fsname={source},subtype=shadowbell");
     let helper = Command::new(HELPER)
         .args(["-o", &format!("{options},default_permissions"), "--"])
         .arg(path)
@@ -199,37 +248,53 @@ fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
     Ok(received)
 }
 
-/// Returns the absolute path of the file to mount over, and true if this call created the file.
-fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
-    let failed = |source| MountError::File { path: path.to_owned(), source };
-    let created = match std::fs::metadata(path) {
-        Ok(about) if about.is_file() && is_mount_point(path) => {
-            // The kernel may remember the attributes of a dead mount.
-            let is_dead = |error: io::Error| error.raw_os_error() == NO_SERVER;
-            return Err(match File::open(path).is_err_and(is_dead) {
-                true => MountError::Dead(absolute(path)),
-                false => MountError::InUse(path.to_owned()),
-            });
+/// Opens the file to mount over, or creates it. The path is resolved once, and must not end with a
+/// link. Returns the file, its absolute path, and true if this call created it.
+fn prepare(path: &Path) -> Result<(OwnedFd, PathBuf, bool), MountError> {
+    let failed = |source: io::Error| MountError::File { path: path.to_owned(), source };
+    let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let create = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | flags;
+    let (file, created) = match rustix::fs::open(path, OFlags::PATH | flags, Mode::empty()) {
+        Err(Errno::NOENT) => {
+            let file = rustix::fs::open(path, create, Mode::from(0o666));
+            (file.map_err(|errno| failed(errno.into()))?, true)
         }
-        Ok(about) if about.is_file() => false,
-        Ok(_) => return Err(MountError::NotAFile(path.to_owned())),
-        Err(error) if error.raw_os_error() == NO_SERVER => {
-            return Err(MountError::Dead(absolute(path)));
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            OpenOptions::new().write(true).create_new(true).open(path).map_err(failed)?;
-            true
-        }
-        Err(error) => return Err(failed(error)),
+        Err(Errno::NOTCONN) => return Err(MountError::Dead(absolute(path))),
+        file => (file.map_err(|errno| failed(errno.into()))?, false),
     };
-    // The mount needs read access to the file.
-    let usable = File::open(path).and_then(|_| path.canonicalize());
-    match usable {
-        Ok(path) => Ok((path, created)),
+    let checked = check(&file, path).and_then(|()| {
+        // The mount needs read access to the file.
+        File::open(by_descriptor(&file)).map_err(failed)?;
+        by_descriptor(&file).read_link().map_err(failed)
+    });
+    match checked {
+        Ok(path) => Ok((file, path, created)),
         Err(error) => {
             forget(path, created);
-            Err(failed(error))
+            Err(error)
         }
+    }
+}
+
+/// Checks that a file can be mounted over.
+fn check(file: &OwnedFd, path: &Path) -> Result<(), MountError> {
+    // The server of a mounted file may have died, or not answer.
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let about = statx(file, "", flags, StatxFlags::TYPE);
+    let is_file = |about: &Statx| FileType::from_raw_mode(about.stx_mode.into()).is_file();
+    match about {
+        Err(Errno::NOTCONN) => Err(MountError::Dead(absolute(path))),
+        Err(errno) => Err(MountError::File { path: path.to_owned(), source: errno.into() }),
+        Ok(about) if !is_file(&about) => Err(MountError::NotAFile(path.to_owned())),
+        Ok(about) if about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) => {
+            // The kernel may remember the attributes of a dead mount.
+            let is_dead = |error: io::Error| error.raw_os_error() == NO_SERVER;
+            Err(match File::open(by_descriptor(file)).is_err_and(is_dead) {
+                true => MountError::Dead(absolute(path)),
+                false => MountError::InUse(path.to_owned()),
+            })
+        }
+        Ok(_) => Ok(()),
     }
 }
 
@@ -243,32 +308,39 @@ fn absolute(path: &Path) -> PathBuf {
     }
 }
 
-fn is_mount_point(path: &Path) -> bool {
-    statx(CWD, path, AtFlags::empty(), StatxFlags::TYPE)
-        .is_ok_and(|about| about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
-}
+/// Mounts of this process: see proc_pid_mountinfo(5). Later mounts cover earlier ones.
+const MOUNTS: &str = "/proc/self/mountinfo";
 
 /// True if the topmost file system at `path` is a mounted file of this program.
 fn is_fuse_file(path: &Path) -> bool {
-    std::fs::read("/proc/self/mountinfo").is_ok_and(|mounts| has_fuse_file(&mounts, path))
+    std::fs::read(MOUNTS).is_ok_and(|mounts| fuse_files(&mounts).any(|(at, _)| at == path))
 }
 
-/// Searches `mountinfo`; see proc_pid_mountinfo(5). Later mounts cover earlier ones.
-fn has_fuse_file(mounts: &[u8], path: &Path) -> bool {
-    let mut escaped = Vec::new();
-    for byte in path.as_os_str().as_bytes() {
-        match byte {
-            b' ' | b'\t' | b'\n' | b'\\' => escaped.extend(format!("\\{byte:03o}").into_bytes()),
-            byte => escaped.push(*byte),
-        }
-    }
-    let mut types = mounts.split(|byte| *byte == b'\n').filter_map(|line| {
+/// Paths of the mounted files of this program that no other mount covers, and their sources.
+fn fuse_files(mounts: &[u8]) -> impl Iterator<Item = (PathBuf, Vec<u8>)> + use<> {
+    let mut topmost = BTreeMap::new();
+    for line in mounts.split(|byte| *byte == b'\n') {
         let mut fields = line.split(|byte| *byte == b' ');
-        let is_at_path = fields.nth(4)? == escaped;
-        let kind = fields.skip_while(|field| *field != b"-").nth(1)?;
-        is_at_path.then_some(kind)
-    });
-    types.next_back() == Some(FILE_SYSTEM.as_bytes())
+        let Some(path) = fields.nth(4) else { continue };
+        let mut after = fields.skip_while(|field| *field != b"-").skip(1);
+        let (kind, source) = (after.next(), after.next().unwrap_or_default());
+        let source = (kind == Some(FILE_SYSTEM.as_bytes())).then(|| unescape(source));
+        topmost.insert(PathBuf::from(OsString::from_vec(unescape(path))), source);
+    }
+    topmost.into_iter().filter_map(|(path, source)| Some((path, source?)))
+}
+
+/// Decodes a field, in which the kernel writes some bytes as a backslash and three octal digits.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let (mut bytes, mut rest) = (Vec::new(), field);
+    while let Some((first, after)) = rest.split_first() {
+        let digits = after.first_chunk::<3>().filter(|_| *first == b'\\');
+        let digits = digits.and_then(|digits| std::str::from_utf8(digits).ok());
+        let byte = digits.and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        rest = if byte.is_some() { after.get(3..).unwrap_or_default() } else { after };
+        bytes.push(byte.unwrap_or(*first));
+    }
+    bytes
 }
 
 /// Removes the file if it was created for the mount and is still empty.
@@ -281,17 +353,49 @@ fn forget(path: &Path, created: bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shadowbell_testing::programs::skipped;
 
     #[test]
     fn only_the_topmost_mount_counts() {
         let mounts = b"36 25 0:30 / /run rw - tmpfs tmpfs rw\n\
-            37 36 0:40 / /run/a\\040disk rw,nosuid shared:5 - fuse.shadowbell shadowbell rw\n\
+            37 36 0:40 / /run/a\\040disk rw,nosuid shared:5 - fuse.shadowbell a\\043b rw\n\
             38 36 0:41 / /run/b rw - fuse.shadowbell shadowbell rw\n\
             39 36 0:42 / /run/b rw - ext4 /dev/sda1 rw\n";
-        let has = |path: &str| has_fuse_file(mounts, Path::new(path));
-        assert!(has("/run/a disk"));
-        for other in ["/run", "/run/b", "/run/a", ""] {
-            assert!(!has(other), "{other}");
+        let all: Vec<_> = fuse_files(mounts).collect();
+        assert_eq!(all, [(PathBuf::from("/run/a disk"), b"a#b".to_vec())]);
+    }
+
+    /// The owner of a directory replaces the file by a link, after the check and before the mount.
+    #[test]
+    fn a_link_that_is_swapped_after_the_check_is_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let [path, secret] = ["disk", "secret"].map(|name| directory.path().join(name));
+        std::fs::write(&secret, "secret").unwrap();
+        let (file, _, created) = prepare(&path).unwrap();
+        assert!(created);
+        std::fs::rename(&path, directory.path().join("moved")).unwrap();
+        std::os::unix::fs::symlink(&secret, &path).unwrap();
+        if let Err(error) = mount(&file, "test,swapped", false) {
+            return skipped(format_args!("no mount: {error}"));
         }
+        let mounts = Mount::of_source("test,swapped");
+        mounts.iter().for_each(Mount::unmount);
+        let paths: Vec<_> = mounts.iter().map(Mount::path).collect();
+        assert_eq!(paths, [directory.path().canonicalize().unwrap().join("moved")]);
+        assert_eq!(std::fs::read_to_string(&secret).unwrap(), "secret");
+        assert!(Mount::of_source("test,swapped").is_empty());
+        // A link at the time of the check is refused.
+        assert!(matches!(prepare(&path), Err(MountError::NotAFile(_))));
+    }
+
+    #[test]
+    fn a_directory_that_is_swapped_before_the_unmount_is_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().canonicalize().unwrap();
+        std::fs::create_dir(root.join("real")).unwrap();
+        std::fs::write(root.join("real/disk"), "").unwrap();
+        assert!(without_links(&root.join("real/disk")).unwrap().1.exists());
+        std::os::unix::fs::symlink(root.join("real"), root.join("link")).unwrap();
+        assert!(without_links(&root.join("link/disk")).is_err());
     }
 }
