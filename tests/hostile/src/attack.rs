@@ -71,8 +71,17 @@ pub enum Kind {
     /// Hostile attack that is evaluated by counts: the bounds of the victim's latency do not apply.
     /// The server process may be replaced.
     Counted,
+    /// Attack on an export that is judged by counts, like [`Kind::Counted`].
+    CountedExport,
     /// Control measurement: the same load on this machine, without an attack on the server.
     Control,
+}
+
+impl Kind {
+    /// True if the bounds of the victim's latency apply.
+    pub(crate) fn is_timed(self) -> bool {
+        !matches!(self, Self::Counted | Self::CountedExport)
+    }
 }
 
 /// Time limit of an attack, shared by all its threads.

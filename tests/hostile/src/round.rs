@@ -100,7 +100,7 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
 
 /// Starts a server for the attack, and attaches the victim.
 fn begin(binary: &Path, attack: &Attack) -> Result<(Server, Victim)> {
-    if attack.kind == Kind::Export {
+    if matches!(attack.kind, Kind::Export | Kind::CountedExport) {
         let server = Server::export(binary)?;
         let victim = Victim::attach_nbd(&server.directory().join("disk.sock"));
         return Ok((server, victim.context("the victim")?));

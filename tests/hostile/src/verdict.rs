@@ -51,7 +51,7 @@ impl Strictness {
 /// count.
 pub(crate) fn is_void(outcome: &Outcome, strictness: Strictness) -> bool {
     let times = strictness.times();
-    if outcome.hostile == Some(Kind::Counted) {
+    if outcome.hostile.is_some_and(|kind| !kind.is_timed()) {
         return false;
     }
     outcome.baseline.p99 > P99 * times / 2 || outcome.baseline.longest > LONGEST * times / 2
@@ -68,7 +68,7 @@ pub(crate) fn failures(outcome: &Outcome, strictness: Strictness) -> Vec<String>
             failures.push(format!("{what} is {}, not {}", time(found), time(bound)));
         }
     };
-    if outcome.hostile != Some(Kind::Counted) {
+    if outcome.hostile.is_none_or(Kind::is_timed) {
         let (longest, register) = (attacked.served_longest, attacked.served_register);
         longer("the victim's p99, apart from waits for a processor,", attacked.served_p99, P99);
         longer("the victim's longest read, apart from waits for a processor,", longest, LONGEST);
@@ -256,6 +256,11 @@ mod tests {
         assert!(named(|o| o.end = None).contains("SIGTERM"));
         assert!(named(|o| o.attacked.lost = true).contains("never came back"));
         assert!(named(|o| o.hostile = Some(Kind::Honest)).contains("p50"));
+        let mut counted = good();
+        (counted.hostile, counted.attacked.served_p99) = (Some(Kind::CountedExport), P99 * 1000);
+        assert_eq!(failures(&counted, Strictness::Measured), Vec::<String>::new());
+        counted.attacked.lost = true;
+        assert_eq!(failures(&counted, Strictness::Measured).len(), 1);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 
+use super::isolation::victim_is_served;
 use super::messages::silent_connection;
 use crate::attack::{Attack, Field, Kind};
 use crate::peer::nbd::{FLUSH, LIST, NbdClient, READ, option, request};
@@ -45,7 +46,11 @@ pub(crate) const ATTACKS: &[Attack] = &[
     export("vhost-huge", "virtio chains of gigabytes, on vhost-user-blk", vhost_huge),
     export("vhost-reads", "256 virtio reads of 1 MiB in flight", vhost_reads),
     export("vhost-bad", "virtio requests that are refused", vhost_bad),
-    export("vhost-random", "VMs that kick random chains and disconnect", vhost_random),
+    // A wakeup that is lost would stop the victim for good.
+    Attack {
+        kind: Kind::CountedExport,
+        ..export("vhost-random", "VMs that kick random chains and disconnect", vhost_random)
+    },
     export("vhost-attach", "VMs that connect and disconnect with requests in flight", vhost_attach),
 ];
 
@@ -264,12 +269,21 @@ fn vhost_attach(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
+/// Number of VMs after which the victim has to complete further reads.
+const VMS: u64 = 16;
+
 /// Each VM kicks random chains a few times, and disconnects with requests in flight.
 fn vhost_random(field: &mut Field) -> Result<()> {
     // The victim's blocks are before these.
     let sectors = (1 << 20) / 512..(16 << 20) / 512;
     let mut random = Random::new(1);
-    while !field.is_over() {
+    for vm in 1.. {
+        if field.is_over() {
+            break;
+        }
+        if vm % VMS == 0 {
+            victim_is_served(field, "while VMs disconnect with requests in flight");
+        }
         let mut guest = VirtioGuest::attach(&vhost(field))?;
         for _ in 0..random.below(8) {
             field.done += guest.offer_random(&mut random, &sectors)?;

@@ -108,7 +108,7 @@ fn upgrade(field: &mut Field) -> Result<Option<String>> {
 }
 
 /// Checks that the victim reads on.
-fn victim_is_served(field: &mut Field, while_: &str) {
+pub(super) fn victim_is_served(field: &mut Field, while_: &str) {
     let wanted = field.clock.reads() + PROGRESS;
     let deadline = wait::deadline();
     while field.clock.reads() < wanted && !field.is_over() {
