@@ -64,6 +64,8 @@ impl Machine {
         command.args(["--quiet", "--register=no", "--keep-unit", "--volatile=overlay"]);
         command.args(["--private-network", "--boot", "--directory"]).arg(root);
         command.arg(format!("--bind-ro={}:/shared", shared.display()));
+        // For exports of files.
+        command.arg("--bind=/dev/fuse");
         command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
         let nspawn = command.spawn().context("systemd-nspawn")?;
         let mut machine = Self { nspawn, leader: 0 };

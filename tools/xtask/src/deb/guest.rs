@@ -37,7 +37,7 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
         Machine::boot(&root, &shared)
     });
     let Some(machine) = machine else { return };
-    let steps: [(&str, Step); 8] = [
+    let steps: [(&str, Step); 9] = [
         ("the package installs, and its service starts", check_installation),
         ("a reload applies the configuration, and refuses an invalid one", check_reload),
         ("only clients in the group of the sockets are served", check_socket_access),
@@ -51,6 +51,10 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
         ),
         ("a newer package upgrades the server without an error of a client", check_upgrade),
         ("an instance of shadowbell@.service serves one virtual machine", check_instance),
+        (
+            "exports by NBD over TCP and by FUSE, and metrics, survive a killed supervisor",
+            check_exports,
+        ),
         ("removal stops the services, and purging keeps images", check_removal),
     ];
     for (name, step) in steps {
@@ -232,6 +236,58 @@ fn check_instance(machine: &Machine) -> Result<()> {
     machine.run("systemctl start shadowbell@vm1").map(drop)
 }
 
+/// Configuration with metrics, an export over TCP, and a disk for an export by FUSE.
+const EXPORTED: &str = r#"
+metrics = "127.0.0.1:9477"
+[[controller]]
+id = "vm2"
+socket = "/run/shadowbell/vm2.sock"
+disks = ["mem:16MiB"]
+[[disk]]
+id = "data"
+source = "/var/lib/shadowbell/data.img"
+[[disk]]
+id = "more"
+source = "/var/lib/shadowbell/more.img"
+[[export]]
+id = "tcp"
+disk = "data"
+nbd = "tcp:127.0.0.1:10809"
+"#;
+
+fn check_exports(machine: &Machine) -> Result<()> {
+    machine.run(
+        "setpriv --reuid=shadowbell --regid=shadowbell --clear-groups \
+         truncate --size 64M /var/lib/shadowbell/data.img /var/lib/shadowbell/more.img",
+    )?;
+    machine.run(&write("/etc/shadowbell/vm2.toml", EXPORTED))?;
+    machine.run("systemctl start shadowbell@vm2")?;
+    let metrics = "bash -c 'exec 3<>/dev/tcp/127.0.0.1/9477; printf \"GET /metrics HTTP/1.1\\r\\n\
+                   Host: localhost\\r\\nConnection: close\\r\\n\\r\\n\" >&3; cat <&3'";
+    let check = || {
+        let target = "nbd://127.0.0.1:10809";
+        machine.run(&format!("{OUTSIDER} shadowbell verify --force --number-ios 2000 {target}"))?;
+        expect_output(machine, metrics, "shadowbell_export_requests_total")
+    };
+    check()?;
+    // `ctl` mounts the file, and passes the descriptor of /dev/fuse to the service.
+    machine.run("shadowbell ctl --server vm2 export add file more --fuse /run/more.disk")?;
+    machine.run("head --bytes 4M /dev/urandom >/run/data")?;
+    machine.run("dd if=/run/data of=/run/more.disk bs=1M conv=notrunc,fsync status=none")?;
+    let main = main_pid_of(machine, "shadowbell@vm2")?;
+    machine.run(&format!("kill -KILL {main}"))?;
+    wait(machine, "systemctl show --property NRestarts shadowbell@vm2 | grep '=1$'")?;
+    wait(machine, "systemctl is-active shadowbell@vm2")?;
+    ensure!(main_pid_of(machine, "shadowbell@vm2")? != main, "the same process is there");
+    check()?;
+    machine.run("echo 3 >/proc/sys/vm/drop_caches || true")?;
+    machine.run("cmp --bytes 4194304 /run/data /run/more.disk")?;
+    machine.run("shadowbell ctl --server vm2 export remove file")?;
+    machine.run("! grep ' /run/more.disk ' /proc/self/mountinfo")?;
+    machine.run("systemctl stop shadowbell@vm2")?;
+    expect_output(machine, "systemctl show --property Result shadowbell@vm2", "Result=success")
+}
+
 fn check_removal(machine: &Machine) -> Result<()> {
     machine.run("dpkg --remove shadowbell")?;
     let processes = "cat /proc/[0-9]*/comm 2>/dev/null | grep --count '^shadowbell' || true";
@@ -247,7 +303,11 @@ fn check_removal(machine: &Machine) -> Result<()> {
 }
 
 fn main_pid(machine: &Machine) -> Result<u32> {
-    let pid = machine.run("systemctl show --property MainPID --value shadowbell")?;
+    main_pid_of(machine, "shadowbell")
+}
+
+fn main_pid_of(machine: &Machine, unit: &str) -> Result<u32> {
+    let pid = machine.run(&format!("systemctl show --property MainPID --value {unit}"))?;
     pid.trim().parse().context("systemd reports no main process")
 }
 
