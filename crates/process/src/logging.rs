@@ -420,7 +420,7 @@ mod tests {
     #[test]
     fn a_thread_that_panics_ends_the_process() {
         if std::env::var_os(CHILD).is_some() {
-            start(&Args::default(), false);
+            start(&Args::default(), false).unwrap();
             tracing::info!("all is well");
             let serve = || panic!("there is no such queue");
             let _ = std::thread::Builder::new().name("sb-reactor".into()).spawn(serve);
