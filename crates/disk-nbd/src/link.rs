@@ -379,7 +379,7 @@ impl Link {
                 // The server has not executed the request. The request waits for the next
                 // connection. Other requests are in flight, so this one stays until they end.
                 is_ending = true;
-                self.resubmit(part);
+                self.resubmit(part, shared);
                 continue;
             }
             self.finish(part, error, shared, caller);
@@ -391,8 +391,11 @@ impl Link {
     }
 
     /// Returns a subrequest to the waiting list. Drops it instead if it has no owner and does not
-    /// change the export.
-    fn resubmit(&mut self, mut part: Subrequest) {
+    /// change the export; an automatic flush is then requested again.
+    fn resubmit(&mut self, mut part: Subrequest, shared: &Shared) {
+        if part.is_automatic {
+            shared.unflushed.lock().flush = Flush::Requested;
+        }
         if part.owner.is_none() && !part.changes() {
             return self.recycle(part.data);
         }

@@ -159,7 +159,8 @@ fn disconnect_all(connections: &Connections) {
 /// Makes a new connection in place of a lost one.
 fn reconnect(connections: &Connections) -> Result<(), Failure> {
     let shared = &connections.shared;
-    if shared.is_recovering() {
+    let is_recovering = shared.is_recovering();
+    if is_recovering {
         drain(connections);
     }
     if shared.take_server_ending() {
@@ -183,6 +184,11 @@ fn reconnect(connections: &Connections) -> Result<(), Failure> {
         return Err(Failure { why, max_pause: LONGEST });
     }
     if shared.is_recovering() {
+        if !is_recovering {
+            // Requests of the other connections are in flight, and must end before a replay.
+            let why = "another connection was lost meanwhile".to_owned();
+            return Err(Failure { why, max_pause: FIRST_PAUSE });
+        }
         resend(connections, &stream, export.structured)
             .map_err(|why| Failure { why, max_pause: FIRST_PAUSE })?;
         if !shared.recovered(losses) {

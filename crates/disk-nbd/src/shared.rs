@@ -64,17 +64,24 @@ impl Shared {
     /// thread takes the same lock, so it sees either the requests that were sent before or this
     /// flag.
     pub(crate) fn connection_lost(&self) {
+        self.count_loss();
+        self.wake.signal();
+    }
+
+    fn count_loss(&self) {
         self.losses.fetch_add(1, Ordering::AcqRel);
         self.is_recovering.store(true, Ordering::Release);
-        self.wake.signal();
     }
 
     /// Records that the server refuses requests because it ends. It may wait until its clients have
     /// disconnected, so the reconnection thread ends all connections. The caller holds the lock of
     /// a connection.
     pub(crate) fn server_ends(&self) {
+        // The reconnection thread must not see this flag alone: it would disconnect only idle
+        // connections, and would not wait for the others.
+        self.count_loss();
         self.is_server_ending.store(true, Ordering::Release);
-        self.connection_lost();
+        self.wake.signal();
     }
 
     pub(crate) fn is_server_ending(&self) -> bool {

@@ -290,9 +290,11 @@ impl Refcounts {
         Ok(at.min(range.end))
     }
 
-    /// Adds a cluster that may be free.
+    /// Adds clusters that may be free. Those from the cursor on are found by the search, and must not
+    /// be found twice.
     fn add_released(&mut self, clusters: Range<u64>) {
-        if clusters.start >= self.cursor {
+        let clusters = clusters.start..clusters.end.min(self.cursor);
+        if clusters.is_empty() {
             return;
         }
         if self.released.len() < MAX_FREED {
@@ -325,8 +327,9 @@ impl Refcounts {
             self.update(file, cache, range.clone(), &mut |_, _| 1)?;
         }
         let old_end = file.len().div_ceil(1 << self.bits);
-        if let Some(last) = found.last().filter(|last| file.grows && last.end > old_end) {
-            file.set_len(last.end << self.bits)?;
+        let end = found.iter().map(|range| range.end).max().unwrap_or(0);
+        if file.grows && end > old_end {
+            file.set_len(end << self.bits)?;
         }
         let added = match want - have {
             0 => None,
@@ -523,8 +526,8 @@ impl Refcounts {
         !self.reserve.is_empty()
     }
 
-    /// Sets the reference counts of the reserved clusters to 0. Returns their positions. No sync is needed, because nothing has ever referred
-    /// to these clusters.
+    /// Sets the reference counts of the reserved clusters to 0. Returns their positions. No sync is
+    /// needed, because nothing has ever referred to these clusters.
     pub(crate) fn return_reserve(
         &mut self,
         file: &FileStorage,

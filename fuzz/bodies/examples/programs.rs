@@ -70,7 +70,7 @@ macro_rules! bodies {
     };
 }
 
-bodies! { session shared chaos queues driver client resets subsystem file qcow2 vhost nbd decode text }
+bodies! { session shared chaos queues driver client resets subsystem file qcow2 vhost nbd decode doorbell text }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();

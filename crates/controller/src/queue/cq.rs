@@ -190,6 +190,10 @@ impl Cq {
     /// Resolves the queue and its doorbell in another DMA map, like
     /// [`Sq::remap`](super::Sq::remap).
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+        if !self.has_lost_memory() {
+            // A loss in the new map may have been counted with the map before.
+            (self.faults, self.losses) = (0, 0);
+        }
         let _ = self.resolve(table);
         self.head.disable();
         let Some(pages) = pages else { return };

@@ -197,9 +197,9 @@ impl Worker {
                 let all = wait(&self.epoll, timeout, &mut self.trace, &mut self.signalled);
                 self.awake = Some(Awake::new());
                 drop(asleep);
-                activity::note_wake();
                 let slept = before.elapsed();
                 self.mailbox.busy.wakes();
+                activity::note_wake();
                 record(&mut self.trace, Kind::Wake, slept.as_micros().min(u32::MAX.into()) as u32);
                 self.window.slept(slept);
                 Some(all)

@@ -408,6 +408,8 @@ impl Queue for ZonedQueue {
         false
     }
 
+    fn prefetch_hint(&self, _: Op, _: u64, _: usize, _: u32) {}
+
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         if let Op::Zone { action, all } = request.op {
             return self.manage((tag, request), (action, all), data);

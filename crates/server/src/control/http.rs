@@ -101,8 +101,12 @@ pub(super) async fn serve(
     {
         let Some(Source { listener, clients }) = source else { continue };
         let socket = Listening::new(listener, via)?;
-        let clients = clients.into_iter().map(|client| Listening::client(client, via));
-        let clients = clients.collect::<io::Result<_>>()?;
+        // A client that cannot be registered loses its connection, and the others continue.
+        let clients = clients.into_iter().filter_map(|client| {
+            let client = Listening::client(client, via);
+            client.inspect_err(|error| warn!("a client of the control socket: {error}")).ok()
+        });
+        let clients = clients.collect();
         let (state, phases) = (Arc::clone(&state), phases.clone());
         tokio::spawn(accept(socket, clients, via, state, (phases, Arc::clone(untouched))));
     }
