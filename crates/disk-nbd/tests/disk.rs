@@ -398,6 +398,22 @@ fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
     }
 }
 
+/// The automatic flush keeps the unflushed writes below the limit of `replay`, beyond which writes
+/// wait for it.
+#[test]
+fn an_automatic_flush_that_an_ending_server_refuses_is_sent_again() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("replay=64KiB&connections=1");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| manner.refused_once = Some(command::FLUSH));
+    for nth in 0..100 {
+        write(&mut *queue, nth * 4096, &[nth as u8; 4096]).unwrap();
+    }
+    assert!(fake.count(command::FLUSH) > 1);
+    flush(&mut *queue).unwrap();
+    assert_eq!(fake.durable()[99 * 4096], 99);
+}
+
 #[test]
 fn requests_survive_frequent_disconnects() {
     let fake = Fake::new(MIB, ALL);

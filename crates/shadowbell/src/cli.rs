@@ -1,7 +1,6 @@
 //! Command line: verbs and global options.
 
 use crate::{ctl, ls, manual, top, upgrade};
-use anyhow::anyhow;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use shadowbell_nvme_tools::{
@@ -166,8 +165,8 @@ pub fn main() -> ExitCode {
     if !verb.is_service() {
         logging::start_thread();
     }
-    let started = started.map_err(|why| exit::bad_input(anyhow!(why)));
-    finish(started.and_then(|()| verb.run()))
+    warn_of_filter(started);
+    finish(verb.run())
 }
 
 /// Runs the program `shadowbell-serve`: `serve` and `export` without the code of the other verbs,
@@ -183,12 +182,19 @@ pub fn serve_main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
-    let started = logging::start(&cli.logging, true);
-    let started = started.map_err(|why| exit::bad_input(anyhow!(why)));
-    finish(started.and_then(|()| match cli.verb {
+    warn_of_filter(logging::start(&cli.logging, true));
+    finish(match cli.verb {
         ServeVerb::Serve(args) => shadowbell_server::run(*args),
         ServeVerb::Export(args) => shadowbell_server::run_export(*args),
-    }))
+    })
+}
+
+/// Warns of an unusable `RUST_LOG`. It may be meant for other programs, and an upgrade inherits it,
+/// so it is no reason to refuse a command.
+fn warn_of_filter(started: Result<(), String>) {
+    if let Err(why) = started {
+        tracing::warn!("{why}; it is ignored");
+    }
 }
 
 /// Executes the program `shadowbell-serve` in the directory of this program, with the same command

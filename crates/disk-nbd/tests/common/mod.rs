@@ -44,6 +44,8 @@ pub(crate) struct Manner {
     pub(crate) hangs_up_after: Option<u64>,
     /// True if requests are refused because the server ends.
     pub(crate) is_ending: bool,
+    /// Command whose next request is refused as by a server that ends.
+    pub(crate) refused_once: Option<u16>,
     /// Minimum and maximum size of requests.
     pub(crate) sizes: Option<(u32, u32)>,
 }
@@ -302,7 +304,11 @@ fn transmit(
             *store.counts.entry(request.command).or_default() += 1;
             return Ok(());
         }
-        let error = match store.manner.is_ending {
+        let is_refused = store.manner.refused_once == Some(request.command);
+        if is_refused {
+            store.manner.refused_once = None;
+        }
+        let error = match is_refused || store.manner.is_ending {
             true => NbdError::Shutdown as u32,
             false => execute(&mut store, &request, &data),
         };

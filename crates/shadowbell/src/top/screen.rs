@@ -267,11 +267,11 @@ mod tests {
         let shown = lines(&mut screen, 80, 24);
         assert_eq!(
             shown[0],
-            "Controller         State     IOPS       Read    Written      p50      p99 Errors"
+            "Controller        State      IOPS       Read    Written      p50      p99 Errors"
         );
         assert_eq!(
             shown[1],
-            "\u{2026}adowbell/vm0.sock busy    1.23 M 5.00 GiB/s  999 MiB/s  2.82 us  6.82 ms      0"
+            "\u{2026}dowbell/vm0.sock busy     1.23 M 5.00 GiB/s  999 MiB/s  2.82 us  6.82 ms      0"
         );
         assert!(
             shown[2].starts_with("  1 \u{2026}") && shown[2].contains("/disk1.img "),

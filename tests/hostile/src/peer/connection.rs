@@ -161,7 +161,7 @@ impl Connection {
     }
 
     /// Discards the replies that have arrived. Call [`settle`](Self::settle) before the next
-    /// [`request`](Self::ask).
+    /// [`request`](Self::request).
     pub fn throw_away(&mut self) -> Result<()> {
         let mut bytes = [0u8; 1 << 16];
         loop {
