@@ -14,8 +14,8 @@ use std::sync::Arc;
 /// A disk as a block device with byte granularity. A clone is another handle to the same device.
 ///
 /// Each thread that accesses the device opens a [`queue`](Self::queue). The queues share the locks
-/// of written ranges. Therefore all users of a disk should use clones of one device, or devices made
-/// of it by [`with_options`](Self::with_options).
+/// of written ranges. Therefore all users of a disk should use clones of one device, or devices
+/// made of it by [`with_options`](Self::with_options).
 #[derive(Clone)]
 pub struct BlockDevice(Arc<DeviceShared>);
 

@@ -55,8 +55,8 @@ pub(crate) async fn extents(
     .await
 }
 
-/// Extents of `len` bytes of the disk, at most `max_extents`. Adjacent bytes with the same status are in
-/// one extent.
+/// Extents of `len` bytes of the disk, at most `max_extents`. Adjacent bytes with the same status
+/// are in one extent.
 fn find(disk: &dyn Disk, offset: u64, len: u64, max_extents: usize) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut left = len;

@@ -161,8 +161,8 @@ impl BlockQueue {
     }
 
     /// Reports which of `len` bytes from `offset` on may hold data, as contiguous extents: at least
-    /// one unless the range is empty, at most `max_len`. The extents may cover only the beginning of
-    /// the range.
+    /// one unless the range is empty, at most `max_len`. The extents may cover only the beginning
+    /// of the range.
     ///
     /// Bytes that were written before the request are reported as data, unless they were discarded
     /// or zeroed since. Concurrent changes may be reported or not. A separate thread queries the

@@ -1,7 +1,7 @@
 //! Rate limits in disk specifications, and limit groups that several disks share.
 //!
-//! Groups exist once per process. A group is created by the configuration, by a request, or by a disk
-//! of the command line that names it; its limits can be changed while disks use it.
+//! Groups exist once per process. A group is created by the configuration, by a request, or by a
+//! disk of the command line that names it; its limits can be changed while disks use it.
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};

@@ -272,8 +272,8 @@ impl ControllerInner {
         })
     }
 
-    /// Restores this controller from a snapshot of its predecessor. Host memory must be mapped already, and interrupts
-    /// connected.
+    /// Restores this controller from a snapshot of its predecessor. Host memory must be mapped
+    /// already, and interrupts connected.
     pub(crate) fn restore(
         &self,
         saved: &SavedController,

@@ -290,8 +290,8 @@ impl Refcounts {
         Ok(at.min(range.end))
     }
 
-    /// Adds clusters that may be free. Those from the cursor on are found by the search, and must not
-    /// be found twice.
+    /// Adds clusters that may be free. Those from the cursor on are found by the search, and must
+    /// not be found twice.
     fn add_released(&mut self, clusters: Range<u64>) {
         let clusters = clusters.start..clusters.end.min(self.cursor);
         if clusters.is_empty() {

@@ -168,8 +168,8 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
 /// One thread's queue on a disk.
 ///
 /// A queue of a layer returns the queue of the disk below from [`inner`](Self::inner) and
-/// [`inner_mut`](Self::inner_mut). Provided methods forward to that queue; "default" below means the
-/// result without an inner queue. Requests with other data
+/// [`inner_mut`](Self::inner_mut). Provided methods forward to that queue; "default" below means
+/// the result without an inner queue. Requests with other data
 /// ([`submit_with_metadata`](Self::submit_with_metadata), [`write_bytes`](Self::write_bytes)) are
 /// not forwarded.
 pub trait Queue {

@@ -1,5 +1,5 @@
-//! Results of Identify, state of an attached controller, and the epoch word that notifies its queues
-//! of changes.
+//! Results of Identify, state of an attached controller, and the epoch word that notifies its
+//! queues of changes.
 
 use crate::error::QueueError;
 use crate::options::Doorbells;

@@ -6,7 +6,8 @@ use std::fmt;
 use std::io;
 use std::process::ExitCode;
 
-/// Exit status of the program: the one table of all verbs. docs/reference/exit-status.md has it, too.
+/// Exit status of the program: the one table of all verbs. docs/reference/exit-status.md has it,
+/// too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ExitStatus {

@@ -168,8 +168,8 @@ pub fn is_informational() -> bool {
 }
 
 /// Sets up the log. Lines are queued, and are written from [`start_thread`] on. The environment
-/// variable `RUST_LOG` (`shadowbell_vfio_user=trace`) overrides the verbosity options. With `timed`,
-/// lines have timestamps, which services need.
+/// variable `RUST_LOG` (`shadowbell_vfio_user=trace`) overrides the verbosity options. With
+/// `timed`, lines have timestamps, which services need.
 ///
 /// # Errors
 /// `RUST_LOG` is invalid. The log then has the verbosity options.

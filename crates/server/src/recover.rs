@@ -3,8 +3,8 @@
 //! The dead process has sent a checkpoint to the supervisor
 //! ([`checkpointer`](super::checkpointer)). This process rebuilds everything without accessing
 //! disks or guests, sends its own checkpoint, reports `RECOVERED`, from which on only its own
-//! checkpoint is valid, and serves. Until `RECOVERED` it may fail or die, and the next process recovers
-//! from the same checkpoint again.
+//! checkpoint is valid, and serves. Until `RECOVERED` it may fail or die, and the next process
+//! recovers from the same checkpoint again.
 //!
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see

@@ -34,9 +34,9 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Starts to serve `config`, entirely or not at all. If `recoverable` is given, disks are opened
-    /// in a way that permits a handover, and `recoverable` is called before any client is served.
-    /// `ended` is called on the reactor thread when the reactor has ended.
+    /// Starts to serve `config`, entirely or not at all. If `recoverable` is given, disks are
+    /// opened in a way that permits a handover, and `recoverable` is called before any client is
+    /// served. `ended` is called on the reactor thread when the reactor has ended.
     ///
     /// # Errors
     /// The first error, with the line of the configuration that it concerns.

@@ -306,8 +306,8 @@ mod tests {
         // A relative path of its server could lead anywhere.
         assert_eq!(SupervisorClient(supervisor).working_directory(), None);
 
-        // A process of another user is refused by its `/proc` owner, without a connection: no socket
-        // has this name.
+        // A process of another user is refused by its `/proc` owner, without a connection: no
+        // socket has this name.
         let mut sleeper = Command::new("setpriv");
         sleeper.args(["--reuid", "65534", "--clear-groups", "sleep", "infinity"]);
         let Ok(sleeper) = ProcessGroup::spawn(&mut sleeper) else {

@@ -22,8 +22,9 @@ pub fn is_service(arguments: &[OsString]) -> bool {
 }
 
 /// Returns true if this command line starts a supervisor: it is `serve` or `export` without
-/// `--no-supervisor`, `--check` or help. The command line of a server process is not (`--as-worker`). A
-/// device of `--ublk` has none: the kernel keeps its requests until the next process is started.
+/// `--no-supervisor`, `--check` or help. The command line of a server process is not
+/// (`--as-worker`). A device of `--ublk` has none: the kernel keeps its requests until the next
+/// process is started.
 pub fn is_asked_for(arguments: &[OsString]) -> bool {
     let mut options = arguments.iter().take_while(|word| *word != "--");
     let without = ["--no-supervisor", protocol::AS_WORKER, "--check", "--ublk", "--help", "-h"];

@@ -9,8 +9,8 @@
 //! attackers are other clients, or a VM on vhost-user-blk.
 //!
 //! Attacks that replace the server process, or exceed a number of bytes, messages or threads, are
-//! evaluated by counts (`Kind::Counted`): the victim's reads continue, and the attack compares what it
-//! counts with the bound.
+//! evaluated by counts (`Kind::Counted`): the victim's reads continue, and the attack compares what
+//! it counts with the bound.
 //!
 //! # Noise
 //!

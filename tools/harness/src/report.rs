@@ -77,7 +77,8 @@ impl Report {
         self.failures.len()
     }
 
-    /// Prints the skipped tests, the names and root causes of the failed checks, and the counts as the last line.
+    /// Prints the skipped tests, the names and root causes of the failed checks, and the counts as
+    /// the last line.
     pub fn summary(&self) {
         println!();
         for skipped in &self.skipped {

@@ -1,5 +1,5 @@
-//! Activity of the I/O threads, for a scanner of commands in flight that sleeps while the process is
-//! idle.
+//! Activity of the I/O threads, for a scanner of commands in flight that sleeps while the process
+//! is idle.
 //!
 //! A command in flight implies that an I/O thread was awake after the scanner fell asleep. A thread
 //! that wakes reads one flag. The fetch and the execution of commands do nothing.

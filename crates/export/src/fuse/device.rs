@@ -4,9 +4,9 @@
 //! of these is possible ([`IoThread`]). Requests are answered in the order of their completion, so
 //! none waits for another. Requests that arrive together are submitted together.
 //!
-//! On machines with enough processors, there are further threads, the helpers ([`HelperThreads`]). A helper
-//! sleeps until an awake thread has too many requests. So a request wakes at most one thread, and
-//! none if a thread is awake.
+//! On machines with enough processors, there are further threads, the helpers ([`HelperThreads`]).
+//! A helper sleeps until an awake thread has too many requests. So a request wakes at most one
+//! thread, and none if a thread is awake.
 
 use super::file::{Action, DiskFile, Step};
 use super::sys;

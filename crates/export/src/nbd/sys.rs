@@ -7,8 +7,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// Largest number of parts per call.
 pub(super) const MAX_VECTORS: usize = 128;
 
-/// Sends as much of the first [`MAX_VECTORS`] parts as the socket accepts without blocking. If the peer
-/// has disconnected, the result is an error, and no signal is raised.
+/// Sends as much of the first [`MAX_VECTORS`] parts as the socket accepts without blocking. If the
+/// peer has disconnected, the result is an error, and no signal is raised.
 pub(super) fn send(socket: BorrowedFd<'_>, parts: &[Part<'_>]) -> Result<usize, Errno> {
     let mut vectors =
         [const { libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 } }; MAX_VECTORS];

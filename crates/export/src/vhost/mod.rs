@@ -90,8 +90,8 @@ pub struct VhostUserBlk {
 }
 
 impl VhostUserBlk {
-    /// Serves `disk` on the UNIX socket `listener`. The first 20 bytes of `id` are the serial number
-    /// for the guest.
+    /// Serves `disk` on the UNIX socket `listener`. The first 20 bytes of `id` are the serial
+    /// number for the guest.
     ///
     /// # Errors
     ///

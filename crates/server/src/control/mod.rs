@@ -18,7 +18,7 @@
 //! only while there is work, [`BLOCKING`] at most. No such thread holds a lock that the reactor
 //! or an I/O thread takes. Without clients there is no timer.
 //!
-//! When a server is replaced, the new process gets the listening sockets, and accepted connections
+//! Replacement of the server: the next process gets the listening sockets, and accepted connections
 //! of which nothing was read. Requests in flight have 50 ms to end, or are answered by 503 Service
 //! Unavailable. An idle connection that has had a response is closed, which HTTP permits at any
 //! time. Clients that connect meanwhile wait in the listen queue.

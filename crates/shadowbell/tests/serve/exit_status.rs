@@ -89,13 +89,13 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         (&["demo", "--runtime", "never"], bad),
         (&["bind", "0000:zz:00.0"], bad),
         (&["unbind", "0000:zz:00.0"], bad),
-        (&["ls", "nobody"], missing),
-        (&["top", "nobody"], missing),
+        (&["ls", "no-server"], missing),
+        (&["top", "no-server"], missing),
         (&["top", "nowhere/x.sock"], missing),
-        (&["upgrade", "nobody"], missing),
+        (&["upgrade", "no-server"], missing),
         (&["upgrade", "nowhere/x.sock"], missing),
         (&["ctl", "status"], missing),
-        (&["ctl", "-s", "nobody", "shutdown"], missing),
+        (&["ctl", "-s", "no-server", "shutdown"], missing),
     ] {
         let (status, errors) = run(directory.path(), words);
         assert_eq!(status, Some(expected as i32), "{words:?}: {errors}");

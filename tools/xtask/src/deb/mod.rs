@@ -37,8 +37,8 @@ pub(crate) struct Arguments {
     /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
-    /// Check the package with lintian and the alerting rules with promtool, install it in a new Debian system booted by systemd, use,
-    /// upgrade and remove it
+    /// Check the package with lintian and the alerting rules with promtool, install it in a new
+    /// Debian system booted by systemd, use, upgrade and remove it
     #[arg(long)]
     test: bool,
 }
