@@ -261,10 +261,14 @@ pub fn worker_of(supervisor: u32) -> Option<u32> {
     children(supervisor).into_iter().find(|pid| has_thread(*pid, "sb-reactor"))
 }
 
-/// Waits until this supervisor has one process, which serves. Returns its process id.
+/// Waits until this supervisor has one process, which serves. Returns its process id. Fails once
+/// the supervisor has ended.
 pub fn server_process(supervisor: u32) -> Result<u32> {
     let deadline = wait::deadline();
     loop {
+        if has_ended(supervisor) {
+            bail!("the supervisor {supervisor} has ended");
+        }
         if let [pid] = *children(supervisor)
             && has_thread(pid, "sb-reactor")
         {
@@ -277,6 +281,12 @@ pub fn server_process(supervisor: u32) -> Result<u32> {
     }
 }
 
+/// True if the process has ended, even if its parent has not waited for it. A zombie has no
+/// program.
+fn has_ended(pid: u32) -> bool {
+    fs::read_link(format!("/proc/{pid}/exe")).is_err()
+}
+
 /// Process ids of the running child processes of `pid`.
 fn children(pid: u32) -> Vec<u32> {
     let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
@@ -287,4 +297,17 @@ fn has_thread(pid: u32, name: &str) -> bool {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let mut names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
     names.any(|its| its.trim() == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_supervisor_that_has_ended_is_not_waited_for() {
+        let mut ended = Command::new("true").spawn().unwrap();
+        let error = server_process(ended.id()).unwrap_err().to_string();
+        ended.wait().unwrap();
+        assert!(error.ends_with("has ended"), "the wait reached its limit: {error}");
+    }
 }
