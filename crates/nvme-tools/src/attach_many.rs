@@ -36,7 +36,7 @@ pub struct Args {
     ios: Option<u64>,
 }
 
-/// Result of attaching: the first line of JSON.
+/// First line of JSON: number of attached controllers, and the time that attaching took.
 #[derive(Debug, Serialize)]
 struct Attached {
     attached: usize,
@@ -45,7 +45,7 @@ struct Attached {
     attach_ns: Latency,
 }
 
-/// Result of the load: the second line of JSON.
+/// Second line of JSON: results of the load.
 #[derive(Debug, Serialize)]
 struct Loaded {
     commands: u64,

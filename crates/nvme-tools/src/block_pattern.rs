@@ -1,8 +1,9 @@
 //! Verifiable block content: detects corrupt, misplaced, torn and stale blocks.
 //!
-//! Every 512 bytes of a block, the smallest unit that a disk writes atomically, are a cell: CRC-32C
-//! of the rest, byte offset in the namespace, sequence number of the write, seed of the run, and
-//! pseudo-random bytes generated from offset, sequence number and seed.
+//! A block consists of cells of 512 bytes, the smallest unit that a disk writes atomically. A cell
+//! contains a CRC-32C of all fields after it, the cell's byte offset in the namespace, the sequence
+//! number of the write, the seed of the run, and pseudo-random bytes generated from offset,
+//! sequence number and seed.
 
 use crate::rng::Rng;
 use shadowbell_spec::Status;
@@ -10,7 +11,7 @@ use std::fmt;
 
 /// Bytes of a cell: the smallest logical block.
 pub(super) const CELL: usize = 512;
-/// `SBVF` in byte order of memory.
+/// First field of each cell: the characters `SBVF`.
 const MAGIC: u32 = u32::from_le_bytes(*b"SBVF");
 const MAGIC_AT: usize = 0;
 const CRC_AT: usize = 4;
@@ -22,9 +23,9 @@ const RANDOM_AT: usize = 24;
 /// Fault of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// Not written by a verifying run.
+    /// Content that no verifying run has written.
     Foreign,
-    /// Written by a run with another seed.
+    /// Content that a run with another seed has written.
     OtherRun,
     /// Checksum mismatch.
     Corrupt,
@@ -32,7 +33,7 @@ pub(crate) enum Fault {
     Misplaced(u64),
     /// Cells of different writes in one block.
     Torn { beginning: u32, here: u32 },
-    /// Content of another write than the last one that completed.
+    /// Content of a write other than the last one that completed.
     Stale { expected: u32, found: u32 },
     /// Protection information check failed.
     Protection(Status),
@@ -192,7 +193,8 @@ mod tests {
         torn[2048..].copy_from_slice(&block(OFFSET, 4)[2048..]);
         let torn_fault = Fault::Torn { beginning: 5, here: 4 };
         assert_eq!(fault(&torn), BadBlock { offset: OFFSET + 2048, fault: torn_fault });
-        // With an old beginning and a new end, the beginning is reported.
+        // If the first cells are stale and the last cells are current, the block is reported as
+        // stale.
         let mut torn = block(OFFSET, 4);
         torn[2048..].copy_from_slice(&block(OFFSET, 5)[2048..]);
         assert_eq!(fault(&torn).fault, Fault::Stale { expected: 5, found: 4 });

@@ -193,7 +193,7 @@ fn attach_to(target: &Target) -> anyhow::Result<Session> {
     Session::attach(target, &options)
 }
 
-/// Adds the target to an error. A status of the controller is an error of the user's input.
+/// Adds the target to an error. An error status of the controller counts as bad input.
 fn with_target<T>(target: &Target, outcome: Result<T, CommandError>) -> anyhow::Result<T> {
     outcome.map_err(|error| {
         let is_refused = error.status().is_some();
@@ -202,7 +202,8 @@ fn with_target<T>(target: &Target, outcome: Result<T, CommandError>) -> anyhow::
     })
 }
 
-/// Identify data of a namespace, attached or not; for FFFFFFFFh, of the common capabilities.
+/// Identify data of a namespace, attached or not; for FFFFFFFFh, the capabilities that all
+/// namespaces have in common.
 fn identify(session: &Session, nsid: u32) -> anyhow::Result<IdentifyNamespace> {
     let cns = if nsid == u32::MAX { cns::NAMESPACE } else { cns::ALLOCATED_NAMESPACE };
     let fields = Identify { cns, ..Identify::default() };

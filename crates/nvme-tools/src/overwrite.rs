@@ -25,7 +25,7 @@ impl Overwrite {
     ///
     /// [`BAD_INPUT`]: shadowbell_process::exit::BAD_INPUT
     pub(crate) fn check(self, target: &Target) -> anyhow::Result<()> {
-        // New disks in memory are empty.
+        // A `mem:` or `null:` disk begins empty, so it has no content to lose.
         let is_new = |disk: &str| ["mem:", "null:"].iter().any(|kind| disk.starts_with(kind));
         if self.force || matches!(target, Target::Local { disk } if is_new(disk)) {
             return Ok(());

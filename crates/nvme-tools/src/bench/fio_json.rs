@@ -1,11 +1,11 @@
 //! Output of `bench` in the format of fio's JSON, for programs that parse it.
 //!
-//! All jobs are reported as one, as with fio's `--group_reporting`. `N` is the number of latency
-//! samples (`--latency-sample`). A latency is the time from submission to completion, or with
-//! `--rate-iops` from the time at which the I/O was due. Submission latency is not measured:
-//! `slat_ns` is empty and `lat_ns` has the statistics of `clat_ns`, as with a fio engine that has
-//! no submission latency. Fields of fio without a counterpart are left out. The row of `--json` is
-//! added under `shadowbell`.
+//! All jobs are reported as one, as with fio's `--group_reporting`. The field `N` of each latency
+//! object is the number of samples (`--latency-sample`). A latency is the time from submission to
+//! completion, or with `--rate-iops` from the time at which the I/O was due. Submission latency is
+//! not measured: `slat_ns` is empty and `lat_ns` has the statistics of `clat_ns`, as with a fio
+//! engine that has no submission latency. Fields of fio without a counterpart are left out. The row
+//! of `--json` is added under `shadowbell`.
 
 use crate::load::{Direction, Directions, Usage};
 use crate::report::Row;
@@ -64,7 +64,7 @@ fn report(
     })
 }
 
-/// Options of the job as strings, as fio repeats them.
+/// Options of the job as strings, which fio's JSON repeats under `job options`.
 fn options(target: &str, row: &Row) -> Map<String, Value> {
     let mut options = vec![
         ("filename", target.to_owned()),

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Mount points of the kernel's file systems; tests use a directory of their own.
+/// Mount points of sysfs, procfs and `/dev`; tests replace them by a temporary directory.
 #[derive(Debug)]
 pub(super) struct KernelPaths {
     pub(super) sys: PathBuf,

@@ -57,7 +57,7 @@ pub fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
 /// Runs `unbind`.
 ///
 /// # Errors
-/// As [`bind`].
+/// The same errors as of [`bind`].
 pub fn unbind(args: &UnbindArgs) -> anyhow::Result<ExitCode> {
     each(&args.addresses, return_to_kernel)
 }
@@ -97,7 +97,8 @@ fn bind_to_vfio(
     if !uses.is_empty() {
         return Err(exit::bad_input(anyhow!("in use: {}; stop this use first", uses.join(", "))));
     }
-    // Held until the kernel driver has released the disks.
+    // The descriptors stay open until the kernel driver has released the disks, so that none is
+    // mounted meanwhile.
     let _claims = in_use::open_exclusively(paths, &disks)
         .context("claiming its disks")?
         .map_err(|why| exit::bad_input(anyhow!("in use: {why}; stop this use first")))?;
@@ -118,7 +119,7 @@ fn bind_to_vfio(
             _ => Err(anyhow!("{VFIO} was not bound; see the kernel log (dmesg)")),
         });
     if let Err(error) = handed_over {
-        // Restores the previous driver as far as possible.
+        // Returns the function to its previous driver; a failure of this is not reported.
         let _ = kernel.write(&override_file, "\n");
         let _ = kernel.write(&paths.sys.join("bus/pci/drivers_probe"), &address.to_string());
         return Err(error);

@@ -13,9 +13,9 @@ const ADDRESS: &str = "0000:01:00.0";
 struct Machine {
     _directory: TempDir,
     paths: KernelPaths,
-    /// Writes and loaded modules, in order.
+    /// Writes to sysfs, and loaded modules, in order.
     log: RefCell<Vec<String>>,
-    /// vfio-pci binds nothing.
+    /// True if vfio-pci ignores the request to bind the function.
     refuses_binding: bool,
 }
 

@@ -77,7 +77,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     page::check(args.report.as_deref())?;
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        // Ends the measurement; the server ends when `Server` is dropped.
+        // A signal ends the measurement; the server ends when `Server` is dropped.
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
     let cpus = CpuSplit::divide()?;
@@ -272,7 +272,7 @@ impl Demo {
         if self.stop.load(Ordering::Relaxed) {
             bail!("ended by a signal");
         }
-        // Doorbell writes precede the detach on the same socket, so all of them are counted.
+        // The server has counted all doorbell writes: they precede the detach on the same socket.
         row.controller_mmio_writes = Some(self.server.doorbell_writes()?.saturating_sub(before));
         row.table = table.to_owned();
         Ok(Measured { row, timeline })

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 /// Time limit for the server to start or to end.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Interval of checks for these events.
+/// Interval between checks whether the server has started or ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Running server. Dropping it ends the server.
@@ -35,7 +35,7 @@ impl Server {
             .context("creating a temporary directory")?;
         let log = File::create(directory.path().join("log"))?;
         let mut command = Command::new(program);
-        // Without a supervisor, all costs are those of one process.
+        // Without a supervisor, the server's CPU time is that of one process.
         command.args(["serve", "--no-supervisor"]).args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("socket"));
         command.arg("--control-socket").arg(directory.path().join("control"));
@@ -46,7 +46,8 @@ impl Server {
         let child = command.spawn().context("starting the server")?;
         let mut server = Self { child, directory };
         let deadline = Instant::now() + TIMEOUT;
-        // The path exists before the server listens on it.
+        // The socket's path exists before the server listens on it, so only a connection proves the
+        // start.
         while UnixStream::connect(server.socket()).is_err() {
             server.check()?;
             if Instant::now() > deadline {

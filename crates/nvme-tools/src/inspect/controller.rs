@@ -105,8 +105,8 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
     f
 }
 
-/// Power state as JSON, under the names of nvme-cli. Versions before 2.4 print `flags` instead of
-/// the two fields after it.
+/// Power state as JSON, under the names of nvme-cli. Versions of nvme-cli before 2.4 print `flags`
+/// instead of the two fields that follow it here.
 fn power_state(state: &PowerState) -> Value {
     json!({
         "max_power": state.mp,

@@ -246,7 +246,8 @@ fn humantime(seconds: u64) -> String {
 fn events_of(mut rest: &[u8]) -> Vec<Fields> {
     let mut all = Vec::new();
     while let Ok((head, more)) = PersistentEvent::read_from_prefix(rest) {
-        // EHL covers bytes that a later revision appends to the header.
+        // EHL is the header's length minus 3. It includes bytes that later revisions append to the
+        // header.
         let more_of_head = (usize::from(head.ehl) + 3).saturating_sub(size_of::<PersistentEvent>());
         let begin = more_of_head + usize::from(head.vsil.get());
         let end = more_of_head + usize::from(head.el.get());

@@ -7,7 +7,7 @@ use shadowbell_process::output::Output;
 use std::fmt::{self, Write as _};
 use std::io::{self, Write};
 
-/// Value of a field and its format in text. In JSON, numbers are numbers if they fit into 64 bits.
+/// Value of a field and its format in text. A number of more than 64 bits is a string in JSON.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum FieldValue {
     Text(String),
@@ -80,7 +80,7 @@ impl Fields {
         self
     }
 
-    /// Object with all fields but the text-only ones.
+    /// JSON object with all fields except the text-only ones.
     pub(super) fn to_json(&self) -> Map<String, Value> {
         let value = |shown: &FieldValue| match shown {
             FieldValue::Text(text) => Some(json!(text)),

@@ -14,9 +14,9 @@ use shadowbell_spec::log::{AnaLog, ErrorLogEntry, SanitizeLog, SelfTestLog, Smar
 use zerocopy::FromBytes;
 
 pub(super) enum Subject {
-    /// Attached by the driver of this process.
+    /// Controller that the driver of this process has attached.
     Attached(Box<Session>),
-    /// In use by another client; its server executes the commands out of band.
+    /// Controller in use by another client: its server executes the admin commands out of band.
     Served { client: Client, controller: Box<Described> },
 }
 
@@ -48,7 +48,7 @@ impl Subject {
     pub(super) fn mpsmin(&self) -> u8 {
         match self {
             Self::Attached(session) => session.controller.capabilities().mpsmin(),
-            // CAP.MPSMIN of every controller of this program.
+            // Every controller that Shadowbell emulates has this CAP.MPSMIN.
             Self::Served { .. } => 0,
         }
     }

@@ -52,7 +52,7 @@ impl Workload {
         matches!(self, Self::RandRead | Self::RandWrite | Self::RandRw)
     }
 
-    /// Percentage of reads; `mixed` is the percentage of a mixed workload.
+    /// Percentage of reads in this workload; `mixed` is the percentage for mixed workloads.
     pub(super) fn percent_read(self, mixed: u8) -> u8 {
         match self {
             Self::Read | Self::RandRead => 100,
@@ -101,7 +101,7 @@ pub struct LoadConfig {
     pub size: Option<u64>,
     /// Offset of the first byte to use.
     pub offset: u64,
-    /// Content is verified.
+    /// True if the content is verified.
     pub verify: bool,
     /// Side that generates and checks protection information.
     pub metadata: MetadataMode,
@@ -206,7 +206,8 @@ impl LoadConfig {
             bail!("{size} bytes have no room for {} jobs with I/Os of {bs} bytes", self.numjobs);
         }
         if self.verify && ios < u64::from(self.iodepth) {
-            // Concurrent writes of one block would leave unpredictable content.
+            // With fewer blocks than I/Os in flight, two writes of one block could be concurrent,
+            // and its content would be unpredictable.
             bail!(
                 "with --verify each job needs room for --iodepth ({}) I/Os of {bs} bytes, and has \
                  {ios}; give a larger --size or a smaller --iodepth",
@@ -223,7 +224,7 @@ impl LoadConfig {
     }
 }
 
-/// Share of each job in the namespace.
+/// Division of the namespace into equal shares, one per job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Slice {
     /// Number of I/Os that fit into a share.

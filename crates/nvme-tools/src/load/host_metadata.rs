@@ -63,7 +63,7 @@ impl<L> HostMetadata<L> {
         }
     }
 
-    /// Distance of consecutive blocks in an I/O's buffer, and block size without metadata.
+    /// Distance in bytes of consecutive blocks in an I/O's buffer, and block size without metadata.
     fn steps(&self) -> (usize, usize) {
         let block = self.namespace.block_size() as usize;
         let extended = self.namespace.metadata().filter(|metadata| metadata.is_extended());

@@ -16,7 +16,7 @@ pub(super) trait IoSource: Send {
     /// Fills the buffer of a write.
     fn fill(&mut self, io: Io, buffer: &mut Buffer);
 
-    /// Submits the I/O, given as plain command, I/O, and first block.
+    /// Submits an I/O, given as its command without metadata, its position, and its first block.
     #[inline(always)]
     fn submit(
         &mut self,
@@ -108,8 +108,8 @@ pub(super) struct Checked {
     /// Byte offset of the job's share in the namespace.
     start: u64,
     seed: u32,
-    /// The run does not write, and verifies the content that an earlier run wrote. Otherwise only
-    /// blocks that this run wrote are verified.
+    /// True if the run only reads, and verifies content that an earlier run wrote. A run that
+    /// writes verifies only the blocks that it wrote itself.
     only_reads: bool,
     /// Next block of the verification pass.
     back: Option<usize>,
@@ -119,7 +119,7 @@ pub(super) struct Checked {
 /// Sequence number of the last write of each block (0: none), with [`BUSY`].
 struct LastWrites(Box<[u32]>);
 
-/// Flag: an I/O of the block is in flight.
+/// Flag in an element of [`LastWrites`]: an I/O of the block is in flight.
 const BUSY: u32 = 1 << 31;
 
 impl LastWrites {

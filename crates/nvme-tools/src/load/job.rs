@@ -10,11 +10,11 @@ use hdrhistogram::Histogram;
 use shadowbell_driver::{Buffer, Command, Completion, QueuePair, QueueStats};
 use std::time::{Duration, Instant};
 
-/// A paced job spins instead of sleeping if its next I/O is due sooner than this. Somewhat longer
-/// than the wake-up latency of a thread.
+/// A paced job spins instead of sleeping if its next I/O is due sooner than this, which is somewhat
+/// longer than the wake-up latency of a thread.
 const SPIN_BEFORE_DUE: Duration = Duration::from_micros(200);
 
-/// Bit of a stamp: the I/O is a write of a mixed workload.
+/// Bit of an element of `Job::stamps`: the I/O is a write of a mixed workload.
 const WRITE: u64 = 1;
 
 /// Separate results of reads and writes in a mixed workload.
@@ -254,8 +254,8 @@ impl<L: IoSource> Job<L> {
         Ok(completion.buffer)
     }
 
-    /// Submits an I/O and stamps it if it belongs to the sample. Returns false, and keeps the
-    /// buffer as spare, if there is no I/O to submit.
+    /// Submits an I/O, and stores its submission time if it belongs to the latency sample. Returns
+    /// false, and keeps the buffer as spare, if there is no I/O to submit.
     #[inline(always)]
     fn issue(&mut self, buffer: Buffer) -> anyhow::Result<bool> {
         let Some(slot) = self.start(buffer)? else { return Ok(false) };
@@ -287,7 +287,7 @@ impl<L: IoSource> Job<L> {
             self.spare.push(buffer);
             return Ok(None);
         };
-        // The job's share was checked to be inside the namespace.
+        // The job's share is inside the namespace, so the block needs no range check.
         let block = self.first_block + io.index * u64::from(self.blocks_per_io);
         let command = if io.write {
             self.source.fill(io, &mut buffer);
@@ -361,9 +361,9 @@ impl<L: IoSource> Job<L> {
         Ok(())
     }
 
-    /// Waits for the next start time with no I/O in flight. A timer would be late by more than the
-    /// duration of an I/O, so the last part is spent spinning, as in a program with other work to
-    /// do. This CPU time belongs to the load generator and is not counted as the driver's.
+    /// Waits for the next start time while no I/O is in flight. A timer would be late by more than
+    /// an I/O takes, so the thread spins for the last [`SPIN_BEFORE_DUE`]. This CPU time counts as
+    /// the load generator's, not as the driver's.
     fn wait_for_time(&mut self, limit: Duration) {
         let began = Instant::now();
         let slept = limit.saturating_sub(SPIN_BEFORE_DUE);
@@ -405,7 +405,7 @@ impl<L: IoSource> Job<L> {
         }
     }
 
-    /// Discards the latencies of an interval that has ended.
+    /// Discards the latencies of an ended interval of the time line.
     pub(super) fn discard_latencies(&mut self) {
         self.histogram.reset();
     }
@@ -475,12 +475,12 @@ mod tests {
 
     #[test]
     fn an_overdue_io_without_a_buffer_does_not_shorten_the_wait() {
-        // Nothing waits: only times are computed.
+        // The test compares durations and does not wait for them.
         let limit = Duration::from_millis(100);
         let due = |us| Some(Duration::from_micros(us));
         assert_eq!(longest_wait(limit, false, due(0)), limit, "overdue, and no buffer");
         assert_eq!(longest_wait(limit, true, due(0)), Duration::ZERO);
-        // Nothing waits: only times are computed.
+        // The test compares durations and does not wait for them.
         assert_eq!(longest_wait(limit, true, due(20)), Duration::from_micros(20));
         assert_eq!(longest_wait(limit, true, due(1 << 30)), limit);
         assert_eq!(longest_wait(limit, true, None), limit, "not paced");

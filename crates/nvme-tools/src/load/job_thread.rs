@@ -13,16 +13,16 @@ use shadowbell_memory::ThreadUsage;
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
-/// Consecutive polls for a completion without other work.
+/// Number of polls for a completion in one round.
 const POLLS: u32 = 64;
-/// Unsuccessful rounds of [`POLLS`] polls before the thread checks for a stall and yields the CPU.
+/// Rounds without a completion before the thread checks for a stall and yields the CPU.
 const ROUNDS: u32 = 64;
 /// Longest sleep, and so the longest time until a job notices a change of the phase.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
-/// Target number of latency samples per second.
+/// Target number of latency samples per second and thread.
 const SAMPLES: f64 = 20_000.0;
 
-/// Counters of a thread at one time.
+/// Counters of a thread at one point in time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Snapshot {
     pub(super) at: Instant,
@@ -74,11 +74,11 @@ pub(super) struct ThreadReport {
 /// Measuring options of a thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MeasureOptions {
-    /// Sleep when idle, instead of polling.
+    /// True if an idle thread sleeps; otherwise it polls.
     pub(super) sleeps: bool,
-    /// Choose the sampling interval by the rate of I/Os.
+    /// True if the sampling interval depends on the rate of I/Os.
     pub(super) choose_sample: bool,
-    /// Record a time line.
+    /// True if a time line is recorded.
     pub(super) timeline: bool,
 }
 
@@ -221,8 +221,8 @@ fn read_back<L: IoSource>(
     Ok(())
 }
 
-/// Sampling interval: measure one I/O in this many, computed from the rate during warm-up. Odd, so
-/// that samples do not always hit the same position of the queue.
+/// Sampling interval: measure one I/O in this many, computed from the rate during warm-up. The
+/// number is odd, so that samples do not always hit the same position of the queue.
 fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
     let seconds = (now.at - ramp.at).as_secs_f64();
     if seconds <= 0.0 {
@@ -235,7 +235,7 @@ fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
 /// Waiting strategy of a thread without completions.
 struct Idle {
     sleeps: bool,
-    /// Polls per round. Only one if I/Os are paced, because the clock must be read in between.
+    /// Polls per round: only one if I/Os are paced, because the clock must be read between polls.
     polls: u32,
     rounds: u32,
     since: Option<Instant>,
@@ -245,7 +245,7 @@ struct Idle {
 impl Idle {
     fn new(sleeps: bool, paced: bool, stall_timeout: Duration) -> Self {
         if paced && sleeps {
-            // The default timer slack of 50 us is longer than an I/O takes.
+            // Reduces the timer slack: its default of 50 us is longer than an I/O takes.
             let slack = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
             if let Err(errno) = slack {
                 tracing::debug!("timers stay imprecise: {errno}");

@@ -6,11 +6,10 @@
 //! |---|---|
 //! | `config` | parameters of a run: [`LoadConfig`] |
 //! | `run` | [`measure`]: distributes jobs to threads and sums up the results |
-//! | `schedule` | times at which the threads measure and stop |
+//! | `schedule` | times at which the threads measure and stop; start times of paced I/Os |
 //! | `phase` | state shared by the schedule and the threads |
 //! | `job_thread` | loop of a thread over its jobs |
 //! | `job` | queue pair that is kept at its depth, and the latencies of its I/Os |
-//! | `pace` | start times of I/Os at a fixed rate |
 //! | `timeline` | results per interval, for a report |
 //! | `server_cpu` | CPU time of the server process |
 //! | `io_source` | source of a job's I/Os, without or with verification of the content |
@@ -29,9 +28,9 @@
 //! or all at lower rates. The result contains the number of samples.
 //!
 //! With `--rate-iops` the load is an open loop: an I/O is due at a fixed time, and its latency
-//! counts from that time, even if it is submitted later. All I/Os are measured. A job that sleeps
-//! for completions still spins for the last part before a start time if no I/O is in flight; this
-//! CPU time is subtracted from the driver's.
+//! counts from that time, even if it is submitted later. All I/Os are measured. If a job that
+//! sleeps for completions has no I/O in flight, it spins for the last 200 us before a start time;
+//! this CPU time is subtracted from the driver's.
 //!
 //! The driver counts its doorbell register writes. Only interrupts that woke a job are counted.
 //! CPU time is that of the job threads, load generation included.

@@ -57,7 +57,8 @@ impl Phase {
         self.set(ABANDON);
     }
 
-    /// Ends an interval of the time line. Only the schedule calls this and the three methods above.
+    /// Ends an interval of the time line. Only the schedule calls this, and [`run`](Self::run),
+    /// [`stop`](Self::stop) and [`abandon`](Self::abandon).
     pub(super) fn end_interval(&self) {
         self.now.fetch_add(1 << PART_BITS, Ordering::Relaxed);
     }

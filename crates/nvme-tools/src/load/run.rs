@@ -161,7 +161,7 @@ fn run<L: IoSource>(
             let (read, write) = (namespace.read(0, blocks)?, namespace.write(0, blocks)?);
             (config.bs as usize, Directions { read, write })
         }
-        // Unused: commands with metadata are built for each I/O.
+        // Host mode builds a command with metadata for each I/O, and does not use the templates.
         MetadataMode::Host => {
             let none = namespace.flush();
             let bytes = host_metadata::bytes(&namespace, config.bs)?;

@@ -132,7 +132,7 @@ pub(super) fn run_schedule(
     }
 }
 
-/// Rate and stall detection.
+/// Measurement of the I/O rate, and stall detection.
 struct Ticks {
     at: Instant,
     commands: u64,
@@ -146,7 +146,8 @@ impl Ticks {
         Self { at: now, commands: 0, last_progress: now }
     }
 
-    /// Rate since the last tick, if the interval has passed.
+    /// Returns I/Os per second since the last tick if [`TICK_INTERVAL`] has passed, and checks for
+    /// a stall.
     fn tick(&mut self, now: Instant, threads: &Threads<'_>) -> anyhow::Result<Option<f64>> {
         let elapsed = now.saturating_duration_since(self.at);
         if elapsed < TICK_INTERVAL {

@@ -82,16 +82,17 @@ mod tests {
         let share = |script: &str| {
             let mut command = std::process::Command::new("sh");
             let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
-            // As a rule, the child has started its own child after this time.
+            // The child has usually started its own child after this pause; if not, the caller
+            // repeats.
             wait::short_pause();
             let mut meter = ServerCpu::new(child.id()).unwrap();
             meter.begin();
-            // The time that is measured.
+            // Duration of the measurement.
             std::thread::sleep(Duration::from_millis(300));
             meter.end();
             meter.share().unwrap()
         };
-        // A loop gets processor time at last on any machine, and a sleeper needs none.
+        // A busy loop gets some CPU time even on a busy machine; a sleeping process uses none.
         let is_busy = |script| (0.01..1.2).contains(&share(script));
         wait::until("a busy process", || is_busy("while :; do :; done"));
         wait::until("a busy child", || is_busy("exec timeout 1000 sh -c 'while :; do :; done'"));

@@ -18,9 +18,10 @@ use std::io::{self, Write};
 
 /// Process ID of the I/O threads and the control plane.
 const WORKERS: u32 = 1;
-/// Thread ID of the control plane in that process; the I/O threads follow.
+/// Thread ID of the control plane in the process [`WORKERS`]; the I/O threads have the IDs after
+/// it.
 const CONTROL: u32 = 1;
-/// Track numbers per controller: controller N has the thread IDs from N times this.
+/// Track numbers per controller: the thread IDs of controller N begin at N times this.
 const TRACKS: u32 = 4096;
 /// Offset of the interrupt vectors among the track numbers of a controller.
 const VECTORS: u32 = 1024;
@@ -93,7 +94,8 @@ impl Track {
     }
 }
 
-/// Sequence of commands seen, or of completions posted, without another record of its I/O thread.
+/// Run of records of commands seen, or of completions posted, that no other record of the I/O
+/// thread interrupts. Drawn as one slice.
 struct Run {
     worker: Option<u16>,
     track: Track,

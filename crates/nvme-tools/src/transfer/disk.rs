@@ -14,9 +14,9 @@ const CHUNK: u64 = 1 << 20;
 const PIECE: usize = 64 << 10;
 /// Largest hole that is one piece of a stream, in bytes.
 const HOLE: u64 = 1 << 30;
-/// Allocated ranges per query.
+/// Largest number of allocated ranges that one query returns.
 const RANGES: usize = 255;
-/// Commands in flight.
+/// Number of commands in flight per stream.
 pub(super) const DEPTH: usize = 8;
 /// Time limit of a command, after which the transfer fails.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -105,7 +105,7 @@ pub(crate) struct DiskReader {
     end: u64,
     /// Requests in the order of their offsets.
     window: VecDeque<Request>,
-    /// Bytes of the first block before the stream.
+    /// Number of bytes of the first block that precede the stream.
     skip: u64,
     /// Bytes left to deliver.
     left: u64,
@@ -290,7 +290,8 @@ impl DiskReader {
                 None => (true, rest),
             };
             if !is_read {
-                // Limited, because an interruption takes effect only between two pieces.
+                // The length of a hole is limited, because an interruption takes effect only
+                // between two pieces.
                 let len = len.min(HOLE);
                 self.window.push_back(Request { offset, len, data: Data::Zeroes });
                 self.next += len;
@@ -368,7 +369,8 @@ impl DiskWriter {
                 len -= now;
                 continue;
             }
-            // Zeroes are buffered up to the end of the block, or of the request.
+            // Zeroes that are no whole block are buffered: up to the end of the block, or without
+            // Write Zeroes up to that of the request.
             let room = if has_zeroes { block - collected % block } else { chunk - collected };
             let now = len.min(room);
             self.collected.resize(usize::try_from(collected + now)?, 0);
@@ -418,7 +420,7 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Length of the first run of pieces that are all zero or all nonzero, and which of the two.
+    /// Kind (true if all zero) and length of the first run of pieces of the same kind.
     fn run(&self, bytes: &[u8]) -> (bool, usize) {
         if !self.port.namespace.optional_commands().write_zeroes() {
             return (false, bytes.len());

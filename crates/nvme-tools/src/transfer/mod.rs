@@ -222,7 +222,7 @@ pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     if source == destination {
         return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
     }
-    // A missing destination file is created by `create_missing`.
+    // A destination that does not exist has no content to lose; `create_missing` creates it.
     let is_new =
         matches!(destination, Target::Local { disk } if is_path(disk) && !Path::new(disk).exists());
     if !is_new {
@@ -287,7 +287,7 @@ fn copy_stream(
     let mut done = 0;
     while let Some(read) = reader.next()? {
         if stop.load(Ordering::Relaxed) {
-            // Commands in flight count as done, so they are completed.
+            // `done` includes commands in flight, so they are completed.
             writer.finish()?;
             bail!("interrupted: {destination} has the first {done} of {bytes} bytes");
         }

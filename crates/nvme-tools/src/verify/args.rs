@@ -93,8 +93,8 @@ impl Args {
             depth: self.iodepth.into(),
             commands: self.number_ios,
             retries: self.retries,
-            // Backstop behind the driver's recovery, which bounds the time of every command. So it
-            // is much longer than recovery takes.
+            // Time limit in case that the driver's recovery fails. Recovery bounds the time of
+            // every command, so this limit is much longer than recovery takes.
             stall_timeout: (self.timeout + self.admin_timeout)
                 .saturating_mul(8 * (u32::from(self.repeats) + 1))
                 .max(Duration::from_secs(60)),

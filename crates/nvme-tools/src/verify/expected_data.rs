@@ -46,7 +46,7 @@ impl Kind {
     }
 }
 
-/// Command. Blocks are counted from the start of the part.
+/// Command on a job's part of the namespace; `first` counts blocks from the start of the part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Op {
     pub(super) kind: Kind,
@@ -56,7 +56,7 @@ pub(super) struct Op {
     sequence: u32,
 }
 
-/// Part of the namespace, and the commands that it is verified with.
+/// Part of the namespace that a job verifies, and parameters of the commands.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
     /// Byte offset of the part in the namespace.
@@ -145,7 +145,7 @@ impl ExpectedData {
         if entries.iter().any(|entry| entry & BUSY != 0) {
             return None;
         }
-        // A Compare needs known content; otherwise it becomes a read.
+        // A Compare of blocks with unknown content becomes a read.
         let unknown = entries.contains(&UNKNOWN);
         let kind = if kind == Kind::Compare && unknown { Kind::Read } else { kind };
         for entry in entries {
@@ -319,7 +319,7 @@ mod tests {
         let back = expected.read_back().unwrap();
         assert_eq!((back.kind, back.first, back.blocks), (Kind::Read, 16, 16));
         assert_eq!(expected.read_back(), None);
-        // A read without data counts as four bad blocks.
+        // The read returns no data, so its four blocks with known content count as bad.
         expected.succeeded(back, None);
         assert_eq!((expected.checked, expected.bad), (4, 4));
     }

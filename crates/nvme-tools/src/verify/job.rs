@@ -177,7 +177,8 @@ impl Job {
         }
     }
 
-    /// Checks that no command is recorded as in flight after the queue has reported that all ended.
+    /// Returns an error if a command is recorded as in flight after the queue has reported that all
+    /// ended.
     fn is_empty(&self) -> anyhow::Result<()> {
         let lost = self.in_flight.iter().filter(|entry| entry.is_some()).count();
         if lost != 0 || self.pool.available() != self.pool.count() {
@@ -191,7 +192,8 @@ impl Job {
         let (lba, namespace) = (self.first_block + first, &self.namespace);
         let command: Command = match kind {
             Kind::Read => {
-                // Overwrites older content of the buffer, which could pass for the data read.
+                // Overwrites older content of the buffer, which could be mistaken for the data
+                // read.
                 buffer.fill(0x5a);
                 namespace.read(lba, blocks)?
             }
