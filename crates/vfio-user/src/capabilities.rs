@@ -54,14 +54,14 @@ impl MigrationCapability {
 }
 
 impl Default for MigrationCapability {
-    /// Values of a migration capability without members.
+    /// Default values of the members that a peer's migration capability omits.
     fn default() -> Self {
         Self { pgsize: LOG_PAGE, max_bitmap_size: 256 << 20 }
     }
 }
 
 impl Default for Capabilities {
-    /// Values of a peer that sends no capabilities.
+    /// Values that apply to a peer which sends no capabilities.
     fn default() -> Self {
         Self {
             max_msg_fds: DEFAULT_MAX_MSG_FDS,

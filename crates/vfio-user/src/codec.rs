@@ -17,16 +17,17 @@ use crate::Errno;
 use crate::descriptor::{Closer, Descriptor, SavedDescriptor};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
-/// Maximum number of descriptors in one message. A message with more ends the connection. A message
-/// with more than was negotiated ([`MAX_MSG_FDS`](crate::server::MAX_MSG_FDS)) is refused.
+/// Maximum number of descriptors in one message. A message with more descriptors ends the
+/// connection. A message with fewer, but more than the negotiated number
+/// ([`MAX_MSG_FDS`](crate::server::MAX_MSG_FDS)), is refused.
 pub const MAX_MESSAGE_FDS: usize = 32;
 
 /// Maximum size of the parts of a message that are not transferred data: headers, and the JSON of
 /// VERSION.
 pub const MESSAGE_OVERHEAD: usize = 4096;
 
-/// Size of the receive buffer, which holds several messages. For a larger message, the buffer grows
-/// until the message is decoded.
+/// Size of the receive buffer in bytes. The buffer holds several messages. For a larger message,
+/// the buffer grows until the message is decoded.
 const BUFFER_LEN: usize = 16 * 1024;
 
 /// Error of an undecodable stream, after which the connection is unusable.
@@ -154,8 +155,9 @@ impl Decoder {
 
     /// Adds the result of a receive: `len` bytes in [`space`](Self::space), and `fds`.
     ///
-    /// Must be called once per receive. The descriptors of a receive belong to the message
-    /// that contains its last byte, because the kernel ends a receive after data with descriptors.
+    /// Must be called once per receive. The descriptors of a receive belong to the message that
+    /// contains the last byte of the receive, because the kernel ends a receive after data with
+    /// descriptors.
     pub fn advance(&mut self, len: usize, fds: Vec<Descriptor>) {
         self.end = self.end.saturating_add(len).min(self.buffer.len());
         if fds.is_empty() {
@@ -298,7 +300,8 @@ impl Decoder {
     }
 
     /// Takes the descriptors of the message that ends at the current position. If a receive also
-    /// contained a part of the next message, its descriptors belong to that message.
+    /// returned the start of the next message, the descriptors of that receive belong to the next
+    /// message.
     fn take_fds(&mut self) -> Vec<Descriptor> {
         let mut fds = Vec::new();
         while self.batches.front().is_some_and(|batch| batch.end <= self.position) {
@@ -431,7 +434,8 @@ impl SendQueue {
         (self.bytes.get(self.sent..end).unwrap_or_default(), with)
     }
 
-    /// Removes `len` bytes of [`front`](Self::front) and its descriptors, which were sent.
+    /// Removes `len` bytes of [`front`](Self::front), and its descriptors, after the socket has
+    /// accepted them.
     pub fn sent(&mut self, len: usize) {
         if len == 0 {
             return;

@@ -88,8 +88,8 @@ pub struct Mapping {
     pub areas: Vec<Area>,
 }
 
-/// Reply to DEVICE_GET_REGION_INFO. The default is an absent region, with size 0. An error would
-/// not do for it: clients query every index, and give up the device after an error reply.
+/// Reply to DEVICE_GET_REGION_INFO. The default is an absent region, with size 0. An absent region
+/// is no error, because clients query every index, and give up the device after an error reply.
 #[derive(Debug, Default)]
 pub struct RegionInfo {
     /// Size in bytes; 0 for an absent region.
@@ -127,7 +127,7 @@ pub struct IrqInfo {
     pub noresize: bool,
 }
 
-/// DMA_MAP: a range of the client's memory that the device may access from now on.
+/// DMA_MAP: a range of the client's memory that the device may access after the reply.
 #[derive(Debug)]
 pub struct DmaMap {
     /// First bus address.
@@ -296,10 +296,10 @@ pub trait Device: Send {
         deferral: &mut Deferral<'_>,
     ) -> Result<(), Errno>;
 
-    /// True if a thread of the device should poll this client's socket beside the reactor. A device
-    /// requests this if that thread sleeps and most messages are doorbell writes that wake it. The
-    /// server calls this when all messages are handled, unless the client's [`SharedSocket`]
-    /// already exists.
+    /// True if a thread of the device should poll this client's socket in addition to the reactor.
+    /// A device requests this if that thread sleeps and most messages are doorbell writes that wake
+    /// it. The server calls this when all messages are handled, unless the client's
+    /// [`SharedSocket`] already exists.
     fn requests_shared_socket(&mut self) -> bool {
         false
     }
@@ -320,8 +320,8 @@ pub trait Device: Send {
     /// Removes memory, and completes `done` when no thread accesses it any more.
     fn dma_unmap(&mut self, unmap: DmaUnmap, done: Completer);
 
-    /// Applies all requests so far. The server calls this after a few requests, before it sends
-    /// their replies. So a device can apply several maps together.
+    /// Applies all requests since the previous call. The server calls this after a few requests,
+    /// before it sends their replies. So a device can apply several maps together.
     fn publish(&mut self) {}
 
     /// Resets the device to its power-on state, and then completes `done`. DMA maps and eventfds
@@ -347,7 +347,7 @@ pub trait Device: Send {
 
     /// Serializes the state like [`save`](Self::save), for a checkpoint, which replaces the
     /// previous one. The cost of a checkpoint must not depend on the number of earlier messages. So
-    /// of [lasting](Descriptors::add_lasting) descriptors, `fds` gets only changes.
+    /// `fds` gets only the changes of [lasting](Descriptors::add_lasting) descriptors.
     ///
     /// # Errors
     ///

@@ -32,7 +32,8 @@ impl Default for LogLimit {
 }
 
 impl LogLimit {
-    /// Logs a warning if the limit allows it, with the number of messages suppressed before it.
+    /// Logs `line` as a warning if the limit allows it, with the number of messages that were
+    /// suppressed since the previous one.
     pub fn warn(&self, line: impl fmt::Display) {
         match self.allow(Instant::now()) {
             Some(0) => warn!("{line}"),

@@ -16,7 +16,7 @@ pub const MAX_STREAM: usize = 1 << 20;
 /// Maximum number of ranges in DMA_LOGGING_START. (`<linux/vfio.h>` requires at least 256.)
 pub const MAX_LOGGED_RANGES: u32 = 4096;
 
-/// Page size of the dirty page log, in bytes. Reports may use another size.
+/// Page size of the dirty page log, in bytes. A report of the log may use another page size.
 pub const LOG_PAGE: u64 = 4096;
 
 /// Feature indexes of DEVICE_FEATURE.
@@ -27,7 +27,7 @@ pub mod feature {
     pub const MIG_DEVICE_STATE: u32 = 2;
     /// Starts logging the pages that the device writes.
     pub const DMA_LOGGING_START: u32 = 6;
-    /// Stops logging.
+    /// Stops logging the pages that the device writes.
     pub const DMA_LOGGING_STOP: u32 = 7;
     /// Reads and clears the dirty page log.
     pub const DMA_LOGGING_REPORT: u32 = 8;
@@ -52,7 +52,7 @@ pub const MIGRATION_STOP_COPY: u64 = 1 << 0;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DeviceFeature {
-    /// Maximum payload of the reply; in the reply, its full size.
+    /// Maximum payload size of the reply in bytes; in the reply, the size of the complete payload.
     pub argsz: u32,
     /// See [`feature_flags`].
     pub flags: u32,
@@ -76,7 +76,7 @@ pub struct LoggingControl {
     pub page_size: u64,
     /// Number of ranges that follow; 0 for all memory.
     pub num_ranges: u32,
-    /// Ignored.
+    /// Reserved; the receiver ignores the value.
     pub reserved: u32,
 }
 
@@ -107,7 +107,7 @@ pub struct LoggingReport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct MigData {
-    /// Maximum payload of the reply; in the reply, its full size.
+    /// Maximum payload size of the reply in bytes; in the reply, the size of the complete payload.
     pub argsz: u32,
     /// Length of the data in bytes.
     pub size: u32,
@@ -149,8 +149,8 @@ impl MigrationState {
     }
 }
 
-/// Migration callbacks of a device. The server stores the state, and calls the methods in a valid
-/// order. As for [`Device`](crate::Device), no method may block, and none is called while a
+/// Migration callbacks of a device. The server stores the migration state, and calls the methods in
+/// a valid order. As for [`Device`](crate::Device), no method may block, and none is called while a
 /// [`Completer`] is outstanding.
 ///
 /// The stream does not contain the state of the client's connection. The client at the destination
@@ -160,7 +160,7 @@ pub trait Migration {
     /// fails, the device stays in RUNNING.
     fn stop(&mut self, done: Completer);
 
-    /// STOP to RUNNING.
+    /// STOP to RUNNING: resumes work.
     ///
     /// # Errors
     /// The device cannot run, and stays in STOP.
@@ -198,19 +198,20 @@ pub trait Migration {
     /// Logging is active ([`Errno::BUSY`]), or not possible.
     fn start_logging(&mut self, ranges: &[LoggingRange]) -> Result<(), Errno>;
 
-    /// Stops logging.
+    /// Stops logging the pages that the device writes.
     ///
     /// # Errors
     /// Logging is not active.
     fn stop_logging(&mut self) -> Result<(), Errno>;
 
-    /// Completes `done` when the log contains all writes up to now. The server then calls
+    /// Completes `done` when the log contains all earlier writes. The server then calls
     /// [`take_log`](Self::take_log).
     fn sync_log(&mut self, done: Completer);
 
-    /// Sets a bit in `bitmap` for each unit of the report's range that was written, and clears the
-    /// log of the range. The server has checked the arguments: the bitmap has the required size,
-    /// the range is not empty and does not overflow, and the unit is a power of two.
+    /// Sets a bit in `bitmap` for each page (`page_size` bytes) of the report's range that was
+    /// written, and clears the log of the range. The server has checked the arguments: the bitmap
+    /// has the required size, the range is not empty and does not overflow, and the page size is a
+    /// power of two.
     ///
     /// # Errors
     /// Logging is not active.

@@ -71,8 +71,8 @@ pub(crate) fn peek_some(
     receive_with(socket, into, closer, RecvFlags::PEEK)
 }
 
-/// Sets the offset of the next [`peek_some`], from the first unread byte (SO_PEEK_OFF). Later calls
-/// continue from there. All processes that have the socket share this offset.
+/// Sets the offset of the next [`peek_some`], from the first unread byte (SO_PEEK_OFF). Each peek
+/// advances the offset. All processes that have the socket share this offset.
 pub(crate) fn peek_from(socket: BorrowedFd<'_>, offset: usize) -> Result<(), Errno> {
     sys::set_peek_offset(socket, i32::try_from(offset).unwrap_or(i32::MAX))
 }

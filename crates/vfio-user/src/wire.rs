@@ -170,7 +170,7 @@ pub mod dma_map_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DmaMap {
-    /// Size of this structure.
+    /// Size of this structure in bytes.
     pub argsz: u32,
     /// See [`dma_map_flags`].
     pub flags: u32,
@@ -194,7 +194,7 @@ pub mod dma_unmap_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DmaUnmap {
-    /// Maximum payload of the reply.
+    /// Maximum payload size of the reply in bytes.
     pub argsz: u32,
     /// See [`dma_unmap_flags`].
     pub flags: u32,
@@ -216,7 +216,7 @@ pub mod device_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DeviceInfo {
-    /// Maximum payload of the reply; in the reply, its full size.
+    /// Maximum payload size of the reply in bytes; in the reply, the size of the complete payload.
     pub argsz: u32,
     /// See [`device_flags`].
     pub flags: u32,
@@ -242,7 +242,7 @@ pub mod region_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct RegionInfo {
-    /// Maximum payload of the reply; in the reply, its full size.
+    /// Maximum payload size of the reply in bytes; in the reply, the size of the complete payload.
     pub argsz: u32,
     /// See [`region_flags`].
     pub flags: u32,
@@ -260,13 +260,13 @@ pub struct RegionInfo {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct RegionIoFds {
-    /// Maximum payload of the reply; in the reply, its full size.
+    /// Maximum payload size of the reply in bytes; in the reply, the size of the complete payload.
     pub argsz: u32,
     /// Always 0.
     pub flags: u32,
     /// Region index.
     pub index: u32,
-    /// In the reply, the number of sub-regions.
+    /// In the reply, the number of [`IoFd`] entries.
     pub count: u32,
 }
 
@@ -344,7 +344,7 @@ pub mod irq_info_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct IrqInfo {
-    /// Maximum payload of the reply; in the reply, its full size.
+    /// Maximum payload size of the reply in bytes; in the reply, the size of the complete payload.
     pub argsz: u32,
     /// See [`irq_info_flags`].
     pub flags: u32,
@@ -378,7 +378,7 @@ pub mod set_irqs_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct SetIrqs {
-    /// Size of this structure and of the data after it.
+    /// Size of this structure and of the data after it, in bytes.
     pub argsz: u32,
     /// See [`set_irqs_flags`].
     pub flags: u32,

@@ -1,4 +1,5 @@
-//! Tests with clients that send garbage, truncate, flood or stall, and with the clients after them.
+//! Tests of clients that send garbage, truncate messages, flood the server or stall, and of the
+//! clients that connect after them.
 
 mod common;
 
@@ -209,7 +210,7 @@ fn many_messages_of_a_client_are_interleaved_with_others() {
 }
 
 /// A message can have about 40,000 writes. They are executed in several turns, so that other
-/// clients get theirs.
+/// clients get turns too.
 #[test]
 fn a_message_of_many_writes_is_interleaved_with_others() {
     let (server, path, shared) = Server::with_device(Limits::default());
@@ -238,7 +239,7 @@ fn a_message_of_many_writes_is_interleaved_with_others() {
     let answer = raw.request(command::REGION_WRITE_MULTI, &[count.as_bytes(), &bytes]).ok();
     assert_eq!(answer, count.as_bytes());
     assert!(arrived.load(Ordering::SeqCst));
-    // Messages after this one are handled only after all of its writes.
+    // The server must handle later messages of this client only after all of these writes.
     shared.hold.store(true, Ordering::SeqCst);
     let multi = raw.message(
         command::REGION_WRITE_MULTI,

@@ -200,7 +200,7 @@ fn many_threads_share_a_client() {
 #[test]
 fn a_timeout_ends_the_connection() {
     let (_server, path, shared) = Server::with_device(Limits::default());
-    // Setting up the connection must not exceed this limit.
+    // The timeout must not expire while the connection is set up.
     let options = Options { timeout: Some(Duration::from_secs(2)) };
     let client = Client::connect(&path, options).unwrap();
     shared.hold.store(true, Ordering::SeqCst);

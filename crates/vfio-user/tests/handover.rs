@@ -75,8 +75,8 @@ impl PipeliningClient {
         message(id, command::REGION_WRITE, 0, &[access(0, 16, 4).as_bytes(), &value])
     }
 
-    /// Creates a message with several writes. If the device stores completion callbacks, one of the
-    /// writes does not complete immediately.
+    /// Creates a message with several writes. While the device stores completion callbacks, one of
+    /// the writes (at `SLOW`) does not complete immediately.
     fn write_several(&mut self) -> Vec<u8> {
         let entry = |offset, count, value: u32| {
             let mut data = [0; 8];
@@ -168,8 +168,8 @@ fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
     raw.assert_silent();
 }
 
-/// The server is replaced at random moments and in every way. Each request is executed once, in
-/// order, and gets one reply.
+/// The server is replaced at random moments; some replacements are cancelled, or fail. Each request
+/// is executed once, in order, and gets one reply.
 #[test]
 fn every_request_is_answered_once_across_replacements() {
     for seed in 0..4 {
@@ -488,7 +488,7 @@ fn a_running_server_cannot_be_saved() {
     assert!(error.to_string().contains("has to be frozen"), "{error}");
 }
 
-/// Runs all of these tests again, with servers that store checkpoints.
+/// Runs all tests of this file again, with servers that store checkpoints.
 #[test]
 fn all_tests_pass_with_recorded_servers() {
     if is_recorded() {

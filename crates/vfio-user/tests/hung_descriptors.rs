@@ -1,5 +1,5 @@
-//! Tests with descriptors of files on which a client can make system calls hang, and with other
-//! clients.
+//! Tests of descriptors on which system calls hang, because the client controls their file system.
+//! The server must still serve its other clients.
 
 mod common;
 
@@ -49,7 +49,7 @@ fn trap(mount: &Mount) -> BorrowedFd<'static> {
 fn hung_descriptors_of_a_client_delay_no_other() {
     let (server, path, _shared) = Server::with_device(Limits::default());
     let (other, ..) = server.add("other");
-    // The mount is dropped before the server, which releases a reactor that hangs.
+    // The mount is dropped before the server. That ends system calls in which the reactor may hang.
     let Some(mount) = mount() else { return };
     let file = trap(&mount);
     // Each command is sent with the file, even commands that do not accept descriptors.
@@ -90,7 +90,7 @@ fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
     raw.send_with_fds(&bytes, &[file; 60]);
     raw.assert_closed();
     assert!(!shared.log().contains(&"reset".to_owned()));
-    // The client's new connection is not accepted, but other clients are.
+    // The client's new connection is not accepted, but clients of the other device are.
     let mut again = Raw::connect(&path);
     for _ in 0..10 {
         assert_served(&other);
@@ -102,8 +102,9 @@ fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
     again.write(0, &[1]).ok();
 }
 
-/// A client disconnects after it has sent more than the server has read. Another client was never
-/// accepted.
+/// Sockets with unreceived descriptors that hang when they are closed: one of a client that
+/// disconnects, and one of a client that was never accepted. The server closes both, and still
+/// serves other clients.
 #[test]
 fn unreceived_hung_descriptors_delay_no_client() {
     let (mut server, path, _shared) = Server::with_device(Limits::default());

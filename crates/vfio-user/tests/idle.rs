@@ -38,7 +38,7 @@ fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
     }
     // This client waits until the first client of the device disconnects.
     let _waiting = Raw::connect(&ports[0].0);
-    // The cost is measured again until earlier work has ended.
+    // The measurement is repeated until earlier work has ended.
     let mut before = cost();
     eventually("a second costs nothing", || {
         before = cost();

@@ -26,8 +26,8 @@ fn the_socket_file_is_removed_with_the_listener() {
 /// Directory for the part of a test that runs in a process of its own.
 const DIRECTORY: &str = "SHADOWBELL_TEST_LISTENER_DIRECTORY";
 
-/// A process without a further descriptor leaves no socket file. The limit applies to a whole
-/// process, so the test starts one.
+/// If a step of `Listener::bind` fails for lack of descriptors, no socket file stays. The limit of
+/// descriptors applies to a whole process, so the test starts a process for it.
 #[test]
 fn a_failed_listener_leaves_no_file() {
     let Some(path) = std::env::var_os(DIRECTORY) else {
@@ -41,7 +41,7 @@ fn a_failed_listener_leaves_no_file() {
     let directory = Path::new(&path);
     let free = std::fs::File::open("/dev/null").unwrap().as_raw_fd();
     let before = getrlimit(Resource::Nofile);
-    // Each step that needs a descriptor fails once.
+    // The limit grows by one descriptor, so each step that needs a descriptor fails once.
     for more in 0.. {
         let limit = Rlimit { current: Some(free as u64 + more), maximum: before.maximum };
         setrlimit(Resource::Nofile, limit).unwrap();

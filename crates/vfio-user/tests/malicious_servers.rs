@@ -416,8 +416,8 @@ fn a_server_that_only_sends_commands_times_out() {
         let mut sent = 0;
         while theirs.write_all(command.as_bytes()).is_ok() {
             sent += 1;
-            // The number of commands within the limit stays far below the number that counts as a
-            // flood.
+            // The pauses keep the number of commands within the client's time limit far below the
+            // number that counts as a flood.
             std::thread::sleep(Duration::from_millis(20));
         }
         sent

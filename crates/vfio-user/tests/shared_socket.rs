@@ -1,5 +1,5 @@
-//! Tests in which a second thread, the poller, polls a client's socket for doorbell writes beside
-//! the reactor.
+//! Tests in which a second thread, the poller, polls a client's socket for doorbell writes in
+//! addition to the reactor.
 
 mod common;
 
@@ -44,8 +44,8 @@ impl Poller {
         Arc::new(epoll::create(CreateFlags::CLOEXEC).unwrap())
     }
 
-    /// Starts a thread that sleeps in `epoll`. If it has a `socket`, it handles the writes at
-    /// [`DOORBELL`] from it.
+    /// Starts a thread that sleeps in `epoll`. If `socket` is given, the thread handles the writes
+    /// at [`DOORBELL`] that arrive on it.
     fn start(
         epoll: Arc<OwnedFd>,
         socket: Option<SharedSocket>,
@@ -209,7 +209,7 @@ fn a_sleeping_poller_is_woken_instead_of_the_reactor() {
     assert_eq!(doorbell_writes(&shared).last(), Some(&(50, is_recorded())));
 }
 
-/// Runs all of these tests again, with servers that store checkpoints.
+/// Runs all tests of this file again, with servers that store checkpoints.
 #[test]
 fn all_tests_pass_with_recorded_servers() {
     if is_recorded() {
@@ -274,12 +274,12 @@ fn fuse_daemon() {
 fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     let (server, path, shared) = Server::with_device(Limits::default());
     let (other, other_shared, _) = server.add("other");
-    // The mount is dropped before the server, which releases a reactor that hangs.
+    // The mount is dropped before the server. That ends system calls in which the reactor may hang.
     let Some(mount) = shadowbell_testing::stalled::Mount::new("fuse_daemon") else { return };
     let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
     let (mut raw, socket) = share(&path, &shared);
     eventually("the reactor sleeps", || sleeps(server.tid));
-    // Another client keeps the reactor busy meanwhile.
+    // Another client keeps the reactor busy while the poller receives.
     let (busy, is_busy) = std::sync::mpsc::channel();
     let (go_on, wait) = std::sync::mpsc::channel();
     *other_shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -311,8 +311,8 @@ fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     assert!(is_recorded() || doorbell_writes(&shared).len() == 1);
 }
 
-/// The poller may be preempted while it handles a client's messages. Then only that client has to
-/// wait.
+/// The poller may be preempted while it handles a client's messages. Only that client has to wait
+/// for the poller.
 #[test]
 fn a_preempted_poller_delays_no_other_client() {
     let (server, path, shared) = Server::with_device(Limits::default());
@@ -585,7 +585,7 @@ fn a_frozen_server_has_taken_the_socket_back() {
     let mut old = server.freeze();
     let polled = poller.polled().len();
     (1..=5).for_each(|value| ring(&mut raw, value));
-    // If the poller had been woken, it would have polled before it slept again.
+    // A woken poller would have polled before it sleeps again.
     poller.wait_asleep();
     assert_eq!(poller.polled().len(), polled, "the poller is not woken");
     assert_eq!(doorbell_writes(&shared).len(), 1);
@@ -604,8 +604,8 @@ fn a_frozen_server_has_taken_the_socket_back() {
     assert_eq!(wait_doorbell_writes(&shared, 7)[6], (6, false));
 }
 
-/// The poller has received a message with a descriptor that the reactor has not handled. It is not
-/// lost in a replacement of the server.
+/// A message with a descriptor that the poller has received, and the reactor has not handled, is
+/// not lost when the server is replaced.
 #[test]
 fn messages_received_by_the_poller_are_handed_over() {
     let (mut server, path, shared) = Server::with_device(Limits::default());

@@ -23,8 +23,8 @@ fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
     let mut raw = Raw::attach(&path);
     let mut other = Raw::attach(&other_path);
     shared.hold.store(true, Ordering::SeqCst);
-    // Both requests are sent in one piece, so the server has received the second one when it
-    // handles the first.
+    // All requests are sent in one piece, so the server has received the later ones when it handles
+    // the first.
     let write = access(0, 0, 1);
     let mut stream = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
     stream.extend(raw.message(command::REGION_WRITE, 0, &[write.as_bytes(), &[7]]));
@@ -148,8 +148,8 @@ fn a_disconnect_right_after_a_message_is_noticed() {
     let reset = raw.message(command::DEVICE_RESET, posted, &[]);
     raw.send(&reset);
     let done = shared.wait_held();
-    // Both events arrive while the server does not read, and one wakeup reports them together. The
-    // write is posted, so no reply could fail.
+    // The write and the disconnect arrive while the server does not read, and one wakeup reports
+    // both. The write is posted, so no reply could fail.
     let last = access(0, 0, 1);
     let last = raw.message(command::REGION_WRITE, posted, &[last.as_bytes(), &[1]]);
     raw.send(&last);

@@ -18,8 +18,8 @@ use crate::descriptor::{Descriptor, Inspector};
 use crate::socket::{Received, receive, send};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
-/// Maximum number of commands of the server that the client refuses during one request. More
-/// commands are a flood and end the connection.
+/// Maximum number of commands from the server that the client refuses while it waits for one reply.
+/// One more command ends the connection.
 const MAX_STRAY: u32 = 1024;
 
 /// Payload of a successful reply, and its descriptors.
@@ -47,9 +47,10 @@ pub(super) struct Connection {
     decoder: Decoder,
     next_id: u16,
     timeout: Option<Duration>,
-    /// First addresses of the mapped memory ranges.
+    /// First bus addresses of the mapped memory ranges.
     pub(super) maps: BTreeSet<u64>,
-    /// True during an exchange, and after a failed one.
+    /// True while a request is in progress, and after a request has failed: then the connection is
+    /// unusable.
     broken: bool,
 }
 
@@ -207,7 +208,7 @@ impl Connection {
                 Err(Errno::AGAIN) => return Err(self.timed_out(command)),
                 Err(errno) => return Err(ClientError::Socket(errno.into())),
             };
-            // The kernel sends the descriptors with the first byte, so they are sent once.
+            // The kernel has sent the descriptors with the first byte, so later sends have none.
             fds = &[];
             left = left.saturating_sub(sent);
             if left == 0 {
@@ -231,8 +232,9 @@ impl Connection {
         if (is_partial || strayed)
             && let Some(limit) = self.timeout
         {
-            // The socket's timeout restarts with each receive. The limit must also hold for a
-            // server that sends single bytes, or messages other than the reply.
+            // The socket's timeout restarts with each receive. So the time since the start of the
+            // request is also limited, for a server that sends single bytes, or messages other than
+            // the reply.
             let end = if is_partial { limit.saturating_mul(2) } else { limit };
             let left = end.saturating_sub(started.elapsed());
             let time = Timespec {

@@ -10,10 +10,10 @@ use crate::descriptor::{Descriptor, PeerFd};
 use crate::device::Area;
 use crate::wire::{self, command, wire_size};
 
-/// Maximum reply size of the first query.
+/// Maximum reply size of the first query, in bytes.
 const FIRST_SIZE: u32 = 8192;
 
-/// Maximum reply size of the second query.
+/// Maximum reply size of the second query, in bytes.
 const MAX_SIZE: u32 = 1 << 20;
 
 /// Eventfds that replace writes to parts of a region. A signal is equivalent to a write, because
@@ -67,11 +67,12 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<InfoReply, Stri
             false => Err(format!("it needs {} bytes to list descriptors", info.argsz)),
         };
     }
-    // libvfio-user replies so for a region without eventfds; other servers refuse the query.
+    // libvfio-user sends an empty list for a region without eventfds; other servers refuse the
+    // query.
     if info.count == 0 {
         return Ok(InfoReply::Fds(ClientIoFds { events, areas: Vec::new() }));
     }
-    // The entries may be longer than this version's: the specification allows it.
+    // The specification allows entries that are longer than `IoFd`.
     let room = info.argsz.saturating_sub(wire_size::<wire::RegionIoFds>());
     let each = room.checked_div(info.count).unwrap_or_default();
     if each < wire_size::<wire::IoFd>() {
@@ -87,7 +88,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<InfoReply, Stri
         if event >= events.len() {
             return Err(format!("sub-region {at} has descriptor {event} of {}", events.len()));
         }
-        // Only eventfds that match any value are supported, no other types.
+        // Only eventfds that a write of any value signals are supported. Other entries are ignored.
         if entry.kind == wire::IO_FD_EVENT && entry.flags == 0 {
             areas.push((Area { offset: entry.offset, len: entry.size }, event));
         }

@@ -46,7 +46,7 @@ impl Client {
         self.feature(index, &[data.as_bytes()], |_| Ok(()))
     }
 
-    /// Reads the rest of the stream. The device must be in STOP_COPY.
+    /// Reads the rest of the migration stream. The device must be in STOP_COPY.
     ///
     /// # Errors
     ///
@@ -72,7 +72,7 @@ impl Client {
         }
     }
 
-    /// Writes the next part of the stream. The device must be in RESUMING.
+    /// Writes the next part of the migration stream. The device must be in RESUMING.
     ///
     /// # Errors
     ///
@@ -88,8 +88,8 @@ impl Client {
         Ok(())
     }
 
-    /// Starts logging the pages that the device writes, in these ranges, or everywhere if `ranges`
-    /// is empty. Returns the page size of the log.
+    /// Starts the log of the pages that the device writes (dirty page log), for `ranges`, or for
+    /// all memory if `ranges` is empty. Returns the page size of the log.
     ///
     /// # Errors
     ///
@@ -104,7 +104,7 @@ impl Client {
         })
     }
 
-    /// Stops logging.
+    /// Stops the log of the pages that the device writes.
     ///
     /// # Errors
     ///
@@ -113,10 +113,10 @@ impl Client {
         self.feature(feature_flags::SET | feature::DMA_LOGGING_STOP, &[], |_| Ok(()))
     }
 
-    /// Reads and clears the log of a range. Returns the numbers of the pages that were written
-    /// since the previous call; pages have `page_size` bytes and are counted from `iova`. If the
-    /// bitmap of the range would exceed the server's `max_data_xfer_size`, the caller has to split
-    /// the range.
+    /// Reads and clears the dirty page log of a range. Returns the numbers of the pages that were
+    /// written since the previous call; pages have `page_size` bytes and are counted from `iova`.
+    /// If the bitmap of the range would exceed the server's `max_data_xfer_size`, the caller has to
+    /// split the range.
     ///
     /// # Errors
     ///
@@ -145,7 +145,7 @@ impl Client {
         })
     }
 
-    /// Maximum size of a stream transfer.
+    /// Maximum number of bytes of the migration stream per message.
     fn piece(&self) -> u32 {
         let most = self.server.max_data_xfer_size.min(MAX_DATA_XFER_SIZE.into());
         u32::try_from(most.max(1)).unwrap_or(MAX_DATA_XFER_SIZE)

@@ -440,7 +440,8 @@ impl Client {
         self.set_irqs(flags, index, start, count, &[], &[])
     }
 
-    /// Masks, unmasks or raises interrupts from `start` on: those whose flag in `chosen` is true.
+    /// Masks, unmasks or raises the interrupts whose flag in `chosen` is true. The first flag is
+    /// the one of interrupt `start`.
     ///
     /// # Errors
     ///

@@ -10,10 +10,10 @@ use crate::descriptor::{Descriptor, PeerFd};
 use crate::device::Area;
 use crate::wire::{self, command, region_flags, wire_size};
 
-/// Maximum reply size of the first query.
+/// Maximum reply size of the first query, in bytes.
 const FIRST_SIZE: u32 = 4096;
 
-/// Maximum reply size of the second query.
+/// Maximum reply size of the second query, in bytes.
 const MAX_SIZE: u32 = 64 * 1024;
 
 /// Region of the device.

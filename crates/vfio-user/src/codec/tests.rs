@@ -287,7 +287,7 @@ proptest! {
         let (mut fed, mut out) = (0, 0);
         for mut chunk in chunks {
             if small && chunk.len() >= 12 {
-                // Input with valid sizes and types becomes likely.
+                // Bytes of 0 make valid sizes and types likely.
                 chunk[5..8].fill(0);
                 chunk[8] &= 0xf1;
             }

@@ -71,7 +71,7 @@ struct Queue {
     at_work: bool,
     /// True while the thread closes an object.
     closing: bool,
-    /// Callback for the time when the number of waiting objects is within the limit again.
+    /// Callback to run as soon as the number of waiting objects is within the limit again.
     room: Option<Box<dyn FnOnce() + Send>>,
 }
 
@@ -145,8 +145,8 @@ impl Closer {
         let thread = std::thread::Builder::new().name("closer".into());
         match thread.spawn(move || closer.work(lane)) {
             Ok(_) => queue.at_work = true,
-            // The waiting objects count for the limits. The next call tries again to start a
-            // thread.
+            // The objects stay in the queue and count for its limit. The next call tries again to
+            // start a thread.
             Err(error) => warn!("no thread for closing a peer's descriptors: {error}"),
         }
     }

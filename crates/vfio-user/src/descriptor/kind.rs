@@ -109,8 +109,8 @@ mod tests {
         open(path, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o600)).unwrap()
     }
 
-    /// False in a plain chroot (build daemons), because its files are on a mount that is outside
-    /// the chroot.
+    /// True if the mount of `file` is in `mountinfo`. In a plain chroot (of a build daemon) it is
+    /// not: its files are on a mount outside of the chroot.
     fn is_visible(file: &File) -> bool {
         let info = format!("/proc/self/fdinfo/{}", file.as_raw_fd());
         let mount = mount_of(File::open(info).unwrap()).unwrap();
@@ -127,7 +127,7 @@ mod tests {
         }
         let flags = rustix::event::EventfdFlags::empty();
         assert_eq!(kind_of(rustix::event::eventfd(0, flags).unwrap()), Ok(Kind::Event));
-        // In a plain chroot, this may be an ordinary directory on a disk.
+        // In a plain chroot, `/dev/shm` may be an ordinary directory on a disk.
         if let Ok(file) = tempfile::NamedTempFile::new_in("/dev/shm")
             && is_visible(file.as_file())
         {

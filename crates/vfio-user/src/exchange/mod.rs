@@ -15,10 +15,10 @@ use std::sync::Arc;
 use crate::Errno;
 use crate::descriptor::{Closer, PeerFd};
 
-/// Creates the io_uring instances of `count` reactors, before the process closes its filter of
-/// system calls; later no more are created. A reactor without one sends a reply and removes its
-/// request in two system calls. Returns the number of instances: 0 if the system permits no
-/// io_uring with restrictions, which need Linux 5.10.
+/// Creates the io_uring instances of `count` reactors, before the process installs its system call
+/// filter, which forbids the creation of more. A reactor without an instance sends a reply and
+/// removes its request in two system calls. Returns the number of instances: 0 if the system
+/// permits no io_uring with restrictions, which need Linux 5.10.
 pub fn prepare(count: usize) -> usize {
     sys::prepare(count)
 }
@@ -53,8 +53,8 @@ impl Exchange {
     }
 
     /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received
-    /// bytes, which must be in the socket. Returns `None`, and does neither, if the kernel has no
-    /// memory.
+    /// bytes, which must be in the socket. If the kernel has no memory, the method sends and
+    /// removes nothing, and returns `None`.
     pub(crate) fn reply_and_receive<'a>(
         &mut self,
         socket: BorrowedFd<'_>,

@@ -11,18 +11,18 @@ use shadowbell_uring::{Allowed, Reserve};
 use crate::Errno;
 use crate::socket::SCM_MAX_FD;
 
-/// Maximum number of submit calls in a row.
+/// Maximum number of submit calls for one exchange.
 const TRIES: u32 = 8;
 const SEND: u64 = 1;
 const TAKE: u64 = 2;
 
-/// Size of a control message header.
+/// Size of a control message header in bytes.
 const HEAD: usize = size_of::<libc::cmsghdr>();
-/// Size of a control buffer for the kernel's maximum number of descriptors. The unit is a word, for
-/// alignment.
+/// Size of a control buffer for [`SCM_MAX_FD`] descriptors, in 64-bit words, because the buffer
+/// must be aligned like `cmsghdr`.
 const WORDS: usize = (HEAD + SCM_MAX_FD * size_of::<i32>()).div_ceil(size_of::<u64>());
 
-/// Rings of the process. They only send and receive messages.
+/// Reserve of io_uring instances, which may only send and receive messages.
 static RESERVE: Reserve = Reserve::new("replies", || {
     let opcodes = &[opcode::SendMsg::CODE, opcode::RecvMsg::CODE];
     Allowed { opcodes, ..Allowed::NOTHING }.build(&IoUring::builder(), 2, |_| Ok(()))
@@ -112,8 +112,9 @@ impl Ring {
                 }
             }
             if usize::from(sent.is_some()) + usize::from(received.is_some()) + missing < 2 {
-                // By the SAFETY comment above, this never happens. If it does, the buffers must
-                // stay allocated until the operations have completed.
+                // An operation with MSG_DONTWAIT completes during the submit, so this never
+                // happens. If it did, the buffers would have to stay allocated until the operations
+                // have completed.
                 let _ = uring.submit_and_wait(1);
             }
         }

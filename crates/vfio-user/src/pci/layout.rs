@@ -21,7 +21,7 @@ pub(super) mod offset {
     pub(in super::super) const EXTENDED: usize = 0x100;
 }
 
-/// Bits of the command register (7.5.1.1.3).
+/// Bits of the command register (PCI Express Base Specification, 7.5.1.1.3).
 pub(super) mod command {
     pub(in super::super) const MEMORY: u16 = 1 << 1;
     pub(in super::super) const BUS_MASTER: u16 = 1 << 2;
@@ -30,24 +30,26 @@ pub(super) mod command {
     pub(in super::super) const INTX_DISABLE: u16 = 1 << 10;
 }
 
-/// Bit Interrupt Status of the status register: an interrupt is pending at the pin (7.5.1.1.4).
+/// Bit Interrupt Status of the status register: the function has a pending interrupt for its pin
+/// (PCI Express Base Specification, 7.5.1.1.4).
 pub(super) const INTERRUPT_STATUS: u16 = 1 << 3;
 /// Bit Capabilities List of the status register: a capability list is present.
 const CAPABILITIES_LIST: u16 = 1 << 4;
 
-/// Power Management (7.5.2).
+/// Power Management capability (PCI Express Base Specification, 7.5.2).
 pub(super) mod pm_cap {
     pub(in super::super) const AT: usize = 0x40;
     pub(in super::super) const ID: u8 = 0x01;
     pub(in super::super) const CAPABILITIES: usize = AT + 2;
     pub(in super::super) const CONTROL: usize = AT + 4;
-    /// Version 3, without the states D1 and D2 and without power management events.
+    /// Power Management Capabilities: version 3, without the states D1 and D2 and without power
+    /// management events.
     pub(in super::super) const VERSION: u16 = 3;
     pub(in super::super) const POWER_STATE: u16 = 0b11;
     pub(in super::super) const NO_SOFT_RESET: u16 = 1 << 3;
 }
 
-/// MSI-X (7.7.2).
+/// MSI-X capability (PCI Express Base Specification, 7.7.2).
 pub(super) mod msix_cap {
     pub(in super::super) const AT: usize = 0x50;
     pub(in super::super) const ID: u8 = 0x11;
@@ -58,7 +60,7 @@ pub(super) mod msix_cap {
     pub(in super::super) const ENABLE: u16 = 1 << 15;
 }
 
-/// PCI Express (7.5.3).
+/// PCI Express capability (PCI Express Base Specification, 7.5.3).
 pub(super) mod pcie_cap {
     pub(in super::super) const AT: usize = 0x60;
     pub(in super::super) const ID: u8 = 0x10;
@@ -72,36 +74,38 @@ pub(super) mod pcie_cap {
     pub(in super::super) const DEVICE_CONTROL_2: usize = AT + 0x28;
     pub(in super::super) const LINK_CAPABILITIES_2: usize = AT + 0x2c;
     pub(in super::super) const LINK_CONTROL_2: usize = AT + 0x30;
-    /// Version 2, endpoint, no slot, interrupt message 0.
+    /// PCI Express Capabilities: version 2, endpoint, no slot, interrupt message 0.
     pub(in super::super) const VERSION_ENDPOINT: u16 = 2;
-    /// Maximum payload size of 512 bytes.
+    /// Device Capabilities: maximum payload size of 512 bytes.
     pub(in super::super) const MAX_PAYLOAD_512: u32 = 2;
     pub(in super::super) const EXTENDED_TAG: u32 = 1 << 5;
     pub(in super::super) const ROLE_BASED_ERRORS: u32 = 1 << 15;
     pub(in super::super) const FLR_CAPABLE: u32 = 1 << 28;
     pub(in super::super) const INITIATE_FLR: u16 = 1 << 15;
-    /// Writable bits: error enables, relaxed ordering, payload size, extended tags, no snoop,
-    /// request size, and Initiate Function Level Reset. Phantom functions and auxiliary power are
-    /// not writable.
+    /// Writable bits of Device Control: error enables, relaxed ordering, payload size, extended
+    /// tags, no snoop, request size, and Initiate Function Level Reset. Phantom functions and
+    /// auxiliary power are not writable.
     pub(in super::super) const DEVICE_CONTROL_BITS: u16 = 0xf9ff;
-    /// Power-on value: relaxed ordering, no snoop, requests of 512 bytes.
+    /// Power-on value of Device Control: relaxed ordering, no snoop, requests of 512 bytes.
     pub(in super::super) const DEVICE_CONTROL_DEFAULT: u16 = 1 << 4 | 1 << 11 | 0b010 << 12;
-    /// 8 GT/s and four lanes, like a typical SSD.
+    /// Link speed and width: 8 GT/s and four lanes, like a typical SSD.
     pub(in super::super) const SPEED_AND_WIDTH: u16 = 3 | 4 << 4;
-    /// Writable bits: ASPM control, read completion boundary, common clock, extended synch.
+    /// Writable bits of Link Control: ASPM control, read completion boundary, common clock,
+    /// extended synch.
     pub(in super::super) const LINK_CONTROL_BITS: u16 = 0b11 | 1 << 3 | 1 << 6 | 1 << 7;
-    /// Support for disabling completion timeouts.
+    /// Device Capabilities 2: completion timeouts can be disabled.
     pub(in super::super) const TIMEOUT_DISABLE: u16 = 1 << 4;
-    /// Supported speeds: 2.5, 5 and 8 GT/s.
+    /// Supported link speeds: 2.5, 5 and 8 GT/s.
     pub(in super::super) const SPEEDS: u32 = 0b111 << 1;
     /// Target link speed: 8 GT/s.
     pub(in super::super) const TARGET_SPEED: u16 = 3;
 }
 
-/// Device Serial Number (7.9.3): identifier 3, version 1, last in its list.
+/// Header of the Device Serial Number capability (PCI Express Base Specification, 7.9.3):
+/// identifier 3, version 1, last in the list.
 const SERIAL_NUMBER: u32 = 0x0003 | 1 << 16;
 
-/// Base address register of 64-bit memory (7.5.1.2.1).
+/// Type bits of a base address register: 64-bit memory (PCI Express Base Specification, 7.5.1.2.1).
 const BAR_MEMORY_64: u32 = 0b100;
 const BAR_PREFETCHABLE: u32 = 1 << 3;
 
@@ -189,7 +193,7 @@ pub enum FunctionError {
 
 type Bytes = Box<[u8; CONFIG_SIZE]>;
 
-/// Builds the power-on values and the writable bits.
+/// Builds the power-on values and the writable bits of the configuration space.
 pub(super) fn build(function: &Function) -> Result<(Bytes, Bytes), FunctionError> {
     check(function)?;
     let mut build = Builder { bytes: Box::new([0; CONFIG_SIZE]), mask: Box::new([0; CONFIG_SIZE]) };
@@ -254,7 +258,8 @@ impl Builder {
             let at = offset::BAR0 + 4 * usize::from(bar.index);
             let kind = BAR_MEMORY_64 | if bar.prefetchable { BAR_PREFETCHABLE } else { 0 };
             self.u32(at, kind, 0);
-            // Bits below the size read as 0. Software detects the size by this.
+            // Address bits below the size of the region read as 0. Software detects the size by
+            // this.
             let address = !(bar.size - 1);
             self.put(at, &u64::from(kind).to_le_bytes(), &address.to_le_bytes());
         }

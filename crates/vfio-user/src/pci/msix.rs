@@ -25,7 +25,7 @@ pub struct MsixTable {
 }
 
 impl MsixTable {
-    /// Creates a table for `vectors`, all masked.
+    /// Creates a table of `vectors` entries, all masked.
     pub fn new(vectors: u16) -> Self {
         let vectors = usize::from(vectors);
         let mut table =
@@ -100,7 +100,8 @@ impl MsixTable {
         control.is_none_or(|control| control & MASKED != 0)
     }
 
-    /// Sets the pending bit of `vector`: an interrupt waits until the vector is unmasked.
+    /// Sets or clears the pending bit of `vector`. If it is set, an interrupt waits until the
+    /// vector is unmasked.
     pub fn set_pending(&mut self, vector: u16, pending: bool) {
         if let Some(byte) = self.pending.get_mut(usize::from(vector / 8)) {
             let bit = 1 << (vector % 8);

@@ -74,7 +74,7 @@ use crate::shared_socket::{PolledWrites, SharedSocket, SocketOwner};
 /// them.
 const SHARED_WATCH: EventFlags = EventFlags::IN.union(EventFlags::ET).union(EventFlags::EXCLUSIVE);
 
-/// Connection of the reactor, and its share with a second thread.
+/// Connection that the reactor polls, and that a second thread may poll too.
 pub(super) struct Attachment {
     port: PortId,
     epoll: Arc<OwnedFd>,
@@ -88,7 +88,7 @@ pub(super) struct Attachment {
 }
 
 impl Attachment {
-    /// Starts to watch a connection.
+    /// Adds a connection to the reactor's epoll instance.
     pub(super) fn new(port: PortId, epoll: &Arc<OwnedFd>, session: Session) -> Result<Self, Errno> {
         let watch = watch(false, false);
         epoll::add(epoll, session.socket(), token(port), watch)?;
@@ -105,7 +105,7 @@ impl Attachment {
         self.session.as_deref_mut()
     }
 
-    /// Ends the share. Only the reactor uses the session until it is shared again.
+    /// Stops sharing the session. Only the reactor uses it until it is shared again.
     pub(super) fn take_back(&mut self) {
         self.end_sharing();
     }
@@ -182,8 +182,8 @@ impl Attachment {
         shared.ended.store(true, Ordering::Release);
         let Slot { session, socket, first } = std::mem::take(&mut *shared.slot.lock());
         if let Some(socket) = socket {
-            // The socket has other descriptors, so closing this one would not remove it from the
-            // epoll instances.
+            // The socket has other descriptors, so closing this one would not remove the socket
+            // from the epoll instances.
             for epoll in first.iter().chain([&self.epoll]) {
                 let _ = epoll::delete(epoll, &socket);
             }
@@ -273,8 +273,8 @@ impl SocketOwner for SharedSession {
         epoll::add(epoll, socket, EventData::new_u64(token), SHARED_WATCH)?;
         slot.first = Some(Arc::clone(epoll));
         drop(slot);
-        // In this turn, the reactor adds its epoll instance again and so becomes the second one.
-        // Until then, it would be woken for each message.
+        // In the requested turn, the reactor adds its epoll instance again, which so becomes the
+        // second one of the socket. Before that turn, each message wakes the reactor.
         self.request_turn();
         Ok(())
     }

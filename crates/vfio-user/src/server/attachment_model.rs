@@ -61,9 +61,10 @@ enum Other {
 struct State {
     to_send: u8,
     in_socket: u8,
-    /// Messages that the second thread has read and left for the reactor.
+    /// Number of messages that the second thread has read and left for the reactor.
     left: u8,
-    /// Epoll items, and their marks.
+    /// True if the socket is in the second thread's epoll instance (`first`) or, exclusively or
+    /// not, in the reactor's (`second`). A mark is an event that the next wait may report.
     first: bool,
     first_marked: bool,
     second: bool,
@@ -175,7 +176,7 @@ impl State {
                 let next = if self.in_socket != 0 { Other::Tries } else { Other::Waits };
                 vec![Self { first_marked: false, ..to(next) }]
             }
-            // Any other event may wake the second thread.
+            // An event of another socket may wake the second thread.
             Other::Waits => vec![to(Other::Busy)],
             Other::Busy if defect == Defect::RequestBeforeMark => {
                 vec![to(Other::Waits), requesting(Other::Leaves)]

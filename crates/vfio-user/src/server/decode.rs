@@ -68,7 +68,7 @@ pub(super) fn set_irqs(
     let count = usize::try_from(set.count).map_err(|_| Errno::INVAL)?;
     let data = match set.flags & flags::DATA_MASK {
         flags::DATA_NONE => IrqData::None,
-        // The limit is sufficient, because no index of a PCI function has more interrupts.
+        // No index of a PCI function has more than `MAX_VECTORS` interrupts.
         flags::DATA_BOOL if count <= MAX_VECTORS => {
             let bytes = rest.get(..count).ok_or(Errno::INVAL)?;
             IrqData::Bools(bytes.iter().map(|byte| *byte != 0).collect())

@@ -44,8 +44,8 @@ impl Link {
             max_data_xfer_size: context.limits.max_data_xfer_size.into(),
             max_dma_maps: device.max_dma_maps(),
             // The server accepts only a capability that the client has proposed. If checkpoints are
-            // on, it does not accept this one: a recovery may execute a message twice, and a
-            // repetition of several writes to one doorbell would be wrong.
+            // on, it does not accept REGION_WRITE_MULTI: a recovery may execute a message twice,
+            // and a repetition of several writes to one doorbell would be wrong.
             write_multiple: proposed.write_multiple && !context.is_recorded,
             migration: proposed
                 .migration

@@ -41,7 +41,7 @@ pub(super) enum Request {
     Stop,
     Freeze,
     Thaw,
-    /// Runs the closure.
+    /// Runs the closure on the reactor's thread.
     LivenessCheck(Box<dyn FnOnce() + Send>),
     Completed {
         port: PortId,
@@ -148,8 +148,8 @@ impl Handle {
 
     /// Stops serving a device. The reactor disconnects its client, waits until the device has
     /// released that client, removes the socket file, and drops the device. Then the channel gets a
-    /// message or is closed. The reactor's own thread must not wait for it, because that would
-    /// deadlock.
+    /// message or is closed. The reactor's own thread must not wait for the channel, because that
+    /// would deadlock.
     pub fn remove(&self, port: PortId) -> Receiver<()> {
         let (removed, receiver) = sync_channel(1);
         self.0.push(Request::Remove { port, removed });

@@ -37,7 +37,8 @@ const MARK: u32 = 0o1000;
 /// Maximum time to wait for another process that creates a socket in the same directory.
 const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
 
-/// Remedy for a socket path in no directory. QEMU's form `unix:PATH` is answered with the path.
+/// Remedy in an error message for a socket path whose directory does not exist. For QEMU's form
+/// `unix:PATH`, the remedy is to write only PATH.
 fn no_directory_hint(path: &Path, directory: &Path) -> String {
     match path.to_str().and_then(|text| text.strip_prefix("unix:")) {
         Some(path) => format!("write the path alone, `{path}`"),
@@ -111,7 +112,7 @@ pub enum BindError {
     },
 }
 
-/// Serialization of an error of the system as its number.
+/// Serialization of a system error as its error number.
 mod error_number {
     use serde::{Deserialize, Deserializer, Serializer};
     use std::io;
@@ -259,7 +260,8 @@ impl Listener {
         let socket = new_socket().map_err(system("listened on"))?;
         let has_access = options.mode.is_some() || options.group.is_some();
         if has_access {
-            // The file gets the mode of the socket. No client connects before it has its own.
+            // The file is created with the mode of the socket. If the options have a mode, the file
+            // first permits no access, so no client connects before it has that mode.
             let first = if options.mode.is_some() { MARK } else { MARK | 0o777 };
             chmod(&socket, first).map_err(failed("created"))?;
         }
@@ -293,8 +295,8 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Wraps a listening socket, of a service manager or of the previous server process. When it is
-    /// dropped, its file stays.
+    /// Wraps a listening socket that a service manager or the previous server process has created.
+    /// When the listener is dropped, its file stays.
     ///
     /// # Errors
     ///
@@ -479,7 +481,8 @@ fn chmod(fd: impl AsFd, mode: u32) -> io::Result<()> {
     fs::set_permissions(own_path(fd), fs::Permissions::from_mode(mode))
 }
 
-/// Path of an open file, which leads to the file itself.
+/// Path of an open file in `/proc`. It leads to this file even if another one has replaced its
+/// name.
 fn own_path(fd: impl AsFd) -> String {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }

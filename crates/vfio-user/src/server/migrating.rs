@@ -23,19 +23,21 @@ pub(super) struct Migrating {
     is_parsed: bool,
 }
 
-/// Result of a DEVICE_FEATURE request.
+/// Result of parsing a DEVICE_FEATURE request.
 pub(super) enum FeatureOutcome {
     /// Payload of the reply.
     Reply(Vec<u8>),
-    /// Change to another state, and the flags of the reply.
+    /// Change to another migration state, and the flags of the reply.
     State { to: MigrationState, flags: u32 },
-    /// Payload of the reply, which is sent when the log is settled.
+    /// Payload of the reply, which is sent when
+    /// [`Migration::sync_log`](crate::migration::Migration::sync_log) has completed.
     Logs(Vec<u8>),
-    /// Report of the log, which is sent when the log is settled.
+    /// Report of the dirty page log, which is sent when
+    /// [`Migration::sync_log`](crate::migration::Migration::sync_log) has completed.
     Log { report: LoggingReport, flags: u32 },
 }
 
-/// Result of a step towards another state.
+/// Result of a step towards another migration state.
 pub(super) enum Progress {
     /// The state is reached.
     Reached,
@@ -127,7 +129,7 @@ impl Migrating {
         }
     }
 
-    /// Reply to DMA_LOGGING_REPORT, after the log was settled.
+    /// Reply to DMA_LOGGING_REPORT, after the log contains all earlier writes.
     pub(super) fn report(
         report: &LoggingReport,
         flags: u32,

@@ -186,12 +186,12 @@ pub struct RestoredPort {
 }
 
 impl RestoredPort {
-    /// Creates a port that has lost the state of its client. The client is disconnected with the
-    /// last descriptor of its socket.
+    /// Creates a port that has lost the state of its client. The client is disconnected when the
+    /// last descriptor of its socket is closed.
     #[must_use]
     pub fn without_client(listener: Listener, device: Box<dyn Device>, limits: &Limits) -> Self {
         let mut port = Box::new(Port::new(device, limits));
-        // The device releases the client.
+        // With `leaving`, the device releases the client first.
         (port.listener, port.leaving) = (Some(listener), true);
         Self { port, session: None }
     }
@@ -227,8 +227,8 @@ impl RestoredPort {
 
 impl Handle {
     /// Starts to serve a port of the previous server process, with checkpoints. `begin` is called
-    /// on the reactor's thread when `recorder` has stored the first one, before the sockets are
-    /// used.
+    /// on the reactor's thread when `recorder` has stored the first checkpoint, before the sockets
+    /// are used.
     pub fn restore(
         &self,
         restored: RestoredPort,
@@ -512,8 +512,8 @@ impl Reactor {
         }
     }
 
-    /// Resumes after a freeze. Checks all sockets, because events may have been missed. From now
-    /// on, this reactor owns the sockets.
+    /// Resumes after a freeze. Checks all sockets, because events may have been missed. Afterwards
+    /// this reactor owns the sockets.
     fn resume_all(&mut self) {
         let all: Vec<_> = self.ports.keys().copied().collect();
         all.into_iter().for_each(|id| self.resume_port(id));

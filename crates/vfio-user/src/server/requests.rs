@@ -1,4 +1,4 @@
-//! Calls of the device for received messages, and the replies.
+//! Handlers of received messages: they call the device and queue the reply.
 
 use std::io;
 
@@ -19,7 +19,7 @@ use crate::device::{Deferral, Device};
 use crate::migration::{LoggingReport, MigrationState};
 use crate::wire::{self, Header, command, split, split_sized, wire_size};
 
-/// Request that waits for a [`Completer`].
+/// Request whose reply waits for a [`Completer`].
 pub(super) struct Waiting {
     sequence: u64,
     header: Header,
@@ -65,7 +65,7 @@ pub(super) enum Remaining {
     State { to: MigrationState, flags: u32 },
     /// Payload of a reply to send.
     Reply(Vec<u8>),
-    /// Report of the dirty page log, after the log is settled.
+    /// Report of the dirty page log, to send when the log contains all earlier writes.
     Log { report: LoggingReport, flags: u32 },
 }
 
@@ -280,7 +280,7 @@ impl Link {
                 Ok(())
             }
             command::DMA_UNMAP => {
-                // If the message has a descriptor, it is ignored and closed.
+                // If the message has a descriptor, the descriptor is ignored and closed.
                 let (unmap, _) = split::<wire::DmaUnmap>(payload)?;
                 let range = dma_unmap(&unmap)?;
                 let (sequence, done) = context.done();
@@ -394,7 +394,7 @@ impl Link {
         Ok(())
     }
 
-    /// Waits until the log contains all writes up to now, then continues with `remaining`.
+    /// Waits until the dirty page log contains all earlier writes, then continues with `remaining`.
     fn sync_log(
         &mut self,
         header: &Header,
@@ -509,7 +509,8 @@ fn changes(number: u16, payload: &[u8]) -> bool {
     match number {
         command::REGION_WRITE => split::<wire::RegionAccess>(payload)
             .is_ok_and(|(access, _)| access.region != crate::device::region::BAR0),
-        // Stopping a device must be in the checkpoint, because the next process must not run it.
+        // The checkpoint must show that the device is stopped. Otherwise the next process would run
+        // it.
         command::DEVICE_FEATURE => Migrating::changes(payload),
         command::REGION_WRITE_MULTI
         | command::DMA_MAP
@@ -563,7 +564,8 @@ mod tests {
 
     #[test]
     fn every_command_is_known_to_change_the_state_or_not() {
-        // These change it depending on their payload; DIRTY_PAGES is refused.
+        // REGION_WRITE and DEVICE_FEATURE change the state or not, depending on their payload.
+        // DIRTY_PAGES (14) is always refused.
         let others = [command::REGION_WRITE, command::DEVICE_FEATURE, 14];
         for number in (0..64).filter(|number| command::name(*number) != command::name(0)) {
             let is_listed = UNCHANGED.contains(&number) || others.contains(&number);

@@ -243,8 +243,8 @@ impl Session {
         Ok((self.save(fds)?, device.record(fds)?))
     }
 
-    /// Finishes the last message of a dead process. If the message is still in the socket, removes
-    /// it and sends its reply.
+    /// Finishes the last executed message of a dead process. If the message is still in the socket,
+    /// removes it and sends its reply.
     fn catch_up(&mut self, exchange: Option<&mut Exchange>) -> Result<(), EndReason> {
         let Some(Handled { len, hash }) = self.intake.as_mut().and_then(|i| i.pending.take())
         else {
@@ -441,8 +441,8 @@ impl Session {
                 return Err(EndReason::FdsStuck);
             }
             match received {
-                // A hang-up is reported only once. So after it, the session reads until a read
-                // returns it.
+                // A hang-up is reported only once. So after a hang-up, the session reads until a
+                // read returns the end of the stream.
                 Ok(Received::Bytes { drained }) => {
                     abort_point(AbortPoint::MessageRead);
                     self.readable = !drained || self.hung_up;
@@ -633,5 +633,5 @@ fn peek(
     peek_some(socket, decoder.space_of(MAX_SEND), inspector.closer())
 }
 
-/// Size that exceeds the capacity of a socket for one send, in bytes.
+/// Buffer size for one peek, in bytes: more than a socket can contain.
 const MAX_SEND: usize = 256 << 10;

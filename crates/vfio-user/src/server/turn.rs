@@ -7,7 +7,7 @@ use crate::exchange::Exchange;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Context of a request.
+/// Context in which a request is handled.
 pub(super) struct Context<'a> {
     pub(super) inbox: &'a Arc<Inbox>,
     pub(super) port: PortId,

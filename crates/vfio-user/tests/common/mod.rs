@@ -335,7 +335,8 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(limits: Limits) -> Self {
-        // The stop must not wait long for callbacks that are still stored at the end of a test.
+        // The reactor's stop must not wait long for callbacks that are still stored at the end of a
+        // test.
         let stop = limits.stop.min(Duration::from_millis(200));
         let limits = Limits { stop, ..limits };
         let reactor = Reactor::new(limits).unwrap();
