@@ -70,7 +70,7 @@ fn open_parsed(
     })
 }
 
-/// Parsed specification of a file. For callers that open the file in another way than [`open`], for
+/// Parsed specification of a file, for callers that open the file in another way than [`open`], for
 /// example as qcow2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

@@ -576,7 +576,7 @@ fn concurrent_flushes_all_fail_after_a_lost_write() {
     }
 }
 
-/// A guest must see the disk in the image. It must not see the file that contains the disk.
+/// A guest must see the disk that the image contains, and not the bytes of the image file.
 #[test]
 fn images_of_other_formats_need_format_raw() {
     let directory = directory();

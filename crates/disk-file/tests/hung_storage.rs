@@ -22,7 +22,8 @@ fn a_hung_image_delays_no_other() {
     holds_up_no_other(mount, bad);
 }
 
-/// Like the test above. In addition, the file system does not return the length of the file.
+/// Like `a_hung_image_delays_no_other`, with a file system that does not even return the length of
+/// the file.
 #[test]
 fn a_hung_fstat_delays_no_other_image() {
     let directory = directory();

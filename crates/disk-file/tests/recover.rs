@@ -148,7 +148,7 @@ impl Drop for Slow {
     }
 }
 
-/// The process has ended at once, while its request is still in flight.
+/// The process is dead, and its write is still in flight.
 #[test]
 fn recovery_waits_for_a_write_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {

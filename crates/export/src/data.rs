@@ -1,19 +1,19 @@
 //! Buffers for the data of requests, per client.
 //!
-//! Data of whole blocks is placed in buffers that the disk reads from and writes to. So it is
-//! received and sent without a copy. This memory is limited and belongs to one connection, so that
-//! a slow client does not affect other clients. Other data is placed in ordinary memory of the
-//! program: parts of blocks, long requests, requests beyond the limit, and all data of a client
-//! with TLS, whose cryptography needs ordinary memory.
+//! The data of requests for whole blocks is in buffers that the disk reads and writes, and that the
+//! socket or `/dev/fuse` receives into and sends from, without a copy. Each client has a limited
+//! number of these shared buffers of its own, so that a slow client does not affect others. Other
+//! data is in ordinary memory of the program: parts of blocks, long requests, requests beyond the
+//! limit, and all data of a client with TLS, whose cryptography needs ordinary memory.
 
 use crate::vectors::{Part, Room};
 use shadowbell_block::{BlockQueue, Buffer, BufferPool};
 
-/// Size in bytes and number of the shared buffers of a connection. Each size is allocated when it
-/// is first needed.
+/// Shared buffers of a client: size in bytes and number for each size. The buffers of a size are
+/// allocated when one is first needed.
 const SIZES: [(usize, usize); 3] = [(4 << 10, 128), (64 << 10, 32), (256 << 10, 8)];
 /// Size in bytes of the largest ordinary buffer that is kept for later requests. `MAX_KEPT_BYTES`
-/// is the limit of all kept buffers together.
+/// limits the sum of all kept buffers.
 const MAX_KEPT_BUFFER: usize = 256 << 10;
 const MAX_KEPT_BYTES: usize = 4 << 20;
 
@@ -31,7 +31,7 @@ impl Default for Data {
 }
 
 impl Data {
-    /// Copies received bytes to offset `at`.
+    /// Copies the received bytes `from` to offset `at` of the buffer.
     pub(crate) fn put(&mut self, at: usize, from: &[u8]) {
         match self {
             Self::Own(bytes) => {
@@ -46,7 +46,7 @@ impl Data {
         }
     }
 
-    /// Writable range `from..to`.
+    /// Returns the range `from..to` of the buffer for writing.
     pub(crate) fn room(&mut self, from: usize, to: usize) -> Room<'_> {
         match self {
             Self::Own(bytes) => Room::of(bytes.get_mut(from..to).unwrap_or_default()),
@@ -57,7 +57,7 @@ impl Data {
         }
     }
 
-    /// Readable range `from..to`.
+    /// Returns the range `from..to` of the buffer for reading.
     pub(crate) fn part(&self, from: usize, to: usize) -> Part<'_> {
         match self {
             Self::Own(bytes) => Part::of(bytes.get(from..to).unwrap_or_default()),
@@ -69,7 +69,7 @@ impl Data {
     }
 }
 
-/// Shared buffers of one size.
+/// State of the shared buffers of one size.
 #[derive(Default)]
 enum Pool {
     #[default]
@@ -122,7 +122,7 @@ impl DataMemory {
         }
     }
 
-    /// Returns a buffer that is not needed any more.
+    /// Takes a buffer back. Ordinary memory is kept for later requests, within the limits.
     pub(crate) fn give_back(&mut self, data: Data) {
         // The drop of a shared buffer returns it to its pool.
         let Data::Own(bytes) = data else { return };

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 /// Number of the thread's own descriptor in the epoll set. The descriptor is ready when a request
 /// was woken, the queue has completions, or the timer has expired.
 const OWN_EVENT: u64 = 0;
-/// Lowest number for descriptors of the caller.
+/// Lowest epoll number for descriptors that the caller adds.
 pub(crate) const FIRST: u64 = 1;
 /// Largest number of descriptors that a wait reports.
 const EVENTS: usize = 5;
@@ -214,13 +214,13 @@ impl<F: Future> IoThread<F> {
         true
     }
 
-    /// Takes the events after this descriptor has ended a sleep in another event loop.
+    /// Takes the events that made this loop's descriptor readable in another event loop.
     #[cfg(feature = "ublk")]
     pub(crate) fn take_events(&mut self) {
         self.poll(Some(Duration::ZERO), |_| {});
     }
 
-    /// Longest duration of a sleep.
+    /// Longest duration of a sleep that the disk's queue permits.
     fn sleep_limit(&self) -> Option<Duration> {
         self.queue.as_ref().and_then(BlockQueue::sleep_limit)
     }
@@ -274,7 +274,7 @@ impl<F: Future> IoThread<F> {
 }
 
 impl<F> AsFd for IoThread<F> {
-    /// Descriptor that becomes readable when there is work. For another event loop, which then
+    /// Descriptor that becomes readable when there is work. Another event loop that polls it then
     /// calls [`IoThread::take_events`].
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()

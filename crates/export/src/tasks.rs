@@ -1,8 +1,8 @@
 //! Futures in numbered slots, executed by the thread that owns them: the requests in flight of a
 //! connection.
 //!
-//! Slots are reused, so a request needs no allocation. Each slot has one permanent waker. It adds
-//! the slot's number to a list, and signals the thread's eventfd if the thread sleeps.
+//! Slots are reused, so a request needs no allocation. Each slot has one permanent waker, which
+//! adds the slot's number to a list, and signals the thread's eventfd if the thread sleeps.
 
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
@@ -147,8 +147,8 @@ impl<F: Future> Tasks<F> {
         let any = !self.batch.is_empty();
         for index in self.batch.drain(..) {
             let Some(slot) = self.slots.get_mut(index) else { continue };
-            // A swap, because it orders the poll after the writes of a waker that found the slot
-            // listed.
+            // A swap, unlike a store, orders the poll after the writes of a waker that found the
+            // slot listed.
             slot.flag.listed.swap(false, Ordering::AcqRel);
             let Some(future) = slot.future.as_mut().as_pin_mut() else { continue };
             if let Poll::Ready(output) = future.poll(&mut Context::from_waker(&slot.waker)) {

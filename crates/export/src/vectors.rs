@@ -1,6 +1,6 @@
 //! `iovec`s for system calls, in memory of the program or in memory that is shared with a device.
 //!
-//! No Rust reference may point into shared memory. So the kernel gets its address.
+//! No Rust reference may point into shared memory, so system calls get its address instead.
 
 use shadowbell_memory::SharedBytes;
 use std::marker::PhantomData;

@@ -44,7 +44,7 @@ impl ImageBytes {
         let flusher = Flusher::new(Arc::clone(&file), direct.is_none());
         let info = DiskInfo {
             block_size,
-            // The file grows, so there is no limit other than the largest possible one.
+            // The file grows, so the number of blocks is the largest possible one.
             blocks: i64::MAX as u64 / u64::from(block_size),
             read_only: image.read_only,
             volatile_cache: false,

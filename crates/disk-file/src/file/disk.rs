@@ -87,7 +87,7 @@ impl Disk for FileDisk {
 
     fn queue_files(&self) -> u64 {
         match self.shared.engine {
-            // The files of an io_uring belong to the thread.
+            // The descriptors of an io_uring belong to the thread, and not to one of its queues.
             EngineKind::Uring => 0,
             EngineKind::Threads => 1,
         }
@@ -106,8 +106,8 @@ impl Disk for FileDisk {
     }
 
     fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
-        // A block device reports no holes. If the size of a file is unknown, data may be anywhere
-        // in it.
+        // From `end` on, all bytes are reported as data: those of a block device, which reports no
+        // holes, and those of a file whose size is unknown.
         let end = if self.shared.regular { self.shared.size().unwrap_or(0) } else { 0 };
         let end = end.min(self.shared.end.load(Ordering::Relaxed));
         let to = offset.saturating_add(len);

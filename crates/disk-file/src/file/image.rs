@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 /// lock of the killed process is held until the kernel has closed its io_uring.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Regular file or block device that is opened as an image and locked: a writable one against all
-/// others, a read-only one against writers. Disks of other formats use it as their storage.
+/// Regular file or block device that is opened as an image and locked: a writable image against all
+/// other users, a read-only one against writers. Disks of other formats use it as their storage.
 ///
 /// Dropping it releases the lock at once, even if the file stays open for a while.
 #[derive(Debug)]
@@ -168,8 +168,8 @@ impl ImageFile {
         self.is_block
     }
 
-    /// True if the file system depends on another machine or process. If that hangs, calls on the
-    /// file block the thread.
+    /// True if the file system depends on another machine or process. While that one is
+    /// unreachable, calls on the file block the thread.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         !self.is_block && is_remote(&self.file)
@@ -473,7 +473,7 @@ fn stated_alignment(file: &File) -> Option<Alignment> {
     })
 }
 
-/// Alignment of direct I/O, found by test reads. For kernels that do not report it.
+/// Finds the alignment of direct I/O by test reads, for kernels that do not report it.
 fn tried_alignment(file: &File, size: u64) -> Result<Alignment, String> {
     let mut room = vec![0; 3 * 4096];
     let base = room.as_ptr().align_offset(4096).min(4096);

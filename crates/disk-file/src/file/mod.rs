@@ -25,9 +25,9 @@
 //!
 //! A read beyond the end of a truncated image fails with `DiskError::OutOfRange`; it never returns
 //! zeroes. After a read or a flush has detected the new end, all queues refuse access beyond it
-//! until the disk is opened again, even if the file grows back, because its old content is lost. A
-//! write before that detection extends the file, as any write to a file does. Then the truncation
-//! cannot be distinguished from a hole.
+//! until the disk is opened again, even if the file grows back, because its old content is lost. If
+//! a write comes before that detection, it extends the file, and the truncation cannot be
+//! distinguished from a hole any more.
 //!
 //! # Failed write-back
 //!

@@ -19,21 +19,22 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// Number of bytes that one write zeroes, on a file system that supports nothing better.
+/// Size in bytes of the memory of zeroes, which one write stores on a file system that cannot zero
+/// ranges itself.
 const ZEROES: u64 = 1 << 20;
 
 pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, OpenError> {
     let name = || path.display().to_string();
     let image = ImageFile::open_as(path, options.read_only, Kinds::Disks)?;
     let format = match options.format {
-        // The test read shows now, and not at the first request, whether this process may send
-        // commands to the device.
+        // The detection of the format reads by a command. So if this process may not send commands
+        // to the device, the open fails, and not the first request.
         Some(Format::Raw) if image.namespace.is_some() => image.format().map(|_| None)?,
         Some(Format::Raw) => None,
         Some(Format::Qcow2) => Some(ImageFormat::Qcow2),
         None => image.format()?,
     };
-    // A guest must see the disk in the image. It must not see the file that contains the disk.
+    // A guest must see the disk that the image contains, and not the bytes of the image file.
     if let Some(format) = format {
         return Err(OpenError::Format { path: name(), format });
     }
@@ -41,8 +42,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         image.block_size(options.block_size)
         && let Some(format) = image.format()?
     {
-        // Raw access was requested, but the usual advice to extend the file would damage its
-        // format.
+        // The image has a format, and raw access was requested. The advice of the usual error, to
+        // extend the file, would damage the format.
         return Err(OpenError::OddFormat { path, size, block_size, format });
     }
     take(image, path, options)
@@ -123,7 +124,7 @@ pub(super) fn syncs(namespace: Option<&NamespaceFacts>, direct: Option<Alignment
     }
 }
 
-/// Creates memory of zeroes, which is written where the file system supports nothing better.
+/// Creates memory of zeroes, which is written on file systems that cannot zero ranges themselves.
 pub(super) fn zeroes() -> Result<SharedBytes, OpenError> {
     let mapping =
         Mapping::anonymous(ZEROES).map_err(|source| OpenError::Memory { bytes: ZEROES, source })?;

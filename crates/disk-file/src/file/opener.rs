@@ -37,9 +37,8 @@ pub trait Opener: Send + Sync {
     /// Like [`name`](Self::name).
     fn open(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<File>;
 
-    /// Reads the [Identify data](identify_namespace) of a namespace. `named` names the character
-    /// device of the namespace. For a process that may not send admin commands.
-    ///
+    /// Reads the [Identify data](identify_namespace) of a namespace, for a process that may not
+    /// send admin commands. `named` names the character device of the namespace.
     /// # Errors
     /// Like [`identify_namespace`].
     fn identify(&self, named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts>;
@@ -52,13 +51,13 @@ pub fn open_images_by(opener: Box<dyn Opener>) {
     let _ = OPENER.set(opener);
 }
 
-/// Returns a descriptor that names the file at `path`, from the other process. `None` if this
-/// process opens images itself.
+/// Has the [`Opener`] return a descriptor that names the file at `path`. `None` if this process
+/// opens images itself.
 pub(super) fn name(path: &Path) -> Option<io::Result<OwnedFd>> {
     OPENER.get().map(|opener| opener.name(path))
 }
 
-/// Returns an `O_PATH` descriptor of `file`. It does not keep the open file description alive.
+/// Returns an `O_PATH` descriptor of `file`, which does not keep the open file description alive.
 pub(super) fn name_of(file: &File) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)

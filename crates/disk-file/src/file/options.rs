@@ -15,7 +15,8 @@ pub struct FileOptions {
     pub aio: Aio,
     /// Image format; `None` to detect it by the first bytes.
     pub format: Option<Format>,
-    /// True if the image may have backing files and a data file. It contains their names.
+    /// True if the image, which contains the names of its backing files and data file, may have
+    /// such files.
     pub allow_backing: bool,
 }
 

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 
 /// Maximum number of bounce buffers per queue. Further requests wait for a free one.
 const BOUNCES: usize = 32;
-/// Number of the list of waiting requests.
+/// Index of the list of waiting requests in [`FileQueue::waiting`].
 const WAITING: u32 = 0;
 
 pub(super) struct FileQueue {
@@ -34,8 +34,8 @@ pub(super) struct FileQueue {
     /// Scratch buffer for completions. It is kept, so that a batch allocates nothing.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
-    /// Number of requests that wait for the flusher or for their range, and of those whose answer
-    /// was not processed yet.
+    /// Number of answers that the queue still has to process: of the flusher for syncs, and of the
+    /// range locks for requests that waited for their range.
     notifications: usize,
     requester: Arc<Requester>,
 }
@@ -163,7 +163,7 @@ impl FileQueue {
         }
     }
 
-    /// Starts a task that need not wait for its range any more.
+    /// Starts a task whose range is free, or adds it to the waiting requests.
     fn begin(&mut self, key: Key) {
         if !self.waiting.is_empty(WAITING) || !self.start(key) {
             self.waiting.push_back(WAITING, key.index());
@@ -216,7 +216,7 @@ impl FileQueue {
             }
             Step::Call | Step::Piece => {
                 if !self.start(key) {
-                    // In front of the requests that have not started.
+                    // A request that has started waits in front of those that have not.
                     self.waiting.push_front(WAITING, key.index());
                 }
                 None
@@ -224,7 +224,7 @@ impl FileQueue {
         }
     }
 
-    /// Returns a request that has ended to the caller.
+    /// Passes the result of a request that has ended to `done`, and releases its range and buffers.
     fn finish(
         &mut self,
         key: Key,

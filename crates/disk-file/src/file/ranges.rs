@@ -4,8 +4,8 @@
 //! A controller promises that a logical block is read and written atomically (NVM Command Set 1.1,
 //! 2.1.4.2: AWUN is at least one block). A storage device guarantees that for its own blocks. The
 //! page cache does not: ext4 and most other file systems take no lock to read a page that is being
-//! written (XFS does), and other requests may run before a short transfer is continued. A device
-//! does not guarantee that for a block of several sectors either.
+//! written (XFS does), and other requests may run before a short transfer is continued. Nor does a
+//! device read or write a block of several sectors atomically.
 //!
 //! Therefore each request that reads or writes enters its range into a list. If the range overlaps
 //! that of an earlier request, and one of the two writes, the later request waits until the earlier
@@ -29,7 +29,7 @@ use std::sync::atomic::Ordering::AcqRel;
 const UNIT: u64 = 64 << 10;
 /// Number of lists. A position belongs to the list with its unit number modulo this number.
 const LISTS: u64 = 64;
-/// Flag in [`Waiting::predecessors`]: the range has left while it waited.
+/// Flag in [`Waiting::predecessors`]: the range was removed while it waited.
 const REMOVED: usize = 1 << (usize::BITS - 1);
 
 /// Range locks of a file.
@@ -63,7 +63,8 @@ struct Entry {
 
 /// Wait state of a range.
 struct Waiting {
-    /// Number of ranges that it waits for. One more until the range has entered all lists.
+    /// Number of earlier ranges that have to leave first, plus one until the range has entered all
+    /// lists.
     predecessors: AtomicUsize,
 }
 

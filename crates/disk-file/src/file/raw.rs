@@ -2,7 +2,7 @@
 //! process cannot map, such as the kernel's buffers of a block device request.
 //!
 //! [`Task`] interprets the results, as in a queue of the disk: a short transfer is continued, a
-//! read beyond a moved end is an error, and a full disk is recorded.
+//! read beyond the end of a truncated file is an error, and a full disk is recorded.
 
 use super::disk::FileDisk;
 use super::shared::{Alignment, FileShared};
@@ -155,7 +155,7 @@ impl RawTransfer {
         }
     }
 
-    /// Cancels the request. If a call ends early after this, the request ends.
+    /// Cancels the request. If its current call fails or transfers only a part, the request ends.
     pub fn cancel(&mut self) {
         self.0.cancelled = true;
     }

@@ -11,9 +11,9 @@
 //! identifies the image even after a rename.
 //!
 //! Readers share their locks, so a reader does not wait for a dead reader. Some file systems have
-//! no locks. For these cases, the item has `locked: false`, and each ring also holds the write end
-//! of a pipe. When the last ring has ended, the next process sees a hang-up of the read end
-//! ([`fence`](crate::fence)). Images that are locked exclusively do not wait for the rings of
+//! no locks. In both cases, the checkpoint contains `locked: false`, and each ring also holds the
+//! write end of a pipe. When the last ring has ended, the next process sees a hang-up of the read
+//! end ([`fence`](crate::fence)). Images that are locked exclusively do not wait for the rings of
 //! other images.
 //!
 //! Calls that threads make need no fence: they end before their process does.

@@ -51,8 +51,8 @@ pub(super) struct FileShared {
     pub(super) ranges: Option<Arc<Ranges>>,
     /// State that resized versions of the disk share.
     pub(super) handle: Arc<OpenHandle>,
-    /// Memory of zeroes, to write where the file system supports nothing better. It is never
-    /// written to, so it uses no physical memory.
+    /// Memory of zeroes, which is written on file systems that cannot zero ranges themselves. It is
+    /// never written to, so it uses no physical memory.
     pub(super) zeroes: SharedBytes,
     /// Test script that decides how calls end.
     #[cfg(feature = "scripted")]
@@ -78,8 +78,9 @@ pub(super) struct OpenHandle {
     lock_is_shared: bool,
 }
 
-/// Creates range locks for blocks of `block_size` bytes if they are needed. With direct I/O, the
-/// device reads and writes a block atomically if the block is not longer than its own.
+/// Creates range locks for blocks of `block_size` bytes if they are needed. They are not needed
+/// with direct I/O if a block is not longer than one of the device, which is read and written
+/// atomically.
 pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<Ranges>> {
     let is_whole = direct.is_some_and(|align| align.offset >= block_size as usize);
     (!is_whole).then(Arc::default)
@@ -108,7 +109,8 @@ impl FileShared {
             let named = opener::name_of(&self.file)?;
             return Ok(opener::identify(named.as_fd(), false)?.bytes());
         }
-        // Seeking finds the end of a block device. No other code uses the file position.
+        // A seek finds the end of a regular file and of a block device. No other code uses the file
+        // position.
         (&*self.file).seek(SeekFrom::End(0))
     }
 

@@ -139,7 +139,7 @@ impl Task {
         self.request.op
     }
 
-    /// True if the queue buffer that the task may need is a bounce buffer.
+    /// True if the task may need a bounce buffer.
     pub(super) fn may_bounce(&self) -> bool {
         matches!(self.request.op, Op::Read | Op::Write { .. } | Op::Compare | Op::Verify)
     }

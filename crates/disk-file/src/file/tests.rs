@@ -237,7 +237,7 @@ fn pending_requests_are_cancelled() {
     wait(&*queue);
     assert_eq!(reap(&mut *queue), [(1, Err(DiskError::Cancelled))]);
     assert_eq!(queue.pending(), 2);
-    // Submitted, but not committed.
+    // This request is submitted, but not committed.
     let (_, mut data) = buffer(512);
     assert_eq!(queue.submit(8, &read(0, 512), &mut data), Submitted::Pending);
     queue.cancel(8);
@@ -704,8 +704,8 @@ fn misaligned_memory_uses_a_bounce_buffer_with_direct_io() {
     assert!(back.iter().all(|b| *b == 0x5a));
 }
 
-/// All tests that need no pipe, again with the threads engine. The threads use positioned reads,
-/// which a pipe does not support.
+/// Repeats all tests that need no pipe with the threads engine, whose positioned reads a pipe does
+/// not support.
 mod by_threads {
     use super::*;
 

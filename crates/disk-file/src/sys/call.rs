@@ -29,10 +29,10 @@ pub(super) struct Prepared<'a> {
     pub(super) nowait: bool,
 }
 
-/// Number of bits of a slot's number in the id of a call. They are the lowest bits.
+/// Number of the lowest bits in the id of a call, which contain the number of its slot.
 pub(super) const INDEX_BITS: u32 = 28;
-/// Number of bits above them that an engine may use. They are zero in the id of a call. The
-/// generation of the slot is above them.
+/// Number of the next bits in the id of a call, which an engine may use, and which are otherwise
+/// zero. The bits above them contain the generation of the slot.
 pub(super) const QUEUE_BITS: u32 = 16;
 
 /// Id of a wake-up, which has no slot.
@@ -45,6 +45,6 @@ pub(super) const HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_S
 /// system.
 pub(crate) const NVME_STATUS: i32 = 1 << 16;
 
-/// Error: the ends of calls can no longer be detected.
+/// Error: completions of calls cannot be collected any more.
 #[derive(Debug)]
 pub(super) struct Stuck;

@@ -2,11 +2,11 @@
 
 use shadowbell_disk::Lists;
 
-/// Number of the only list.
+/// Index of the only list in [`Jobs::order`].
 const QUEUE: u32 = 0;
 
-/// Waiting calls, in order. The low half of a call's id is its slot in the ring. This number is
-/// small, and unique among the waiting calls, so a call is removed without a search.
+/// Waiting calls, in order. The low half of a call's id is its slot in the ring. The slot's number
+/// is small, and unique among the waiting calls, so a call is removed without a search.
 pub(super) struct Jobs<J> {
     slots: Vec<Option<(u64, J)>>,
     order: Lists,
@@ -46,7 +46,7 @@ impl<J> Jobs<J> {
         self.take(first)
     }
 
-    /// Removes this call and returns it, if it is waiting.
+    /// Removes the call `id` and returns it, if it is waiting.
     pub(super) fn remove(&mut self, id: u64) -> Option<J> {
         let slot = self.slots.get(id as u32 as usize)?;
         slot.as_ref().filter(|(waiting, _)| *waiting == id)?;

@@ -3,8 +3,9 @@
 //! The locks of images are those of QEMU, so each program detects the other: open file description
 //! locks, one byte per permission. A program locks byte 100+n for permission n that it uses, and
 //! byte 200+n for permission n that it does not share. Then it tests the opposite bytes: whether
-//! another one does not share what it uses, or uses what it does not share. All these are read
-//! locks, so that several programs can hold them and read-only files can have them.
+//! another program does not share a permission that it uses, or uses one that it does not share.
+//! All these locks are read locks, so that several programs can hold them and read-only files can
+//! have them.
 //!
 //! A writer also has a write lock on one byte that QEMU does not use: the fence of its requests.
 
@@ -17,7 +18,7 @@ use std::os::fd::AsRawFd;
 const USED: i64 = 100;
 /// First byte of the permissions that are not shared.
 const UNSHARED: i64 = 200;
-/// Byte of the fence.
+/// Byte of the fence, on which a writer holds a write lock.
 const FENCE: Range<i64> = 300..301;
 
 /// Permission to read consistent data.
@@ -31,7 +32,7 @@ const RESIZE: i64 = 3;
 const CHANGES: [i64; 2] = [WRITE, RESIZE];
 
 /// Locks `file`, for the lifetime of its open file description. Readers share it with other
-/// readers; a `writer` shares it only with those that accept changes.
+/// readers; a `writer` shares it only with programs that accept changes.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] if another program has a lock that excludes this one. If the file
@@ -51,7 +52,7 @@ pub(crate) fn lock_image(file: &File, writer: bool) -> io::Result<()> {
 }
 
 fn lock(file: &File, writer: bool) -> io::Result<()> {
-    // The fence first: of two writers that lock at the same time, one then succeeds.
+    // The fence is locked first, so that of two writers that lock at the same time, one succeeds.
     if writer {
         call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE)?;
     }
@@ -60,7 +61,7 @@ fn lock(file: &File, writer: bool) -> io::Result<()> {
         call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte..byte + 1)?;
     }
     for byte in uses.iter().map(|n| UNSHARED + n).chain(CHANGES.map(|n| USED + n)) {
-        // The test of a write lock finds read locks of others.
+        // A test with the type of a write lock finds read locks of other programs.
         if call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte..byte + 1)? != libc::F_UNLCK {
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
         }
@@ -70,8 +71,8 @@ fn lock(file: &File, writer: bool) -> io::Result<()> {
 
 /// True if this open file holds the fence, and the file system supports locks.
 pub(crate) fn is_locked_exclusively(file: &File) -> bool {
-    // The lock of the open file is set again, without an effect if it is held. It cannot be set
-    // by a read-only open file, or where the file system has no locks.
+    // The lock is set again, which has no effect if this open file holds it. The call fails for a
+    // read-only open file, or if the file system has no locks.
     call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE).is_ok()
 }
 

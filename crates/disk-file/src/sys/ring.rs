@@ -137,7 +137,8 @@ pub(crate) struct Ring<T> {
     blocking: Blocking,
     /// Parameters of the namespace, if the file is an NVMe generic character device.
     namespace: Option<Namespace>,
-    /// Wake descriptor of [`merge`](Self::merge).
+    /// Epoll descriptor that [`merge`](Self::merge) has created, in place of the engine's
+    /// descriptor.
     merged: Option<OwnedFd>,
 }
 
@@ -624,8 +625,8 @@ mod tests {
         poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec::default())).unwrap() != 0
     }
 
-    /// The descriptor stays readable until each queue has collected its completions, whichever of
-    /// them takes them from the kernel.
+    /// The descriptor stays readable until each queue has collected its completions, even if
+    /// another queue takes them from the kernel.
     #[test]
     fn queues_of_a_thread_share_a_ring_and_get_their_own_completions() {
         let (mut a, mut b, c) = (ring(memfd()), ring(memfd()), ring(memfd()));
@@ -634,13 +635,13 @@ mod tests {
             let (reads_of_a, reads_of_b) = (1 + round % 3, round % 5);
             (0..reads_of_a).for_each(|_| read(&mut a));
             (0..reads_of_b).for_each(|_| read(&mut b));
-            // One system call submits the calls of both.
+            // One system call submits the calls of both queues.
             submit(&mut a, reads_of_a + reads_of_b);
             assert!(is_readable(&c));
             assert_eq!(results(&mut a), vec![512; reads_of_a]);
             assert_eq!(is_readable(&a), reads_of_b != 0);
             if round % 2 == 0 {
-                // More completions follow those that were moved.
+                // A further completion arrives after others were moved to the inboxes.
                 read(&mut a);
                 submit(&mut a, 1 + usize::from(reads_of_b != 0));
                 assert_eq!(results(&mut a), [512]);
@@ -674,10 +675,10 @@ mod tests {
         assert_eq!((results(&mut hung), hung.busy), (vec![], IN_FLIGHT));
         read(&mut other);
         submit(&mut other, 1);
-        // Waits for the end of its calls, and collects the other queue's.
+        // The drop waits for the calls of `hung`, and collects the completion of `other`.
         drop(hung);
         assert_eq!(results(&mut other), [512]);
-        // The number of the closed queue is used again, without its completions.
+        // The next queue gets the number of the closed queue, but not its completions.
         let mut next = ring(memfd());
         read(&mut next);
         submit(&mut next, 1);

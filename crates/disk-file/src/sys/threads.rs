@@ -219,8 +219,8 @@ impl Threads {
 }
 
 impl Drop for Threads {
-    /// Waits until all threads have exited. They have no work left. They hold the file open, and an
-    /// open block device could not be opened exclusively again.
+    /// Waits until all threads have exited; they have no work left. A thread that has not exited
+    /// holds the file open, and an open block device cannot be opened exclusively again.
     fn drop(&mut self) {
         let mut work = self.shared.work.lock();
         work.closing = true;

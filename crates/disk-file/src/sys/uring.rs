@@ -5,11 +5,11 @@
 //! completion stays in the kernel's queue, so the wake descriptor stays readable until each queue
 //! has collected its completions.
 //!
-//! The number of a queue's calls in flight is limited by its owner. If hung files fill the
-//! completion queue with later completions, the kernel stores the rest.
+//! The owner of a queue limits its number of calls in flight. If more calls end than the completion
+//! queue has entries, the kernel stores the rest.
 //!
-//! The instances are restricted to the operations below, and a sandboxed process creates all of
-//! them before it closes its filter of system calls ([`prepare`]).
+//! The instances are restricted to the operations that this module uses, and a sandboxed process
+//! creates all of them before it closes its filter of system calls ([`prepare`]).
 
 use super::call::{HOLE, INDEX_BITS, Kind, Prepared, QUEUE_BITS, Stuck, WAKE};
 use super::fence::writer_fd;
@@ -34,7 +34,7 @@ const SUBMISSIONS: u32 = 128;
 /// Number of entries in the completion queue. If more calls end at once, the kernel stores the
 /// rest.
 const COMPLETIONS: u32 = 4096;
-/// Maximum number of attempts to submit, one after the other.
+/// Maximum number of consecutive attempts to submit the prepared calls.
 const TRIES: u32 = 8;
 /// Delay before the next attempt, if the kernel had no memory for a call.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -54,7 +54,8 @@ pub(super) struct Uring<S: Shape = Entry> {
     /// True if the file is registered with the ring, which saves a look-up per call.
     registered: bool,
     file: Arc<File>,
-    /// True if requests may still be in flight at the end, so that the ring cannot be used again.
+    /// True if calls may still be in flight when the queue is closed, so that the ring cannot be
+    /// used again.
     stuck: bool,
 }
 
@@ -81,7 +82,7 @@ struct State<S: Shape> {
     /// Number of completions in the inboxes.
     undelivered: usize,
     /// True if the first entry of the kernel's completion queue was processed, and stays there
-    /// because of the inboxes.
+    /// until the inboxes are empty.
     has_processed_entry: bool,
     /// True if the ring cannot be used again.
     broken: bool,
@@ -240,7 +241,7 @@ impl<S: Shape> State<S> {
         inbox.drain(..).for_each(|(data, result)| each(data, result));
     }
 
-    /// Removes the held entry if all completions were delivered.
+    /// Removes the processed entry from the kernel's completion queue if the inboxes are empty.
     fn release(&mut self) {
         if self.has_processed_entry && self.undelivered == 0 {
             self.has_processed_entry = false;
@@ -393,7 +394,7 @@ impl<S: Shape> Uring<S> {
     /// Waits until a call has ended.
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
         let state = self.state();
-        // A held entry does not count.
+        // The processed entry that stays in the completion queue does not count.
         let wanted = 1 + u32::from(state.has_processed_entry);
         match state.enter_once(wanted).map_err(|e| e.raw_os_error()) {
             Ok(_) | Err(Some(libc::EINTR)) => Ok(()),
@@ -608,7 +609,8 @@ fn register_files<S: Shape>(uring: &IoUring<S, S::Completion>) -> io::Result<()>
 /// are created: the queues of further threads use threads for their calls. Returns the number of
 /// rings for files: 0 if the system permits no io_uring with restrictions, which need Linux 5.10.
 pub fn prepare(workers: usize, more: usize) -> usize {
-    // Disks that are opened later get these results.
+    // The results are determined before the filter is closed, and used for disks that are opened
+    // later.
     let (for_files, for_commands) = (available().is_ok(), supports_commands().is_ok());
     <squeue::Entry128 as Shape>::reserve().seal(if for_commands { workers } else { 0 });
     Entry::reserve().seal(if for_files { workers + more } else { 0 })

@@ -31,13 +31,15 @@ const SLOTS: usize = 128;
 const MAX_HELD: usize = 16 << 20;
 /// Largest number of requests that are taken before completed requests are answered.
 const BATCH: usize = 32;
-/// Number of consecutive requests after which a thread wakes a helper.
+/// Number of requests that a thread reads, without finding the device empty, before it wakes a
+/// helper.
 const TOO_MANY: usize = 64;
-/// Size of the buffer for the largest data, or for other content such as names.
+/// Size in bytes of a thread's receive buffer: for the longest data of a write, or for other
+/// content such as names.
 const RECEIVE_BUFFER: usize = MAX_REQUEST as usize + 4096;
-/// Size of a request without data. The fields of all supported requests fit into it.
+/// Size in bytes of a request without data. The fields of all supported requests fit into it.
 const HEAD: usize = WRITE_HEAD + 48;
-/// Number of the device in the thread's epoll set.
+/// Identifier of the device in the thread's epoll set.
 const DEVICE: u64 = FIRST;
 
 /// State that the threads of a mount share.
@@ -52,9 +54,9 @@ pub(super) struct Shared {
 pub(super) struct HelperThreads {
     first: EventFd,
     helpers: Vec<Helper>,
-    /// True after the file system was unmounted, or when the session is to end.
+    /// True after the file system was unmounted, or after [`stop`](Self::stop).
     over: AtomicBool,
-    /// True if the session is to end.
+    /// True after [`stop`](Self::stop).
     is_stopped: AtomicBool,
 }
 
@@ -64,7 +66,7 @@ struct Helper {
 }
 
 impl HelperThreads {
-    /// Creates a crew without helpers. `first` wakes the first thread.
+    /// Creates the state of a session without helpers. `first` wakes the first thread.
     pub(super) fn new(first: EventFd) -> Self {
         Self {
             first,
@@ -97,12 +99,12 @@ impl HelperThreads {
         }
     }
 
-    /// True if the session was to end before the file system was unmounted.
+    /// True if [`stop`](Self::stop) was called.
     pub(super) fn is_stopped(&self) -> bool {
         self.is_stopped.load(Ordering::Acquire)
     }
 
-    /// Ends the session, whose file system stays mounted.
+    /// Ends all threads of the session. The file system stays mounted.
     pub(super) fn stop(&self) {
         self.is_stopped.store(true, Ordering::Release);
         self.end();
@@ -124,9 +126,9 @@ pub(super) struct Job {
 
 /// Result of a job. It returns the job's data buffer.
 pub(super) struct Completed {
-    /// Position that a seek has found, or 0.
+    /// Result: the position that a seek has found; 0 for other operations.
     outcome: Result<u64, BlockError>,
-    /// Data buffer; empty if a failed operation has consumed the buffer.
+    /// Data buffer of the job; empty if a failed operation has consumed it.
     data: Data,
 }
 
@@ -165,7 +167,8 @@ fn done(outcome: Result<(), BlockError>, data: Data) -> Completed {
     Completed { outcome: outcome.map(|()| 0), data }
 }
 
-/// First byte of a hole or of data from `offset` on. `end` if there is none.
+/// Returns the offset of the first byte of a hole, or of data, at or after `offset`; `end` if there
+/// is none.
 async fn seek(
     disk: &BlockQueue,
     mut offset: u64,
@@ -201,14 +204,14 @@ struct Pending {
 /// Device handle of one thread.
 pub(super) struct Device<F> {
     shared: Arc<Shared>,
-    /// Index of the helper. `None` for the first thread, which reads all first requests.
+    /// Index of the helper. `None` for the first thread, which takes requests at any time.
     helper: Option<usize>,
     disk: BlockQueue,
     io: IoThread<F>,
     pending: Vec<Option<Pending>>,
     held: usize,
     memory: DataMemory,
-    /// True if the device may have a request.
+    /// True if the device may have a request to read.
     readable: bool,
     /// Number of requests that were taken since the device was last empty.
     taken: usize,
@@ -283,7 +286,8 @@ impl<F: Future<Output = Completed>> Device<F> {
         }
     }
 
-    /// True if this thread takes requests at the moment.
+    /// True if this thread takes requests: the first thread always does, a helper while it is
+    /// called.
     fn listens(&self) -> bool {
         self.helper.is_none_or(|helper| self.shared.helper_threads.is_called(helper))
     }
@@ -302,7 +306,7 @@ impl<F: Future<Output = Completed>> Device<F> {
                     self.begin(slot, len, make);
                     continue;
                 }
-                // The request was aborted.
+                // The kernel has aborted the request that the thread was about to read.
                 Err(Errno::INTR | Errno::NOENT) => {}
                 Err(Errno::AGAIN) => {
                     self.readable = false;
@@ -326,11 +330,11 @@ impl<F: Future<Output = Completed>> Device<F> {
         Ok(count > 0)
     }
 
-    /// Starts a request of `len` bytes.
+    /// Starts the request of `len` bytes that was read into `head` and `receive_buffer`.
     fn begin(&mut self, slot: usize, len: usize, make: &impl Fn(BlockQueue, Job) -> F) {
         let Self { shared, disk, memory, head, receive_buffer, .. } = self;
-        // For requests other than writes, the fields that do not fit into `head` are in the data
-        // buffer.
+        // A read of the device stores the bytes after the first `WRITE_HEAD` in `receive_buffer`.
+        // For requests other than writes, these bytes are fields, so they are copied to `head`.
         if let (Some(end), Some(rest)) =
             (head.get_mut(WRITE_HEAD..), receive_buffer.get(..HEAD - WRITE_HEAD))
         {
@@ -395,7 +399,7 @@ impl<F: Future<Output = Completed>> Device<F> {
         busy
     }
 
-    /// Error number of an answer.
+    /// Error number for the answer to a failed request. A failure of the disk is counted.
     fn errno(&self, error: &BlockError) -> Errno {
         let errno = error.errno();
         if errno == Errno::IO {
@@ -415,8 +419,8 @@ impl<F: Future<Output = Completed>> Device<F> {
     }
 }
 
-/// Returns a buffer for the data of a read or write. If that saves a copy, the buffer is one of the
-/// disk's queue.
+/// Returns a buffer for the data of a read or write. It belongs to the disk's queue if that saves a
+/// copy.
 fn room(memory: &mut DataMemory, disk: &BlockQueue, offset: u64, len: usize) -> Data {
     let shared = disk.is_direct(offset, len).then(|| memory.shared(disk, len)).flatten();
     shared.unwrap_or_else(|| memory.own(len))
@@ -433,7 +437,7 @@ fn reply(unique: u64, action: Action, found: u64) -> (Reply, usize) {
             (Reply::written(unique, len), 0)
         }
         Action::Flush | Action::WriteZeroes { .. } => (Reply::done(unique), 0),
-        // The end of the file counts as a hole, and is no data.
+        // A search for data that reaches the end of the file has found none.
         Action::Seek { end, is_hole: false, .. } if found == end => {
             (Reply::error(unique, Errno::NXIO), 0)
         }

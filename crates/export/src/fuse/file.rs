@@ -6,11 +6,11 @@ use rustix::io::Errno;
 use shadowbell_block::{Geometry, Zeroes};
 use std::time::SystemTime;
 
-/// Validity of the attributes in the kernel's cache, in seconds. It is short because the size
-/// changes with that of the disk.
+/// Time in seconds for which the kernel may cache the file's attributes. It is short because the
+/// file's size changes with that of the disk.
 const REMEMBER: u64 = 1;
-/// Size limit of a copy in bytes, since a copy cannot be interrupted. The program has to call again
-/// for the rest.
+/// Maximum number of bytes of one `copy_file_range(2)` call, which cannot be interrupted. The
+/// program calls again for the rest.
 const MAX_COPY: u64 = 64 << 20;
 /// File type bits of a regular file.
 const REGULAR: u32 = 0o100_000;
@@ -62,14 +62,14 @@ pub(super) enum Step {
     Do(Action),
 }
 
-/// File that represents a disk: always present, of constant size, never cached by the kernel.
+/// File that represents a disk. Requests cannot change its size, and the kernel does not cache it.
 pub(super) struct DiskFile {
     geometry: Geometry,
     attributes: Attributes,
 }
 
 impl DiskFile {
-    /// `owner` are the user and the group of the file, by default those of the process.
+    /// Creates the file. `owner` is its user and group, by default those of the process.
     pub(super) fn new(geometry: Geometry, owner: Option<(u32, u32)>) -> Self {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let (uid, gid) = owner.unwrap_or_else(|| {
@@ -125,7 +125,7 @@ impl DiskFile {
         outcome.unwrap_or_else(|| refused(unique, Errno::IO))
     }
 
-    /// Number of the `len` bytes from `offset` that lie inside the file.
+    /// Returns how many of the `len` bytes from `offset` are inside the file.
     fn clip(&self, offset: u64, len: u64) -> u64 {
         len.min(self.size().saturating_sub(offset))
     }
@@ -189,7 +189,7 @@ impl DiskFile {
             _ if grows => refused(unique, Errno::NOSPC),
             PUNCH => zeroes(true),
             ZERO | ZERO_KEEP => zeroes(false),
-            // Accepted without effect, because the disk allocates space itself.
+            // An allocation request has no effect, because the disk allocates space itself.
             0 | mode::KEEP_SIZE => Step::Reply(Reply::done(unique)),
             _ => refused(unique, Errno::OPNOTSUPP),
         })
@@ -210,7 +210,7 @@ impl DiskFile {
     fn copy(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
         let (_handle, from, _file) = (fields.u64()?, fields.u64()?, fields.u64()?);
         let (_handle, to, len) = (fields.u64()?, fields.u64()?, fields.u64()?);
-        // Source and target are always this file. The copy is cut at the end of the file, for both.
+        // Source and target are always this file. Both ranges are cut at its end.
         let there = self.clip(from, len);
         let len = self.clip(to, there).min(MAX_COPY);
         Some(match u32::try_from(len).unwrap_or(u32::MAX) {

@@ -8,8 +8,8 @@
 //! losetup --find --show --direct-io=on /run/disk
 //! ```
 //!
-//! If a program copies within the file by `copy_file_range(2)`, the data does not pass through the
-//! kernel and the program.
+//! If a program copies within the file by `copy_file_range(2)`, the disk copies the data, which
+//! then does not pass through the kernel or the program.
 //!
 //! Size, owner and mode of the file cannot be changed. So programs have to open the file without
 //! truncation (`dd conv=notrunc`).
@@ -62,8 +62,8 @@ pub struct Options {
     pub owner: Option<(u32, u32)>,
 }
 
-/// Threads that serve the requests of a mounted file from a disk. The end of the value ends them,
-/// and the mount stays.
+/// Threads that serve the requests of a mounted file from a disk. Dropping the value ends the
+/// threads; the file stays mounted.
 pub struct Session {
     helper_threads: Arc<HelperThreads>,
     failures: Arc<FailureCount>,
@@ -95,10 +95,10 @@ impl Session {
         Ok(Self { helper_threads, failures, server: Some(server), over })
     }
 
-    /// Makes the kernel send the requests again that another session on the same device has taken
-    /// and not answered, because its process has died. Returns false if the kernel cannot do that
-    /// (before Linux 6.9): then the programs that wait for these requests wait until the file
-    /// system is unmounted. To be called before the first session of this process.
+    /// Makes the kernel resend the requests that a session of a dead process has read from `device`
+    /// and not answered. Returns false if the kernel cannot do that (before Linux 6.9): the
+    /// programs that wait for these requests then wait until the file system is unmounted. Must be
+    /// called before the first session of this process.
     #[must_use]
     pub fn resend(device: BorrowedFd<'_>) -> bool {
         sys::write(device, Reply::resend().bytes(), Part::NONE).is_ok()
@@ -126,8 +126,8 @@ impl Session {
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Completes the requests in flight, and ends; the mount stays. Returns the number of requests
-    /// that failed because of the disk.
+    /// Completes the requests in flight, and ends the session; the file stays mounted. Returns the
+    /// number of requests that failed because of the disk.
     #[must_use]
     pub fn stop(self) -> u64 {
         let failures = Arc::clone(&self.failures);
@@ -135,8 +135,8 @@ impl Session {
         failures.count()
     }
 
-    /// Waits until the file system is unmounted, and no program uses the file any more. A user of
-    /// the open file, such as a loop device with a file system on it, may still have data to write.
+    /// Waits until the file system is unmounted, and no program uses the file any more. Until then,
+    /// a program that has the file open, such as a loop device, may still write data.
     /// Returns the number of requests that failed because of the disk.
     #[must_use]
     pub fn finish(mut self) -> u64 {

@@ -21,7 +21,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Reason for which a disk could not be mounted.
+/// Reason why a disk could not be mounted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
@@ -56,18 +56,17 @@ pub enum MountError {
     },
 }
 
-/// Mount source of a file that a server process has mounted.
+/// Mount source that the kernel lists for a file that a server process has mounted.
 const SOURCE: &str = "shadowbell";
 /// Type of the file system.
 const FILE_SYSTEM: &str = "fuse.shadowbell";
-/// Error of a file whose server has died.
+/// Error of a `statx` or open of a file whose FUSE server has died.
 const NO_SERVER: Option<i32> = Some(Errno::NOTCONN.raw_os_error());
 /// Program that mounts for users without privileges.
 const HELPER: &str = "fusermount3";
 
-/// File system of one file that is mounted over an existing file. A
-/// [`Session`](super::Session) serves it, in this process or in another one. The end of the value
-/// does not unmount it.
+/// File system of one file that is mounted over an existing file. A [`Session`](super::Session)
+/// serves it, in this process or in another one. Dropping the value does not unmount the file.
 #[derive(Debug)]
 pub struct Mount {
     path: PathBuf,
@@ -77,7 +76,7 @@ pub struct Mount {
 
 impl Mount {
     /// Mounts over the file `path`, which is created if it does not exist. Also returns the
-    /// descriptor of `/dev/fuse` from which the requests are read. When all of its duplicates are
+    /// descriptor of `/dev/fuse` from which the requests are read. After its last duplicate is
     /// closed, the file fails all requests.
     ///
     /// # Errors
@@ -86,8 +85,8 @@ impl Mount {
         Self::from_source(path, SOURCE, read_only)
     }
 
-    /// Mounts like [`new`](Self::new), with a source by which [`of_source`](Self::of_source) finds
-    /// the mount.
+    /// Mounts like [`new`](Self::new), with the mount source `source`, by which
+    /// [`of_source`](Self::of_source) finds the mount.
     ///
     /// # Errors
     /// As for [`new`](Self::new).
@@ -112,15 +111,15 @@ impl Mount {
         }
     }
 
-    /// Existing mount over the file `path`, for its removal. `created` is true if the file was
+    /// Existing mount over the file `path`, to unmount it. `created` is true if the file was
     /// [created](Self::has_created) for the mount.
     #[must_use]
     pub fn at(path: &Path, created: bool) -> Self {
         Self { path: path.to_owned(), created }
     }
 
-    /// Mounts of a source in the mount namespace of this process, for their removal. The system
-    /// reports their paths, so no other process needs to be trusted.
+    /// Mounts with the mount source `source` in the mount namespace of this process, to unmount
+    /// them. Their paths come from the kernel, so no other process needs to be trusted.
     #[must_use]
     pub fn of_source(source: &str) -> Vec<Self> {
         let mounts = std::fs::read(MOUNTS).unwrap_or_default();
@@ -142,14 +141,15 @@ impl Mount {
 
     /// Unmounts the file system. Programs that have the file open can still use it.
     ///
-    /// Has no effect on file systems of other types, because a server process may have named the
-    /// path.
+    /// A file system of another type stays mounted, because a server process, which is not trusted,
+    /// may have chosen the path.
     pub fn unmount(&self) {
         let path = &self.path;
         if !is_fuse_file(path) {
             return;
         }
-        // A directory that was replaced by a link since then is not followed.
+        // A directory of the path that a symbolic link has replaced since the mount is not
+        // followed.
         let Ok((_directory, at)) = without_links(path) else {
             return tracing::warn!("cannot unmount {}: its directory has changed", path.display());
         };
@@ -194,12 +194,13 @@ fn mount(file: &OwnedFd, source: &str, read_only: bool) -> io::Result<OwnedFd> {
     Ok(device)
 }
 
-/// Path of an open file that leads to the same file whatever happens to its name.
+/// Path of an open file by its descriptor, which is valid even if the file's name changes.
 fn by_descriptor(file: &OwnedFd) -> PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
-/// Path of a file by a descriptor of its directory, which is also returned. `path` has no links.
+/// Opens the directory of `path` without following links. Returns its descriptor, and a path of the
+/// file that starts at this descriptor.
 fn without_links(path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(Errno::INVAL.into());
@@ -278,7 +279,7 @@ fn prepare(path: &Path) -> Result<(OwnedFd, PathBuf, bool), MountError> {
 
 /// Checks that a file can be mounted over.
 fn check(file: &OwnedFd, path: &Path) -> Result<(), MountError> {
-    // The server of a mounted file may have died, or not answer.
+    // The server of a mounted file may be dead or hung, so the check sends it no request.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let about = statx(file, "", flags, StatxFlags::TYPE);
     let is_file = |about: &Statx| FileType::from_raw_mode(about.stx_mode.into()).is_file();
@@ -287,7 +288,8 @@ fn check(file: &OwnedFd, path: &Path) -> Result<(), MountError> {
         Err(errno) => Err(MountError::File { path: path.to_owned(), source: errno.into() }),
         Ok(about) if !is_file(&about) => Err(MountError::NotAFile(path.to_owned())),
         Ok(about) if about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) => {
-            // The kernel may remember the attributes of a dead mount.
+            // The kernel may have cached the attributes of the file of a dead server, so only an
+            // open shows whether the server is alive.
             let is_dead = |error: io::Error| error.raw_os_error() == NO_SERVER;
             Err(match File::open(by_descriptor(file)).is_err_and(is_dead) {
                 true => MountError::Dead(absolute(path)),
@@ -298,7 +300,7 @@ fn check(file: &OwnedFd, path: &Path) -> Result<(), MountError> {
     }
 }
 
-/// Absolute path of a file that cannot be opened, without symbolic links of directories.
+/// Absolute path of a file that cannot be opened. Symbolic links to directories are resolved.
 fn absolute(path: &Path) -> PathBuf {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let parent = parent.unwrap_or_else(|| Path::new(".")).canonicalize();
@@ -308,7 +310,8 @@ fn absolute(path: &Path) -> PathBuf {
     }
 }
 
-/// Mounts of this process: see proc_pid_mountinfo(5). Later mounts cover earlier ones.
+/// Kernel's list of the mounts of this process, see proc_pid_mountinfo(5). Of two mounts at one
+/// path, the later covers the earlier.
 const MOUNTS: &str = "/proc/self/mountinfo";
 
 /// True if the topmost file system at `path` is a mounted file of this program.
@@ -330,7 +333,8 @@ fn fuse_files(mounts: &[u8]) -> impl Iterator<Item = (PathBuf, Vec<u8>)> + use<>
     topmost.into_iter().filter_map(|(path, source)| Some((path, source?)))
 }
 
-/// Decodes a field, in which the kernel writes some bytes as a backslash and three octal digits.
+/// Decodes a field of mountinfo, in which the kernel writes some bytes as a backslash and three
+/// octal digits.
 fn unescape(field: &[u8]) -> Vec<u8> {
     let (mut bytes, mut rest) = (Vec::new(), field);
     while let Some((first, after)) = rest.split_first() {

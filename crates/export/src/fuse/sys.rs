@@ -4,8 +4,8 @@ use crate::vectors::{Part, Room};
 use rustix::io::Errno;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Offset for a device without a position. With it, `preadv2` is `readv`, which the sandbox of a
-/// server would have to allow in addition.
+/// Offset for `preadv2` and `pwritev2` on a device without a position. The calls then equal `readv`
+/// and `writev`, which the sandbox of a server does not allow.
 const NO_OFFSET: i64 = -1;
 
 /// Reads a request: its header into `head`, and the rest into `rest`.

@@ -31,11 +31,11 @@ pub(super) mod open {
     pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 }
 
-/// Protocol version: 7.40 has all that is used.
+/// FUSE protocol version. Version 7.40 has all features that are used.
 const VERSION: (u32, u32) = (7, 40);
 
-/// Flags of the negotiation. Those from bit 32 on are in a second field, if both ends have
-/// `INIT_EXT`.
+/// Flags of the negotiation (`INIT`). Flags from bit 32 on are in a second field, which exists if
+/// both ends have `INIT_EXT`.
 mod init {
     pub(super) const ASYNC_READ: u64 = 1 << 0;
     pub(super) const BIG_WRITES: u64 = 1 << 5;
@@ -67,9 +67,9 @@ pub(super) mod change {
 pub(super) const MAX_REQUEST: u32 = 1 << 20;
 /// Size of a request header.
 const HEADER: usize = 40;
-/// Size of a `WRITE` without its data. No other request with data has more bytes of fields.
+/// Size of a `WRITE` without its data, in bytes. No other request with data has longer fields.
 pub(super) const WRITE_HEAD: usize = HEADER + 40;
-/// Size of an answer header.
+/// Size of an answer header, in bytes.
 const REPLY: usize = 16;
 /// Length of the longest answer without data, which is that with attributes.
 const LONGEST: usize = REPLY + 16 + ATTRIBUTES;
@@ -182,7 +182,7 @@ impl Reply {
         Self::new(0, NOTIFY_RESEND)
     }
 
-    /// Creates the answer to the negotiation, whose request has these fields.
+    /// Creates the answer to the negotiation request that has these `fields`.
     pub(super) fn init(unique: u64, mut fields: Fields<'_>) -> Self {
         let mut next = || fields.u32().unwrap_or_default();
         let (major, minor, read_ahead, mut offered) = (next(), next(), next(), u64::from(next()));

@@ -3,9 +3,9 @@
 //!
 //! The disk of the model completes requests at any point at which a real disk can: between two
 //! calls of its queue, within them, and while the thread sleeps. The model executes every sequence
-//! of these choices. A wakeup is lost if the thread sleeps, its descriptor is not readable, and no
-//! request is left with the disk that could complete. Each [`Defect`] violates one rule of the
-//! protocol (see `shadowbell_block`, module `engine`), and must cause lost wakeups.
+//! of these choices. A wakeup is lost if the thread sleeps, its descriptor is not readable, and the
+//! disk has no request left to complete. Each [`Defect`] violates one rule of the protocol (see
+//! `shadowbell_block`, module `engine`), and must cause lost wakeups.
 
 use super::IoThread;
 use parking_lot::Mutex;
@@ -19,7 +19,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Violation of a rule of the protocol.
+/// Violation of a rule of the wakeup protocol, to show that the model detects it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Defect {
     /// The thread sleeps although it has submitted a request since the last round.
@@ -40,7 +40,7 @@ struct Choices {
 }
 
 impl Choices {
-    /// Takes the next choice out of `count`.
+    /// Returns the next choice, a number below `count`.
     fn take(&mut self, count: usize) -> usize {
         if self.at == self.path.len() {
             self.path.push((0, count));
@@ -81,13 +81,13 @@ struct Model {
     second: Vec<u32>,
     is_signalled: bool,
     is_reaping: bool,
-    /// True after the execution: all requests complete.
+    /// True after the execution. The disk then completes all requests.
     is_over: bool,
     event: EventFd,
 }
 
 impl Model {
-    /// Completes requests, as many and in the order that the choices say.
+    /// Completes requests in flight. The choices decide how many, and in which order.
     fn act(&mut self) {
         while self.is_over && !self.in_flight.is_empty() {
             self.complete(0);
@@ -106,7 +106,7 @@ impl Model {
         if self.is_reaping && self.defect == Some(Defect::SilentDuringReap) {
             return;
         }
-        // As `CompletionQueue`: one signal until `reap`.
+        // Like a `CompletionQueue`, the disk signals once until the next `reap`.
         if !std::mem::replace(&mut self.is_signalled, true) {
             self.event.signal();
         }
@@ -274,7 +274,7 @@ impl Loop {
                 ended.push(slot);
             });
             ended.into_iter().for_each(|slot| self.io.tasks().release(slot));
-            // A request that is submitted between the round and the sleep.
+            // A request may arrive between the round and the sleep.
             if self.arrives() {
                 let slot = self.io.tasks().reserve().unwrap();
                 assert!(self.io.tasks().start_now(slot, flush()).is_none());
@@ -291,7 +291,8 @@ impl Loop {
                 self.io.prepare_sleep()
             };
             if may_sleep {
-                // Nothing is left to wait for, except for the completion of a lost request.
+                // If no request can arrive, no event is pending and the disk is idle, the loop
+                // waits for requests whose wakeup was lost.
                 if self.left == 0 && !self.is_readable() && self.model.lock().in_flight.is_empty() {
                     return false;
                 }

@@ -1,9 +1,9 @@
 //! Client admission: connection limit and eviction.
 //!
-//! A client in the handshake needs a thread for up to half a minute. These new clients have a
-//! separate limit. If it is reached, the next client is not refused, but the oldest new client is
-//! evicted. Of the admitted clients, a single peer (a user of this machine, or an address) can have
-//! at most three quarters.
+//! Clients in the handshake have a limit of their own, because each occupies a thread for up to
+//! half a minute. Beyond the limit, a further client is accepted, and the oldest new client of the
+//! peer with most new clients is evicted. A single peer (a user of this machine, or an IP address)
+//! can have at most three quarters of the admitted clients.
 
 use parking_lot::Mutex;
 use rustix::net::{Shutdown, SocketAddrAny, shutdown};
@@ -44,7 +44,7 @@ pub(super) struct Admitted {
     by_peer: Mutex<HashMap<Peer, usize>>,
 }
 
-/// Admission of a client. It ends when the value is dropped.
+/// Admission of a client, which ends when the value is dropped.
 pub(super) struct Admission {
     admitted: Arc<Admitted>,
     peer: Peer,
@@ -94,8 +94,8 @@ impl Drop for Admission {
     }
 }
 
-/// Client in the handshake, with a duplicate of its socket for an eviction. The drop of the value
-/// ends this state and closes the duplicate.
+/// Client in the handshake, with a duplicate of its socket, by which it can be evicted. Dropping
+/// the value ends this state and closes the duplicate.
 pub(super) struct NewClient {
     pub(super) peer: Peer,
     socket: Arc<Mutex<Option<OwnedFd>>>,

@@ -34,16 +34,18 @@ use std::time::Instant;
 
 /// Largest number of requests of a client that are in flight or not yet answered.
 const SLOTS: usize = 128;
-/// Largest number of data bytes of these requests. A single request may exceed it.
+/// Largest number of data bytes of the requests of a client that are in flight or not yet answered.
+/// A single request may exceed it.
 const MAX_HELD: usize = 8 << 20;
 /// Size of the pieces of a long read, in bytes. Larger pieces delay other clients and do not make
 /// long reads faster.
 const PIECE: u32 = 256 << 10;
-/// Longest read that must not be split and is executed in one piece, in bytes.
+/// Largest size in bytes at which a read whose reply must not be split is executed in one piece.
 const WHOLE: u32 = 1 << 20;
-/// Length of a long write. After the data of a long write, only the header of the next request is
-/// received: if that is another long write, its data is received directly into its buffer. After a
-/// short write, as many requests as possible are received, at the cost of a copy of their data.
+/// Minimum size in bytes of a long write. After the data of a long write, only the header of the
+/// next request is received: if that is another long write, its data is received directly into its
+/// buffer. After a short write, as many requests as possible are received, at the cost of a copy of
+/// their data.
 const LONG_WRITE: u32 = 16 << 10;
 
 /// Write whose data is not yet complete.
@@ -62,7 +64,7 @@ struct Pending {
     held: usize,
     /// Number of bytes of a read that were answered.
     done: u32,
-    /// True if the reply must be sent in one piece.
+    /// True if the reply must not be split into chunks.
     is_whole: bool,
 }
 
@@ -110,8 +112,8 @@ struct Connection<F> {
     /// True while a read whose reply must not be interleaved is executed in pieces. No other
     /// request is started in this time.
     runs_alone: bool,
-    /// True if the reply of such a read cannot be completed, because the disk failed after a part
-    /// was sent.
+    /// True if a reply that must not be interleaved cannot be completed, because the disk failed
+    /// after a part was sent.
     broken: bool,
     /// True if no more requests are taken, because the client has sent a disconnect, or the server
     /// ends.
@@ -199,8 +201,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
                 return Err(ConnectionError::Stuck);
             }
-            // The input may contain requests that waited for the end of an unsplittable read. No
-            // event will wake the thread for them.
+            // The input may contain requests that waited for the end of a read that must not be
+            // interleaved. No event wakes the thread to take them.
             let waits = self.stalled.is_some() || self.socket.input.rest().len() >= Request::SIZE;
             if waits && freed && !self.runs_alone {
                 continue;
@@ -229,8 +231,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
         }
     }
 
-    /// True if pending replies are held back, to be sent together with those to the client's next
-    /// requests.
+    /// True if pending replies are held back, to be sent together with the replies to the client's
+    /// next requests.
     fn holds_replies(&mut self) -> bool {
         let takes = !self.last && !self.hung_up && !self.runs_alone && self.stalled.is_none();
         // Replies to reads are not held back, because the transfer of their data takes most of the
@@ -359,7 +361,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
         let moves = matches!(request.command, command::READ | command::WRITE);
         let is_direct = moves
             && !self.socket.has_tls()
-            // Of a long read, only the size of a piece is checked.
+            // For a long read, `needs` is the size of a piece, so the whole length is checked
+            // separately.
             && self.disk.is_direct(request.offset, needs)
             && request.len.is_multiple_of(self.disk.geometry().block_size);
         let shared = is_direct.then(|| self.memory.shared(&self.disk, needs)).flatten();
@@ -406,7 +409,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let more = outcome.is_ok() && pending.has_more();
             if pending.is_whole && pending.done > 0 {
-                // A reply whose first piece was sent can only continue or break off.
+                // After its first piece was sent, a reply can only be continued, or the connection
+                // ends.
                 *broken |= outcome.is_err();
                 let len = pending.piece().filter(|_| outcome.is_ok()).map_or(0, |piece| piece.len);
                 replies.push(Reply { slot, head: Head::none(), data, len: len as usize, more });

@@ -6,9 +6,9 @@ use shadowbell_nbd::wire::{
 };
 use std::sync::Arc;
 
-/// Longest option that is processed. A longer option is refused and skipped.
+/// Length in bytes of the longest option that is processed. A longer option is refused and skipped.
 const MAX_OPTION: u32 = 64 << 10;
-/// Longest option that is skipped. A longer one ends the session.
+/// Length in bytes of the longest option that is skipped. A longer one ends the session.
 const MAX_SKIPPED: u32 = 16 << 20;
 /// Largest number of options in a session, which limits the length of the handshake.
 const MAX_OPTIONS: u32 = 1024;
@@ -107,8 +107,8 @@ impl Handshake {
         out
     }
 
-    /// Size of an input buffer for [`advance`](Self::advance). A full buffer of this size is always
-    /// processed.
+    /// Size in bytes of an input buffer for [`advance`](Self::advance). The longest option that is
+    /// processed fits into it, so a full buffer is always processed.
     pub const LONGEST: usize = MAX_OPTION as usize + 16;
 
     /// Processes input of the client, appends replies to `out`, and returns the number of bytes
@@ -351,8 +351,8 @@ impl Handshake {
     }
 }
 
-/// Appends the reply of an error. Its text may contain what the client has sent, so the end is left
-/// out where it is longer than the protocol permits.
+/// Appends an error reply. Its text may contain a string of the client, so it is cut at the longest
+/// length that the protocol permits.
 fn put_error(out: &mut Vec<u8>, option: u32, error: u32, text: &str) {
     let end = text.floor_char_boundary(MAX_STRING);
     put_answer(out, option, error, &text.as_bytes()[..end]);

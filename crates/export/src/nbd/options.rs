@@ -19,7 +19,7 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// Empty name, 64 clients, no TLS.
+    /// Default options: an empty name, 64 clients, no TLS.
     fn default() -> Self {
         Self { name: String::new(), description: String::new(), max_clients: 64, tls: None }
     }

@@ -124,7 +124,7 @@ pub(super) async fn execute(disk: BlockQueue, job: Job) -> Completed {
     };
     let Checked { action, fua, offset, len } = request;
     let mut extents = 0;
-    // The ranges exist, because the buffer is at least as long as the request.
+    // The `get` calls cannot fail, because the buffer is at least as long as the request.
     let outcome = match action {
         Action::Read => disk.read(offset, data.get_mut(..len as usize).unwrap_or_default()).await,
         Action::Write { fua } => {
@@ -176,7 +176,7 @@ fn put_extents(found: &[Extent], data: &mut [u8]) -> u32 {
     count
 }
 
-/// Error number of the protocol.
+/// NBD error number for an error of the disk.
 pub(super) fn number(error: &BlockError) -> NbdError {
     use rustix::io::Errno;
     match error.errno() {

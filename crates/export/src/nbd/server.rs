@@ -178,8 +178,8 @@ impl Accept {
                 }
             }
         }
-        // The listener is dropped first. From then on it accepts no clients, and its socket file is
-        // removed.
+        // The listener is dropped before the wait for the clients: so no client can connect any
+        // more, and the socket file is removed.
         let Self { listener, clients, .. } = self;
         drop(listener);
         clients.join();

@@ -27,7 +27,7 @@ pub(super) struct ServerShared {
     pub(super) log: LogLimit,
 }
 
-/// Registration of a thread's waker. It is removed when the thread ends.
+/// Registration of a thread's waker, which ends when the value is dropped.
 pub(super) struct Registered {
     shared: Arc<ServerShared>,
     number: u64,

@@ -13,7 +13,7 @@ use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Bytes per receive call, apart from the data of writes.
+/// Size of the input buffer, in bytes. Data of long writes is received without it.
 pub(super) const INPUT: usize = 128 << 10;
 /// Time limit of the handshake.
 pub(super) const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(30);
@@ -195,7 +195,8 @@ impl ClientSocket {
         self.tls.is_some()
     }
 
-    /// True if there are bytes to receive for which the socket does not become readable again.
+    /// True if TLS has ended. A receive call reports this, but the socket does not become readable
+    /// again.
     pub(super) fn has_more(&self) -> bool {
         self.tls.as_ref().is_some_and(|session| session.has_ended())
     }

@@ -14,7 +14,7 @@ const DEPTH: u16 = 128;
 const SERVER_FLAGS: u64 = u64::from_be_bytes(*b"shadowbl");
 /// Time limit for the exit of a killed server.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval of the checks for that exit.
+/// Interval of the checks whether a killed server has exited.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Creates the header of a command for a device as a whole.
@@ -86,7 +86,7 @@ pub(super) fn was_never_started(
     Ok(true)
 }
 
-/// Takes over a device that has no server any more.
+/// Takes over a device whose server has died.
 pub(super) fn adopt(
     control: &mut Control,
     id: u32,
@@ -162,7 +162,7 @@ mod tests {
         assert!(!is_running(0));
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = child.id() as i32;
-        // The process is a zombie now: it has ended, but was not waited for.
+        // The child becomes a zombie: it ends before its parent waits for it.
         shadowbell_testing::wait::until("its end", || !is_running(pid));
         child.wait().unwrap();
         assert!(!is_running(pid));

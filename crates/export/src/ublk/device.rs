@@ -40,8 +40,8 @@ pub struct Options {
     pub recover: bool,
     /// Disables zero copy: the kernel copies the data of requests.
     pub copy: bool,
-    /// The disk has other users. The locks of written ranges are needed for their writes of partial
-    /// blocks. Disables zero copy, which bypasses these locks.
+    /// True if the disk has other users, whose writes of partial blocks rely on locks of the
+    /// written ranges. Disables zero copy, which bypasses these locks.
     pub shared: bool,
 }
 
@@ -109,9 +109,8 @@ struct UblkShared {
     on_end: Mutex<Option<OnEnd>>,
 }
 
-/// Block device of this machine. The drop of the value removes the device at once. Data in the
-/// kernel's cache that was not written to the disk is lost. In contrast, [`stop`](Self::stop)
-/// waits.
+/// Block device of this machine. Dropping the value removes the device at once, and loses data in
+/// the kernel's cache. In contrast, [`stop`](Self::stop) waits until the device is unused.
 pub struct Ublk {
     control: Control,
     id: u32,
@@ -133,9 +132,9 @@ impl Ublk {
     /// Adds a block device for `disk`, or takes one over. `on_end` is called when another process
     /// has stopped the device.
     ///
-    /// If the disk is the bytes of a file that bypasses the page cache, the data of reads and
-    /// writes is transferred directly between the file and the block layer's memory, unless there
-    /// is a [reason](Self::why_copied) against it.
+    /// If the disk is a raw image or a block device that is accessed past the page cache, the data
+    /// of reads and writes is transferred directly between its file and the block layer's memory,
+    /// unless there is a [reason](Self::why_copied) against it.
     ///
     /// # Errors
     /// [`UblkError`]. A device that this call has added is removed. An existing device keeps
@@ -288,7 +287,7 @@ impl Ublk {
     /// disk.
     #[must_use]
     pub fn stop(mut self) -> u64 {
-        // The callback reports a stop by another process. This stop is requested by this process.
+        // The callback is dropped, because it reports only a stop by another process.
         drop(self.shared.take_when_ended());
         self.wait_until_unused();
         let (shared, is_zero_copy) = (Arc::clone(&self.shared), self.file.is_some());
@@ -379,7 +378,7 @@ impl Drop for Ublk {
             && self.command("stopping the device", control::STOP_DEV, 0, &mut []).is_ok();
         if !stopped {
             // The device stays, so only `quit` ends the threads. The next server gets the requests
-            // that they have not answered.
+            // that the threads have not answered.
             self.shared.status.quit.store(true, Ordering::Release);
             self.wakers.iter().for_each(EventFd::signal);
         }

@@ -31,9 +31,9 @@
 //! # When the server dies
 //!
 //! The device stays, and its users wait. The next server that [takes over the
-//! device](Options::recover) gets the unanswered requests again. They read and write the same bytes
-//! at the same places, so they can be repeated. While a call of the dead server uses a request's
-//! memory, the kernel does not pass the request to the next server.
+//! device](Options::recover) gets the unanswered requests again. A repetition is safe, because it
+//! reads or writes the same bytes at the same offset. While a call of the dead server uses a
+//! request's memory, the kernel does not pass the request to the next server.
 //!
 //! # Not implemented
 //!

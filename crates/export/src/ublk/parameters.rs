@@ -6,8 +6,8 @@ use shadowbell_block::Geometry;
 /// Largest request in bytes. Each tag has a buffer of this size, whose pages are allocated on
 /// first use.
 pub(super) const MAX_BYTES: u32 = 256 << 10;
-/// Largest block size of a device. A disk may have larger blocks. Then requests are for parts of
-/// blocks.
+/// Largest block size of a device, in bytes. If the disk has larger blocks, requests are for parts
+/// of blocks.
 pub(super) const LARGEST_BLOCK: u32 = 4096;
 /// Largest number of sectors of a discard or write zeroes request.
 const MAX_RANGE: u32 = u32::MAX >> 9;
@@ -53,8 +53,8 @@ pub(super) fn aligned(parameters: Parameters, align: usize) -> Parameters {
     Parameters { types, memory_mask: align - 1, ..parameters }
 }
 
-/// Describes a difference in the parameters that prevents an existing device from continuing with
-/// the disk of the parameters `wanted`.
+/// Returns a difference in the parameters because of which an existing device cannot continue with
+/// the disk of the parameters `wanted`, in words; `None` if it can.
 pub(super) fn difference(existing: &Parameters, wanted: &Parameters) -> Option<String> {
     if existing.size != wanted.size {
         let bytes = |parameters: &Parameters| parameters.size * SECTOR;

@@ -128,7 +128,7 @@ mod tests {
         assert_eq!(request(0, 3, 8), Ok((Action::Read { len: 4096 }, 1536)));
         assert_eq!(request(1, 0, 1), Ok((Action::Write { len: 512, fua: false }, 0)));
         assert_eq!(request(1 | 1 << 13, 0, 1), Ok((Action::Write { len: 512, fua: true }, 0)));
-        // The descriptor is that of a flush from the kernel.
+        // The kernel sends a flush with undefined sectors.
         assert_eq!(request(2 | 1 << 11, u64::MAX, 0), Ok((Action::Flush, 0)));
         assert_eq!(request(3, 8, 2040), Ok((Action::Discard { len: 2040 * 512 }, 4096)));
         let how = |deallocate| Zeroes { deallocate, fua: false, fast_only: false };

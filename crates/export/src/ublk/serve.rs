@@ -24,8 +24,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
 
-/// Largest number of prepared answers. A thread that the disk keeps busy submits its answers when
-/// it has that many.
+/// Largest number of prepared answers. A thread that always finds completed requests submits its
+/// answers when it has this many.
 const BATCH: usize = 32;
 
 /// Report of a thread after its start: either the event that ends its sleep, or an error.
@@ -55,8 +55,7 @@ pub(super) struct Work {
 /// Serves a queue until the device is stopped. When the kernel has all tags of the queue, or after
 /// an error, sends a report by `started`.
 ///
-/// # Errors
-/// If a call fails that the queue needs. In this case the kernel still has tags of the queue.
+/// A call fails that the queue needs. The kernel then still has tags of the queue.
 pub(super) fn serve(
     work: Work,
     status: &QueueStatus,
@@ -149,8 +148,8 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 continue;
             }
             if self.queue.prepared() > 0 && self.io.tasks().reserved() > 0 {
-                // These answers are submitted before the thread polls for the requests in flight,
-                // which takes time.
+                // The prepared answers are submitted before the thread polls for the requests in
+                // flight, which takes time.
                 self.queue.enter(false)?;
                 continue;
             }

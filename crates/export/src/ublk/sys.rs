@@ -25,9 +25,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::IntoBytes;
 
-/// User data of the poll on the event.
+/// User data of the poll of the descriptor that [`Queue::arm`] got.
 const EVENT: u64 = u64::MAX;
-/// User data of the timer.
+/// User data of the timer of [`Queue::tick`].
 const TICK: u64 = u64::MAX - 1;
 /// User data of a cancellation.
 const CANCEL: u64 = u64::MAX - 2;
@@ -170,8 +170,8 @@ impl Device {
         Ok(())
     }
 
-    /// Copies the data of a read to the request's memory. For devices whose data the driver does
-    /// not copy.
+    /// Copies the data of a read to the request's memory, on a device with zero copy, whose data
+    /// the ublk driver does not copy.
     pub(super) fn copy_to(&self, queue: u16, tag: u16, mut from: &[u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !from.is_empty() {
@@ -197,7 +197,7 @@ pub(super) enum Event {
     Called { tag: u16, result: i32 },
     /// Expiry of the timer for timeout checks.
     Tick,
-    /// End of a tag, because the device was stopped or an error occurred.
+    /// The tag gets no more requests, because the device was stopped or an error occurred.
     TagDone { tag: u16, error: Option<io::Error> },
     /// The descriptor of [`arm`](Queue::arm) became readable.
     Readable,
@@ -503,8 +503,8 @@ const ALLOWED: Allowed = Allowed {
 };
 
 /// Creates a restricted ring with the best mode that the kernel supports: completions are processed
-/// when this thread enters the kernel (6.1), or without interrupting the thread (5.19). `prepare`
-/// registers files and buffers.
+/// when this thread enters the kernel (Linux 6.1), or without interrupting the thread (5.19).
+/// `prepare` registers files and buffers.
 fn build(entries: u32, prepare: impl Fn(&IoUring) -> io::Result<()>) -> io::Result<IoUring> {
     let mut plain = IoUring::builder();
     plain.setup_submit_all().setup_coop_taskrun();

@@ -48,7 +48,7 @@ impl ZeroCopy {
         Self { file, timeout, read_only: geometry.read_only, moving, pending: 0 }
     }
 
-    /// File for the calls.
+    /// File of the disk, on which the calls are made.
     pub(super) fn file(&self) -> &RawFile {
         &self.file
     }

@@ -37,7 +37,7 @@ pub(super) enum Bad {
 }
 
 impl Chain {
-    /// Number of memory pieces. The count ends at one more than the limit.
+    /// Number of memory pieces, counted up to one more than [`MAX_PIECES`].
     pub(super) fn pieces(&self) -> usize {
         (self.read.len() + self.write.len()).min(MAX_PIECES + 1)
     }

@@ -106,8 +106,8 @@ impl Device {
         self.queues.iter().for_each(|(ring, _)| ring.changed());
     }
 
-    /// Stops a queue after its thread has left it. The requests taken from the queue are answered,
-    /// or the disk does not complete them.
+    /// Stops a queue after its thread has stopped serving it. By then, the requests taken from the
+    /// queue are answered, unless the disk does not complete them.
     pub(super) fn stop_queue(&self, index: usize) {
         if let Some((_, queue)) = self.queues.get(index) {
             queue.lock().stop();

@@ -15,7 +15,8 @@ pub(super) struct Region {
     /// Guest address.
     guest: u64,
     len: u64,
-    /// Address in the frontend, which addresses the rings of queues by it.
+    /// Start address in the frontend's address space. The frontend names the rings of queues by
+    /// addresses of this space.
     user: u64,
     mapping: Arc<Mapping>,
 }
@@ -53,7 +54,7 @@ impl GuestMemory {
         Ok(Self { table: Arc::clone(space.table()), regions })
     }
 
-    /// Guest address of an address in the frontend.
+    /// Guest address of an address of the frontend's address space.
     pub(super) fn guest_address(&self, user: u64) -> Option<u64> {
         self.regions.iter().find_map(|region| {
             let offset = user.checked_sub(region.user).filter(|offset| *offset < region.len)?;

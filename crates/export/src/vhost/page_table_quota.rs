@@ -1,10 +1,10 @@
 //! Limit for sparse accesses to the guest's memory.
 //!
-//! A frontend can share sparse memory, each 2 MiB of which need a page table when they are touched
-//! ([`shadowbell_memory::page_tables`]). If the device's memory is large enough for the limit, the
-//! queues of the device count the page tables that their accesses may have allocated (`places`).
-//! After a certain number, the page tables are checked, and no queue takes more requests until the
-//! check has ended.
+//! A frontend can share sparse memory. Each 2 MiB of it needs a page table when it is touched
+//! ([`shadowbell_memory::page_tables`]). If the device's memory is large enough to exceed the
+//! limit, the queues of the device count the page tables that their accesses may have allocated
+//! (`places`). After a certain number, the page tables are checked, and no queue takes more
+//! requests until the check has ended.
 
 use ::shadowbell_memory::page_tables::{self, Check, TOUCHES_PER_CHECK};
 use parking_lot::Mutex;
@@ -12,18 +12,18 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-/// Largest number of memory pieces of the requests in flight of all queues, while places are
+/// Largest number of memory pieces of the requests in flight of all queues, while page tables are
 /// counted. These pieces may be touched after the check, so they add to the limit.
 const IN_FLIGHT: usize = 4096;
 
-/// Counter of the places that the queues of a device touch.
+/// Counter of the page tables that accesses of the queues of a device may have allocated.
 #[derive(Debug)]
 pub(super) struct PageTableQuota {
-    /// Largest number of memory pieces in flight per queue. It has the maximum value while nothing
-    /// is counted.
+    /// Largest number of memory pieces in flight per queue; `usize::MAX` while no page tables are
+    /// counted.
     in_flight: AtomicUsize,
     queues: usize,
-    /// Number of places since the last check.
+    /// Number of page tables that may have been allocated since the last check.
     places: AtomicU64,
     pending_check: Mutex<Option<Check>>,
     /// True while the queues wait for a check.
@@ -41,7 +41,8 @@ impl PageTableQuota {
         }
     }
 
-    /// Adapts the limit to a change of the guest's memory, whose regions have these lengths.
+    /// Decides whether page tables are counted, after a change of the guest's memory to regions of
+    /// these lengths.
     pub(super) fn memory_changed(&self, regions: impl Iterator<Item = u64>) {
         let counted = page_tables::may_exceed_limit(regions);
         let pieces = if counted { IN_FLIGHT / self.queues } else { usize::MAX };
@@ -54,7 +55,7 @@ impl PageTableQuota {
         self.in_flight.load(Relaxed)
     }
 
-    /// Counts pieces of memory that will be touched.
+    /// Counts the page tables of `pieces` memory pieces that will be touched.
     pub(super) fn add(&self, pieces: usize) {
         if self.most_in_flight() == usize::MAX {
             return;

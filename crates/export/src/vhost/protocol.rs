@@ -1,8 +1,8 @@
 //! vhost-user messages of a frontend.
 //!
-//! The frontend is untrusted. Only descriptors are accepted that are necessary and independent of
-//! other processes: memory and files of local disks where memory is shared, and eventfds where a
-//! queue gets its eventfds. An access to any other file could block this process.
+//! The frontend is untrusted. A descriptor is accepted only if no other process can block an access
+//! to it: a memfd or a file of a local disk as guest memory, and an eventfd as an eventfd of a
+//! queue.
 
 use super::config::{self, feature};
 use super::device::Device;
@@ -37,7 +37,7 @@ const VERSION: u32 = 1;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 
-/// Bit of the payload with the index of a queue: the message has no descriptor.
+/// Flag in the word with the index of a queue: the message has no descriptor.
 const NO_FD: u64 = 1 << 8;
 
 /// Requests of the frontend (vhost-user, "Front-end message types").
@@ -188,7 +188,7 @@ impl Session<'_> {
         self.features & feature != 0
     }
 
-    /// Executes a request. Returns the reply of those that have one.
+    /// Executes a request. Returns its reply, if it has one.
     fn handle(&mut self, message: &Message<'_>) -> Result<Option<Reply>, ProtocolError> {
         let device = self.device;
         match message.request {
@@ -351,7 +351,7 @@ impl Session<'_> {
         let (descriptors, available, used) =
             (address(descriptors)?, address(available)?, address(used)?);
         // SET_VRING_BASE has only the position in the available ring. The position in the used ring
-        // is that in the guest's memory, as for other backends.
+        // is read from the guest's memory, as other backends do.
         let index = used.checked_add(2).and_then(|at| memory.table.bytes(at, 2));
         let index = index.and_then(|bytes| bytes.load_u16_acquire(0));
         let next_used = index.map(u16::from_le).ok_or(ProtocolError::RingAddress)?;
@@ -417,7 +417,7 @@ impl Message<'_> {
     }
 }
 
-/// Two words of four bytes.
+/// Splits a word of eight bytes into two words of four bytes.
 fn halves([value]: [u64; 1]) -> [u32; 2] {
     let [a, b, c, d, e, f, g, h] = value.to_ne_bytes();
     [[a, b, c, d], [e, f, g, h]].map(u32::from_ne_bytes)

@@ -143,7 +143,7 @@ impl BlkQueue {
         }
         let _serving = vring.begin_serving();
         let seen = vring.changes();
-        // If the queue is stopped after this check, the counter that was read above changes. If it
+        // If the queue is stopped after this check, its change counter differs from `seen`. If it
         // was stopped before, `runs` returns false.
         if !vring.config().runs() {
             return Served::UntilChange;
@@ -172,12 +172,12 @@ impl BlkQueue {
         }
     }
 
-    /// Stops the queue, because the frontend has requested it or has disconnected. The requests in
-    /// flight have completed, unless the disk does not complete them.
+    /// Stops the queue, because the frontend has requested it or has disconnected. No request is in
+    /// flight, unless the disk does not complete it.
     pub(super) fn stop(&mut self) {
         self.has_begun = false;
         self.tracker = None;
-        // These requests are still marked in the in-flight tracking.
+        // The discarded requests are still marked in the in-flight tracking.
         self.replays.clear();
     }
 }

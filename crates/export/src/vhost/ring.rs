@@ -6,8 +6,8 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Time limit for the thread of a disabled queue to stop taking requests. The submission of a
-/// request to a disk may take long.
+/// Time limit for the thread of a disabled queue to stop taking requests. It is long, because the
+/// submission of a request to a disk may take long.
 const PASS: Duration = Duration::from_secs(60);
 
 /// Configuration of a queue.
@@ -15,7 +15,7 @@ const PASS: Duration = Duration::from_secs(60);
 pub(super) struct Config {
     /// Number of entries, a power of two.
     pub(super) size: u16,
-    /// True from the frontend's eventfd for notifications until GET_VRING_BASE.
+    /// True from SET_VRING_KICK, which starts the queue, until GET_VRING_BASE.
     pub(super) ready: bool,
     pub(super) enabled: bool,
     pub(super) event_idx: bool,
@@ -23,7 +23,8 @@ pub(super) struct Config {
     pub(super) descriptors: u64,
     pub(super) available: u64,
     pub(super) used: u64,
-    /// Positions in the two rings.
+    /// Positions of the next request in the available ring, and of the next answer in the used
+    /// ring.
     pub(super) next_available: u16,
     pub(super) next_used: u16,
 }
@@ -44,12 +45,12 @@ pub(super) struct Ring {
     changes: AtomicU64,
     /// Ends the sleep of the queue's thread.
     event: EventFd,
-    /// True while the thread takes requests until it notices a change.
+    /// True while the queue's thread takes requests without holding the lock of the configuration.
     serving: Mutex<bool>,
     served: Condvar,
 }
 
-/// Guard of a thread that serves a queue and checks for changes only now and then.
+/// Guard of a thread that takes requests without holding the lock of the configuration.
 pub(super) struct Serving<'a>(&'a Ring);
 
 impl Drop for Serving<'_> {
@@ -75,8 +76,8 @@ impl Ring {
         self.config.lock()
     }
 
-    /// Changes the configuration. Once a queue is stopped or disabled, no more requests are taken
-    /// from it when this function returns.
+    /// Changes the configuration. If this stops or disables the queue, no more requests are taken
+    /// from it after the return of this function.
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut Config) -> T) -> T {
         let (outcome, runs) = {
             let mut config = self.config.lock();
@@ -96,7 +97,7 @@ impl Ring {
         self.event.signal();
     }
 
-    /// Number that changes with each change.
+    /// Counter that each change increments.
     #[inline]
     pub(super) fn changes(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
@@ -107,9 +108,9 @@ impl Ring {
         &self.event
     }
 
-    /// Registers the thread as one that takes requests until [`changes`](Self::changes) differs.
-    /// After this call, the thread has to read `changes` first, and then check that the queue
-    /// [`runs`](Config::runs).
+    /// Registers the thread as one that takes requests until the value of
+    /// [`changes`](Self::changes) differs. After this call, the thread has to read `changes` first,
+    /// and then check that the queue [`runs`](Config::runs).
     pub(super) fn begin_serving(&self) -> Serving<'_> {
         *self.serving.lock() = true;
         Serving(self)
@@ -143,8 +144,8 @@ impl Ring {
         }
     }
 
-    /// Stores the current positions in the two rings, for a thread that started at `began`,
-    /// unless the frontend has changed the positions meanwhile.
+    /// Stores the positions `now` in the two rings, for a thread that started at the positions
+    /// `began`, unless the frontend has changed the positions meanwhile.
     pub(super) fn give_back(&self, began: (u16, u16), now: (u16, u16)) {
         let mut config = self.config.lock();
         if config.next_available == began.0 {

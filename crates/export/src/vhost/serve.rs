@@ -195,8 +195,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                     continue;
                 }
                 Ok(false) => {}
-                // The guest may have corrected the queue by its next notification, unless its
-                // memory is lost.
+                // The thread waits for the next notification, because the guest may have corrected
+                // the queue by then. If guest memory is lost, the queue cannot be corrected.
                 Err(error) => {
                     log_error(&error);
                     return !self.must_leave();

@@ -62,7 +62,7 @@ pub(super) struct SplitRing {
 }
 
 impl SplitRing {
-    /// Creates the queue in the configuration of the frontend. `None` if a part of the queue is not
+    /// Creates the queue from the frontend's configuration. `None` if a part of the queue is not
     /// completely in one region of the guest's memory.
     pub(super) fn new(queue: &Config, table: &DmaTable) -> Option<Self> {
         let Config { size, event_idx, next_available, next_used, .. } = *queue;

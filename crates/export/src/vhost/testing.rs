@@ -1,4 +1,4 @@
-//! Queue of the device without a socket and without a thread. Only for the fuzz targets of this
+//! Queue of the device without a socket and without a thread, for the fuzz targets of this
 //! workspace.
 
 use super::config::feature;
@@ -69,7 +69,7 @@ impl Queue {
         Ok(Self { disk, queue, device, ring: Ring::new()? })
     }
 
-    /// Replaces the guest's memory. The counterpart of a frontend's message.
+    /// Replaces the guest's memory, as a SET_MEM_TABLE message of a frontend does.
     ///
     /// # Errors
     ///
@@ -96,7 +96,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Simulates the death of the process after all requests were answered. The next process has
+    /// Simulates the death of the process after all requests were answered. The next process starts
     /// the queue at the same guest addresses.
     ///
     /// # Errors
@@ -188,8 +188,8 @@ mod tests {
     use shadowbell_block::BlockOptions;
     use shadowbell_testing::test_disk::TestDisk;
 
-    /// The thread may have found that the queue runs just before the stop. No later change would
-    /// notify the thread.
+    /// A queue may be stopped just after its thread has found that it runs. No later change would
+    /// wake the thread, so it must notice the stop itself.
     #[test]
     fn a_queue_that_stops_during_a_pass_is_not_served() {
         let backing = TestDisk::new(64, 512);

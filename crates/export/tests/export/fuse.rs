@@ -471,7 +471,7 @@ fn holes_of_the_disk_are_holes_of_the_file() {
     let hole = |at| seek(&file, SeekFrom::Hole(at));
     assert_eq!((hole(0), data(0)), (Ok(0), Err(Errno::NXIO)));
     file.write_all_at(b"abc", 33 * MIB + 5).unwrap();
-    // With huge pages, the data is larger than the write.
+    // With huge pages, more is allocated than was written.
     let first = data(0).unwrap();
     assert!(first > 31 * MIB && first <= 33 * MIB, "{first}");
     let end = hole(first).unwrap();
@@ -509,14 +509,14 @@ fn a_mount_continues_with_the_session_of_another_process() {
         mount.unmount();
         return mount.remove_file();
     }
-    // The end of a session leaves the mount.
+    // The file stays mounted when a session ends.
     drop(first);
     let second = std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
             let mut bytes = [0; 6];
             file.read_exact_at(&mut bytes, 700).map(|()| bytes)
         });
-        // The dead process has taken the request.
+        // The test reads the request, as a process that dies before it answers.
         let mut fds = [PollFd::new(&device, PollFlags::IN)];
         poll(&mut fds, None).unwrap();
         rustix::io::read(&device, &mut vec![0; 2 << 20]).unwrap();

@@ -4,7 +4,7 @@
 
 use shadowbell_memory::SharedBytes;
 
-/// Size of the part before the requests: the features (at offset 0), and the [`Header`].
+/// Size in bytes of the part before the requests: the features (at offset 0), and the [`Header`].
 const HEADER: usize = 16;
 const FEATURES: usize = 0;
 const STATE: usize = 8;
@@ -17,7 +17,7 @@ const ALIGNMENT: usize = 64;
 /// Version of the layout.
 pub(super) const VERSION: u16 = 1;
 
-/// Size of the memory of a queue with `entries` entries.
+/// Size in bytes of the memory of a queue with `entries` entries.
 pub(super) fn queue_bytes(entries: u16) -> usize {
     (HEADER + REQUEST * usize::from(entries)).next_multiple_of(ALIGNMENT)
 }

@@ -9,8 +9,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// Length of a payload: two words of eight bytes and two of two bytes; and with a compiler's
-/// padding.
+/// Length in bytes of a payload: two words of eight bytes and two of two bytes. With the padding of
+/// a C compiler, it is `PADDED`.
 const PAYLOAD: usize = 20;
 const PADDED: usize = 24;
 
@@ -101,7 +101,7 @@ impl Region {
         self.shape.entries
     }
 
-    /// Part of queue `index`.
+    /// Tracking memory of queue `index`.
     pub(in super::super) fn queue(&self, index: usize) -> Option<SharedBytes> {
         let len = queue_bytes(self.shape.entries);
         let has_it = index < usize::from(self.shape.queues);

@@ -71,8 +71,8 @@ impl<W: Words> Tracker<W> {
         let mut marks: Vec<_> = (0..entries).map(|head| Mark::load(&self.words, head)).collect();
         let batch = used.wrapping_sub(self.header.used);
         let mut replied = Vec::new();
-        // If no request has a mark, the guest may have reset its queue in the meantime, so the
-        // indices are not compared.
+        // If no request has a mark, the indices are not compared, because the guest may have reset
+        // its queue meanwhile.
         if marks.iter().any(|mark| mark.in_flight) {
             if batch > size {
                 return Err(Inconsistent::Used(used));
@@ -93,7 +93,7 @@ impl<W: Words> Tracker<W> {
         }
         found.sort_unstable();
         self.number = found.last().map_or(0, |(number, _)| number.wrapping_add(1));
-        // All of the memory was validated before the first store. If this process dies during these
+        // The whole memory was validated before the first store. If this process dies during these
         // stores, the next process finds an equivalent state.
         replied.into_iter().for_each(|(head, mark)| mark.store(&self.words, head));
         self.header.used = used;
@@ -139,7 +139,7 @@ impl<W: Words> Tracker<W> {
         (self.header, self.number)
     }
 
-    /// Restores the tracker of a process that has not died.
+    /// Restores a tracker from its volatile state, as if its process had not died.
     #[cfg(test)]
     pub(super) fn with_state(words: W, (header, number): TrackerState) -> Self {
         Self { words, header, number }
