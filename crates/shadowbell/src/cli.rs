@@ -161,7 +161,8 @@ pub fn main() -> ExitCode {
     };
     let verb = cli.verb.unwrap_or_else(|| Verb::Ls(ls::Args::default()));
     let started = logging::start(&cli.logging, verb.is_service());
-    // A service starts the logging thread itself, because it must be single-threaded before that.
+    // `serve` and `export` start the logging thread themselves: they must be single-threaded until
+    // then.
     if !verb.is_service() {
         logging::start_thread();
     }
@@ -189,8 +190,8 @@ pub fn serve_main() -> ExitCode {
     })
 }
 
-/// Warns of an unusable `RUST_LOG`. It may be meant for other programs, and an upgrade inherits it,
-/// so it is no reason to refuse a command.
+/// Warns of an unusable `RUST_LOG`, and does not refuse the command: the variable may be meant for
+/// other programs, and an upgrade inherits it.
 fn warn_of_filter(started: Result<(), String>) {
     if let Err(why) = started {
         tracing::warn!("{why}; it is ignored");
@@ -198,7 +199,7 @@ fn warn_of_filter(started: Result<(), String>) {
 }
 
 /// Executes the program `shadowbell-serve` in the directory of this program, with the same command
-/// line. Returns if there is none: this program then serves itself.
+/// line. Returns if there is no such program: the verb is then executed by this process.
 fn exec_serve(arguments: &[OsString]) {
     let Ok(program) = std::env::current_exe().map(|path| path.with_file_name(SERVE)) else {
         return;

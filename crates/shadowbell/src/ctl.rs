@@ -587,7 +587,7 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
     show(&now, json, disks)
 }
 
-/// Disks of the controller `id`; or the server's error about the disk `id`.
+/// Disks of the controller `id`; if there is no such controller, the disk `id`.
 fn disks_of(client: &Client, id: &str) -> anyhow::Result<Vec<Disk>> {
     let Ok(controller) = client.get::<Controller>(&controller_path(id)) else {
         return Ok(vec![client.get(&disk_path(id))?]);
@@ -658,7 +658,7 @@ fn apply(
     let name = file.display().to_string();
     let toml = std::fs::read_to_string(file);
     let toml = toml.with_context(|| name.clone()).map_err(bad_input)?;
-    // The server reports the errors of the file.
+    // An invalid file is sent as well: the server reports its errors.
     if let (false, Ok(config)) = (dry_run, parse_config(&toml, &name)) {
         grant(client, config.disk_specs());
     }

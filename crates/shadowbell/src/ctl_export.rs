@@ -97,7 +97,7 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
             let absolute = |path: &Path| {
                 std::path::absolute(path).map(|path| path.to_string_lossy().into_owned())
             };
-            // As the mount names it.
+            // Canonical, so that the path equals that in the mount table.
             let canonical = |path: &Path| match path.canonicalize() {
                 Ok(path) => Ok(path.to_string_lossy().into_owned()),
                 Err(_) => absolute(path),
@@ -121,7 +121,7 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
                 share: *share,
             };
             match fuse {
-                // The server compares an export that exists.
+                // If the export exists, the server compares it with the request.
                 Some(file) if served(client, &path(id))?.is_none() => {
                     refuse_image(client, file)?;
                     let (mount, device) = Mount::from_source(file, &source(client, id), *read_only)

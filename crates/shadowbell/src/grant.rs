@@ -1,5 +1,6 @@
 //! Access to images for a sandboxed server: its supervisor opens images that were named at the
-//! start, and files that `ctl` opens and passes to it. The server process itself can add none.
+//! start, and passes files that `ctl` has opened. The server process itself cannot extend its
+//! access.
 
 use shadowbell_config::disk_spec;
 use shadowbell_control_api::api::Status;
@@ -13,8 +14,8 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 /// Grants the supervisor of a server, if there is one, access to these disks and their backing
-/// files, with the rights of this process. Failures are ignored, because the server then refuses
-/// the request itself if it has to.
+/// files, with the rights of this process. Failures are ignored: the server refuses the request if
+/// it needs the access.
 pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     let disks: Vec<_> = disks.filter(|disk| disk_spec::file(disk).is_some()).collect();
     if disks.is_empty() {
@@ -40,10 +41,11 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     }
 }
 
-/// Opens a file for writing; only for reading if it is only read, or this process may not write it.
+/// Opens an image for reading and writing, or only for reading if it is a read-only image or this
+/// process may not write it.
 fn open(DiskFile { path, is_read_only }: &DiskFile) -> io::Result<File> {
     let kind = std::fs::metadata(path)?.file_type();
-    // The open of a FIFO would block.
+    // Opening a FIFO would block.
     if !kind.is_file() && !kind.is_block_device() && !kind.is_char_device() {
         return Err(io::ErrorKind::InvalidInput.into());
     }

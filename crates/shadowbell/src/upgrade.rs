@@ -55,15 +55,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Finds the supervisor of a server. A supervisor has only the sockets of its start. For a socket
-/// that was added later, the running servers are queried.
+/// Finds the supervisor of a server. A supervisor can be found by the sockets of its command line;
+/// for a socket that was added later, the running servers are queried.
 fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     let reported = || {
         let client = discovery::server(Some(server.to_str()?)).ok()?;
         let status = client.get::<Status>("/v1/status").ok()?;
         SupervisorClient::find_reported(status.supervisor_pid?, client.socket()).ok()
     };
-    // A name precedes a file in the working directory.
+    // A server of this name takes precedence over a file of this name in the working directory.
     let is_name =
         server.to_str().is_some_and(|name| !name.contains('/') && name.parse::<u32>().is_err());
     match is_name.then(reported).flatten() {

@@ -52,15 +52,16 @@ pub(super) struct Rates {
     pub(super) iops: f64,
     pub(super) read: f64,
     pub(super) written: f64,
-    /// Doorbell writes per command; `None` without commands. Likewise `interrupts`.
+    /// Doorbell writes per command, and in `interrupts` interrupts per command; `None` without
+    /// commands.
     pub(super) rings: Option<f64>,
     pub(super) interrupts: Option<f64>,
     /// Fraction of new doorbell values without a doorbell write; `None` without new values.
     pub(super) saved: Option<f64>,
     pub(super) errors: u64,
-    /// Median latency in nanoseconds; `None` if latency is not measured. Likewise `p99`.
+    /// Median latency in nanoseconds; `None` if latency is not measured.
     pub(super) p50: Option<u64>,
-    /// 99th percentile of the latency in nanoseconds.
+    /// 99th percentile of the latency in nanoseconds; `None` if latency is not measured.
     pub(super) p99: Option<u64>,
     /// Rates of the namespaces; empty if latency is not measured.
     pub(super) namespaces: Vec<NamespaceRates>,
@@ -139,7 +140,7 @@ impl Rates {
         Self { exported, rings: None, interrupts: None, ..rates }
     }
 
-    /// Title of the line.
+    /// First column of the line: name of the controller or export.
     pub(super) fn title(&self) -> String {
         match self.exported {
             Some(_) => format!("export {}", self.socket),
@@ -243,7 +244,7 @@ impl NamespaceRates {
         (rates, latency)
     }
 
-    /// Title of the namespace's line.
+    /// First column of the namespace's line: NSID and disk.
     pub(super) fn title(&self) -> String {
         format!("  {} {}", self.nsid, self.disk)
     }

@@ -40,7 +40,7 @@ pub(super) struct Screen {
     shows_doorbells: bool,
 }
 
-/// Request of a key.
+/// Effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KeyAction {
     /// Continue.
@@ -64,7 +64,7 @@ impl Screen {
         self.state.select(self.lines().checked_sub(1).map(|last| line.min(last)));
     }
 
-    /// Handles keys until `until` and redraws after each of them.
+    /// Handles keys until the time `until`, and redraws after each of them.
     ///
     /// # Errors
     /// The terminal fails.

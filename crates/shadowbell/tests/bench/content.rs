@@ -85,7 +85,8 @@ impl Queue for BadQueue {
     }
 }
 
-/// Writes every block `passes` times in order, with `defect` in write `at`, and reads all back.
+/// Writes every block `passes` times in order, with `defect` in write number `at`, and reads all
+/// blocks.
 fn run(defect: Defect, at: u64, passes: u64) -> Outcome {
     let config = LoadConfig {
         rw: Workload::Write,
@@ -130,7 +131,8 @@ fn a_lost_write_is_found() {
 
 #[test]
 fn a_misplaced_write_is_found() {
-    // The last write of the run, so that no later write covers the defect. Its target is block 62.
+    // The write of block 62 in the second pass goes to block 63, whose own write follows and hides
+    // it there. So block 62 is stale.
     assert_finds(
         Defect::Misplaced,
         2 * BLOCKS - 2,
@@ -138,7 +140,7 @@ fn a_misplaced_write_is_found() {
         1,
         &["byte 253952", "holds write 1, but the last completed write is 2"],
     );
-    // The last block of the first pass is written into a block that is not written again.
+    // A write goes to a block that is not written again, so both blocks are bad.
     let outcome = run_misplaced_over_a_finished_block();
     assert_eq!(outcome.row.verify_errors, Some(2), "{:?}", outcome.bad_blocks);
     assert!(
@@ -148,8 +150,8 @@ fn a_misplaced_write_is_found() {
     );
 }
 
-/// One and a half passes: a write of the second half-pass lands on a block that is not written
-/// again.
+/// One and a half passes, in which the last write of block 31 goes to block 32, which is not
+/// written again.
 fn run_misplaced_over_a_finished_block() -> Outcome {
     let config = LoadConfig {
         rw: Workload::Write,
@@ -160,7 +162,7 @@ fn run_misplaced_over_a_finished_block() -> Outcome {
         ..LoadConfig::default()
     };
     let memory = MemDisk::new(BLOCKS * u64::from(BS) / 512, 512).unwrap();
-    // The last write of the run, to block 31, goes to block 32.
+    // Number of the last write of the run.
     let at = BLOCKS + BLOCKS / 2 - 1;
     let disk = Arc::new(BadDisk { memory, defect: Defect::Misplaced, at, writes: Arc::default() });
     let transport = connect(disk, false).unwrap();

@@ -194,7 +194,7 @@ fn a_missing_path_is_answered_with_the_forms_of_a_target() {
 fn a_socket_given_as_a_disk_is_named_as_a_socket() {
     let server = Server::start(&["mem:1MiB", "mem:2MiB"]);
     let socket = server.socket().display().to_string();
-    // Namespaces of a controller whose socket is named without a scheme.
+    // The socket is given without the scheme `vfio-user:`.
     let namespace = json(&mut shadowbell(["id-ns", &format!("{socket}/2"), "--json"]));
     assert_eq!(namespace["nsze"], 4096);
     let local = format!("local:{socket}");

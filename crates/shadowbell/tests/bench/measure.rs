@@ -45,7 +45,8 @@ fn a_row_has_the_agreed_names_and_adds_up() {
     let [p50, p99, p999] = ["p50", "p99", "p999"].map(|name| latency[name].as_u64().unwrap());
     assert!(0 < p50 && p50 <= p99 && p99 <= p999, "{latency}");
     assert!(latency["mean"].as_f64().unwrap() > 0.0);
-    // A run of a fixed number of I/Os has no time to choose a sample from, so every I/O is timed.
+    // With `--number-ios` there is no warm-up to choose a sampling interval, so every I/O is
+    // measured.
     assert_eq!(latency["samples"], 4000);
     let number = |name: &str| row[name].as_f64().unwrap();
     assert!((number("iops") * 4096.0 - number("bandwidth_bytes")).abs() < 1.0);
@@ -137,7 +138,7 @@ fn bench_data_on_a_served_disk_is_verified_by_a_second_run() {
     let written = row(&report);
     assert_eq!((&written["verified_blocks"], &written["verify_errors"]), (&1024.into(), &0.into()));
     assert_eq!(written["doorbells"], "shadow");
-    // A second connection reads the data that the first one wrote.
+    // A second session reads the data that the first one wrote.
     let report = json(&mut line(&format!("bench {mem} --rw randread {common}")));
     let read = row(&report);
     assert_eq!((&read["verified_blocks"], &read["verify_errors"]), (&1024.into(), &0.into()));
@@ -203,7 +204,7 @@ fn an_interrupted_run_reports_its_partial_result() {
     bench.args(["bench", &server.target(1), "--runtime", "1h", "--json"]);
     let bench = ProcessGroup::spawn(bench.stdout(std::process::Stdio::piped())).unwrap();
     server.wait_for_log("shadow doorbells");
-    // The program installs its signal handlers before it attaches.
+    // The program has installed its signal handlers, because it does so before it attaches.
     bench.signal(rustix::process::Signal::INT);
     let output = bench.output();
     assert!(output.status.success());

@@ -74,7 +74,7 @@ addEventListener('load', () => {
 </script>
 </body>"#;
 
-/// Opens the page with the script in it, and returns the findings.
+/// Opens the page with [`INSPECT_SCRIPT`] added to it in a browser, and returns the findings.
 fn inspect(page: &Path, browser: &Path) -> Value {
     let html = std::fs::read_to_string(page).unwrap();
     for word in ["src=", "href=", "url(", "@import", "<script"] {
@@ -102,7 +102,7 @@ fn inspect(page: &Path, browser: &Path) -> Value {
     let (_, rest) = dom.split_once("<pre id=\"found\">").expect("the script did not run");
     let (text, _) = rest.split_once("</pre>").unwrap();
     run(page, &[&format!("--screenshot={}", picture.display())]);
-    // A blank page compresses to less.
+    // A picture of a blank page is smaller than this.
     assert!(std::fs::metadata(&picture).unwrap().len() > 20_000, "an empty picture");
     serde_json::from_slice(&base64(text.trim())).unwrap()
 }

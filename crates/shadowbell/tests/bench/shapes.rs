@@ -138,8 +138,8 @@ fn bench_json_has_the_shape_of_fios() {
     for (way, ios) in ["read", "write"].into_iter().zip(numbers) {
         assert!((300..700).contains(&ios), "{way}: {ios}");
         assert_eq!(job[way]["io_bytes"], ios * 4096);
-        // A run of a fixed number of I/Os has no time to choose a sample from, so every I/O is
-        // timed.
+        // With `--number-ios` there is no warm-up to choose a sampling interval, so every I/O is
+        // measured.
         assert_eq!(job[way]["clat_ns"]["N"], ios);
     }
     let rows = json(&mut line("bench local:mem:4MiB --number-ios 100 --json"));
@@ -164,7 +164,7 @@ fn bench_json_has_the_shape_of_fios() {
     leaves(job, "", &mut here);
     assert!(here.len() > 60, "{here:?}");
     for (path, kind) in here {
-        // fio repeats its own options.
+        // Under `job options`, fio repeats its own options, which differ.
         if !path.starts_with("/job options/") {
             assert_eq!(theirs.get(&path), Some(&kind), "{path}");
         }

@@ -159,8 +159,8 @@ fn copies_are_sparse_and_qcow2_is_decoded() {
     );
 }
 
-/// Holes of the source are not read, and become holes of the destination whatever it held
-/// before: also if the block sizes differ, and at both ends.
+/// Holes of the source are not read, and become holes of the destination whatever its content was,
+/// also with different block sizes and at both ends of the disk.
 #[test]
 fn holes_of_the_source_are_holes_in_the_copy() {
     use std::os::unix::fs::{FileExt, MetadataExt};
@@ -192,7 +192,7 @@ fn holes_of_the_source_are_holes_in_the_copy() {
             assert!(taken < 4 << 20, "{copy} takes {taken} bytes");
         }
     }
-    // A terabyte of zeroes is copied at once.
+    // A hole of a terabyte is copied without reading or writing its blocks.
     line("copy null:1TiB?read-zeroes=on null:1TiB --force").assert().success();
 }
 
@@ -226,7 +226,7 @@ fn a_file_system_is_overwritten_only_with_force() {
     }
     assert!(fs::read(&image).unwrap() == content);
     line(&format!("verify {target} --number-ios 10 --max-bs 4k --force")).assert().success();
-    // Now the target has no signature.
+    // A copy over the swap signature needs `--force`; a copy after that does not.
     line(&format!("copy {other} {target} --force")).assert().success();
     line(&format!("copy {other} {target}")).assert().success();
     line(&format!("copy {other} {image} --force")).assert().success();
@@ -251,8 +251,8 @@ fn an_interrupted_copy_removes_a_new_file_or_reports_an_old_one() {
     let new = directory.path().join("new.img");
     let text = interrupt(&new, &|| new.exists());
     assert!(!new.exists() && text.contains("new.img was incomplete, and is removed"), "{text}");
-    // An existing destination stays, with the data that were copied into it. Written blocks begin
-    // at the first.
+    // An existing destination is kept, with the data that were copied into it from its beginning
+    // on.
     let there = directory.path().join("there.img");
     fs::write(&there, vec![7; 64 << 20]).unwrap();
     let text = interrupt(&there, &|| fs::read(&there).is_ok_and(|bytes| bytes[0] == 0));

@@ -35,8 +35,8 @@ fn run(defect: Defect, at: u64) -> (u64, String) {
 #[test]
 fn verify_passes_a_good_disk_and_finds_each_defect() {
     assert_eq!(run(Defect::None, 0), (0, String::new()));
-    // A defect in the middle of a run, which does not end for it. A bad block that is overwritten
-    // before it is read is not found, and need not be.
+    // The run continues after the defect. A bad block that is overwritten before it is read cannot
+    // be found, so several positions of the defect are tried.
     for defect in [Defect::Lost, Defect::Misplaced, Defect::Torn, Defect::Zeroed] {
         let found = (1000..1010).map(|at| run(defect, at)).find(|(bad, _)| *bad != 0);
         let (_, words) = found.unwrap_or_else(|| panic!("{defect:?} was never found"));
@@ -75,14 +75,14 @@ fn invalid_verify_arguments_are_refused_with_the_reason() {
     }
 }
 
-/// Only with the feature `faults`.
+/// Tests with injected controller faults (feature `faults`).
 #[cfg(feature = "faults")]
 mod faults {
     use super::*;
     use crate::harness::Server;
 
-    /// Short limits, so that hung commands are aborted soon. A reset has few tries, so its limit is
-    /// longer.
+    /// Options with short time limits, so that hung commands are aborted soon. The limit of admin
+    /// commands is longer, because a reset is tried only a few times.
     const QUICK: &str = "--timeout 40ms --admin-timeout 2s --repeats 20 --retries 50";
 
     #[test]

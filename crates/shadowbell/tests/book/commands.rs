@@ -36,8 +36,9 @@ fn serves(line: &str) -> bool {
     line.starts_with("shadowbell serve ") && !line.contains("--check")
 }
 
-/// Script of the page's commands; none if the page has no command. The standard output of a block
-/// before a block of `output` is in the file `output.LINE` afterwards, with the latter's line.
+/// Script of the page's commands, or `None` if the page has no command. If a block of `output`
+/// follows a block of commands, the script writes their standard output to `output.LINE`, where
+/// LINE is the line of the block of `output`.
 fn script(page: &Page, directory: &Path) -> Option<String> {
     let mut script = String::new();
     let mut last = String::new();
@@ -99,7 +100,8 @@ fn commands(script: &mut String, text: &str) {
     }
 }
 
-/// A line of output for a comparison: a number is `0`, and space between words is one blank.
+/// Normalizes a line of output for a comparison: each number is `0`, and space between words is one
+/// blank.
 fn plain(line: &str) -> String {
     let mut plain = String::new();
     let mut characters = line.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -117,9 +119,9 @@ fn plain(line: &str) -> String {
     plain.trim_end().to_owned()
 }
 
-/// True if the line is the shown one, in which `...` stands for any text.
+/// True if `line` matches `shown`, in which `...` stands for any text.
 fn is_like(shown: &str, line: &str) -> bool {
-    // A number before `...` takes its dots.
+    // `plain` takes dots after a number as part of it, so `...` is replaced first.
     let shown = plain(&shown.replace("...", "\u{2026}"));
     let line = plain(line);
     let mut parts = shown.split('\u{2026}').map(str::trim);
@@ -134,7 +136,7 @@ fn is_like(shown: &str, line: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// True if the lines are the shown ones, where a line of `...` stands for any lines.
+/// True if `lines` match `shown`, in which a line of `...` stands for any lines.
 fn are_like(shown: &[&str], lines: &[&str]) -> bool {
     match shown.split_first() {
         None => lines.is_empty(),
@@ -285,7 +287,8 @@ fn every_block_that_is_not_run_has_a_reason() {
                     assert!(reason, "{place}: no reason above the block");
                 }
                 _ => {
-                    // A table of figures may begin with a name.
+                    // A row of a table, with several blanks between its columns, may begin with a
+                    // command's name.
                     let found = text.lines().find(|line| is_command(line) && !line.contains("  "));
                     assert!(found.is_none(), "{place}: a command that is not run: {found:?}");
                 }

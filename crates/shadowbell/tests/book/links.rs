@@ -16,7 +16,7 @@ fn cleaned(path: &Path) -> PathBuf {
     cleaned
 }
 
-/// Broken links of a page. `is_book`: targets must be in the book, too.
+/// Broken links of a page. With `is_book`, links to files outside of the book are broken as well.
 fn broken(page: &Page, is_book: bool) -> Vec<String> {
     let mut found = Vec::new();
     for link in page.links() {

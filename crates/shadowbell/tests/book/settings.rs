@@ -13,8 +13,8 @@ fn help() -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The page has the table of exit statuses, and the packaged units do not restart a service after
-/// unusable input.
+/// The reference has the table of exit statuses, and the packaged units do not restart a service
+/// that has ended because of unusable input.
 #[test]
 fn the_exit_statuses_are_those_of_the_program() {
     let page = std::fs::read_to_string(root().join("docs/reference/exit-status.md")).unwrap();
@@ -29,7 +29,7 @@ fn the_exit_statuses_are_those_of_the_program() {
     }
 }
 
-/// Part of the help between two lines that begin with these words.
+/// Part of the help between a line that begins with `from` and one that begins with `to`.
 fn part<'a>(help: &'a str, from: &str, to: &str) -> &'a str {
     let from = help.split_once(&format!("\n{from}")).unwrap().1;
     from.split_once(&format!("\n{to}")).unwrap().0
@@ -67,7 +67,7 @@ fn every_setting_of_the_help_is_in_the_reference() {
         settings.iter().filter(|name| !page.contains(&format!("`{name}`"))).collect();
     assert!(missing.is_empty(), "not in reference/config.md: {missing:?}");
 
-    // Columns begin with the names of options; the text beside them has no other ones.
+    // Names of options are in the first column only.
     let options = part(&help, "Options of a disk", "A configuration file:");
     let first = |line: &str| line.starts_with("  ") && !line.starts_with("   ");
     let columns = options.lines().filter(|line| first(line));

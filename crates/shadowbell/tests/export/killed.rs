@@ -88,7 +88,7 @@ impl Service {
             Image::Overlay => "local:DIR/disk.img?allow-backing=on",
             Image::Raw | Image::Qcow2 => "local:DIR/disk.img",
         };
-        // Without a supervisor, whose next server process would continue the export.
+        // A supervisor would start another server process, which would continue the export.
         let arguments = [target, "--no-supervisor"].into_iter().chain(arguments.iter().copied());
         let arguments = arguments.map(str::to_owned).collect();
         let path = directory.path().to_owned();

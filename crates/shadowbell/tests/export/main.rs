@@ -441,7 +441,8 @@ fn a_dead_controller_gives_clients_eio_and_fails_the_export() {
     let server = ProcessGroup::spawn(&mut server).unwrap();
     until("a server", || UnixStream::connect(&socket).is_ok());
     let target = format!("vfio-user:{}", socket.display());
-    // The death of the server may be detected only by a command that takes longer than this limit.
+    // A command that exceeds the limit `--timeout` may be the first to detect the death of the
+    // server.
     let mut export =
         Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--timeout=2", "--queues=1"]);
     // The client connects before the server dies: a later client would get no queue.
@@ -464,7 +465,7 @@ fn invalid_ublk_arguments_are_refused_with_the_reason() {
         (&["mem:1MiB", "--ublk-copy", "--nbd", "unix:x"], "--ublk"),
         (&["mem:1MiB", "--ublk", "--recover"], "--ublk-id"),
         (&["mem:1MiB", "--ublk", "--ublk-id", "1048576"], "1048576"),
-        // The data of the memory disk are lost, with or without a device of that number.
+        // The data of a memory disk are lost, whether or not a ublk device of that number exists.
         (&["mem:1MiB", "--ublk", "--ublk-id", "0", "--recover"], "was lost"),
     ] {
         place = Export::refused(place, arguments, words);

@@ -46,7 +46,8 @@ impl Client {
         u64::from_be_bytes(reply[8..].try_into().unwrap()) as usize
     }
 
-    /// Writes these blocks at this depth, each filled with its own byte of `salt`.
+    /// Writes these blocks at this depth, each filled with a byte that depends on its number and
+    /// `salt`.
     fn write(&mut self, blocks: std::ops::Range<usize>, depth: usize, salt: usize) {
         let all: Vec<_> = blocks.collect();
         for some in all.chunks(depth) {
@@ -84,8 +85,8 @@ fn fill(block: usize, salt: usize) -> u8 {
     (block * 31 + salt * 7) as u8
 }
 
-/// A client changes between many requests in flight and one at a time, alone and with another
-/// client of either kind. At the end, the server stops while clients are connected.
+/// A client changes between many requests in flight and one at a time, without another client and
+/// beside one of either kind. At the end, the server stops while clients are connected.
 fn check_changing_clients(target: &str) {
     let export = Export::start(&[target, "--nbd", "unix:DIR/nbd"]);
     let socket = export.path("nbd");

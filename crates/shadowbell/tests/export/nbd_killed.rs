@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
-/// Milliseconds between kills: arbitrary.
+/// Arbitrary times between kills, in milliseconds.
 const KILL_DELAYS: [u64; 6] = [60, 5, 31, 120, 12, 77];
 
 /// A verifying load through the NBD export.
@@ -70,7 +70,7 @@ fn a_load_over_nbd_survives_kills_of_the_export() {
         // Time for load before the first kill.
         std::thread::sleep(Duration::from_millis(300));
         for moment in KILL_DELAYS {
-            // The kill may come at any moment.
+            // The kill comes at an arbitrary moment.
             std::thread::sleep(Duration::from_millis(moment));
             service.kill();
             service.restart(&[]);
@@ -83,7 +83,8 @@ fn a_load_over_nbd_survives_kills_of_the_export() {
     }
 }
 
-/// The export is a client of a server that is killed; its driver recovers without an error.
+/// The export is a client of a server whose process is killed; the export's driver recovers without
+/// an error.
 #[test]
 fn an_export_survives_kills_of_its_supervised_server() {
     let directory = tempfile::tempdir().unwrap();
@@ -105,7 +106,7 @@ fn an_export_survives_kills_of_its_supervised_server() {
     // Time for load before the first kill.
     std::thread::sleep(Duration::from_millis(300));
     for moment in KILL_DELAYS {
-        // The kill may come at any moment, but no process may die so soon that it is a crash loop.
+        // An arbitrary time, long enough that the kills are not a crash loop.
         std::thread::sleep(Duration::from_millis(100 + moment));
         let before = worker().unwrap();
         kill(before, Signal::KILL);
@@ -160,7 +161,7 @@ fn qemus_nbd_client_survives_kills_of_the_export() {
             image.read_exact_at(&mut found, place(first)).unwrap();
             found == [byte(first)] || output.is_finished()
         });
-        // The kill may come at any moment.
+        // The kill comes at an arbitrary moment.
         std::thread::sleep(Duration::from_millis(moment / 4));
         service.kill();
         service.restart(&[]);

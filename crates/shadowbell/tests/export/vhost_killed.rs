@@ -21,7 +21,7 @@ impl Running {
         running
     }
 
-    /// Connects. The device process may die during its recovery.
+    /// Connects to the device process, or waits for its death if it dies during recovery.
     fn connect(&mut self) {
         let socket = self.service.path("vm.sock");
         if let Err(error) = self.machine.connect(&socket) {
@@ -49,7 +49,7 @@ impl Running {
             if self.machine.wait() || since.0 != self.machine.answered {
                 since = (self.machine.answered, Instant::now());
             } else if self.service.has_died() {
-                // Requests that were completed before the death count.
+                // Requests that were completed before the death are checked as well.
                 self.machine.check_completions()?;
                 return Ok(true);
             } else if since.1.elapsed() > LIMIT {
@@ -93,7 +93,7 @@ fn a_vhost_process_may_be_killed_at_any_moment() {
             running.run(20 + 13 * moment).unwrap();
             // Requests are in flight at the kill.
             running.machine.submit_requests();
-            // The kill may come at any moment.
+            // The kill comes at an arbitrary moment.
             std::thread::sleep(Duration::from_micros(37 * moment));
             running.service.kill();
             running.restart();

@@ -16,7 +16,7 @@ fn refused(directory: &Path, arguments: &[&str], words: &[&str]) {
     assert_eq!(status, Some(2), "{arguments:?}: {stderr}");
     assert_eq!(stdout, "", "{arguments:?}");
     for word in words {
-        // clap wraps its messages.
+        // clap wraps its messages, so their lines are joined.
         let one_line = stderr.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(one_line.contains(word), "{arguments:?}: {word:?} is not in {stderr}");
     }
@@ -48,7 +48,7 @@ fn invalid_images_are_refused_with_advice() {
     assert!(!at.join("vm.sock").exists());
 }
 
-/// The message names the duplicate: a lock error would blame another program.
+/// The message says that the image is named twice, and not that another program has locked it.
 #[test]
 fn an_image_named_twice_is_refused() {
     let directory = tempfile::tempdir().unwrap();
@@ -158,7 +158,8 @@ fn a_live_servers_socket_is_kept_and_a_stale_one_replaced() {
         &["mem:1MiB", "--socket", socket.to_str().unwrap()],
         &["in use by a running server", "choose another path"],
     );
-    // Also while a client is attached, when the server does not answer a second one.
+    // The same error occurs while a client is attached, when the server does not answer another
+    // client.
     let controller = server.attach();
     refused(
         server.directory(),

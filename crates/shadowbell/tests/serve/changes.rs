@@ -167,7 +167,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     assert!(server.stop().success());
 }
 
-/// Changes that a guest can be notified of are made under it, without removing its controller.
+/// Namespaces and limits change while the guest is attached, without removing its controller.
 #[test]
 fn applying_namespaces_and_limits_keeps_the_controller() {
     let directory = tempfile::tempdir().unwrap();

@@ -215,10 +215,10 @@ fn clients_leave_no_thread_or_descriptor_behind() {
     for round in 2..=4 {
         twenty_come_and_go(20 * round);
     }
-    // Sixty more clients must leave no thread and no descriptor behind. A thread may have up to
-    // four descriptors more than before: it keeps one descriptor, and the rings that signal a
-    // client's three eventfds, for its next client. Descriptors of the twentieth client may have
-    // been closing, so a smaller number than before is no error.
+    // Sixty more clients must leave no thread and no descriptor behind. A thread may keep up to
+    // four descriptors for its next client: one descriptor, and three io_urings that signal
+    // eventfds. Descriptors of the twentieth client may have been closing, so a smaller number than
+    // before is no error.
     let (before_threads, (before_rings, before_others)) = before;
     let is_left = || {
         let (rings, others) = descriptors();

@@ -243,10 +243,10 @@ fn control_requests_during_upgrades_are_all_answered() {
         askers.map(|asker| asker.join().unwrap())
     });
     assert!(asked.iter().all(|asked| *asked > 5), "{asked:?}");
-    // The failure of an upgrade is reported afterwards.
+    // An upgrade request that names a program is refused.
     let other = r#"{"binary":"/bin/false"}"#;
     let (status, body) = http_request(&server, &request("POST", "/v1/upgrade", other));
-    // A sandboxed process must not choose the program that its supervisor starts.
+    // Reason: a sandboxed process must not choose the program that its supervisor starts.
     assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
     let program = server.directory().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &program).unwrap();

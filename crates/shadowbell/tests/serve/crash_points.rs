@@ -46,13 +46,13 @@ impl CrashingServer {
         Self { server, file, loads, client, peer, over }
     }
 
-    /// Arms `point` for the next process.
+    /// Makes the next process die when it reaches `point` for the `nth` time.
     fn arm(&self, point: AbortPoint, nth: u32) {
         std::fs::write(&self.file, format!("{}:{nth}", point.name())).unwrap();
     }
 
-    /// Upgrades until a process has died. The result depends on which process dies; an upgrade may
-    /// also be postponed if a disk does not quiesce in time.
+    /// Upgrades until a process has died. The status of the upgrade is ignored: it depends on which
+    /// process dies, and an upgrade is postponed if a disk does not quiesce in time.
     fn upgrade_until_crash(&self, before: impl Fn(&Self)) {
         let died = self.file.with_extension("died");
         until("a death", || {
@@ -71,7 +71,7 @@ impl CrashingServer {
         let Self { server, client, .. } = self;
         assert_eq!(server.with_hang_report(|| client.read(1, 0)), byte, "{what}");
         server.with_hang_report(|| client.write(1, 0, byte + 1));
-        // The process has served for a while, so this is no crash loop.
+        // The process serves for a while, so that its death is not part of a crash loop.
         std::thread::sleep(Duration::from_millis(80));
     }
 
@@ -99,7 +99,7 @@ fn access_registers(path: &Path, over: &AtomicBool) -> u32 {
         let mut read = [0; 4];
         peer.region_read(0, AQA, &mut read).unwrap();
         assert_eq!(u32::from_le_bytes(read), value);
-        // This changes the recorded state of the client.
+        // Setting an eventfd changes the recorded state of the client.
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         peer.set_irq_eventfds(MSIX, 0, &[event.as_fd()]).unwrap();
         accesses += 1;

@@ -69,7 +69,7 @@ pub(crate) fn survive(server: &mut Server, kills: u64) {
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     for n in 0..kills {
-        // The kill may come at any moment, but no process may die so soon that it is a crash loop.
+        // An arbitrary time, long enough that the kills are not a crash loop.
         std::thread::sleep(Duration::from_millis(60 + n * 37 % 90));
         kill(server, Signal::KILL);
     }
@@ -207,7 +207,7 @@ fn a_read_only_nbd_disk_recovers_without_settling() {
     assert_no_loss(&server);
 }
 
-/// Both servers may be killed, at the same time or one after the other.
+/// A server and the server of its disk may be killed at the same time.
 #[test]
 fn both_stacked_servers_may_be_killed() {
     let directory = tempfile::tempdir().unwrap();
@@ -217,7 +217,7 @@ fn both_stacked_servers_may_be_killed() {
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     for _ in 0..4 {
-        // Both have served for a while, so this is no crash loop.
+        // Both processes serve for a while, so that their deaths are not a crash loop.
         std::thread::sleep(Duration::from_millis(80));
         crate::supervisor::signal(worker(&below), Signal::KILL);
         kill(&server, Signal::KILL);
@@ -244,7 +244,7 @@ fn recovery_refuses_a_disk_with_another_uuid() {
     let server = supervisor(&format!("vfio-user:{}/1", path.display()));
     let client = Client::attach(&server.socket());
     drop(first);
-    // Its server process ends after the supervisor.
+    // The server process of `first` ends after its supervisor.
     until("the end of the first server", || UnixStream::connect(&path).is_err());
     let _second = below("mem:4MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad92");
     crate::supervisor::signal(worker(&server), Signal::KILL);

@@ -14,7 +14,7 @@ const BYTES: u64 = 16 << 20;
 pub(crate) const PAGE: usize = 4096;
 /// Requests in flight, each to a page of its own.
 const DEPTH: u64 = 64;
-/// Number of resets, and the limit if none of them has come in mid-I/O.
+/// Number of resets, and largest number if none of them has ended a request.
 const RESETS: u64 = 12;
 const MOST_RESETS: u64 = 1000;
 
@@ -65,7 +65,7 @@ pub(crate) struct Page {
 /// not at all. It does not reach the disk after the reset: neither over later writes, nor with
 /// later contents of its buffer.
 fn resets(server: &Server) {
-    // Without repetitions, the driver does not resubmit what a reset ends.
+    // Without repeats, the driver does not resubmit requests that a reset has ended.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let options = AttachOptions { recovery, queue_depth: 256, ..AttachOptions::default() };
     let mut controller = server.attach_with(&options);
@@ -88,11 +88,12 @@ fn resets(server: &Server) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let _over = SetOnDrop(&is_over);
-            // A memory disk has usually completed all requests before the reset.
+            // Resets are repeated until one has ended a request: a memory disk has usually
+            // completed all.
             let in_vain = |n| n < MOST_RESETS && ended_by_reset.load(Ordering::Relaxed) == 0;
             for n in (0..).take_while(|n| *n < RESETS || in_vain(*n)) {
                 let pause = if n < RESETS { 10_000 + n * 7_000 % 23_000 } else { 500 + n * 7 % 97 };
-                // The reset may come at any moment.
+                // The reset comes at an arbitrary moment.
                 std::thread::sleep(Duration::from_micros(pause));
                 controller.reset().unwrap();
                 resets.fetch_add(1, Ordering::Relaxed);

@@ -39,7 +39,7 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
             assert_eq!(ctl(server, &["upgrade"]).0, Some(0), "{}", server.stderr());
         }
         until("another process", || worker(server) != before.0);
-        // Each controller is recovered by itself.
+        // Controllers are recovered one by one, so the list is complete only after some time.
         until("the same disks", || ctl_json(server, &["disk", "ls"]) == before.1);
     };
     restart(&server, true);
@@ -79,7 +79,7 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     assert_eq!(disk(&server, "spare")["bytes"], 4 << 20);
     let (code, _, errors) = ctl(&server, &["disk", "add", "spare", "mem:1MiB"]);
     assert!(code == Some(4) && errors.contains("exists already"), "{errors}");
-    // The configuration file is applied again.
+    // Applying the configuration file undoes these changes.
     let (code, _, errors) = ctl(&server, &["apply", "vm.toml"]);
     assert_eq!(code, Some(0), "{errors}");
     assert_eq!(disk(&server, "spare"), Value::Null);

@@ -49,7 +49,8 @@ fn a_wrong_option_has_one_status_in_all_verbs() {
     }
 }
 
-/// A target that does not exist is unusable input; a server or an object of it is not found.
+/// A target that does not exist is unusable input; a missing server, or a missing object of a
+/// server, is "not found".
 #[test]
 fn what_does_not_exist_has_one_status_in_all_verbs() {
     let directory = tempfile::tempdir().unwrap();
@@ -126,8 +127,8 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
     }
 }
 
-/// A server is named by its name, a process ID or a socket, in each verb alike; a name precedes a
-/// file of that name.
+/// Each verb accepts the name, a process ID or a socket of a server; the name takes precedence over
+/// a file of that name.
 #[test]
 fn a_server_is_named_alike_in_each_verb() {
     let directory = tempfile::tempdir().unwrap();
@@ -139,7 +140,7 @@ fn a_server_is_named_alike_in_each_verb() {
     let guest = attach(&server.socket(), &AttachOptions::default());
     until("a client", || ctl_json(&server, &["status"])["clients"] == 1);
     for kind in 0..5 {
-        // Each upgrade starts another server process.
+        // Each upgrade starts another server process, so the process ID is read anew.
         let status = ctl_json(&server, &["status"]);
         let (pid, keeper) = (status["pid"].to_string(), status["supervisor_pid"].to_string());
         let name = ["vm", &pid, &keeper, &socket, &control][kind];

@@ -83,7 +83,7 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
     command.args(["serve", "--supervisor", "--sandbox", "on", "--config", "vm.toml"]);
     let mut server = Server::spawn(command, directory, &["vm0.sock"]);
     let socket = server.directory().join("data.sock");
-    // The control socket is served after the exports.
+    // The control socket listens only after both exports have started.
     assert_eq!(ctl_json(&server, &["export", "ls"]).as_array().unwrap().len(), 2);
     let mode = std::fs::metadata(&socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
@@ -101,7 +101,7 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
         assert_eq!(Nbd::connect(&socket).read(), 7);
         assert_eq!(ctl_json(&server, &["export", "ls"]).as_array().unwrap().len(), before.1);
     }
-    // A second writer needs the permission of both.
+    // A second writer needs `share` on both writers.
     let (code, _, errors) = ctl(&server, &["namespace", "attach", "a", "2", "data"]);
     assert!(code == Some(4) && errors.contains("written by the export data"), "{errors}");
     assert_eq!(ctl(&server, &["export", "remove", "data", "--force"]).0, Some(0));
@@ -186,7 +186,7 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
     }
     run(&mut machine, 100);
     let listed = ctl_json(&server, &["export", "ls"]);
-    // The dead process may have answered up to 16 of them, which were in flight.
+    // The dead process may have counted up to 16 of the requests, which were in flight.
     assert!(listed[0]["requests"].as_u64().unwrap() >= 100 - 16, "{listed}");
     assert_eq!(listed[0]["queues"], 1);
     let metrics = scrape(&server);
@@ -235,7 +235,7 @@ fn two_writers_of_a_disk_need_share_on_both() {
     assert_eq!(guest.read(1, 0), 6);
     let mut machine = Machine::new();
     machine.connect(&path("c.sock")).unwrap();
-    // A third writer without `share` is refused, with it served.
+    // A third writer without `share` is refused, and accepted with it.
     let add = ["export", "add", "three", "data", "--vhost-user-blk", "d.sock"];
     let (code, _, errors) = ctl(&server, &add);
     assert!(code == Some(4) && errors.contains("written by namespace 1"), "{errors}");
@@ -314,7 +314,7 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     });
     let (_, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(!saved.contains("fuse"), "{saved}");
-    // A program that has the file open keeps it.
+    // A program that has the file open prevents the removal of the export.
     let remove = ["export", "remove", "f"];
     let (code, _, errors) = ctl(&server, &remove);
     assert!(code == Some(4) && errors.contains("in use"), "{errors}");
@@ -323,7 +323,7 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     assert_eq!(ctl(&server, &remove).0, Some(0), "{}", server.stderr());
     assert_eq!(std::fs::metadata(&path).unwrap().len(), 0, "the file below the mount");
     assert_eq!(ctl_json(&server, &["export", "ls"]), json!([]));
-    // So does a mounted file at the end of the server.
+    // A program that has the file open also delays the end of the server.
     assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     server.signal(Signal::TERM);

@@ -40,7 +40,7 @@ fn a_shrunken_image_gives_lba_out_of_range() {
     controller.detach().unwrap();
     assert!(server.is_alive());
     drop(server.attach());
-    // The failed flush is in the log, too.
+    // The flush at the end fails, too: it sets the exit status and is in the log.
     assert_eq!(server.stop().code(), Some(1));
     assert!(server.stderr().contains("cannot flush disk.img"), "{}", server.stderr());
 }
@@ -181,7 +181,7 @@ fn every_flush_fails_after_failed_writeback() {
         let write = namespace.write(n * u64::from(blocks), blocks).unwrap();
         assert_eq!(run(&mut queue, write, pool.take()).status, Status::SUCCESS);
     }
-    // A repeated Flush must fail, too.
+    // Every repeated Flush must fail, too.
     for _ in 0..3 {
         let status = run(&mut queue, namespace.flush(), None).status;
         assert_eq!(status.code(), Status::WRITE_FAULT);

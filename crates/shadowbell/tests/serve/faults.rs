@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 fn a_driver_recovers_from_injected_faults() {
     let faults = "hang:every=7,drop-after:every=11,duplicate:every=3";
     let server = Server::start(&["mem:4MiB"], &["--faults", faults]);
-    // Timeout after which hung commands are aborted; slow ones may be, too.
+    // A short timeout, so that hung commands are aborted soon; slow commands may be aborted, too.
     let timeouts = Timeouts { io: Duration::from_millis(20), ..Timeouts::default() };
     // On a busy machine a command may time out several times.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };

@@ -24,7 +24,7 @@ use tempfile::TempDir;
 
 /// Environment variable that makes this test program pass descriptors on.
 const PASS: &str = "SHADOWBELL_TEST_PASS";
-/// First number for descriptors in transit: unused by the process.
+/// First number for descriptors that are passed to a child: larger than any number in use.
 const FIRST_IN_TRANSIT: i32 = 50;
 
 /// Stored descriptors by name, in order of arrival; and whether the service is ready.
@@ -245,7 +245,7 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
     let loads = [(0, 1), (1, 2)].map(|(n, nsid)| Load::at(&service.socket(n), nsid));
     until("the loads' clients", || service.log().matches("a client is attached").count() >= 3);
     for n in 0..20_u8 {
-        // The kill may come at any moment, but no process may die so soon that it is a crash loop.
+        // An arbitrary time, long enough that the kills are not a crash loop.
         std::thread::sleep(Duration::from_millis(60 + u64::from(n)));
         let workers = service.kill(n % 2 == 0);
         service.restart();
@@ -284,13 +284,13 @@ fn a_supervisor_may_be_killed_at_any_moment() {
     for n in 0..40_u64 {
         service.wait_ready();
         others.drain(..).for_each(|(mut other, byte)| assert_eq!(other.read(1, 0), byte));
-        // The process has served for a while, so this is no crash loop.
+        // The process serves for a while, so that its death is not part of a crash loop.
         std::thread::sleep(Duration::from_millis(60));
         match n % 4 {
             // An upgrade starts: a new server process, then a new supervisor program.
             0 | 1 => {
                 signal(service.pid(), Signal::USR2);
-                // The kill may come at any moment of the upgrade.
+                // The kill comes at an arbitrary moment of the upgrade.
                 std::thread::sleep(Duration::from_millis(n * 2));
             }
             // SIGSTOP: the supervisor no longer reads, so messages about this client are unread
@@ -305,9 +305,10 @@ fn a_supervisor_may_be_killed_at_any_moment() {
         }
         service.kill(n % 3 == 0);
         service.restart();
-        // Kills it while it recovers, but not so often that it is a crash loop.
+        // In every second round, the supervisor is killed while it recovers. More kills would be a
+        // crash loop.
         if n % 2 == 1 {
-            // The kill may come at any moment before it is ready.
+            // The kill comes at an arbitrary moment before the service is ready.
             std::thread::sleep(Duration::from_millis(n / 2));
             if !service.is_ready() {
                 service.kill(n % 3 == 1);
@@ -329,7 +330,7 @@ fn unusable_state_in_the_fd_store_is_removed() {
     let mut client = Client::attach(&service.socket(0));
     client.write(1, 0, 1);
     service.kill(true);
-    // State of another release.
+    // The FD store holds state of another release.
     {
         let stored = service.stored.lock().unwrap();
         let (name, write) = &stored.fds[0];

@@ -81,8 +81,8 @@ fn a_late_write_of_a_dead_process_does_not_overwrite_a_newer_one() {
     late.release();
 }
 
-/// A write that does not end refuses no upgrade: the old process is killed, and the next one
-/// waits for the fence.
+/// A write that does not end does not prevent an upgrade: the old process is killed, and the next
+/// one waits for the fence.
 #[test]
 fn a_late_write_does_not_refuse_an_upgrade() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -141,7 +141,8 @@ fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     late.release();
 }
 
-/// Counterproof without the fence: the guest's newer write is lost.
+/// Without the fence, the guest's newer write is lost. This shows that the tests of the fence can
+/// fail.
 #[test]
 fn without_a_fence_a_late_write_of_a_dead_process_overwrites_a_newer_one() {
     let order = [("SHADOWBELL_WRONG_ORDER", "no-fence")];
@@ -171,7 +172,8 @@ fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     late.release();
 }
 
-/// Counterproof without a settle time: the guest's newer write is lost.
+/// Without a settle time, the guest's newer write is lost. This shows that the test with one can
+/// fail.
 #[test]
 fn a_late_write_at_an_nbd_server_overwrites_a_newer_one_if_it_has_not_settled() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };

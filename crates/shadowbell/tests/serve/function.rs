@@ -87,12 +87,12 @@ impl Guest {
         self.write(regs::AQA, &(size << 16 | size).to_le_bytes());
         self.write(regs::ASQ, &ASQ.to_le_bytes());
         self.write(regs::ACQ, &ACQ.to_le_bytes());
-        // Enabled; entries of 64 and 16 bytes.
+        // CC.EN, and sizes of queue entries: 64 and 16 bytes.
         self.write(regs::CC, &(1u32 | 6 << 16 | 4 << 20).to_le_bytes());
         crate::harness::until("CSTS.RDY", || self.read32(regs::CSTS) & 1 == 1);
     }
 
-    /// Submits an Identify Controller and rings the doorbell.
+    /// Submits an Identify Controller command and rings the doorbell.
     fn ring(&mut self) {
         let mut sqe = Sqe::new(AdminOpcode::Identify as u8, self.tail, 0).with_prps(self.data, 0);
         sqe.cdw10 = 1;
@@ -289,7 +289,7 @@ fn without_bus_mastering_there_is_no_dma() {
         assert_eq!(guest.bytes().read::<u64>(n * 8), before, "offset {:#x}", n * 8);
     }
     assert_eq!(guest.bytes().read::<[u64; 8]>(Sqe::SIZE), submitted);
-    // A driver that takes over resets the controller first.
+    // A driver that takes over the controller resets it first.
     guest.write(regs::CC, &0u32.to_le_bytes());
     crate::harness::until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
     guest.command(MEMORY | BUS_MASTER);
@@ -337,8 +337,8 @@ fn resets_leave_nothing_behind() {
     }
 }
 
-/// Doorbell writes by message wake a sleeping I/O thread through an ioeventfd; the reactor
-/// thread that handles messages sleeps on.
+/// Trapped doorbell writes wake a sleeping I/O thread through an ioeventfd; the reactor thread,
+/// which handles messages, is not woken.
 #[test]
 fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
     const COMMANDS: u16 = 200;
@@ -379,7 +379,7 @@ fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
         "the I/O thread sleeps before each command: {worker}"
     );
     assert!(reactor <= 20, "{reactor} wakeups of the reactor for {COMMANDS} commands");
-    // Other messages are handled as before.
+    // Messages other than doorbell writes are handled as before.
     guest.assert_usable();
     guest.write(regs::CC, &0_u32.to_le_bytes());
     until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);

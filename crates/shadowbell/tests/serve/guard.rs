@@ -53,7 +53,7 @@ fn a_client_loses_nothing_without_force() {
     refused(&server, &["shutdown"], "vm0 would lose the controller");
     std::fs::write(server.directory().join("none.toml"), "controller = []\n").unwrap();
     refused(&server, &["apply", "none.toml"], "vm0 would lose the controller");
-    // Programs see the reason.
+    // Requests without `ctl` get the reason as a code.
     for (method, path, body) in [
         ("PATCH", "/v1/disks/vm0%2F2", r#"{"size":{"bytes":4096}}"#),
         ("DELETE", "/v1/controllers/vm0/namespaces/2", ""),
@@ -66,7 +66,7 @@ fn a_client_loses_nothing_without_force() {
     }
     assert_eq!((ctl_json(&server, &["controllers"]), guest.read(2, 8)), (before, 3));
 
-    // A growing disk takes nothing.
+    // A larger disk takes nothing from its client, so growth needs no `--force`.
     let grown = ctl_json(&server, &["disk", "resize", "vm0/2", "+4MiB"]);
     assert_eq!(grown[0]["bytes"], 8 << 20);
     let size = |name: &str| std::fs::metadata(server.directory().join(name)).unwrap().len();
@@ -112,7 +112,7 @@ fn a_configuration_file_of_an_operator_is_not_replaced_without_force() {
     let own = std::fs::read_to_string(&path).unwrap();
     refused(&server, &["save-config", "vm.toml"], "vm.toml was not written by `save-config`");
     assert_eq!(std::fs::read_to_string(&path).unwrap(), own);
-    // A file that it wrote is replaced.
+    // A file that `save-config` has written is replaced.
     for _ in 0..2 {
         assert_eq!(ctl(&server, &["save-config", "saved.toml"]).0, Some(0));
     }

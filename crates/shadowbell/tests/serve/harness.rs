@@ -20,8 +20,8 @@ pub(crate) fn program() -> Command {
     Command::new(elsewhere.unwrap_or_else(|| env!("CARGO_BIN_EXE_shadowbell").into()))
 }
 
-/// The program under test, whose SIGHUP is not ignored. The caller of the tests may ignore it
-/// (`nohup`), and the program keeps that.
+/// The program under test, whose SIGHUP is not ignored. The tests may run with an ignored SIGHUP
+/// (`nohup`), which the program would inherit.
 pub(crate) fn program_with_sighup() -> Command {
     let mut command = Command::new("env");
     command.arg("--default-signal=HUP").arg(program().get_program());
@@ -109,7 +109,7 @@ impl Server {
     }
 
     pub(crate) fn stderr(&self) -> String {
-        // Empty where the output goes elsewhere.
+        // The file does not exist if standard error goes elsewhere.
         std::fs::read_to_string(self.directory().join("stderr")).unwrap_or_default()
     }
 
@@ -184,8 +184,7 @@ impl Server {
         eprintln!("threads of the server:\n{threads}");
     }
 
-    /// Runs `act`. If it takes long, prints the state of the server's threads meanwhile: at the end
-    /// of the test it is too late.
+    /// Runs `act`. If `act` takes long, prints the state of the server's threads while it runs.
     pub(crate) fn with_hang_report<T>(&self, act: impl FnOnce() -> T) -> T {
         let (done, waits) = std::sync::mpsc::channel::<()>();
         std::thread::scope(|threads| {

@@ -118,7 +118,7 @@ impl Guest {
         settle(&mut self.queue, &mut self.pages, expected)
     }
 
-    /// I/O on the other namespace, by the other queue.
+    /// Checks that I/O on namespace 2, by the other queue, completes.
     fn check_other_queue(&mut self, queue: &mut QueuePair, pool: &BufferPool) {
         let other = self.controller.namespace(2).unwrap().clone();
         let blocks = PAGE as u32 / other.block_size();
@@ -135,7 +135,7 @@ impl Guest {
         }
     }
 
-    /// Checks that all acknowledged data are there.
+    /// Checks that all acknowledged data are on the disk.
     fn assert_no_loss(mut self) {
         for at in 0..PAGES {
             self.submit(at, false);
@@ -194,7 +194,7 @@ fn check_waiting_commands(server: &Server, storage: &dyn Stalls) {
 /// A reset waits for operations that could still reach the disk or the guest's memory, and not
 /// longer.
 fn check_reset(server: &Server, storage: &dyn Stalls) {
-    // Without repetitions, the driver does not resubmit what a reset ends.
+    // Without repeats, the driver does not resubmit commands that a reset has ended.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let mut guest = Guest::attach(server, AttachOptions { recovery, ..AttachOptions::default() });
     storage.stall();
@@ -219,10 +219,10 @@ fn check_reset(server: &Server, storage: &dyn Stalls) {
 /// A guest with a shorter timeout aborts its commands, and deletes the queue if they cannot be
 /// aborted. If that times out, too, it resets the controller. The resubmitted commands succeed.
 fn is_unusable_after_timeout(server: &Server, storage: &dyn Stalls, check_reset: bool) {
-    // Timeouts of the guest, which must expire. If no reset is wanted, that of admin commands is
-    // long.
+    // Timeouts of the guest. That of I/O commands must expire, and that of admin commands only if a
+    // reset is expected.
     let admin = if check_reset { Duration::from_secs(2) } else { LIMIT };
-    // Short limits: their expiry is tested.
+    // Short limits, because their expiry is tested.
     let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
     // While nothing completes, each recovery step may use up one repetition.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };
@@ -267,7 +267,7 @@ fn a_reset_does_not_wait_for_a_hung_nbd_server() {
     let options = ["--supervisor", "--sandbox", "off", "--workers", "1"];
     let mut server = Server::start(&[&storage.uri("&settle=50ms"), "mem:1MiB"], &options);
     let stalled = || ctl_json(&server, &["status"])["stalled_writes"].as_u64().unwrap();
-    // Without repetitions, the driver does not resubmit what a reset ends.
+    // Without repeats, the driver does not resubmit commands that a reset has ended.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let mut guest = Guest::attach(&server, AttachOptions { recovery, ..AttachOptions::default() });
     assert_eq!(stalled(), 0);
@@ -287,7 +287,8 @@ fn a_reset_does_not_wait_for_a_hung_nbd_server() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// A disk whose storage hangs is stalled: in the log, the API and metrics, until it answers.
+/// A disk whose storage hangs is shown as stalled in the log, the API and metrics until the storage
+/// answers.
 #[test]
 fn a_disk_is_stalled_until_its_storage_answers() {
     let storage = Export::start("mem:16MiB");
@@ -349,7 +350,8 @@ fn a_throttled_disk_is_not_stalled() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// SIGTERM ends the service although storage hangs, and the log says what had no answer.
+/// SIGTERM ends the service although storage hangs, and the log names the operations without an
+/// answer.
 fn check_stop(disk: &str, storage: &dyn Stalls, words: &str) {
     // The time limit expires in this test.
     let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stop-timeout", "10"];

@@ -34,7 +34,7 @@ fn is_idle(server: &Server) {
     // polls, is never idle for 2 s.
     until("2 s without a context switch", || {
         let before = all_switches(server);
-        // The time in which nothing is to run.
+        // Time in which no thread must run.
         std::thread::sleep(Duration::from_secs(2));
         before == all_switches(server)
     });
@@ -85,13 +85,14 @@ fn many_controllers_share_few_threads() {
     // Two I/O threads, the reactor, the event log, the log, the control socket, the watches for
     // resized and for stalled disks, and the signal thread.
     assert_eq!(others.len(), 9, "{others:?}");
-    // The control thread and its standby, which may just have taken over.
+    // The control thread and its standby thread, and possibly a second standby: one may just have
+    // taken over.
     assert!((2..=3).contains(&control.len()), "{}", control.len());
     is_idle(&server);
     drop(attached);
 }
 
-/// A field of the kernel's status of the only thread with this name.
+/// Field of the status file in procfs of the only thread with this name.
 pub(crate) fn status_of(pid: u32, name: &str, key: &str) -> String {
     let mut threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let thread = threads.find_map(|thread| {

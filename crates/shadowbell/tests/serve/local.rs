@@ -103,7 +103,8 @@ fn memory_that_was_just_mapped_can_be_used() {
     let namespace = controller.namespace(1).unwrap().clone();
     let mut queue = controller.take_queue_pair().unwrap();
     for round in 0..20_000 {
-        // The buffer is mapped while the doorbell write does not wait for the controller.
+        // The new map must reach the I/O thread before the command: a doorbell write does not wait
+        // for the controller.
         let pool = controller.buffers(1, 4096).unwrap();
         let done = run(&mut queue, namespace.write(0, 8).unwrap(), pool.take());
         assert_eq!(done.status, Status::SUCCESS, "round {round}");

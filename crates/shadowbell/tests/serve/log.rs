@@ -59,7 +59,7 @@ fn a_stalled_log_reader_does_not_block_io() {
     command.stdout(writer.try_clone().unwrap()).stderr(writer);
     let mut server = Server::spawn_to(command, directory, &["good.sock", "bad.sock"]);
     let client = connect_bad(&server);
-    // More than the log's queue holds.
+    // More lines than the log's queue holds.
     send_invalid_maps(&client, 5000);
     let good = server.directory().join("good.sock");
     let mut controller = attach(&good, &AttachOptions::default());
@@ -69,7 +69,7 @@ fn a_stalled_log_reader_does_not_block_io() {
     let read = run(&mut queue, namespace.read(0, 1).unwrap(), pool.take());
     assert_eq!(read.status, Status::SUCCESS);
     controller.registers().unwrap();
-    // The counters are a log line, written by the signal thread.
+    // SIGUSR1 makes the signal thread log the counters, which must not block it.
     server.signal(rustix::process::Signal::USR1);
     send_invalid_maps(&client, 10);
     drop((read, queue, pool));
@@ -101,7 +101,8 @@ fn log_lines_caused_by_a_client_are_rate_limited() {
     assert!(server.stop().success());
     let printed = server.stderr();
     assert!(printed.ends_with("ended\n"), "{printed}");
-    // Sixteen messages at once, and then one in ten seconds, with the number of suppressed ones.
+    // The limit of such lines: 16 at once, then one in ten seconds with the number of suppressed
+    // ones.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     let lines = printed.lines().filter(|line| line.contains(REFUSED)).count();
     assert!((16..=most).contains(&lines), "{lines} lines, of {most}");

@@ -12,7 +12,8 @@ use shadowbell_spec::opcode::NvmOpcode;
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 
-/// A host of blocks of 512 bytes; protection information is inserted and stripped.
+/// Host of namespaces with blocks of 512 bytes; the controller inserts and strips protection
+/// information.
 struct Guest(Controller, QueuePair);
 
 impl Guest {
@@ -97,7 +98,7 @@ fn a_pool_has_formats_with_metadata() {
     let mut guest = Guest::attach(&server);
     assert_eq!((guest.read(1, 9), guest.read(1, 8)), (Ok(7), Ok(0)));
     drop(guest);
-    // Formats it back without metadata.
+    // Formats the namespace without metadata again.
     let (status, _, errors) = verb("format", &["-n", "1", "-l", "0", "--force"]);
     assert_eq!(status, Some(0), "{errors}");
     let guest = Guest::attach(&server);

@@ -215,7 +215,7 @@ fn namespace_latencies_are_measured_on_request() {
     work();
     assert!(!scrape(&server).kinds.contains_key(latency));
     assert_eq!(ctl(&server, &["measure"]).1, "off\n");
-    // Turning it on twice changes nothing.
+    // A second `measure on` changes nothing.
     for _ in 0..2 {
         assert_eq!(ctl(&server, &["measure", "on"]).1, "on\n");
         assert_eq!(crate::control::ctl_json(&server, &["measure"])["on"], true);
@@ -313,7 +313,8 @@ fn the_tcp_endpoint_serves_only_metrics() {
     assert!(status == Some(2) && complaint.contains("--metrics"), "{status:?}: {complaint}");
 }
 
-/// A web page can give its own name the address of this machine (DNS rebinding).
+/// Other host names are refused, because a web page can make its own name resolve to this machine
+/// (DNS rebinding).
 #[test]
 fn the_tcp_endpoint_responds_only_to_requests_that_address_this_machine() {
     let arguments = ["--metrics", "127.0.0.1:0", "--metrics-host", "node1.example"];
@@ -335,12 +336,12 @@ fn the_tcp_endpoint_responds_only_to_requests_that_address_this_machine() {
     }
     assert_eq!(status(""), "400", "no host");
     assert_eq!(status("host: localhost\r\nhost: evil.example\r\n"), "400", "two hosts");
-    // The control socket has access control, so any host will do.
+    // The control socket has access control, so it accepts any host name.
     let control = server.directory().join("run/vm/control.sock");
     let (head, _) = get_of(UnixStream::connect(control).unwrap(), "/metrics", "host: x\r\n");
     assert!(head.starts_with("HTTP/1.1 200"), "{head}");
 
-    // Silent connections make room for a client that sends a request.
+    // A silent connection is closed to make room for a client that sends a request.
     let mut silent: Vec<_> = (0..16).map(|_| TcpStream::connect(address).unwrap()).collect();
     assert_eq!(of("localhost"), "200");
     let newest = silent.pop().unwrap();

@@ -71,7 +71,7 @@ fn suspended(replace: impl Fn(&Server)) {
     let mut guest = Guest::boot(connect(&server), 2, true);
     guest.work(20);
     let (memory, stream, moved) = guest.suspend(1);
-    // Commands wait in its queues.
+    // The queues of the suspended device have commands in flight.
     assert!(moved.in_flight > 0, "{moved:?}");
     server.wait_for_log("will not survive a crash of this server");
     let before = worker(&server);

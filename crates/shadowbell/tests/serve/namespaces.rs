@@ -85,7 +85,7 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     );
     assert_eq!(nsids(&server), [1, 3]);
 
-    // The file has grown.
+    // Resizing without a size uses that of the file, which has grown.
     assert_eq!(done(&server, &["disk", "resize", "vm.sock/1"])["bytes"], 4 << 20);
     std::fs::OpenOptions::new().write(true).open(first).unwrap().set_len(16 << 20).unwrap();
     assert_eq!(done(&server, &["disk", "resize", "vm.sock/1"])["bytes"], 16 << 20);
@@ -96,7 +96,7 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "on"])["read_only"], true);
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "off"])["read_only"], false);
 
-    // Another disk with the same UUID for the guest; the old disk is free then.
+    // The replacement has the same UUID for the guest; the old disk is free after that.
     let replaced = done(&server, &["disk", "replace", "vm.sock/3", "c.img", "--force"]);
     assert_eq!(replaced["bytes"], json!(8 << 20));
     assert!(replaced["source"].as_str().unwrap().ends_with("c.img"));
@@ -130,7 +130,7 @@ fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
         if again % 2 == 0 {
             kill(server, Signal::KILL);
         } else {
-            // The supervisor has not recorded this socket.
+            // The supervisor has not recorded vm9.sock, which was added at run time.
             let target = if again == 1 { "vm9.sock" } else { "vm0.sock" };
             let mut command = program();
             command.args(["upgrade", target]).current_dir(server.directory());

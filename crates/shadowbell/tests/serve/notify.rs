@@ -100,8 +100,8 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
             |printed: &str| printed == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 with a client";
         until("its client is seen", || seen(&manager.next_message()));
         assert!(seen(&manager.next_message()));
-        // Third watchdog message, each after half of the watchdog time: a busy machine is late, and
-        // never early.
+        // This is at least the third watchdog message. They are sent at intervals of half the
+        // watchdog time, on a busy machine later but never earlier.
         assert!(began.elapsed() >= watchdog, "{:?}", began.elapsed());
         drop(controller);
         assert!(server.stop().success());
@@ -110,7 +110,7 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
     // `WATCHDOG_PID` names another process, so no message is sent.
     let mut command = program();
     command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).env("WATCHDOG_PID", "1");
-    // Far less than the time in which no message must arrive.
+    // A watchdog time far below `QUIET`.
     let command = manager.of(command, Some(Duration::from_millis(10)));
     let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
@@ -122,7 +122,7 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
 #[test]
 fn a_hung_process_sends_no_watchdog_message() {
     let manager = Manager::new();
-    // Less than the time in which no message must arrive.
+    // A watchdog time below `QUIET`.
     let server = manager.serve(&[], Some(Duration::from_millis(400)));
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
     assert!(manager.next_message().starts_with("WATCHDOG=1"));
@@ -234,7 +234,7 @@ fn the_next_process_handles_a_missed_reload() {
     let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
     write_config(server.directory(), 2);
-    // A stopped process receives no message of its supervisor.
+    // A stopped process receives no message from its supervisor.
     let before = worker(&server);
     signal(before, Signal::STOP);
     server.signal(Signal::HUP);

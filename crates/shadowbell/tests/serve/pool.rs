@@ -225,8 +225,8 @@ fn blocks_are_marked_as_uncorrectable() {
     assert_eq!(guest.read(1, 5), Ok(1));
 }
 
-/// An upgrade waits for one step of the operation, and not for its end, which comes in the next
-/// process. The event log has its beginning and its end.
+/// An upgrade waits for one step of a sanitize operation, and the next process completes the
+/// operation. The event log has its start and its completion.
 #[test]
 fn a_sanitize_operation_continues_across_upgrades() {
     let mut server = start(tempfile::tempdir().unwrap(), &[]);
@@ -303,8 +303,8 @@ fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
     let (status, saved, errors) = ctl(&["save-config", "-"]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(saved.contains("pool?capacity=16") && saved.contains("disks = []"), "{saved}");
-    // The original file still equals the served configuration, whatever namespaces the guest has
-    // created since.
+    // The original file still equals the served configuration, although the guest has created
+    // namespaces.
     let (status, printed, errors) = ctl(&["apply", "vm.toml", "--dry-run"]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(printed.contains("0 changed, 1 unchanged"), "{printed}");

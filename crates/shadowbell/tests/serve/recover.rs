@@ -70,8 +70,8 @@ fn a_verifying_load_survives_twenty_kills() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
-/// Memory shared in many pieces is not part of each checkpoint. It is mapped after a crash, an
-/// upgrade and a crash after that, except for unmapped pieces.
+/// Memory shared in many pieces is not sent with each checkpoint. After a crash, an upgrade and
+/// another crash, all pieces are mapped that the client has not unmapped.
 #[test]
 fn memory_in_many_pieces_is_mapped_after_recovery() {
     let mut server = server(1, &[]);
@@ -109,7 +109,7 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Recovery after several signals, after an upgrade, and without a client.
+/// Recovery after a kill by each of several signals, after an upgrade, and without a client.
 #[test]
 fn recovery_works_after_any_signal_and_after_an_upgrade() {
     let mut server = server(1, &[]);
@@ -175,14 +175,14 @@ fn a_recovering_process_may_be_killed() {
         signal(before, Signal::KILL);
         until("the next one", || children(server.pid()).iter().any(|pid| *pid != before));
         let next = worker(&server);
-        // The kill may come at any moment before recovery.
+        // The kill comes at an arbitrary moment before recovery.
         std::thread::sleep(Duration::from_millis(wait));
         if log_count(&server, "has recovered the clients") == deaths && !has_ended(next) {
             signal(next, Signal::KILL);
         }
         until("the recovery", || log_count(&server, "has recovered the clients") > deaths);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8), "after {wait} ms");
-        // Pause so that the kills do not count as a crash loop.
+        // A pause, so that the kills are not a crash loop.
         std::thread::sleep(Duration::from_millis(60));
     }
     assert_no_loss(&server);
@@ -196,7 +196,7 @@ fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     let file = server.directory().join("vms.toml");
     let text = std::fs::read_to_string(&file).unwrap();
     std::fs::write(&file, text.replace("mem:16MiB", "mem:8MiB")).unwrap();
-    // The supervisor reads the file only on request.
+    // The supervisor reads the file only after SIGHUP.
     signal(server.pid(), Signal::HUP);
     server.wait_for_log("would lose the controller");
     let before = worker(&server);
@@ -298,7 +298,7 @@ fn a_client_with_unmappable_memory_is_dropped_alone() {
 /// upgrade.
 #[test]
 fn a_client_with_an_undecodable_state_is_dropped_alone() {
-    // The second process has other keys than the first one.
+    // Checkpoint items with the state of the second controller and of its socket.
     for item in ["controller/1", "port/1"] {
         for by_upgrade in [false, true] {
             let fault = format!("undecodable:{item}");
@@ -332,7 +332,7 @@ fn a_client_with_an_undecodable_state_is_dropped_alone() {
 #[test]
 fn a_client_whose_recovery_crashes_is_dropped_alone() {
     for waits in [false, true] {
-        // Items of sockets are decoded once the disks are open.
+        // The item of a socket, `port/1`, is decoded once the disks are open.
         let fault = if waits { "panic:port/1" } else { "panic:controller/1" };
         let mut server = server_with(3, &[], &[("SHADOWBELL_ITEM_FAULT", fault)]);
         let mut others = [0, 2].map(|n| Client::attach(&socket(&server, n)));
@@ -352,7 +352,7 @@ fn a_client_whose_recovery_crashes_is_dropped_alone() {
         );
         others.iter_mut().for_each(|other| assert_eq!(other.read(1, 0), 7));
         let log = server.stderr();
-        // The kill, and three crashes.
+        // One death by the kill, and three crashes during recovery.
         assert_eq!(log.matches("another process recovers its clients").count(), 4, "{log}");
         assert_eq!(log.matches("is disconnected: ").count(), 1, "{log}");
         assert!(!log.contains("have lost"), "{log}");
@@ -367,7 +367,7 @@ fn a_client_whose_recovery_crashes_is_dropped_alone() {
     }
 }
 
-/// A check that crashes the next process of an upgrade refuses it, and drops no client later.
+/// An upgrade is refused if its check crashes the next process, and no client is dropped later.
 #[test]
 fn a_check_that_crashes_refuses_the_upgrade() {
     let server = server_with(2, &[], &[("SHADOWBELL_ITEM_FAULT", "panic:controller/1")]);
@@ -417,7 +417,8 @@ fn a_controller_with_a_locked_image_waits_alone() {
             client.write(1, 0, 7);
             client.write(2, 0, 8);
         }
-        // Sharing memory is a message, which would wait for the controller as well.
+        // Sharing memory is a message, which would wait for the controller as well, so it is shared
+        // here.
         let pool = clients[1].parts().1.buffers(1, 4096).unwrap();
         let thief = Thief::of(server.directory().join("1.img"));
         let words = "process: vm1.sock, commands in flight";
@@ -425,8 +426,8 @@ fn a_controller_with_a_locked_image_waits_alone() {
         let mut output = String::new();
         // On a busy machine the next process may be faster than the thief.
         until("the lock of the thief", || {
-            // The thief sleeps in the kernel until the lock is released, and no process dies so
-            // soon that it is a crash loop.
+            // In this time, the thief starts to wait for the lock in the kernel. It is also long
+            // enough that the deaths are not a crash loop.
             std::thread::sleep(Duration::from_millis(100));
             if by_upgrade {
                 let (status, text, errors) = upgrade(&target, None);
@@ -457,7 +458,7 @@ fn a_controller_with_a_locked_image_waits_alone() {
             states.filter(|one| one["state"] == "waiting").count() == 1
         });
         assert_eq!(ctl_json(&server, &["status"])["waiting"], 1);
-        // The process has served for a while, so this is no crash loop.
+        // The process serves for a while, so that its death is not part of a crash loop.
         std::thread::sleep(Duration::from_millis(80));
         kill(&server, Signal::KILL);
         others_continue();
@@ -536,8 +537,7 @@ fn each_request_is_answered_once_across_kills() {
             })
             .collect();
         for n in 0..40 {
-            // The kill may come at any moment, but no process may die so soon that it is a crash
-            // loop.
+            // An arbitrary time, long enough that the kills are not a crash loop.
             std::thread::sleep(Duration::from_millis(60 + n % 7));
             if peers.iter().any(std::thread::ScopedJoinHandle::is_finished) {
                 break;

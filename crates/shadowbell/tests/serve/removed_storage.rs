@@ -1,5 +1,5 @@
-//! Storage that is removed under a guest in mid-I/O and returns: a FUSE file system whose
-//! daemon is killed. And exhausted memory.
+//! Storage that is removed under a guest in mid-I/O and returns: a FUSE file system whose daemon is
+//! killed. Also, a memory disk that exhausts memory.
 
 use crate::control::ctl;
 use crate::disk_recovery::is_consistent;

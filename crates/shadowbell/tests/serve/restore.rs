@@ -82,8 +82,9 @@ fn calls(queues: u16) -> Option<usize> {
     Some(calls)
 }
 
-/// A queue costs the next process few system calls before it continues: its eventfd is received
-/// and checked. Interrupt signalling costs as many again, and comes afterwards.
+/// Before the next process continues the controllers, it makes few system calls per queue, to
+/// receive and check its eventfd. It sets up interrupts, which takes as many calls, only after
+/// that.
 #[test]
 fn recovery_of_a_queue_takes_few_system_calls() {
     let (Some(one), Some(many)) = (calls(1), calls(64)) else {
@@ -93,8 +94,8 @@ fn recovery_of_a_queue_takes_few_system_calls() {
     assert!(many.saturating_sub(one) <= 63 * MOST_CALLS, "{one} with one queue, {many} with 64");
 }
 
-/// Limit per queue. The next process needs 5 calls, and would need 12 if it set up interrupts
-/// before the message.
+/// Largest number of system calls per queue. The next process needs 5, and would need 12 if it set
+/// up interrupts before it reports [`TAKEN`].
 const MOST_CALLS: usize = 7;
 
 /// Measurement: `cargo test -p shadowbell --test serve restore:: -- --ignored --nocapture`.
@@ -103,7 +104,7 @@ const MOST_CALLS: usize = 7;
 fn recovery_time_with_64_queues() {
     let (server, client, mut pairs) = serving(64);
     for _ in 0..20 {
-        // The process has served for a while, so this is no crash loop.
+        // The process serves for a while, so that its death is not part of a crash loop.
         std::thread::sleep(std::time::Duration::from_millis(100));
         kill(&server, Signal::KILL);
         use_each(&client, &mut pairs);

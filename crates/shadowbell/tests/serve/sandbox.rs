@@ -39,7 +39,7 @@ fn a_forbidden_system_call_ends_the_process() {
         assert!(errors.contains(&line) && errors.contains("SIGSYS"), "{call}: {errors}");
         assert!(!errors.contains("attempt"), "{errors}");
     }
-    // The supervisor reports the system call, too; without a sandbox it is allowed.
+    // The supervisor reports a death by a forbidden system call.
     let mut command = program();
     command.args(["serve", "null:1MiB", "--socket"]);
     command.arg(directory.path().join("vm.sock")).args(["--attempt", "socket"]);
@@ -112,7 +112,8 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     let replace = ["disk", "replace", "vm.sock/2", &path("b.img"), "--force"];
     let (status, _, errors) = ctl(&server, &replace);
     assert_eq!(status, Some(0), "{errors}");
-    // Clients of the control socket cannot open paths outside of the allowed directories.
+    // Clients of the control socket cannot make the server open paths outside of the allowed
+    // directories.
     let namespace = |nsid: u32| {
         let id = server.socket().to_str().unwrap().replace('/', "%2F");
         format!("/v1/controllers/{id}/namespaces/{nsid}")
@@ -165,8 +166,8 @@ fn backing_files_need_a_grant() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// The supervisor reads the configuration file, and only on request. What lies below allowed
-/// directories can be added by each client of the control socket.
+/// The supervisor reads the allowed paths from the configuration file, and only on request. Each
+/// client of the control socket may add disks in allowed directories.
 #[test]
 fn allowed_paths_of_the_configuration_file_are_read_on_request() {
     let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -186,7 +187,7 @@ fn allowed_paths_of_the_configuration_file_are_read_on_request() {
     let put = || http_request(&server, &request("PUT", &add, &wanted));
     let allowed = format!("[paths]\nallow = [{:?}]\n", elsewhere.path());
     std::fs::write(server.directory().join("vm.toml"), config(&allowed)).unwrap();
-    // A crash is no request: the next process has the configuration of the previous one.
+    // A crash does not reload the file: the next process has the configuration of the previous one.
     let before = worker(&server);
     signal(before, Signal::KILL);
     let pid = || {
@@ -258,7 +259,7 @@ fn limits_refused(disks: u32, options: &str, limits: &[u32]) -> Vec<u32> {
     refused
 }
 
-/// Each disk type makes its own system calls.
+/// Disks of every type work in the sandbox, though each type makes its own system calls.
 #[test]
 fn every_kind_of_disk_works() {
     let directory = tempfile::tempdir().unwrap();
@@ -397,7 +398,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
         rest.split_once(" system calls").unwrap().0.parse::<u32>().unwrap()
     };
     let for_tests = if cfg!(feature = "faults") { 2 } else { 0 };
-    // The log is written by a thread of its own.
+    // A separate thread writes the log, so the line appears with a delay.
     server.wait_for_log("sandbox on: ");
     assert!(has(&server.stderr()) - for_tests <= 62, "{}", server.stderr());
     let at = |name: &str| server.directory().join(name);

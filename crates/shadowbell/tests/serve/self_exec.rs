@@ -55,8 +55,8 @@ fn copy_program(server: &Server, name: &str) -> PathBuf {
     path.canonicalize().unwrap()
 }
 
-/// Another program: runs `script` if it is started to check its compatibility with the state, and
-/// otherwise the program under test.
+/// Another program: runs `script` if it is started to check its compatibility with the supervisor's
+/// state, and the program under test otherwise.
 fn wrapper(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("wrapper");
     let program = env!("CARGO_BIN_EXE_shadowbell");
@@ -83,7 +83,7 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
     client.write(2, 0, 2);
     let loads = [(0, 1), (1, 2), (3, 1)];
     let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
-    // All of their descriptors have arrived then.
+    // At these log lines, the supervisor has received all descriptors of the loads.
     until("the loads' queues", || {
         server.stderr().matches("the guest has 1 I/O queue").count() >= 4
     });
@@ -97,7 +97,7 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         assert!(server.is_alive(), "the supervisor is the same process");
         // The server process is still a child of the supervisor, which can recover after its death.
         if n % 5 == 4 {
-            // The process has served for a while, so this is no crash loop.
+            // The process serves for a while, so that its death is not part of a crash loop.
             std::thread::sleep(Duration::from_millis(80));
             kill(&server, Signal::KILL);
         }
@@ -109,7 +109,7 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         let most: &Vec<_> = before.get_or_insert_with(|| stable_descriptors(&server));
         until("no more descriptors than before", || descriptors(&server).len() <= most.len());
     }
-    // Including the thread that closes descriptors of clients.
+    // One of the threads closes descriptors of clients.
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
     assert_eq!(threads, 4);
     loads.into_iter().for_each(Load::assert_no_loss);
@@ -127,7 +127,7 @@ fn images_can_be_opened_after_the_supervisors_change() {
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 1);
     upgrade_to(&server, &copy_program(&server, "one"));
-    // The image is opened by the server process from before the change, and by the next ones.
+    // Both the server process from before the change and the next ones can open the image.
     let image = crate::harness::image(server.directory(), "later.img", 1 << 20);
     let add = |nsid: &str| {
         let add = ["namespace", "attach", "vm0.sock", nsid, image.to_str().unwrap()];
@@ -175,7 +175,7 @@ fn a_program_that_cannot_continue_is_not_executed() {
         kill(&server, Signal::KILL);
         assert_eq!(client.read(1, 0), 7, "{script}");
     }
-    // Signals reach it as before.
+    // Signals reach the supervisor as before.
     server.signal(Signal::USR1);
     drop(client);
     assert!(server.stop().success(), "{}", server.stderr());
@@ -203,7 +203,7 @@ fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
             until("the old one's end", || {
                 !children(server.pid()).contains(&before) || upgrading.is_finished()
             });
-            // The kill may come at any moment.
+            // The kill comes at an arbitrary moment.
             std::thread::sleep(Duration::from_millis(2 * n));
             if let Some(next) = next
                 && children(server.pid()).contains(&next)
@@ -214,7 +214,7 @@ fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
             let _ = upgrading.join().unwrap();
         });
         assert_eq!(client.read(1, 0), n as u8);
-        // The process has served for a while, so this is no crash loop.
+        // The process serves for a while, so that its death is not part of a crash loop.
         std::thread::sleep(Duration::from_millis(80));
         kill(&server, Signal::KILL);
     }

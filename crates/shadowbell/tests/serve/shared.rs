@@ -29,7 +29,7 @@ fn serve(directory: tempfile::TempDir) -> Server {
     serve_config(directory, CONFIG)
 }
 
-/// Serves a configuration of this pair.
+/// Serves `config`, with two controllers.
 pub(crate) fn serve_config(directory: tempfile::TempDir, config: &str) -> Server {
     std::fs::write(directory.path().join("pair.toml"), config).unwrap();
     let mut command = program();
@@ -141,7 +141,7 @@ fn an_invalid_reservations_file_is_refused() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Reservation command with two keys.
+/// Reservation commands.
 impl Client {
     fn reserve(&mut self, opcode: u8, nsid: u32, cdw10: u32, keys: (u64, u64)) -> Status {
         let mut data = keys.0.to_le_bytes().to_vec();

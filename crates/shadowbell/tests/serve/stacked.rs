@@ -92,9 +92,9 @@ fn a_dead_lower_controller_gives_the_guest_an_error() {
     server.stop();
 }
 
-/// A hung SSD blocks the I/O thread that serves its disks, for ten seconds each time. It gets a
-/// thread of its own, so that no other controller waits, unless the configuration says
-/// otherwise.
+/// A controller with a disk on an SSD gets an I/O thread of its own, unless the configuration names
+/// one: a hung SSD blocks that thread for ten seconds at a time, and other controllers must not
+/// wait.
 #[test]
 fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
     let (below, other_below) = (ssd("mem:1MiB"), ssd("mem:1MiB"));

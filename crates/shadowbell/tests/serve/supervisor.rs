@@ -177,7 +177,7 @@ fn a_supervisor_is_small_and_idle() {
     // One thread handles requests for images, and one for sockets. After an upgrade, one closes
     // descriptors.
     assert!((3..=4).contains(&threads), "{threads}");
-    // Tests that look for another supervisor send requests to this one, too.
+    // Other tests that look for a supervisor send requests to this one, too, and wake it.
     until("a second without a wakeup", || {
         let before = status("voluntary_ctxt_switches");
         // Time in which a thread with a timer, or one that polls, would wake up.

@@ -147,7 +147,7 @@ fn a_time_line_shows_commands_doorbells_sleeps_and_interrupts() {
         assert_eq!(trace(&file, &["--perfetto", "-"]), text);
         let time_line = read(&text);
         let what = format!("{disk}, {doorbells}");
-        // Every command is there, from its submission to its completion.
+        // Each command is shown from its submission to its completion.
         assert_eq!(time_line.count("X", "SQ 1", "1 command submitted"), 20, "{what}");
         assert_eq!(time_line.count("X", "CQ 1", "1 command completed"), 20, "{what}");
         assert_eq!(time_line.count("s", "SQ 1", "Read "), 20, "{what}");
@@ -233,8 +233,8 @@ fn json_lines_have_all_records() {
     assert!(of("command-seen").iter().all(read));
     assert!(of("completion-posted").iter().all(|line| line["status"] == 0 && line["cq"] == 1));
     assert!(lines.iter().all(|line| line["time_ns"].is_u64()));
-    // The admin queue: a completion read at the same moment as Identify Controller is that of an
-    // earlier command.
+    // In the admin queue, Identify Controller has a completion with its command identifier, which
+    // is not earlier than the command.
     let commands = part("command-seen", true);
     let identify = commands.iter().find(|line| line["opcode"] == 6).unwrap();
     let posted = part("completion-posted", true);
@@ -280,7 +280,7 @@ fn tracing_is_turned_on_and_off_at_run_time() {
     assert!(errors.contains("there is no doorbell trace"), "{errors}");
     assert!(!file.exists());
     work(&server);
-    // Turning it on twice changes nothing.
+    // Turning the trace on twice changes nothing.
     for records in ["2048", "4096"] {
         let on = ctl_json(&server, &["trace", "on", "--records", records]);
         assert_eq!((&on["on"], &on["records"]), (&json!(true), &json!(2048)), "{on}");
@@ -291,7 +291,7 @@ fn tracing_is_turned_on_and_off_at_run_time() {
     assert_eq!(save(), 40);
     let (_, printed, _) = ctl(&server, &["trace"]);
     assert!(printed.starts_with("on: the last 2048 records per I/O thread"), "{printed}");
-    // Turning it off keeps the records.
+    // Turning the trace off keeps the records.
     for _ in 0..2 {
         assert_eq!(ctl_json(&server, &["trace", "off"])["on"], false);
     }

@@ -58,7 +58,7 @@ pub(crate) fn socket(server: &Server, controller: usize) -> PathBuf {
     server.directory().join(format!("vm{controller}.sock"))
 }
 
-/// `shadowbell verify` in a process of its own, until it is ended.
+/// `shadowbell verify` in a process of its own, which runs until the test ends it.
 pub(crate) struct Load(ProcessGroup);
 
 impl Load {
@@ -107,7 +107,7 @@ impl Load {
 pub(crate) struct Client {
     controller: Controller,
     queue: QueuePair,
-    /// Additional memory, each pool shared by itself.
+    /// Additional buffer pools, each shared with the server by a message of its own.
     shared: Vec<BufferPool>,
 }
 
@@ -276,7 +276,7 @@ fn fake_worker() {
         "hangs" => loop {
             std::thread::park();
         },
-        // Time for the checkpoint to arrive, usually.
+        // Usually enough time for the checkpoint to arrive.
         _ => std::thread::sleep(Duration::from_millis(100)),
     }
     std::process::abort();
@@ -382,7 +382,7 @@ fn sigterm_during_an_upgrade_ends_the_server() {
         let mut client = Client::attach(&socket(&server, 0));
         client.write(1, 0, 1);
         server.signal(Signal::USR2);
-        // The signal may come at any moment of the upgrade.
+        // The signal comes at an arbitrary moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         let all = children(server.pid());
         server.signal(Signal::TERM);
@@ -401,7 +401,7 @@ fn a_supervisor_killed_during_an_upgrade_leaves_no_process() {
     for wait in [0, 10, 30, 60] {
         let mut server = server(2, &[]);
         server.signal(Signal::USR2);
-        // The kill may come at any moment of the upgrade.
+        // The kill comes at an arbitrary moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         let all = children(server.pid());
         server.signal(Signal::KILL);
@@ -416,13 +416,13 @@ fn a_server_process_killed_during_an_upgrade_is_restarted() {
         let mut server = server(2, &[]);
         let before = worker(&server);
         server.signal(Signal::USR2);
-        // The kill may come at any moment of the upgrade.
+        // The kill comes at an arbitrary moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         if !has_ended(before) {
             signal(before, Signal::KILL);
         }
-        // A process that was about to take over at the death has the sockets for a moment, and
-        // ends.
+        // A next process that was about to take over when the old one died has the sockets for a
+        // moment, and then ends.
         until("one worker that stays", || {
             let worker = |all: &[u32]| all.len() == 1 && all != [before];
             let serves = || {

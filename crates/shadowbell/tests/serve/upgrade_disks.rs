@@ -58,7 +58,7 @@ fn a_server_with_a_stacked_disk_is_upgraded_under_load() {
     replaced(&mut supervisor(&format!("vfio-user:{}/1", below.socket().display())));
 }
 
-/// A new program that starts well and cannot recover.
+/// If a new program starts but cannot recover, the old program continues.
 #[test]
 fn the_old_program_continues_if_the_new_one_cannot_recover() {
     let directory = tempfile::tempdir().unwrap();
