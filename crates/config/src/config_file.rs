@@ -357,8 +357,8 @@ impl Check<'_> {
                 }
             }
             let served = SocketConfig { id, socket, controller, worker, origin };
-            // Controllers without an id are identified by their sockets, which are compared
-            // below.
+            // Ids must be unique. Controllers without an id are identified by their sockets, which
+            // are compared below.
             if let Some(id) = &served.id
                 && let Some(first) = ids.insert(id.clone(), line)
             {

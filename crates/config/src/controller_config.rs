@@ -282,7 +282,7 @@ impl<'a> Uuids<'a> {
     fn of(&mut self, disk: &dyn Disk, given: Option<[u8; 16]>) -> [u8; 16] {
         let uuid = given.unwrap_or_else(|| {
             let name = identity(disk);
-            // Memory has no name of its own.
+            // The name of a memory disk is not unique, so the serial number is added.
             let is_memory = name.starts_with("mem:") || name.starts_with("null:");
             let name = if is_memory { format!("{}/{name}", self.serial) } else { name };
             // Several disks in memory may have the same name. Their position then distinguishes
@@ -316,7 +316,8 @@ pub(crate) fn check_model(model: &str) -> Result<(), String> {
     check_text(&Config { model: model.to_owned(), ..Config::default() })
 }
 
-/// Reports an invalid text field of a configuration. Its namespaces are not complete yet.
+/// Reports an invalid text field of a configuration, which has no namespaces yet. Other errors are
+/// ignored.
 fn check_text(config: &Config) -> Result<(), String> {
     match config.validate() {
         Err(error @ ConfigError::Text { .. }) => Err(error.to_string()),
@@ -412,7 +413,7 @@ mod tests {
         assert_eq!(DiskConfig::of("x?uuid=7").disk, "x?uuid=7");
     }
 
-    /// Another socket or serial number does not make another disk of a file.
+    /// The UUID of a file does not depend on the controller's socket or serial number.
     #[test]
     fn the_uuid_belongs_to_the_disk() {
         let directory = tempfile::tempdir().unwrap();

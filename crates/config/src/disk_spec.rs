@@ -13,7 +13,7 @@ pub enum DiskSpecError {
     /// A disk cannot be opened.
     #[error(transparent)]
     Disk(#[from] shadowbell_disk::OpenError),
-    /// A disk cannot be opened, for a reason that only its kind has.
+    /// A disk cannot be opened, for a reason specific to its kind.
     #[error("{error}")]
     Kind {
         /// Reason, with an exit status.
@@ -83,8 +83,8 @@ pub fn take_option(spec: &str, name: &str) -> (String, Option<String>) {
     (rest, Some(value.to_owned()))
 }
 
-/// Returns `spec` with another size, if it contains a size. The size of a file is determined when
-/// the file is opened.
+/// Returns `spec` with the size `bytes` if it contains a size, as that of a memory disk does. The
+/// size of a file is determined when the file is opened.
 #[must_use]
 pub fn with_size(spec: &str, bytes: u64) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
@@ -135,8 +135,8 @@ pub fn scheme(spec: &str) -> Option<&str> {
 #[must_use]
 pub fn with_absolute_paths(spec: &str) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
-    // This disk has a scheme, so it is not a bare path. The path after `file:` is percent-encoded
-    // and is left unchanged.
+    // A specification with a scheme is not a bare path. The path after `file:` is percent-encoded,
+    // so it is left unchanged.
     if scheme(disk).is_some() {
         return spec.to_owned();
     }

@@ -29,7 +29,7 @@ pub struct ExportConfig {
     /// FUSE: process that has mounted the file.
     #[serde(default, skip_serializing_if = "Mounted::is_by_client")]
     pub mounted: Mounted,
-    /// FUSE: user and group of the file. The default is that of the process.
+    /// FUSE: user and group of the file. The defaults are those of the process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<(u32, u32)>,
     /// ublk: device.
@@ -68,7 +68,7 @@ pub enum Mounted {
     /// `ctl`, which passed the descriptor of `/dev/fuse`.
     #[default]
     ByClient,
-    /// The server, which unmounts it at its end.
+    /// The server, which unmounts the file when it ends.
     ByServer {
         /// True if the file was created for the mount.
         created: bool,
@@ -166,7 +166,7 @@ impl ExportConfig {
         Self { nbd, vhost_user_blk, fuse, tls_certificates, ..self.clone() }
     }
 
-    /// True if both are the same export.
+    /// True if both configurations describe the same export.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.with_absolute_paths() == other.with_absolute_paths()

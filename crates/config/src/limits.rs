@@ -128,7 +128,7 @@ impl DiskLimits {
     }
 }
 
-/// Text for users: `iops=1000, as db`.
+/// Text for users: `iops=1000, as db`, where `db` is a limit group.
 impl fmt::Display for DiskLimits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.group {

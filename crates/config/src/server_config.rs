@@ -37,7 +37,7 @@ pub struct ServerConfig {
     pub pool: PoolOptions,
     /// File of the doorbell trace, and the number of records per I/O thread.
     pub trace: Option<(PathBuf, u32)>,
-    /// Latency measurement by namespace.
+    /// True if latency is measured by namespace.
     pub measure: bool,
     /// Name and path of the control socket.
     pub control: SocketPath,
@@ -92,8 +92,8 @@ impl SocketConfig {
         self.id.clone().unwrap_or_else(|| self.canonical_socket())
     }
 
-    /// Absolute path of the socket. If a directory is configured, it is the path of the socket in
-    /// that directory.
+    /// Absolute path of the socket. If a directory is configured, it is the path of the socket
+    /// `cntrl` in that directory.
     #[must_use]
     pub fn canonical_socket(&self) -> String {
         canonical_path(&self.absolute_socket()).to_string_lossy().into_owned()
@@ -214,8 +214,8 @@ impl ServerConfig {
         named.chain(of_controllers.map(|disk| &disk.disk[..]))
     }
 
-    /// Paths of the images of all disks, each with true if the image is only read, as all of a
-    /// read-only controller are.
+    /// Paths of the images of all disks, each with true if the image is only read: by its own
+    /// option, or because its controller is read-only.
     pub fn images(&self) -> impl Iterator<Item = (PathBuf, bool)> {
         let named = self.disks.iter().filter_map(|disk| disk_spec::image(&disk.spec));
         let of_controllers = self.controllers.iter().flat_map(|served| {

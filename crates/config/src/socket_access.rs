@@ -46,7 +46,7 @@ pub fn parse_group(text: &str) -> Result<u32, String> {
     })
 }
 
-/// Sets the access of sockets that are created from now on.
+/// Sets the access of sockets that this process creates after the call.
 pub fn set(access: &SocketAccess) {
     let _ = ACCESS.set(access.clone());
 }

@@ -55,7 +55,7 @@ pub fn socket(directory: &Path, name: &str) -> PathBuf {
     directory.join(name).join(SOCKET)
 }
 
-/// Name of a server whose default name is in use by another one.
+/// Name of a server whose default name another server uses: the default name and the process ID.
 pub fn name_for(name: &str, pid: u32) -> String {
     format!("{name}.{pid}")
 }

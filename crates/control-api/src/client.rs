@@ -57,7 +57,7 @@ fn has_no_response(error: &anyhow::Error) -> bool {
     })
 }
 
-/// Request path with the query that `--force` stands for.
+/// Request path, with the query `force=true` if `force` is set.
 pub fn forced(path: &str, force: bool) -> String {
     format!("{path}{}", if force { "?force=true" } else { "" })
 }
@@ -181,8 +181,8 @@ impl Client {
                 let mut tries = 0;
                 loop {
                     let answer = self.request_once(method, path, body.clone(), take).await;
-                    // A server process that dies or is replaced may not respond. Repeating a GET is
-                    // safe in any case.
+                    // A server process that dies or is replaced may not respond. Only a GET is
+                    // repeated, which is safe in any case.
                     let is_unserved = match &answer {
                         Ok((status, _)) => *status == StatusCode::SERVICE_UNAVAILABLE,
                         Err(error) => has_no_response(error),

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 /// Server that `wanted` names: by its name, its process ID or that of its supervisor, its control
 /// socket, or the socket of one of its controllers. Without `wanted`, the only running server. A
-/// name precedes a file of that name in the working directory.
+/// name takes precedence over a file of that name in the working directory.
 ///
 /// # Errors
 /// No server is found, or several are.
@@ -44,7 +44,7 @@ fn at(path: &Path) -> Client {
     owner(path).map_or_else(|| Client::new(path), |(client, _)| client)
 }
 
-/// Server in this process, or with this supervisor.
+/// Server whose server process or supervisor has this process ID.
 fn with_process(directory: &Path, pid: &str) -> Option<Client> {
     let pid: u32 = pid.parse().ok()?;
     let clients = running(directory).into_iter().map(|(_, socket)| Client::new(&socket));

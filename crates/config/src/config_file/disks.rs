@@ -20,7 +20,7 @@ pub(super) struct NamedDiskTable {
     /// Options of the layers around the disk: metadata or zones.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     layers: BTreeMap<String, OptionValue>,
-    /// Rate limits; `group` is the limit group.
+    /// Rate limits by name; the key `group` has the limit group.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     limits: BTreeMap<String, OptionValue>,
 }
@@ -45,7 +45,7 @@ impl OptionValue {
 }
 
 impl NamedDiskTable {
-    /// Table of a disk, whose source contains the options.
+    /// Table of a disk; its `source` contains all options.
     pub(super) fn of(disk: &NamedDisk) -> Self {
         let source = crate::disk_spec::with_absolute_paths(&disk.spec);
         let (options, layers, limits) = Default::default();

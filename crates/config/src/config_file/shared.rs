@@ -74,7 +74,7 @@ impl Subsystems {
         Self(all)
     }
 
-    /// Adds a controller to a subsystem and returns its properties there.
+    /// Adds a controller to a subsystem and returns its membership.
     ///
     /// # Errors
     /// The controller does not fit the subsystem.

@@ -46,8 +46,8 @@ impl Settings {
         }
     }
 
-    /// True if a reload of these settings needs no restart. Further allowed directories take
-    /// effect at once.
+    /// True if these settings are in effect with the current settings `now`. Allowed directories
+    /// may differ, because they take effect at once; other changes need a restart.
     pub fn are_in_effect(&self, now: &Self) -> bool {
         Self { allow: now.allow.clone(), ..self.clone() } == *now
     }

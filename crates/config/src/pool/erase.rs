@@ -32,14 +32,14 @@ impl Pace {
         Self { rate, began: Instant::now(), written: 0 }
     }
 
-    /// Time to wait, `elapsed` after the start.
+    /// Time to wait before the next write, `elapsed` after the start.
     fn wait(&self, elapsed: Duration) -> Duration {
         let nanoseconds = u128::from(self.written) * 1_000_000_000 / u128::from(self.rate.max(1));
         let due = Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX));
         due.saturating_sub(elapsed)
     }
 
-    /// Counts `bytes`. Returns true if the cached ones have to be written to the storage.
+    /// Counts `bytes` as written. Returns true if the page cache has to be flushed.
     fn count(&mut self, bytes: u64) -> bool {
         let before = self.written;
         self.written += bytes;
@@ -164,9 +164,9 @@ mod tests {
         pace.written = 50 << 20;
         // Computed times: the test itself does not wait.
         assert_eq!(pace.wait(Duration::ZERO), Duration::from_millis(500));
-        // Likewise computed.
+        // The times are computed: the test itself does not wait.
         assert_eq!(pace.wait(Duration::from_millis(400)), Duration::from_millis(100));
-        // Slow storage: there is no burst later, but no wait either.
+        // If the storage is slower than the rate, there is no wait.
         assert_eq!(pace.wait(Duration::from_secs(9)), Duration::ZERO);
         pace.written = u64::MAX;
         assert!(pace.wait(Duration::ZERO) > Duration::from_secs(86_400));

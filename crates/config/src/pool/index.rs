@@ -34,7 +34,7 @@ pub struct Index {
     /// Namespace that is being formatted, and its new block size.
     #[serde(default)]
     pub formatting: Option<(u32, u32)>,
-    /// New metadata format of that namespace.
+    /// New metadata format of the namespace that is being formatted.
     #[serde(default)]
     pub formatting_metadata: Option<MetadataFormat>,
     /// Most recent sanitize operation.
@@ -126,7 +126,7 @@ impl Index {
     }
 
     /// State of the pool for the controller. `parts` is the progress of a sanitize operation in
-    /// this process. The reported progress is never below the stored one.
+    /// this process, in 65536ths. The reported progress is never below the stored one.
     pub fn state(&self, capacity: u64, parts: u16) -> PoolState {
         let namespace = |entry: &Entry| PoolNamespace {
             nsid: entry.nsid,
@@ -206,8 +206,8 @@ pub(super) fn read(file: &File) -> io::Result<(u64, Index)> {
 /// Writes the state with sequence number `number` to stable storage.
 ///
 /// # Errors
-/// Errors of the file system. After an error, either of the two states may be the newest valid one,
-/// until the file is read again.
+/// Errors of the file system. After an error, either the old or the new state may be the newest
+/// valid one, until the file is read again.
 pub(super) fn write(file: &File, number: u64, index: &Index) -> io::Result<()> {
     SLOTS.write(file, number % 2, number, &serde_json::to_vec(index)?)
 }
@@ -241,7 +241,7 @@ mod tests {
         // A slot has room for a state with the maximum number of namespaces.
         write(&file, 6, &index(MAX_NAMESPACES)).unwrap();
         assert_eq!(read(&file).unwrap().0, 6);
-        // A torn write damages the newest state.
+        // After a torn write of the newest state, the older one is read.
         for at in [0, 20, 30, 39, 100, 5000] {
             write(&file, 6, &index(MAX_NAMESPACES)).unwrap();
             let mut byte = [0];

@@ -12,7 +12,7 @@
 //! | `erase` | erasure of files |
 //!
 //! The disks of a pool are in `pool_disks.rs`; requests of hosts are executed in
-//! `serve/namespace_requests.rs`.
+//! `crates/server/src/namespace_requests.rs`.
 
 pub mod erase;
 pub mod index;
@@ -97,8 +97,8 @@ impl HostPool {
         self.open_index.lock().index.clone()
     }
 
-    /// Reads the index again. Another process may have changed it, as long as that process has the
-    /// lock.
+    /// Reads the index again, unless this process has the lock: only the process with the lock
+    /// changes the index.
     pub fn refresh(&self) -> io::Result<()> {
         let mut open_index = self.open_index.lock();
         if open_index.file.is_none() {
