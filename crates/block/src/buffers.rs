@@ -137,13 +137,13 @@ impl Buffer {
         self.bytes().and_then(|bytes| bytes.read_into(offset, into)).is_some()
     }
 
-    /// Sets every byte.
+    /// Sets every byte of the buffer to `byte`.
     pub fn fill(&mut self, byte: u8) {
         let len = self.len();
         let _ = self.bytes().and_then(|bytes| bytes.fill(0, len, byte));
     }
 
-    /// Copies the first `len` bytes.
+    /// Returns a copy of the first `len` bytes.
     #[must_use]
     pub fn to_vec(&self, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];

@@ -280,7 +280,8 @@ impl Engine {
         drop(ended);
     }
 
-    /// Commits the submitted requests and takes completions. Returns true if there were any.
+    /// Commits the submitted requests and takes completions. Returns true if there were
+    /// completions.
     pub(crate) fn turn(&self) -> bool {
         if self.pending.get() == 0 && !self.must_look.get() {
             return false;

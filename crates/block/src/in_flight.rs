@@ -14,8 +14,8 @@ use std::task::{Context, Poll};
 const RETRIES: u8 = 3;
 
 /// True if a retry may succeed after a request failed with this NVMe status. The device must not
-/// have set Do Not Retry, and the status must not mean that the command itself is invalid. Base
-/// 2.1, 4.2.3.
+/// have set Do Not Retry, and the status must not mean that the command itself is invalid (Base
+/// 2.1, 4.2.3).
 fn may_succeed(status: Status) -> bool {
     const PATH: u8 = 3;
     // If the ANA state makes the namespace inaccessible through this controller, a retry fails as

@@ -27,8 +27,8 @@ pub struct BlockOptions {
 }
 
 impl Default for BlockOptions {
-    /// 32 buffers of 256 KiB per queue, at most eight of them for one operation; one queue, no
-    /// polling, a timeout of 30 seconds.
+    /// Default options: 32 buffers of 256 KiB per queue, at most eight of them for one operation;
+    /// one queue, no polling, a timeout of 30 seconds.
     fn default() -> Self {
         Self {
             chunk_bytes: 256 << 10,

@@ -94,7 +94,7 @@ impl BlockQueue {
     }
 
     /// Passes the submitted requests to the disk and takes completions. Returns true if there were
-    /// any.
+    /// completions.
     pub fn turn(&self) -> bool {
         self.engine().turn()
     }
@@ -133,7 +133,8 @@ impl BlockQueue {
         self.engine().sleep_limit()
     }
 
-    /// Must be called after the thread has slept on the descriptors of [`watch`](Self::watch).
+    /// Processes the end of a sleep. Must be called after the thread has slept on the descriptors
+    /// of [`watch`](Self::watch).
     pub fn after_sleep(&self) {
         self.engine().after_sleep();
     }

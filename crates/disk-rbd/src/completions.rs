@@ -35,13 +35,14 @@ impl Completions {
     /// Adds the completion of a call. Ceph's threads call this.
     pub(crate) fn push(&self, result: CallResult) {
         let id = result.id;
-        // The order matters: if the call becomes an orphan after this check, the owner of the queue
-        // finds its completion, and ends the orphan.
+        // The completion is added before the check for an orphan. If the call becomes an orphan
+        // after the check, the owner of the queue finds the completion, and ends the orphan.
         self.queue.push(result);
         self.ended(id);
     }
 
-    /// Makes a call that writes this range an orphan. Returns false if the disk has too many.
+    /// Makes a call that writes this range an orphan. Returns false if the disk has too many
+    /// orphans.
     pub(crate) fn adopt(&self, id: u64, offset: u64, len: u64) -> bool {
         let Some(orphan) = self.disk.adopt(offset, len) else { return false };
         self.orphans.lock().insert(id, orphan);

@@ -73,7 +73,7 @@ impl RbdDisk {
         state.get(KEY).is_some()
     }
 
-    /// Opens the image. Before that, the cluster has to block the clients `dead`.
+    /// Opens the image, after the cluster has blocked the clients `dead`.
     fn open_excluding(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
@@ -99,7 +99,7 @@ impl RbdDisk {
         }
         let mut info = DiskInfo::new(block_size, blocks);
         info.read_only = spec.read_only;
-        // librbd has a cache in this process.
+        // librbd may cache writes in this process.
         info.volatile_cache = !info.read_only;
         info.discard = !info.read_only;
         let unit = image.stripe_unit();

@@ -21,7 +21,7 @@ struct OpenImages {
 static OPEN_IMAGES: Mutex<OpenImages> = Mutex::new(OpenImages { open: 0, closing: 0 });
 static CHANGED: Condvar = Condvar::new();
 
-/// Entry of one image in the counts. Dropping it means that the image is closed.
+/// Entry of one image in the counts. Dropping the value records that the image is closed.
 pub(crate) struct Counted {
     is_closing: bool,
 }

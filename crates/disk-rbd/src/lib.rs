@@ -17,14 +17,14 @@
 //! when an image is opened. All calls for requests are asynchronous: the I/O thread starts them,
 //! and Ceph's threads complete them. They use buffers of the queue and never guest memory: a call
 //! cannot be cancelled, and guest memory may be unmapped at any time. If a request is cancelled,
-//! its reads are ignored, and its writes become [orphans](shadowbell_disk::Orphans) until Ceph
-//! completes them.
+//! the results of its reads are ignored, and its writes become [orphans](shadowbell_disk::Orphans)
+//! until Ceph completes them.
 //!
 //! # Durability
 //!
-//! Flushed data and FUA writes are durable; other data may be in librbd's cache in this process. A
-//! FUA write bypasses the cache. A flush follows each Write Zeroes with FUA. It also follows each
-//! FUA write, unless the cache has the policy `rbd_cache_policy=writearound`. If the image was
+//! Flushed data and FUA writes are durable; other data may be in librbd's cache in this process.
+//! With the policy `rbd_cache_policy=writearound`, a FUA write bypasses the cache; with another
+//! policy, a flush follows it. A flush also follows each Write Zeroes with FUA. If the image was
 //! opened [without the cache](RbdDisk::open_recoverable), all completed writes are durable. While
 //! the cluster is unreachable, requests wait in Ceph's client.
 //!

@@ -202,7 +202,7 @@ impl RbdQueue {
             return;
         };
         let task = self.tasks.get_mut(key).filter(|task| task.number == number);
-        // The task of a cancelled call may have ended. Then only the buffers of the call had to be
+        // The task of a cancelled call may have ended. For such a call, only its buffers have to be
         // released.
         let Some(task) = task.filter(|task| task.in_flight != 0) else { return };
         task.in_flight -= 1;
@@ -335,7 +335,8 @@ impl Queue for RbdQueue {
         let mut released = 0;
         for id in task.calls.iter() {
             let Some(call) = self.subrequests.get_mut(&id) else { continue };
-            // A later write of the host must come after a started one.
+            // A later write of the host must take effect after a started one, so that one becomes
+            // an orphan.
             let offset = task.request.offset + call.at;
             let has_range = !reads && call.len != 0;
             if !has_range || self.completions.adopt(id, offset, call.len) {
@@ -357,7 +358,8 @@ impl Queue for RbdQueue {
     fn memory_changed(&mut self, _: &DmaTable) {
         let keys: Vec<_> = self.tasks.keys().collect();
         for key in keys {
-            // The data of started calls were copied.
+            // If all calls of a write were started, its data were copied, and its buffer can be
+            // released.
             if let Some(task) = self.tasks.get_mut(key)
                 && matches!(task.request.op, Op::Write { .. } | Op::CompareAndWrite { .. })
                 && task.submitted == task.request.len
@@ -383,7 +385,7 @@ impl Queue for RbdQueue {
 }
 
 impl Drop for RbdQueue {
-    /// Ends the orphans whose calls have completed. The others end with their calls.
+    /// Ends the orphans whose calls have completed. Other orphans end when their calls complete.
     fn drop(&mut self) {
         let mut ended = std::mem::take(&mut self.ended);
         self.completions.queue.take(&mut ended);

@@ -9,8 +9,8 @@
 //! executes the request. An OSD with that map refuses all requests of the dead client. librbd
 //! breaks the `exclusive-lock` of an image in the same way.
 //!
-//! The entry expires after an hour (`mon_osd_blocklist_default_expire`). Adding it requires a user
-//! with that capability (`profile rbd`).
+//! An entry of the blocklist expires after an hour (`mon_osd_blocklist_default_expire`). Adding an
+//! entry requires a user with the capability for it (`profile rbd`).
 //!
 //! # Durability
 //!

@@ -197,7 +197,7 @@ pub(crate) struct Image {
 
 // SAFETY: Ceph's handles may be used on any thread, and on several threads at once.
 unsafe impl Send for Image {}
-// SAFETY: as above.
+// SAFETY: Ceph's handles may be used on several threads at once.
 unsafe impl Sync for Image {}
 
 /// State of a call in flight. Ceph owns it.
@@ -265,7 +265,7 @@ impl Image {
         check("creating a client of the cluster", made)?;
         let conf = spec.conf.as_ref().map(|path| c_text(path.as_os_str().as_bytes()));
         let conf = conf.as_ref().map_or(std::ptr::null(), |path| path.as_ptr());
-        // SAFETY: as above.
+        // SAFETY: the pointers and handles are valid, as for `rados_create`.
         check("reading the cluster's configuration (`conf=FILE`)", unsafe {
             (api.rados_conf_read_file)(image.cluster, conf)
         })?;
@@ -273,35 +273,36 @@ impl Image {
             image.set(name, value);
         }
         image.set_senders();
-        // SAFETY: as above.
+        // SAFETY: the pointers and handles are valid, as for `rados_create`.
         check(CONNECTING, unsafe { (api.rados_connect)(image.cluster) })?;
         image.blocklist(dead)?;
         let pool = c_text(&spec.pool);
-        // SAFETY: as above.
+        // SAFETY: the pointers and handles are valid, as for `rados_create`.
         check("opening the pool", unsafe {
             (api.rados_ioctx_create)(image.cluster, pool.as_ptr(), &mut image.pool)
         })?;
         if !caches {
             // A write without space fails instead of waiting for space. With a cache, the write
             // would have completed before, and its data would be lost.
-            // SAFETY: as above.
+            // SAFETY: the pointers and handles are valid, as for `rados_create`.
             unsafe { (api.rados_set_pool_full_try)(image.pool) };
         }
         if let Some(namespace) = &spec.namespace {
             let namespace = c_text(namespace);
-            // SAFETY: as above.
+            // SAFETY: the pointers and handles are valid, as for `rados_create`.
             unsafe { (api.rados_ioctx_set_namespace)(image.pool, namespace.as_ptr()) };
         }
         let name = c_text(&spec.image);
         let snapshot = spec.snapshot.as_ref().map(c_text);
         let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |name| name.as_ptr());
         let open = if spec.read_only { api.rbd_open_read_only } else { api.rbd_open };
-        // SAFETY: as above.
+        // SAFETY: the pointers and handles are valid, as for `rados_create`.
         check("opening the image", unsafe {
             open(image.pool, name.as_ptr(), &mut image.image, snapshot)
         })?;
         let (mut watch, flag) = (0, Arc::as_ptr(&image.has_changed).cast_mut().cast());
-        // SAFETY: as above; the flag lives until the watch is removed (`drop`).
+        // SAFETY: the pointers and handles are valid; the flag lives until the watch is removed
+        // (`drop`).
         let value = unsafe { (api.rbd_update_watch)(image.image, &mut watch, changed, flag) };
         // Without a watch, only a query of the size finds a change.
         image.watch = (value >= 0).then_some(watch);
@@ -312,7 +313,7 @@ impl Image {
     /// effect.
     fn set(&self, name: &str, value: &str) {
         let (name, value) = (c_text(name), c_text(value));
-        // SAFETY: as in `open`.
+        // SAFETY: the handle is open, and the texts live until the call returns.
         unsafe { (self.api.rados_conf_set)(self.cluster, name.as_ptr(), value.as_ptr()) };
     }
 
@@ -322,7 +323,7 @@ impl Image {
     fn set_senders(&self) {
         let (name, usual) = SENDERS;
         let (option, mut value) = (c_text(name), [0; 16]);
-        // SAFETY: as in `open`; Ceph writes at most `room` bytes, with a final NUL.
+        // SAFETY: the handle is open. Ceph writes at most `room` bytes, with a final NUL.
         let known = unsafe {
             let room = value.len();
             (self.api.rados_conf_get)(self.cluster, option.as_ptr(), value.as_mut_ptr(), room)
@@ -341,7 +342,7 @@ impl Image {
     fn blocklist(&self, dead: &[String]) -> Result<(), Failure> {
         for client in dead {
             let address = c_text(client);
-            // SAFETY: as in `open`; the text is only read.
+            // SAFETY: the handle is open, and the text is only read.
             check("adding the dead client to the blocklist", unsafe {
                 (self.api.rados_blocklist_add)(self.cluster, address.as_ptr().cast_mut(), 0)
             })?;
@@ -349,7 +350,7 @@ impl Image {
         if dead.is_empty() {
             return Ok(());
         }
-        // SAFETY: as in `open`.
+        // SAFETY: the handle is open.
         let known = unsafe { (self.api.rados_wait_for_latest_osdmap)(self.cluster) };
         check("waiting for the map with the blocklist", known)
     }
@@ -434,7 +435,7 @@ impl Image {
     /// Stripe unit: number of bytes that are contiguous in an object.
     pub(crate) fn stripe_unit(&self) -> u64 {
         let mut unit = 0;
-        // SAFETY: as above.
+        // SAFETY: the image is open, and the argument refers to a number.
         unsafe { (self.api.rbd_get_stripe_unit)(self.image, &mut unit) };
         unit
     }

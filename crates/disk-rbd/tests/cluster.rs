@@ -146,8 +146,8 @@ fn an_unequal_block_is_not_written() {
     let mut taken = snapshot.queue().unwrap();
     assert!(!taken.compares_and_writes());
     assert_eq!(swap(&mut *taken, 0, 5, 6), Err(DiskError::ReadOnly));
-    // `keep` makes the disk recoverable: from now on, a write is durable before it completes.
-    // Compare-and-write must also succeed in that mode.
+    // `checkpoint` makes the disk recoverable: from now on, a write is durable before it completes.
+    // A compare and write must succeed in that mode too.
     disk.checkpoint(&mut Descriptors::default()).unwrap();
     assert_eq!(swap(&mut *queue, 0, 5, 6), Ok(()));
 }
@@ -418,7 +418,7 @@ fn requests_to_a_hung_cluster_can_be_cancelled() {
     submit(&mut *queue, 2, Op::Write { fua: true }, 64 << 10, 4096);
     // The write is in Ceph's cache, and the flush that follows it is in flight.
     assert_none_completes(&mut *queue);
-    // More requests than the buffers of the queue and Ceph's cache have room for.
+    // There are more requests than the buffers of the queue and Ceph's cache have room for.
     for n in 0..MANY {
         let at = (16 << 20) + u64::from(n) * long;
         submit(&mut *queue, 10 + n, Op::Write { fua: true }, at, long);
@@ -432,7 +432,8 @@ fn requests_to_a_hung_cluster_can_be_cancelled() {
     assert_none_completes(&mut *queue);
     cancelled.sort_unstable_by_key(|(tag, _)| *tag);
     assert_eq!(cancelled, [0, LAST].map(|tag| (tag, Err(DiskError::Cancelled))));
-    // More requests than Ceph's client allows in flight by default (`objecter_inflight_ops`).
+    // There are more requests than Ceph's client allows in flight by default
+    // (`objecter_inflight_ops`).
     let (told, hears) = std::sync::mpsc::channel();
     let many = std::thread::spawn({
         let (disk, bytes) = (disk.clone(), bytes.clone());

@@ -147,8 +147,8 @@ fn waits_with_a_cache(conf: &str) {
             let data = segments(&bytes, 0, len as usize);
             submit_pending(queue, tag, &Request { op, offset, len }, data);
         };
-        // More requests than the cache and the buffers of the queue have room for. So the last ones
-        // are not submitted.
+        // There are more requests than the cache and the buffers of the queue have room for, so the
+        // last ones are not submitted.
         for n in 0..40 {
             let at = 4 * MIB * u64::from(n);
             submit(&mut **queue, n, Op::Write { fua: true }, at, 4 * MIB);

@@ -139,7 +139,7 @@ mod tests {
         assert_eq!(taken, [1, 2, 3]);
     }
 
-    /// Two lists alternate, the queue's and the owner's. Both keep their capacity.
+    /// The list of the queue and that of the owner alternate, and both keep their capacity.
     #[test]
     fn batches_of_constant_size_do_not_allocate() {
         let queue = CompletionQueue::new().unwrap();
@@ -188,8 +188,8 @@ mod tests {
         queue.completions.lock().push(1);
         queue.is_signalled.store(true, Ordering::Release);
         assert_eq!(take(&queue), [1]);
-        // A push by another thread. The pending signal of the first thread announces this
-        // completion too.
+        // Another thread pushes a completion. The pending signal of the first thread announces it
+        // too.
         queue.push(2);
         assert!(!is_readable(&queue));
         queue.event.signal();

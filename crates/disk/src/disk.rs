@@ -345,8 +345,8 @@ pub trait Queue {
         self.inner().is_some_and(|inner| inner.wakes_by_edges())
     }
 
-    /// True if other queues of the thread may have the same [wake descriptor](Self::wake_fd). It
-    /// stays open as long as one of them exists.
+    /// True if other queues of the thread may have the same [wake descriptor](Self::wake_fd). The
+    /// descriptor stays open as long as one of these queues exists.
     fn shares_wake_fd(&self) -> bool {
         self.inner().is_some_and(|inner| inner.shares_wake_fd())
     }

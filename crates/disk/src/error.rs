@@ -134,7 +134,7 @@ pub enum OpenError {
         path: String,
         /// Kind of the lock holder, as far as the kernel reports it.
         what: &'static str,
-        /// The disk was to be opened writable.
+        /// True if the disk was to be opened writable.
         writable: bool,
     },
     /// `direct=on` was given, but direct I/O is not possible.
@@ -176,8 +176,8 @@ pub enum OpenError {
         source: io::Error,
     },
 }
-/// Remedy for a path without a file. QEMU's `driver=raw,file.filename=PATH` and `PATH,format=raw`
-/// are answered with the form of a disk here.
+/// Remedy for a path without a file. For QEMU's forms `driver=raw,file.filename=PATH` and
+/// `PATH,format=raw`, it is the specification of the same disk in this program.
 fn missing_hint(path: &str) -> String {
     const KEYS: [&str; 7] = ["driver", "file", "filename", "file.filename", "format", "if", "id"];
     let mut pairs = path.split(',').map(|part| part.split_once('=').ok_or(part));
@@ -193,7 +193,7 @@ fn missing_hint(path: &str) -> String {
     )
 }
 
-/// Remedy for a path without a file, for a path in the form of the program.
+/// Remedy for a path without a file that is not in one of QEMU's forms.
 fn missing_file_hint(path: &str) -> String {
     if path.starts_with("/dev/") {
         return "`lsblk` lists block devices".to_owned();

@@ -69,7 +69,7 @@ mod tests {
             (&b"QFI\xfb\0\0\0\x03"[..], Some(ImageFormat::Qcow2)),
             (b"QFI\xfb\0\0\0\x02", Some(ImageFormat::Qcow2)),
             (b"QFI\xfb\0\0\0\x01", Some(ImageFormat::Qcow)),
-            // A qcow2 image of an unknown version. In any case it is not a raw image.
+            // A qcow2 image of an unknown version must not count as a raw image.
             (b"QFI\xfb", Some(ImageFormat::Qcow2)),
             (b"QED\0", Some(ImageFormat::Qed)),
             (b"KDMV\x01\0\0\0", Some(ImageFormat::Vmdk)),

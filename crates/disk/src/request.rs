@@ -47,7 +47,7 @@ pub enum Op {
     Zone {
         /// The zone send action.
         action: ZoneAction,
-        /// Applies the action to all zones in a suitable state instead.
+        /// True to apply the action to all zones in a suitable state instead.
         all: bool,
     },
 }

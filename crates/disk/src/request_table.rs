@@ -254,7 +254,7 @@ mod tests {
         keys[..3].iter().for_each(|key| tasks.block(*key));
         assert!(tasks.has_blocked());
         assert_eq!(tasks.first_waiting(), Some(keys[3]));
-        // A blocked request stays blocked when other code queues it, and ends when it is cancelled.
+        // `wait` leaves a blocked request blocked, and `finish` ends it.
         tasks.wait(keys[0]);
         assert!(tasks.finish(keys[1]));
         tasks.unblock_all();

@@ -1,5 +1,5 @@
-//! Deferred close: separate threads close the descriptors that a client has sent. For processes
-//! whose main thread must not block.
+//! Deferred close: separate threads close the descriptors that a client has sent, because the main
+//! thread of the process must not block.
 //!
 //! Closing the last descriptor of a memfd frees all of its pages, which takes a second for some
 //! GiB. Closing other files may take even longer. During that time, a supervisor would not respond
@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Number of waiting descriptors from which on no more should be [received](is_behind).
+/// Number of waiting descriptors at which no more should be [received](is_behind).
 const MANY: usize = 1024;
 /// Maximum number of closing threads that make progress. More than one run only if many descriptors
 /// wait.
@@ -33,7 +33,8 @@ struct Closer {
     /// Number of threads, which are started when they are needed.
     threads: AtomicUsize,
     began: Instant,
-    /// Milliseconds from `began` to the last close, or to the first descriptor that waits for one.
+    /// Milliseconds from `began` to the last close, or to the arrival of the first waiting
+    /// descriptor.
     progress: Arc<AtomicU64>,
     sender: Sender<OwnedFd>,
     fds: Arc<Mutex<Receiver<OwnedFd>>>,
@@ -64,7 +65,8 @@ pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
 }
 
 /// True if so many descriptors wait to be closed that no more should be received. False if all
-/// closing threads are blocked: their sender must not delay others for ever.
+/// closing threads are blocked, because the client that has sent these descriptors must not delay
+/// other clients for ever.
 pub fn is_behind() -> bool {
     CLOSER.get().is_some_and(Closer::is_behind)
 }
@@ -143,7 +145,7 @@ mod tests {
         let (slow, reader) = slow();
         closer.close(slow);
         assert_eq!(closer.waiting.load(Ordering::Acquire), 1, "it was closed here");
-        // Another thread closes what comes later.
+        // Another thread closes later descriptors.
         let (mut read, write) = io::pipe().unwrap();
         (0..MANY / THREADS).for_each(|_| closer.close(write.try_clone().unwrap().into()));
         closer.close(write.into());
@@ -153,7 +155,7 @@ mod tests {
         until("the close", || closer.waiting.load(Ordering::Acquire) == 0);
     }
 
-    /// A sender whose descriptors cannot be closed does not delay messages and closes for ever.
+    /// Descriptors that cannot be closed do not delay later messages and closes for ever.
     #[test]
     fn blocked_threads_are_replaced_and_do_not_count() {
         let closer = Closer::default();

@@ -58,7 +58,7 @@ pub fn room() -> Option<u64> {
 fn usage() -> Option<(u64, u64)> {
     // A sandboxed process may not ask for the limit.
     let limit = (*LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current))?;
-    // A new descriptor has the lowest free number.
+    // A new descriptor has the lowest free number, which is the number of those in use.
     let in_use = match fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0) {
         Ok(lowest) => lowest.as_raw_fd().unsigned_abs().into(),
         Err(_) => limit,

@@ -6,8 +6,7 @@ use std::fmt;
 use std::io;
 use std::process::ExitCode;
 
-/// Exit status of the program: the one table of all verbs. docs/reference/exit-status.md has it,
-/// too.
+/// Exit status of the program, for all verbs. docs/reference/exit-status.md has the same table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ExitStatus {
@@ -15,8 +14,8 @@ pub enum ExitStatus {
     Success = 0,
     /// Failure during execution.
     Failed = 1,
-    /// Unusable input. The parser of the command line exits with the same status, and the units
-    /// do not restart a service that ends with it.
+    /// Unusable input. The parser of the command line exits with the same status, and the systemd
+    /// units do not restart a service that ends with it.
     BadInput = 2,
     /// The named object does not exist.
     NotFound = 3,
@@ -90,7 +89,7 @@ pub fn help(text: &str) -> String {
 #[derive(Debug)]
 struct WithStatus {
     status: u8,
-    /// `--force` overrides the refusal.
+    /// True if `--force` overrides the refusal.
     needs_force: bool,
     error: anyhow::Error,
 }

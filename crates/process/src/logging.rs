@@ -172,7 +172,7 @@ pub fn is_informational() -> bool {
 /// `timed`, lines have timestamps, which services need.
 ///
 /// # Errors
-/// `RUST_LOG` is invalid. The log then has the verbosity options.
+/// `RUST_LOG` is invalid. The log then follows the verbosity options.
 pub fn start(args: &Args, timed: bool) -> Result<(), String> {
     let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.is_empty());
     let asked = asked.map(|text| parse(&text).map(|filter| (text, filter))).transpose();

@@ -245,8 +245,8 @@ impl EndSignals {
     }
 }
 
-/// True if the signal was ignored at start-up. `nohup` sets that, and shells do for background jobs
-/// of a script.
+/// True if the signal was ignored at start-up, as by `nohup`, or by a shell for background jobs of
+/// a script.
 fn is_ignored(signal: i32) -> bool {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return false };
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -262,8 +262,8 @@ mod tests {
 
     const CHILD: &str = "SIGNALS_TEST_CHILD";
 
-    /// Race between a signal handler and the wait on another thread. The handler must not take the
-    /// shutdown that its own signal has requested for an earlier one, and exit the process.
+    /// The handler of a signal may run after the waiting thread has requested the shutdown. It must
+    /// not take this request for that of an earlier signal, and exit the process.
     #[test]
     fn one_signal_does_not_count_twice() {
         if std::env::var_os(CHILD).is_some() {

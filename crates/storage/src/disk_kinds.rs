@@ -40,11 +40,11 @@ pub(crate) struct Recovery<'a, 'b> {
     pub(crate) wait: Wait<'b>,
 }
 
-/// Kind of disk. Specifications in its functions have no options of layers.
+/// Kind of disk. The specifications that its functions get contain no options of layers.
 pub(crate) struct DiskKind {
     /// Schemes of the specifications. The first one of the table is that of bare paths.
     schemes: &'static [&'static str],
-    /// Format of the files that are disks of this kind, whatever their scheme.
+    /// Image format whose files are disks of this kind, whatever the scheme.
     format: Option<ImageFormat>,
     /// Names of the options, without those of layers.
     options: &'static [&'static str],
@@ -56,7 +56,7 @@ pub(crate) struct DiskKind {
     pub(crate) recover: fn(&str, Recovery<'_, '_>) -> Opened,
     /// Reason why a sandboxed process cannot open the disk.
     sandbox_conflict: fn(&str) -> Option<&'static str>,
-    /// True if the disk is read-only only where its specification says so.
+    /// True if a disk of this kind is read-only only if its specification says so.
     pub(crate) states_read_only: bool,
     /// True if an I/O thread may have to wait for the disk.
     may_block: bool,
@@ -154,7 +154,7 @@ impl DiskKind {
     /// Kind of the disk `spec`, whose options are checked.
     ///
     /// # Errors
-    /// There is no such kind, or it has no such option.
+    /// The scheme of `spec`, or one of its options, is unknown.
     pub(crate) fn of(spec: &str) -> Result<&'static Self, DiskSpecError> {
         let scheme = disk_spec::scheme(spec);
         let kind = scheme.map_or(Some(&FILE), Self::named).ok_or_else(|| {
@@ -220,7 +220,7 @@ pub fn may_block(spec: &str) -> bool {
 /// Opens a raw image or a device. An image of another format is opened by its kind.
 fn open_file(spec: &str, lifetime: Lifetime) -> Opened {
     let FileSpec { options, .. } = file_of(spec)?;
-    // The attempt to open a raw disk would report errors that do not fit the image.
+    // With `format=qcow2`, opening a raw disk first would report errors that do not fit the image.
     let named = options.format == Some(Format::Qcow2);
     if let Some(kind) = named.then(|| DiskKind::of_format(ImageFormat::Qcow2)).flatten() {
         return (kind.open)(spec, lifetime);
@@ -286,7 +286,8 @@ fn rbd_error(error: shadowbell_disk_rbd::OpenError) -> DiskSpecError {
     kind_error(is_of_system, matches!(error, NotThatDisk { .. }), error)
 }
 
-/// Error of one kind of disk. If the system or a server has caused it, the user's input is not bad.
+/// Converts an error of one kind of disk. It counts as bad input, unless the system or a server has
+/// caused it.
 fn kind_error<E>(is_of_system: bool, is_final: bool, error: E) -> DiskSpecError
 where
     E: std::error::Error + Send + Sync + 'static,

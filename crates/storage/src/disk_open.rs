@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI function, with VFIO |
 /// | `vfio-user:/run/ssd.sock/1` | namespace 1 of a controller behind a vfio-user socket |
 ///
-/// Options of the last two:
+/// Options of the `nvme:` and `vfio-user:` disks:
 ///
 /// | option | value | default |
 /// |---|---|---|

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// Recovers the disk of a dead process from its checkpoint. `spec` is the specification by which
 /// the dead process opened the disk. Calls `wait` repeatedly while I/O of the dead process may be
-/// in flight. With `has_quiesced`, there is none: the process ended for an upgrade.
+/// in flight. With `has_quiesced`, no I/O is in flight: the process ended for an upgrade.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -31,7 +31,7 @@ pub fn recover(
 }
 
 /// True if the disk with this checkpoint can only be recovered after the end of all I/O of its
-/// process: the lock of its image does not show the end of its own I/O.
+/// process, because no lock of its image shows the end of the disk's own I/O.
 #[must_use]
 pub fn needs_process_fence(state: &Value) -> bool {
     let Value::Object(fields) = state else { return false };

@@ -4,7 +4,7 @@ use crate::error::SessionError;
 use rustls::Connection;
 use std::io::{self, IoSlice, Read, Write};
 
-/// Bytes that are read from the socket per call.
+/// Maximum number of bytes that one call reads from the socket.
 const INPUT: usize = 64 << 10;
 /// Number of pending output bytes at which a session accepts no more data.
 pub const MOST_PENDING: usize = 256 << 10;

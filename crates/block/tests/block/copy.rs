@@ -75,7 +75,7 @@ fn overlapping_copies_keep_the_source_data() {
     let mut rig = Rig::new(12);
     for distance in [512, 4096, 256 << 10, 700 << 10, 3 * MIB + 512, MIB - 512, 77, MIB + 77] {
         for (from, to) in [(MIB, MIB + distance), (MIB + distance, MIB)] {
-            // Only whole blocks, and also partial blocks at both ends.
+            // The ranges consist of whole blocks, or have partial blocks at both ends.
             for (off, len) in [(0, 5 * MIB), (300, 5 * MIB + 3)] {
                 rig.copy(from + off, to + off, len);
             }

@@ -121,7 +121,7 @@ impl Limiter {
         (self.clock)().saturating_mul(TICKS)
     }
 
-    /// Takes and returns the start time of a request. It is before `now` only within a burst.
+    /// Takes and returns the start time of a request. The time is before `now` only within a burst.
     pub(super) fn take(&self, request: &Request, now: u64) -> u64 {
         let Some((is_write, bytes)) = class(request) else { return now };
         let [all, reads, writes, bytes_of_all, bytes_read, bytes_written] = &self.buckets;

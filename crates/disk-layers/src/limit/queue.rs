@@ -1,8 +1,8 @@
 //! Waiting requests of one rate-limited queue.
 //!
 //! The submission queues of a host are served round robin, one request each. Of all waiting
-//! requests, only the next one has taken a start time from the limiter. The later ones take theirs
-//! afterwards, so other users of the limit alternate with this queue.
+//! requests, only the next one has taken a start time from the limiter, so other users of the limit
+//! alternate with this queue.
 
 use super::limiter::Limiter;
 use super::timer::Timer;
@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Number of the list that contains the submission queues with waiting requests.
+/// Index of the list of submission queues in [`LimitedQueue::sources`].
 const SOURCES: u32 = 0;
 
 struct Waiting {

@@ -58,7 +58,7 @@ impl Timer {
         let waits = |at: u64| (at != u64::MAX).then_some(0);
         if self.at.fetch_update(Ordering::SeqCst, Ordering::SeqCst, waits).is_ok() {
             self.set(1);
-            // Another thread has disarmed the timer meanwhile, so the descriptor must not stay
+            // If another thread has disarmed the timer meanwhile, the descriptor must not stay
             // readable.
             if self.at.load(Ordering::SeqCst) == u64::MAX {
                 self.set(0);

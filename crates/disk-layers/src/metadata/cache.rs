@@ -56,8 +56,8 @@ impl Cache {
     }
 
     /// Copies the metadata of `location` into `stored`, at the offset where a read of the disk
-    /// below would put them. Returns false if not all of them are cached. With `neighbours`, copies
-    /// the whole blocks that contain them.
+    /// below would put them. With `neighbours`, copies the whole blocks that contain these
+    /// metadata. Returns false if not all of the bytes are cached.
     pub(super) fn load(&self, location: &Location, neighbours: bool, stored: &SharedBytes) -> bool {
         let wanted =
             if neighbours { 0..usize::MAX } else { location.at..location.at + location.len };
@@ -92,9 +92,9 @@ impl Cache {
         }
     }
 
-    /// Updates the cache after a write of the metadata of `location`. No other write overlapped it.
-    /// `stored` is `None` if the write failed or its result is unknown. With `neighbours`, `stored`
-    /// holds the whole blocks.
+    /// Updates the cache after a write of the metadata of `location`, which no other write
+    /// overlapped. `stored` is `None` if the write failed or its result is unknown. With
+    /// `neighbours`, `stored` holds the whole blocks.
     pub(super) fn was_written(
         &self,
         location: &Location,

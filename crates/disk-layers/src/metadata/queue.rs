@@ -113,8 +113,8 @@ impl MetadataQueue {
         Ok(())
     }
 
-    /// Metadata parameters for a request without any. Protection information is generated (PRACT)
-    /// and not checked; a discard generates none.
+    /// Default metadata parameters, for a request that has none. Protection information is
+    /// generated (PRACT) and not checked; a discard generates none.
     fn unsaid(&self, request: &Request) -> Metadata {
         let mut metadata = Metadata::default();
         if request.op != Op::Discard {
@@ -354,7 +354,7 @@ impl MetadataQueue {
         if let Err(error) = self.check(request, metadata, data) {
             return Submitted::Done(Err(error));
         }
-        // The disk below ignores discards, so a discard must not change the metadata either.
+        // If the disk below ignores discards, a discard must not change the metadata either.
         if request.op == Op::Discard && !self.discards {
             return Submitted::Done(Ok(()));
         }

@@ -88,7 +88,8 @@ impl Disk for ZonedDisk {
     }
 
     fn queue_files(&self) -> u64 {
-        // An event or a timer, and one that merges it with that of the inner queue.
+        // This layer adds an eventfd or timer, and an epoll descriptor that merges it with the
+        // inner queue's.
         self.inner.queue_files() + 2
     }
 

@@ -114,7 +114,7 @@ impl ZonedQueue {
         submitted
     }
 
-    /// Submits a write. `offset` is its position, in this zone.
+    /// Submits a write at byte `offset`, which is in zone `zone`.
     fn write(
         &mut self,
         (tag, request): (u32, &Request),
@@ -403,7 +403,7 @@ impl Queue for ZonedQueue {
         false
     }
 
-    // The offsets in the disk below are others.
+    // Hints are not passed on, because offsets on the disk below differ.
     fn uses_prefetch_hints(&self) -> bool {
         false
     }

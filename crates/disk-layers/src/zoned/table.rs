@@ -17,10 +17,11 @@ const HEADER: usize = 4096;
 const COVERED: usize = 56;
 /// Alignment of the data, large enough for any storage.
 const ALIGNMENT: u64 = 1 << 20;
-/// Size of the checksum that precedes an extension.
+/// Size in bytes of the checksum that precedes an extension.
 const SEAL: usize = 8;
 
-/// Fields of a zone's word: number of written blocks, and position of the state.
+/// Fields of a zone's word: mask of the number of written blocks, shift of the state, flag of an
+/// extension, and shift of the checksum.
 const WRITTEN: u64 = (1 << 40) - 1;
 const STATE: u32 = 40;
 const HAS_EXTENSION: u64 = 1 << 44;

@@ -63,8 +63,8 @@ impl ZoneSet {
         Self { state: Mutex::new(state), queues: Mutex::new(0), table, damaged }
     }
 
-    /// Registers a queue. The first queue of this process reloads the table. Until then, the
-    /// previous process may have changed it.
+    /// Registers a queue. The first queue of this process reloads the table, because the previous
+    /// process may have changed it until then.
     pub(super) fn enter(&self) {
         let mut queues = self.queues.lock();
         if *queues == 0 {
