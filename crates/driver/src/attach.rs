@@ -41,8 +41,8 @@ pub(crate) fn attach(
     match attempt(&transport, options) {
         Err(AttemptError { error, fatal: true }) => {
             tracing::warn!("{error}; resetting it and trying once more");
-            // The attempt continues even if the transport cannot reset: it begins by disabling the
-            // controller, which is a controller reset as well.
+            // The second attempt is made even if the transport cannot reset the function: each
+            // attempt begins by disabling the controller, which is a controller reset as well.
             if let Err(error) = transport.reset() {
                 tracing::debug!("{error}");
             }
@@ -53,7 +53,7 @@ pub(crate) fn attach(
 }
 
 /// Failed attempt to attach, with the fatal status (CSTS.CFS) at the time of the failure. The
-/// status is read before the controller is disabled, because that clears it.
+/// status is read before the controller is disabled, because disabling clears the status.
 struct AttemptError {
     error: AttachError,
     fatal: bool,

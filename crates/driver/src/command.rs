@@ -59,7 +59,7 @@ impl Command {
     /// Placeholder of a slot without a command.
     pub(crate) const NONE: Self = Self::raw(0, 0, [0; 4], 0);
 
-    /// Command for a slot of an admin command. Recovery never submits it again.
+    /// Command in the slot of an admin command. Recovery never submits it again.
     pub(crate) const fn admin(transfer: u32) -> Self {
         Self::raw(0, 0, [0; 4], transfer).once()
     }
@@ -84,7 +84,7 @@ impl Command {
             transfer: if transfer > BYTES { BYTES } else { transfer },
             offset: 0,
             // The effect of a Copy depends on the ranges in its buffer, which are unknown here. So
-            // it is never repeated.
+            // the driver never submits it a second time.
             once: opcode == NvmOpcode::Copy as u8,
         }
     }
@@ -122,7 +122,7 @@ impl Command {
     }
 
     /// Sets Force Unit Access: a write is durable when it completes, a read comes from the medium.
-    /// For commands with the fields of Read and Write (NVM 1.1, "Write command").
+    /// Applies to commands with the fields of Read and Write (NVM 1.1, "Write command").
     #[must_use]
     pub const fn with_fua(mut self) -> Self {
         self.cdw12 |= 1 << 30;
@@ -146,8 +146,8 @@ impl Command {
     }
 
     /// Forbids the driver to submit the command a second time. If the outcome is unknown, the
-    /// command fails with Command Aborted By Host. For commands that must be executed at most once,
-    /// and for commands that must not be executed after a later command of another queue.
+    /// command fails with Command Aborted By Host. Used for commands that must be executed at most
+    /// once, or that must not be executed after a later command of another queue.
     #[must_use]
     pub const fn once(mut self) -> Self {
         self.once = true;
@@ -213,8 +213,8 @@ impl Command {
         self
     }
 
-    /// Sets the number of transferred bytes, which the caller keeps below [`MAX_BYTES`]. The tag
-    /// bits above it are retained.
+    /// Sets the number of transferred bytes, which the caller keeps below [`MAX_BYTES`]. The marks
+    /// of the tag dwords in the two highest bits are retained.
     pub(crate) const fn set_transfer(&mut self, bytes: u32) {
         self.transfer = self.transfer & !BYTES | bytes & BYTES;
     }

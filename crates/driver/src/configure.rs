@@ -88,8 +88,8 @@ fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
     let pages = ShadowPages { values, event_idxs, dstrd };
     let [sq, cq] = pages.of(0).ok_or_else(no_page)?;
     // The admin queue is shadowed as well (Base 2.1, "Doorbell Buffer Config command"), but some
-    // controllers, such as SPDK's, leave it out. So for the admin queue, the driver always writes
-    // both the shadow doorbells and the registers.
+    // controllers, such as SPDK's, do not shadow it. So for the admin queue, the driver always
+    // writes both the shadow doorbells and the registers.
     admin.queue.attach_shadow(sq, cq);
     let config = Sqe::dbbuf_config(DoorbellBufferConfig { shadow, event_idx }, 0);
     admin.succeed(config, AdminData::None).map(|_| pages).map_err(|error| {
@@ -136,7 +136,7 @@ pub(crate) fn request_events(
     sent.map_err(|source| CommandError::not_submitted(AdminOpcode::AsyncEventRequest as u8, source))
 }
 
-/// Configures a controller after a reset: everything but its I/O queues.
+/// Configures a controller after a reset, except for its I/O queues.
 ///
 /// # Errors
 /// The reason, if the transport now leads to another controller, or the controller grants or

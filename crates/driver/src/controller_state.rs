@@ -126,7 +126,7 @@ impl ControllerState {
         self.set_phase(Phase::Live);
     }
 
-    /// Marks the controller as failed; `quiet` if it could be disabled.
+    /// Marks the controller as failed; `quiet` is true if the controller could be disabled.
     pub(crate) fn set_unusable(&self, why: &str, quiet: bool) {
         self.failure.get_or_init(|| why.into());
         self.set_phase(if quiet { Phase::Disabled } else { Phase::Lost });

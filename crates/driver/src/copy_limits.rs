@@ -15,7 +15,8 @@ pub struct CopyLimits {
 }
 
 impl CopyLimits {
-    /// `None` if the controller does not support Copy with source range entries of format 0h.
+    /// Copy limits of a namespace. `None` if the controller does not support Copy with source range
+    /// entries of format 0h.
     pub(crate) fn of(
         controller: &IdentifyController,
         identity: &IdentifyNamespace,
@@ -31,7 +32,8 @@ impl CopyLimits {
         (limits.range_blocks != 0 && limits.blocks != 0).then_some(limits)
     }
 
-    /// The maximum number of blocks that one command copies from contiguous blocks.
+    /// The maximum number of blocks that one command copies from one contiguous part of the
+    /// namespace.
     #[must_use]
     pub fn max(&self) -> u32 {
         let ranges = u32::try_from(self.ranges).unwrap_or(u32::MAX);

@@ -135,7 +135,7 @@ impl Buffer {
         self.0.iova
     }
 
-    /// The bytes.
+    /// The bytes of the buffer, as shared memory.
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> &SharedBytes {
@@ -160,14 +160,14 @@ impl Buffer {
     #[must_use]
     pub fn to_vec(&self, len: usize) -> Vec<u8> {
         let mut out = vec![0; len.min(self.len())];
-        // Cannot fail: `out` is no longer than the buffer.
+        // `read_into` cannot fail: `out` is no longer than the buffer.
         let _ = self.0.bytes.read_into(0, &mut out);
         out
     }
 
     /// Sets every byte to `byte`.
     pub fn fill(&mut self, byte: u8) {
-        // Cannot fail: the range is the whole buffer.
+        // `fill` cannot fail: the range is the whole buffer.
         let _ = self.0.bytes.fill(0, self.len(), byte);
     }
 }
@@ -258,9 +258,9 @@ impl fmt::Debug for Pool {
 }
 
 impl BufferPool {
-    /// Creates `count` buffers of `size` bytes each; zeros are raised to one. Buffers smaller than
-    /// `page` (the controller's memory page size) do not cross pages, and larger buffers begin at a
-    /// page boundary, so that transfers need few PRPs.
+    /// Creates `count` buffers of `size` bytes each. A `count` or `size` of 0 counts as 1. Buffers
+    /// smaller than `page` (the controller's memory page size) do not cross pages, and larger
+    /// buffers begin at a page boundary, so that transfers need few PRPs.
     pub(crate) fn new(
         transport: &Arc<dyn Transport>,
         count: usize,

@@ -96,9 +96,9 @@ impl EnabledController {
     }
 
     /// Shuts the controller down: deletes the queues, notifies the controller (CC.SHN), waits at
-    /// most `limit` for completion, and disables it. If a step fails, the next steps follow
-    /// nevertheless, the last of which is a transport reset: shared memory can be freed only after
-    /// the controller was disabled or reset.
+    /// most `limit` for completion, and disables it. If a step fails, the next steps are executed
+    /// nevertheless. If disabling fails, the transport resets the controller, because shared memory
+    /// can be freed only after the controller was disabled or reset.
     pub(crate) fn shut_down(&self, limit: Duration) -> Result<(), DetachError> {
         let mut io_queues = self.io_queues();
         let (admin, phase) = (&self.admin, self.state.phase());

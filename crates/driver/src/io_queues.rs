@@ -1,7 +1,7 @@
 //! Creation and deletion of I/O queues, and the table of existing queues.
 //!
 //! Base 2.1, 5.2.1 to 5.2.4. A completion queue is created before its submission queue, and deleted
-//! after it.
+//! after that submission queue.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane};
 use crate::controller_state::ControllerInfo;
@@ -62,8 +62,8 @@ pub(crate) fn io_queue_memory(
     let most = u32::from(device.cap.mqes()) + 1;
     let entries = |wanted: u32| RingSize::new(wanted.min(most)).unwrap_or(SMALLEST);
     let sq = entries(options.queue_depth);
-    // The completion queue has twice the entries of the submission queue, so that its head has to
-    // be published half as often.
+    // The completion queue has twice the entries of the submission queue, so that the driver has to
+    // publish the head half as often.
     let cq = entries(options.queue_depth.saturating_mul(2).min(RingSize::MAX));
     let shape = PairShape { sq, cq, max_transfer, page: device.page };
     Ok((QueueMemory::new(&device.transport, shape, granted.into(), 0)?, sq))

@@ -23,13 +23,13 @@ const MAX_BLOCKS: u64 = 1 << 16;
 ///
 /// # Metadata
 ///
-/// If the metadata of each block are protection information and nothing else, plain commands
-/// ([`read`](Self::read), [`write`](Self::write) and similar) transfer data alone: the controller
-/// inserts protection information, and checks and strips it (PRACT). As in Linux, the reference tag
-/// is the LBA, truncated to the tag's width (zero for type 3), and the application tag is zero. If
-/// blocks have other metadata, plain commands that transfer data are refused, because they do not
-/// specify the metadata. For any metadata, the commands `..._with_metadata` transfer or specify
-/// metadata explicitly.
+/// If the metadata of each block are protection information and nothing else, plain commands,
+/// without explicit metadata ([`read`](Self::read), [`write`](Self::write) and similar) transfer
+/// data alone: the controller inserts protection information, and checks and strips it (PRACT). As
+/// in Linux, the reference tag is the LBA, truncated to the tag's width (zero for type 3), and the
+/// application tag is zero. If blocks have other metadata, plain commands that transfer data are
+/// refused, because they do not specify the metadata. For any metadata, the commands
+/// `..._with_metadata` transfer or specify metadata explicitly.
 #[derive(Clone, Debug)]
 pub struct Namespace {
     nsid: u32,
@@ -393,7 +393,7 @@ impl Namespace {
         Ok(Command::rw(opcode, self.nsid, lba, zero_based as u16, transfer))
     }
 
-    /// Slow path of `rw`, for blocks with metadata and for invalid requests.
+    /// Slow path of `rw`: blocks with metadata, and invalid requests.
     #[cold]
     fn rw_slow(&self, opcode: NvmOpcode, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         let zero_based = blocks.wrapping_sub(1);

@@ -61,8 +61,8 @@ pub struct AttachOptions {
 }
 
 impl Default for AttachOptions {
-    /// One queue pair of 128 entries with an interrupt, shadow doorbells if supported, and up to 1
-    /// MiB per command.
+    /// Default options: one queue pair of 128 entries with an interrupt, shadow doorbells if
+    /// supported, and up to 1 MiB per command.
     fn default() -> Self {
         Self {
             queue_pairs: 1,
@@ -85,7 +85,7 @@ pub struct Timeouts {
     pub ready: Option<Duration>,
     /// Timeout of an admin command.
     pub admin: Duration,
-    /// Timeout of an I/O command. [Recovery](crate::recovery) begins afterwards.
+    /// Timeout of an I/O command. When it expires, [recovery](crate::recovery) begins.
     pub io: Duration,
     /// Timeout of a shutdown (CSTS.SHST). If the controller specifies a longer time (RTD3E), that
     /// time applies.

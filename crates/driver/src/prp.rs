@@ -9,8 +9,8 @@ use shadowbell_memory::SharedBytes;
 /// Maximum size in bytes of the PRP list of a transfer of `max_bytes` that begins anywhere in its
 /// first page, chain entries included.
 pub(crate) const fn list_bytes(max_bytes: u64, page: u64) -> u64 {
-    // A transfer that begins within a page covers one page more, for which PRP1 needs no list
-    // entry.
+    // A transfer that begins within a page touches one more page than `max_bytes / page`. The list
+    // has no entry for the first page, which PRP1 describes.
     let entries = max_bytes.div_ceil(page);
     if entries <= 1 {
         return 0;
@@ -54,7 +54,7 @@ impl PrpLists {
     /// Creates the lists of `slots` slots, each of [`list_bytes`], in `bytes` at `iova`
     /// (page-aligned).
     ///
-    /// `None` if `bytes` is too short.
+    /// Returns `None` if `bytes` is too short.
     pub(crate) fn new(
         bytes: SharedBytes,
         iova: u64,

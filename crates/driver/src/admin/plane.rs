@@ -18,7 +18,8 @@ use std::time::Duration;
 const ADMIN_ENTRIES: u32 = 64;
 /// Upper limit of the data bytes of one admin command.
 const ADMIN_TRANSFER: u64 = 128 * 1024;
-/// Additional pages beside the admin queues: the Shadow Doorbell and EventIdx buffers.
+/// Number of additional pages in the memory of the admin queues: the Shadow Doorbell and EventIdx
+/// buffers.
 const SHADOW_PAGES: u64 = 2;
 
 /// Execution of admin commands. [`AdminPlane`] executes a command immediately; an attached
@@ -34,12 +35,12 @@ pub(crate) trait AdminCommands {
         limit: Duration,
     ) -> Result<AdminResult, CommandError>;
 
-    /// Executes a command with the default timeout; an error status is an error.
+    /// Executes a command with the default timeout. A completion with an error status is an error.
     fn succeed(&self, sqe: Sqe, data: AdminData<'_>) -> Result<AdminResult, CommandError> {
         self.succeed_in(sqe, data, self.plane().device.timeouts.admin)
     }
 
-    /// Executes a command with timeout `limit`; an error status is an error.
+    /// Executes a command with timeout `limit`. A completion with an error status is an error.
     fn succeed_in(
         &self,
         sqe: Sqe,
@@ -125,7 +126,7 @@ impl AdminPlane {
         }
         let page = self.device.page as usize;
         let pool = BufferPool::new(&self.device.transport, 1, len, page)?;
-        // Cannot fail: the new pool has one free buffer.
+        // `take` cannot fail: the new pool has one free buffer.
         pool.take().ok_or(DmaError::Map(MapError::Shape {
             len: len as u64,
             offset: 0,
@@ -163,7 +164,7 @@ impl AdminCommands for AdminPlane {
             let mut buffer = self.buffer(len).map_err(no_memory)?;
             match data {
                 AdminData::ToController(bytes) => {
-                    // Cannot fail: the buffer has at least `len` bytes.
+                    // `copy_from` cannot fail: the buffer has at least `len` bytes.
                     let _ = buffer.copy_from(0, bytes);
                 }
                 // Bytes that the controller does not write read as zeroes, not as stale data.

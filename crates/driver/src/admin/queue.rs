@@ -89,14 +89,16 @@ impl AdminQueue {
         state.core.limit_transfer(limit);
     }
 
-    /// See [`shadowbell_doorbell::HostDoorbell::attach_shadow`].
+    /// Adds shadow entries to both admin doorbells: see
+    /// [`shadowbell_doorbell::HostDoorbell::attach_shadow`].
     pub(crate) fn attach_shadow(&self, sq: ShadowCells, cq: ShadowCells) {
         let mut state = self.lock();
         state.core.sq_doorbell.attach_shadow(sq);
         state.core.cq_doorbell.attach_shadow(cq);
     }
 
-    /// See [`shadowbell_doorbell::HostDoorbell::detach_shadow`].
+    /// Removes the shadow entries of both admin doorbells: see
+    /// [`shadowbell_doorbell::HostDoorbell::detach_shadow`].
     pub(crate) fn detach_shadow(&self) {
         let mut state = self.lock();
         state.core.sq_doorbell.detach_shadow();

@@ -31,13 +31,13 @@ pub struct Io {
 }
 
 enum Stage {
-    /// Not polled yet, or waiting for a free op. A waiting future has this ticket.
+    /// Not polled yet, or waiting for a free op. A waiting future has a `ticket`.
     New {
         command: Command,
         buffer: Option<Buffer>,
         ticket: Option<u64>,
     },
-    /// As `New`, for a command with metadata.
+    /// Like `New`, for a command with metadata.
     NewWithMetadata(Box<(MetadataCommand, Option<Buffer>, Option<u64>)>),
     /// Queued or in flight as the op with this index.
     Active(u32),
@@ -63,7 +63,8 @@ impl Io {
         Self { handle, stage: Stage::Refused(error) }
     }
 
-    /// As [`enter`](Self::enter), for a command with metadata, which is stored by op index.
+    /// Enters the queue like [`enter`](Self::enter), for a command with metadata. The metadata part
+    /// is stored under the op's index.
     fn enter_with_metadata(
         &mut self,
         (command, buffer, ticket): (MetadataCommand, Option<Buffer>, Option<u64>),
@@ -196,7 +197,7 @@ impl Io {
                 (buffer, None, None)
             }
             OpState::Completed(outcome) => (None, Some(outcome), Some(state.free_op(index))),
-            // In flight: the completion frees the op and its buffer.
+            // The command is in flight: its completion frees the op and the buffer.
             _ => (None, None, None),
         };
         drop(state);
@@ -283,7 +284,8 @@ impl Future for Transfer {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         Pin::new(&mut self.0).poll(context).map(|outcome| {
             let buffer = outcome?.buffer;
-            // Cannot be missing: the command was submitted with a buffer, so the completion has it.
+            // The buffer cannot be missing: the command was submitted with it, so the completion
+            // has it.
             buffer.ok_or(IoError { kind: IoErrorKind::NoBuffer, buffer: None })
         })
     }

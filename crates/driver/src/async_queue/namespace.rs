@@ -100,7 +100,7 @@ impl AsyncNamespace {
         };
         match self.queue.handle().range_buffer(ranges.len()) {
             Ok(mut buffer) => {
-                // Cannot fail: `range_buffer` returns at least `ranges.len()` bytes.
+                // `copy_from` cannot fail: `range_buffer` returns at least `ranges.len()` bytes.
                 let _ = buffer.copy_from(0, ranges);
                 Unit(self.queue.submit(command, Some(buffer)))
             }

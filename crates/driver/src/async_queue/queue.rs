@@ -36,7 +36,7 @@ impl AsyncQueue {
         Io::new(Arc::clone(&self.0), command, buffer)
     }
 
-    /// As [`submit`](Self::submit), for a command with metadata.
+    /// Creates the future of a command with metadata, like [`submit`](Self::submit).
     pub fn submit_with_metadata(&self, command: MetadataCommand, buffer: Option<Buffer>) -> Io {
         Io::with_metadata(Arc::clone(&self.0), command, buffer)
     }

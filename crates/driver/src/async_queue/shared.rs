@@ -29,18 +29,18 @@ pub(super) struct Op {
 pub(super) enum OpState {
     /// Not in use.
     Free,
-    /// In the inbox.
+    /// The command is in the inbox.
     Queued(Command, Option<Buffer>),
-    /// In the inbox, but the future was dropped: the queue thread frees the op when it reads the
-    /// inbox.
+    /// The command is in the inbox, but the future was dropped: the queue thread frees the op when
+    /// it reads the inbox.
     Cancelled,
-    /// In flight.
+    /// The command is in flight.
     Submitted,
-    /// In flight beyond its deadline: the future fails with a timeout.
+    /// The command is in flight beyond its deadline: the future fails with a timeout.
     Expired,
-    /// In flight, and its future was dropped or has failed.
+    /// The command is in flight, and its future was dropped or has failed.
     Abandoned,
-    /// Completed; the result waits for the future.
+    /// The command has completed; the future takes the result.
     Completed(Result<Completion, IoError>),
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Waiter {
     pub(super) ticket: u64,
     pub(super) waker: Waker,
     pub(super) deadline: Option<Instant>,
-    /// The deadline has passed: the future fails with a timeout.
+    /// True if the deadline has passed: the future fails with a timeout.
     pub(super) timed_out: bool,
 }
 
@@ -62,12 +62,12 @@ pub(super) struct AsyncState {
     pub(super) waiters: VecDeque<Waiter>,
     pub(super) next_ticket: u64,
     pub(super) closing: bool,
-    /// Set when the queue has failed.
+    /// Cause of the failure, if the queue has failed.
     pub(super) failed: Option<QueueError>,
     pub(super) stats: QueueStats,
 }
 
-/// State shared by an [`AsyncQueue`](super::AsyncQueue), its futures and its worker.
+/// State shared by an [`AsyncQueue`](super::AsyncQueue), its futures and its queue thread.
 pub(super) struct AsyncShared {
     state: Mutex<AsyncState>,
     /// True if the inbox has commands or the queue is to be closed. The queue thread polls the
@@ -160,8 +160,8 @@ impl AsyncShared {
     }
 }
 
-/// Wakers to call or drop after an [`Op`] was freed. The lock must not be held then, because a
-/// waker may wake or drop another future of this queue.
+/// Wakers to call or drop after an [`Op`] was freed. The caller must not hold the lock when it
+/// calls or drops them, because a waker may wake or drop another future of this queue.
 #[must_use = "a future may wait for the free op"]
 #[derive(Default)]
 pub(super) struct FreedOp {

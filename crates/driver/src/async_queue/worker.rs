@@ -33,7 +33,7 @@ pub(super) struct Worker {
     dropped: Vec<Result<Completion, IoError>>,
     freed: Vec<FreedOp>,
     next_scan: Option<Instant>,
-    /// Time when the worker noticed that the queue is to be closed.
+    /// Time when the queue thread noticed that the queue is to be closed.
     closing: Option<Instant>,
     /// Start of a wait for a completion that took longer than the spin.
     waiting: Option<Instant>,
@@ -385,7 +385,7 @@ impl AsyncHandle {
         if let Some(buffer) = pool.take() {
             return Ok(buffer);
         }
-        // Cannot fail: a new pool has a free buffer.
+        // `take` cannot fail: a new pool has a free buffer.
         make(1)?.take().ok_or(DmaError::Map(MapError::Shape {
             len: len as u64,
             offset: 0,

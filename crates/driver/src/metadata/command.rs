@@ -19,7 +19,7 @@ pub(crate) struct Tags {
 }
 
 impl Tags {
-    /// Creates the tag dwords of `fields`. CDW3 has the upper part of the reference tag. CDW2, for
+    /// Encodes `fields` as tag dwords. CDW3 has the upper part of the reference tag. CDW2, for
     /// storage tags, is zero.
     pub(crate) fn new(fields: &ProtectionFields) -> Self {
         let app = u64::from(fields.app_tag) | u64::from(fields.app_mask) << 16;
@@ -70,8 +70,8 @@ impl MetadataCommand {
         Self { command, format, fields, lba, blocks, block_size, explicit_offset: None }
     }
 
-    /// Distance of two blocks in the data: the block size, plus transferred metadata of an extended
-    /// block.
+    /// Distance of consecutive blocks in the buffer, in bytes: the block size, plus transferred
+    /// metadata of an extended block.
     fn step(&self) -> u64 {
         let own = if self.format.extended && !self.strips() { self.format.size } else { 0 };
         u64::from(self.block_size) + u64::from(own)
@@ -87,7 +87,7 @@ impl MetadataCommand {
         bytes / self.step()
     }
 
-    /// Sets the transfer length.
+    /// Sets the transfer length in bytes, from the number of blocks.
     pub(crate) fn with_transfer_length(mut self) -> Self {
         // The product fits into 32 bits, because the caller has checked the transfer limit.
         self.command.set_transfer((u64::from(self.blocks) * self.step()) as u32);
@@ -151,7 +151,7 @@ impl MetadataCommand {
         self
     }
 
-    /// Tag dwords and the position of separate metadata.
+    /// Tag dwords of the command, and the position of separate metadata in the buffer.
     pub(crate) fn tags(&self) -> Tags {
         let own = self.metadata_bytes();
         let metadata = (own != 0).then(|| (self.metadata_offset(), own));
@@ -170,8 +170,9 @@ impl MetadataCommand {
     }
 
     /// Generates the protection information of every block in the buffer, with the tags of the
-    /// command. For a write whose protection information the host generates. No effect if the
-    /// command transfers no protection information. Returns `false` if the buffer is too short.
+    /// command. Used for a write whose protection information the host generates. The method has no
+    /// effect if the command transfers no protection information. Returns `false` if the buffer is
+    /// too short.
     #[must_use = "nothing is made if the buffer is too short"]
     pub fn protect(&self, buffer: &mut Buffer) -> bool {
         if self.buffer_bytes() > buffer.len() {
@@ -193,8 +194,8 @@ impl MetadataCommand {
     }
 
     /// Checks the protection information of every block in the buffer, as selected by PRCHK of the
-    /// command. For a read whose protection information the host checks. Succeeds if the command
-    /// transfers no protection information.
+    /// command. Used for a read whose protection information the host checks. The check succeeds if
+    /// the command transfers no protection information.
     ///
     /// # Errors
     /// [`ProtectionError`].
@@ -221,7 +222,7 @@ impl MetadataCommand {
     }
 }
 
-/// Failed check of protection information by the host.
+/// Failure of the host's check of protection information.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ProtectionError {

@@ -85,13 +85,14 @@ impl BlockMetadata {
     }
 
     /// True if metadata consist of protection information alone. Then a controller can insert and
-    /// strip all metadata, and plain commands can be used.
+    /// strip all metadata, and commands without explicit metadata can be used.
     #[must_use]
     pub fn is_protection_only(&self) -> bool {
         self.protection_size() == usize::from(self.size)
     }
 
-    /// The PRCHK bits of a plain command: the guard, and for types 1 and 2 the reference tag.
+    /// The PRCHK bits that the driver sets in a command without explicit metadata: the guard, and
+    /// for types 1 and 2 the reference tag.
     pub(crate) fn checks(&self) -> u8 {
         match self.protection {
             0 => 0,
@@ -109,7 +110,7 @@ impl BlockMetadata {
     /// is derived from `fields`. The other metadata in `own` must be set before the call, because
     /// the guard covers metadata that precede protection information.
     ///
-    /// No effect if `own` is too short, or the format has no protection information.
+    /// The method has no effect if `own` is too short, or the format has no protection information.
     pub fn protect(&self, data: &[u8], own: &mut [u8], fields: &ProtectionFields, nth: u64) {
         if self.protection == 0 {
             return;
@@ -200,8 +201,8 @@ mod tests {
 
     #[test]
     fn protection_information_follows_the_specification() {
-        // A block of 512 bytes of 01h. The test computes the expected guard bit by bit, like the
-        // kernel's crc_t10dif.
+        // The block consists of 512 bytes of 01h. The test computes the expected guard bit by bit,
+        // like the kernel's crc_t10dif.
         let data = [1; 512];
         let mut crc = 0u16;
         for byte in data {

@@ -13,10 +13,10 @@ use shadowbell_memory::{Ring, SqeBatch};
 use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
-/// Reciprocal of the fraction of the published outstanding commands: as soon as the unpublished
-/// commands reach 1/2 of them, the tail is published.
+/// Divisor of the number of published outstanding commands. The tail is published as soon as the
+/// number of unpublished commands reaches the quotient.
 const UNPUBLISHED_DIVISOR: u32 = 2;
-/// Number of unpublished commands at which the tail is published in any case.
+/// Number of unpublished commands at which the tail is always published.
 const MAX_UNPUBLISHED: u32 = 16;
 
 /// Bits of the command identifier (CDW0 31:16) in the first word of an entry.
@@ -64,8 +64,8 @@ pub(crate) struct Core {
     pub(super) qid: u16,
     pub(super) sq: Ring<{ Sqe::SIZE }>,
     pub(super) sq_size: RingSize,
-    /// Index after the last entry that was added. Entries are first in the batch, and then in the
-    /// queue.
+    /// Index after the last entry that was added. New entries are in the batch until
+    /// [`flush`](Core::flush) writes them to the queue.
     pub(super) sq_tail: u16,
     pub(super) sq_published: u16,
     sqe_batch: SqeBatch,
@@ -77,7 +77,7 @@ pub(crate) struct Core {
     pub(super) cq_size: RingSize,
     pub(super) cq_head: u16,
     pub(super) phase: bool,
-    /// Number of consumed entries since the head was published.
+    /// Number of consumed completion queue entries since the head was published.
     pub(super) cq_unpublished: u32,
     cq_publish_at: u32,
     pub(crate) sq_doorbell: Doorbell,
@@ -215,7 +215,7 @@ impl Core {
                 }
             }
         };
-        // Cannot fail: `slot` is from the list of free slots.
+        // The look-up cannot fail: `slot` is from the list of free slots.
         let Some(entry) = self.slots.get_mut(usize::from(slot)) else {
             return Err(self.refuse_full(buffer));
         };
@@ -234,7 +234,7 @@ impl Core {
         Ok(Token { cid, slot })
     }
 
-    /// Adds the command of a slot at the tail. As [`submit`](Self::submit), for code that is less
+    /// Adds the command of a slot at the tail, like [`submit`](Self::submit), for code that is less
     /// performance critical.
     pub(super) fn push_slot(
         &mut self,
@@ -254,7 +254,7 @@ impl Core {
         Token { cid, slot }
     }
 
-    /// Adds an entry at the tail, in the batch.
+    /// Adds an entry at the tail of the submission queue, in the batch.
     #[inline(always)]
     pub(super) fn push(&mut self, words: [u64; 8]) {
         if self.sqe_batch.is_full() {
@@ -264,7 +264,7 @@ impl Core {
         self.sq_tail = self.sq_size.next(self.sq_tail);
     }
 
-    /// Writes the batch to the queue.
+    /// Writes the batch to the submission queue.
     #[inline]
     pub(super) fn flush(&mut self) {
         let staged = self.sqe_batch.staged() as u32;
@@ -297,7 +297,7 @@ impl Core {
             .ok_or(QueueError::TooLong { bytes, max: self.max_transfer })
     }
 
-    /// Frees the slot, and creates the refusal.
+    /// Frees the slot of a refused command, and creates the error.
     #[cold]
     pub(super) fn refuse(
         &mut self,
@@ -320,7 +320,8 @@ impl Core {
         Refused { reason, buffer }
     }
 
-    /// Publishes the tail, and writes the register if the controller has requested it.
+    /// Publishes the submission queue tail, and writes the register if the controller has requested
+    /// it.
     #[inline]
     pub(crate) fn ring(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
@@ -338,8 +339,8 @@ impl Core {
         self.return_entries_if_short()
     }
 
-    /// Publishes the tail to a controller that has enough commands to keep polling. A later
-    /// submission, or [`ring`](Self::ring), decides about the register write.
+    /// Publishes the tail in the shadow entry only, for a controller that has enough commands to
+    /// keep polling. A later submission, or [`ring`](Self::ring), decides about the register write.
     #[inline]
     fn publish_deferred(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
@@ -414,15 +415,15 @@ impl Core {
         (word >> 48 & 1 != 0) == self.phase
     }
 
-    /// True if the completion queue has an entry.
+    /// True if the completion queue has a new entry.
     #[inline]
     pub(crate) fn is_ready(&self) -> bool {
         self.is_new(self.second_word())
     }
 
     /// Takes the next completion. Skips entries without an outstanding command, at most as many as
-    /// the queue has entries. For queues without retries; queues with retries use
-    /// [`RetryTable::pop`](super::retry::RetryTable::pop).
+    /// the queue has entries. Used for the admin queue, which does not retry commands; I/O queues
+    /// use [`RetryTable::pop`](super::retry::RetryTable::pop).
     pub(crate) fn pop(&mut self) -> Option<Completion> {
         for _ in 0..self.cq_size.entries() {
             let Some(word) = self.pop_word() else { break };
@@ -484,8 +485,8 @@ impl Core {
         first
     }
 
-    /// Publishes the head if completions were taken and the controller could run out of free
-    /// entries.
+    /// Publishes the completion queue head if completions were taken and the controller could run
+    /// out of free entries.
     #[inline]
     pub(crate) fn ring_cq_doorbell_if_needed(&mut self) -> Result<(), QueueError> {
         if self.cq_unpublished == 0 { Ok(()) } else { self.ring_cq_doorbell_if_short() }
@@ -570,8 +571,8 @@ impl Core {
         (self.cq_head, self.phase, self.cq_unpublished) = (0, true, 0);
     }
 
-    /// Takes the buffers of all outstanding commands. The caller makes sure that the device no
-    /// longer uses the buffers, or leaks them.
+    /// Takes the buffers of all outstanding commands. If the device may still use the buffers, the
+    /// caller must leak them.
     pub(crate) fn take_buffers(&mut self) -> Vec<Buffer> {
         self.slots.iter_mut().filter_map(|slot| slot.buffer.take()).collect()
     }

@@ -42,7 +42,7 @@ impl Doorbell {
         Self { host: HostDoorbell::new(0), register, trapped: 0 }
     }
 
-    /// See [`HostDoorbell::set_ring`].
+    /// Sets the size of the queue: see [`HostDoorbell::set_ring`].
     pub(crate) fn set_ring(&mut self, size: RingSize) {
         self.host.set_ring(size);
     }
@@ -53,20 +53,20 @@ impl Doorbell {
         self.host.attach_shadow(shadow.value, shadow.event_idx);
     }
 
-    /// See [`HostDoorbell::enable_shadow`].
+    /// Relies on the shadow entry from the next update on: see [`HostDoorbell::enable_shadow`].
     pub(crate) fn enable_shadow(&mut self) {
         self.host.enable_shadow();
     }
 
-    /// Sets an eventfd to signal instead of register writes. The controller reads the value from
-    /// the shadow entry, which must be trusted.
+    /// Sets an eventfd to signal instead of register writes. The controller must read the value
+    /// from the shadow entry.
     pub(crate) fn set_eventfd(&mut self, eventfd: Option<EventFd>) {
         if let Register::Trapped { event, .. } = &mut self.register {
             *event = eventfd;
         }
     }
 
-    /// See [`HostDoorbell::detach_shadow`].
+    /// Removes the shadow entry and the eventfd: see [`HostDoorbell::detach_shadow`].
     pub(crate) fn detach_shadow(&mut self) {
         self.set_eventfd(None);
         self.host.detach_shadow();

@@ -74,7 +74,7 @@ impl QueueMemory {
         Some((bytes, self.region.iova() + offset))
     }
 
-    /// The zeroed additional page `index`, with its address.
+    /// The zeroed additional page `index`, with its IOVA.
     pub(crate) fn page(&self, index: u64) -> Option<(SharedBytes, u64)> {
         if index >= self.pages {
             return None;

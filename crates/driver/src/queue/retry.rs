@@ -30,7 +30,7 @@ struct LateCommand {
     token_cid: u16,
     /// Command identifier of the last submission, which the controller uses.
     cid: u16,
-    /// Number of further submissions.
+    /// Number of submissions after the first one.
     repeats: u8,
     /// Number of ticks in this state.
     ticks: u8,
@@ -52,7 +52,7 @@ pub(crate) struct RetryTable {
     /// until its completion is taken, because the submitter still counts the command as
     /// outstanding.
     ended: VecDeque<Completion>,
-    /// Maximum number of further submissions of a command.
+    /// Maximum number of submissions of a command after the first one.
     max_repeats: u8,
 }
 
@@ -157,8 +157,8 @@ impl RetryTable {
         None
     }
 
-    /// Consumes the entry at the head, whose second word is `word`. `None` if it completes no
-    /// command.
+    /// Consumes the entry at the head, whose second word is `word`. Returns `None` if the entry
+    /// completes no command.
     #[cold]
     fn consume(&mut self, core: &mut Core, word: u64) -> Option<Completion> {
         core.consume(word).or_else(|| {
@@ -324,7 +324,7 @@ impl RetryTable {
         }
     }
 
-    /// Ends the command in `slot`. The controller must no longer execute it.
+    /// Ends the command in `slot`. The controller must no longer execute the command.
     fn end(&mut self, core: &mut Core, slot: u16, restarted: &mut Restarted) {
         let token = self.token_of(core, slot);
         let buffer = self.retire(core, slot);
@@ -345,13 +345,14 @@ impl RetryTable {
         core.stats.completed += 1;
     }
 
-    /// Fails the queue and ends every outstanding command. If the controller is `quiet`,
-    /// completions return the buffers. Otherwise the controller may still write to the buffers.
-    /// They are returned to the caller, which keeps them allocated.
+    /// Fails the queue and ends every outstanding command. If `quiet` is true, the controller no
+    /// longer accesses memory, and the completions return the buffers. Otherwise the caller gets
+    /// the buffers, and must keep them allocated, because the controller may still write to them.
     pub(crate) fn end_all(&mut self, core: &mut Core, why: &str, quiet: bool) -> Vec<Buffer> {
         core.set_failed(|| why.into());
         let mut kept = Vec::new();
-        // All outstanding commands have ended already; only their completions have not been taken.
+        // All outstanding commands have ended already, but the program has not taken their
+        // completions.
         if core.outstanding() == self.ended.len() {
             return kept;
         }
@@ -389,7 +390,7 @@ fn write_slot(core: &mut Core, slot: u16) -> bool {
     if let Some(entry) = core.slots.get_mut(usize::from(slot)) {
         entry.buffer = buffer;
     }
-    // Cannot fail, because the same command and buffer were accepted before.
+    // `entry_of` cannot fail, because the same command and buffer were accepted before.
     let Ok(words) = words else { return false };
     let sqe: Sqe = zerocopy::transmute!(words);
     core.push(zerocopy::transmute!(sqe.with_cid(cid)));
@@ -429,8 +430,8 @@ mod tests {
         (core, sq)
     }
 
-    /// Checks that completions are taken without a scan of the whole queue for each. For a long
-    /// queue, the scans would take half a minute.
+    /// Checks that no completion is taken by a scan of the whole queue. Such scans of a long queue
+    /// would take half a minute.
     #[test]
     fn a_queue_that_has_ended_is_not_scanned_again() {
         let file = tempfile::tempfile().unwrap();

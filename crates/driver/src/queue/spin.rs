@@ -38,7 +38,8 @@ pub(crate) struct SpinWindow {
     poll: AdaptivePoll,
     /// Number of consecutive waits that took longer than the polling.
     missed: u32,
-    /// Number of sleeps until the next trial. `trial_interval` is its value after the last trial.
+    /// Number of sleeps until the next trial. `trial_interval` is the number that was set after the
+    /// last trial.
     until_trial: u32,
     trial_interval: u32,
     yield_backoff: YieldBackoff,
@@ -47,7 +48,7 @@ pub(crate) struct SpinWindow {
 /// Number of consecutive long waits that are tolerated before the window is shortened.
 const TOLERATED_WAITS: u32 = 2;
 /// Sleeps between two trials: 16 after a success, up to 1024 after failures. At 1024, the trials
-/// add a thousandth of the maximum polling time to each wait.
+/// add a thousandth of the maximum polling time to the average wait.
 const SLEEPS_BETWEEN_TRIALS: std::ops::RangeInclusive<u32> = 16..=1024;
 
 impl SpinWindow {
@@ -58,7 +59,7 @@ impl SpinWindow {
         Self { policy, poll, missed: 0, until_trial: trial_interval, trial_interval, yield_backoff }
     }
 
-    /// Time to poll now.
+    /// Maximum duration of the next polling.
     pub(crate) fn window(&self) -> Duration {
         if self.is_trial() { self.policy.max } else { self.poll.window() }
     }

@@ -33,7 +33,7 @@ pub struct QueueStats {
     /// Commands that did not complete within [`Timeouts::io`](crate::Timeouts::io). Each submission
     /// of a command counts.
     pub late: u64,
-    /// Further submissions of commands.
+    /// Submissions of commands after the first one.
     pub repeated: u64,
     /// Commands that the driver ended with Command Aborted By Host. Included in `completed`.
     pub ended: u64,
@@ -46,7 +46,7 @@ impl QueueStats {
         self.sq_doorbell_mmio_writes + self.cq_doorbell_mmio_writes
     }
 
-    /// The number of sleeps that ended by an interrupt or a signal.
+    /// The number of sleeps that ended with an interrupt or a signal of another thread.
     #[must_use]
     pub fn interrupts_waited(&self) -> u64 {
         self.wakeups

@@ -47,7 +47,8 @@ pub struct QueuePair {
     controller: Arc<AttachedController>,
     interrupt: InterruptWait,
     spin: SpinWindow,
-    /// Flag that requests a signal of the event from the watchdog. Created on first use.
+    /// Flag by which the queue requests that the watchdog signals the queue's event. Created on
+    /// first use.
     wants_wakeup: Option<Arc<AtomicBool>>,
 }
 
@@ -277,8 +278,9 @@ impl QueuePair {
         loop {
             self.publish_all()?;
             self.consume_signals();
-            // From now on, a new completion signals the event. Earlier completions are found by one
-            // more check of the queue, which the fence orders after the publication of the head.
+            // A new completion signals the event, because both doorbells are published. Earlier
+            // completions are found by one more check of the queue, which the fence orders after
+            // the publication of the head.
             fence(Ordering::SeqCst);
             let slept = if self.is_ready() { true } else { self.sleep(deadline)? };
             if self.handle_new_state()? || slept {
@@ -312,8 +314,8 @@ impl QueuePair {
     }
 
     /// Publishes both doorbells, so that the controller raises an interrupt for later completions.
-    /// For event loops that sleep on [`waker`](Self::waker). Afterwards the caller must execute a
-    /// full fence and check [`is_ready`](Self::is_ready) once more. A stale signal may end the
+    /// Used by event loops that sleep on [`waker`](Self::waker). Afterwards the caller must execute
+    /// a full fence and check [`is_ready`](Self::is_ready) once more. A stale signal may end the
     /// sleep immediately.
     ///
     /// # Errors
@@ -331,7 +333,7 @@ impl QueuePair {
     fn request_wakeup(&mut self) {
         let Self { wants_wakeup, controller, queue, .. } = self;
         if wants_wakeup.is_none() {
-            // If no descriptor is available, ticks are counted only when something else wakes the
+            // If no descriptor is available, ticks are counted only when another event wakes the
             // queue.
             let event = queue.event.try_clone().ok();
             *wants_wakeup = event.map(|event| controller.add_sleeper(event));

@@ -26,7 +26,7 @@ pub(super) struct RecoverableQueue {
     pub(super) core: Core,
     retries: RetryTable,
     pub(super) layout: QueueLayout,
-    /// Eventfd that the interrupt signals.
+    /// Eventfd that the queue's interrupt signals.
     pub(super) event: EventFd,
     /// Last handled state epoch. If the current epoch differs, it must be handled.
     pub(super) handled_epoch: u32,
@@ -59,7 +59,8 @@ impl RecoverableQueue {
         }
     }
 
-    /// Takes the next completion, including those of late commands, but not of ended commands.
+    /// Takes the next completion, also of a late command, but not of a command that the driver has
+    /// ended.
     pub(super) fn pop(&mut self) -> Option<Completion> {
         self.retries.pop(&mut self.core)
     }
@@ -120,7 +121,7 @@ impl RecoverableQueue {
                 }
             }
         }
-        // The controller is not quiet: it works, and may have created queues although it did not
+        // `quiet` is false: the controller works, and may have created queues although it did not
         // confirm that.
         self.end(controller, &why, false)
     }

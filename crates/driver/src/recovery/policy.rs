@@ -10,7 +10,7 @@ pub struct Recovery {
     /// True to enable recovery. Without recovery, a command that never completes remains
     /// outstanding, and a controller failure fails all commands.
     pub enabled: bool,
-    /// Maximum number of further submissions of a command.
+    /// Maximum number of submissions of a command after the first one.
     pub repeats: u8,
     /// Interval between status checks of a healthy or idle controller. While a command takes long,
     /// CSTS is read with every tick instead. Each read may wake a process that emulates the

@@ -86,6 +86,7 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
 }
 
 /// Makes one attempt: resets a controller in any state, and sets up everything except I/O queues.
+/// With `thoroughly`, the transport resets the function even if the controller could be disabled.
 fn try_reset(
     controller: &AttachedController,
     io_queues: &mut IoQueueTable,

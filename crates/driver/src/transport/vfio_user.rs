@@ -123,8 +123,8 @@ impl VfioUser {
 
     /// Checks whether memory pages were lost. The server has the descriptors of this process's
     /// memory, and can remove huge pages from it. The content of removed pages is lost, and later
-    /// writes to them do not reach the server. Called with each register read, which the watchdog
-    /// does periodically.
+    /// writes to them do not reach the server. Called with each register read; the watchdog reads a
+    /// register periodically.
     fn check_memory(&self) -> Result<(), TransportError> {
         let lost = |mapping: &Weak<Mapping>| mapping.upgrade().is_some_and(|m| m.is_poisoned());
         if !self.shared.lock().iter().any(|(_, mapping)| lost(mapping)) {
@@ -156,8 +156,8 @@ impl VfioUser {
         self.set_config16(PCI_COMMAND, command | COMMAND_SET)
     }
 
-    /// Sets MSI-X Enable. Once eventfds are set, some servers raise interrupts without it, but
-    /// servers that model hardware more closely do not.
+    /// Sets MSI-X Enable. Some servers raise interrupts as soon as eventfds are set, but servers
+    /// that model hardware more closely require this bit.
     fn enable_msix(&self) -> Result<(), TransportError> {
         if self.config16(PCI_STATUS)? & STATUS_CAPABILITIES == 0 {
             return Ok(());

@@ -59,7 +59,7 @@ fn any_command_has_data_and_a_deadline() {
 
     fake.with(|state| state.ignored.insert(0xc1));
     let began = Instant::now();
-    // A short limit, because only the limit ends the command.
+    // The limit is short, because only its expiry ends the command.
     let limit = Duration::from_millis(50);
     let error = admin.execute(vendor, AdminData::FromController(4096), limit).unwrap_err();
     assert!(matches!(error, CommandError::Timeout { .. }), "{error}");
@@ -84,7 +84,7 @@ fn hung_commands_fill_the_queue_only() {
     let controller = attach_with(&fake, &impatient());
     let admin = controller.admin();
     fake.with(|state| state.ignored.insert(0xc1));
-    // A short limit, because each command exceeds it.
+    // The limit is short, because each command exceeds it.
     let limit = Duration::from_millis(1);
     for _ in 0..80 {
         let error = admin.execute(Sqe::new(0xc1, 0, 0), AdminData::None, limit).unwrap_err();
@@ -126,7 +126,7 @@ fn a_completion_found_by_another_thread_reaches_its_owner() {
                 }
                 std::thread::yield_now();
             };
-            // The time is long enough for the waiting thread to poll less often.
+            // After this pause, the waiting thread polls less often.
             std::thread::sleep(Duration::from_millis(2));
             fake.post(0, Cqe::new(cid, 0, 0, Status::SUCCESS, round), 0, None);
             // Another thread reaps that completion, and reuses the slot for its own command.

@@ -88,7 +88,7 @@ fn memory_stays_mapped_if_the_controller_cannot_be_stopped() {
         // The buffers of admin commands were unmapped, because no admin command was outstanding.
         // All other memory is still mapped.
         assert_eq!(state.dma.table().len(), before - 1, "queues and buffers are still mapped");
-        // The controller still writes to the buffer.
+        // The held command still writes to the buffer.
         state.hold = false;
     });
     fake.complete(0);

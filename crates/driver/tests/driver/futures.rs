@@ -342,8 +342,8 @@ fn many_tasks_on_many_threads_share_a_queue() {
 fn an_idle_queue_sleeps() {
     let Setup { disk, .. } = setup();
     block_on(disk.flush()).unwrap();
-    // The queue thread may fall asleep only during the first attempts. A timer would wake it more
-    // often than every 100 ms.
+    // The queue thread may fall asleep during the first attempts. A timer would wake it more often
+    // than every 100 ms.
     wait::until("100 ms without a wakeup", || {
         let before = disk.queue().stats().sleeps;
         // A timer would wake the thread in this time.

@@ -162,7 +162,7 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         assert_eq!((host.namespace.unusable(), format.protection()), (None, pi), "{text}");
         assert_eq!(format.guard() == GuardKind::Crc64, wide);
         let end = host.namespace.blocks();
-        // The commands need a PRP list, two PRPs, one PRP, and reach the end of the disk.
+        // The four commands need a PRP list, two PRPs, one PRP, and reach the end of the disk.
         for (lba, blocks) in [(3, 60), (100, 9), (200, 1), (end - 17, 17)] {
             let wanted = data(lba, blocks as usize);
             host.write(lba, &wanted);
@@ -256,7 +256,7 @@ fn a_host_computes_and_checks_protection_information() {
         let write = host.namespace.write_with_metadata(lba, blocks, tags).unwrap();
         let mut buffer = host.buffer();
         assert!(buffer.copy_from(0, &data(1, write.buffer_bytes().div_ceil(512))));
-        // The protection information has not been computed yet.
+        // The write fails, because the protection information has not been generated yet.
         let (status, mut buffer) = host.given(&write, Some(buffer));
         assert_eq!(status.code(), Status::GUARD_CHECK, "{text}");
         assert!(write.protect(&mut buffer));
@@ -325,7 +325,7 @@ fn plain_metadata_is_stored_unchanged() {
         let wanted = data(5, 21)[..20 * 528].to_vec();
         assert!(buffer.copy_from(0, &wanted) && write.protect(&mut buffer));
         assert_eq!(host.given(&write, Some(buffer)).0, Status::SUCCESS);
-        // Read to another offset of the buffer.
+        // The read transfers the data to another offset of the buffer.
         let read = host.namespace.read_with_metadata(7, 20, fields(0, 0)).unwrap().at(512);
         let read = if extended == "off" { read.metadata_at(0) } else { read };
         let buffer = host.buffer();
@@ -431,7 +431,7 @@ fn a_resubmitted_command_keeps_its_tags() {
         ref_tag: 0xabcd_ef01,
     };
     let given = namespace.write_with_metadata(5, 8, tags).unwrap();
-    // The other commands make this one use another slot of the table than the first.
+    // Other commands are submitted as well, so that this command is not in the first slot.
     queue.submit(namespace.flush(), None).unwrap();
     queue.submit_with_metadata(&given, pool.take()).unwrap();
     queue.submit(namespace.read(9, 2).unwrap(), pool.take()).unwrap();
@@ -456,7 +456,7 @@ fn a_resubmitted_command_keeps_its_tags() {
         controller.recovery_stats().resets != 0 && fake.state().held.len() == 4
     });
     assert_eq!(entries(), before);
-    // Repeat with other commands in the slots.
+    // The test is repeated with other commands in the slots.
     for _ in 0..4 {
         fake.complete(0);
     }

@@ -92,7 +92,7 @@ fn a_queue_accepts_its_capacity_and_wraps() {
         assert!(matches!(refused.reason, QueueError::Full { qid: 1, outstanding: 15 }));
         queue.ring().unwrap();
         assert_eq!(fake.state().held.len(), 15);
-        // Complete the commands from the last to the first.
+        // The commands complete from the last to the first.
         for n in (0..15).rev() {
             fake.complete(n);
         }
@@ -219,15 +219,15 @@ fn completions_without_a_command_are_ignored() {
     let pool = controller.buffers(4, 4096).unwrap();
     let token = queue.submit(read(&controller, 0, 8), pool.take()).unwrap();
     queue.ring().unwrap();
-    // Command identifiers of a free slot, of no slot, and all ones.
+    // These completions have the command identifier of a free slot, of no slot, or all ones.
     for cid in [token.cid() + 1, 15, 0x7ff, 0xffff] {
         fake.post(1, Cqe::new(cid, 1, 0, Status::SUCCESS, 0), 1, None);
         assert!(queue.pop().is_none());
     }
     assert_eq!(queue.outstanding(), 1);
     assert_eq!(queue.stats().unknown_completions, 4);
-    // A duplicate of the command's own completion, which must not complete the next command in the
-    // slot.
+    // The command's own completion arrives twice. The duplicate must not complete the next command
+    // in the slot.
     fake.complete(0);
     fake.post(1, Cqe::new(token.cid(), 1, 0, Status::INTERNAL, 0), 1, None);
     assert_eq!(queue.pop().unwrap().token, token);
@@ -244,7 +244,7 @@ fn completions_without_a_command_are_ignored() {
 fn a_flood_of_completions_ends() {
     let fake = Fake::new();
     let (_controller, mut queue) = one_queue(&fake, &options());
-    // Fill the whole completion queue, with the correct phase tag in each round.
+    // The test fills the whole completion queue, with the correct phase tag in each round.
     for _ in 0..3 {
         for _ in 0..32 {
             fake.post(1, Cqe::new(9, 1, 0, Status::SUCCESS, 0), 0, None);
@@ -262,7 +262,7 @@ fn a_completion_with_the_wrong_phase_is_ignored() {
     let token = queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
     queue.ring().unwrap();
     fake.post(1, Cqe::new(token.cid(), 1, 0, Status::SUCCESS, 0), 1, Some(false));
-    // No completion is visible in this time.
+    // The wait finds no completion in this time.
     let soon = Instant::now() + Duration::from_millis(5);
     assert!(!queue.wait(Some(soon)).unwrap());
     assert!(queue.pop().is_none());
@@ -276,7 +276,8 @@ fn invalid_queue_heads_are_ignored() {
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
     let flush = controller.namespace(1).unwrap().flush();
-    // SQHD outside of the queue, SQHD after the tail, and the identifier of another queue.
+    // These completions have an SQHD outside of the queue, an SQHD after the tail, or the
+    // identifier of another queue.
     for (i, (sq_head, sq_id)) in [(16, 1), (0xffff, 1), (15, 1), (4, 2)].into_iter().enumerate() {
         let token = queue.submit(flush, None).unwrap();
         queue.ring().unwrap();
@@ -379,7 +380,7 @@ fn waiting_polls_without_an_interrupt() {
         one_queue(&fake, &AttachOptions { interrupts: false, ..options() });
     fake.with(|state| state.hold = true);
     queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
-    // No completion is visible in this time.
+    // The wait finds no completion in this time.
     let soon = Instant::now() + Duration::from_millis(10);
     assert!(!queue.wait(Some(soon)).unwrap());
     std::thread::scope(|scope| {

@@ -43,7 +43,7 @@ fn a_failed_controller_is_detected_while_idle() {
         fake.with(|state| match csts {
             "cfs" => state.csts = state.csts.with_cfs(true),
             "nssro" => state.csts = state.csts.with_nssro(true),
-            // The state is that after a reset by another process.
+            // The controller is in the state after a reset by another process.
             _ => state.reset(),
         });
         wait_for(|| controller.recovery_stats().resets == 1);
@@ -133,7 +133,7 @@ fn buffers_stay_reserved_if_the_controller_cannot_be_stopped() {
     let unmaps = fake.state().unmaps;
     drop(pool);
     assert_eq!(fake.state().unmaps, unmaps, "memory that the device may write to stays mapped");
-    // The controller still writes to the buffer.
+    // The held command still writes to the buffer.
     fake.with(|state| state.blocks.fill(0x5a));
     fake.complete(0);
     assert_eq!(bytes.read::<u8>(0), Some(0x5a));
@@ -282,7 +282,7 @@ fn dropping_the_last_handle_shuts_the_controller_down() {
         let fake = Fake::new();
         let (controller, queue) = attach(&fake);
         let admin = controller.admin();
-        // The handles are dropped at a random moment between two checks of the watchdog.
+        // The handles are dropped at various moments between two checks of the watchdog.
         std::thread::sleep(Duration::from_micros(500 * (round % 5)));
         drop(controller);
         drop(admin);

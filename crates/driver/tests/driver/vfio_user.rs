@@ -390,8 +390,8 @@ impl Drop for HugePages {
     }
 }
 
-/// The server has the descriptor of the shared memory, which is not sealed against holes. If the
-/// server punches a hole, no other huge page may be available for it.
+/// The server has the descriptor of the shared memory, which is not sealed against holes. After the
+/// server has punched a hole, an access there may find no free huge page.
 #[test]
 fn punched_huge_pages_disconnect_the_server() {
     use rustix::fs::{FallocateFlags, fallocate, fstat};

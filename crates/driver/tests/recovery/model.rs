@@ -80,7 +80,7 @@ pub(crate) struct Program {
     ops: Vec<Option<Op>>,
     random: u64,
     pub(crate) completed: u64,
-    /// Number of failed commands, which the program has resubmitted.
+    /// Number of failed commands; the program has submitted them again.
     pub(crate) failures: u64,
     pub(crate) slowest: Duration,
 }

@@ -90,7 +90,7 @@ impl Rig {
         ended
     }
 
-    /// Checks all data. With `or_not`, a range may also be unwritten.
+    /// Checks the data of all ranges. With `or_not`, a range may also be unwritten.
     fn verify(&mut self, or_not: bool) {
         for i in 0..16 {
             let read = self.controller.namespace(1).unwrap().read(i * 8, 8).unwrap();
@@ -170,7 +170,8 @@ fn an_unrepeatable_command_fails_and_returns_its_buffer() {
     }
 }
 
-/// A copy whose destination overlaps its source reads different data when it is repeated.
+/// A copy whose destination overlaps its source reads different data when it is repeated, so the
+/// driver does not repeat it.
 #[test]
 fn copies_are_repeated_if_repeatable() {
     for fault in ["drop-before:at=1", "drop-after:at=1", "hang:at=1", "hang:at=1,ignore=0x08"] {

@@ -22,7 +22,7 @@ impl FromStr for PciAddress {
         let (place, function) = text.rsplit_once('.').ok_or_else(bad)?;
         let (bus, device) = place.rsplit_once(':').ok_or_else(bad)?;
         let (domain, bus) = bus.rsplit_once(':').unwrap_or(("0", bus));
-        // Domains of virtual host bridges can have more than four digits.
+        // PCI domains of virtual host bridges can have more than four digits.
         let field = |digits: &str, width: usize, max: u32| {
             let hexadecimal = digits.bytes().all(|b| b.is_ascii_hexdigit());
             let fits = !digits.is_empty() && digits.len() <= width && hexadecimal;

@@ -111,8 +111,8 @@ impl PciFunction {
     }
 }
 
-/// True if a kernel driver is `vfio-pci` or a device-specific variant. Variants have its name in
-/// theirs by convention: `mlx5_vfio_pci`, `nvgrace-gpu-vfio-pci`.
+/// True if a kernel driver is `vfio-pci` or a device-specific variant. By convention, the name of a
+/// variant ends with `vfio-pci` or `vfio_pci`: `mlx5_vfio_pci`, `nvgrace-gpu-vfio-pci`.
 fn is_vfio(driver: &str) -> bool {
     driver.replace('_', "-").ends_with("vfio-pci")
 }

@@ -65,7 +65,7 @@ pub(super) struct RegionInfo {
 }
 
 impl RegionInfo {
-    /// Parses the kernel's reply. `None` if it is too short.
+    /// Parses the kernel's reply. Returns `None` if the reply is too short.
     pub(super) fn parse(answer: &[u8]) -> Option<Self> {
         let flags = u32_at(answer, 4)?;
         let first = u32_at(answer, 12)?;
@@ -107,7 +107,7 @@ pub(super) struct IommuInfo {
 }
 
 impl IommuInfo {
-    /// Parses the kernel's reply. `None` if it is too short.
+    /// Parses the kernel's reply. Returns `None` if the reply is too short.
     pub(super) fn parse(answer: &[u8]) -> Option<Self> {
         let flags = u32_at(answer, 4)?;
         let sizes = u64_at(answer, 8)?;
@@ -180,7 +180,7 @@ mod tests {
             capability.extend(area);
             assert_eq!(RegionInfo::parse(&region(ALL, &capability)).unwrap().areas, []);
         }
-        // A count that exceeds the pairs in the reply.
+        // The count exceeds the number of pairs in the reply.
         let cut = [1, 0, u32::MAX, 0, 0x1000, 0, 0x1000, 0, 0, 0];
         assert_eq!(RegionInfo::parse(&region(ALL, &cut)).unwrap().areas, [(0x1000, 0x1000)]);
     }

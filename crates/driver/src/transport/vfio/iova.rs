@@ -17,7 +17,7 @@ const FIRST: u64 = 0x1_0000;
 pub(super) const CLASSIC: [RangeInclusive<u64>; 2] =
     [FIRST..=0xfedf_ffff, 0x1_0000_0000..=0x7f_ffff_ffff];
 
-/// Free addresses.
+/// Free I/O virtual addresses of a device.
 #[derive(Debug)]
 pub(super) struct IovaSpace {
     /// Free ranges, as a map from first address to last address. The ranges are not adjacent.

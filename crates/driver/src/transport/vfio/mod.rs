@@ -224,8 +224,8 @@ impl Transport for Vfio {
         self.bar.ring(self.fd(), offset, value).map_err(|e| self.failed("ringing a doorbell", e))
     }
 
-    /// Always `None`. A store to a mapped doorbell of VFIO is an MMIO write that the device or its
-    /// emulation handles, not a store to memory that the controller polls.
+    /// Returns no page. A store to a mapped doorbell of VFIO is an MMIO write that the device or
+    /// its emulation handles, not a store to memory that the controller polls.
     fn doorbell_page(&self) -> Option<SharedBytes> {
         None
     }

@@ -90,7 +90,7 @@ mod tests {
             |irq| std::fs::read_to_string(proc.path().join(format!("irq/{irq}/smp_affinity_list")));
         assert_eq!((at(25).unwrap(), at(31).unwrap()), ("0-1".into(), "2-3".into()));
         assert!(at(24).is_err(), "the control plane's interrupt stays");
-        // A missing permission or file is reported.
+        // A missing permission or file is reported as `Steered::Refused`.
         std::fs::remove_dir_all(proc.path().join("irq/31")).unwrap();
         let refused = steer(proc.path(), address, &map);
         assert!(

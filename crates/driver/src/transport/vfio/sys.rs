@@ -13,7 +13,7 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use vfio_bindings::bindings::vfio;
 
-/// Request number of either interface: `_IO(';', number)`, which contains no size.
+/// Request number of VFIO or iommufd: `_IO(';', number)`, which contains no size.
 const fn request(number: u32) -> c_ulong {
     ((b';' as u32) << 8 | number) as c_ulong
 }
@@ -103,7 +103,7 @@ fn answer(fd: BorrowedFd<'_>, request: c_ulong, head: &[u8], fixed: usize) -> io
 }
 
 fn size_of_u32<T>() -> u32 {
-    // Cannot truncate: the structures have some dozens of bytes.
+    // The cast cannot truncate: the structures have some dozens of bytes.
     size_of::<T>() as u32
 }
 
@@ -350,7 +350,9 @@ pub(super) fn ioas_map(
         len: mapping.len() as u64,
         iova,
     };
-    // SAFETY: the conditions are those of `map_dma`.
+    // SAFETY: this request takes this structure. The address range is mapped during the call, in
+    // which the kernel pins its pages. The documentation of this module explains why device writes
+    // to the pages are sound.
     unsafe { structure(iommufd, IOAS_MAP, &mut map) }.map(drop)
 }
 
