@@ -154,7 +154,7 @@ pub struct GetLogPage {
     pub lsi: u16,
     /// Log Page Offset, CDW13 and CDW12: bytes (a multiple of 4), or an index if `ot` is set.
     pub lpo: u64,
-    /// Encodes the fields into the dwords of `sqe`.
+    /// Offset Type, CDW14 bit 23: `lpo` is an index.
     pub ot: bool,
     /// Command Set Identifier, CDW14 31:24.
     pub csi: u8,
@@ -192,7 +192,7 @@ impl GetLogPage {
         sqe
     }
 
-    /// Number of bytes that the host requests: 4 to 16 GiB.
+    /// Number of bytes that the host requests: 4 bytes to 16 GiB.
     pub const fn length(&self) -> u64 {
         (self.numd0 as u64 + 1) * 4
     }
@@ -242,7 +242,7 @@ pub struct GetFeatures {
     pub fid: u8,
     /// Select, CDW10 10:8; see [`crate::feature::Select`].
     pub sel: u8,
-    /// Feature specific.
+    /// CDW11, whose content depends on the feature.
     pub cdw11: u32,
     /// UUID Index, CDW14 6:0.
     pub uuid: u8,
@@ -276,15 +276,15 @@ pub struct SetFeatures {
     pub fid: u8,
     /// Save, CDW10 bit 31.
     pub sv: bool,
-    /// Feature specific: most features have their value here.
+    /// CDW11, whose content depends on the feature: the value of most features.
     pub cdw11: u32,
-    /// Feature specific.
+    /// CDW12, whose content depends on the feature.
     pub cdw12: u32,
-    /// Feature specific.
+    /// CDW13, whose content depends on the feature.
     pub cdw13: u32,
     /// UUID Index, CDW14 6:0.
     pub uuid: u8,
-    /// Feature specific.
+    /// CDW15, whose content depends on the feature.
     pub cdw15: u32,
 }
 
@@ -371,7 +371,7 @@ impl GetLbaStatus {
         sqe
     }
 
-    /// Size of the host's buffer in bytes: 4 to 16 GiB.
+    /// Size of the host's buffer: 4 bytes to 16 GiB.
     pub const fn length(&self) -> u64 {
         (self.mndw0 as u64 + 1) * 4
     }

@@ -108,7 +108,7 @@ pub struct Capabilities {
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct Arbitration {
-    /// Arbitration Burst: at most `1 << ab` commands at a time; 7 for no limit.
+    /// Arbitration Burst: at most `1 << ab` commands at a time; no limit if `ab` is 7.
     #[bits(3)]
     pub ab: u8,
     #[bits(5)]

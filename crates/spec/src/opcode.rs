@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
-/// Opcode without a name in this crate. Its status is Invalid Command Opcode (see
-/// [`crate::status`]).
+/// Opcode without a name in this crate. A command with such an opcode ends with Invalid Command
+/// Opcode (see [`crate::status`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("unknown opcode {0:02X}h")]
 pub struct UnknownOpcode(pub u8);

@@ -79,7 +79,8 @@ impl ProtectionInfo {
     /// Application tag that disables the checks of a block.
     pub const ESCAPE: u16 = 0xffff;
 
-    /// Decodes the first bytes of `bytes`. The result is all zeroes if there are too few bytes.
+    /// Decodes protection information from the first bytes of `bytes`. The result is all zeroes if
+    /// there are too few bytes.
     pub fn decode(kind: GuardKind, bytes: &[u8]) -> Self {
         let guard = kind.size() - kind.ref_mask().count_ones() as usize / 8 - 2;
         let Some((guard, rest)) = bytes.get(..kind.size()).and_then(|b| b.split_at_checked(guard))

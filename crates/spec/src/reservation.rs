@@ -157,7 +157,7 @@ pub struct ReservationStatus {
     pub reserved10: [u8; 14],
 }
 
-/// Offset of the first controller in the extended structure.
+/// Offset in bytes of the first controller in the extended structure.
 pub const EXTENDED_STATUS_HEAD: usize = 64;
 
 /// Registered Controller data structure.

@@ -4,8 +4,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// SGL descriptor, in memory layout: 16 bytes, with the type in the last byte.
 ///
-/// Data blocks and (last) segments have `address` and `length`. A bit bucket has no address. Keyed
-/// descriptors, which only RDMA uses, have a length of three bytes and a key instead.
+/// Data blocks, segments and last segments have `address` and `length`. A bit bucket has no
+/// address. Keyed descriptors, which only RDMA uses, have a length of three bytes and a key
+/// instead.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,

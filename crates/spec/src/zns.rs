@@ -7,23 +7,23 @@ use crate::opcode::NvmOpcode;
 use crate::sqe::Sqe;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Zone State, as encoded in the upper half of a zone descriptor's byte. ZNS, "Zone State Machine".
+/// Zone State, as encoded in bits 7:4 of a zone descriptor's ZS byte. ZNS, "Zone State Machine".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ZoneState {
-    /// Empty: nothing was written.
+    /// Empty: no block of the zone was written since its reset.
     Empty = 0x1,
-    /// Opened by a write.
+    /// Implicitly opened by a write.
     ImplicitlyOpen = 0x2,
-    /// Opened by a command.
+    /// Explicitly opened by a command (Open Zone).
     ExplicitlyOpen = 0x3,
-    /// Partly written, and not open.
+    /// Closed: partly written, and not open.
     Closed = 0x4,
-    /// Can only be read.
+    /// Read only: the zone can be read, but neither written nor reset.
     ReadOnly = 0xd,
-    /// Cannot be written before a reset.
+    /// Full: the zone cannot be written before a reset.
     Full = 0xe,
-    /// Can be neither read nor written.
+    /// Offline: the zone can be neither read nor written.
     Offline = 0xf,
 }
 
@@ -183,7 +183,8 @@ impl ZoneManagementReceive {
         (self.nd0 as u64 + 1) * 4
     }
 
-    /// State of the zones to report: `Some(None)` for all zones, `None` for a reserved value.
+    /// State of the zones to report. `Some(None)` means all zones; `None` means that the field has
+    /// a reserved value.
     pub const fn which(&self) -> Option<Option<ZoneState>> {
         Some(match self.zrasf {
             0 => None,

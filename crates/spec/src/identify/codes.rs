@@ -6,7 +6,7 @@ pub const IDENTIFY_SIZE: usize = 4096;
 /// Controller or Namespace Structure: the data structure that Identify returns. Base 2.1, 5.1.13,
 /// "CNS Values".
 pub mod cns {
-    /// Namespace, for command sets with this format (NVM).
+    /// Identify Namespace data structure, for command sets that use it (NVM).
     pub const NAMESPACE: u8 = 0x00;
     /// Controller.
     pub const CONTROLLER: u8 = 0x01;

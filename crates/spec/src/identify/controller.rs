@@ -48,7 +48,7 @@ pub struct IdentifyController {
     pub bpcap: u8,
     /// Reserved.
     pub reserved103: u8,
-    /// NVM Subsystem Shutdown Latency in microseconds; 0 not reported.
+    /// NVM Subsystem Shutdown Latency in microseconds; 0 if not reported.
     pub nssl: u32,
     /// Reserved.
     pub reserved108: [u8; 2],
@@ -92,11 +92,11 @@ pub struct IdentifyController {
     pub avscc: u8,
     /// Autonomous Power State Transition Attributes.
     pub apsta: u8,
-    /// Warning Composite Temperature Threshold in kelvins; 0 not reported.
+    /// Warning Composite Temperature Threshold in kelvins; 0 if not reported.
     pub wctemp: u16,
-    /// Critical Composite Temperature Threshold in kelvins; 0 not reported.
+    /// Critical Composite Temperature Threshold in kelvins; 0 if not reported.
     pub cctemp: u16,
-    /// Maximum Time for Firmware Activation, in units of 100 ms; 0 not reported.
+    /// Maximum Time for Firmware Activation, in units of 100 ms; 0 if not reported.
     pub mtfa: u16,
     /// Host Memory Buffer Preferred Size, in units of 4 KiB; 0 if the controller uses no such
     /// buffer.
@@ -113,7 +113,7 @@ pub struct IdentifyController {
     pub edstt: u16,
     /// Device Self-test Options.
     pub dsto: u8,
-    /// Firmware Update Granularity, in units of 4 KiB; 0 not reported, FFh no restriction.
+    /// Firmware Update Granularity, in units of 4 KiB; 0 if not reported, FFh for no restriction.
     pub fwug: u8,
     /// Keep Alive Support: granularity in units of 100 ms; 0 for no keep alive.
     pub kas: u16,
@@ -167,7 +167,7 @@ pub struct IdentifyController {
     pub sqes: EntrySizes,
     /// Completion Queue Entry Size.
     pub cqes: EntrySizes,
-    /// Maximum Outstanding Commands per queue; 0 not reported.
+    /// Maximum Outstanding Commands per queue; 0 if not reported.
     pub maxcmd: u16,
     /// Number of Namespaces: the greatest valid namespace identifier.
     pub nn: u32,
@@ -196,11 +196,11 @@ pub struct IdentifyController {
     pub sgls: Sgls,
     /// Maximum Number of Allowed Namespaces; 0 for the value of `nn`.
     pub mnan: u32,
-    /// Maximum Domain Namespace Attachments; 0 not reported.
+    /// Maximum Domain Namespace Attachments; 0 if not reported.
     pub maxdna: U128,
-    /// Maximum I/O Controller Namespace Attachments; 0 not reported.
+    /// Maximum I/O Controller Namespace Attachments; 0 if not reported.
     pub maxcna: u32,
-    /// Optimal Aggregated Queue Depth; 0 not reported.
+    /// Optimal Aggregated Queue Depth; 0 if not reported.
     pub oaqd: u32,
     /// Recommended Host-Initiated Refresh Interval.
     pub rhiri: u8,

@@ -281,7 +281,8 @@ pub struct Sanicap {
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Vwc {
-    /// Present: data may be in a volatile cache until a Flush, and the feature exists.
+    /// Present: data may be in a volatile cache until a Flush, and the Volatile Write Cache feature
+    /// exists.
     pub vwcp: bool,
     /// Flush with NSID FFFFFFFFh: 00b not reported (before 1.4), 10b not supported, 11b supported.
     #[bits(2)]

@@ -186,7 +186,7 @@ pub struct IdentifyNamespace {
     pub nabo: u16,
     /// Namespace Atomic Boundary Size Power Fail in logical blocks, 0's based.
     pub nabspf: u16,
-    /// Namespace Optimal I/O Boundary in logical blocks; 0 not reported.
+    /// Namespace Optimal I/O Boundary in logical blocks; 0 if not reported.
     pub noiob: u16,
     /// NVM Capacity in bytes.
     pub nvmcap: U128,

@@ -123,7 +123,7 @@ mod tests {
             NamespaceId::Uuid([3; 16]),
             NamespaceId::Csi(2),
             NamespaceId::Other { nidt: 9, nid: b"xyz" },
-            // An EUI-64 has 8 bytes, so 3 bytes are decoded as another type.
+            // An EUI-64 has 8 bytes, so 3 bytes are decoded as `Other`.
             NamespaceId::Other { nidt: 1, nid: b"xyz" },
         ];
         let list = NamespaceIds::new(ids);

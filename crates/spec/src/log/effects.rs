@@ -52,7 +52,7 @@ pub struct CommandEffects {
     /// UUID Selection Supported.
     pub uss: bool,
     /// Command Scope: bit 0 namespace, 1 controller, 2 NVM set, 3 endurance group, 4 domain, 5 NVM
-    /// subsystem; 0 not reported.
+    /// subsystem; 0 if not reported.
     #[bits(12)]
     pub csp: u16,
 }

@@ -100,9 +100,9 @@ pub struct SmartHealth {
     pub endurance_group_warning: u8,
     /// Reserved.
     pub reserved7: [u8; 25],
-    /// Data Units Read: 1000 units of 512 bytes, rounded up.
+    /// Data Units Read, in units of 1000 * 512 bytes, rounded up.
     pub data_units_read: U128,
-    /// Data Units Written: 1000 units of 512 bytes, rounded up.
+    /// Data Units Written, in units of 1000 * 512 bytes, rounded up.
     pub data_units_written: U128,
     /// Host Read Commands: number of completed Read, Compare, Verify and similar commands.
     pub host_read_commands: U128,

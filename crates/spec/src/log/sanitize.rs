@@ -57,7 +57,7 @@ pub struct SanitizeLog {
     pub sstat: SanitizeState,
     /// Sanitize Command Dword 10 Information: CDW10 of the command that has started the operation.
     pub scdw10: u32,
-    /// Estimated Time For Overwrite in seconds; FFFFFFFFh not reported.
+    /// Estimated Time For Overwrite in seconds; FFFFFFFFh if not reported.
     pub eto: u32,
     /// Estimated Time For Block Erase in seconds.
     pub etbe: u32,

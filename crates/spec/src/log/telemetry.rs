@@ -46,7 +46,7 @@ impl TelemetryHeader {
     /// Scope: the controller.
     pub const CONTROLLER: u8 = 1;
 
-    /// Last block of Data Area 3, which contains Data Areas 1 and 2.
+    /// Number of data blocks of Data Area 3, which contains Data Areas 1 and 2.
     pub fn blocks(&self) -> usize {
         usize::from(self.last_blocks[2].get())
     }
