@@ -1,12 +1,12 @@
-//! Instruction count per I/O of the driver and of the controller. They take turns on one thread,
+//! Instruction count per I/O of the driver and of the controller. The two take turns on one thread,
 //! and neither of them waits, so the count is equal in every run.
 //!
 //!     cargo build --release --example step
 //!     valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*controller_side*' \
 //!         target/release/examples/step 10000 32
 //!
-//! This counts the instructions of the controller (with `*driver_side*`, those of the driver).
-//! Divide the count by the number of I/Os that the program prints.
+//! These commands count the instructions of the controller (with `*driver_side*`, those of the
+//! driver). Divide the count by the number of I/Os that the program prints.
 //!
 //! Optional arguments: disk, opcode, metadata format of the blocks, bits of PRINFO. For example
 //! `10000 32 mem:256MiB 2`, and `10000 32 mem:256MiB 2 'metadata=8&pi=3' 12` for reads with guard

@@ -124,7 +124,8 @@ fn a_suspended_device_serves_the_next_client() {
             assert_eq!(guest.client().migration_state().unwrap(), MigrationState::Running);
             assert!(!guest.is_ready());
         }
-        // The guest moves together with its memory. The source must not execute its commands too.
+        // The guest moves together with its memory. The source must not execute the guest's
+        // commands too.
         drop(guest);
         let target = Server::start(&disk, 1);
         let mut next = Guest::boot(server.connect(), 1, false);
@@ -261,10 +262,10 @@ fn share(client: &Client, memory: &Mapping) {
     client.dma_map(&share).unwrap();
 }
 
-/// Lists the places at which two states differ, because the states are too long to print. It is
-/// used with a stream of the first release with migration: this release restores it and must save
-/// the same state. (`SHADOWBELL_CAPTURE=PATH` captures a stream. Add one for each release whose
-/// streams must stay readable.)
+/// Lists the places at which two states differ, because the states are too long to print. The
+/// function is used for a stream of the first release with migration: the server restores the
+/// stream, and must save the same state. (`SHADOWBELL_CAPTURE=PATH` captures a stream. Add one for
+/// each release whose streams must stay readable.)
 fn differences(at: &str, a: &serde_json::Value, b: &serde_json::Value) -> Vec<String> {
     use serde_json::Value::{Array, Null, Object};
     match (a, b) {
@@ -357,7 +358,7 @@ fn walk(value: &serde_json::Value, at: String, places: &mut Vec<String>) {
     places.push(at);
 }
 
-/// The reactor serves other clients meanwhile.
+/// While a migration state is parsed, the reactor serves other clients.
 #[test]
 fn a_state_is_parsed_on_another_thread() {
     let namespaces = vec![NamespaceConfig { uuid: uuid_from("moved"), disk: disk() }];
@@ -384,7 +385,8 @@ fn a_state_is_parsed_on_another_thread() {
     let own = shadowbell_state::Parcel::new().encode(0).unwrap();
     let stream = [&own[..16], &(body.len() as u64).to_le_bytes(), body.as_bytes()].concat();
     let (sender, outcomes) = std::sync::mpsc::channel();
-    // A parser is slower than a call, except if this thread is suspended at that moment.
+    // Parsing takes longer than a call of `load_state`, unless this thread is suspended between two
+    // calls.
     let all = (0..20).map(|_| {
         let sender = sender.clone();
         migration.load_state(stream.clone(), Completer::new(move |end| sender.send(end).unwrap()));

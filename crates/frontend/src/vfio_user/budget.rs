@@ -1,13 +1,13 @@
 //! Budget of clients: limits on mapped address space, mappings and file descriptors.
 //!
 //! A client can map memory at no cost to itself, because a file can have any size without using a
-//! page. But a process has only 128 TiB of addresses and 65530 mappings (`vm.max_map_count`). If it
-//! has no more of either, it cannot allocate memory, start threads or accept clients. So all
-//! clients together get less than these limits, and each client gets at most **half of what the
-//! others leave**. The first client can get much, and there is always room for the next one. (A
-//! real machine uses as many addresses as it has memory, and a few dozen mappings.) The same rule
-//! applies to the descriptors of the clients' files, which this process keeps for the next server
-//! process (upgrade or recovery).
+//! page. But a process has only 128 TiB of addresses and 65530 mappings (`vm.max_map_count`). If
+//! the addresses or the mappings are used up, the process cannot allocate memory, start threads or
+//! accept clients. So all clients together get less than these limits, and each client gets at most
+//! **half of what the others leave**. The first client can get much, and there is always room for
+//! the next one. (A real machine uses as many addresses as it has memory, and a few dozen
+//! mappings.) The same rule applies to the descriptors of the clients' files, which this process
+//! keeps for the next server process (upgrade or recovery).
 
 use parking_lot::Mutex;
 use std::sync::{Arc, LazyLock};
@@ -61,7 +61,7 @@ fn descriptors() -> u64 {
 
 /// Reads the limits of this process, and stores them. A process with a sandbox has to call this
 /// before it enters the sandbox. Otherwise the first controller reads the limits, and the sandbox
-/// may block that.
+/// may forbid that.
 pub fn read_limits() {
     LazyLock::force(&PROCESS);
 }

@@ -105,7 +105,7 @@ pub(super) struct Files {
     whole_files: HashMap<Key, Weak<Mapping>>,
     /// Number of entries in `whole_files` at which dead entries are removed.
     sweep_at: usize,
-    /// Counter of single mappings. Its reference count is their number plus one.
+    /// Object whose reference count is the number of mappings of single ranges, plus one.
     singles: Arc<()>,
     account: Account,
 }
@@ -128,8 +128,8 @@ impl Files {
         }
     }
 
-    /// Descriptor to use for the file of `fd`. It is kept while the returned value exists. `None`
-    /// if the account has no descriptor left.
+    /// Descriptor to use for the file of `fd`. The descriptor is kept while the returned value
+    /// exists. Returns `None` if the account has no descriptor left.
     pub(super) fn retain_file(
         &mut self,
         fd: &Arc<PeerFd>,

@@ -10,11 +10,11 @@ pub(super) enum Halt {
     /// Running.
     #[default]
     Running,
-    /// Stopped. If it runs again, it continues with its own state.
+    /// Stopped. If the device runs again, it continues with its own state.
     Stopped,
-    /// Stopped, while another thread parses the state that was migrated to it.
+    /// Stopped, while another thread parses the state that was migrated to the device.
     Parsing(Receiver<Result<Parsed, String>>),
-    /// Stopped. If it runs again, it continues with the state that was migrated to it.
+    /// Stopped. If the device runs again, it continues with the state that was migrated to it.
     Loaded(Announcement),
 }
 

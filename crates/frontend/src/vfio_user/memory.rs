@@ -78,8 +78,8 @@ struct SavedMapping {
     protection: Protection,
 }
 
-/// Decodes serialized memory, and calls `map` with each range. Its error is the reason why the
-/// range cannot be mapped.
+/// Decodes serialized memory, and calls `map` with each range. An error of `map` is the reason why
+/// the range cannot be mapped.
 fn for_each_range(
     saved: SavedMemory,
     fds: &mut Descriptors,
@@ -122,7 +122,7 @@ pub(super) fn check(saved: SavedMemory, fds: &mut Descriptors) -> Result<(), Res
     })
 }
 
-/// Maximum number of ranges that the calling thread drops itself.
+/// Maximum number of ranges that the calling thread drops itself, instead of the closer's thread.
 const MAX_DIRECT_DROPS: usize = 256;
 
 /// Maximum number of ranges that a checkpoint contains directly. A virtual machine without an IOMMU

@@ -9,8 +9,8 @@ use shadowbell_state::{Bytes, Parcel};
 pub(super) const FUNCTION: &str = "function";
 pub(super) const CONTROLLER: &str = "controller";
 
-/// Locked while a stream is parsed: one at a time, because a parser may need thirty times the
-/// memory of its stream, and a CPU.
+/// Locked while a stream is parsed. Only one stream is parsed at a time, because a parser uses a
+/// CPU, and may need thirty times the memory of its stream.
 static PARSER: Mutex<()> = Mutex::new(());
 
 /// Serialized PCI function.
@@ -29,7 +29,7 @@ pub(super) struct Parsed {
 }
 
 impl Parsed {
-    /// Parses a stream. It takes time in proportion to the stream's length.
+    /// Parses a stream. Takes time in proportion to the stream's length.
     pub(super) fn of(stream: &[u8]) -> Result<Self, String> {
         let _one_at_a_time = PARSER.lock();
         let text = |error: &dyn std::fmt::Display| error.to_string();

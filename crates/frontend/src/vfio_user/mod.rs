@@ -104,7 +104,7 @@ pub struct ControllerDevice {
     /// Counter of I/O thread wakeups by the client's doorbell writes.
     doorbell_writes: WakingWrites,
     halt: Halt,
-    /// Referenced while a thread parses a migration state.
+    /// Reference to an object that exists while a thread parses a migration state.
     parser: Weak<()>,
     /// State for signalling the eventfds that clients have sent.
     signals: Signals,
@@ -521,8 +521,8 @@ impl ControllerDevice {
         let fd =
             mapping.fd().ok_or(Errno::NODEV)?.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
         // To get the file offset of an area, clients add the area's offset in the region to the
-        // file offset of the region. So the latter is the page's file offset minus its region
-        // offset.
+        // file offset of the region. So the file offset of the region is the page's file offset
+        // minus its region offset.
         let offset = mapping.fd_offset() + page.offset_in_mapping() as u64;
         let offset = offset.checked_sub(DOORBELLS).ok_or(Errno::NODEV)?;
         let areas = vec![Area { offset: DOORBELLS, len: page.len() as u64 }];

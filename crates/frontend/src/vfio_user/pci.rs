@@ -83,7 +83,7 @@ mod tests {
         ConfigSpace::new(&function(1, 128)).unwrap();
     }
 
-    // Windows does not start a controller with a smaller BAR0 (SPDK 2576 and SPDK's 4acc9aefa8).
+    // Windows does not start a controller with a smaller BAR0 (SPDK issue 2576, commit 4acc9aefa8).
     #[test]
     fn bar0_has_16_kib() {
         let bar = function(1, 65).bars.into_iter().find(|bar| bar.index == 0).unwrap();

@@ -150,7 +150,7 @@ impl WrittenRanges {
         known.ranges -= 1;
         if known.ranges == 0
             && let Some(File { number, .. }) = self.files.remove(&place)
-            // If no checkpoint has added the file, none needs to remove it.
+            // If no checkpoint has added the file, no checkpoint needs to remove it.
             && self.changes.remove(&number).is_none()
         {
             self.changes.insert(number, None);

@@ -136,7 +136,8 @@ fn changes_after_the_last_record_do_not_count() {
     }
 }
 
-/// A client whose memory allows no checkpoint may add and remove ranges without limit.
+/// A client whose memory allows no checkpoint may add and remove ranges without limit. The table
+/// does not grow.
 #[test]
 fn unrecorded_changes_take_bounded_memory() {
     let mut files = Files::default();
