@@ -21,7 +21,8 @@ use crate::wait::LIMIT;
 /// Size of the guest's memory in bytes. It begins at bus address 0.
 pub const MEMORY: u64 = 8 << 20;
 const PAGE: u64 = 4096;
-/// Number of entries of each queue. At most this number of commands are in flight on each queue.
+/// Number of entries of each queue, and maximum number of commands in flight on each I/O queue
+/// (`SLOTS`).
 const ENTRIES: u32 = 32;
 const SLOTS: u64 = 24;
 /// Block size in bytes.
@@ -333,7 +334,7 @@ impl Guest {
         }
     }
 
-    /// Copies these pages, as a VMM does.
+    /// Copies pages of the guest's memory to `to`, as a VMM does.
     fn copy(&self, to: &SharedBytes, pages: impl IntoIterator<Item = u64>) {
         let mut page = vec![0; PAGE as usize];
         for at in pages.into_iter().map(|page| (page * PAGE) as usize) {

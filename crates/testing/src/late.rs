@@ -1,4 +1,4 @@
-//! A block device (a loop device over FUSE) that delays one write. The write arrives after later
+//! A block device (a loop device over FUSE) that delays one write, so that it arrives after later
 //! writes.
 
 use std::ffi::OsStr;

@@ -25,7 +25,7 @@ pub fn namespaces() -> Vec<String> {
     disks
 }
 
-/// Storage below these disks, which another program stalls and resumes.
+/// Storage below the disks of [`namespaces`], which another program stalls and resumes.
 #[derive(Debug)]
 pub struct Storage(PathBuf);
 

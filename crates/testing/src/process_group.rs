@@ -90,8 +90,8 @@ impl ProcessGroup {
         if std::mem::replace(&mut self.ended, true) {
             return;
         }
-        // The group is killed before the first process is waited for. Afterwards its number could
-        // belong to another process.
+        // The group is killed before the first process is waited for. Afterwards the number of the
+        // group could belong to another process.
         let _ = kill_process_group(self.pid(), Signal::KILL);
         let deadline = wait::deadline();
         while matches!(self.child.try_wait(), Ok(None)) || has_members(self.pid()) {

@@ -15,8 +15,8 @@ pub const PROGRAMS: [(&str, &str); 8] = [
     ("xfs_io", "xfsprogs"),
 ];
 
-/// True if a program with this name is in `PATH`. Otherwise the test that asks is skipped, with a
-/// message.
+/// True if a program with this name is in `PATH`. Otherwise prints that the running test is
+/// skipped; the caller has to return.
 #[must_use]
 pub fn can_run(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -50,7 +50,7 @@ mod tests {
         }
         let name = "programs::tests::the_message_of_a_skipped_test_is_shown";
         let mut test = Command::new(std::env::current_exe().unwrap());
-        // With several threads, the thread of a test has its name.
+        // With several threads, the thread of a test has the name of the test.
         test.args(["--exact", name, "--test-threads=2"]).env(CHILD, "");
         let output = test.output().unwrap();
         assert!(output.status.success());

@@ -275,7 +275,8 @@ impl Mount {
         Self::start(test, &[(OVER, image)])
     }
 
-    /// Like [`over`](Self::over), without fsync. The kernel then answers fsync with success.
+    /// Mounts the file system like [`over`](Self::over), but the daemon does not implement fsync.
+    /// The kernel then answers fsync with success.
     ///
     /// # Panics
     ///

@@ -93,9 +93,9 @@ pub fn pause() {
 
 /// Sleeps for a short time in which an event must not happen, or may start to happen.
 ///
-/// For a test that an event does *not* happen, such as the completion of a held command; or for a
-/// test in which another thread has to reach a blocking call. On a busy machine the time may be too
-/// short. Then the test may miss a fault, but it never fails without a fault.
+/// Used to test that an event does *not* happen, such as the completion of a held command, or to
+/// let another thread reach a blocking call. On a busy machine the time may be too short. Then the
+/// test may miss a fault, but it never fails without a fault.
 pub fn short_pause() {
     std::thread::sleep(SHORT_PAUSE);
 }
