@@ -36,7 +36,7 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// Eight queue pairs of 256 entries, zero-copy where possible.
+    /// Default options: eight queue pairs of 256 entries, zero-copy where possible.
     fn default() -> Self {
         Self { read_only: false, queue_pairs: 8, queue_depth: 256, zero_copy: true, timeout: None }
     }
@@ -82,7 +82,7 @@ pub enum OpenError {
 
 /// Namespace of an NVMe controller that the driver owns exclusively, as a disk.
 ///
-/// The controller is shut down in order when the disk and all its queues are dropped.
+/// The controller is shut down normally when the disk and all its queues are dropped.
 #[derive(Clone)]
 pub struct NvmeDisk(Arc<NvmeDiskShared>);
 
@@ -188,8 +188,9 @@ impl Disk for NvmeDisk {
             // The pair replaces the queue pair of a dropped queue.
             None => match controller.create_queue_pair(self.0.depth) {
                 Ok(pair) => pair,
-                // If the SSD is gone, requests fail instead of the opening: the emulated controller
-                // may have other namespaces that work, and a guest that uses them.
+                // If the SSD was removed or disconnected, requests fail instead of the opening: the
+                // emulated controller may have other namespaces that work, and a guest that uses
+                // them.
                 Err(_) if controller.check().is_err() => return Ok(Box::new(NoDevice)),
                 Err(error) => return Err(io::Error::other(error)),
             },

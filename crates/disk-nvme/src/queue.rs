@@ -40,7 +40,7 @@ pub(crate) struct NvmeQueue {
     small: BufferPool,
     large: BufferPool,
     dma: DmaShare,
-    /// Buffer descriptors of guest memory, for reuse.
+    /// Buffers of the driver that described guest memory, for reuse.
     used: Vec<Buffer>,
     /// Requests. A request in the waiting list has commands to submit.
     tasks: Tasks<Task>,

@@ -18,7 +18,7 @@ pub(crate) struct NvmeDiskShared {
     pub(crate) disconnect: DisconnectMonitor,
     /// Entries per queue pair.
     pub(crate) depth: u32,
-    /// Cached answer to whether the SSD reports allocated blocks.
+    /// Cached result: true if the SSD reports allocated blocks.
     pub(crate) reports_allocated: OnceLock<bool>,
     pub(crate) controller: Arc<Mutex<Controller>>,
 }
