@@ -147,8 +147,8 @@ mod tests {
         let acknowledged = Acknowledged::parse(&log);
         let broken = || acknowledged.broken(image.path(), 1).unwrap();
         assert!(broken().is_empty());
-        put(0, &slot(1, 0, 6)); // a later write that was not acknowledged is allowed,
-        put(1, &slot(1, 1, 6)[..SECTOR]); // and so is a part of it
+        put(0, &slot(1, 0, 6)); // a later write that was not acknowledged is allowed
+        put(1, &slot(1, 1, 6)[..SECTOR]); // a part of such a write is allowed too
         assert!(broken().is_empty());
         put(1, &[0; SECTOR]); // a lost write
         put(2, &slot(1, 2, 4)); // a stale write

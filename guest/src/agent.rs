@@ -117,7 +117,7 @@ impl Agent {
             bail!("a command before this one never ended: {command}");
         }
         let sequence = self.send(command)?;
-        // Cleared when the answer is received.
+        // `lost` is cleared when the answer is received.
         self.lost = true;
         let deadline = Instant::now() + timeout;
         loop {
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn a_silent_or_dead_machine_is_an_error() {
         let (mut agent, _port) = pair();
-        // Short limit: the test waits for its expiry.
+        // The limit is short, because the test waits for its expiry.
         let error = agent.run("x", Duration::from_millis(80), &mut || Ok(())).unwrap_err();
         assert!(format!("{error:#}").contains("in time"), "{error:#}");
         let began = Instant::now();

@@ -43,7 +43,8 @@ pub fn run(sequence: u64, command: &str) -> Result<String> {
     Ok(format!("@RUN {sequence} {}\n", STANDARD.encode(command)))
 }
 
-/// Parses a line from the guest without its line feed. `None` is noise.
+/// Parses a line from the guest without its line feed. Returns `None` for noise of firmware or boot
+/// loader.
 pub fn parse(line: &str) -> Result<Option<Message>> {
     let mut words = line.trim_end_matches('\r').split(' ');
     let message = match words.next() {

@@ -17,7 +17,7 @@ stty -F $port raw -echo 115200
 exec 3<>$port
 printf '\n@HELLO %s\n' "$(cat /proc/sys/kernel/random/boot_id)" >&3
 while true; do
-    # An end of file is a hang-up of the port: continue.
+    # An end of file means that the port was hung up. The loop continues.
     read -r verb sequence command <&3 || { sleep 1; continue; }
     [ "$verb" = @RUN ] || continue
     printf '%s' "$command" | base64 -d >/tmp/.agent.command
@@ -25,8 +25,8 @@ while true; do
     # shell nor the port. Its output is a file, so that they do not delay the answer either.
     setsid sh /tmp/.agent.command >/tmp/.agent.output 2>&1 </dev/null 3>&-
     code=$?
-    # Background processes may still write: the answer is the output up to now, and only the end of
-    # it if it is too long for a serial port.
+    # Background processes of the command may still write to the file. The answer is its content at
+    # this time, or only the end of the content if that is too long for a serial port.
     tail -c 1000000 /tmp/.agent.output >/tmp/.agent.answer
     {
         printf '@END %s %s %s ' "$sequence" "$code" "$(stat -c %s /tmp/.agent.answer)"

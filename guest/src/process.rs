@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn waiting_has_an_end() {
         let mut process = Process::spawn("sleep", Command::new("sleep").arg("1000")).unwrap();
-        // Short limit: the test waits for its expiry.
+        // The limit is short, because the test waits for its expiry.
         assert!(process.wait(Duration::from_millis(30)).is_err());
         process.signal(Signal::TERM).unwrap();
         let status = process.wait(wait::LIMIT).unwrap();

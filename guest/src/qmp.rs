@@ -90,10 +90,11 @@ mod tests {
             let mut port = BufReader::new(far);
             let mut request = String::new();
             for line in lines {
-                // A line that arrives in two parts, which must be joined.
+                // Each line arrives in two parts, which the reader must join.
                 let (a, b) = line.split_at(line.len() / 2);
                 port.get_mut().write_all(a.as_bytes()).unwrap();
-                // Longer than the timeout of one read, so that a read ends between the parts.
+                // The pause is longer than the timeout of one read, so a read ends between the
+                // parts.
                 std::thread::sleep(Duration::from_millis(60));
                 port.get_mut().write_all(format!("{b}\n").as_bytes()).unwrap();
                 if !line.contains("event") {

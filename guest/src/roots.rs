@@ -137,8 +137,8 @@ impl Roots {
             .with_context(|| format!("no kernel image in {}", root.display()))
     }
 
-    /// Release of the kernel, as in `uname -r`. Debian updates its backports, so it may be newer
-    /// than the name in this crate.
+    /// Release of the kernel, as in `uname -r`. Debian updates its backports, so the release may be
+    /// newer than the name of the [`Kernel`].
     pub fn release(&self, kernel: Kernel) -> Result<String> {
         let root = self.directory.join(kernel_recipe(kernel).name);
         ["usr/lib/modules", "lib/modules"]

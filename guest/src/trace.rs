@@ -34,14 +34,14 @@ pub struct Stretch {
 }
 
 impl Stretch {
-    /// Enables the events.
+    /// Starts a measurement: enables the trace events.
     pub fn begin(guest: &mut Guest) -> Result<Self> {
         switch(guest, true)?;
         let start = length(guest.trace_log());
         Ok(Self { start })
     }
 
-    /// Disables the events and counts them.
+    /// Ends the measurement: disables the trace events, and counts those that were logged.
     pub fn end(self, guest: &mut Guest) -> Result<Counts> {
         switch(guest, false)?;
         let path = guest.trace_log();

@@ -89,7 +89,7 @@ fn write(options: &HashMap<String, String>) -> Result<String, String> {
     let port = text(options, "acknowledge")?;
     let mut acknowledge =
         OpenOptions::new().append(true).open(port).map_err(|error| format!("{port}: {error}"))?;
-    // A previous session may have ended in the middle of a line.
+    // A previous session may have ended in the middle of a line, so this session starts a new one.
     acknowledge.write_all(b"\n").map_err(|error| format!("{port}: {error}"))?;
     let writer = Writer {
         disk,
