@@ -91,7 +91,7 @@ poweroff -f
 "#;
 const STEPS: [&str; 6] = ["disk", "verify", "resets", "files", "complaints", "end"];
 
-/// Kinds of replacement: shell command of the outer guest, and name of the event.
+/// Kinds of replacement: name of the event, and shell command of the outer guest.
 const EVENTS: [(&str, &str); 2] = [
     ("killed", "kill -9 $(awk '{print $NF}' /proc/$(cat /tmp/supervisor)/task/*/children)"),
     ("upgraded", "shadowbell upgrade /tmp/ch.sock"),

@@ -32,8 +32,9 @@ impl Comparison {
         Self { ratio: at(ratios.len() / 2), least: at(0), most: at(last), wanted }
     }
 
-    /// Outcome of the comparison. If all turns agree, it is clear. Otherwise the median turn
-    /// decides, unless the turns differ too much.
+    /// Outcome of the comparison: reached if all turns reach the target, or if the median turn does
+    /// and the turns differ by at most [`SPREAD`]; missed if no turn reaches the target; otherwise
+    /// open.
     pub(crate) fn outcome(&self) -> &'static str {
         if self.most < self.wanted {
             MISSED

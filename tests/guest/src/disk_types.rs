@@ -70,7 +70,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             );
             guest.sh(&format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"), LIMIT)?;
             for _ in 0..EVENTS {
-                // The load time of each server process.
+                // Each server process serves the load for this time.
                 std::thread::sleep(Duration::from_millis(1500));
                 if is_kill { kill_worker(server)? } else { upgrade_worker(&program, server)? }
             }

@@ -145,7 +145,7 @@ fn wait_for_boot(guest: &mut Guest, dev: &mut String) -> Result<()> {
     guest
         .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), LIMIT)
         .map(drop)?;
-    // The load time of each boot.
+    // Each boot runs under load for this time.
     std::thread::sleep(Duration::from_millis(100));
     Ok(())
 }

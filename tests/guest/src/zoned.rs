@@ -102,7 +102,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// True if zone `nth` has the state `wanted` in nvme-cli's report.
+/// Checks that zone `nth` has the state `wanted` in nvme-cli's report.
 fn state(guest: &mut Guest, name: &str, nth: u64, wanted: &str) -> Result<()> {
     let slba = nth * SIZE;
     let report =

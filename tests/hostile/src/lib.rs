@@ -133,7 +133,7 @@ pub fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Makes the short suite, as a step of `cargo xtask test`.
+/// Runs the short suite, as a step of `cargo xtask test`.
 pub fn test(report: &mut Report, binary: &Path) {
     short(report, binary, TRIES);
 }

@@ -8,17 +8,17 @@ use shadowbell_bench::table::Table;
 use super::attack::{Attack, Kind};
 use super::round::Outcome;
 
-// Bounds of the verdict on times. Only a run on a quiet machine is evaluated by them.
+// Bound on the 99th percentile of the victim's latency, for a quiet machine.
 const P99: Duration = Duration::from_millis(2);
-// Bound of the verdict on times, for a quiet machine.
+// Bound on the victim's longest read, of the disk or a register, for a quiet machine.
 const LONGEST: Duration = Duration::from_millis(10);
 /// Maximum growth of the server's memory and page tables for each hostile controller, in bytes.
 const GROWTH: u64 = 64 << 20;
 /// Maximum log rate in bytes per second.
 const LOG_RATE: u64 = 100 << 10;
-// Bound of the verdict on times, for a quiet machine.
+// Bound on the duration of an attacker's reset, for a quiet machine.
 const RESET: Duration = Duration::from_secs(2);
-// Bound of the verdict on times, for a quiet machine.
+// Bound on the time from SIGTERM to the server's end, for a quiet machine.
 const END: Duration = Duration::from_secs(5);
 /// Maximum ratio of the victim's median latency beside honest neighbours to its median alone.
 const HONEST: u32 = 3;

@@ -153,7 +153,8 @@ impl HonestGuest {
         self.push(written, first, false)?;
         self.push(before, second, true)?;
         self.push(long_ago, third, true)?;
-        // The reads of this turn are at other slots.
+        // No read of this turn is of the written slot, so its generation can be set before the
+        // completion.
         if let Some(slot) = self.generations.get_mut(written as usize) {
             *slot = generation;
         }

@@ -77,7 +77,7 @@ struct SlotState {
     submitted: u64,
 }
 
-/// Places of a disk.
+/// Model of the slots of a disk.
 #[derive(Debug, Clone)]
 pub(crate) struct SlotMap {
     disk: u64,
@@ -90,7 +90,7 @@ pub(crate) struct SlotMap {
 }
 
 impl SlotMap {
-    /// Places of the disk with this number, before the first write.
+    /// Model of the disk with this number, before the first write.
     pub(crate) fn new(disk: u64, persistence: Persistence, seed: u64, flush_every: u64) -> Self {
         let random = Random::new(seed ^ disk << 32);
         let slots = vec![SlotState::default(); SLOTS as usize];

@@ -25,7 +25,7 @@ use shadowbell_hostile::random::Random;
 
 /// Number of commands that each client has in flight.
 const DEPTH: u32 = 32;
-/// Number of clients with very short pauses, and the pauses of both groups of clients.
+/// Number of clients with very short pauses.
 const BUSY: usize = DiskKind::ALL.len();
 // The pace of a client with very short pauses.
 const SHORT_PAUSE: Duration = Duration::from_micros(500);

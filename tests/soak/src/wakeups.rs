@@ -48,11 +48,12 @@ const DIRECTORY: &str = "/dev/shm";
 /// Part of the disk that the clients use, so that their requests overlap.
 const BYTES: u64 = 1 << 20;
 const SECTORS: u64 = BYTES / 512;
-/// Longest request. A lost wakeup takes far longer; an honest request takes microseconds.
+/// Limit for the duration of a request. A lost wakeup takes far longer; an honest request takes
+/// microseconds.
 const LONGEST: Duration = Duration::from_millis(100);
-/// Sleep of the control thread, and the delay from which it records one.
+/// Duration of each sleep of the control thread.
 const CONTROL: Duration = Duration::from_millis(10);
-// Delay that is recorded: a fraction of the longest request.
+// Shortest delay that the control thread records: a fraction of the limit for a request.
 const DELAY: Duration = Duration::from_millis(2);
 
 #[derive(clap::Args)]
@@ -212,7 +213,7 @@ fn part(server: &Server, vms: Vms, time: Duration, seed: u64) -> Result<Part> {
     Ok(Part { chains, delays, ..part })
 }
 
-/// Times for which this thread slept far longer than it wanted to, or threads of the server were
+/// Times for which this thread slept far longer than requested, or threads of the server were
 /// runnable without a CPU.
 fn control(clock: &Clock, server: &Server) -> Vec<Period> {
     let waited = || usage(&server.processes()).map_or(Duration::ZERO, |usage| usage.waited);
@@ -275,7 +276,7 @@ fn honest_vm(socket: &Path, clock: &Clock, mut random: Random) -> Result<Vec<Per
         guest.submit(kind, random.below(SECTORS - sectors), sectors as u32 * 512)?;
         while guest.outstanding() != 0 {
             ensure!(began.elapsed() < wait::LIMIT, "a request of the honest VM has no completion");
-            // Short: the time is measured.
+            // The pause is short, because the duration of the request is measured.
             sleep(Duration::from_micros(50));
         }
         requests.push((began, Instant::now()));
@@ -291,7 +292,7 @@ fn hostile_vms(socket: &Path, clock: &Clock, mut random: Random) -> Result<u64> 
     while !clock.is_over() {
         let mut guest = VirtioGuest::attach(socket)?;
         for _ in 0..random.below(8) {
-            // The device may have refused the VM.
+            // If the device has disconnected this VM, the chains have no effect.
             chains += guest.offer_random(&mut random, &(0..SECTORS))?;
             // The pace of the attack.
             sleep(Duration::from_micros(random.below(2000)));

@@ -290,7 +290,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
                       done; }; \
                   worker() { children | tail -n 1; }";
     for _ in 0..EVENTS {
-        // Each server process runs under load for this time.
+        // Each server process serves the load for this time.
         std::thread::sleep(Duration::from_secs(4));
         let event = if is_kill {
             "before=$(worker); kill -KILL $before && for i in $(seq 600); do \

@@ -29,7 +29,7 @@ const SIZE: u64 = 512 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let shadowbell = setup.shadowbell.as_deref().context("this needs the shadowbell program")?;
-    // The thread polls for a long time before it sleeps, as in the table.
+    // Threads poll for a long time before they sleep, as in the measurements of `table`.
     let look = ["--poll-max", "1000"];
     let disk = setup.serve(run, "behind", &[format!("mem:{SIZE}")], &look, None)?;
     let export = export(shadowbell, run, &look)?;

@@ -16,7 +16,7 @@ pub(super) fn once(supervisor: u32, count: &mut Count) -> Result<()> {
 }
 
 /// Kills the server process without counting the event. Returns when the next server process
-/// exists. If it serves, only the guest can show.
+/// exists. Only the guest can show whether that process serves.
 pub(crate) fn kill_worker(supervisor: u32) -> Result<()> {
     let before =
         worker(supervisor).with_context(|| format!("process {supervisor} has no worker"))?;

@@ -65,8 +65,8 @@ fn irq_fds(field: &mut Field) -> Result<()> {
     let mut at_once = 64;
     while !field.is_over() {
         if give(&mut guest, &events, at_once).is_err() {
-            // The server refuses messages with more descriptors than its advertised maximum, which
-            // is used here.
+            // The server refuses messages with more descriptors than its advertised maximum. After
+            // a refusal, the attack uses this maximum.
             (at_once, guest) = (16, field.guest()?);
         }
         field.done += events.len() as u64;

@@ -46,7 +46,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     export("vhost-huge", "virtio chains of gigabytes, on vhost-user-blk", vhost_huge),
     export("vhost-reads", "256 virtio reads of 1 MiB in flight", vhost_reads),
     export("vhost-bad", "virtio requests that are refused", vhost_bad),
-    // A wakeup that is lost would stop the victim for good.
+    // A lost wakeup would stop the victim for good, so its number of reads shows that.
     Attack {
         kind: Kind::CountedExport,
         ..export("vhost-random", "VMs that kick random chains and disconnect", vhost_random)
@@ -69,8 +69,8 @@ fn nbd_silent(field: &mut Field) -> Result<()> {
             streams.push(silent_connection(&nbd(field))?);
             field.done += 1;
         }
-        // Disconnected clients connect again.
-        // This pause sets the pace of the attack.
+        // This pause sets the pace of the attack. A hundred clients then disconnect, and others
+        // connect.
         sleep(Duration::from_millis(5));
         streams.truncate(400);
     }

@@ -38,7 +38,7 @@ use crate::server::{server_process, worker_of};
 
 const MEM: &[&str] = &["mem:16MiB"];
 const FILE: &[&str] = &["DIR/attacker.img=16777216"];
-/// Reads of the victim that show that it is served.
+/// Number of reads of the victim that prove that it is served.
 const PROGRESS: u64 = 20;
 
 /// Attack that is evaluated by counts, and so is in the short suite.
@@ -107,7 +107,7 @@ fn upgrade(field: &mut Field) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Checks that the victim reads on.
+/// Checks that the victim's reads still complete.
 pub(super) fn victim_is_served(field: &mut Field, while_: &str) {
     let wanted = field.clock.reads() + PROGRESS;
     let deadline = wait::deadline();
@@ -119,7 +119,7 @@ pub(super) fn victim_is_served(field: &mut Field, while_: &str) {
     }
 }
 
-/// Waits until `done`. Records a finding after the limit of all waits.
+/// Waits until `done` returns true. Records a failure if the limit of all waits expires first.
 fn wait_until(field: &mut Field, what: &str, mut done: impl FnMut() -> bool) {
     let deadline = wait::deadline();
     while !done() {
@@ -179,7 +179,8 @@ fn locked(field: &mut Field) -> Result<()> {
         let locker = Locker::of(&field.directory.join("attacker.img"))?;
         let deadline = wait::deadline();
         loop {
-            // The server process has served for a while, so this is no crash loop.
+            // The server process serves the victim for a while, so that its death is not part of a
+            // crash loop.
             victim_is_served(field, "between two crashes");
             let worker = worker_of(field.server).context("no server process")?;
             let pid = Pid::from_raw(worker.cast_signed()).context("a process number")?;
@@ -389,7 +390,7 @@ fn overwrite(field: &mut Field) -> Result<()> {
     let page = guest.place(wanted.as_bytes())?;
     let fields = NamespaceManagement { sel: NamespaceManagement::CREATE, csi: 0 };
     let created = guest.admin(Sqe::namespace_management(0, fields, 0).with_prps(page, 0))?;
-    // In a later round the namespace exists.
+    // In a later round the namespace exists already, so it cannot be created.
     let nsid = if created.status().is_success() { created.dw0 } else { 1 };
     let own = controller_id(&mut guest)?;
     let controllers = guest.place(ControllerList::from(0, [own]).as_bytes())?;
@@ -430,8 +431,8 @@ fn overwrite(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Touches a page of every 2 MiB of sparse memory with a dirty log. The log's memory is in the
-/// growth of the server.
+/// Touches a page of every 2 MiB of sparse memory with a dirty log. The bound on the growth of the
+/// server's memory includes the log.
 fn dirty_log(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(16, 64)?;
     if !start_logging(&mut guest)? {
@@ -451,7 +452,8 @@ fn scrape(address: &str, host: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&head[9..]).into_owned())
 }
 
-/// Holds silent connections to the metrics, and asks by another name. An honest scraper competes.
+/// Holds silent connections to the metrics endpoint, and sends requests with other host names. An
+/// honest client must still get the metrics.
 fn metrics(field: &mut Field) -> Result<()> {
     let log = fs::read_to_string(field.directory.join("log"))?;
     let address = log.split("http://").nth(1).and_then(|rest| rest.split('/').next());
@@ -503,8 +505,8 @@ fn threads_named(pid: u32, name: &str) -> Result<(u64, u64)> {
     Ok((count, ticks))
 }
 
-/// Reads compressed clusters at a high queue depth. At most half of the processors inflate, and
-/// only the threads for that.
+/// Reads compressed clusters at a high queue depth. At most half of the CPUs may decompress, and
+/// only on the threads for that.
 fn inflate(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(4, 64)?;
     let (prp1, prp2) = guest.buffer(64 << 10)?;

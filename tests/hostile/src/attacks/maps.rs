@@ -168,8 +168,7 @@ fn map_churn(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Maps `count` single pages, none of which can be merged with its neighbour. Returns the number of
-/// successful maps.
+/// Maps `count` single pages, none of which can be merged with its neighbour.
 fn map_pages(guest: &mut Guest, count: u64, file: &rustix::fd::OwnedFd) -> Result<()> {
     for n in 0..count {
         let map = dma_map(ELSEWHERE + n * 2 * PAGE, PAGE, n % 2 * PAGE);

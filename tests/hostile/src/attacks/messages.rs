@@ -57,7 +57,7 @@ fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     Ok(())
 }
 
-/// Sends DMA maps that the server refuses for different reasons. It could log each of them.
+/// Sends DMA maps that the server refuses for different reasons, each of which it could log.
 fn bad_maps(field: &mut Field) -> Result<()> {
     let file = memfd(1 << 20)?;
     let mut guest = field.guest_with(1, 64)?;
@@ -244,7 +244,7 @@ fn migration_states(field: &mut Field) -> Result<()> {
     }
     let request = MigData { argsz: 8 + 4096, size: 4096 };
     let own = guest.link.request(command::MIG_DATA_READ, &[request.as_bytes()], &[])?;
-    // The own stream's magic, version and number of descriptors.
+    // Magic, version and number of descriptors of the state that the controller has sent.
     let head = own.get(8..24).context("the beginning of the state")?;
     let lists = vec!["[]"; 300_000].join(",");
     let body = format!(r#"[{{"name":"x","mandatory":false,"body":[{lists}]}}]"#);

@@ -67,13 +67,13 @@ pub fn posted_write(region: u32, offset: u64, data: &[u8]) -> Vec<u8> {
     message(command::REGION_WRITE, header_flags::NO_REPLY, &[access.as_bytes(), data])
 }
 
-/// Payload of a request to read `count` bytes of a region.
+/// Message of a request to read `count` bytes of a region.
 pub fn read_request(region: u32, offset: u64, count: u32) -> Vec<u8> {
     let access = wire::RegionAccess { offset, region, count };
     message(command::REGION_READ, 0, &[access.as_bytes()])
 }
 
-/// Payload of DMA_MAP for a part of the descriptor in the same message.
+/// Payload of DMA_MAP for a part of the file whose descriptor is sent in the same message.
 pub fn dma_map(address: u64, size: u64, offset: u64) -> wire::DmaMap {
     let flags = wire::dma_map_flags::READ | wire::dma_map_flags::WRITE;
     wire::DmaMap { argsz: size_of::<wire::DmaMap>() as u32, flags, offset, address, size }

@@ -155,7 +155,7 @@ impl Guest {
             if began.elapsed() > PATIENCE {
                 bail!("CSTS.RDY does not become {}", u8::from(ready));
             }
-            // Short: the time is measured.
+            // The pause is short, because the duration of the wait is measured.
             std::thread::sleep(Duration::from_micros(500));
         }
     }
@@ -231,7 +231,7 @@ fn one(queue: &mut Queue, link: &mut Connection, sqe: Sqe) -> Result<Cqe> {
         if began.elapsed() > PATIENCE {
             bail!("command {:02x}h of queue {} has no completion", sqe.opcode, queue.qid);
         }
-        // Short: there are many commands.
+        // The pause is short, because there are many commands.
         std::thread::sleep(Duration::from_micros(50));
     }
 }
