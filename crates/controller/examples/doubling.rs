@@ -1,5 +1,5 @@
-//! Scaling of host operations: executes an OPERATION on COUNT commands or pages, for counting the
-//! instructions of the I/O thread and the control plane while COUNT doubles (`cargo xtask test`).
+//! Executes a host operation (OPERATION) on COUNT commands or pages under callgrind. `cargo xtask
+//! test` doubles COUNT and compares the instructions of the I/O thread and the control plane.
 //!
 //!     cargo build --release -p shadowbell-controller --example doubling
 //!     valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*measured*' \
@@ -62,11 +62,11 @@ fn main() {
     let shares = ["preempt", "register"].contains(&what.as_str());
     let mut field = Field::new(shares.then_some(&subsystem));
     operation(&mut field, count);
-    // Commands that are still in flight are not waited for.
+    // Exits at once, although commands may still be in flight.
     std::process::exit(0);
 }
 
-/// Executes `what`, which is counted: callgrind matches the name of this function.
+/// Executes `what` and counts its instructions: callgrind matches the name of this function.
 #[inline(never)]
 fn measured<T>(what: impl FnOnce() -> T) -> T {
     std::hint::black_box(what())
@@ -108,7 +108,7 @@ impl Field {
         Self { host: first, queue, other, turns, held }
     }
 
-    /// Submits `count` reads that do not end.
+    /// Submits `count` reads, which the disk does not complete.
     fn hold(&mut self, count: u16) {
         self.held.instruct(|instructions| instructions.hold = true);
         let Self { host, queue, turns, .. } = self;
@@ -190,7 +190,8 @@ fn ranges(field: &mut Field, count: u16) {
     });
 }
 
-/// Addresses of pages outside of the host's memory, each a map of its own, with gaps in between.
+/// Addresses of `count` pages outside of the host's memory, with gaps in between, so that each
+/// needs a DMA map of its own.
 fn pages(count: u16) -> impl Iterator<Item = u64> {
     (0..u64::from(count)).map(|n| BASE + MEMORY + (1 << 40) + n * 8192)
 }
@@ -221,7 +222,8 @@ fn unmap(field: &mut Field, count: u16) {
     });
 }
 
-/// Makes turns until `done`. The sleep for the subsystem's own thread costs no instructions.
+/// Runs the I/O thread until `done` returns a value. The sleep for the subsystem's own thread costs
+/// no instructions.
 fn turns_until<T>(turns: &mut Turns, mut done: impl FnMut() -> Option<T>) -> T {
     loop {
         while turns.turn() {}
@@ -234,7 +236,7 @@ fn turns_until<T>(turns: &mut Turns, mut done: impl FnMut() -> Option<T>) -> T {
 
 /// Preempts the reservation of a host with `count` commands in flight.
 fn preempt(field: &mut Field, count: u16) {
-    // Exclusive Access for host 1, then for host 2.
+    // Host 1 acquires an Exclusive Access reservation, which host 2 then preempts.
     let Field { host, queue, turns, .. } = field;
     let acquire = |host: &mut Host, queue: &mut Queue, action: u32, keys: [u64; 2]| {
         let at = host.alloc(4096);

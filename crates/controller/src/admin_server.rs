@@ -3,8 +3,8 @@
 //!
 //! An access to guest memory can block for as long as the guest likes (userfaultfd, FUSE). So it
 //! must not happen under the control plane's lock. This module therefore owns the admin queue and
-//! makes all accesses of the control plane to guest memory. The control plane controls it by
-//! [`Orders`](crate::control::Orders), which the server reads before it executes a command.
+//! makes all accesses of the control plane to guest memory. The control plane sends it
+//! [`Orders`](crate::control::Orders), which it executes before the next command.
 
 use crate::context::Context;
 use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing};
@@ -26,7 +26,7 @@ pub(crate) enum Next {
     Command(Fetched),
     /// The queue changed during the poll: poll again.
     PollAgain,
-    /// The queue is empty. The host's next doorbell write requests a turn.
+    /// The queue is empty. After the host's next doorbell write, the control thread polls it again.
     Idle,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct AdminServer {
     waiting: Option<Sqe>,
     standing: Standing,
     journal: Option<JournalPart>,
-    /// True if the loss of host memory of the attached queue was reported.
+    /// True if a loss of the host memory that holds the attached queue was reported.
     loss_reported: bool,
 }
 
@@ -223,8 +223,7 @@ impl AdminServer {
         }
     }
 
-    /// True if a loss of host memory was found since the queue was attached, and was not returned
-    /// before.
+    /// True on the first call after a loss of the host memory that holds the attached queue.
     pub(crate) fn take_memory_loss(&mut self) -> bool {
         let is_lost = self.attached.as_ref().is_some_and(|a| a.queue.has_lost_memory());
         is_lost && !std::mem::replace(&mut self.loss_reported, true)

@@ -7,15 +7,15 @@ use shadowbell_disk::Disk;
 use std::sync::Arc;
 
 /// PCI vendor and subsystem vendor identifier, in Identify Controller and in configuration space.
-/// No hardware vendor has this value, because a driver might apply the quirks of that vendor's
+/// The value belongs to no hardware vendor, so that no driver applies the quirks of a vendor's
 /// devices.
 pub const PCI_VENDOR_ID: u16 = 0x5342;
 
 /// Maximum number of namespaces of a controller.
 pub const MAX_NAMESPACES: usize = 256;
 /// Valid values of [`Config::mdts`]. The lower limit is 1 MiB, so that a large request of the host
-/// fits into one command. The upper limit is 16 MiB, which bounds the work per command. The longest
-/// valid SGL describes the same size in pages.
+/// fits into one command. The upper limit is 16 MiB, which bounds the work per command. An SGL with
+/// the maximum number of descriptors, one per page of 4 KiB, describes 16 MiB as well.
 pub const MDTS_RANGE: std::ops::RangeInclusive<u8> = 8..=12;
 
 /// Configuration of one namespace.

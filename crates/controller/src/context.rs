@@ -105,7 +105,7 @@ impl Context {
         self.all_command_sets.store(css == CC_CSS_ALL, Ordering::Relaxed);
     }
 
-    /// Sets the namespaces for I/O threads that start serving the controller from now on.
+    /// Sets the namespaces for I/O threads that start serving the controller after this call.
     pub(crate) fn serve(&self, namespaces: Arc<Namespaces>) {
         self.namespaces.lock().serving = namespaces;
     }
@@ -132,8 +132,8 @@ impl Context {
         }
     }
 
-    /// Sends a message about this controller to the I/O thread that now serves the queues of
-    /// `worker`. After a move it is another one than `worker`.
+    /// Sends a message about this controller to the I/O thread that serves the queues of `worker`,
+    /// which is another thread if the queues have moved.
     pub(crate) fn send(&self, worker: usize, message: Message) {
         self.route.send(&self.pool, worker, message);
     }

@@ -39,7 +39,7 @@ pub(crate) struct ControllerInner {
     admin: Mutex<Admin>,
     recorder: OnceLock<Arc<dyn Recorder>>,
     /// Lock that serializes checkpoints. `changed` is true if the state has changed since the last
-    /// one.
+    /// checkpoint.
     recording: Mutex<()>,
     changed: AtomicBool,
 }
@@ -156,7 +156,7 @@ impl ControllerInner {
         if death != CauseOfDeath::Planned {
             cx.shared.count_recovery();
         }
-        // The caller may have chosen the I/O thread before.
+        // If the caller has already chosen an I/O thread, the controller is not isolated again.
         if saved.isolated && !cx.route.is_diverted() {
             self.relocate(|control, cx| control.isolate(cx))?;
         }
@@ -184,7 +184,7 @@ impl ControllerInner {
 
     /// Unlocks the control plane, checkpoints the controller and runs the deferred work.
     pub(crate) fn release(&self, control: MutexGuard<'_, Control>, deferred: Deferred) {
-        // The control thread watches the time of a shutdown or a reset.
+        // A turn of the control thread sets the timer for the time limit of a shutdown or a reset.
         let needs_turn = control.has_admin_orders() || control.has_time_limit();
         drop(control);
         self.record();
@@ -451,7 +451,7 @@ impl TurnTask for ControllerInner {
         // mode has no timers, and checks the Keep Alive Timer in turns for other work.
         let is_last = turn == Turn::Idle && !self.context.pool.control().is_inline();
         let watch = if is_last { control.next_timer() } else { None };
-        // Background work that is due must wait for its budget, too.
+        // Background work that is due also waits until the admin budget permits a turn.
         let watch = watch.map(|at| permitted_at.map_or(at, |permitted| at.max(permitted)));
         drop(control);
         self.record();

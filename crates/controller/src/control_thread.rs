@@ -22,7 +22,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{Builder, ThreadId};
 use std::time::{Duration, Instant};
 
-/// Time limit of a turn while others wait. After it, the standby thread continues with the run
+/// Time limit of a turn while other tasks wait. After it, the standby thread continues with the run
 /// queue.
 const MAX_BLOCKED: Duration = Duration::from_millis(20);
 /// Poll interval of admin doorbells that are mapped into a guest, whose writes cause no event.
@@ -38,7 +38,8 @@ const INLINE_TURNS: u32 = 16;
 pub(crate) enum Turn {
     /// No work is pending. The next turn runs when one is requested.
     Idle,
-    /// More work is pending. The next turn runs after those of the others in the run queue.
+    /// More work is pending. The next turn runs after those of the tasks that wait in the run
+    /// queue.
     Requeue,
     /// More work is pending, but not before this time.
     At(Instant),
@@ -58,8 +59,8 @@ const RUNNING: u8 = 2;
 /// A turn is running, and another one was requested after its start.
 const RUNNING_REQUESTED: u8 = 3;
 
-/// Scheduling state of a [`TurnTask`]: idle, queued or running. By this state, an object is in
-/// the run queue at most once, and runs on one thread at a time.
+/// Scheduling state of a [`TurnTask`]: idle, queued or running. By this state, a task is in the run
+/// queue at most once, and runs on one thread at a time.
 ///
 /// Every transition is a read-modify-write, even if the value stays the same. So a turn that starts
 /// after [`request`](Self::request) sees all earlier writes of the caller.
@@ -67,7 +68,7 @@ const RUNNING_REQUESTED: u8 = 3;
 pub(crate) struct RunState(AtomicU8);
 
 impl RunState {
-    /// Requests a turn. Returns true if the caller has to put the object into the run queue.
+    /// Requests a turn. Returns true if the caller has to put the task into the run queue.
     pub(crate) fn request(&self) -> bool {
         let next = |state| match state {
             IDLE => SCHEDULED,
@@ -122,10 +123,9 @@ struct RunQueue {
     ready: VecDeque<Waiting>,
     /// Liveness checks, which are dropped between two turns.
     liveness_checks: Vec<LivenessCheck>,
-    /// Objects whose next turn has a fixed time. The address distinguishes objects with equal
-    /// times.
+    /// Tasks whose next turn has a fixed time. The address distinguishes tasks with equal times.
     timed: BTreeMap<(Instant, usize), Waiting>,
-    /// Times of these turns, by the object's address.
+    /// Time of each task's timed turn, by the task's address.
     timers: BTreeMap<usize, Instant>,
     /// Time of the last poll of mapped doorbells.
     polled_at: Option<Instant>,
@@ -278,12 +278,13 @@ impl ControlThread {
             queue.turn_began = Some(Instant::now());
             let again = MutexGuard::unlocked(&mut queue, || run_one(&next));
             queue.turn_began = None;
-            // Inline mode has no timers.
+            // Inline mode has no timers, so `Turn::At` is ignored.
             if again.is_requested {
                 queue.ready.push_back(next);
             }
         }
-        // `schedule` sets the flag under the same lock, so neither overwrites the other's value.
+        // `schedule` also sets `has_turns` under the lock, so this store cannot overwrite a later
+        // one.
         self.0.has_turns.store(!queue.ready.is_empty(), Release);
         turns != 0
     }
@@ -330,7 +331,7 @@ impl Shared {
     fn spawn(self: &Arc<Self>, run: fn(&Arc<Self>)) -> io::Result<()> {
         let shared = Arc::clone(self);
         // The lock is held until the thread is in the list, because `stop` waits for the threads in
-        // it.
+        // the list.
         let mut queue = self.queue.lock();
         let thread = Builder::new().name("sb-control".into()).spawn(move || {
             let _guard = AbortOnPanic::new();
@@ -361,8 +362,8 @@ impl Shared {
                 continue;
             }
             let (polling, now) = (!self.polls.lock().is_empty(), Instant::now());
-            // The lock is released first, because a poll locks the queue when it wakes or drops an
-            // object.
+            // The lock is released first, because a poll locks the queue when it wakes or drops a
+            // task.
             if polling && queue.polled_at.is_none_or(|at| now >= at + MAPPED_POLL) {
                 queue.polled_at = Some(now);
                 drop(queue);
@@ -397,7 +398,7 @@ impl Shared {
             if is_requested {
                 queue.ready.push_back(next);
             }
-            // Another thread took over, and may be in a turn itself.
+            // If another thread has taken over and is in a turn, that turn must be watched as well.
             if queue.turn_began.is_some() {
                 self.start_watching(&mut queue);
             }
@@ -414,7 +415,7 @@ impl Shared {
         }
     }
 
-    /// Requests turns for objects whose time is reached.
+    /// Requests turns for tasks whose time is reached.
     fn wake(&self, due: Vec<Waiting>) {
         let mut ready = Vec::new();
         for waiting in due {
@@ -440,15 +441,16 @@ impl Shared {
         !rung.is_empty()
     }
 
-    /// Starts the time limit of the running turn: wakes the standby thread, because others wait.
+    /// Starts the time limit of the running turn: wakes the standby thread, because other tasks
+    /// wait.
     fn start_watching(&self, queue: &mut RunQueue) {
         if !std::mem::replace(&mut queue.watching, true) {
             self.standby.notify_one();
         }
     }
 
-    /// Main function of the standby thread: watches the running turn while others wait, and takes
-    /// over the run queue if the turn exceeds [`MAX_BLOCKED`].
+    /// Main function of the standby thread: watches the running turn while other tasks wait, and
+    /// takes over the run queue if the turn exceeds [`MAX_BLOCKED`].
     fn run_standby(self: &Arc<Self>) {
         let mut queue = self.queue.lock();
         let number = loop {
@@ -492,7 +494,7 @@ impl RunQueue {
         !(self.ready.is_empty() && self.timed.is_empty() && self.liveness_checks.is_empty())
     }
 
-    /// Sets the time of an object's next turn. An earlier time is replaced.
+    /// Sets the time of a task's next turn. An earlier time is replaced.
     fn set_timer(&mut self, task: &Waiting, when: Option<Instant>) {
         let address = task.as_ptr().addr();
         if let Some(before) = self.timers.remove(&address) {
@@ -504,7 +506,7 @@ impl RunQueue {
         }
     }
 
-    /// Removes and returns the objects whose time is reached.
+    /// Removes and returns the tasks whose time is reached.
     fn take_due(&mut self, now: Instant) -> Vec<Waiting> {
         let mut due = Vec::new();
         while let Some(entry) = self.timed.first_entry()
@@ -525,7 +527,7 @@ mod tests {
 
     use shadowbell_testing::wait::{self, LIMIT};
 
-    /// Object that reports its name in each of its turns.
+    /// Task that reports its name in each of its turns.
     struct Counting {
         state: RunState,
         name: usize,
@@ -620,8 +622,8 @@ mod tests {
             request_turn(&thread, &stuck);
             assert_eq!(turns.recv_timeout(LIMIT), Ok(name));
             gates.push((open, stuck));
-            // No further request follows. The standby thread must notice without one that an object
-            // waits when the turn exceeds its time limit.
+            // No request follows: the standby thread must detect without one that a task waits when
+            // the turn exceeds its time limit.
             let quick = counting(100 + name, 2, &reported, None);
             request_turn(&thread, &quick);
             assert_eq!(turns.recv_timeout(LIMIT), Ok(100 + name));
@@ -673,7 +675,7 @@ mod tests {
         let stuck = counting(1, 1, &reported, Some(gate));
         request_turn(&thread, &stuck);
         assert_eq!(turns.recv_timeout(LIMIT), Ok(1));
-        // The turn does not end before the test does.
+        // The blocked turn ends only at the end of the test.
         thread.stop();
     }
 
@@ -736,7 +738,7 @@ mod tests {
             }
         }
         let (soon, later) = (Instant::now() + LIMIT, Instant::now() + 2 * LIMIT);
-        // The turns in reverse order.
+        // Results of the turns, last turn first, and the time of the task's timer after them.
         for (turns, timer) in [
             (vec![Turn::At(soon)], Some(soon)),
             (vec![Turn::At(later), Turn::Requeue], Some(later)),

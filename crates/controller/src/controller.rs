@@ -153,13 +153,12 @@ impl Controller {
     }
 
     /// Moves the controller to a dedicated I/O thread, for the rest of its lifetime. Commands in
-    /// flight end before the move, and others wait in their queues. The host does not notice it.
-    /// The caller uses this for a guest that is less trusted than others or has paid for the
+    /// flight end before the move, and others wait in their queues. The host does not observe the
+    /// move. The caller uses this for a guest that is less trusted than others or has paid for the
     /// thread. A guest that delays other guests is moved automatically
     /// ([`Event::Isolated`](crate::Event::Isolated)).
     ///
     /// # Errors
-    /// [`RelocateError`].
     /// [`RelocateError`].
     pub fn isolate(&self) -> Result<(), RelocateError> {
         self.0.relocate(|control, cx| control.isolate(cx))
@@ -234,7 +233,7 @@ impl Controller {
     }
 
     /// Logs the disks that have not answered all requests of this controller, with the number of
-    /// requests. The I/O threads do that, after the call.
+    /// requests. The I/O threads write these messages after the call.
     pub fn log_pending(&self) {
         self.0.with(|control, cx| {
             control.log_pending(cx);
@@ -317,7 +316,7 @@ impl Controller {
                 shadowbell_doorbell::Cell::store_release(&register, value);
                 // Pairs with the fence of the I/O thread that goes to sleep, after its call of
                 // `request_head_wakeup`. Either that thread sees the head in its recheck, or this
-                // thread sees that it has to wake it.
+                // thread sees the request for a wakeup.
                 fence(Ordering::SeqCst);
                 shared.needs_head_wakeup(doorbell.qid)
                     && pool.write_doorbell(worker, shared, &register, value)
@@ -480,9 +479,9 @@ impl Controller {
         true
     }
 
-    /// Completes the [dirty page log](Self::dirty_log) for all writes up to now. `done` runs on any
-    /// thread, when all commands that are now in flight have ended. It may be dropped without a
-    /// call, as for [`unmap_dma`](Self::unmap_dma).
+    /// Completes the [dirty page log](Self::dirty_log) for all earlier writes. `done` runs on any
+    /// thread, when all commands that are in flight at the call have ended. It may be dropped
+    /// without a call, as for [`unmap_dma`](Self::unmap_dma).
     pub fn renew_views(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.renew_views(cx, Box::new(done)));
     }
@@ -651,7 +650,6 @@ impl Controller {
     ///
     /// # Errors
     /// [`SaveError`].
-    /// [`SaveError`].
     pub fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
         self.0.save(fds)
     }
@@ -713,8 +711,7 @@ impl Controller {
     /// final contents. Each interrupt vector in use is raised once, because the controller on the
     /// source machine may have held back an interrupt.
     pub fn run_migrated(&self, announcement: Announcement) {
-        // The queues also write their fields (EventIdx) to host memory again when they get a new
-        // DMA table.
+        // With the new DMA table, the queues also write EventIdx to host memory again.
         self.publish_dma();
         self.resume();
         self.0.raise(&announcement.0);
@@ -732,7 +729,7 @@ impl Controller {
     }
 
     /// I/O commands in flight at disks, from the journal. Empty without a
-    /// [recorder](Self::record_with). I/O threads do nothing for it.
+    /// [recorder](Self::record_with). The call does not involve I/O threads.
     ///
     /// # Errors
     /// The journal cannot be read.

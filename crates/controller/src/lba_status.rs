@@ -1,8 +1,8 @@
 //! Get LBA Status: logical blocks of a namespace that are allocated or marked as uncorrectable.
 //! NVM 1.1, 4.2.1.
 //!
-//! Only the disk knows its allocated blocks, and a query of the disk may wait for storage. So
-//! neither the control plane executes the command under its lock, like other admin commands, nor an
+//! Only the disk knows its allocated blocks, and a query of the disk may wait for storage. So the
+//! command is executed neither under the control plane's lock, like other admin commands, nor on an
 //! I/O thread. The command has its own turns on the control thread, where a blocked turn delays no
 //! other controller (`control_thread`). Extents per turn, extents per command and commands per
 //! controller are limited.
@@ -186,7 +186,8 @@ struct State {
     /// command. During its turn, the command is not in `waiting`.
     running: Option<(u32, Vec<Latch>)>,
     ended: Vec<Ended>,
-    /// Number of calls of [`LbaStatusServer::drop_all`]. A running turn detects a reset by it.
+    /// Number of calls of [`LbaStatusServer::drop_all`]. A change shows a running turn that a reset
+    /// began.
     resets: u64,
 }
 

@@ -8,8 +8,8 @@
 //!   admin queue, DMA maps, interrupts, reset. Register accesses are handled under one lock, on the
 //!   thread of the caller. Admin commands and notices from I/O threads are handled by the control
 //!   thread, on which all controllers take turns (`control_thread`). No thread accesses guest
-//!   memory under the lock, and no I/O thread ever takes it. A long operation is a message to the
-//!   I/O threads; it continues when the last of them drops its clone of the operation's latch.
+//!   memory under the lock, and no I/O thread ever takes it. A long operation sends a message to
+//!   the I/O threads; it continues when the last of them drops its clone of the operation's latch.
 //! * The data plane (`worker`) is a [`Pool`] of I/O threads, which all controllers of a process
 //!   share. A submission queue, its completion queue and its queues to the disks belong to one I/O
 //!   thread. Between the fetch of a command and the post of its completion there is no lock, no

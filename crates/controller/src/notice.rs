@@ -56,7 +56,7 @@ pub(crate) enum Notice {
         from: usize,
     },
     /// All queues of the controller have left their I/O threads for a quiesce. If the quiesce was
-    /// cancelled, some may have stayed.
+    /// cancelled, some queues may have stayed.
     QueuesDetached,
     /// Queues of the controller are lost, because the I/O thread to which they moved could not
     /// serve them.
@@ -205,9 +205,9 @@ impl fmt::Debug for ControlHandle {
 /// the control plane.
 ///
 /// In an operation of several I/O threads, each thread gets a clone. A thread drops its clone when
-/// its part is done, or immediately if it has no work. No code has to send an answer, so none can
-/// be forgotten. Never drop a clone under the control plane's lock, because sending the notice may
-/// take that lock.
+/// its part is done, or immediately if it has no work. No code has to send an answer, so no answer
+/// can be forgotten. Never drop a clone under the control plane's lock, because sending the notice
+/// may take that lock.
 #[derive(Clone, Debug)]
 pub(crate) struct Latch(Arc<Pending>);
 

@@ -72,7 +72,7 @@ impl Access {
     /// Unrestricted access.
     pub(crate) const ALL: Self = Self { read: true, write: true, ana: AnaState::Optimized };
 
-    /// True if some commands are refused. In a non-optimized ANA state, none are.
+    /// True if some commands are refused. The non-optimized ANA state refuses no commands.
     pub(crate) fn restricts(self) -> bool {
         !self.read || !self.write || self.ana.refusal().is_some()
     }

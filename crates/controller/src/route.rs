@@ -4,7 +4,7 @@
 //! The control plane identifies an I/O thread by the number that it had when queues were assigned
 //! to it. These numbers stay valid if the controller moves to another I/O thread (see
 //! `worker::scheduling`), because the route translates them. While queues move, the route keeps the
-//! messages to their I/O thread in order. It sends them to the new I/O thread when the queues have
+//! messages for them, and sends the messages to the new I/O thread, in order, when the queues have
 //! arrived.
 
 use crate::worker::Pool;

@@ -67,7 +67,7 @@ pub(crate) struct ControllerShared {
     /// True if a sleeping I/O thread waits for a new head of the completion queue; by queue
     /// identifier.
     head_wakeups: Vec<AtomicBool>,
-    /// Sizes of submission queues in entries, by queue identifier; 0 if there was none yet.
+    /// Sizes of submission queues in entries, by queue identifier; 0 if no such queue existed yet.
     sq_sizes: Vec<AtomicU32>,
     /// Valid heads of completion queues, by queue identifier.
     heads: Vec<Mutex<Option<Heads>>>,
@@ -104,7 +104,7 @@ pub(crate) struct Heads {
     tail: u16,
     posted: u64,
     counters: Arc<CqCounters>,
-    /// Last invalid value, which is reported once until a valid one is written.
+    /// Last invalid value. It is reported once, and again only after a valid value was written.
     refused: Option<u32>,
 }
 
@@ -318,7 +318,7 @@ impl ControllerShared {
     /// written a valid tail since.
     ///
     /// # Errors
-    /// An invalid completion queue head, which the register does not get.
+    /// An invalid completion queue head. The register then keeps its value.
     pub(crate) fn validate_trapped(
         &self,
         qid: u16,

@@ -1,11 +1,11 @@
 //! NVM subsystem of several controllers with shared namespaces.
 //!
 //! All controllers belong to one process, and each is a [`Member`] with a controller identifier.
-//! The controllers share the reservations. A thread of the subsystem executes reservation commands
-//! one at a time: it writes each change to a file before the change takes effect, and no I/O thread
-//! may wait for a file. Then it notifies each controller whose access rights change. The command
-//! ends when all I/O threads of these controllers have applied the change and the commands that
-//! they had started before have ended ([`Change`]).
+//! The controllers share the reservations. A separate thread executes reservation commands one at a
+//! time, because each change is written to a file before it takes effect, and no I/O thread may
+//! wait for a file. Then the thread notifies each controller whose access rights change. The
+//! command ends when all I/O threads of these controllers have applied the change and the commands
+//! that they had started before have ended ([`Change`]).
 //!
 //! For the next start after a power loss, the file stores the state of namespaces with Persist
 //! Through Power Loss. For the next process after a restart for upgrade or a crash, it stores the
@@ -375,7 +375,7 @@ impl Member {
     }
 
     /// Continues the controller of another process. This process reads the file again, because the
-    /// other one may have changed it since the first read.
+    /// other process may have changed it since the first read.
     pub(crate) fn resume(&self) {
         let mut state = self.shared.state.lock();
         state.is_in_use = true;

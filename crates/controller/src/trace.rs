@@ -1,4 +1,4 @@
-//! Doorbell trace: a record of each decision about a doorbell, and of the commands in between.
+//! Doorbell trace: a record of each decision about a doorbell, each command and each completion.
 //!
 //! A trace is a file with one ring per I/O thread and one for the control plane. Each ring has one
 //! writing thread, which writes through a shared mapping. A record costs a read of the clock, a

@@ -84,8 +84,8 @@ fn doorbell_buffer_configs_are_executed_one_by_one() {
     host.ring(&admin, old);
     host.shadow = Some((shadow, event_idx));
     for cid in 0..30 {
-        // No Doorbell Buffer Config has completed before the turn of the I/O thread. The Identify
-        // command, 30, does not wait for the last one, so it completes first.
+        // Before the I/O thread's turn, no Doorbell Buffer Config has completed. When the last one
+        // (29) has started, the Identify command (30) is executed and completes before it.
         assert_eq!(host.reap(&mut admin).map(|done| done.0), (cid == 29).then_some(30));
         // The I/O thread has one message. The next is sent when this one is handled.
         assert!(turns.turn());
@@ -116,13 +116,14 @@ fn no_more_is_fetched_than_can_be_completed() {
         }
         host.ring(admin, old);
     };
-    // Asynchronous Event Requests first: while they wait for events, no entry is reserved for them.
+    // The host submits Asynchronous Event Requests first: while they wait for events, no entry is
+    // reserved for them.
     for event in 0..4 {
         let sqe = Sqe::new(0x0c, 1000 + event, 0);
         host.submit(&mut admin, &sqe);
     }
     assert_eq!(stats(&host, &mut turns), (before.0 + 4, before.1));
-    // Twice as many commands as there are entries. The host consumes no completion.
+    // The host submits twice as many commands as there are entries, and consumes no completion.
     fill(&mut host, &mut admin);
     fill(&mut host, &mut admin);
     assert_eq!(stats(&host, &mut turns), (before.0 + 4 + 31, before.1 + 31));
@@ -179,7 +180,7 @@ fn repeated_shutdowns_have_one_flush_in_flight() {
         left -= 1;
         assert_ne!(left, 0, "the flush does not end");
     }
-    // Shutdowns during the first flush have one second flush.
+    // All shutdowns during the first flush together cause one second flush.
     assert_eq!(disk.seen().len(), 2);
 }
 

@@ -163,7 +163,7 @@ fn grouped() -> [Host; 2] {
     let disks = [0, 1].map(|_| shadowbell_disk_file::open("mem:1MiB").unwrap());
     [AnaState::Optimized, AnaState::NonOptimized].map(|state| {
         let member = subsystem.join(None).unwrap();
-        // Groups 0 and 17 do not exist.
+        // Groups 0 and 17 do not exist, so they are ignored.
         let member = member.with_ana([(2, 5), (1, 0), (3, 17)], [(5, state), (0, state)]);
         let namespaces = (1..).zip(&disks);
         let namespaces = namespaces

@@ -122,7 +122,7 @@ fn the_health_log_counts_copies() {
     let fields = GetLogPage { lid: lid::SMART_HEALTH, numd0: 127, ..GetLogPage::default() };
     let page = host.page(Sqe::get_log_page(NSID_ALL, fields, 0)).unwrap();
     let health = SmartHealth::read_from_bytes(&page[..512]).unwrap();
-    // Thousands of 512 bytes, rounded up: 1 + 2000 blocks.
+    // The unit is 1000 blocks of 512 bytes, rounded up, and 1 + 2000 blocks were written.
     assert_eq!((health.data_units_read.get(), health.data_units_written.get()), (0, 3));
     assert_eq!((health.host_read_commands.get(), health.host_write_commands.get()), (1, 2));
 }
@@ -358,7 +358,7 @@ fn copies_share_buffers_and_delay_no_other_command() {
         let mut queue = host.create(1, 256, false);
         let page = host.alloc(4096);
         held.instruct(|instructions| instructions.hold = true);
-        // Copies of both disks: more than can have a buffer.
+        // Copies on both disks, more than there are buffers.
         for cid in 0..60u16 {
             let to = 32768 + u64::from(cid) * 16;
             let sqe = command(&mut host, 1 + u32::from(cid % 2), to, &[(u64::from(cid), 16)]);
@@ -366,7 +366,7 @@ fn copies_share_buffers_and_delay_no_other_command() {
         }
         host.submit(&mut queue, &Sqe::read(2, 0, 7, 200).with_prps(page, 0));
         let mut done: Vec<u16> = Vec::new();
-        // Copies of the second disk wait for buffers that copies of the first one hold. Reads do
+        // Copies of the second disk wait for buffers that copies of the first disk hold. Reads do
         // not wait.
         while !done.contains(&200) {
             let (cid, status, _) = host.wait(&mut queue);

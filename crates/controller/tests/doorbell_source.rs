@@ -57,7 +57,8 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
     assert_eq!(spurious, 0);
 }
 
-/// Invalid values count, although valid ones follow before the I/O thread reads the registers.
+/// Invalid doorbell values are counted, although valid values follow before the I/O thread reads
+/// the registers.
 #[test]
 fn invalid_values_from_a_source_are_refused() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
@@ -69,7 +70,7 @@ fn invalid_values_from_a_source_are_refused() {
     for value in [5, 0xffff] {
         let next = put(&mut host, &mut queue);
         wire.write(head, value);
-        // Reported once.
+        // The second of two equal invalid values is not reported.
         wire.write(head, value);
         wire.write(head, queue.head);
         wire.write(tail, next);
@@ -104,7 +105,8 @@ fn writes_to_other_registers_stay_in_the_source() {
         regs::CC,
         sq_doorbell_offset(0, 0),
         cq_doorbell_offset(0, 0),
-        // Queue that does not exist, queue that cannot exist, no doorbell, and no register.
+        // Doorbells of a queue that does not exist and of a queue that cannot exist, an unaligned
+        // offset, and an offset outside of BAR0.
         sq_doorbell_offset(2, 0),
         sq_doorbell_offset(65, 0),
         sq_doorbell_offset(1, 0) + 2,

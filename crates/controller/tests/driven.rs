@@ -103,8 +103,8 @@ fn burst(host: &mut Host, queue: &mut Queue, turns: &mut Turns, depth: u32, read
 
 #[test]
 fn completions_that_come_together_share_an_interrupt() {
-    // If a busy machine stops this thread for longer, there is one more interrupt. The limit below
-    // allows 150 of these.
+    // If a busy machine stops this thread for longer than the grace, there is one more interrupt.
+    // The limit of 200 interrupts allows 150 of these.
     const GRACE: Duration = Duration::from_millis(100);
     let (pool, mut turns) = Pool::driven(Polling::Adaptive(GRACE * 10)).unwrap();
     let controller = Controller::new(config(&["null:1GiB"]), pool, Carrier::default()).unwrap();
@@ -192,8 +192,8 @@ fn completion_room_seen_in_a_pass_prevents_sleep() {
     host.submit(&mut queue, &read(8, 3));
     turns.turn();
     host.submit(&mut queue, &read(8, 4));
-    // The host consumes both between two checks of a pass: the one for room, and the one for the
-    // interrupt.
+    // The host consumes both completions between two checks of a pass: the check for room, and the
+    // check for the interrupt.
     let doorbells = host.controller.doorbells().clone();
     let head = (cq_doorbell_offset(1, 0) - regs::DOORBELLS) as usize;
     *disk.0.lock().unwrap() = Some((doorbells, head, 2));

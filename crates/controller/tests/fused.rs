@@ -190,8 +190,8 @@ fn a_half_without_the_other_is_aborted() {
     let mut queue = host.create(1, 8, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    // Each command alone fails. The first one does not wait for a second one of a later doorbell
-    // write.
+    // Each command alone fails. The first command does not wait for a second command that a later
+    // doorbell write announces.
     for sqe in [first, second] {
         let (status, _) = host.run(&mut queue, sqe);
         assert_eq!(status.code(), Status::FUSED_MISSING);
@@ -257,7 +257,7 @@ fn a_fused_pair_waits_for_two_completion_slots() {
     assert_eq!(posted(&host), 2);
     let _ = (host.wait(&mut queue), host.wait(&mut queue));
     assert_eq!(wait_statuses(&mut host, &mut queue), [Status::SUCCESS; 2]);
-    // This queue can never have room for two completions.
+    // A completion queue of two entries never has room for two completions.
     let mut small = host.create(2, 2, false);
     let (status, _) = host.run(&mut small, first);
     assert_eq!(status.code(), Status::FUSED_MISSING);

@@ -1,4 +1,4 @@
-//! I/O commands: their effect on the disk, and the status of each invalid one.
+//! I/O commands: their effect on the disk, and the status of each invalid command.
 
 mod common;
 

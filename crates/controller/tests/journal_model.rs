@@ -118,7 +118,8 @@ struct State {
     outstanding: [u8; 2],
     /// Last command of each block whose completion the host has seen.
     acknowledged: [u8; 2],
-    // Disk: its contents, and its requests in flight, with the number of the process.
+    // Disk: its contents, and its requests in flight, each with the number of the process that
+    // submitted it.
     blocks: [u8; 2],
     in_progress: Vec<(u8, u8)>,
     journal: Journal,
@@ -222,7 +223,7 @@ impl State {
         let place = self.free_record();
         self.journal.records.push(Record { place, count, command });
         self.journal.records.sort_unstable();
-        // Not found if the command has completed already.
+        // The command is not in `pending` if it has completed already.
         if let Some(pending) = self.worker.pending.iter_mut().find(|pending| pending.0 == command) {
             pending.1 = place;
         }

@@ -39,7 +39,7 @@ fn a_silent_host_gets_a_fatal_status() {
     // Without Traffic Based Keep Alive, only Keep Alive commands restart the timer. The pauses
     // together are longer than the timer, but each is much shorter.
     for _ in 0..4 {
-        // Less than the timer.
+        // Shorter than the timeout.
         sleep(Duration::from_millis(1500));
         assert_eq!(host.admin(Sqe::new(0x18, 0, 0)).0, Status::SUCCESS);
     }
@@ -71,14 +71,14 @@ fn a_host_without_a_timer_may_be_silent() {
     assert_eq!(host.admin(Sqe::new(0x18, 0, 0)).0, Status::SUCCESS);
     host.must(timer(3000));
     host.must(timer(0));
-    // Longer than the timer, which is disabled now.
+    // Longer than the timeout of the timer, which is disabled.
     sleep(Duration::from_millis(3300));
     assert!(!host.csts().cfs());
     // The timer does not run during a shutdown.
     host.must(timer(3000));
     let cc = host.read32(shadowbell_spec::regs::CC);
     host.write32(shadowbell_spec::regs::CC, cc | 1 << 14);
-    // Longer than the timer.
+    // Longer than the timeout.
     sleep(Duration::from_millis(3300));
     assert!(!host.csts().cfs());
 }

@@ -48,7 +48,7 @@ fn commands_are_measured_by_namespace_on_request() {
         }
         assert!(!run(host, turns, Sqe::read(1, 1 << 40, 7, 0)).is_success());
         assert!(run(host, turns, Sqe::new(0x00, 0, 2)).is_success(), "a Flush");
-        // Commands to all namespaces, and to namespaces that do not or cannot exist.
+        // Commands for all namespaces and commands with an invalid NSID are not measured.
         assert!(run(host, turns, Sqe::new(0x00, 0, u32::MAX)).is_success());
         for nsid in [0, 257, 4711] {
             assert!(!run(host, turns, Sqe::read(nsid, 0, 7, 0)).is_success());

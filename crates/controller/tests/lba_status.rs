@@ -258,7 +258,7 @@ fn a_command_examines_a_bounded_number_of_extents() {
     let disk = ExtentDisk::new(1 << 20, fragmented);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
-    // The buffer has room for more descriptors than the disk may be asked for at a time.
+    // The buffer has room for more descriptors than the number of extents that a command may read.
     let (at, list) = (host.alloc(65536), host.alloc(4096));
     for page in 1..16 {
         host.poke(list + (page - 1) * 8, &(at + page * 4096).to_le_bytes());

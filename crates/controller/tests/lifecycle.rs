@@ -165,7 +165,7 @@ fn write_zeroes_has_the_limit_of_wzsl() {
     config.namespaces.push(shadowbell_controller::NamespaceConfig { disk, uuid: [9; 16] });
     let mut host = Host::with(config, ADAPTIVE);
     let mut queue = host.create(1, 16, false);
-    // WZSL is 65536 blocks of 512 bytes. It applies to both namespaces.
+    // WZSL is 65536 blocks of 512 bytes. The limit applies to both namespaces.
     let zeroes = |nsid, blocks0: u16| {
         let mut sqe = Sqe::new(0x08, 0, nsid);
         sqe.cdw12 = u32::from(blocks0);
@@ -301,7 +301,7 @@ fn queues_are_created_and_deleted_by_the_rules() {
     host.must(Sqe::delete_io_sq(3, 0));
     host.must(Sqe::delete_io_cq(1, 0));
     assert_eq!(bad(&mut host, Sqe::delete_io_cq(1, 0)), Status::INVALID_QID);
-    // Repeated with I/O: nothing of the old queue has an effect.
+    // Queues are created, used and deleted repeatedly: a deleted queue must not affect a new one.
     let page = host.alloc(4096);
     for round in 0..50 {
         host.memory.fill((at - common::BASE) as usize, 1 << 20, 0).unwrap();
@@ -379,7 +379,7 @@ fn shutdown_flushes_writes_of_deleted_queues() {
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
         gate.end(Ok(()));
         host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
-        // The same after a reset, without a queue created since.
+        // A shutdown after a reset flushes as well, although no queue was created after the reset.
         host.disable();
         host.enable();
     }
@@ -431,10 +431,10 @@ fn a_shutdown_waits_for_commands_in_flight() {
 }
 
 /// After a shutdown, the controller changes no byte of host memory, no eventfd and no byte of a
-/// disk until the next enable. Commands are in flight at its start, and more follow.
+/// disk until the next enable. Commands are in flight when the shutdown starts, and more follow.
 #[test]
 fn nothing_changes_after_a_shutdown() {
-    // `SHADOWBELL_TEST_ROUNDS=10000` is the long form.
+    // `SHADOWBELL_TEST_ROUNDS=10000` selects the long form of this test.
     let rounds = std::env::var("SHADOWBELL_TEST_ROUNDS").map_or(200, |n| n.parse().unwrap());
     for polling in [Polling::Never, Polling::Always] {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -755,8 +755,9 @@ const LOST: u64 = common::BASE + (32 << 20);
 /// Size of the host's memory after its truncation; the queues are below.
 const TRUNCATED: u64 = 16 << 20;
 
-/// The command that finds the loss fails, and all later ones. Commands end on the I/O thread, or
-/// later, after a transfer by the kernel, which reports the loss as an error of that transfer.
+/// The command that finds the loss fails, and so do all later commands. Commands end on the I/O
+/// thread, or later, after a transfer by the kernel, which reports the loss as an error of that
+/// transfer.
 #[test]
 fn no_command_in_truncated_memory_succeeds() {
     let image = tempfile::NamedTempFile::new().unwrap();

@@ -92,7 +92,7 @@ fn all_ranges_of_all_commands_are_executed() {
     assert!(held.marks(0, 513).into_iter().eq(left));
 }
 
-/// A file frees no block of its file system for 512 bytes.
+/// A file frees only whole blocks of its file system, so adjacent ranges of 512 bytes are joined.
 #[test]
 fn adjacent_ranges_are_deallocated_together() {
     let (mut host, held) = host_with_held_disk(1024);
@@ -106,7 +106,7 @@ fn adjacent_ranges_are_deallocated_together() {
         assert!(host.run(&mut queue, sqe).0.is_success());
         assert_eq!(held.seen().len() - before, 1);
     }
-    // Each range is there twice, and there are two runs.
+    // Each range occurs twice, and the ranges form two contiguous runs.
     let before = held.seen().len();
     let sqe = dsm_of(&host, page, 0, |n| 300 + n / 4 * 2 + n / 128 * 100 + n % 2);
     assert!(host.run(&mut queue, sqe).0.is_success());
@@ -316,7 +316,7 @@ fn write_zeroes_is_executed_in_strides() {
     let (mut busy, mut queues, mut victim, mut queue) = neighbours(&mut turns, &pool, 1);
     let disk = &busy.controller.namespaces()[0].1.disk;
     assert!(disk.queue().unwrap().longest_inline() <= 1 << 20);
-    // 256 MiB.
+    // The command zeroes 256 MiB.
     busy.put(&mut queues[0], &Sqe::write_zeroes(1, 0, u16::MAX, true, 1));
     busy.ring(&queues[0], 0);
     let others = (&mut busy, &mut queues[..]);
@@ -443,7 +443,7 @@ fn page_tables_are_reclaimed_as_fast_as_they_grow() {
         done += 1;
         most = most.max(page_tables().saturating_sub(before));
     }
-    // Page tables are reclaimed from 16 MiB on. More of them are touched between two checks.
+    // Page tables are reclaimed from 16 MiB on. More page tables are created between two checks.
     assert!(most <= 40, "{most} MiB");
     drop(maps);
 }

@@ -1,5 +1,5 @@
-//! Parked controllers: many idle controllers of an I/O thread cost the others nothing, and the
-//! thread notices work for a parked controller.
+//! Parked controllers: many idle controllers of an I/O thread cost its other controllers nothing,
+//! and the thread notices work for a parked controller.
 
 mod common;
 
@@ -322,7 +322,8 @@ fn control_operations_reach_parked_controllers() {
         assert_eq!(gone.strong_count(), 0, "{kind:?}: the old memory is released");
         pool.submit_near_sleep(idle);
 
-        // Doorbell Buffer Config is enabled, and the next command is submitted by its rule.
+        // Doorbell Buffer Config is enabled, and the next command is submitted with shadow
+        // doorbells.
         pool.park_all_but(busy);
         let (mut host, mut queue, buffer) = pool.hosts.remove(idle);
         let tail = queue.tail;
@@ -472,7 +473,8 @@ fn run_host(pool: &Pool, n: u64, seed: u64) {
     let (mut host, mut queue) = attach(controller, kind);
     let buffer = host.alloc(4096);
     let (mut done, mut next) = (0, 2);
-    // Duration of the load, on a machine that completes some commands in it.
+    // The load lasts at least this long, and longer if the machine has not completed 20 commands by
+    // then.
     let end = Instant::now() + Duration::from_millis(1500);
     while Instant::now() < end || done < 20 {
         match random.below(40) {

@@ -319,7 +319,8 @@ fn a_slow_controller_is_isolated_from_its_neighbour() {
     let mut slow = Host::attach(controller);
     slow.enable();
     let mut queues = vec![slow.create(1, 16, false)];
-    // A controller that is alone on its I/O thread is not isolated, because it delays no other one.
+    // A controller that is alone on its I/O thread is not isolated, because it delays no other
+    // controller.
     work(&mut slow, &mut queues, 1);
     assert_eq!(worker(&slow), 0);
     let mut neighbour = attach(config(&["mem:4MiB"]), &pool);

@@ -122,8 +122,8 @@ fn reservations_need_a_host_identifier_and_valid_fields() {
         (Sqe { cdw11: 1, ..one.entry(0x0e, 0, (0, 0)) }, Status::HOST_ID_INCONSISTENT_FORMAT),
     ];
     for (sqe, expected) in codes {
-        // These keys are valid for the last entry. All these commands fail before their keys are
-        // checked.
+        // The current key is valid. The new key is valid as well, except for a registration (0Dh
+        // with CDW10 0), for which it is 0.
         one.host.poke(one.keys, &1u64.to_le_bytes());
         let zero = u64::from(sqe.opcode != 0x0d || sqe.cdw10 != 0);
         one.host.poke(one.keys + 8, &zero.to_le_bytes());
@@ -172,8 +172,8 @@ fn preempt_waits_for_or_aborts_commands_in_flight() {
         let action = if aborts { 2 } else { 1 };
         let preempt = one.entry(0x11, 1 << 8 | action, (1, 2));
         one.host.submit(&mut one.queue, &preempt.with_cid(9));
-        // New commands are refused, and the preemption waits.
-        // They are out of the namespace's range, so they end, and the queue is never full.
+        // The preemption waits, and new commands are refused. These commands address blocks outside
+        // of the namespace, so they end even if they are not refused, and the queue is never full.
         let late = loop {
             let sqe = Sqe::write(1, 1 << 40, 0, 6).with_prps(other.data, 0);
             other.host.submit(&mut other.queue, &sqe);

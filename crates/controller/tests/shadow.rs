@@ -162,8 +162,8 @@ fn plain_doorbells_work_after_the_configuration() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let mut queue = host.create(1, 16, false);
     stream(&mut host, &mut queue, 8, 1000);
-    // This also holds after Doorbell Buffer Config, for a host that does not use the queue's shadow
-    // entries.
+    // Register writes also work after Doorbell Buffer Config, for a host that does not use the
+    // queue's shadow entries.
     assert!(host.configure_shadow(|_, _| 0).is_success());
     stream(&mut host, &mut queue, 8, 1000);
 }
@@ -210,7 +210,8 @@ fn enabling_shadow_doorbells_loses_no_command_in_flight() {
             _ => 0,
         });
         assert!(status.is_success());
-        // The host may still ring without the shadow entries at that moment.
+        // Just after the configuration, the host may still write the register without the shadow
+        // entry.
         host.submit(&mut queue, &read(5));
         queue.shadowed = true;
         for cid in 6..9 {
@@ -243,7 +244,7 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
             host.put(&mut queue, &Sqe::read(1, 0, 0, cid).with_prps(buffer, 0));
         }
         host.ring(&queue, old);
-        queue.entries = 4; // from here on the completion side wraps
+        queue.entries = 4; // From here, `queue` wraps like the completion queue.
         let blocked = || host.controller.stats().submission_queues[1].blocked;
         host.until("a full completion queue", || blocked() > 0);
         let mut seen = Vec::new();
@@ -324,7 +325,8 @@ fn no_command_is_taken_after_an_invalid_tail() {
             host.put(&mut queue, &Sqe::read(1, 0, 7, 1).with_prps(buffer, 0));
             host.doorbell(shadowed, tail, old, 16);
             if doorbells == Doorbells::Trapped {
-                // Only a trapped value counts even if the next one arrives before a poll.
+                // An invalid value that is overwritten before a poll is detected only if its write
+                // was trapped.
                 host.ring(&queue, old);
             }
             if shadowed {
@@ -342,7 +344,7 @@ fn no_command_is_taken_after_an_invalid_tail() {
             let taken = stats.submission_queues.iter().find(|sq| sq.qid == 1).unwrap().commands;
             assert_eq!(taken, 20, "{what}");
             assert_eq!(newest_error(&mut host).error_count, 1, "{what}: one event");
-            // Created again, the queue works.
+            // A new queue with the same identifier works.
             host.must(DeleteIoQueue { qid: 1 }.encode(Sqe::new(0x00, 0, 0)));
             if let Some((shadow, _)) = host.shadow {
                 host.poke32(shadow + 8, 0);
@@ -545,7 +547,8 @@ fn reconfigure(
             host.ring(queue, old);
         }
     };
-    // In the pages in use, the host also rings while the command is in flight.
+    // If the pages stay the same, the host also updates their entries while the command is in
+    // flight.
     let before = |depth: u16| if pages == Pages::Same { depth / 2 } else { depth };
     for (queue, depth) in queues.iter_mut().zip(depths) {
         submit(host, queue, 0..before(*depth));
@@ -585,8 +588,9 @@ fn configured_ten_thousand_times_under_load_no_doorbell_is_lost() {
         let mut queues: Vec<_> = (1..=4).map(|qid| host.create(qid, 256, false)).collect();
         let mut spare = (host.alloc(4096), host.alloc(4096));
         for round in 0..5_000 {
-            // After entries of zero, which the specification forbids, the host may return to zero
-            // unnoticed in several updates. So the next round has only one.
+            // After entries of zero, which the specification forbids, two updates can return an
+            // entry to zero, which the controller cannot detect. So the next round makes only one
+            // update per queue.
             let pages = [Pages::Same, Pages::Zeroed, Pages::Current][usize::from(round % 3)];
             // Most batches are short, and some have the full depth.
             let deep = if round % 16 == 0 { 128 } else { 8 };

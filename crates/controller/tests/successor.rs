@@ -83,7 +83,7 @@ impl Setup {
         frozen.recv_timeout(common::LIMIT).expect("the controller is quiesced");
     }
 
-    /// Replaces the controller by a successor. Calls `during_replacement` while neither of them
+    /// Replaces the controller by a successor. Calls `during_replacement` while neither controller
     /// serves the host.
     fn replace(&mut self, pool: Pool, during_replacement: impl FnOnce(&mut Host)) {
         self.freeze();
@@ -435,8 +435,8 @@ fn features_events_and_errors_survive_a_replacement() {
     setup.host.must(set(fid::INTERRUPT_COALESCING, 0x102).encode(Sqe::new(0x09, 0, 0)));
     setup.host.must(set(fid::ASYNC_EVENT_CONFIGURATION, 0x1ff).encode(Sqe::new(0x09, 0, 0)));
     let page = setup.host.alloc(4096);
-    // Event request that stays outstanding. (The temperature event from above does not complete it,
-    // because the host has not cleared that event.)
+    // Event request that stays outstanding. The earlier temperature event does not complete it,
+    // because the host has not cleared that event.
     let mut admin = std::mem::replace(&mut setup.host.admin, Queue::none());
     setup.host.submit(&mut admin, &Sqe::new(0x0c, 900, 0));
     // This command adds an error to the log.
@@ -689,7 +689,8 @@ fn a_shutdown_continues_after_a_crash() {
         let cc = cc(host).with_shn(regs::SHN_NORMAL);
         host.write32(regs::CC, cc.into_bits());
     };
-    // The queues leave, or a reset comes first, or the host has enabled the controller meanwhile.
+    // State of the shutdown at the crash: the queues leave, or a reset comes first, or the host has
+    // enabled the controller meanwhile.
     let begin: [(&str, Begin<'_>); 3] = [
         ("ready", &|host, _| shut_down(host)),
         ("resetting", &|host, gate| {
@@ -767,9 +768,9 @@ fn form_of(value: &serde_json::Value) -> BTreeSet<String> {
     all
 }
 
-/// A state of each readable version is a file of this test. The file of this version has the fields
-/// that the program writes: after a change of the fields, `SHADOWBELL_WRITE_GOLDEN=1` writes it
-/// anew; a change that is not just a field with a default needs a new version.
+/// Each readable version has a file with a state (`tests/golden`). The file of this version has the
+/// fields that the program writes: after a change of the fields, `SHADOWBELL_WRITE_GOLDEN=1` writes
+/// it anew; a change that is not just a field with a default needs a new version.
 #[test]
 fn states_of_all_readable_versions_are_read() {
     let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden");
@@ -778,7 +779,7 @@ fn states_of_all_readable_versions_are_read() {
     assert!(setup.host.configure_shadow(|_, _| 0).is_success());
     let _queue = setup.create(1, 16, true);
     let since = Instant::now();
-    // A lower bound: times of 0 ms are not saved.
+    // Times of 0 ms are not saved, so at least some milliseconds have to pass.
     wait::until("some milliseconds", || since.elapsed() > Duration::from_millis(2));
     setup.freeze();
     let mut fds = Descriptors::default();

@@ -54,7 +54,7 @@ fn a_controller_has_at_most_128_vectors() {
     assert!(host.controller.vectors() <= 128, "{}", host.controller.vectors());
 }
 
-/// stornvme examines each namespace up to NN, and some releases show missing ones as disks.
+/// stornvme examines each namespace up to NN, and some releases show missing namespaces as disks.
 #[test]
 fn nn_is_the_highest_nsid_in_use() {
     let mut host = Host::new(&["mem:1MiB", "mem:1MiB"], ADAPTIVE);

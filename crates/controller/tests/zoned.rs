@@ -463,7 +463,7 @@ fn invalid_zone_commands_have_their_status() {
     assert_eq!(guest.report(ZoneManagementReceive { slba: 8 * SIZE, ..receive }), Err(outside));
     let long = ZoneManagementReceive { nd0: u32::MAX, ..receive };
     assert_eq!(guest.run(0, long.encode(1, 0)).0, invalid);
-    // Zone Append, and others.
+    // Zone Append, and other commands.
     assert_eq!(guest.append(1, 1, 1).0, invalid);
     assert_eq!(guest.append(0, 97, 1).0, DNR(Status::ZONE_BOUNDARY_ERROR));
     let uncorrectable = guest.rw(NvmOpcode::WriteUncorrectable, 0, 1);

@@ -86,8 +86,8 @@ impl AsyncEvents {
         self.report()
     }
 
-    /// Removes a request for an Abort command. Returns true if it was outstanding; the caller then
-    /// completes it.
+    /// Removes the Asynchronous Event Request `cid`, which an Abort command names. Returns true if
+    /// it was outstanding; the caller then completes the request.
     pub(crate) fn abort(&mut self, cid: u16) -> bool {
         let found = self.outstanding.iter().position(|outstanding| *outstanding == cid);
         found.and_then(|at| self.outstanding.remove(at)).is_some()
@@ -214,7 +214,8 @@ mod tests {
         assert_eq!(events.raise(REGISTER), None);
         assert_eq!(events.request(9), Ok(completes(9, REGISTER)));
         assert_eq!(events.request(10), Ok(None), "it was one event");
-        // Type "error" in bits 2:0, information 0, error log page in bits 23:16.
+        // Dword 0 of REGISTER: type "error" in bits 2:0, information 0, error log page in bits
+        // 23:16.
         assert_eq!(REGISTER.dw0(), 0x0001_0000);
         assert_eq!(VALUE.dw0(), 0x0001_0100);
         assert_eq!(CHANGED.dw0(), 0x0004_0002);

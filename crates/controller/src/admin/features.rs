@@ -448,7 +448,7 @@ impl Features {
                 (self.supports_interrupted, self.copy_formats) = host_behavior(&wanted)?;
                 effect = Effect::CopyFormats(self.copy_formats);
             }
-            // Identify lists one combination of I/O command sets, at index 0.
+            // Only index 0 is valid: Identify lists one combination of I/O command sets.
             fid::IO_COMMAND_SET_PROFILE if IoCommandSetProfile::from_bits(value).iocsci() != 0 => {
                 return Err(Status::IO_COMMAND_SET_COMBINATION_REJECTED.with_dnr());
             }
@@ -551,7 +551,8 @@ impl Features {
         nsid: u32,
         limits: &Limits,
     ) -> Result<(), Status> {
-        // No namespace supports the error that DULBE would enable (NSFEAT.DAE).
+        // DULBE would enable errors for deallocated blocks, which no namespace supports
+        // (NSFEAT.DAE).
         if wanted.dulbe() {
             return Err(invalid_field());
         }
@@ -633,10 +634,9 @@ const COPY_FORMATS: u16 = 1 << 2 | 1 << 3;
 /// enabled descriptor formats of Copy, which use lower bits.
 pub(crate) const EXTENDED_FORMATS: u16 = 1 << 15;
 
-/// Decodes the feature: whether the host supports Advanced Command Retry, and the enabled
-/// descriptor formats of Copy, with [`EXTENDED_FORMATS`] set for 64-bit guards. Values that would
-/// enable unsupported functions (dispersed namespaces, Copy format 4, telemetry data area 4) are
-/// refused.
+/// Decodes Host Behavior Support. Returns whether the host supports Advanced Command Retry, and the
+/// enabled descriptor formats of Copy, with [`EXTENDED_FORMATS`] set for 64-bit guards. enable
+/// unsupported functions (dispersed namespaces, Copy format 4, telemetry data area 4) are refused.
 fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
     let HostBehaviorSupport { acre, etdas, lbafee, hdisns, cdfe, .. } = *wanted;
     if acre > 1 || lbafee > 1 || (etdas, hdisns, cdfe & !COPY_FORMATS) != (0, 0, 0) {
@@ -650,10 +650,10 @@ fn extended_and_copy(formats: u16) -> (u8, u16) {
     (u8::from(formats & EXTENDED_FORMATS != 0), formats & !EXTENDED_FORMATS)
 }
 
-/// Dword 11: the identifier has 128 bits.
+/// EXHID in dword 11: the Host Identifier has 128 bits.
 const EXHID: u32 = 1;
 
-/// Number of bytes that a command for the feature transfers.
+/// Number of bytes that Get or Set Features transfers for the Host Identifier.
 pub(crate) fn host_identifier_bytes(cdw11: u32) -> usize {
     if cdw11 & EXHID != 0 { 16 } else { 8 }
 }

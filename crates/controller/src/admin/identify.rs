@@ -106,8 +106,8 @@ impl Identity {
             }
             cns::ACTIVE_NAMESPACES => list(nsid, nsids()),
             cns::NAMESPACE_IDS => {
-                // For an inactive namespace this list fails, unlike the other structures, which are
-                // then all zeroes.
+                // For an inactive namespace, the command for this list fails. For other structures,
+                // it returns zeroes.
                 let namespace = find(nsid, namespaces)?.ok_or(invalid_namespace())?;
                 Ok(page(&ids(namespace)))
             }
@@ -151,8 +151,8 @@ impl Identity {
 
 pub(super) fn page(structure: &(impl IntoBytes + zerocopy::Immutable)) -> Page {
     let mut page = Box::new([0; IDENTIFY_SIZE]);
-    // The page and every structure have the same size. `zip` makes a panic impossible even if they
-    // had not.
+    // The page and every structure have the same size. `zip` cannot panic even if the sizes
+    // differed.
     page.iter_mut().zip(structure.as_bytes()).for_each(|(to, from)| *to = *from);
     page
 }

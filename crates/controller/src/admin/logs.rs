@@ -363,8 +363,9 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             }
             page.as_bytes().to_vec()
         }
-        // The controller has no management interface, so the page lists no commands. The page
-        // must exist, because LPA bit 5 announces it together with the two pages above.
+        // The controller has no management interface, so the page lists no commands. The page must
+        // exist, because LPA bit 5 announces it together with the log pages of supported pages and
+        // features.
         lid::MI_COMMANDS_SUPPORTED_EFFECTS => vec![0; MI_PAGE_BYTES],
         _ => return Err(Status::INVALID_LOG_PAGE.with_dnr()),
     })

@@ -101,8 +101,8 @@ impl Budget {
     }
 }
 
-/// Structure that [`Controller::out_of_band`](crate::Controller::out_of_band) reads, as an
-/// out-of-band admin command.
+/// Out-of-band admin command: Identify or Get Log Page of a caller other than the host, for
+/// [`Controller::out_of_band`](crate::Controller::out_of_band).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutOfBandCommand {

@@ -17,7 +17,7 @@ use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use zerocopy::FromBytes;
 
-/// Bytes of data that both commands transfer from the host.
+/// Number of bytes that Namespace Management and Namespace Attachment transfer from the host.
 pub(crate) const DATA: usize = 4096;
 
 const INVALID_FIELD: Status = Status::INVALID_FIELD.with_dnr();
@@ -87,7 +87,8 @@ fn create(wanted: &NamespaceToCreate) -> Result<(u64, BlockFormat), Status> {
     let protection = (dps.pit(), dps.pip());
     let format = block_format(flbas.index(), flbas.extended(), protection)?;
     // Thin provisioning is not supported: a capacity below the size is refused (Base 2.1, 3.2.1.6,
-    // NSFEAT.THINP). Groups and sets do not exist, so their identifiers must be 0.
+    // NSFEAT.THINP). ANA groups, NVM sets and endurance groups do not exist, so their identifiers
+    // must be 0.
     if nsze != ncap {
         return Err(Status::THIN_PROVISIONING_NOT_SUPPORTED.with_dnr());
     }

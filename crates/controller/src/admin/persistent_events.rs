@@ -42,11 +42,11 @@ const TYPES: [u8; 7] = [
 
 /// Code and name of a vendor-specific event.
 pub(crate) type VendorEventCode = (u16, &'static str);
-/// Recovery by the next process after a crash.
+/// Vendor-specific event: recovery by the next process after a crash.
 pub(crate) const RECOVERED: VendorEventCode = (1, "recovered");
-/// Fatal state until a reset.
+/// Vendor-specific event: fatal state until a reset.
 pub(crate) const FATAL: VendorEventCode = (2, "fatal");
-/// Move to a dedicated I/O thread.
+/// Vendor-specific event: move to a dedicated I/O thread.
 pub(crate) const ISOLATED: VendorEventCode = (3, "isolated");
 
 /// Controller identifier, timestamp, age and power cycles at the time of an event.

@@ -17,8 +17,8 @@ pub(crate) fn capabilities() -> Sanicap {
 }
 
 /// Decodes and checks a Sanitize command. `given` is true if the controller has namespaces outside
-/// the pool. The command is then refused: it would have to erase them too, and the host has no
-/// right to that.
+/// the pool. The command is then refused, because it would have to erase these too, which the host
+/// may not do.
 ///
 /// # Errors
 /// The completion status of the command.
@@ -64,7 +64,8 @@ pub(crate) fn allows(opcode: AdminOpcode) -> bool {
     )
 }
 
-/// Sanitize Status log page. Later writes are not tracked, so Global Data Erased is never set.
+/// Sanitize Status log page. Writes after a sanitize operation are not tracked, so Global Data
+/// Erased is never set.
 pub(crate) fn page(status: &SanitizeStatus) -> SanitizeLog {
     let (sos, progress) = match status.phase {
         SanitizePhase::Never => (sos::NEVER, SanitizeLog::NO_PROGRESS),

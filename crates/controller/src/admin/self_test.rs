@@ -22,7 +22,7 @@ const EXTENDED_TIME: Duration = Duration::from_secs(60 * (EXTENDED_MINUTES as u6
 /// Time limit of a short operation, which should take less than two minutes.
 const SHORT_TIME: Duration = Duration::from_secs(90);
 
-/// Number of verified pieces per namespace, and bytes per piece.
+/// Short operation: number of verified pieces per namespace, and bytes per piece.
 const SHORT_PIECES: (u64, u64) = (32, 64 << 10);
 const EXTENDED_PIECES: (u64, u64) = (8192, 1 << 20);
 /// Pause after a piece, as a multiple of the time that the piece took.
@@ -77,7 +77,8 @@ struct Run {
 #[derive(Debug, Default)]
 pub(crate) struct SelfTest {
     run: Option<Run>,
-    /// Number of operations. Results of an earlier operation's pieces are ignored.
+    /// Number of operations so far, which identifies the current one. The result of a piece of an
+    /// earlier operation is ignored.
     runs: u32,
     /// Results, newest first.
     results: VecDeque<SelfTestResult>,
@@ -216,7 +217,7 @@ impl SelfTest {
     /// Ends the operation in progress, if any.
     fn finish(&mut self, outcome: u8, hours: u64) {
         let Some(run) = self.run.take() else { return };
-        // With a new number, the result of a piece in flight is ignored.
+        // The operation number changes, so that the result of a piece in flight is ignored.
         self.runs = self.runs.wrapping_add(1);
         let mut ended = SelfTestResult {
             dsts: run.code << 4 | outcome,
@@ -301,8 +302,8 @@ impl Run {
             medium.map_or(0, |medium| pieces(self.code, medium))
         };
         let left: u64 = self.nsids.iter().map(pieces).sum::<u64>().saturating_sub(self.piece);
-        // The sizes of finished namespaces are not stored, so each counts as many pieces as the
-        // current namespace.
+        // The sizes of finished namespaces are not stored, so each is counted with the number of
+        // pieces of the current namespace.
         let each = self.nsids.front().map_or(0, pieces);
         let done = (self.count - self.nsids.len()) as u64 * each + self.piece;
         (done * 100 / (done + left).max(1)).min(99) as u8

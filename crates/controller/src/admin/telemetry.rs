@@ -20,7 +20,7 @@ const MAX_FIRST_AREA: usize = 4 << 10;
 struct Capture {
     /// Data in whole blocks.
     data: Vec<u8>,
-    /// Last blocks of the three data areas.
+    /// Number of the last block of each of the three data areas.
     last_blocks: [u16; 3],
     /// Reason Identifier.
     reason: String,

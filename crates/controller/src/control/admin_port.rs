@@ -3,9 +3,9 @@
 //!
 //! # Checkpoint
 //!
-//! Admin queue positions for checkpoints, as of the control plane's last action, so that the
-//! positions and the control plane state in a checkpoint match. The admin queue server owns the
-//! queue itself, which may have advanced further.
+//! [`AdminCheckpoint`] stores the admin queue positions for checkpoints, as of the control plane's
+//! last action. So the positions and the control plane state in a checkpoint match, although the
+//! queue itself may have advanced further.
 
 use crate::admin::events::{AsyncEvents, Completion};
 use crate::admin::logs::{ErrorLog, ErrorRecord};
@@ -106,7 +106,7 @@ pub(super) struct AdminPort {
     /// True if an admin queue exists: the controller is enabled, and no reset or shutdown has
     /// started.
     open: bool,
-    /// True if a command was fetched.
+    /// True if a command was fetched since the controller was enabled.
     used: bool,
     orders: Orders,
     pub(super) checkpoint: AdminCheckpoint,
@@ -132,7 +132,8 @@ impl AdminPort {
     pub(super) fn close(&mut self, latch: Latch) {
         self.open = false;
         let mut latches = std::mem::take(&mut self.orders.latches);
-        // A latch must not be dropped under the lock.
+        // The old latch also goes to the admin queue server: a latch must not be dropped under the
+        // control plane's lock.
         latches.extend(self.orders.detach.take());
         self.orders = Orders { detach: Some(latch), latches, ..Orders::default() };
     }
@@ -285,7 +286,7 @@ impl Default for AdminCheckpoint {
 }
 
 impl AdminCheckpoint {
-    /// Adds a command that starts, of a queue with `entries` entries. If `stays` is true, the
+    /// Records the start of a command of a queue with `entries` entries. If `stays` is true, the
     /// command is in flight until [`end`](Self::end); otherwise it is not stored.
     pub(super) fn begin(&mut self, sqe: &Sqe, entries: u32, stays: bool) {
         if self.replays != 0 {
@@ -375,7 +376,7 @@ impl AdminCheckpoint {
             let cqe: Cqe = transmute!([low, high]);
             AdminCompletion { cid: cqe.cid, status: cqe.status(), dw0: cqe.dw0, placed: false }
         };
-        // Completions are posted in order, so the last ones of the list remain.
+        // Completions are posted in order, so those at the end of the list remain to be posted.
         let posted = saved.cq.staged.len().saturating_sub(to_post.count());
         Self {
             head: saved.sq.head,

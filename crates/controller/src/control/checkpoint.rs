@@ -395,7 +395,7 @@ impl Control {
         }
     }
 
-    /// Ends or cancels the quiesce. Returns the callbacks of those that waited for it; the caller
+    /// Ends or cancels the quiesce. Returns the callbacks that waited for the quiesce; the caller
     /// must release the lock before it drops them.
     pub(crate) fn end_quiesce(&mut self, cx: &Context) -> Vec<Callback> {
         let controller = cx.shared.id;

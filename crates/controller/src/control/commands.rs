@@ -129,8 +129,8 @@ impl AdminCommands {
         self.aborts = 0;
     }
 
-    /// Number of bytes that a command transfers from the host. They are read before the command is
-    /// executed.
+    /// Number of bytes that a command transfers from the host. The bytes are read before the
+    /// command is executed.
     pub(super) fn data_length(sqe: &Sqe) -> usize {
         if sqe.fuse() != Fuse::Normal || sqe.psdt() != Psdt::Prp {
             return 0;

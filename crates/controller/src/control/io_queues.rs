@@ -582,8 +582,8 @@ impl IoQueues {
         Ok(())
     }
 
-    /// Recovers queues of a dead process. They are served when the quiesce ends. Returns the number
-    /// of commands to replay.
+    /// Recovers queues of a dead process. The queues are served when the quiesce ends. Returns the
+    /// number of commands to replay.
     ///
     /// # Errors
     /// [`RestoreError`] if a queue is invalid.

@@ -68,8 +68,8 @@ impl Control {
         self.poll_admin_doorbells(cx);
     }
 
-    /// If the doorbells are mapped, host writes to them do not trap, so the admin doorbells are
-    /// polled.
+    /// Starts polling the admin doorbells if the doorbells are mapped, because host writes to
+    /// mapped doorbells do not trap.
     pub(super) fn poll_admin_doorbells(&self, cx: &Context) {
         if cx.shared.mapped {
             let tail = cx.shared.register(0, DoorbellKind::Sq);
@@ -79,11 +79,11 @@ impl Control {
         }
     }
 
-    /// Starts a shutdown (CC.SHN; Base 2.1, 3.6.1, "Memory-based Controller Shutdown"). Commands
-    /// in flight end first, and then the caches of all disks are flushed. The host must reset the
+    /// Starts a shutdown (CC.SHN; Base 2.1, 3.6.1, "Memory-based Controller Shutdown"). Commands in
+    /// flight end first, and then the caches of all disks are flushed. The host must reset the
     /// controller before it sends further commands, but may reuse its memory before that reset:
     /// Linux frees the shadow doorbell pages, and enables bus mastering again before it resets the
-    /// controller. So the queues leave their I/O threads for good.
+    /// controller. So the queues are removed from their I/O threads, and do not return.
     ///
     /// A disabled controller flushes as well, because writes from before a reset may still be
     /// cached.
@@ -112,7 +112,7 @@ impl Control {
         }
     }
 
-    /// True while the time of a shutdown or of a reset is limited.
+    /// True while a shutdown or a reset with a time limit is in progress.
     pub(crate) fn has_time_limit(&self) -> bool {
         self.lifecycle.shutdown_limit.or(self.lifecycle.reset_limit).is_some()
     }
@@ -139,7 +139,7 @@ impl Control {
                 self.lifecycle.shutdown = Shutdown::None;
                 self.shut_down(cx, deferred);
             }
-            // The host has enabled the controller meanwhile.
+            // The host has enabled the controller during the flush, which ends the shutdown.
             Shutdown::Flushing if self.lifecycle.phase == Phase::Ready => {
                 self.lifecycle.shutdown = Shutdown::None;
             }
@@ -153,8 +153,9 @@ impl Control {
         }
     }
 
-    /// Forgets a shutdown of a disabled controller, at a reset. Its flush may still be in flight,
-    /// and accesses no host memory; its end belongs to an earlier generation.
+    /// Drops the state of a disabled controller's shutdown, at a reset. The flush may still be in
+    /// flight, but accesses no host memory. The notice of its end has the previous generation, so
+    /// it is ignored.
     fn abandon_flush(&mut self, cx: &Context, deferred: &mut Deferred) {
         if self.is_shutting_down() {
             self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
@@ -170,7 +171,7 @@ impl Control {
 
     /// Detaches a controller from the I/O thread that has flushed for its shutdown.
     fn detach_flushed(&mut self, cx: &Context, deferred: &mut Deferred) {
-        // The notice has the previous generation, so the control plane ignores it.
+        // The notice of this latch has the previous generation, so the control plane ignores it.
         let before = self.lifecycle.generation.wrapping_sub(1);
         let latch = cx.latch(ended_notice(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {
@@ -182,7 +183,8 @@ impl Control {
     }
 
     /// Drops the shadow doorbell pages, and removes all queues from the admin queue server and the
-    /// I/O threads, which abort commands in flight. `operation` ends when all of them have ended.
+    /// I/O threads, which abort commands in flight. `operation` ends when the admin queue server
+    /// and all I/O threads have done this.
     fn drop_queues(&mut self, cx: &Context, operation: Operation, deferred: &mut Deferred) {
         self.log_queues();
         self.memory.shadow = None;
@@ -225,7 +227,7 @@ impl Control {
         self.lifecycle.phase = Phase::Resetting;
         self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
         if !was_ready {
-            // The controller could not be enabled, so no queue exists.
+            // The controller was not ready, so no queue exists.
             self.abandon_flush(cx, deferred);
             self.drop_exclusive(cx);
             return self.end_reset(cx, deferred);
@@ -317,9 +319,9 @@ impl Control {
     }
 }
 
-/// Expiry of the Keep Alive Timer and of the times for a shutdown and for a reset.
+/// Expiry of the Keep Alive Timer and of the time limits of a shutdown and a reset.
 impl Control {
-    /// Checks the Keep Alive Timer and the times for a shutdown and for a reset. Returns true if
+    /// Checks the Keep Alive Timer and the time limits of a shutdown and a reset. Returns true if
     /// one has expired.
     pub(crate) fn check_keep_alive(
         &mut self,
@@ -379,8 +381,8 @@ impl Control {
         self.port.no_command_failed(Status::KEEP_ALIVE_TIMER_EXPIRED);
         let why = "the Keep Alive Timer expired without a command from the host";
         self.fail(cx, why, deferred);
-        // The queues are detached as at a reset, because the host can only reset the controller
-        // now. The notice has the previous generation, so the control plane ignores it.
+        // The host must reset the controller, so the queues are detached at once. The notice has
+        // the previous generation, so the control plane ignores it.
         let before = self.lifecycle.generation.wrapping_sub(1);
         let latch = cx.latch(ended_notice(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {

@@ -1,10 +1,10 @@
 //! Control plane of a controller: registers, admin commands and their effects.
 //!
 //! One lock protects the whole module. I/O threads never take it, and code that holds it never
-//! waits. A long operation is a message to the I/O threads; when the last of them drops its clone
-//! of the operation's latch, a notice is sent, and the operation continues. Guest memory is not
-//! accessed under the lock. The admin queue server (`admin_server`) accesses it, and gets
-//! [`Orders`].
+//! waits. A long operation sends a message to the I/O threads; when the last of them drops its
+//! clone of the operation's latch, a notice is sent, and the operation continues. Guest memory is
+//! not accessed under the lock, but only by the admin queue server (`admin_server`), to which the
+//! control plane sends [`Orders`].
 //!
 //! The type [`Control`] has its methods in four files: this one (construction, admin commands,
 //! notices from I/O threads, memory map changes, exclusive commands, background work), `lifecycle`,
@@ -442,7 +442,8 @@ impl Control {
             }
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
             Operation::LbaStatus { cid } => self.commands.lba_status_ended(cx, port, cid),
-            // The cache is already off. The flush was needed only for earlier writes.
+            // For Set Features (Volatile Write Cache): the cache is already off, and the flush was
+            // for writes from before.
             Operation::Flush { cid } | Operation::Feature { cid } if status.is_success() => {
                 port.complete(cid, status, 0);
             }
@@ -581,8 +582,8 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Starts the next step of the round, after the pause or an I/O thread's turn: another turn or
-    /// the checkpoint.
+    /// Starts the next step of the round, after the pause or after an I/O thread's turn: the turn
+    /// of the next I/O thread, or the checkpoint.
     fn next_exclusive(&mut self, cx: &Context, deferred: &mut Deferred) {
         let next = self.exclusive.left.pop();
         let (stage, operation) = match next {
@@ -621,7 +622,8 @@ impl Control {
         self.exclusive.marks = Arc::default();
         self.exclusive.stage = Stage::Nothing;
         cx.shared.set_exclusive(false);
-        // Queues that moved to another I/O thread during the round are paused there as well.
+        // Queues that moved to another I/O thread during the round are paused on that thread as
+        // well.
         self.exclusive.workers.clear();
         for worker in cx.route.everywhere(self.queues.workers()) {
             cx.pool.send(worker, Message::EndExclusive { controller: cx.shared.id });
@@ -707,8 +709,8 @@ impl Control {
         };
         let latch_of_admin = latch.filter(|_| has_admin_queue);
         self.port.change_table(&table, latch_of_admin);
-        // The queues of a quiesced controller use no memory. Their messages are handled only when
-        // the quiesce ends, so the latch must not wait for them.
+        // The queues of a quiesced controller use no memory. An I/O thread handles messages to them
+        // only when the quiesce ends, so the latch must not wait for these messages.
         let latch = latch.filter(|_| self.quiesce.step != Step::Quiesced);
         cx.send_all(self.queues.workers(), |controller| Message::Table {
             controller,

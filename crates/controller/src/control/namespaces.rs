@@ -20,9 +20,9 @@
 //!
 //! The control plane forwards changes of the [subsystem] to I/O threads and to the host.
 //!
-//! Changes are forwarded to all I/O threads that may have queues of the controller, even while it
-//! moves or quiesces. When queues arrive at an I/O thread, it opens their namespaces and reads the
-//! current access rights.
+//! Changes are forwarded to all I/O threads that may have queues of the controller, even while the
+//! controller moves or quiesces. When queues arrive at an I/O thread, it opens their namespaces and
+//! reads the current access rights.
 
 use super::Control;
 use super::diagnostics::hours;
@@ -223,7 +223,7 @@ impl Control {
             self.publish_namespace(cx, nsid, after.clone());
         }
         let outcome = if undone { Err(NamespaceError::Open(nsid)) } else { Ok(()) };
-        // The callback may open the disks again, so they are dropped before.
+        // The disks are dropped first, because the callback may open them again.
         let on_disconnect: Callback = Box::new(move || {
             drop((before, after));
             done(outcome);
@@ -280,7 +280,8 @@ impl Control {
         for nsid in barred {
             cx.serve(cx.serving().barring(nsid, barrier));
             if barrier.is_none() {
-                // An added namespace is no longer barred. This one is, so it was not added again.
+                // The pool has not added this namespace again, because an added namespace is not
+                // barred.
                 self.publish_namespace(cx, nsid, None);
             }
             self.switch_namespace(cx, nsid, None, deferred);

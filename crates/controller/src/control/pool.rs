@@ -41,16 +41,16 @@ impl PoolCommands {
         Self { creating, ..Self::default() }
     }
 
-    /// UUID for a namespace to create. If the command is repeated after a crash, it is the previous
-    /// UUID.
+    /// UUID for a namespace to create. If the command is repeated after a crash, the UUID is that
+    /// of the first attempt.
     fn uuid(&mut self, is_repeat: bool) -> [u8; 16] {
         let known = self.creating.filter(|_| is_repeat);
         *self.creating.insert(known.unwrap_or_else(random_uuid))
     }
 }
 
-/// Random UUID of version 4 (RFC 9562, 5.4). A guess does no harm, so the random hash keys of the
-/// standard library suffice.
+/// Random UUID of version 4 (RFC 9562, 5.4). It need not be unpredictable, so the random hash keys
+/// of the standard library suffice.
 fn random_uuid() -> [u8; 16] {
     let random = || RandomState::new().hash_one(0_u8).to_be_bytes();
     let mut uuid = [0; 16];
@@ -70,7 +70,7 @@ pub(super) fn data_length(sqe: &Sqe) -> usize {
     }
 }
 
-/// Returns the status of a command that the current sanitize operation does not allow.
+/// Checks that the current sanitize operation allows a command. The error is the command's status.
 pub(super) fn barrier(cx: &Context, opcode: AdminOpcode) -> Result<(), Status> {
     let Some(pool) = cx.config.pool.as_ref().filter(|_| !sanitize::allows(opcode)) else {
         return Ok(());

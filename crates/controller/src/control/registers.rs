@@ -28,7 +28,7 @@ pub(crate) type RegisterImage = [u8; IMAGE_BYTES];
 pub(super) enum Effect {
     /// No effect.
     None,
-    /// CC was written; its value before the write.
+    /// CC was written. Contains the value of CC before the write.
     Configuration(Cc),
     /// ACQ was written while the controller is enabled. The new value takes effect only if no admin
     /// command was fetched yet.

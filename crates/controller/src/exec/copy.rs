@@ -42,7 +42,7 @@ struct Source {
     namespace: usize,
     offset: u64,
     len: u64,
-    /// Bytes of the range's metadata, and the protection checks for reading it.
+    /// Number of bytes of the range's metadata, and the protection checks for reading it.
     metadata_len: u64,
     metadata: Option<Metadata>,
 }
@@ -252,8 +252,8 @@ pub(super) fn parse_copy(
     let mut sources = Vec::with_capacity(count);
     for entry in raw.chunks_exact(entry) {
         // Both entry types begin with the same fields; the rest is protection information. SOPT
-        // requires fast copies only. It needs no check: the data stay in the controller, so every
-        // copy is a fast one.
+        // (fast copies only) needs no check: the data stay in the controller, so every copy is
+        // fast.
         let (range, _) = CopyRange::read_from_prefix(entry).map_err(|_| Status::INTERNAL)?;
         let from = match fields.desfmt {
             0 | 1 => index,

@@ -101,7 +101,8 @@ pub(super) fn fields(
 }
 
 /// Quota weight of a command's data pieces, and the number of memory locations touched for them.
-/// `weight` is the weight of a piece in a new span; `None` if touches are not counted.
+/// `weight` is the weight of a piece in a span that was not touched before; `None` if touches are
+/// not counted.
 pub(super) fn weigh_pieces(
     data: &Segments,
     spans: &mut TouchedSpans,
@@ -126,8 +127,8 @@ pub(super) struct Protection {
 }
 
 impl Protection {
-    /// Decodes the parameters; `None` for a namespace without metadata. A Copy copies all metadata.
-    /// If PRACT is set, the protection information is generated anew instead of copied.
+    /// Decodes the parameters; `None` for a namespace without metadata. A Copy copies all metadata,
+    /// but with PRACT it generates new protection information.
     ///
     /// # Errors
     /// The status with which the command ends.

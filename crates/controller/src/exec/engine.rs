@@ -71,8 +71,8 @@ pub(crate) struct Engine {
     pub(super) budget: i64,
     /// Bit mask of [`Closed`] reasons. If it is not 0, no new command is started.
     closed: u8,
-    /// Upper bound of the host's memory locations touched since the last page-table check, and its
-    /// limit.
+    /// Upper bound of the number of host memory locations touched since the last page-table check,
+    /// and the limit of that number.
     pub(super) touched: u64,
     pub(super) may_touch: u64,
     /// Memory spans touched recently, if touches are counted.
@@ -89,7 +89,7 @@ pub(crate) struct Engine {
     /// Tag of the last command that was [pending](Started::Pending).
     pub(super) last_tag: u32,
     pub(super) scratch: Segments,
-    /// Emptied segment lists, pooled for their allocation.
+    /// Emptied segment lists, kept to reuse their allocations.
     pub(super) pooled_lists: Vec<Segments>,
     pub(super) copies: Copies,
     /// Copy descriptor formats that the host has enabled: bit n for format n.
@@ -196,7 +196,7 @@ impl Engine {
         self.counters.io.publish(&self.transfers);
     }
 
-    /// Sets the budget in nanoseconds (estimated).
+    /// Sets the budget of the pass, in nanoseconds of estimated cost.
     #[inline]
     pub(crate) fn set_budget(&mut self, budget: i64) {
         self.budget = budget;
@@ -215,8 +215,7 @@ impl Engine {
         self.budget > 0
     }
 
-    /// True if the engine is closed or a quota is reached. Then no command is fetched until one
-    /// ends.
+    /// True if the engine is closed or a quota is reached, so that no command is fetched.
     #[inline]
     pub(crate) fn is_full(&self) -> bool {
         self.closed != 0 || self.exceeded().is_some()
@@ -311,8 +310,8 @@ impl Engine {
         self.in_flight.ended()
     }
 
-    /// Replaces the memory view for commands that are started from now on. Returns the old view;
-    /// in-flight commands still use it.
+    /// Replaces the memory view for commands that are started later. Returns the old view, which
+    /// commands in flight still use.
     pub(crate) fn change_view(&mut self, view: View) -> View {
         self.scratch.clear();
         let queues = self.namespaces.iter_mut().chain(self.draining.iter_mut());
@@ -322,7 +321,7 @@ impl Engine {
         old
     }
 
-    /// Sets write-through mode: every write that is started from now on has Force Unit Access.
+    /// Sets write-through mode: every write that is started later has Force Unit Access.
     #[inline]
     pub(crate) fn set_write_through(&mut self, write_through: bool) {
         self.write_through = write_through;
@@ -334,7 +333,7 @@ impl Engine {
         self.schedules_sources
     }
 
-    /// Tells the disks that the following requests belong to submission queue `sq`.
+    /// Announces to the disks that the following requests belong to submission queue `sq`.
     #[cold]
     pub(crate) fn begin_turn(&mut self, sq: usize) {
         self.namespaces.iter_mut().for_each(|ns| ns.queue.begin_turn(sq as u32));
@@ -408,9 +407,9 @@ fn use_hints(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.uses_prefetch_hints())
 }
 
-/// Limits of the pool of emptied buffers: capacity of a buffer in pieces, and number of buffers.
-/// They suffice for the commands of common hosts. Larger buffers are freed, so that a guest's
-/// single large command does not occupy memory permanently.
+/// Limits of the pool of segment lists: capacity of a list in pieces, and number of lists. They
+/// suffice for the commands of common hosts. Larger lists are freed, so that a guest's single large
+/// command does not occupy memory permanently.
 const POOLED_CAPACITY: usize = 512;
 const MAX_POOLED: usize = 256;
 
@@ -631,7 +630,7 @@ impl Engine {
         self.fua_reads.cancel(|command| of.is_none_or(|queue| command.sq == queue));
         self.multi_step.cancel_all(of);
         // `None` means a controller reset, after which the control plane does not send
-        // `end_exclusive`.
+        // `end_exclusive`: held completions are then posted at once.
         self.exclusive.is_reset |= of.is_none();
         let which = |_, sq| of.is_none_or(|queue| sq == queue);
         self.exclusive.cancel(which, &mut self.in_flight);
@@ -694,7 +693,7 @@ impl Engine {
     /// Aborts the commands of the removed namespace `index`, whose old queue is at `place`.
     fn cancel_namespace(&mut self, index: usize, place: usize) {
         let Self { in_flight, copies, multi_step, draining, .. } = self;
-        // A Flush of all namespaces continues with the remaining ones.
+        // A Flush of all namespaces continues with the remaining namespaces.
         let is_of_all = |nsid: Option<u32>| nsid == Some(NSID_ALL);
         let mut over =
             multi_step.remove_namespace(index, |parent| is_of_all(in_flight.nsid(parent)));

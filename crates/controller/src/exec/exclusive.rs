@@ -107,7 +107,7 @@ impl Engine {
     }
 
     /// Queues the postponed decisions for the journal, after the uncorrectable blocks were
-    /// recorded. The latch is released when the journal contains them. From then on, a recovery
+    /// recorded. The latch is released when the journal contains the decisions, so that a recovery
     /// does not repeat the commands.
     pub(crate) fn journal_decisions(&mut self, latch: Latch) {
         self.exclusive.decided.append(&mut self.exclusive.pending_decisions);
@@ -213,7 +213,7 @@ impl Engine {
         Started::Pending
     }
 
-    /// Advances exclusive commands: posts ended ones, starts the next parked one.
+    /// Advances exclusive commands: posts the ended commands, and starts the next parked command.
     pub(super) fn advance_exclusive(&mut self, ended: &mut impl FnMut(CompletedCommand)) {
         for tag in std::mem::take(&mut self.exclusive.ended) {
             if let Some(end) = self.end(tag) {
@@ -335,14 +335,14 @@ impl Engine {
             // command.
             self.exclusive.pending_decisions.push(end);
         } else {
-            // The decision about the first command of a pair comes last, because it implies the
-            // second's.
+            // The decision about the first command of a pair comes last, because it implies that of
+            // the second command.
             self.exclusive.decided.push(end);
         }
     }
 
     /// Creates an entry that holds the completion of the command that was in entry `tag`. Returns
-    /// its tag.
+    /// the tag of the new entry.
     pub(super) fn hold(&mut self, tag: u32, entry: InFlight, dw0: u32) -> u32 {
         let at = self.in_flight.next_tag();
         debug_assert_eq!(at, tag, "the entry freed last is reused first");

@@ -54,7 +54,7 @@ impl Kind {
     }
 }
 
-/// Owner of an entry: the receiver of its end.
+/// Owner of an entry, which is notified when the entry ends.
 #[derive(Debug)]
 pub(super) enum Owner {
     /// The entry is a command of submission queue `sq`.
@@ -149,9 +149,9 @@ impl Seed {
 #[derive(Debug, Default)]
 pub(super) struct InFlightTable {
     entries: Vec<Option<InFlight>>,
-    /// Index of the next entry: a free one, or the length of the table. It is determined in
-    /// advance: most requests need only the tag, because they complete inside `submit` and never
-    /// get an entry.
+    /// Index of the next entry: a free entry, or the length of the table. It is computed in
+    /// advance, because most requests need only this tag: they complete inside `submit`, and get no
+    /// entry.
     next: u32,
     /// Further free entries.
     free: Vec<u32>,
@@ -418,7 +418,7 @@ impl Appends {
     }
 }
 
-/// Reservation commands of one engine. Hash tables, because the host determines their number.
+/// Reservation commands of one engine, in hash tables, because the host determines their number.
 #[derive(Debug, Default)]
 pub(super) struct ReservationCommands {
     /// True if access to a namespace is restricted.
@@ -532,7 +532,7 @@ mod tests {
             table.remove(*tag).unwrap();
             assert_eq!((table.find(sq, cid), table.find(3, 5)), (None, same.last().copied()));
         }
-        // Oldest first: the worst order for a linear search.
+        // Removal of the oldest command first, which is the worst order for a linear search.
         same.iter().for_each(|tag| assert!(table.remove(*tag).is_some()));
         assert_eq!((table.len(), table.find(3, 5)), (0, None));
     }

@@ -60,7 +60,7 @@ impl MultiStepCommand {
         Self { parent, sq, parts, metadata: None, next: 0, within: 0, left: 0, cancelled: false }
     }
 
-    /// Sets the metadata parameters. Only for a command with a single part.
+    /// Sets the metadata parameters of a command with a single part.
     pub(super) fn with(self, metadata: Option<Metadata>) -> Self {
         Self { metadata, ..self }
     }
@@ -113,8 +113,8 @@ impl MultiStepCommand {
                     *room -= 1;
                     self.left += 1;
                     let owner = Owner::Part { parent: self.parent };
-                    // `Kind::Verify` selects read errors. Its byte count is 0 because the entry of
-                    // the command has it.
+                    // `Kind::Verify` makes a disk error a read error. Its byte count is 0, because
+                    // the entry of the command has the bytes.
                     let kind = if reading { Kind::Verify(0) } else { Kind::Other };
                     in_flight.insert(tag, InFlight::new(owner, index, kind));
                 }
@@ -334,8 +334,8 @@ fn submit(
     let reading = request.op != Op::Flush;
     match submit_any(&mut *namespaces[namespace].queue, tag, request, metadata, data) {
         Submitted::Pending => {
-            // `Kind::Verify` selects read errors. Its byte count is 0 because the command's entry
-            // has it.
+            // `Kind::Verify` makes a disk error a read error. Its byte count is 0, because the
+            // entry of the command has the bytes.
             let kind = if reading { Kind::Verify(0) } else { Kind::Other };
             in_flight.insert(tag, InFlight::new(Owner::Part { parent }, namespace, kind));
             Some(())

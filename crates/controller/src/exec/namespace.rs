@@ -256,7 +256,7 @@ pub(super) fn index_of(list: &[NamespaceQueue], nsid: u32) -> Result<usize, Stat
     }
 }
 
-/// Announces a future command to the disk: the one in ring entry `index`, which will be started
+/// Announces a future command to the disk: the command in ring entry `index`, which will be started
 /// after `ahead - 1` others. The entry is not validated here; it is read again when it is fetched.
 #[inline]
 pub(super) fn prefetch_hint(
@@ -331,8 +331,8 @@ impl Queue for WriteThrough {
     }
 }
 
-/// First place number of draining queues. It is above all namespace indexes, so an in-flight entry
-/// can store either in one field.
+/// First place number of draining queues. It is above all namespace indexes, so that an in-flight
+/// entry can store a place or an index in the same field.
 const FIRST: usize = 1 << 31;
 
 /// Disk queues that get no new requests and have requests in flight.

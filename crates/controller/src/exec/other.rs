@@ -5,9 +5,9 @@
 //!
 //! ZNS 1.1.
 //!
-//! The disk owns the zones (`shadowbell_disk::Zones`). It checks Read, Write and other commands
-//! against them at submission. This module decodes the three zone commands. If a command consists
-//! of several requests, this module checks its zones before the first request.
+//! The disk owns the zones (`shadowbell_disk::Zones`). At submission, it checks Read, Write and
+//! other commands against the zones. This module decodes the three zone commands. If a command
+//! consists of several requests, this module checks its zones before the first request.
 //!
 //! # Reservations
 //!
@@ -186,7 +186,8 @@ impl Engine {
                 parts.push((slba << shift, (slba + blocks) << shift));
             }
         }
-        // A file frees only whole blocks of its file system, so adjacent ranges are one request.
+        // A file frees only whole blocks of its file system, so adjacent ranges are joined to one
+        // request.
         parts.sort_unstable();
         parts.dedup_by(|&mut (from, to), last| {
             let joins = from <= last.1;
@@ -737,7 +738,7 @@ impl Engine {
         Ok(Command { host, action, persistent, aborts })
     }
 
-    /// Executes Reservation Report. Only the length of the report is written to the host's buffer.
+    /// Executes Reservation Report. Bytes of the host's buffer beyond the report are not written.
     fn report(&mut self, sqe: &Sqe, shared: &SharedNamespace) -> Result<(), Status> {
         let command = ReservationReport::decode(sqe);
         let len = usize::try_from(command.length()).unwrap_or(usize::MAX);

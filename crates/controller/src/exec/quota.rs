@@ -64,18 +64,18 @@ impl std::fmt::Display for Exceeded {
 /// commands may cost before the other controllers get their turn. If a thread has several
 /// controllers, the real cost is measured afterwards.
 pub(super) mod cost {
-    /// Command that a disk completes inline, without the copy of its data.
+    /// Cost of a command that a disk completes inline, without the copy of its data.
     const COMMAND: i64 = 64;
-    /// Request that a disk executes asynchronously, including its completion.
+    /// Cost of a request that a disk executes asynchronously, including its completion.
     const REQUEST: i64 = 1500;
     /// Bytes copied per nanosecond, as a power of two.
     const BYTES_SHIFT: u32 = 4;
 
-    /// SGL descriptor with its piece of memory.
+    /// Cost of an SGL descriptor with its piece of memory.
     const PIECE_COST: i64 = 24;
 
-    /// Failed command. The work before the failure is not known, and the error is written to the
-    /// Error Information log.
+    /// Cost of a failed command. The work before the failure is not known, and the error is written
+    /// to the Error Information log.
     pub(crate) const FAILURE: i64 = 5000;
 
     /// Cost to resolve `pieces` pieces of memory.
@@ -83,8 +83,8 @@ pub(super) mod cost {
         pieces as i64 * PIECE_COST
     }
 
-    /// Read or write of up to [`SHORT_BYTES`] that a disk completes inline. This upper bound is
-    /// charged for every such command, whatever its size.
+    /// Cost of a read or write of up to [`SHORT_BYTES`] that a disk completes inline. This upper
+    /// bound is charged for every such command, whatever its size.
     pub(crate) const SHORT_COST: i64 = 300;
     /// Maximum size of a short read or write, in bytes.
     pub(crate) const SHORT_BYTES: u64 = 8192;
@@ -110,9 +110,9 @@ const SHIFT: u32 = page_tables::SPAN.trailing_zeros();
 /// Spans of a host's memory that were touched since the last reclaim of page tables.
 #[derive(Debug, Default)]
 pub(super) struct TouchedSpans {
-    /// [`page_tables::epoch`] at the last call.
+    /// [`page_tables::epoch`] at the last call of [`touch`](Self::touch).
     epoch: u64,
-    /// Number of times that all spans were forgotten.
+    /// Number of times that all spans were cleared.
     generation: u32,
     /// For each slot, the span touched last and the generation of that touch. The slot of a span is
     /// its number modulo the length. Two spans of one slot evict each other and are counted again.
@@ -120,7 +120,7 @@ pub(super) struct TouchedSpans {
 }
 
 impl TouchedSpans {
-    /// Sets the amount of host memory; 0 forgets all spans.
+    /// Sets the amount of host memory; 0 clears all spans.
     pub(super) fn resize(&mut self, bytes: u64) {
         let len = match bytes {
             0 => 0,
@@ -132,7 +132,7 @@ impl TouchedSpans {
         }
     }
 
-    /// Forgets all touched spans.
+    /// Clears all touched spans.
     pub(super) fn clear(&mut self) {
         self.generation = self.generation.wrapping_add(1);
         if self.generation == 0 {

@@ -86,8 +86,8 @@ impl Engine {
             Ok(prepared) => prepared,
             Err(status) => return Started::Failed(permit, status),
         };
-        // PRPs are whole pages, but an SGL may consist of many short pieces, so SGL pieces are
-        // weighed.
+        // PRPs are whole pages, but an SGL may consist of many short pieces, so the weight of SGL
+        // pieces is computed.
         let (mut pieces, mut places) = (0, 0);
         if SLOW {
             let Self { scratch, spans, budget, .. } = self;
@@ -138,7 +138,8 @@ impl Engine {
         let (second, listed) = match len.saturating_sub(first) {
             0 => (None, 0),
             left if left <= page => (Some(sqe.prp2()), 0),
-            // These pages are in a PRP list. It is not read a second time; each page counts as new.
+            // The further pages are in a PRP list, which is not read again: each page counts as
+            // new.
             left => (Some(sqe.prp2()), left.div_ceil(page) as usize),
         };
         let places = std::iter::once(sqe.prp1()).chain(second);

@@ -33,7 +33,8 @@
 //! | `subsystem-reset` | the controller is reset, and CSTS.NSSRO is set |
 //! | `removal` | all registers read as all ones from then on |
 //!
-//! The last three faults happen, and are counted, when a command is fetched from an I/O queue.
+//! `fatal`, `subsystem-reset` and `removal` happen, and are counted, when a command is fetched from
+//! an I/O queue.
 //!
 //! ```
 //! use shadowbell_controller::faults::{Fault, Faults, When};
@@ -58,8 +59,8 @@ use overrides::FaultyControl;
 use std::sync::Arc;
 
 impl Controller {
-    /// Injects `faults` from now on, instead of those of an earlier call. [`Faults::default`] ends
-    /// the injection. Faults that have already happened keep their effect.
+    /// Injects `faults` after this call, instead of those of an earlier call. [`Faults::default`]
+    /// ends the injection. Faults that have already happened keep their effect.
     pub fn inject(&self, faults: Faults) -> Injected {
         let injector = Arc::new(Injector::new(faults));
         self.inner().with(|control, cx| {

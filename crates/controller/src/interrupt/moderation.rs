@@ -3,17 +3,17 @@
 //! A host with many commands in flight can handle many completions per interrupt. A host that waits
 //! for a single command needs its interrupt at once. The two differ in the number of completions
 //! that arrive close together, which is learnt for each completion queue. An interrupt is raised as
-//! soon as the learnt number of completions is posted. With fewer, it is held for a short *grace*
-//! after each completion. From time to time, the queue waits for twice the learnt number (a
-//! *probe*), to find out if more completions would arrive. After failed probes, the next ones
-//! become rarer. So a host with one command in flight is delayed only once in a thousand times.
+//! soon as the learnt number of completions is posted. If fewer are posted, the interrupt is held
+//! for a short *grace* after each completion. From time to time, the queue waits for twice the
+//! learnt number (a *probe*), to find out if more completions would arrive. Each failed probe makes
+//! probes rarer. So a host with one command in flight is delayed only once in a thousand times.
 //!
 //! A host that submits many commands one by one can look like a host with few commands in flight.
 //! Two rules distinguish them:
 //! * The pace of the host's submissions is learnt, too. While the host submits at that pace, it is
 //!   busy and not waiting, and an interrupt would only disturb it.
 //! * At the end of such a run of submissions, fewer completions than the learnt number are left.
-//!   This does not reduce the learnt number, because they are counted together with the completions
+//!   The learnt number stays, because these completions are counted together with the completions
 //!   that were announced before in the same run.
 //!
 //! A host also stops submitting occasionally, because of its own interrupts or other load on its
@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 const MAX_TARGET: u32 = 64;
 /// Number of interrupts between two probes: initial and maximum.
 const PROBE_AFTER: (u32, u32) = (8, 1024);
-/// A host's run has ended when it has not submitted for this multiple of its usual pace.
+/// A run of submissions has ended when the host has not submitted for this multiple of its pace.
 const PACES: u32 = 12;
 /// Multiple of the hold limit that applies while the host is still submitting, and so not waiting.
 const BUSY: u32 = 2;
@@ -60,20 +60,20 @@ pub(crate) struct Moderation {
     limit: HoldLimit,
     /// Learnt number of completions per interrupt.
     target: u32,
-    /// Interrupts until the next probe.
+    /// Number of interrupts until the next probe.
     until_probe: u32,
-    /// Interrupts between two probes.
+    /// Number of interrupts between two probes.
     probe_after: u32,
     /// Number of completions announced by the last interrupt of the current run that was raised at
     /// the target.
     announced: u32,
-    /// Time of that interrupt.
+    /// Time of the interrupt that `announced` refers to.
     announced_at: Option<Instant>,
     /// True if the host has submitted commands since the last reading of the clock.
     has_submitted: bool,
     /// Usual time between two submissions of a run; zero if unknown.
     pace: Duration,
-    /// Length of the last run; `None` unless it ended below the target.
+    /// Number of completions of the last run, if it ended below the target.
     missed: Option<u32>,
     held: Option<Held>,
 }
@@ -131,8 +131,8 @@ impl Moderation {
     }
 
     /// Time after a submission within which the next one is expected. If the pace of the host is
-    /// slower than the grace, the host may be waiting for each of its commands. Then this is only
-    /// the grace.
+    /// slower than the grace, the host may be waiting for each of its commands. Then the time is
+    /// only the grace.
     fn run_ends_after(&self) -> Duration {
         let HoldLimit { grace, max_hold } = self.limit;
         if self.pace <= grace {
@@ -185,8 +185,8 @@ impl Moderation {
         self.held = None;
     }
 
-    /// Learns the submission pace. This is possible only while an interrupt is held: then the clock
-    /// is read often enough, and no interrupts disturb the host.
+    /// Learns the submission pace, which is possible only while an interrupt is held: then the
+    /// clock is read often enough, and no interrupts disturb the host.
     fn see_submissions(&mut self, now: Instant) {
         if !std::mem::take(&mut self.has_submitted) {
             return;
@@ -286,8 +286,8 @@ mod tests {
         assert!(sizes.iter().all(|size| *size == 32));
         assert!(waits < 20, "{waits}");
         // When the depth of the queue drops to 1, the target drops at the second short run. Each
-        // short run costs a short wait. Completions that were announced before the first one count
-        // with it.
+        // short run costs a short wait. The first short run includes the completions that were
+        // announced before it.
         assert_eq!(bursts(&mut moderation, 1, 4), (vec![1; 4], 4));
         assert_eq!(bursts(&mut moderation, 1, 7), (vec![1; 7], 0));
         let (sizes, waits) = bursts(&mut moderation, 1, 1000);

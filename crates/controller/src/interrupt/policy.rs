@@ -90,7 +90,7 @@ impl InterruptPolicy {
         self.unconsumed != 0
     }
 
-    /// Decision by the host's coalescing settings; `None` if the host has set nothing.
+    /// Decision by the host's coalescing settings; `None` if the host has set none.
     pub(crate) fn coalesce(&mut self, coalescing: &Coalescing) -> Option<Decision> {
         let line = self.line.as_ref()?;
         match coalescing.of(line.vector()) {
@@ -195,7 +195,7 @@ impl InterruptPolicy {
 #[derive(Debug, Default)]
 pub(crate) struct Coalescing {
     /// Aggregation Threshold in bits 7:0 (0's based) and Aggregation Time in bits 15:8 (units of
-    /// 100 µs). Bit 16 is set if the host has set these.
+    /// 100 µs). Bit 16 is set if the host has set Interrupt Coalescing.
     setting: AtomicU32,
     /// One bit per vector: set if coalescing is disabled.
     disabled: [AtomicU64; 2],
@@ -244,7 +244,7 @@ impl Coalescing {
 
     /// Coalescing setting of `vector`. A threshold or a time of 0 disables coalescing, and feature
     /// 09h can disable it for a single vector. Interrupts of vector 0, which the admin queue uses,
-    /// are never aggregated, because the clause applies to I/O queues only.
+    /// are never aggregated, because Interrupt Coalescing applies to I/O queues only.
     pub(crate) fn of(&self, vector: u16) -> VectorCoalescing {
         let setting = self.setting.load(Ordering::Relaxed);
         let disabled = &self.disabled.get(usize::from(vector / 64));
@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(post(&mut policy, 1, &coalescing), Decision::Hold);
         coalescing.set(0, 0);
         (0..10).for_each(|_| assert_eq!(post(&mut policy, 1, &coalescing), Decision::Raise));
-        // The same with coalescing disabled for a single vector.
+        // Moderation is also disabled if coalescing is disabled for a single vector.
         coalescing.reset();
         for _ in 0..100 {
             post(&mut policy, 32, &coalescing);

@@ -27,8 +27,8 @@ pub(crate) const QUEUES: usize = POSITIONS / LINE;
 
 /// Bytes of a record: its key and the submission queue entry.
 pub(super) const RECORD: usize = 8 + Sqe::SIZE;
-/// Records beyond the request quota. They are needed because the last batch is fetched as a whole,
-/// and because long commands consist of several requests.
+/// Number of records beyond the request quota. They are needed because the last batch is fetched as
+/// a whole, and because long commands consist of several requests.
 pub(super) const BEYOND_QUOTA: usize = 2048;
 
 /// Maximum number of commands fetched from one queue before other queues get their turn: round
@@ -152,7 +152,7 @@ pub(super) fn pack_covers(at: u16, completions: u64) -> u64 {
     u64::from(at) | completions << 19
 }
 
-/// True if completion number `nth` is among these, and the stored position is still `at`.
+/// True if `word` counts completion number `nth`, and the stored position is still `at`.
 pub(super) fn covers(word: u64, at: u16, nth: u64) -> bool {
     // Completion numbers are modulo 2^45.
     word as u16 == at && ((word >> 19).wrapping_sub(nth) << 19) as i64 >= 0

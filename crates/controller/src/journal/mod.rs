@@ -81,8 +81,8 @@ impl Journal {
     /// Creates an empty journal for up to `workers` I/O threads, each with up to `requests`
     /// requests in flight.
     pub(crate) fn new(workers: usize, requests: usize) -> io::Result<Self> {
-        // Twice as many records: for commands in flight, and for those inherited from the previous
-        // process.
+        // Half of the records are for commands in flight, the other half for commands inherited
+        // from the previous process.
         let records = (requests + BEYOND_QUOTA) * 2;
         let file = memfd_create("shadowbell-journal", MemfdFlags::CLOEXEC)?;
         // Pages of a memfd that are never touched occupy no memory.
@@ -270,8 +270,8 @@ impl JournalPart {
     }
 
     /// Records the `nth` command that was in flight in a previous process, as not started yet.
-    /// Returns its slot. Slots are counted from the end of the table here, where new records do
-    /// not use them.
+    /// Returns its slot, which is counted from the end of the table, because new records begin at
+    /// the other end.
     pub(crate) fn record_recovered_at(&self, nth: usize, command: &RecoveredCommand) -> u32 {
         let slot = (self.records.capacity - 1).saturating_sub(nth) as u32;
         self.records.write(slot, self.key_of(command) | WAITS, &command.sqe);
@@ -295,7 +295,7 @@ impl JournalPart {
         self.store(qid, TRYING, pack_trying(count, crashes, true));
     }
 
-    /// Stores that the commands of the queue are not started one at a time (any more).
+    /// Stores that the commands of the queue are not started one at a time.
     pub(crate) fn clear_trying(&self, qid: u16) {
         self.store(qid, TRYING, 0);
     }
@@ -401,8 +401,8 @@ impl RecoveredJournal {
     /// entries.
     pub(crate) fn posted(&mut self, cqe: &Cqe, nth: u64, size: RingSize, position: &mut Position) {
         let word = self.word(cqe.sq_id, SQ_COVERS);
-        // If the stored position covers the completion, it may be further than the completion's
-        // head.
+        // If the stored position covers the completion, the position may be ahead of the head in
+        // the completion.
         let is_covered = covers(word, self.sq(cqe.sq_id).0.at, nth);
         if let Some(head) = size.position(u32::from(cqe.sq_head)).filter(|_| !is_covered) {
             let further = size.distance(position.at, head);
@@ -433,8 +433,8 @@ impl RecoveredJournal {
     }
 }
 
-/// Number of commands that were fetched since this one, inclusive, if the queue is at `position`.
-/// It is 0 or less if the command is not fetched yet.
+/// Age of a command: number of commands fetched from its queue since then, including itself, if the
+/// queue is at `position`. It is 0 or less if the command is not fetched yet.
 fn age(position: Position, command: &RecoveredCommand) -> i32 {
     (position.count as u32).wrapping_sub(command.count) as i32
 }
@@ -449,7 +449,7 @@ pub struct InFlightCommand {
     pub nsid: u32,
 }
 
-/// Decodes a record. `None` if it is of no I/O command that was started.
+/// Decodes a record. `None` unless it belongs to an I/O command that was started.
 fn in_flight(record: &[u8], generation: u64) -> Option<InFlightCommand> {
     let word = u64::from_le_bytes(*record.first_chunk()?);
     let (sqid, count, _) = unpack(word, generation, CauseOfDeath::Killed)?;
@@ -464,7 +464,7 @@ fn in_flight(record: &[u8], generation: u64) -> Option<InFlightCommand> {
 /// Position of the namespace identifier in a submission queue entry.
 const NSID_AT: usize = 4;
 
-/// Next range of the file from `at` on that has memory.
+/// Next range of the file, at or after `at`, that has allocated memory.
 fn data_extent(file: &OwnedFd, at: u64) -> Option<(u64, u64)> {
     let from = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)).ok()?;
     let to = rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(from)).ok()?;

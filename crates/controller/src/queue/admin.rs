@@ -290,7 +290,7 @@ impl AdminQueue {
     }
 
     /// Ends the queues. The counters of their doorbell writes are cleared, so that later queues
-    /// start anew.
+    /// start at 0.
     pub(crate) fn retire(self, shared: &ControllerShared) {
         shared.drop_heads(0);
         shared.take_traps(0, DoorbellKind::Sq);

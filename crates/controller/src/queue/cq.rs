@@ -20,7 +20,7 @@ use std::time::Instant;
 /// Completions per cache line.
 const PER_LINE: u32 = 4;
 
-/// Number of faults that [`sigbus::faults`] never reaches: the host's memory was lost.
+/// Value of `Cq::faults` after a loss of host memory. [`sigbus::faults`] never reaches it.
 const MEMORY_LOST: u64 = u64::MAX;
 /// Status of commands of a host whose memory was lost.
 pub(crate) const MEMORY_LOST_STATUS: Status = Status::DATA_XFER_ERROR;
@@ -70,10 +70,10 @@ pub(crate) struct Cq {
     /// Completions of the current batch. They are written together, because the host polls the
     /// cache lines that they are written to.
     staged: Vec<[u64; 2]>,
-    /// Journal records to free once their completions are posted. For each: the number of
-    /// completions to be posted before its own, and the place of the record.
+    /// Journal records to free once their completions are posted. Each element is the number of
+    /// completions to be posted before that of the record, and the place of the record.
     recorded: VecDeque<(u64, u32)>,
-    /// Record table that contains these records, while the queue moves between two I/O threads.
+    /// Record table that `recorded` refers to while the queue moves between two I/O threads.
     recorded_in: Option<Records>,
     /// Number of completions posted since the head was last read.
     unlooked: u32,
@@ -83,7 +83,7 @@ pub(crate) struct Cq {
     faults: u64,
     /// [`sigbus::losses`] at the last check of the host's memory.
     losses: u64,
-    /// Number of the controller, to which the process counts losses of memory.
+    /// Identifier of the controller, by which the process counts losses of its host's memory.
     controller: u32,
     /// Position up to which completions are recorded in the trace or were posted before its start.
     pub(crate) traced: u16,
@@ -122,7 +122,7 @@ impl Cq {
             recorded_in: None,
             unlooked: 0,
             invalid: None,
-            // Memory that was lost earlier may be in the current map.
+            // With 0, the first check also finds memory of the current map that was lost earlier.
             faults: 0,
             losses: 0,
             controller: shared.id,
@@ -191,7 +191,7 @@ impl Cq {
     /// [`Sq::remap`](super::Sq::remap).
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         if !self.has_lost_memory() {
-            // A loss in the new map may have been counted with the map before.
+            // Memory of the new map may have been lost while the old map was in use.
             (self.faults, self.losses) = (0, 0);
         }
         let _ = self.resolve(table);
@@ -475,8 +475,8 @@ impl Cq {
         self.interrupt.posted(count);
         self.unlooked += count;
         if self.unlooked >= self.layout.size.entries() / 4 {
-            // Read regularly, so that EventIdx stays ahead of the head even if no queue waits for
-            // room.
+            // The head is read regularly, so that EventIdx stays ahead of it even if no queue waits
+            // for room.
             self.poll_head();
         }
         count != 0
@@ -536,8 +536,8 @@ impl Cq {
         }
     }
 
-    /// Raises held interrupts before a sleep, except coalesced ones. Returns the deadline of the
-    /// latter.
+    /// Raises held interrupts before a sleep, except coalesced ones. Returns the deadline of a
+    /// coalesced interrupt.
     pub(crate) fn flush_interrupts(&mut self) -> Option<Instant> {
         if self.interrupt.is_suppressed_or_moderated() {
             self.raise();

@@ -54,7 +54,7 @@ pub(super) fn save_doorbell(state: DoorbellState) -> SavedDoorbell {
     SavedDoorbell { last, truth, snapshot }
 }
 
-/// Converts a serialized doorbell state back.
+/// Converts the serialized form to a doorbell state.
 pub(super) fn restore_doorbell(saved: SavedDoorbell) -> DoorbellState {
     let SavedDoorbell { last, truth, snapshot } = saved;
     let truth = match truth {

@@ -13,8 +13,8 @@ use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 
-/// Prefetch hints that waiting commands have got, counted from the head. The first `twice` commands
-/// have got two hints, the others of the first `once` commands one.
+/// Prefetch hints of waiting commands, counted from the head: the first `twice` commands have had
+/// two hints, the other commands of the first `once` have had one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PrefetchCursor {
     pub(crate) once: u32,
@@ -132,8 +132,8 @@ impl Sq {
     ) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         let head = layout.size.position(u32::from(position.at))?;
-        // In other states, the journal's last value may be older than the doorbell. Then the head
-        // is used.
+        // If the doorbell's source is not the last value (`Truth::Last`), the value in the journal
+        // may be older than the doorbell, so the head is used.
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { head };
         let register = shared.register(saved.qid, DoorbellKind::Sq);
         let tail = SqTail::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
@@ -154,7 +154,7 @@ impl Sq {
         Cqe::new(cid, self.layout.qid, self.head, status, dw0)
     }
 
-    /// Resolves the queue's memory in `table`. A queue whose tail was invalid stays without.
+    /// Resolves the queue's memory in `table`. A queue whose tail was invalid gets no memory.
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
         self.ring = None;
         if self.tail.state().truth == Truth::Invalid {
@@ -165,7 +165,7 @@ impl Sq {
         Ok(())
     }
 
-    /// Reads the host's tail. After an invalid one, no command is taken from the queue.
+    /// Reads the host's tail. After an invalid tail, no command is taken from the queue.
     #[inline(always)]
     pub(crate) fn poll_tail(&mut self) -> Result<u16, InvalidDoorbell> {
         self.tail.poll().inspect_err(|_| self.ring = None)

@@ -188,7 +188,7 @@ impl TraceFile {
         let mapping = Mapping::from_fd(&file, 0, layout.bytes(), Protection::ReadWrite)
             .map_err(io::Error::other)?;
         // Both clocks are read directly one after the other, because readers convert times from one
-        // to the other.
+        // clock to the other.
         let started = Instant::now();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let header = Header {

@@ -1,15 +1,15 @@
 //! Activity of the I/O threads, for a scanner of commands in flight that sleeps while the process
 //! is idle.
 //!
-//! A command in flight implies that an I/O thread was awake after the scanner fell asleep. A thread
-//! that wakes reads one flag. The fetch and the execution of commands do nothing.
+//! A command in flight implies that an I/O thread was awake after the scanner fell asleep. An I/O
+//! thread reads one flag when it wakes, and nothing per command.
 
 use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::time::Duration;
 
-/// True while a scanner waits for a thread that wakes.
+/// True while a scanner waits for an I/O thread to wake.
 static WAITS: AtomicBool = AtomicBool::new(false);
 static LOCK: Mutex<()> = Mutex::new(());
 static WOKEN: Condvar = Condvar::new();
@@ -18,7 +18,8 @@ static WOKEN: Condvar = Condvar::new();
 /// at once if `is_active`, which is called after the flag is set.
 pub fn wait_for_activity(limit: Duration, is_active: impl FnOnce() -> bool) {
     WAITS.store(true, SeqCst);
-    // Without the lock, which I/O threads take: the call may drop the last reference to them.
+    // Called without the lock: the call may drop the last reference to the I/O threads, and these
+    // take the lock.
     let is_active = is_active();
     let mut lock = LOCK.lock();
     if !is_active && WAITS.load(SeqCst) {

@@ -36,10 +36,10 @@ impl Default for Polling {
 
 /// Default maximum of the polling window and of the interrupt hold time.
 const LONGEST_HOLD: Duration = Duration::from_micros(100);
-/// Idle passes between two readings of the clock.
+/// Number of idle passes between two readings of the clock.
 const PASSES: u32 = 64;
-/// Idle passes after which a thread that waits for a host yields the CPU: some microseconds. A
-/// polling host submits its next command within this time.
+/// Number of idle passes after which a thread that waits for a host yields the CPU: some
+/// microseconds. A polling host submits its next command within this time.
 const YIELD_AFTER: u32 = 8 * PASSES;
 
 /// Action of an I/O thread after an idle pass.
@@ -59,8 +59,8 @@ pub(super) enum Next {
 /// its disks busy.
 const BUSY_AFTER: u32 = 64;
 
-/// Consecutive futile polls (polls that end in a sleep) after which polling is paused. A window
-/// grows to its maximum in half of that number.
+/// Number of consecutive futile polls (polls that end in a sleep) after which polling is paused. A
+/// window grows to its maximum in half as many polls.
 const VAIN: u32 = 8;
 /// Length of a polling pause in waits: first and maximum. The maximum bounds two things: the time
 /// until the thread notices that a load has become quick (some hundredths of a second), and the

@@ -25,7 +25,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Object of a deletion, or condition of a wait, that is complete once nothing of it is in flight.
+/// Object of a deletion or of a wait, which ends once nothing of the object is in flight.
 pub(super) enum Deleting {
     /// Submission queue of this index.
     Sq(usize),
@@ -55,8 +55,8 @@ pub(crate) struct ControllerQueues {
     pub(super) losses: u64,
     /// True if lost memory in the current map was reported.
     pub(super) lost_memory_reported: bool,
-    /// Index of the submission queue that the next pass begins with: the one after that at which
-    /// the last pass used up its budget.
+    /// Index of the submission queue with which the next pass begins: the queue after the one at
+    /// which the last pass used up its budget.
     pub(super) first: usize,
     /// Parameters for opening the namespaces on another I/O thread.
     pub(super) opening: Opening,
@@ -149,7 +149,7 @@ impl ControllerQueues {
         }
     }
 
-    /// Sets an override that serves the queues from now on.
+    /// Sets an override, which then serves the queues.
     pub(crate) fn set_override(&mut self, overriding: Box<dyn QueueOverride>) {
         // An existing override is kept: it holds delayed commands, and applies new faults by
         // itself.
@@ -447,8 +447,8 @@ impl ControllerQueues {
         let Some(exceeded) = self.set.engine.exceeded() else {
             return u32::from(!self.set.engine.is_full());
         };
-        // While page tables of sparse memory are created, the host can reach `Pieces` without any
-        // excess.
+        // While page tables of sparse memory are created, a host with a normal load can reach the
+        // quota `Pieces`.
         let is_quota = exceeded != Exceeded::Pieces || !self.set.engine.is_sparse();
         if is_quota && self.set.shared.is_first_excess() {
             let controller = self.set.shared.id;
@@ -461,8 +461,8 @@ impl ControllerQueues {
         0
     }
 
-    /// Checks if memory of this host was lost. A client may lose a piece in each of tens of
-    /// thousands of maps; only current maps are scanned, once each.
+    /// Checks if memory of this host was lost. A client may lose memory in tens of thousands of
+    /// maps, so only current maps are scanned, once each.
     #[cold]
     pub(crate) fn check_memory(&mut self) {
         let losses = shadowbell_memory::sigbus::losses(self.set.shared.id);
@@ -602,8 +602,8 @@ impl ControllerQueues {
         let shared = &self.set.shared;
         let irq = vector.map(|v| IrqLine::new(Arc::clone(&shared.irqs), v));
         let mut cq = Cq::new(layout, shared, irq, limit);
-        // The control plane refuses unmapped memory. If it was unmapped since then, the queue
-        // waits.
+        // The control plane has refused unmapped memory. If the memory was unmapped since then, the
+        // queue waits.
         let _ = cq.resolve(&self.table());
         // A new doorbell has no earlier value that could be invalid.
         let _ = cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
@@ -827,7 +827,8 @@ impl ControllerQueues {
                 Some(insert(&mut self.set.sqs, sq))
             }));
         }
-        // Several threads may have recovered queues that are now on one thread.
+        // Several threads may have recovered queues that are on one thread after moves, so their
+        // recoveries are joined.
         let inheritance = inheritance.moved(|sq| indices.get(sq).copied().flatten());
         if let Some(more) = Recovery::new(inheritance, &mut self.set) {
             match &mut self.recovery {

@@ -108,7 +108,8 @@ pub(super) fn pair(
 }
 
 /// Starts the two commands of a fused operation again, which were in flight in a dead process. Each
-/// comes with its journal record. If `gives_up`, fails them instead. Returns the number in flight.
+/// comes with its journal record. If `gives_up` is true, completes both with an error instead.
+/// Returns the number of commands in flight.
 #[cold]
 pub(super) fn replay(
     with: Fetcher<'_>,

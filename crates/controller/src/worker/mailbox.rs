@@ -195,7 +195,7 @@ pub(crate) enum Message {
     },
     /// Delivers a controller's queues from another I/O thread.
     MoveIn(Box<Relocated>),
-    /// Sets an override that serves the controller's queues from now on.
+    /// Sets an override, which then serves the controller's queues.
     Override {
         controller: u32,
         overriding: Box<dyn QueueOverride>,
@@ -489,8 +489,8 @@ mod tests {
         Message::Table { controller, table: Arc::clone(space.table()), latches }
     }
 
-    /// Takes all messages. Returns (controller, ranges, latches) of DMA maps, and `None` for
-    /// others.
+    /// Takes all messages. Returns (controller, ranges, latches) for a DMA map, and `None` for
+    /// another message.
     fn taken(mailbox: &Mailbox) -> Vec<Option<(u32, usize, usize)>> {
         let of = |message: &Message| match message {
             Message::Table { controller, table, latches } => {
@@ -513,7 +513,8 @@ mod tests {
             mailbox.send(Message::DoorbellWritten { controller: 3 });
         }
         assert!(mailbox.has_messages());
-        // Each round also sends a doorbell message. A map behind sixteen of these is not searched.
+        // Each round also sends a doorbell message. A map that is followed by sixteen other
+        // messages is not replaced.
         let all = taken(&mailbox);
         let maps: Vec<_> = all.iter().flatten().collect();
         let waiting: usize = maps.iter().map(|(.., waiting)| waiting).sum();

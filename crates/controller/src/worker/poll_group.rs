@@ -118,7 +118,7 @@ fn is_back(entry: &PollEntry) {
     entry.queues.set_skipped(false);
 }
 
-/// Number of idle passes of a thread that never sleeps between two checks of heads.
+/// Number of idle passes between two checks of heads, for a thread that never sleeps.
 const CHECK_HEADS: u32 = 1 << 12;
 
 /// Controllers of an I/O thread.
@@ -297,8 +297,8 @@ impl PollGroup {
         self.parked.insert(entry.queues.id(), entry);
     }
 
-    /// After a pass with this amount of work: checks for lost memory, reviews idle controllers and
-    /// visits dormant ones. Returns the amount of work found.
+    /// Runs the checks after a pass with this amount of work: checks for lost memory, reviews idle
+    /// controllers and visits dormant ones. Returns the amount of work found.
     #[inline]
     pub(super) fn run_checks(
         &mut self,
@@ -351,7 +351,8 @@ impl PollGroup {
         self.unchecked = if all { 0 } else { CHECK_AFTER };
     }
 
-    /// Reads the heads of completion queues, which no command makes this thread read.
+    /// Reads the heads of completion queues, also of those that no command causes this thread to
+    /// read.
     #[cold]
     fn check_heads(&mut self, trace: &mut Option<Observer>) {
         self.idle_passes = 0;
@@ -432,8 +433,8 @@ impl PollGroup {
                 if !entry.queues.depart(worker) {
                     entry.queues.retire();
                 }
-                // The drop releases the latch of the detach: from now on, nothing touches the
-                // host's memory.
+                // The drop releases the latch of the detach: after it, nothing accesses the host's
+                // memory.
                 drop(entry);
             }
         }

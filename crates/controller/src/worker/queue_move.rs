@@ -154,7 +154,7 @@ impl Relocated {
         self.overriding.is_some()
     }
 
-    /// Restores saved queues for `worker`; `None` if the saved state is invalid. They have no
+    /// Restores saved queues for `worker`; `None` if the saved state is invalid. The queues have no
     /// arrival latch, because it could be mistaken for the latch of a later move.
     pub(crate) fn restore(
         saved: &SavedPart,
@@ -165,8 +165,8 @@ impl Relocated {
         let Some(queues) = Self::restore_queues(saved, doorbell_eventfds, with) else {
             return Ok(None);
         };
-        // Written now, because this process may crash before the I/O thread has received the
-        // queues.
+        // The positions are written at once, because this process may crash before the I/O thread
+        // has received the queues.
         if let Some(part) = with.shared.journal_part(worker, with.opening.generation)? {
             queues.sqs.iter().flatten().for_each(|sq| sq.write_down(&part, 0));
             queues.cqs.iter().flatten().for_each(|cq| cq.write_down(&part));
@@ -308,7 +308,8 @@ impl Relocated {
             replays.iter().skip(before).for_each(Replay::isolate_suspects);
         }
         if let Some(part) = &part {
-            // The counts of completions start at 0: they cover only completions posted from now on.
+            // The counts of completions start at 0: they cover only completions that this process
+            // posts.
             sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part, 0));
             cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
             for suspect in suspects.iter().filter(|suspect: &&SuspectQueue| suspect.crashes != 0) {

@@ -448,7 +448,8 @@ impl QueueSet {
         if let Some(journal) = &self.journal
             && let Some(sq) = self.find_sq(qid).and_then(|index| self.sqs[index].as_ref())
         {
-            // The next process takes no command from the queue either.
+            // The journal gets the invalid state, so that the next process takes no command from
+            // the queue either.
             let cq = self.cqs.get(sq.cq).and_then(Option::as_ref);
             sq.write_down(journal, cq.map_or(0, Cq::posted));
         }
@@ -565,8 +566,8 @@ impl QueueSet {
 }
 
 /// Reads the heads of completion queues for which no submission queue waits. A fetch reads a head
-/// only if the queue is nearly full, so an invalid one is found here. An armed head must only be
-/// read by its recheck.
+/// only if the queue is nearly full, so other invalid heads are found here. An armed head must only
+/// be read by its recheck.
 fn poll_heads(
     cqs: &mut [Option<Cq>],
     shared: &ControllerShared,

@@ -115,7 +115,7 @@ pub(crate) struct Inheritance {
 }
 
 impl Inheritance {
-    /// Replaces the queue indexes by `index` of them. Queues without a new index are dropped.
+    /// Replaces each queue index by the result of `index`. Queues without a new index are dropped.
     pub(crate) fn moved(self, index: impl Fn(usize) -> Option<usize>) -> Self {
         let replays = self.replays.into_iter().filter_map(|replay| {
             let sq = index(replay.sq)?;

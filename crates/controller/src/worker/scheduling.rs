@@ -18,10 +18,10 @@
 //!
 //! Controllers whose turns take too long are detected, and get a thread of their own.
 //!
-//! Most work of a turn is bounded (see above and `exec::quota`), but some depends on a peer. A page
-//! fault in memory that a client shares waits while the client punches holes in it. A disk may
-//! execute long requests inline. This module detects a controller with repeated long turns, which
-//! then moves to an I/O thread of its own.
+//! Most work of a turn is bounded by the quantum and by `exec::quota`, but some depends on a peer.
+//! A page fault in memory that a client shares waits while the client punches holes in it. A disk
+//! may execute long requests inline. This module detects a controller with repeated long turns,
+//! which then moves to an I/O thread of its own.
 //!
 //! A turn also takes long if the kernel preempts the thread, for which the controller is not the
 //! cause. So the first long turn only starts a watch of the controller. A second long turn is

@@ -362,7 +362,7 @@ impl Worker {
             }
             Message::LogPending { controller } => self.poll_group.log_pending(controller),
             Message::MoveAway { controller, departure } => {
-                // From now on, the destination thread receives the host's doorbell writes.
+                // The destination thread will receive the host's doorbell writes.
                 self.sources.remove(controller);
                 if let Some(queues) = self.queues(controller) {
                     queues.start_move(departure);

@@ -17,7 +17,7 @@ pub struct DoorbellChannel {
     pub watched: AtomicBool,
 }
 
-/// End of the wire that the I/O thread uses.
+/// Receiving end of a [`DoorbellChannel`], which the I/O thread polls.
 pub struct ChannelReceiver(Arc<DoorbellChannel>);
 
 impl DoorbellChannel {

@@ -93,7 +93,7 @@ fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, instructions: Instru
     host.begin();
     host.until_taken();
     let mut added = 0;
-    // Queue that submits first.
+    // Each crash point is tested with either queue as the first one to submit.
     for (step, first) in STEPS.iter().flat_map(|step| [(step, 0), (step, 1)]) {
         println!("{step:?} {first}");
         host.instructions.abort_at = Some(*step);
@@ -177,7 +177,8 @@ fn recovery_detects_writes_of_other_users() {
         ((AbortPoint::Decided, 1), 9, unknown, 9),
         ((AbortPoint::ExclusiveEnded, 2), 2, success, 2),
         ((AbortPoint::ExclusiveEnded, 2), 9, unknown, 9),
-        // The end is in the journal: first that of the Write, then also that of the Compare.
+        // Decisions about the end are in the journal: first only that of the Write, then also that
+        // of the Compare.
         ((AbortPoint::Decided, 2), 9, success, 9),
         ((AbortPoint::Decided, 3), 9, success, 9),
     ] {

@@ -35,7 +35,7 @@ pub(crate) struct Host {
     pub(crate) mapped: bool,
     pub(crate) polling: bool,
     pub(crate) process: Option<Process>,
-    /// Injected errors and crash points of the processes that are started from now on.
+    /// Injected errors and crash points of the processes that are started next.
     pub(crate) instructions: Instructions,
     /// Time limit of waits for expected events.
     pub(crate) timeout: Duration,

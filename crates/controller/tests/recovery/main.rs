@@ -292,8 +292,8 @@ fn a_process_may_die_at_each_step() {
     }
 }
 
-/// Counterproof of the tests above: if steps are executed in a wrong order, commands are lost,
-/// completed twice, or executed again over newer data.
+/// Shows that the crash tests detect errors: if steps are executed in a wrong order, commands are
+/// lost, completed twice, or executed again over newer data.
 #[test]
 fn steps_in_a_wrong_order_do_not_survive() {
     let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -86,7 +86,7 @@ pub(crate) fn open(
                     Ok(disk) => return disk,
                     Err(error) => assert!(Instant::now() < until, "{path}: {error}"),
                 }
-                // The pause leaves the CPU to the kernel, which ends that I/O.
+                // The pause leaves the CPU to the kernel, which ends the I/O of the dead process.
                 wait::pause();
             }
         }

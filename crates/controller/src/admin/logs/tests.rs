@@ -169,7 +169,7 @@ fn features_and_log_pages() {
     let mut source = Source::default();
     let page: FeaturesSupportedEffects = source.whole(lid::FEATURES_SUPPORTED_EFFECTS);
     let supported: Vec<_> = (0..256).filter(|fid| page.fids[*fid].fsupp()).collect();
-    // 01h to 0Bh without LBA Range Type, Timestamp, Keep Alive Timer, Host Behavior Support, and
+    // 01h to 0Bh except LBA Range Type, then Timestamp, Keep Alive Timer, Host Behavior Support and
     // I/O Command Set Profile.
     assert_eq!(supported, [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 14, 15, 0x16, 0x19]);
     assert_eq!(page.fids[5].fsp(), CommandEffects::SCOPE_NAMESPACE);
