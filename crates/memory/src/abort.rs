@@ -5,8 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// Longest time that the abort waits until its message is printed. The reader of stderr may be
-/// stopped.
+/// Maximum time that the abort waits for the output of its message, because the reader of stderr
+/// may be stopped.
 const PRINTED: Duration = Duration::from_secs(1);
 
 thread_local! {

@@ -178,7 +178,7 @@ mod x86_64 {
     }
 
     /// Copies `len` bytes. `turn` copies whole iterations, from the first cache line boundary of
-    /// `into` on. The bytes before and after them are copied by an ordinary copy.
+    /// `into` on. The bytes before and after the iterations are copied by an ordinary copy.
     ///
     /// # Safety
     ///

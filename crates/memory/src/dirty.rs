@@ -21,7 +21,7 @@ const CHUNK: u64 = WORDS as u64 * 64;
 /// as written.
 const MAX_CHUNKS: usize = 1 << 20;
 
-/// Memory that logs share.
+/// Quota of chunks, which all logs share.
 #[derive(Debug)]
 struct Quota {
     max: usize,
@@ -201,7 +201,7 @@ pub(crate) struct ViewPages(RefCell<Pages>);
 
 impl ViewPages {
     pub(crate) fn add(&self, iova: u64, len: u64) {
-        // The borrow always succeeds, because no code under it calls back.
+        // The borrow always succeeds, because `add` runs no code that borrows the pages.
         if let Ok(mut pages) = self.0.try_borrow_mut() {
             pages.add(iova, len);
         }
@@ -268,7 +268,7 @@ mod tests {
         (0..30).for_each(|chunk| one.add(chunk << 21, 1));
         let mut two = Pages::with(&QUOTA);
         assert_eq!((fill(&mut two), two.all, two.chunks.len()), (17, true, 0));
-        // Its chunks are free again.
+        // The chunks of `two` are free again.
         assert_eq!((QUOTA.used.load(Ordering::Relaxed), one.all), (30, false));
         one.take(0, u64::MAX >> PAGE_SHIFT, |_| ());
         assert_eq!(QUOTA.used.load(Ordering::Relaxed), 0);

@@ -305,7 +305,7 @@ mod tests {
         drop(reader);
     }
 
-    /// The peer shares the open file. It makes the descriptor blocking, and fills or empties the
+    /// A peer that shares the open file makes the descriptor blocking, and fills or empties the
     /// count.
     #[test]
     fn a_blocking_descriptor_of_a_peer_stalls_no_thread() {

@@ -189,7 +189,7 @@ impl Thread {
         loop {
             while let Some(event) = state.queue.pop_front() {
                 drop(state);
-                // The flag is cleared first: a signal that is requested from now on must be sent
+                // The flag is cleared first: a signal that is requested after that must be sent
                 // separately.
                 event.queued.store(false, Ordering::Release);
                 event.signal_directly(Instant::now());

@@ -213,11 +213,11 @@ impl Mapping {
 
     /// Creates a memfd of `len` bytes (rounded up) in pages of [`HUGE_PAGE`] bytes and maps it.
     ///
-    /// The administrator has to reserve huge pages (`vm.nr_hugepages`). They need fewer entries in
-    /// the tables of an IOMMU and of the processors. All pages are reserved by this call. A later
-    /// access can fail only if a holder of the descriptor has punched a hole and no huge page is
-    /// left for it. (No seal prevents holes and leaves the memory writable.) Therefore the memory
-    /// is guarded like a peer's memory: see [`is_poisoned`](Self::is_poisoned).
+    /// The administrator has to reserve huge pages (`vm.nr_hugepages`). Huge pages need fewer
+    /// entries in the tables of an IOMMU and of the processors. All pages are reserved by this
+    /// call. A later access can fail only if a holder of the descriptor has punched a hole and no
+    /// huge page is left for it. (No seal prevents holes and leaves the memory writable.) Therefore
+    /// the memory is guarded like a peer's memory: see [`is_poisoned`](Self::is_poisoned).
     ///
     /// # Errors
     /// As [`shared`](Self::shared), and if too few huge pages are available.

@@ -61,7 +61,7 @@ const FAST_GROWTH: u64 = 1 << 20;
 
 /// Number of threads that may touch peers' memory now.
 static AWAKE: AtomicUsize = AtomicUsize::new(0);
-/// True while the checking thread waits until one of these threads is awake.
+/// True while the checking thread waits until a thread that may touch peers' memory is awake.
 static CHECKER_WAITS: AtomicBool = AtomicBool::new(false);
 /// Number of started checks, and of finished checks.
 static STARTED_CHECKS: AtomicU64 = AtomicU64::new(0);
@@ -352,7 +352,8 @@ mod tests {
                 }
             }
         }
-        // Without the limit, the page tables would have 512 MiB. Those of other tests are included.
+        // Without the limit, the page tables would have 512 MiB. The measured size includes the
+        // page tables of other tests.
         assert!(max <= ALLOWED + 2 * TOUCHES_PER_CHECK * TABLE + (4 << 20), "{max}");
         assert!(waits > 8, "{waits}");
         // Memory that was touched before has page tables. So it causes no page fault, and the

@@ -33,7 +33,8 @@ pub fn take_inherited(number: RawFd) -> Option<OwnedFd> {
 }
 
 /// Replaces this process by another program, with the same environment (`execv`). Returns only if
-/// that fails, and then nothing has changed. The new program inherits ignored and blocked signals.
+/// the call fails, and then nothing has changed. The new program inherits ignored and blocked
+/// signals.
 ///
 /// # Errors
 ///
@@ -65,7 +66,7 @@ pub fn block_signals(signals: &[i32]) -> io::Result<()> {
     change_mask(libc::SIG_BLOCK, signals)
 }
 
-/// Unblocks signals in this thread, which delivers pending ones.
+/// Unblocks signals in this thread, which delivers pending signals.
 ///
 /// # Errors
 /// The error of the system call.

@@ -3,8 +3,8 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Smallest mapping whose page tables count. The 4096 smaller mappings that a client may have need
-/// 32 MiB of page tables in total.
+/// Minimum size in bytes of a mapping whose page tables are counted. The 4096 smaller mappings that
+/// a client may have need 32 MiB of page tables in total.
 pub(crate) const SMALL: u64 = 4 << 20;
 
 static FREED_EVENTS: AtomicU64 = AtomicU64::new(0);

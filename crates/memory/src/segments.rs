@@ -582,7 +582,7 @@ mod tests {
         let mut back = [0; 8];
         first.read_into(50, &mut back).unwrap();
         assert_eq!(u64::from_le_bytes(back), 7);
-        // Data of the other direction, and data with another owner, cannot be appended.
+        // Data for the other transfer direction, and data with another owner, cannot be appended.
         assert!(first.append(&at(0, 8, true)).is_none());
         assert!(first.append(&Segments::from_bytes(&whole)).is_none());
         let other = View::new(Arc::clone(space.table()));

@@ -67,7 +67,7 @@ mod tests {
             sum = std::hint::black_box(sum + 1);
         }
         let worked = ThreadUsage::now();
-        // At least one wait. A longer sleep does not matter.
+        // The sleep is at least one wait. A longer sleep does not matter.
         std::thread::sleep(Duration::from_millis(1));
         let slept = ThreadUsage::now();
         assert!(slept.waits > worked.waits);

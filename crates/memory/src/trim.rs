@@ -111,7 +111,7 @@ a000-b000 r-xp 00000000 fe:00 9 /bin/x
             let line = status.lines().find_map(|line| line.strip_prefix("RssFile:")).unwrap();
             line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
         };
-        // Every page of the program was touched.
+        // The program has pages that were never written, which can be dropped.
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let bytes: usize = unwritten(&smaps).iter().map(|part| part.len()).sum();
         assert!(bytes > 1 << 20, "{bytes} bytes are this program's");

@@ -27,14 +27,14 @@ pub(crate) fn is_available() -> bool {
     ring::is_available() || aio::is_available()
 }
 
-/// Creates at most `count` io_uring instances for signals to the eventfds of peers, and everything
-/// else for them, before the process closes its filter of system calls; later no more are created.
-/// Threads without an instance share one. Returns the number of instances: 0 if AIO is used, which
-/// makes the calls `io_submit` and `io_getevents`.
+/// Creates up to `count` io_uring instances for signals to peers' eventfds, and all other objects
+/// that the signals need, before the process enters its system call filter. No instance is created
+/// later. Threads without an instance share one. Returns the number of instances: 0 if AIO is used,
+/// which makes the calls `io_submit` and `io_getevents`.
 pub fn prepare(count: usize) -> usize {
     let made = ring::prepare(count);
     if made == 0 {
-        // Creates the context.
+        // Creates the AIO context.
         aio::is_available();
     }
     made

@@ -14,7 +14,7 @@ const RETRIES: u32 = 100;
 /// Number of entries of a ring, which has one request in flight at a time.
 const ENTRIES: u32 = 2;
 /// Number of eventfds that a thread signals by one system call each. A signal to a further eventfd
-/// takes three.
+/// takes three system calls.
 const RINGS_OF_A_THREAD: usize = 64;
 
 /// Rings of the process. They only complete requests that do nothing, and signal an eventfd.
@@ -27,16 +27,16 @@ static RESERVE: Reserve = Reserve::new("signals", || {
     allowed.build(&IoUring::builder(), ENTRIES, |_| Ok(()))
 });
 
-/// Ring for threads that get none of a sealed reserve.
+/// Ring for threads that get no ring from the reserve after it is sealed.
 static SHARED: Mutex<Option<Ring>> = Mutex::new(None);
 
-/// Creates at most `count` rings, before the process closes its filter of system calls; later no
-/// more are created. Returns the number of rings.
+/// Creates up to `count` rings, before the process enters its system call filter. No ring is
+/// created later. Returns the number of rings.
 pub(super) fn prepare(count: usize) -> usize {
     if !is_available() {
         return 0;
     }
-    // At least one, so that each thread can signal.
+    // The shared ring exists even if `count` is 0, so that each thread can signal.
     *SHARED.lock() = Ring::new().ok();
     RESERVE.seal(count)
 }

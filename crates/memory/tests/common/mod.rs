@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 /// Unit in which memory is mapped, independent of the controller's page size.
 pub(crate) const GRANULE: usize = 4096;
-/// First address of the window that may be mapped. Not 0, so that a confusion of addresses and
-/// offsets shows.
+/// First address of the window that may be mapped. It is not 0, so that the tests detect a
+/// confusion of addresses and offsets.
 pub(crate) const BASE: u64 = 0x7_0000_0000;
 
 /// Access to a granule of the window.
