@@ -14,7 +14,7 @@ pub(crate) struct Export {
     pub(crate) preferred: u32,
     /// Maximum payload of a request in bytes.
     pub(crate) max_payload: u32,
-    /// Structured replies were negotiated.
+    /// True if structured replies were negotiated.
     pub(crate) structured: bool,
     /// Context id of `base:allocation`, if negotiated.
     pub(crate) allocation: Option<u32>,
@@ -53,8 +53,9 @@ impl Export {
         sane
     }
 
-    /// Names a feature that `before` has and this export lacks, if users with `connections`
-    /// connections rely on it. `None` if this export can replace `before`.
+    /// Names a feature that `before` has and this export lacks, and that a disk with subrequests of
+    /// up to `part` bytes on `connections` connections needs. `None` if this export can replace
+    /// `before`.
     pub(crate) fn lacks(
         &self,
         before: &Self,

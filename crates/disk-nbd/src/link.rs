@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tracing::warn;
 
-/// Number of the list of waiting subrequests.
+/// Index of the list of waiting subrequests in [`Link::waiting`].
 const WAITING: u32 = 0;
 
 /// Maximum number of requests in flight at the server, and maximum size of their data in bytes.
@@ -376,8 +376,8 @@ impl Link {
             self.in_flight -= 1;
             self.bytes -= part.cost();
             if error == wire::NbdError::Shutdown as u32 {
-                // The server has not executed the request. The request waits for the next
-                // connection. Other requests are in flight, so this one stays until they end.
+                // The server ends and has not executed the request, which waits for the next
+                // connection. This connection stays until its other requests have ended.
                 is_ending = true;
                 self.resubmit(part, shared);
                 continue;
@@ -416,7 +416,8 @@ impl Link {
         caller: &mut Option<CallerResults<'_>>,
     ) {
         let Subrequest { command, flags, offset, len, mut data, owner, flushes, .. } = part;
-        // Requests that wait for the orphan start when the write is recorded.
+        // The orphan is dropped after the write is recorded. Requests that wait for the orphan then
+        // start.
         let (_orphan, is_automatic) = (part.orphan, part.is_automatic);
         let changes = matches!(command, command::WRITE | command::WRITE_ZEROES | command::TRIM);
         if changes && error == 0 {
@@ -496,7 +497,8 @@ impl Link {
         let sent = self.parts.all(|part| part.is_sent);
         warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
         (self.in_flight, self.bytes) = (0, 0);
-        // In reverse order, because each request is put in front of all waiting subrequests.
+        // The slots are in reverse order, because each request is put in front of all waiting
+        // subrequests.
         for slot in sent.into_iter().rev() {
             let Some(part) = self.parts.get_mut(slot) else { continue };
             part.breaks += u32::from(is_broken);

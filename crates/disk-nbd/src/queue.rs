@@ -194,7 +194,8 @@ impl Queue for NbdQueue {
         self.parts = self.parts.saturating_sub(count);
         self.bytes = self.bytes.saturating_sub(bytes);
         if count == 0 && task.next(connections.part).is_none() && !task.is_barrier {
-            // The request has ended, or its writes are in flight and there are too many orphans.
+            // The request cannot be cancelled: it has ended, or its writes are in flight and there
+            // are too many orphans.
             return;
         }
         task.in_flight = task.in_flight.saturating_sub(count);

@@ -211,10 +211,10 @@ impl Receiver {
                 let len = chunk.len;
                 let fits = match chunk.kind {
                     chunk::NONE => len == 0 && chunk.flags & chunk::FLAG_DONE != 0,
-                    // Eight bytes of offset, and at least one byte of data.
+                    // The payload is an offset of eight bytes, and at least one byte of data.
                     chunk::OFFSET_DATA => part.is_read() && len > 8 && len - 8 <= part.len,
                     chunk::OFFSET_HOLE => part.is_read() && len == 12,
-                    // The context id, and at least one extent.
+                    // The payload is the context id, and at least one extent.
                     chunk::BLOCK_STATUS => {
                         part.is_question() && len % 8 == 4 && (12..=MAX_EXTENTS).contains(&len)
                     }

@@ -150,8 +150,8 @@ struct Failure {
     max_pause: Duration,
 }
 
-/// Ends the connections without requests in flight during a recovery. No request is sent until the
-/// recovery ends, so they have no use.
+/// Ends the connections without requests in flight during a recovery, in which they are not used:
+/// no request is sent before its end.
 fn disconnect_all(connections: &Connections) {
     connections.links.iter().for_each(|link| link.lock().disconnect());
 }

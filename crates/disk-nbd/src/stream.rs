@@ -101,7 +101,7 @@ pub(crate) fn wait(
         }
         let [fd, stop] = &fds;
         if !stop.revents().is_empty() {
-            // Not `Interrupted`, because the caller would repeat the call.
+            // The error is not `Interrupted`, because the caller would repeat the call.
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         if !fd.revents().is_empty() {

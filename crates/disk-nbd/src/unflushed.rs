@@ -115,7 +115,7 @@ impl Unflushed {
         !self.is_full() && std::mem::take(&mut self.is_waited_for)
     }
 
-    /// True if an automatic flush should be sent. This is so before the limit is reached.
+    /// True if an automatic flush should be sent: when half of the limit is exceeded.
     pub(crate) fn needs_flush(&self) -> bool {
         self.max_bytes != 0 && self.flush == Flush::None && self.bytes > self.max_bytes / 2
     }

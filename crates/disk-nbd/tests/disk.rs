@@ -508,7 +508,7 @@ fn writes_on_a_hung_server_are_cancelled_at_once_and_later_requests_wait_for_the
     let ended = wait_completed(&mut *queue);
     assert!(ended.iter().all(|(_, result)| *result == Err(DiskError::Cancelled)), "{ended:?}");
     assert_eq!((ended.len(), disk.orphans()), (4, 3));
-    // As a reset of the controller does.
+    // A reset of the controller also drops the queue of the disk.
     drop(queue);
 
     submit_write(&mut *other, 1, 0, 5);
@@ -523,7 +523,8 @@ fn writes_on_a_hung_server_are_cancelled_at_once_and_later_requests_wait_for_the
         wait(&*other);
         other.reap(&mut |tag, result, _| ended.push((tag, result)));
     }
-    // A request elsewhere passes those that wait. A request that waits can be cancelled.
+    // A request that overlaps no orphan passes the waiting requests. A waiting request can be
+    // cancelled.
     assert_eq!((&ended[..], other.pending()), (&[(5, Ok(()))][..], 4));
     other.cancel(4);
     wait(&*other);

@@ -190,8 +190,8 @@ fn qemu_nbd_killed_and_restarted() {
         skipped("`qemu-img` is not here; it is in Debian's qemu-utils");
         return;
     }
-    // With this cache mode, writes stay in the memory of the server, and metadata for any length of
-    // time.
+    // With this cache mode, writes stay in the memory of the server, and metadata stay there for
+    // any length of time.
     let arguments = ["--format=qcow2", "--shared=8", "--cache=writeback", "--discard=unmap", name];
     let Some(mut child) = start("qemu-nbd", &arguments, &socket) else { return };
     let disk = open(&socket, "");
@@ -374,7 +374,7 @@ fn each_tls_error_has_its_message() {
     let empty = tempfile::tempdir().unwrap();
     let text = refused(empty.path(), "");
     assert!(text.contains("ca-cert.pem cannot be read"), "{text}");
-    // The server requires TLS, and the client does not use it; then the other way round.
+    // Either the server requires TLS and the client does not use it, or the reverse.
     let socket = peer.directory.path().join("nbd");
     let spec = NbdSpec::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();
     let text = NbdDisk::open(&spec).err().unwrap().to_string();

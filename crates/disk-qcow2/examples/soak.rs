@@ -280,7 +280,8 @@ struct Counters {
 struct Watch {
     directory: PathBuf,
     seed: u64,
-    /// True for a control run, which must fail: all that a killed process has written is lost.
+    /// True for a control run, which discards all writes of a killed process, so that the check
+    /// must fail.
     control: bool,
     counters: Counters,
 }

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time after which an image is opened before its check has ended. Requests then wait.
+/// Time after which an image is opened although its check still runs. Requests then wait for the
+/// check.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// Check of an open image.
@@ -23,13 +24,13 @@ enum State {
     /// The check runs. True if the image was opened meanwhile.
     Running(bool),
     Passed,
-    /// The check has failed. The error, unless it was taken or logged.
+    /// The check has failed, with this error unless the error was returned or logged.
     Failed(Option<OpenError>),
 }
 
 impl Check {
-    /// Runs `work`, which has to end soon when its argument returns false. Returns the check if it
-    /// takes long, and runs on.
+    /// Runs `work` on a thread of its own. `work` has to end soon after its argument returns false.
+    /// If `work` takes longer than [`LIMIT`], returns the running check.
     ///
     /// # Errors
     /// The error of `work`.
@@ -113,7 +114,7 @@ impl Check {
         matches!(*self.state.lock(), State::Running(_))
     }
 
-    /// Ends the check if it runs. It accesses the image no more afterwards.
+    /// Ends the check if it runs. Afterwards, the check does not access the image any more.
     pub(crate) fn cancel(&self) {
         self.is_cancelled.store(true, Ordering::Relaxed);
         self.wait();

@@ -21,9 +21,9 @@ const NO_STATE: &str = "its stored state is not that of a qcow2 image";
 
 /// qcow2 image.
 ///
-/// While the disk is open, the image and its backing files are locked like raw images. Clusters
-/// that were counted for later allocations are returned when the disk and all its queues are
-/// dropped.
+/// While the disk is open, the image and its backing files are locked like raw images. The reserve
+/// (clusters that are counted for later allocations) is released when the disk and all its queues
+/// are dropped.
 #[derive(Clone)]
 pub struct Qcow2Disk {
     pool: Arc<Pool>,
@@ -97,9 +97,10 @@ impl Qcow2Disk {
         Self { pool, path: path.to_owned() }
     }
 
-    /// True if a request for these bytes would take the fast path now. The request reads, or
-    /// `writes`, clusters that are allocated, not shared, not compressed, and contiguous in the
-    /// file. An earlier request must have accessed them or their neighbours.
+    /// True if a request for these bytes would take the fast path now: its clusters are in the map,
+    /// allow the access (a write if `writes` is true), and are contiguous in the file. Shared and
+    /// compressed clusters are not in the map. Others are added when an earlier request has
+    /// accessed them or their neighbours.
     #[must_use]
     pub fn uses_fast_path(&self, offset: u64, len: u64, writes: bool) -> bool {
         let Some(map) = &self.pool.image().map else { return false };

@@ -1,6 +1,6 @@
 //! Fast path of a queue: requests on clusters whose position is in the [`Map`](crate::map::Map).
-//! io_uring transfers their data directly
-//! between guest memory and the image's file, as for a raw image.
+//! io_uring transfers their data directly between guest memory and the image's file, as for a raw
+//! image.
 
 use crate::image::Image;
 use crate::map::Entered;
@@ -92,7 +92,7 @@ impl FastPath {
             if let Some(map) = &image.map {
                 map.leave(entered);
             }
-            // The file was truncated. The slow path handles that.
+            // If the file was truncated, the slow path detects that and reports it.
             if result == Err(DiskError::OutOfRange) {
                 return back.push(Back { tag, request, data });
             }

@@ -1,4 +1,4 @@
-//! The format: locations of clusters, reads, and closing. Writes are in [`write`](crate::write).
+//! qcow2 format: look-up of clusters, reads, and closing. Writes are in [`write`](crate::write).
 
 use crate::compressed::inflate;
 use crate::header::Header;
@@ -14,10 +14,10 @@ use std::sync::{Arc, OnceLock};
 
 /// Maximum number of clusters that are looked up at once.
 const MOST: u64 = 4096;
-/// Maximum number of clusters with tables. The set of them has at most 72 MiB.
+/// Maximum number of clusters that contain tables. The set of their numbers has at most 72 MiB.
 const MOST_TABLES: usize = 6 << 20;
-/// Maximum ratio of the size of tables to the space that they occupy in the file system, and bytes
-/// of tables that may occupy no space.
+/// Limit of the size of all tables in bytes: `DENSITY` times the space that the file occupies in
+/// its file system, plus `HOLES`.
 const DENSITY: u64 = 64;
 const HOLES: u64 = 64 << 20;
 
@@ -30,7 +30,7 @@ pub(crate) struct Format {
     pub(crate) data_file: Option<FileStorage>,
     base: Option<Base>,
     meta: Mutex<Meta>,
-    /// Compressed cluster that was read last, by its L2 entry.
+    /// Last decompressed cluster: its L2 entry and its content.
     inflated: Mutex<Option<(u64, Arc<Vec<u8>>)>>,
     /// Map of the fast path, if there is one.
     pub(crate) map: OnceLock<Arc<Map>>,
@@ -83,7 +83,8 @@ impl Format {
         Self { header, layout, file, data_file, base, meta, inflated, map: OnceLock::new() }
     }
 
-    /// Limits the caches of `count` backing files together.
+    /// Limits the caches of the `count` backing files, so that together they are as large as one
+    /// cache.
     pub(crate) fn limit_caches(&self, count: usize) {
         let mut base = &self.base;
         while let Some(Base::Qcow2(format)) = base {
@@ -106,9 +107,9 @@ impl Format {
         self.base.is_some()
     }
 
-    /// Prepares for changes: reads the refcount table, and adds the clusters of the header and of
-    /// all tables to those that are never data. Returns the defect if two tables have the same
-    /// place, or there are too many.
+    /// Prepares the image for changes: reads the refcount table, and records the clusters of the
+    /// header and of all tables, which must never become data. Returns the defect if two tables
+    /// have the same location, or if there are too many tables.
     pub(crate) fn protect_tables(&self, snapshots: &[Snapshot]) -> io::Result<Result<(), String>> {
         let (bits, header) = (self.header.cluster_bits, &self.header);
         let counts = &mut self.meta().counts;
@@ -145,9 +146,9 @@ impl Format {
         Ok(defect.map_or(Ok(()), Err))
     }
 
-    /// Maximum number of clusters with tables. Tables are in holes of the file only if they are
-    /// empty, or the file system compresses them. Otherwise a small file could have tables that
-    /// take very long to read.
+    /// Maximum number of clusters with tables, by the space that the file occupies. Without this
+    /// limit, a small file could have tables in holes that take very long to read. Valid tables are
+    /// in holes only if they are empty, or if the file system compresses them.
     pub(crate) fn max_tables(&self) -> io::Result<u64> {
         let bytes = self.file.occupied()?.saturating_mul(DENSITY).saturating_add(HOLES);
         Ok(bytes >> self.header.cluster_bits)
@@ -275,7 +276,7 @@ impl Format {
                         piece.copy_from_slice(&cluster[from..from + run.len as usize]);
                     }
                     Kind::Bad => {
-                        // Returns the error that the look-up has found before.
+                        // The look-up is repeated, to return its error.
                         self.look_up(&mut self.meta(), run.offset >> self.layout.bits)?;
                         return Err(damaged("a damaged L2 entry"));
                     }
@@ -313,8 +314,8 @@ impl Format {
         Ok(cluster)
     }
 
-    /// Reports parts of the disk in order, each with its length and true if it is allocated, in
-    /// the image or in its backing files. Stops if `tell` returns false.
+    /// Calls `tell` for the parts of a range in order, each with its length and true if it is
+    /// allocated, in the image or in its backing files. Stops if `tell` returns false.
     pub(crate) fn extents(
         &self,
         range: Range<u64>,
@@ -342,7 +343,8 @@ impl Format {
         true
     }
 
-    /// Makes all completed writes durable, and then releases the clusters that were freed before.
+    /// Makes all completed writes durable, and then releases the clusters that were freed before
+    /// the sync.
     pub(crate) fn sync(&self) -> io::Result<()> {
         let freed = self.meta().counts.take_freed();
         let data = self.data_file.as_ref().map_or(Ok(()), FileStorage::sync);
@@ -353,25 +355,25 @@ impl Format {
             return synced;
         }
         if let Err(error) = meta.counts.release(&self.file, &mut meta.cache, freed) {
-            // The data are durable. Clusters leak, and the next change meets the error.
+            // The data are durable, so the sync succeeds. The clusters leak, and the next change of
+            // the image reports the error.
             tracing::warn!("unused clusters of a qcow2 image could not be released: {error}");
         }
         Ok(())
     }
 
-    /// True if no clusters are counted for later allocations. False if another thread uses the
-    /// tables.
+    /// True if the reserve is empty. False if another thread holds the lock of the tables.
     pub(crate) fn is_settled(&self) -> bool {
         self.meta.try_lock().is_some_and(|meta| !meta.counts.has_reserve())
     }
 
-    /// Releases the clusters that are counted for later allocations.
+    /// Releases the reserve: the clusters that are counted for later allocations.
     pub(crate) fn return_reserve(&self) -> io::Result<()> {
         let meta = &mut *self.meta();
         meta.counts.return_reserve(&self.file, &mut meta.cache).map(drop)
     }
 
-    /// Releases freed clusters and those that are counted for later allocations.
+    /// Releases the freed clusters and the reserve.
     pub(crate) fn settle(&self) -> io::Result<()> {
         let meta = &mut *self.meta();
         meta.counts.close(&self.file, &mut meta.cache)

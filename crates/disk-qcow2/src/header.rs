@@ -36,7 +36,7 @@ const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 /// Autoclear features.
 const RAW_DATA_FILE: u64 = 1 << 1;
-/// Offsets of fields that change.
+/// Offsets of the header fields that this crate changes.
 const REFCOUNT_TABLE_AT: u64 = 48;
 const INCOMPATIBLE_AT: u64 = 72;
 const AUTOCLEAR_AT: u64 = 88;
@@ -241,13 +241,14 @@ impl Header {
         Ok(())
     }
 
-    /// Marks the reference counts as up to date. They must be durable.
+    /// Marks the reference counts, which must be durable, as up to date.
     pub(crate) fn clear_dirty(&self, file: &FileStorage) -> io::Result<()> {
         file.patch(&(self.incompatible & !DIRTY).to_be_bytes(), INCOMPATIBLE_AT)?;
         file.sync()
     }
 
-    /// Bytes of the header for the refcount table at `offset`, and their offset.
+    /// Header fields that refer to a refcount table at `offset`: their bytes, and their offset in
+    /// the header.
     pub(crate) fn refcount_table(offset: u64, clusters: u32) -> ([u8; 12], u64) {
         let mut bytes = [0; 12];
         bytes[..8].copy_from_slice(&offset.to_be_bytes());

@@ -31,8 +31,8 @@ pub(crate) struct Image {
     pub(crate) files: Vec<ImageFile>,
     /// True if the content is unreliable. All requests then fail.
     pub(crate) broken: AtomicBool,
-    /// True if the locks were released, so that the files must not change any more. Held while
-    /// clusters are returned.
+    /// True if the locks of the files were released, so that this process must not change the files
+    /// any more. The mutex is held while clusters are returned.
     is_released: Mutex<bool>,
     /// True if a loss of data was reported.
     is_loss_reported: AtomicBool,
@@ -87,7 +87,7 @@ impl Image {
         if data_file != 0 { data_file } else { self.format.file.lost() }
     }
 
-    /// Sets the error number of a loss that occurred in an earlier process.
+    /// Sets the error number of a loss of data in an earlier process.
     pub(crate) fn set_lost(&self, errno: i32) {
         self.format.file.set_lost(errno);
         self.is_loss_reported.store(errno != 0, Ordering::Relaxed);
@@ -159,7 +159,7 @@ impl Image {
         result
     }
 
-    /// Returns clusters that were counted for later allocations. For a disk without work.
+    /// Releases the freed clusters and the reserve, while the disk is idle.
     pub(crate) fn settle(&self) {
         let is_released = self.is_released.lock();
         if !*is_released && !self.is_checking() {
@@ -167,7 +167,7 @@ impl Image {
         }
     }
 
-    /// Returns unused clusters by `give`.
+    /// Calls `give` to return unused clusters, if the image may be changed.
     fn return_clusters(&self, give: impl FnOnce() -> io::Result<()>) {
         if self.info.read_only || self.check().is_err() || self.has_lost_writes() {
             return;
@@ -182,8 +182,9 @@ impl Image {
         self.note_loss();
     }
 
-    /// Releases the locks of the files, if nothing has to be done for that. The next process may
-    /// change the files from then on.
+    /// Releases the locks of the files, unless a check runs or clusters have to be returned first.
+    /// Returns true if the locks were released. From then on, the next process may change the
+    /// files.
     pub(crate) fn try_release_lock(&self) -> bool {
         let Some(mut is_released) = self.is_released.try_lock() else { return false };
         if self.is_checking() || !self.format.is_settled() {
@@ -247,7 +248,7 @@ impl Image {
         self.full.load(Ordering::Relaxed) != 0
     }
 
-    /// Bytes that the file occupies in its file system.
+    /// Number of bytes that the image's own file and its data file occupy in the file system.
     pub(crate) fn allocated(&self) -> u64 {
         use std::os::unix::fs::MetadataExt;
         let of = |file: &ImageFile| file.file().metadata().map_or(0, |about| about.blocks() * 512);

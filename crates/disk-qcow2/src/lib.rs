@@ -26,8 +26,8 @@
 //! | `image`, `ranges` | slow path: execution of requests, and locks of their clusters |
 //! | `recovery` | crash recovery |
 //!
-//! Calls on the tables block on the storage, so they run on at most [`MAX_THREADS`] threads of the
-//! disk. This is the slow path. I/O threads never block on it.
+//! Accesses to the tables block on the storage, so they run on at most [`MAX_THREADS`] threads of
+//! the disk. This is the slow path. I/O threads never block on it.
 //!
 //! Clusters that are allocated, and neither compressed nor shared, can be read and overwritten
 //! without the format. A map contains their locations, and all queues read the map without a lock.
@@ -61,12 +61,12 @@
 //!
 //! Images are untrusted. The header is checked first. An image cannot open other files: data files
 //! and backing files are refused unless allowed. Backing files are opened read-only and with the
-//! format that the image states, independently of their content. An image whose tables have one
-//! place twice is not opened for writing. An entry that refers to a table, beyond the end of the
-//! file or to an unaligned offset is damaged: requests on its cluster fail, others do not. The
+//! format that the image states, independently of their content. An image in which two tables have
+//! the same location is not opened for writing. An entry that refers to a table, beyond the end of
+//! the file or to an unaligned offset is damaged: requests on its cluster fail, others do not. The
 //! memory for tables is bounded: a refcount table of at most 8 MiB, a cache of 16 MiB, another one
 //! for all backing files, and a set of the clusters with tables, of which there may be 6 Mi. A
-//! panic counts as an error of the disk. All later requests fail.
+//! panic in this crate counts as an error of the disk; all later requests fail.
 #![deny(unsafe_code)]
 
 mod check;

@@ -9,9 +9,9 @@
 //! flight. So a request never accesses a location that has become another cluster or a table.
 //! Requests on mapped clusters neither allocate nor free clusters.
 //!
-//! An entry is added after a request on the slow path, by the thread that has executed it.
-//! Additions and changes exclude each other (the lock of the tables). Otherwise, a thread could
-//! look a location up before a change and add it after the change.
+//! An entry is added after a request on the slow path, by the thread that has executed it. The lock
+//! of the tables makes additions and changes exclude each other. Otherwise, a thread could look a
+//! location up before a change and add it after the change.
 //!
 //! # Size
 //!
@@ -236,7 +236,7 @@ impl MapFill<'_> {
         unknown
     }
 
-    /// Puts a part into its slot, unless requests are in flight in the part that is there. Returns
+    /// Puts a part into its slot, unless requests are in flight in the slot's current part. Returns
     /// false if all clusters of the part have to be looked up.
     fn take_place(&self, part: u64) -> bool {
         let Some(slot) = self.map.slot(part) else { return true };
@@ -261,7 +261,7 @@ impl MapFill<'_> {
         false
     }
 
-    /// Adds a cluster. All of it is at byte `host` of the file.
+    /// Maps a cluster, all of which is at byte `host` of the file.
     pub(crate) fn add(&self, cluster: u64, host: u64, writes: bool) {
         let Some((_, entry)) = self.map.entry(cluster) else { return };
         let host = host >> self.map.cluster_bits;

@@ -18,7 +18,7 @@ pub const MAX_THREADS: usize = 16;
 /// Time without work after which a thread ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time for which the release of the locks is waited for.
+/// Maximum time that [`Pool::release_lock`] waits for the release.
 const RELEASE_LIMIT: Duration = Duration::from_millis(20);
 
 /// Request for the threads.
@@ -158,8 +158,9 @@ impl Pool {
             return;
         }
         let jobs = std::mem::take(&mut work.jobs);
-        // These are flushes that no thread has executed. They cannot be executed FUA writes: such a
-        // write waits here only while another thread syncs, and `threads` is then not 0.
+        // The jobs in `syncs` are flushes that no thread has executed. They cannot be executed FUA
+        // writes: such a write waits here only while another thread syncs, and `threads` is then
+        // not 0.
         let syncs = std::mem::take(&mut work.syncs);
         drop(work);
         jobs.into_iter().chain(syncs).for_each(|job| job.end(Err(DiskError::Io(libc::EAGAIN))));

@@ -203,8 +203,8 @@ impl Queue for QcowQueue {
         let mut ended = std::mem::take(&mut self.ended);
         self.completions.take(&mut ended);
         for Ended { id, mut result, buffer } in ended.drain(..) {
-            // The request may have been cancelled and ended. Then only its buffer has to be
-            // released.
+            // The request may have been cancelled and ended. For such a request, only the buffer
+            // has to be released.
             if let Some(pending) = self.remove(id) {
                 if let (Op::Read, Ok(()), Some(buffer)) = (pending.request.op, result, &buffer) {
                     let from = &buffer[..pending.request.len as usize];
@@ -238,8 +238,8 @@ impl Queue for QcowQueue {
         if let Some(buffer) = taken.and_then(|job| job.buffer) {
             self.give_back(buffer);
         }
-        // A started write cannot be cancelled, because the next write of the host must come after
-        // it.
+        // A started write cannot be cancelled, because a later write of the host must take effect
+        // after it.
         if has_begun && !reads {
             return;
         }

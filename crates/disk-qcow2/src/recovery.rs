@@ -6,9 +6,9 @@
 //! its current system call before the process ends, and the image's lock is released with the last
 //! reference to the open file. So the next process opens the image again, through a descriptor that
 //! only names it, and waits for the lock. Requests in io_uring hold a reference to the open file
-//! until they complete, as for a raw image. Where the lock does not show their end, the ring holds
-//! one end of a pipe ([`fence`](shadowbell_disk_file::fence)). Backing files need no fence: the
-//! dead process only read them, into its own memory.
+//! until they complete, as for a raw image. If the lock does not show the end of these requests,
+//! the ring holds one end of a pipe ([`fence`](shadowbell_disk_file::fence)). Backing files need no
+//! fence: the dead process only read them, into its own memory.
 //!
 //! # Content after a crash
 //!

@@ -25,7 +25,7 @@ const LARGEST: u64 = 64 << 20;
 const FEWEST: u64 = 16;
 /// Maximum size of the refcount table, as in QEMU.
 const MAX_TABLE: u64 = 8 << 20;
-/// Maximum number of ranges of freed clusters before a sync, and of released ones.
+/// Maximum number of ranges in the list of freed clusters, and in that of released ones.
 const MAX_FREED: usize = 1 << 16;
 
 /// Clusters that are counted and not used yet.
@@ -47,12 +47,12 @@ pub(crate) struct Refcounts {
     cursor: u64,
     /// Clusters before the cursor that may be free.
     released: Vec<Range<u64>>,
-    /// True if clusters were released that no search has found.
+    /// True if clusters were released that no search has found yet.
     has_released: bool,
     /// Number of counts that searches have read.
     #[cfg(test)]
     pub(crate) searched: u64,
-    /// End of the counted clusters, once it was looked up.
+    /// End of the counted clusters; `None` until it is looked up.
     top: Option<u64>,
     reserve: VecDeque<Span>,
     /// Clusters to release after the next sync.
@@ -61,7 +61,8 @@ pub(crate) struct Refcounts {
     pub(crate) tables: HashSet<u64>,
     /// Number of clusters of the next reserve.
     batch: u64,
-    /// True if the refcount table in the file is unknown.
+    /// True if a write of the refcount table has failed, so that its content in the file is
+    /// unknown.
     is_broken: bool,
 }
 
@@ -130,7 +131,7 @@ impl Refcounts {
     }
 
     /// Adds the missing refcount blocks of the clusters below `end`. Clusters from `end` on may be
-    /// used for them, and are returned.
+    /// used for these blocks; the used clusters are returned.
     pub(crate) fn cover(
         &mut self,
         file: &FileStorage,
@@ -144,14 +145,14 @@ impl Refcounts {
         if first >= end {
             return Ok(end..end);
         }
-        // The counts are written anew, so the old ones do not matter.
+        // The caller writes all counts anew, so the old ones do not matter.
         self.top = Some(self.tables.iter().max().map_or(end, |last| end.max(last + 1)));
         let free = self.extend(file, cache, 1, first)?;
         self.give_back(free.start, 1);
         Ok(end..free.end)
     }
 
-    /// Forgets where clusters are free, after all counts have been written anew.
+    /// Resets the search for free clusters, after all counts have been written anew.
     pub(crate) fn restart(&mut self) {
         (self.top, self.cursor) = (None, 1);
         self.released.clear();
@@ -290,8 +291,8 @@ impl Refcounts {
         Ok(at.min(range.end))
     }
 
-    /// Adds clusters that may be free. Those from the cursor on are found by the search, and must
-    /// not be found twice.
+    /// Adds clusters that may be free. Clusters from the cursor on are left out, because the search
+    /// finds them, and must not find them twice.
     fn add_released(&mut self, clusters: Range<u64>) {
         let clusters = clusters.start..clusters.end.min(self.cursor);
         if clusters.is_empty() {
@@ -300,7 +301,8 @@ impl Refcounts {
         if self.released.len() < MAX_FREED {
             push(&mut self.released, clusters);
         } else {
-            // A search from there on also finds those of the list.
+            // The list is full, so the cursor moves back. A search from there also finds the
+            // clusters that are removed from the list.
             self.cursor = clusters.start;
             self.released.retain(|range| range.end <= clusters.start);
         }
@@ -398,7 +400,7 @@ impl Refcounts {
         if file.grows && end * cluster > file.len() {
             file.set_len(end * cluster)?;
         }
-        // Counts in existing blocks, and new blocks.
+        // Counts in existing blocks are changed by `update`; new blocks are written afterwards.
         self.update(file, cache, base..end, &mut |_, _| 1)?;
         cache.forget(base * cluster, (in_table + in_blocks) * cluster);
         let mut table = self.table.clone();
@@ -466,7 +468,7 @@ impl Refcounts {
         Ok(taken)
     }
 
-    /// Returns clusters to the reserve, to which nothing refers. Their content is unknown.
+    /// Returns clusters, to which nothing refers, to the reserve. Their content is unknown.
     pub(crate) fn give_back(&mut self, start: u64, len: u64) {
         self.reserve.push_front(Span { start, len, is_fresh: false });
     }
@@ -521,7 +523,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// True if clusters are counted that are not used.
+    /// True if the reserve is not empty.
     pub(crate) fn has_reserve(&self) -> bool {
         !self.reserve.is_empty()
     }
@@ -548,7 +550,7 @@ impl Refcounts {
         if freed.is_empty() && spans.is_empty() {
             return Ok(());
         }
-        // Also the counts: the file must not end before a counted cluster.
+        // The sync covers the counts too: the file must not end before a counted cluster.
         file.sync()?;
         self.release(file, cache, freed)?;
         spans.sort_by_key(|span| std::cmp::Reverse(span.start));
@@ -573,7 +575,7 @@ struct Found {
     have: u64,
 }
 
-/// Adds a range to a list, to its last range if they are adjacent.
+/// Adds a range to a list. Extends the last range of the list if the two are adjacent.
 fn push(ranges: &mut Vec<Range<u64>>, range: Range<u64>) {
     match ranges.last_mut() {
         Some(last) if last.end == range.start => last.end = range.end,

@@ -1,10 +1,10 @@
-//! All references of an image: repair of its reference counts, and detection of a file that is too
-//! short.
+//! Scan of all references of an image, to repair its reference counts and to detect a file that is
+//! too short.
 //!
 //! The order of writes in this crate needs no repair. But other programs mark an image as dirty
 //! while its reference counts are out of date (QEMU's `lazy_refcounts`). Then all references are
 //! counted before anything else is written. Each table is read once, in the order of the file, even
-//! if many snapshots share it. [`Check`](crate::check::Check) has the thread for that.
+//! if many snapshots share it. [`Check`](crate::check::Check) runs the scan on a thread.
 
 use crate::format::Format;
 use crate::header::{Table, be64};
@@ -19,7 +19,7 @@ use std::ops::Range;
 
 /// Maximum number of clusters whose references are counted, with two bytes of memory each.
 const MOST: u64 = 64 << 20;
-/// Maximum number of L2 tables, with those of snapshots.
+/// Maximum number of L2 tables, including those of snapshots.
 const MOST_TABLES: usize = 6 << 20;
 
 /// Scan of all references of an image.
@@ -31,14 +31,14 @@ pub(crate) struct Scan<'a> {
 }
 
 impl Scan<'_> {
-    /// Calls `found` for the clusters of each reference, with the number of such references: of the
-    /// header, of tables and of data. References that are not aligned are skipped, because accesses
+    /// Calls `found` with the clusters that the header, a table or a snapshot refers to, and with
+    /// the number of such references. References that are not aligned are skipped, because accesses
     /// to them fail.
     fn references(&self, found: &mut dyn FnMut(Range<u64>, u16)) -> io::Result<()> {
         let format = self.format;
         let (header, file, bits) = (&format.header, &format.file, format.layout.bits);
         let mut add = |offset: u64, len: u64, times: u16| {
-            // An empty table is nowhere.
+            // The offset of an empty table has no meaning.
             if len != 0 && offset.is_multiple_of(1 << bits) {
                 found(offset >> bits..offset.saturating_add(len).div_ceil(1 << bits), times);
             }
@@ -113,7 +113,7 @@ impl Scan<'_> {
     }
 
     /// Writes the counts, and the flags that depend on them. Returns the defect if the image is
-    /// damaged. Afterwards, the image has to be marked as clean.
+    /// damaged. Otherwise, the caller has to mark the image as clean.
     pub(crate) fn rebuild(&self, mut counts: Vec<u16>) -> io::Result<Result<(), &'static str>> {
         let format = self.format;
         let (file, bits) = (&format.file, format.layout.bits);
@@ -139,7 +139,7 @@ impl Scan<'_> {
         meta.counts.update(file, &mut meta.cache, all, count)?;
         meta.counts.restart();
         file.sync()?;
-        // Flags of entries whose clusters have one reference.
+        // The flag COPIED is set in the entries whose clusters have one reference.
         let is_one = |at: u64| counts.get((at >> bits) as usize) == Some(&1);
         let l1 = format.header.l1;
         for at in (l1.offset..l1.offset + l1.entries * 8).step_by(8) {
@@ -163,7 +163,7 @@ impl Scan<'_> {
     }
 }
 
-/// Sets the flags of the entries of an L2 table.
+/// Sets or clears the flag COPIED in the entries of an L2 table.
 fn mark_entries(
     file: &FileStorage,
     cache: &mut Cache,

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 pub(crate) const ALIGNMENT: usize = 4096;
 /// Unit of writes of tables. Offsets and lengths are multiples of it.
 pub(crate) const SECTOR: u64 = 512;
-/// Number of times that a difference of the file's length is looked at.
+/// Number of checks of the file's length before a shorter file counts as truncated.
 const LOOKS: usize = 3;
 /// Number of zeroes that are written at once where the file supports no holes.
 const ZEROES: u64 = 256 << 10;

@@ -1,7 +1,7 @@
 //! Entries of L2 tables, and a bounded cache of tables.
 //!
 //! The cache writes through: a change of a table is in the file before the change returns. So a
-//! slice can be dropped at any time.
+//! slice of a table can be dropped from the cache at any time.
 
 use crate::header::{Header, Table, be64};
 use crate::storage::{ALIGNMENT, FileStorage, IoBuffer, Reach, SECTOR};
@@ -16,7 +16,7 @@ pub(crate) const COPIED: u64 = 1 << 63;
 pub(crate) const COMPRESSED: u64 = 1 << 62;
 /// Flag of an L2 entry without subclusters: the cluster reads as zeroes.
 const ZERO: u64 = 1;
-/// Maximum size of a slice of a table in the cache.
+/// Maximum size in bytes of a slice of a table in the cache.
 const SLICE: u64 = 16 << 10;
 /// Maximum size of the cache of an image in bytes. Its backing files share another one.
 pub(crate) const CACHE: u64 = 16 << 20;
@@ -165,7 +165,7 @@ pub(crate) struct Cache {
     slice: u64,
     /// Maximum number of young slices.
     most: usize,
-    /// Slices that were used lately. When there are too many, they become the old ones.
+    /// Recently used slices. If there are too many, they replace `old`.
     young: HashMap<u64, IoBuffer>,
     old: HashMap<u64, IoBuffer>,
 }

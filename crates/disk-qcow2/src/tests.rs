@@ -1,6 +1,6 @@
-//! Model of crashes. All changes of a file by a random workload are recorded. Then the process is
-//! killed after any of them, or the power is lost: any of the changes since the last sync, in units
-//! of sectors, are missing. The image must have no errors then, and its data must be right.
+//! Model of crashes. All changes of a file by a random workload are recorded. After any of them,
+//! the process is killed, or the power is lost, so that any of the changes since the last sync, in
+//! units of sectors, are missing. The image must then have no errors, and its data must be right.
 
 use crate::check::Check;
 use crate::error::OpenError;
@@ -275,7 +275,7 @@ fn create_overlay(path: &Path, options: &str) -> bool {
     create(path, options, &["-b", base.to_str().unwrap(), "-F", "raw"])
 }
 
-/// Creates an image with data, which is written to its file before.
+/// Writes data to an image, and returns its unused clusters.
 fn with_data(path: &Path) {
     let image = open_image(path);
     let mut data = IoBuffer::new(SIZE as usize / 2);
@@ -375,8 +375,6 @@ fn crashes_between_the_release_and_the_use_of_clusters() {
     }
 }
 
-/// The tables of an answered write are in the file, and the order of writes has no exceptions for a
-/// file that is overwritten while it is open.
 /// Each write after a discard and a flush uses the released cluster, without a search through the
 /// counts of all others.
 #[test]
@@ -466,7 +464,8 @@ fn tables_that_snapshots_share_are_read_once() {
     file.write_all_at(&table.to_be_bytes(), 64).unwrap();
     file.write_all_at(&[1], 79).unwrap();
     let image = open_image(&path);
-    // The header, the entry of each snapshot, its L1 table, and the tables that they share.
+    // The scan reads the header, the entry of each snapshot, its L1 table, and the tables that the
+    // snapshots share.
     let reads = image.format.file.reads.load(Ordering::Relaxed);
     assert!(reads < 3 * SNAPSHOTS, "{reads} reads");
     assert!(content(&image) == before);
@@ -496,7 +495,7 @@ fn more_tables_than_fit_into_the_file_are_refused() {
     let path = directory.path().join("disk.qcow2");
     crate::create(&path, SIZE).unwrap();
     let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
-    // Tables that occupy no space, behind each other.
+    // The L1 table refers to consecutive tables in a hole, which occupies no space.
     let l1: Vec<u8> = (0..TABLES).flat_map(|n| ((1 << 30) + (n << 16)).to_be_bytes()).collect();
     file.write_all_at(&l1, 1 << 20).unwrap();
     file.write_all_at(&(TABLES as u32).to_be_bytes(), 36).unwrap();

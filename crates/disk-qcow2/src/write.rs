@@ -1,15 +1,16 @@
-//! Changes of the format: writes, and clusters that become zeroes.
+//! Changes of an image: writes, and zeroing of clusters.
 //!
 //! The caller holds the [lock](crate::ranges) of the clusters of the disk that a call changes.
 //!
 //! # Order of writes
 //!
-//! A change is in the file, its tables included, when the call returns. So a killed process loses
-//! nothing. After a loss of power, any of the changes since the last sync may be missing, also of
-//! those between two others. So a table that becomes reachable is durable before, and so is a
-//! cluster with old content that is copied because a part of it is written: its content would be
-//! lost otherwise. No sync is needed for a cluster without old content in a new part of the file,
-//! which is durably zero. [`refcount`](crate::refcount) has the order for reference counts.
+//! When a call returns, its change is in the file, with the tables, so a killed process loses
+//! nothing. After a loss of power, any of the changes since the last sync may be missing, even if
+//! later ones are present. So a table is durable before it becomes reachable. A copy of a cluster
+//! with old content, of which only a part is written, is also durable before it becomes reachable;
+//! otherwise the old content would be lost. A cluster without old content in a new part of the file
+//! needs no sync, because the new part is durably zero. [`refcount`](crate::refcount) has the order
+//! for reference counts.
 
 use crate::format::{Format, Kind, Meta};
 use crate::refcount::Span;
@@ -28,12 +29,12 @@ struct Step {
     from: u64,
     to: u64,
     old: Cluster,
-    /// Location of the cluster, and true if that contains zeroes.
+    /// Location of the cluster in the file. `is_fresh` is true if the location contains zeroes.
     host: u64,
     is_fresh: bool,
     /// True if the cluster gets another location.
     moves: bool,
-    /// True if its entry changes.
+    /// True if the L2 entry of the cluster changes.
     links: bool,
 }
 
@@ -54,8 +55,8 @@ impl Format {
         let meta = &mut *self.meta();
         let outcome = outcome.and_then(|()| self.link(meta, &steps));
         if let Err(error) = outcome {
-            // If a write to a table has failed for another reason, its content is unknown, and
-            // the clusters are leaked.
+            // New clusters are returned only if the storage is full. After another error, the
+            // content of a table may be unknown, and the clusters are leaked.
             if is_full(&error) {
                 for step in steps.iter().filter(|step| step.moves) {
                     if self.look_up(meta, step.cluster).is_ok_and(|now| now == step.old) {
@@ -131,7 +132,8 @@ impl Format {
             let mut table = IoBuffer::new(size as usize);
             if let Some(old) = old {
                 self.file.read(&mut table, old)?;
-                // The snapshot still has these clusters.
+                // The snapshot also refers to these clusters, so their entries lose the flag
+                // COPIED.
                 for entry in table.chunks_mut(layout.entry as usize) {
                     entry[0] &= !((COPIED >> 56) as u8);
                 }
@@ -187,7 +189,8 @@ impl Format {
     /// Writes the data of the steps to their locations.
     fn write_data(&self, steps: &[Step], data: &[u8], offset: u64) -> io::Result<()> {
         let (layout, file) = (&self.layout, self.data());
-        // Range of `data`, and its place in the file, of steps that are adjacent there.
+        // Range of `data`, and its offset in the file, of the previous steps that are adjacent
+        // there.
         let mut open: Option<(Range<usize>, u64)> = None;
         for step in steps {
             let base = step.cluster << layout.bits;
@@ -238,7 +241,7 @@ impl Format {
         is_whole || step.is_fresh && is_blank()
     }
 
-    /// Refers to the new locations.
+    /// Updates the L2 entries of the steps to their new locations.
     fn link(&self, meta: &mut Meta, steps: &[Step]) -> io::Result<()> {
         let mut at = 0;
         while at < steps.len() {

@@ -59,7 +59,7 @@ fn an_empty_snapshot_table_is_nowhere() {
     let path = image(directory.path(), MIB);
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.write_all_at(&(1_u64 << 40).to_be_bytes(), 64).unwrap();
-    // The dirty bit, so that all references are counted.
+    // The image is marked as dirty, so that all references are counted.
     file.write_all_at(&1_u64.to_be_bytes(), 72).unwrap();
     let disk = open(&path, "");
     let mut queue = disk.queue().unwrap();
@@ -165,7 +165,7 @@ fn invalid_images_are_refused_with_the_reason() {
     file.write_all_at(&[2], 79).unwrap();
     assert!(refused("").contains("marked as corrupt"));
     assert_eq!(content(&try_open(path.as_ref(), "?read-only=on").unwrap())[..512], [0; 512]);
-    // A feature that is not known.
+    // The image has an unknown feature.
     file.write_all_at(&[64], 79).unwrap();
     assert!(refused("").contains("unknown features"));
 }
@@ -367,8 +367,8 @@ fn writes_on_full_storage_fail_until_there_is_space() {
     check(&path);
 }
 
-/// Gives an image a refcount table of `clusters` clusters at its end, which has the old entries,
-/// and a block of ones as entry `nth`. Returns the length of the file.
+/// Moves the refcount table of an image to its end, enlarged to `clusters` clusters, and adds a
+/// refcount block of ones as entry `nth`. Returns the length of the file.
 fn count_far_away(path: &Path, bits: u32, clusters: u64, nth: u64) -> u64 {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let number = |at: u64| {
@@ -390,7 +390,8 @@ fn count_far_away(path: &Path, bits: u32, clusters: u64, nth: u64) -> u64 {
     len
 }
 
-/// A cluster number whose offset does not fit into an entry would be another cluster.
+/// An entry cannot hold the offset of too large a cluster number, and would refer to another
+/// cluster.
 #[test]
 fn counts_beyond_the_largest_offset_are_refused() {
     let directory = directory();
@@ -426,7 +427,8 @@ fn counts_of_missing_clusters_do_not_matter_to_a_repair() {
     check(&path);
 }
 
-/// Panics in the code of the disk, which contains them: only that disk fails.
+/// Messages of panics in the code of the disk. The disk catches these panics, so only its requests
+/// fail.
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn record_panics() {
@@ -592,7 +594,7 @@ fn a_read_only_image_is_not_changed() {
     {
         return;
     }
-    // Dirty, and with an autoclear bit that is not known.
+    // The image is marked as dirty, and has an unknown autoclear bit.
     let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
     for (at, bit) in [(79, 1), (95, 4)] {
         let mut byte = [0];

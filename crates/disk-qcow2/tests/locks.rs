@@ -84,7 +84,8 @@ impl Images {
         command
     }
 
-    /// True if QEMU may use the image, and an error of its locks if not.
+    /// Returns true if QEMU can use the image. Otherwise, QEMU must report that the image is
+    /// locked.
     fn qemu_may(&self, how: Use) -> bool {
         let mut command = self.qemu(how);
         if how != Use::Resize {
@@ -129,8 +130,8 @@ impl Images {
     }
 }
 
-/// True if `second` is possible during `first`, with QEMU's rules: no program shares a write, and a
-/// resize is a write.
+/// True if `second` is possible during `first`, by QEMU's rules: no program permits others to
+/// write, and a resize counts as a write.
 fn is_possible(first: Use, second: Use) -> bool {
     let writes = |how| matches!(how, Use::Write | Use::Resize);
     match (first, second) {
@@ -167,7 +168,7 @@ fn the_locks_of_an_image_are_those_of_qemu() {
                         }
                     };
                     if is_possible(first, second) {
-                        // Another test may have forked a child that holds locks of before.
+                        // Another test may have forked a child that still holds earlier locks.
                         until(&what, may);
                     } else {
                         assert!(!may(), "{what}: both may");
@@ -180,7 +181,7 @@ fn the_locks_of_an_image_are_those_of_qemu() {
     assert_eq!(tried, 7 * 8 - 4);
 }
 
-/// A server of ours and a VM share a base, and no program writes it.
+/// A Shadowbell server and a VM share a base image, and no program can write it.
 #[test]
 fn readers_of_a_shared_base_exclude_writers_only() {
     let Some(images) = Images::new() else { return };

@@ -158,7 +158,7 @@ fn a_dirty_image_is_repaired() {
         if bits != "1" {
             assert!(qemu_img_does(&["snapshot", "-c", "one", path.to_str().unwrap()]));
         }
-        // All counts of the first block are lost, and the image is marked.
+        // All counts of the first block are lost, and the image is marked as dirty.
         let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
         let number = |at: u64| {
             let mut bytes = [0; 8];
