@@ -1,7 +1,8 @@
 //! Compressed clusters: deflate and zstd.
 //!
-//! Decompression is work for untrusted images, so it must not compete with I/O threads. All images
-//! of the process share threads for it: half as many as there are CPUs, in the idle class.
+//! Untrusted images determine the load of decompression, so it must not compete with I/O threads.
+//! All images of the process share threads for it: half as many as there are CPUs, in the
+//! scheduling class `SCHED_IDLE`.
 
 use crate::sys::be_idle;
 use crate::tables::damaged;
@@ -18,7 +19,8 @@ use std::sync::{Arc, OnceLock};
 
 /// Number of threads if the number of CPUs is unknown.
 const FEW: usize = 2;
-/// Maximum size of a window of zstd, which is memory of a thread. Compressors use up to that.
+/// Maximum window of a zstd frame in bytes, which is memory of a thread. Compressors usually choose
+/// no larger window.
 const WINDOW: u64 = 8 << 20;
 
 /// Compressed cluster, for the threads.
@@ -48,7 +50,7 @@ fn start() -> Sender<Job> {
     for _ in 0..count {
         let jobs = Arc::clone(&receiver);
         let thread = std::thread::Builder::new().name("sb-inflate".into());
-        // With fewer threads, requests wait longer. Without any, they fail.
+        // If only some of the threads start, requests wait longer. If none starts, requests fail.
         let _ = thread.spawn(move || serve(&jobs));
     }
     sender
@@ -101,7 +103,7 @@ mod tests {
         }
     }
 
-    /// The threads have half of the CPUs, and run only when a CPU has nothing else to do.
+    /// The threads have half of the CPUs, and run only when a CPU is otherwise idle.
     #[test]
     fn decompression_is_limited_and_idle() {
         inflate(miniz_oxide::deflate::compress_to_vec(&[1; 512], 6), false, 512).unwrap();
@@ -118,7 +120,7 @@ mod tests {
         }
         let cpus = std::thread::available_parallelism().unwrap().get();
         assert!((1..=(cpus / 2).max(1)).contains(&policies.len()), "{policies:?}, {cpus} CPUs");
-        // The thread that has executed the job has set its class before.
+        // A thread sets its scheduling class before it executes a job.
         assert!(policies.contains(&libc::SCHED_IDLE), "{policies:?}");
     }
 

@@ -24,7 +24,7 @@ pub(crate) struct Opened {
     pub(crate) files: Vec<ImageFile>,
     /// File for the fast path. `None` without io_uring.
     pub(crate) bytes: Option<ImageBytes>,
-    /// Check that has not ended.
+    /// Check of the image that still runs.
     pub(crate) check: Option<Arc<Check>>,
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn open(
         let path = path.display().to_string();
         return Err(OpenError::NotBlockMultiple { path, size, block_size });
     }
-    // The last step, because the check may continue in the background.
+    // The check is the last step of opening, because it may continue in the background.
     let check = if is_writable {
         contain_panic(|| prepare(path, &format)).unwrap_or_else(|why| {
             Err(OpenError::Damaged { path: path.display().to_string(), why })
@@ -80,8 +80,8 @@ pub(crate) fn open(
     Ok(Opened { format, files: opened, bytes, check })
 }
 
-/// Checks an image before it is written, and repairs its reference counts if it is dirty. Nothing
-/// is changed before all checks. Returns the check if it takes long.
+/// Checks an image before it is written, and repairs its reference counts if it is dirty. Changes
+/// nothing before all checks have passed. Returns the check of the references if it still runs.
 fn prepare(path: &Path, format: &Arc<Format>) -> Result<Option<Arc<Check>>, OpenError> {
     let name = path.display().to_string();
     if format.header.is_corrupt {
@@ -100,7 +100,8 @@ fn prepare(path: &Path, format: &Arc<Format>) -> Result<Option<Arc<Check>>, Open
         let meta = &mut *format.meta();
         meta.counts.top(&format.file, &mut meta.cache).map_err(system)?
     };
-    // Without other changes, a file is too short only if clusters are counted beyond its end.
+    // An image that is not dirty refers only to counted clusters. So its file is long enough if it
+    // contains all counted clusters.
     let is_long = top <= format.file.len().div_ceil(format.layout.cluster());
     if !format.header.is_dirty && (is_long || !format.file.grows) {
         format.header.clear_features(&format.file).map_err(system)?;
@@ -183,7 +184,7 @@ impl Chain<'_> {
         let file = match self.files.open(path, read_only) {
             Ok(file) if is_known(file.file().metadata()) => return Err(cycle()),
             Ok(file) => file,
-            // This process has it open.
+            // The file is busy because this process has opened it already.
             Err(OpenError::File(shadowbell_disk::OpenError::Busy { .. }))
                 if is_known(std::fs::metadata(path)) =>
             {
