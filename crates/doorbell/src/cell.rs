@@ -1,7 +1,7 @@
 //! Machine primitives of the protocol: a shared 32-bit cell and a full memory fence.
 //!
-//! All other code of this crate is generic over these two. So the loom models explore exactly the
-//! code that is shipped.
+//! All other code of this crate is generic over the cell and the fence. So the loom models explore
+//! exactly the code that is shipped.
 
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicU32, Ordering};

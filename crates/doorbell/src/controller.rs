@@ -69,7 +69,7 @@ struct Doorbell<R, S, C> {
     state: DoorbellState,
     register: R,
     shadow: Option<Shadow<S>>,
-    /// Last invalid value. It is reported once and not at every look.
+    /// Last invalid value. It is reported once and not at every poll.
     refused: Option<u32>,
     counters: C,
 }
@@ -82,8 +82,8 @@ impl<R: Cell, S: Cell> Doorbell<R, S, ControllerCounters> {
 }
 
 impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
-    /// Replaces the shadow entry. A value in the old entry that no look has seen yet is taken over,
-    /// if it is at most `limit` entries ahead of the last one.
+    /// Replaces the shadow entry. An update in the old entry that was not read yet is accepted, if
+    /// it is at most `limit` entries ahead of the last value.
     fn enable(&mut self, value: S, event_idx: S, limit: u32) -> Result<(), InvalidDoorbell> {
         // The new entry is read before the old one. A host that stores an update in both entries
         // stores it in the old one first. So if the new entry has the update, the read of the old
@@ -134,8 +134,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         // the register. So if the register has the value, the read of the entry sees it, too.
         let register = self.register.load_acquire();
         let value = shadow.value.load_acquire();
-        // With the source `Last`, the register is not out of date if the host has written it since.
-        // A late posted write of an earlier value does not count: it differs from the entry.
+        // With the source `Last`, the register is current if the host has written it since; then it
+        // equals the entry. A late posted write of an earlier value differs from the entry.
         let is_rung = self.state.truth == Truth::Last && register == value;
         if self.state.snapshot != Some(value) || is_rung {
             self.state.truth = Truth::Shadow;
@@ -388,7 +388,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     ///
     /// # Errors
     ///
-    /// The value of the old entry is invalid. The new entry is enabled all the same.
+    /// The value of the old entry is invalid. The new entry is enabled even then.
     #[inline]
     pub fn enable(&mut self, value: S, event_idx: S) -> Result<(), InvalidDoorbell> {
         let outcome = self.doorbell.enable(value, event_idx, RingSize::MAX);
@@ -461,7 +461,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
     ///
     /// # Errors
     ///
-    /// The value of the old entry is invalid. The new entry is enabled all the same.
+    /// The value of the old entry is invalid. The new entry is enabled even then.
     #[inline]
     pub fn enable(&mut self, value: S, event_idx: S, tail: u16) -> Result<(), InvalidDoorbell> {
         self.doorbell.enable(value, event_idx, self.doorbell.posted(tail))

@@ -86,12 +86,12 @@
 //!
 //! **One source per doorbell.** Linux and SPDK do not shadow the admin queue, contrary to the
 //! specification; other hosts do, and commands may be in flight when the buffers are enabled. So
-//! the register is the source of the value until a look finds that the shadow entry has *departed*
-//! from its initial value, which is that of the snapshot. From then on the entry is the source for
-//! the lifetime of the queue, and a register write is only a wakeup. The host cannot return to the
-//! initial value unnoticed: it would have to submit a whole turn of the ring, for which the
-//! controller must fetch entries and so read the doorbell. For the same reason, a look reads the
-//! register first and the entry second.
+//! the register is the source of the value until the controller reads a shadow entry that has
+//! *departed* from its initial value, which is that of the snapshot. From then on the entry is the
+//! source for the lifetime of the queue, and a register write is only a wakeup. The host cannot
+//! return to the initial value unnoticed: it would have to submit a whole turn of the ring, for
+//! which the controller must fetch entries and so read the doorbell. For the same reason, the
+//! controller reads the register first and the entry second.
 //!
 //! **A second Doorbell Buffer Config takes over the pending value.** The host may have updated the
 //! old entry just before the command, or may update it while the command is in flight. So the
@@ -134,8 +134,8 @@
 //! A ring has *n* entries, of which *n*/4 is at least 1. The controller polls, and reads the
 //! doorbell at least once per batch that it completes. Then a host with at most *n* - *n*/4
 //! commands outstanding (SPDK: one fewer) never rings. That holds in every schedule, even if the
-//! controller's look occurs between the host's shadow store and its EventIdx load, for updates of
-//! up to *n*/8 entries. At a greater depth, up to a full ring, the worst schedule makes the host
+//! controller reads the doorbell between the host's shadow store and its EventIdx load, for updates
+//! of up to *n*/8 entries. At a greater depth, up to a full ring, the worst schedule makes the host
 //! ring 3 times (SPDK: 5) per turn of the ring. These limits are exact:
 //! `controller/run_ahead_model.rs` visits every state of small rings, and with one command more the
 //! host does ring. The cost for the controller is one store to EventIdx, whose cache line the host

@@ -82,9 +82,9 @@ macro_rules! shared_counters {
 shared_counters! {
     /// Counters of a doorbell's controller end.
     ControllerStats counted by ControllerCounters {
-        /// Number of looks while polling.
+        /// Number of polls.
         polls,
-        /// Number of looks that found a new value.
+        /// Number of polls that found a new value.
         found_new,
         /// Number of times that EventIdx was moved while polling, so that the host does not pass
         /// it.

@@ -16,7 +16,7 @@ thread_local! {
     static AT_FENCE: RefCell<Option<Peer>> = const { RefCell::new(None) };
 }
 
-/// A fence that executes one action of the peer, between the store and the load. That is the
+/// A fence that executes one action of the peer between the store and the load, which is the
 /// critical moment.
 struct Intrusive;
 
@@ -162,8 +162,8 @@ proptest! {
             signalled: false,
         }));
         let mut tail = SqTail::new(size, register);
-        // The host mirrors its values from the start. The command may be executed at any time, or
-        // never.
+        // The host stores its values in the shadow entry from the start. The command may be
+        // executed at any time, or never.
         let mut page = 0;
         host.borrow_mut().doorbell.attach_shadow(pages[page].0, pages[page].1);
         let (mut enabled, mut trusted) = (false, false);
@@ -273,7 +273,7 @@ proptest! {
                     prop_assert_eq!(tail.state().truth, shadowbell_doorbell::Truth::Invalid);
                 }
             }
-            // After an invalid tail, no value counts.
+            // After an invalid tail, no value is accepted.
             let is_ended = tail.state().truth == shadowbell_doorbell::Truth::Invalid;
             prop_assert_eq!(is_ended, has_ended || expected >= entries);
             prop_assert_eq!(u32::from(tail.last()), if is_ended { before.last.into() } else { expected });

@@ -18,7 +18,7 @@ use crate::{Predicate, RingSize};
 struct State {
     /// Commands fetched and not completed.
     fetched: u32,
-    /// Entries submitted since the last look.
+    /// Entries submitted since the controller's last poll.
     unseen: u32,
     /// Distance from the EventIdx that the host can see to the last value that the controller has
     /// seen.
@@ -70,7 +70,7 @@ impl Model {
         self.predicate.needs_mmio(u32::from(event_idx), old, new)
     }
 
-    /// Executes one look of the shipped code.
+    /// Executes one poll of the shipped code.
     fn poll(&self, state: &State) -> State {
         let value = AtomicU32::new(0);
         let event_idx = AtomicU32::new(0);
@@ -167,8 +167,8 @@ impl Model {
                 edges.push((from, index[&step.next], gain));
             });
         }
-        // Such a schedule is a cycle with a positive gain. On it, the longest paths grow without a
-        // limit.
+        // The searched schedule is a cycle with a positive gain. On it, the longest paths grow
+        // without a limit.
         let mut best = vec![0i64; states.len()];
         for _ in 0..=states.len() {
             let mut changed = false;
@@ -237,7 +237,7 @@ fn the_quiet_depth_is_independent_of_the_ring_position() {
 
 #[test]
 fn the_promise_is_exact_and_the_model_can_fail() {
-    // At a greater depth, a look can see the tail a quarter of the ring past EventIdx, and one
+    // At a greater depth, a poll can see the tail a quarter of the ring past EventIdx, and one
     // entry more than promised makes the tail pass EventIdx again.
     for entries in [4, 5, 8, 12, 16, 32] {
         for predicate in PREDICATES {

@@ -104,7 +104,7 @@ fn an_invalid_tail_is_reported_once_and_ends_the_queue() {
             cells.shadow(value);
             cells.ring(value);
             assert_eq!((tail.poll(), tail.peek()), (Ok(3), 3));
-            // Neither another configuration nor another process changes it.
+            // Neither another Doorbell Buffer Config nor another process changes the tail.
             tail.enable(&cells.shadow, &cells.event_idx).unwrap();
             assert_eq!(tail.poll(), Ok(3));
         }
@@ -194,7 +194,7 @@ fn arming_sets_event_idx_and_disarming_restores_it() {
     assert_eq!(cells.event_idx(), 1);
     let mut fenced = arming.fence();
     assert_eq!(tail.recheck(&mut fenced), Ok(1));
-    // An additional look within the round does not change EventIdx.
+    // An additional poll within the round does not change EventIdx.
     assert_eq!((tail.poll(), cells.event_idx()), (Ok(1), 1));
     let asleep = fenced.try_sleep();
     assert!(asleep.is_some());
@@ -286,7 +286,7 @@ fn new_buffers_for_a_queue_that_has_departed() {
 
 #[test]
 fn a_second_configuration_takes_over_the_pending_value() {
-    // The same entry, with a value that no look has found.
+    // The same entry is configured again, with a value that was not read yet.
     let cells = Cells::default();
     let mut tail = departed(&cells, 8, 5);
     cells.shadow(6);
@@ -294,14 +294,14 @@ fn a_second_configuration_takes_over_the_pending_value() {
     assert_eq!(tail.poll(), Ok(6));
     cells.shadow(7);
     assert_eq!(tail.poll(), Ok(7));
-    // Another entry, with zero.
+    // Another entry is configured, whose value is zero.
     let new = Cells::default();
     cells.shadow(0);
     tail.enable(&new.shadow, &new.event_idx).unwrap();
     assert_eq!((tail.poll(), new.event_idx()), (Ok(0), 0));
     new.shadow(3);
     assert_eq!(tail.poll(), Ok(3));
-    // An invalid value is reported, and the position stays for good.
+    // An invalid value is reported, and the position does not change any more.
     new.shadow(8);
     let refused = Err(InvalidDoorbell { value: 8 });
     assert_eq!(tail.enable(&cells.shadow, &cells.event_idx), refused);
@@ -325,8 +325,8 @@ fn a_second_configuration_takes_over_a_head_up_to_the_tail() {
     assert_eq!(head.enable(&old.shadow, &old.event_idx, 6), refused);
 }
 
-/// The new entry is zero, and the first update stores zero. The register shows it; a late write of
-/// another value to the register does not count.
+/// The new entry is zero, and the first update stores zero, so only the register shows the update.
+/// A late write of another value to the register is ignored.
 #[test]
 fn an_update_to_the_value_of_the_new_entry_counts_when_it_is_rung() {
     let (old, new) = (Cells::default(), Cells::default());
@@ -385,7 +385,7 @@ fn a_peek_returns_the_next_value_without_consuming_it() {
     let (polls, event_idx) = (tail.stats().polls, cells.event_idx());
     assert_eq!((tail.peek(), tail.last()), (7, 2));
     assert_eq!((tail.stats().polls, cells.event_idx()), (polls, event_idx));
-    // A peek returns the last value for values that a look would refuse.
+    // A peek returns the last value for values that a poll would refuse.
     for invalid in [8, 0x1_0003, u32::MAX] {
         cells.shadow(invalid);
         assert_eq!((tail.peek(), tail.last()), (2, 2), "{invalid:#x}");

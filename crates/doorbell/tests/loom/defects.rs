@@ -71,7 +71,7 @@ fn after_polling(
     });
 }
 
-/// Control for the next two models: passes, because nothing is left out.
+/// Control for the models that use [`after_polling`]: it passes, because no step is left out.
 #[test]
 fn the_models_pass_without_a_defect() {
     after_polling(sleep_on);
@@ -173,7 +173,7 @@ fn the_owner_of_a_doorbell_is_read_only_once() {
     explore(None, || relocated(false));
 }
 
-/// Replaces the shadow entry without a look at the old one.
+/// Replaces the shadow entry without a last read of the old entry.
 fn enable_blindly(tail: SqTail<Word>, cells: &DoorbellCells) -> SqTail<Word> {
     let state = DoorbellState { truth: Truth::Last, snapshot: None, ..tail.state() };
     let mut tail = SqTail::resume(tail.size(), cells.register.clone(), state).unwrap();

@@ -450,9 +450,9 @@ fn a_second_configuration_under_load_takes_over_the_pending_value() {
     }
 }
 
-/// The new entry is zero, has the position that the host rang just before the command, or the one
-/// before that. The ring ends at zero, so the first update after the command may store the value
-/// that the entry has already; then the register shows the update.
+/// The new entry is zero, or has the position that the host rang just before the command, or the
+/// position before that. The ring ends at zero, so the first update after the command may store the
+/// value that the entry has already; then the register shows the update.
 #[test]
 fn a_second_configuration_keeps_what_was_rung_just_before() {
     for predicate in PREDICATES {

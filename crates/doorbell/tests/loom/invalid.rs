@@ -9,8 +9,8 @@ use crate::rig::{DoorbellCells, Wake, Word, explore, in_use, ring, sleep_pair, w
 /// A value outside of a ring of 8 entries.
 const INVALID: u16 = 9;
 
-/// Looks at the tail, and sleeps between the looks, until an invalid value is reported. A lost
-/// wakeup is a deadlock.
+/// Polls the tail, and sleeps between the polls, until an invalid value is reported. A lost wakeup
+/// is a deadlock.
 fn look_until_invalid(
     tail: &mut SqTail<Word>,
     sleeper: &mut shadowbell_doorbell::Sleeper<Word, FullFence>,
@@ -61,8 +61,8 @@ fn an_invalid_trapped_tail_is_reported_once_and_stops_the_queue() {
     });
 }
 
-/// The host writes a valid value after the invalid one. If the controller does not see the invalid
-/// one, it accepts the later one.
+/// The host writes a valid value after the invalid one. If the controller does not read the invalid
+/// value in time, it accepts the valid value.
 #[test]
 fn an_invalid_shadow_tail_stops_the_queue_unless_it_is_replaced_first() {
     explore(Some(3), || {

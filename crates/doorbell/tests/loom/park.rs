@@ -11,8 +11,8 @@ use crate::rig::{
     DoorbellCells, PREDICATES, Wake, Word, explore, in_use, is_set, ring, sleep_pair, word,
 };
 
-/// Sleepers that the host's doorbell write wakes: the queue's own, and by a message that of the
-/// thread.
+/// Wakers for the host's doorbell write: of the queue's own sleeper, and of the thread, which gets
+/// a message as well.
 struct Parking<F> {
     queue: Wake<F>,
     thread: Wake,

@@ -90,8 +90,8 @@ fn no_wakeup_is_lost_with_a_deferred_predicate() {
     }
 }
 
-/// More than one turn of a ring of two entries. The host waits for room, so every entry is a turn
-/// of its own, and EventIdx has one of only two values.
+/// More than one turn of a ring of two entries. The host waits for room before each entry, and
+/// EventIdx has one of only two values.
 #[test]
 fn no_wakeup_is_lost_over_several_turns() {
     for predicate in PREDICATES {
