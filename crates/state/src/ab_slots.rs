@@ -3,7 +3,8 @@
 //!
 //! A slot is written completely, with a sequence number and a checksum, and synchronised. If the
 //! power fails during the write, the other slot is still valid. No file is created or renamed. So
-//! this is suitable for a sandboxed server, which has the open file but no access to its directory.
+//! the format is suitable for a sandboxed server, which has the open file but no access to its
+//! directory.
 
 use rustix::io::{ReadWriteFlags, pwritev2, retry_on_intr};
 use std::fs::File;

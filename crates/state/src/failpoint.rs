@@ -41,7 +41,7 @@ points! {
     SqStored = "sq-stored",
     /// The completion queue tail is stored.
     CqStored = "cq-stored",
-    /// The host was interrupted, or no interrupt was necessary.
+    /// The interrupt was raised, or none was necessary.
     Notified = "notified",
     /// The disk has a command of a dead process that is replayed. The journal still has the old
     /// record.
@@ -76,7 +76,7 @@ points! {
     Taken = "taken",
     /// The next process of an upgrade has checked the checkpoint.
     Checked = "checked",
-    /// Everything that is served is quiesced for an upgrade.
+    /// Everything that this process serves is quiesced for an upgrade.
     Quiesced = "quiesced",
     /// A vhost-user device has taken a request from the available ring.
     RequestTaken = "request-taken",

@@ -13,7 +13,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 const MAGIC: [u8; 8] = *b"SBELLST\0";
-/// Maximum size of a state. A server with a thousand controllers needs much less.
+/// Maximum size of a state in bytes. A server with a thousand controllers needs much less.
 const MAX_BYTES: u64 = 1 << 30;
 const MAX_FDS: u64 = 1 << 20;
 /// Size of the header in bytes: magic, version, number of descriptors, length.

@@ -65,7 +65,7 @@ impl Allowed {
         let ring = builder.clone().setup_r_disabled().build(entries)?;
         prepare(&ring)?;
         let opcodes = self.opcodes.iter().map(|code| Restriction::sqe_op(*code));
-        // Without an allowed operation, a kernel may not restrict `io_uring_register` at all.
+        // With an empty list of operations, a kernel may leave `io_uring_register` unrestricted.
         let registers = [register::RESTRICTIONS].into_iter().chain(self.registers.iter().copied());
         let registers = registers.map(Restriction::register_op);
         let flags = Restriction::sqe_flags_allowed(self.flags.bits());
@@ -103,8 +103,8 @@ impl<S: Shape, C: cqueue::EntryMarker + 'static> Reserve<S, C> {
         Self { name, build, sealed: Mutex::new(None) }
     }
 
-    /// Creates `count` instances; later no more are created. Returns the number of instances, which
-    /// is lower if the system has no descriptors or memory for all, and 0 if it permits none.
+    /// Creates `count` instances, and no instance later. Returns the number of instances, which is
+    /// lower if the system has no descriptors or memory for all, and 0 if it permits none.
     pub fn seal(&'static self, count: usize) -> usize {
         #[cfg(feature = "attempts")]
         sys::register(self.name, || self.take(), |ring| self.put_back(ring));

@@ -1,4 +1,4 @@
-//! Attempts of a test to use the rings of a sandboxed process for everything that the kernel has.
+//! Test of io_uring restrictions: tries all operations on the rings of a sandboxed process.
 
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use parking_lot::Mutex;
@@ -62,10 +62,10 @@ where
         }
     }
     opcodes.retain(|code| *code <= last);
-    // The last of them fails for want of a descriptor.
+    // The request with the last opcode fails only because it has no descriptor.
     let code = opcodes.last().copied().unwrap_or(0);
     let mut flags = 0;
-    // FIXED_FILE, DRAIN, LINK, HARDLINK, ASYNC, BUFFER_SELECT.
+    // Flags FIXED_FILE, DRAIN, LINK, HARDLINK, ASYNC and BUFFER_SELECT.
     for flag in (0..6).map(|bit| 1 << bit) {
         if ![-EACCES, -EOPNOTSUPP].contains(&result(ring, code, flag)?) {
             flags |= flag;
