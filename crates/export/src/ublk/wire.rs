@@ -28,55 +28,55 @@ const fn writes(number: u32) -> u32 {
 pub(super) mod control {
     use super::{reads, writes};
 
-    pub(in super::super) const GET_DEV_INFO: u32 = reads(0x02);
-    pub(in super::super) const ADD_DEV: u32 = writes(0x04);
-    pub(in super::super) const DEL_DEV: u32 = writes(0x05);
-    pub(in super::super) const START_DEV: u32 = writes(0x06);
-    pub(in super::super) const STOP_DEV: u32 = writes(0x07);
-    pub(in super::super) const SET_PARAMS: u32 = writes(0x08);
-    pub(in super::super) const GET_PARAMS: u32 = reads(0x09);
-    pub(in super::super) const START_USER_RECOVERY: u32 = writes(0x10);
-    pub(in super::super) const END_USER_RECOVERY: u32 = writes(0x11);
-    pub(in super::super) const GET_FEATURES: u32 = reads(0x13);
-    pub(in super::super) const TRY_STOP_DEV: u32 = writes(0x17);
+    pub(crate) const GET_DEV_INFO: u32 = reads(0x02);
+    pub(crate) const ADD_DEV: u32 = writes(0x04);
+    pub(crate) const DEL_DEV: u32 = writes(0x05);
+    pub(crate) const START_DEV: u32 = writes(0x06);
+    pub(crate) const STOP_DEV: u32 = writes(0x07);
+    pub(crate) const SET_PARAMS: u32 = writes(0x08);
+    pub(crate) const GET_PARAMS: u32 = reads(0x09);
+    pub(crate) const START_USER_RECOVERY: u32 = writes(0x10);
+    pub(crate) const END_USER_RECOVERY: u32 = writes(0x11);
+    pub(crate) const GET_FEATURES: u32 = reads(0x13);
+    pub(crate) const TRY_STOP_DEV: u32 = writes(0x17);
 }
 
 /// Commands for `/dev/ublkcN`.
 pub(super) mod io {
     use super::{IoCommand, encode};
 
-    pub(in super::super) const FETCH_REQ: u32 = encode(3, 0x20, size_of::<IoCommand>());
-    pub(in super::super) const COMMIT_AND_FETCH_REQ: u32 = encode(3, 0x21, size_of::<IoCommand>());
+    pub(crate) const FETCH_REQ: u32 = encode(3, 0x20, size_of::<IoCommand>());
+    pub(crate) const COMMIT_AND_FETCH_REQ: u32 = encode(3, 0x21, size_of::<IoCommand>());
 }
 
 /// Feature flags of a device: those that this program requests, and those that it does not support.
 pub(super) mod feature {
     /// The device outlives its server. New requests wait for the next server.
-    pub(in super::super) const USER_RECOVERY: u64 = 1 << 3;
+    pub(crate) const USER_RECOVERY: u64 = 1 << 3;
     /// The next server gets the requests that the dead server had not answered.
-    pub(in super::super) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
+    pub(crate) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
     /// A stop can fail if the device is open (`UBLK_CMD_TRY_STOP_DEV`).
-    pub(in super::super) const SAFE_STOP: u64 = 1 << 17;
+    pub(crate) const SAFE_STOP: u64 = 1 << 17;
     /// The server copies data, by reads and writes of `/dev/ublkcN`.
-    pub(in super::super) const USER_COPY: u64 = 1 << 7;
+    pub(crate) const USER_COPY: u64 = 1 << 7;
     /// Zero copy: the driver registers the memory of requests with the ring of the queue.
-    pub(in super::super) const AUTO_BUF_REG: u64 = 1 << 11;
+    pub(crate) const AUTO_BUF_REG: u64 = 1 << 11;
     /// Flag that kernels since Linux 6.17 have. If a dead server has calls on registered memory in
     /// flight, these kernels wait for them before the next server gets the request.
-    pub(in super::super) const BUF_REG_OFF_DAEMON: u64 = 1 << 14;
+    pub(crate) const BUF_REG_OFF_DAEMON: u64 = 1 << 14;
     /// Zero copy, with copies by the server for requests without registered memory.
-    pub(in super::super) const ZERO_COPY: u64 = USER_COPY | AUTO_BUF_REG;
+    pub(crate) const ZERO_COPY: u64 = USER_COPY | AUTO_BUF_REG;
     /// Unsupported features: other methods of data transfer (manual registration, fetch on demand,
     /// batches, shared memory), zones, integrity data, and devices of unprivileged users.
     const FOREIGN: u64 = 1 | 1 << 2 | 1 << 5 | 1 << 8 | 1 << 15 | 1 << 16 | 1 << 19;
 
     /// True if a device with these flags transfers data by an unsupported method.
-    pub(in super::super) fn is_foreign(flags: u64) -> bool {
+    pub(crate) fn is_foreign(flags: u64) -> bool {
         flags & FOREIGN != 0 || !matches!(flags & ZERO_COPY, 0 | ZERO_COPY)
     }
 
     /// True if a kernel with these features supports zero copy.
-    pub(in super::super) fn is_zero_copy(features: u64) -> bool {
+    pub(crate) fn is_zero_copy(features: u64) -> bool {
         const NEEDED: u64 = ZERO_COPY | BUF_REG_OFF_DAEMON;
         features & NEEDED == NEEDED
     }
@@ -97,8 +97,8 @@ pub(super) fn data_of(queue: u16, tag: u16) -> u64 {
 
 /// Device states: `ublksrv_ctrl_dev_info.state`.
 pub(super) mod state {
-    pub(in super::super) const DEAD: u16 = 0;
-    pub(in super::super) const LIVE: u16 = 1;
+    pub(crate) const DEAD: u16 = 0;
+    pub(crate) const LIVE: u16 = 1;
 }
 
 /// Control command, `struct ublksrv_ctrl_cmd`.
@@ -140,16 +140,16 @@ pub(super) struct DeviceInfo {
 
 /// Attributes of a device: `ublk_param_basic.attrs`.
 pub(super) mod attribute {
-    pub(in super::super) const READ_ONLY: u32 = 1;
-    pub(in super::super) const VOLATILE_CACHE: u32 = 1 << 2;
-    pub(in super::super) const FUA: u32 = 1 << 3;
+    pub(crate) const READ_ONLY: u32 = 1;
+    pub(crate) const VOLATILE_CACHE: u32 = 1 << 2;
+    pub(crate) const FUA: u32 = 1 << 3;
 }
 
 /// Types of parameters that are set: `ublk_params.types`.
 pub(super) mod parameter {
-    pub(in super::super) const BASIC: u32 = 1;
-    pub(in super::super) const DISCARD: u32 = 1 << 1;
-    pub(in super::super) const MEMORY: u32 = 1 << 4;
+    pub(crate) const BASIC: u32 = 1;
+    pub(crate) const DISCARD: u32 = 1 << 1;
+    pub(crate) const MEMORY: u32 = 1 << 4;
 }
 
 /// Device parameters, `struct ublk_params`, up to the last field that is used.
@@ -187,17 +187,17 @@ pub(super) struct Parameters {
 
 /// Operations: the low byte of `ublksrv_io_desc.op_flags`.
 pub(super) mod operation {
-    pub(in super::super) const READ: u8 = 0;
-    pub(in super::super) const WRITE: u8 = 1;
-    pub(in super::super) const FLUSH: u8 = 2;
-    pub(in super::super) const DISCARD: u8 = 3;
-    pub(in super::super) const WRITE_ZEROES: u8 = 5;
+    pub(crate) const READ: u8 = 0;
+    pub(crate) const WRITE: u8 = 1;
+    pub(crate) const FLUSH: u8 = 2;
+    pub(crate) const DISCARD: u8 = 3;
+    pub(crate) const WRITE_ZEROES: u8 = 5;
     /// Forced unit access: the write is durable when it completes.
-    pub(in super::super) const FUA: u32 = 1 << 13;
+    pub(crate) const FUA: u32 = 1 << 13;
     /// Zeroed blocks stay allocated.
-    pub(in super::super) const NO_UNMAP: u32 = 1 << 15;
+    pub(crate) const NO_UNMAP: u32 = 1 << 15;
     /// The memory of the request is not registered with the ring.
-    pub(in super::super) const NOT_REGISTERED: u32 = 1 << 17;
+    pub(crate) const NOT_REGISTERED: u32 = 1 << 17;
 }
 
 /// Request descriptor, `struct ublksrv_io_desc`.

@@ -8,19 +8,19 @@ const SEG_MAX: u32 = 254;
 
 /// Feature bits (Virtio 1.2, 5.2.3 and 6).
 pub(super) mod feature {
-    pub(in super::super) const SEG_MAX: u64 = 1 << 2;
-    pub(in super::super) const RO: u64 = 1 << 5;
-    pub(in super::super) const BLK_SIZE: u64 = 1 << 6;
-    pub(in super::super) const FLUSH: u64 = 1 << 9;
-    pub(in super::super) const TOPOLOGY: u64 = 1 << 10;
-    pub(in super::super) const MQ: u64 = 1 << 12;
-    pub(in super::super) const DISCARD: u64 = 1 << 13;
-    pub(in super::super) const WRITE_ZEROES: u64 = 1 << 14;
-    pub(in super::super) const INDIRECT_DESC: u64 = 1 << 28;
-    pub(in super::super) const EVENT_IDX: u64 = 1 << 29;
+    pub(crate) const SEG_MAX: u64 = 1 << 2;
+    pub(crate) const RO: u64 = 1 << 5;
+    pub(crate) const BLK_SIZE: u64 = 1 << 6;
+    pub(crate) const FLUSH: u64 = 1 << 9;
+    pub(crate) const TOPOLOGY: u64 = 1 << 10;
+    pub(crate) const MQ: u64 = 1 << 12;
+    pub(crate) const DISCARD: u64 = 1 << 13;
+    pub(crate) const WRITE_ZEROES: u64 = 1 << 14;
+    pub(crate) const INDIRECT_DESC: u64 = 1 << 28;
+    pub(crate) const EVENT_IDX: u64 = 1 << 29;
     /// Feature bit of vhost-user.
-    pub(in super::super) const PROTOCOL_FEATURES: u64 = 1 << 30;
-    pub(in super::super) const VERSION_1: u64 = 1 << 32;
+    pub(crate) const PROTOCOL_FEATURES: u64 = 1 << 30;
+    pub(crate) const VERSION_1: u64 = 1 << 32;
 }
 
 /// Offered features.

@@ -5,29 +5,29 @@ pub const CONFIG_SIZE: usize = 4096;
 
 /// Offsets in the type 0 header (PCI Express Base Specification, 7.5.1).
 pub(super) mod offset {
-    pub(in super::super) const VENDOR: usize = 0x00;
-    pub(in super::super) const DEVICE: usize = 0x02;
-    pub(in super::super) const COMMAND: usize = 0x04;
-    pub(in super::super) const STATUS: usize = 0x06;
-    pub(in super::super) const REVISION: usize = 0x08;
-    pub(in super::super) const CLASS: usize = 0x09;
-    pub(in super::super) const CACHE_LINE: usize = 0x0c;
-    pub(in super::super) const BAR0: usize = 0x10;
-    pub(in super::super) const SUBSYSTEM_VENDOR: usize = 0x2c;
-    pub(in super::super) const SUBSYSTEM: usize = 0x2e;
-    pub(in super::super) const CAPABILITIES: usize = 0x34;
-    pub(in super::super) const INTERRUPT_LINE: usize = 0x3c;
-    pub(in super::super) const INTERRUPT_PIN: usize = 0x3d;
-    pub(in super::super) const EXTENDED: usize = 0x100;
+    pub(crate) const VENDOR: usize = 0x00;
+    pub(crate) const DEVICE: usize = 0x02;
+    pub(crate) const COMMAND: usize = 0x04;
+    pub(crate) const STATUS: usize = 0x06;
+    pub(crate) const REVISION: usize = 0x08;
+    pub(crate) const CLASS: usize = 0x09;
+    pub(crate) const CACHE_LINE: usize = 0x0c;
+    pub(crate) const BAR0: usize = 0x10;
+    pub(crate) const SUBSYSTEM_VENDOR: usize = 0x2c;
+    pub(crate) const SUBSYSTEM: usize = 0x2e;
+    pub(crate) const CAPABILITIES: usize = 0x34;
+    pub(crate) const INTERRUPT_LINE: usize = 0x3c;
+    pub(crate) const INTERRUPT_PIN: usize = 0x3d;
+    pub(crate) const EXTENDED: usize = 0x100;
 }
 
 /// Bits of the command register (PCI Express Base Specification, 7.5.1.1.3).
 pub(super) mod command {
-    pub(in super::super) const MEMORY: u16 = 1 << 1;
-    pub(in super::super) const BUS_MASTER: u16 = 1 << 2;
-    pub(in super::super) const PARITY: u16 = 1 << 6;
-    pub(in super::super) const SERR: u16 = 1 << 8;
-    pub(in super::super) const INTX_DISABLE: u16 = 1 << 10;
+    pub(crate) const MEMORY: u16 = 1 << 1;
+    pub(crate) const BUS_MASTER: u16 = 1 << 2;
+    pub(crate) const PARITY: u16 = 1 << 6;
+    pub(crate) const SERR: u16 = 1 << 8;
+    pub(crate) const INTX_DISABLE: u16 = 1 << 10;
 }
 
 /// Bit Interrupt Status of the status register: the function has a pending interrupt for its pin
@@ -38,67 +38,67 @@ const CAPABILITIES_LIST: u16 = 1 << 4;
 
 /// Power Management capability (PCI Express Base Specification, 7.5.2).
 pub(super) mod pm_cap {
-    pub(in super::super) const AT: usize = 0x40;
-    pub(in super::super) const ID: u8 = 0x01;
-    pub(in super::super) const CAPABILITIES: usize = AT + 2;
-    pub(in super::super) const CONTROL: usize = AT + 4;
+    pub(crate) const AT: usize = 0x40;
+    pub(crate) const ID: u8 = 0x01;
+    pub(crate) const CAPABILITIES: usize = AT + 2;
+    pub(crate) const CONTROL: usize = AT + 4;
     /// Power Management Capabilities: version 3, without the states D1 and D2 and without power
     /// management events.
-    pub(in super::super) const VERSION: u16 = 3;
-    pub(in super::super) const POWER_STATE: u16 = 0b11;
-    pub(in super::super) const NO_SOFT_RESET: u16 = 1 << 3;
+    pub(crate) const VERSION: u16 = 3;
+    pub(crate) const POWER_STATE: u16 = 0b11;
+    pub(crate) const NO_SOFT_RESET: u16 = 1 << 3;
 }
 
 /// MSI-X capability (PCI Express Base Specification, 7.7.2).
 pub(super) mod msix_cap {
-    pub(in super::super) const AT: usize = 0x50;
-    pub(in super::super) const ID: u8 = 0x11;
-    pub(in super::super) const CONTROL: usize = AT + 2;
-    pub(in super::super) const TABLE: usize = AT + 4;
-    pub(in super::super) const PBA: usize = AT + 8;
-    pub(in super::super) const FUNCTION_MASK: u16 = 1 << 14;
-    pub(in super::super) const ENABLE: u16 = 1 << 15;
+    pub(crate) const AT: usize = 0x50;
+    pub(crate) const ID: u8 = 0x11;
+    pub(crate) const CONTROL: usize = AT + 2;
+    pub(crate) const TABLE: usize = AT + 4;
+    pub(crate) const PBA: usize = AT + 8;
+    pub(crate) const FUNCTION_MASK: u16 = 1 << 14;
+    pub(crate) const ENABLE: u16 = 1 << 15;
 }
 
 /// PCI Express capability (PCI Express Base Specification, 7.5.3).
 pub(super) mod pcie_cap {
-    pub(in super::super) const AT: usize = 0x60;
-    pub(in super::super) const ID: u8 = 0x10;
-    pub(in super::super) const CAPABILITIES: usize = AT + 2;
-    pub(in super::super) const DEVICE_CAPABILITIES: usize = AT + 0x04;
-    pub(in super::super) const DEVICE_CONTROL: usize = AT + 0x08;
-    pub(in super::super) const LINK_CAPABILITIES: usize = AT + 0x0c;
-    pub(in super::super) const LINK_CONTROL: usize = AT + 0x10;
-    pub(in super::super) const LINK_STATUS: usize = AT + 0x12;
-    pub(in super::super) const DEVICE_CAPABILITIES_2: usize = AT + 0x24;
-    pub(in super::super) const DEVICE_CONTROL_2: usize = AT + 0x28;
-    pub(in super::super) const LINK_CAPABILITIES_2: usize = AT + 0x2c;
-    pub(in super::super) const LINK_CONTROL_2: usize = AT + 0x30;
+    pub(crate) const AT: usize = 0x60;
+    pub(crate) const ID: u8 = 0x10;
+    pub(crate) const CAPABILITIES: usize = AT + 2;
+    pub(crate) const DEVICE_CAPABILITIES: usize = AT + 0x04;
+    pub(crate) const DEVICE_CONTROL: usize = AT + 0x08;
+    pub(crate) const LINK_CAPABILITIES: usize = AT + 0x0c;
+    pub(crate) const LINK_CONTROL: usize = AT + 0x10;
+    pub(crate) const LINK_STATUS: usize = AT + 0x12;
+    pub(crate) const DEVICE_CAPABILITIES_2: usize = AT + 0x24;
+    pub(crate) const DEVICE_CONTROL_2: usize = AT + 0x28;
+    pub(crate) const LINK_CAPABILITIES_2: usize = AT + 0x2c;
+    pub(crate) const LINK_CONTROL_2: usize = AT + 0x30;
     /// PCI Express Capabilities: version 2, endpoint, no slot, interrupt message 0.
-    pub(in super::super) const VERSION_ENDPOINT: u16 = 2;
+    pub(crate) const VERSION_ENDPOINT: u16 = 2;
     /// Device Capabilities: maximum payload size of 512 bytes.
-    pub(in super::super) const MAX_PAYLOAD_512: u32 = 2;
-    pub(in super::super) const EXTENDED_TAG: u32 = 1 << 5;
-    pub(in super::super) const ROLE_BASED_ERRORS: u32 = 1 << 15;
-    pub(in super::super) const FLR_CAPABLE: u32 = 1 << 28;
-    pub(in super::super) const INITIATE_FLR: u16 = 1 << 15;
+    pub(crate) const MAX_PAYLOAD_512: u32 = 2;
+    pub(crate) const EXTENDED_TAG: u32 = 1 << 5;
+    pub(crate) const ROLE_BASED_ERRORS: u32 = 1 << 15;
+    pub(crate) const FLR_CAPABLE: u32 = 1 << 28;
+    pub(crate) const INITIATE_FLR: u16 = 1 << 15;
     /// Writable bits of Device Control: error enables, relaxed ordering, payload size, extended
     /// tags, no snoop, request size, and Initiate Function Level Reset. Phantom functions and
     /// auxiliary power are not writable.
-    pub(in super::super) const DEVICE_CONTROL_BITS: u16 = 0xf9ff;
+    pub(crate) const DEVICE_CONTROL_BITS: u16 = 0xf9ff;
     /// Power-on value of Device Control: relaxed ordering, no snoop, requests of 512 bytes.
-    pub(in super::super) const DEVICE_CONTROL_DEFAULT: u16 = 1 << 4 | 1 << 11 | 0b010 << 12;
+    pub(crate) const DEVICE_CONTROL_DEFAULT: u16 = 1 << 4 | 1 << 11 | 0b010 << 12;
     /// Link speed and width: 8 GT/s and four lanes, like a typical SSD.
-    pub(in super::super) const SPEED_AND_WIDTH: u16 = 3 | 4 << 4;
+    pub(crate) const SPEED_AND_WIDTH: u16 = 3 | 4 << 4;
     /// Writable bits of Link Control: ASPM control, read completion boundary, common clock,
     /// extended synch.
-    pub(in super::super) const LINK_CONTROL_BITS: u16 = 0b11 | 1 << 3 | 1 << 6 | 1 << 7;
+    pub(crate) const LINK_CONTROL_BITS: u16 = 0b11 | 1 << 3 | 1 << 6 | 1 << 7;
     /// Device Capabilities 2: completion timeouts can be disabled.
-    pub(in super::super) const TIMEOUT_DISABLE: u16 = 1 << 4;
+    pub(crate) const TIMEOUT_DISABLE: u16 = 1 << 4;
     /// Supported link speeds: 2.5, 5 and 8 GT/s.
-    pub(in super::super) const SPEEDS: u32 = 0b111 << 1;
+    pub(crate) const SPEEDS: u32 = 0b111 << 1;
     /// Target link speed: 8 GT/s.
-    pub(in super::super) const TARGET_SPEED: u16 = 3;
+    pub(crate) const TARGET_SPEED: u16 = 3;
 }
 
 /// Header of the Device Serial Number capability (PCI Express Base Specification, 7.9.3):

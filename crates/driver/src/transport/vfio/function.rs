@@ -138,7 +138,7 @@ pub(super) mod tests {
     use std::os::unix::fs::symlink;
 
     /// Creates a function in a fake sysfs.
-    pub(in super::super) fn add(
+    pub(crate) fn add(
         sysfs: &Path,
         address: &str,
         class: &str,

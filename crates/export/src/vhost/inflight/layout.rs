@@ -23,7 +23,7 @@ pub(super) fn queue_bytes(entries: u16) -> usize {
 }
 
 /// Memory of a queue, accessed in words.
-pub(in super::super) trait Words {
+pub(crate) trait Words {
     /// Loads the word at offset `at`, which is a multiple of eight.
     fn load(&self, at: usize) -> u64;
     /// Stores a word. Earlier stores become visible before it.

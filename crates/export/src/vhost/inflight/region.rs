@@ -16,18 +16,18 @@ const PADDED: usize = 24;
 
 /// Geometry of the memory, from the payload of the messages about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) struct Shape {
+pub(crate) struct Shape {
     /// Length in bytes, from `offset`.
-    pub(in super::super) len: u64,
-    pub(in super::super) offset: u64,
-    pub(in super::super) queues: u16,
+    pub(crate) len: u64,
+    pub(crate) offset: u64,
+    pub(crate) queues: u16,
     /// Largest number of descriptors per queue.
-    pub(in super::super) entries: u16,
+    pub(crate) entries: u16,
 }
 
 impl Shape {
     /// Decodes the payload of a message, for a device with `queues` queues.
-    pub(in super::super) fn parse(payload: &[u8], queues: usize) -> Result<Self, ShapeError> {
+    pub(crate) fn parse(payload: &[u8], queues: usize) -> Result<Self, ShapeError> {
         let bad = ShapeError::Length(payload.len());
         let (Some(&[len, offset]), Some(&[q0, q1, e0, e1])) = (
             payload.as_chunks().0.get(..2).and_then(<[_]>::as_array),
@@ -49,20 +49,20 @@ impl Shape {
     }
 
     /// Checks that the memory is large enough.
-    pub(in super::super) fn check_length(&self) -> Result<(), ShapeError> {
+    pub(crate) fn check_length(&self) -> Result<(), ShapeError> {
         let (len, needed) = (self.len, self.needed());
         if needed > len { Err(ShapeError::TooShort { len, needed }) } else { Ok(()) }
     }
 
     /// Number of bytes that the queues need.
-    pub(in super::super) fn needed(&self) -> u64 {
+    pub(crate) fn needed(&self) -> u64 {
         usize::from(self.queues) as u64 * queue_bytes(self.entries) as u64
     }
 }
 
 /// Invalid geometry.
 #[derive(Debug, thiserror::Error)]
-pub(in super::super) enum ShapeError {
+pub(crate) enum ShapeError {
     #[error("a message about requests in flight has {0} bytes")]
     Length(usize),
     #[error(
@@ -75,14 +75,14 @@ pub(in super::super) enum ShapeError {
 }
 
 /// Mapped tracking memory.
-pub(in super::super) struct Region {
+pub(crate) struct Region {
     bytes: SharedBytes,
     shape: Shape,
 }
 
 impl Region {
     /// Creates a zeroed file for tracking memory. The file is sealed against truncation.
-    pub(in super::super) fn make(shape: &Shape) -> io::Result<OwnedFd> {
+    pub(crate) fn make(shape: &Shape) -> io::Result<OwnedFd> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create("vhost-inflight", flags)?;
         ftruncate(&file, shape.len)?;
@@ -91,18 +91,18 @@ impl Region {
     }
 
     /// Maps the file of a frontend.
-    pub(in super::super) fn map(file: impl AsFd, shape: Shape) -> Result<Self, MapError> {
+    pub(crate) fn map(file: impl AsFd, shape: Shape) -> Result<Self, MapError> {
         let mapping = Mapping::from_fd(file, shape.offset, shape.needed(), Protection::ReadWrite)?;
         Ok(Self { bytes: mapping.bytes(), shape })
     }
 
     /// Largest number of descriptors per queue.
-    pub(in super::super) fn entries(&self) -> u16 {
+    pub(crate) fn entries(&self) -> u16 {
         self.shape.entries
     }
 
     /// Tracking memory of queue `index`.
-    pub(in super::super) fn queue(&self, index: usize) -> Option<SharedBytes> {
+    pub(crate) fn queue(&self, index: usize) -> Option<SharedBytes> {
         let len = queue_bytes(self.shape.entries);
         let has_it = index < usize::from(self.shape.queues);
         has_it.then(|| self.bytes.slice(index * len, len)).flatten()
@@ -110,7 +110,7 @@ impl Region {
 
     /// True if a part of the memory was lost, because its file was truncated, or no huge pages were
     /// left.
-    pub(in super::super) fn is_poisoned(&self) -> bool {
+    pub(crate) fn is_poisoned(&self) -> bool {
         self.bytes.mapping().is_poisoned()
     }
 }
@@ -118,14 +118,14 @@ impl Region {
 /// Tracking memory that the frontend shared last. A queue uses the memory from its start to its
 /// stop.
 #[derive(Default)]
-pub(in super::super) struct Kept(RwLock<Option<Arc<Region>>>);
+pub(crate) struct Kept(RwLock<Option<Arc<Region>>>);
 
 impl Kept {
-    pub(in super::super) fn set(&self, region: Region) {
+    pub(crate) fn set(&self, region: Region) {
         *self.0.write() = Some(Arc::new(region));
     }
 
-    pub(in super::super) fn get(&self) -> Option<Arc<Region>> {
+    pub(crate) fn get(&self) -> Option<Arc<Region>> {
         self.0.read().clone()
     }
 }

@@ -4,7 +4,7 @@ use super::layout::{Header, Mark, VERSION, Words, features, number, store_number
 
 /// Reason why the tracking memory of a queue is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in super::super) enum Inconsistent {
+pub(crate) enum Inconsistent {
     #[error("features {0:#x} with version {1} are not supported, only version 1 without features")]
     Version(u64, u16),
     #[error("it is for {0} descriptors, and was shared as one for {1}")]
@@ -21,15 +21,15 @@ pub(in super::super) enum Inconsistent {
 
 /// State that a dead process has left.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in super::super) struct Found {
+pub(crate) struct Found {
     /// Heads of the requests that must be executed again, in this order.
-    pub(in super::super) heads: Vec<u16>,
+    pub(crate) heads: Vec<u16>,
     /// Position in the available ring of the first request that has not been taken.
-    pub(in super::super) available: u16,
+    pub(crate) available: u16,
 }
 
 /// Writer of a queue's tracking memory.
-pub(in super::super) struct Tracker<W> {
+pub(crate) struct Tracker<W> {
     words: W,
     header: Header,
     /// Number of the next request.
@@ -40,7 +40,7 @@ impl<W: Words> Tracker<W> {
     /// Starts the tracking of a queue of `size` entries, whose used ring has the index `used`. The
     /// memory was shared for `entries` entries. Returns the state that a dead process has left, if
     /// there is any.
-    pub(in super::super) fn start(
+    pub(crate) fn start(
         words: W,
         entries: u16,
         size: u16,
@@ -104,7 +104,7 @@ impl<W: Words> Tracker<W> {
     }
 
     /// Records that a request was taken from the available ring.
-    pub(in super::super) fn taken(&mut self, head: u16) {
+    pub(crate) fn taken(&mut self, head: u16) {
         if head >= self.header.entries {
             return;
         }
@@ -114,7 +114,7 @@ impl<W: Words> Tracker<W> {
     }
 
     /// Records that a request will be put into the used ring next.
-    pub(in super::super) fn answering(&mut self, head: u16) {
+    pub(crate) fn answering(&mut self, head: u16) {
         if head >= self.header.entries {
             return;
         }
@@ -124,7 +124,7 @@ impl<W: Words> Tracker<W> {
     }
 
     /// Records that a request is in the used ring, whose index is now `used`.
-    pub(in super::super) fn replied(&mut self, head: u16, used: u16) {
+    pub(crate) fn replied(&mut self, head: u16, used: u16) {
         if head >= self.header.entries {
             return;
         }
