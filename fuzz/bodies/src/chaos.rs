@@ -72,8 +72,8 @@ struct Guest {
     /// The same bytes as `memory`, mapped for reading.
     to_read: SharedBytes,
     parts: [Part; REGIONS.len()],
-    /// Expected contents of all memory: as recorded by `remember`, with the guest's later writes.
-    /// `check` compares the parts that the controller must not write.
+    /// Expected contents of all memory: the contents at the last call of `remember`, with the
+    /// guest's later writes. `check` compares the parts that the controller must not write.
     image: Vec<u8>,
     /// Buffer of the same length, into which all memory is read.
     snapshot: Cell<Vec<u8>>,
@@ -169,13 +169,13 @@ impl Guest {
         }
     }
 
-    /// Records the contents of protected memory.
+    /// Records the contents of all memory, which `check` compares later.
     fn remember(&mut self) {
         let now = self.all();
         self.snapshot.set(std::mem::replace(&mut self.image, now));
     }
 
-    /// Compares all protected memory with its recorded contents.
+    /// Checks that all memory that the controller must not write has its recorded contents.
     fn check(&self) {
         let now = self.all();
         let same = |first: u64, pages: u64, why: &str| {
@@ -222,8 +222,8 @@ impl Guest {
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            // The operation may wait for requests that the disk completes only when the program
-            // tells it to.
+            // The operation may wait for requests that the disk completes only by a call of the
+            // program.
             self.test_disk.state().complete_all();
         }
         panic!("{what}");

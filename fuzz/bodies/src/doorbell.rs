@@ -36,7 +36,7 @@ impl Cells {
         DoorbellState { last: 0, truth, snapshot: self.is_shadow.then_some(0) }
     }
 
-    /// The host stores a value: near the last one, or any.
+    /// Stores a value as the host does: near the last one, or any.
     fn write(&self, source: &mut Source<'_>, last: u16, entries: u32) -> u32 {
         let near = u64::from(last).saturating_add(source.below(4) as u64);
         let value = source.near(&[near, entries.into(), u64::from(entries) - 1, 0]) as u32;
@@ -137,7 +137,7 @@ fn heads(source: &mut Source<'_>, size: RingSize, cells: &Cells) {
         };
         check(cells, entries, look, expected);
         match expected {
-            // The same value again does not end the report of an invalid one.
+            // A head that does not move does not allow a second report of an invalid value.
             Ok(seen) if is_valid && seen != last => (last, reported) = (seen, None),
             Ok(_) => {}
             Err(error) => reported = Some(error.value),

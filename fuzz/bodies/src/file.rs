@@ -94,7 +94,7 @@ struct User {
     pending: [BTreeMap<u32, Pending>; QUEUES],
     next: u64,
     injected: u64,
-    /// Number of started syncs, the sync in flight, and the last sync that succeeded.
+    /// Number of started syncs, and this number when a sync last succeeded.
     started: u64,
     succeeded: u64,
     lost: bool,

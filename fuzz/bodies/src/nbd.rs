@@ -72,8 +72,8 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
         preferred: 4096,
         flags: 0x6d,
     };
-    // Half of the inputs use a server that requires TLS. The bytes after its start are treated as
-    // decrypted.
+    // Half of the inputs use a server that requires TLS. The bytes after the start of TLS are
+    // treated as decrypted.
     let first = parts.iter().find_map(|part| part.first());
     let wants_tls = first.is_some_and(|byte| byte & 1 != 0);
     let security = if wants_tls { Security::Required } else { Security::None };
@@ -140,7 +140,7 @@ fn options(source: &mut Source<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Socket of a server with a disk in this process, which all programs use.
+/// Socket of a server with a memory disk in this process. All fuzz programs use the same server.
 fn server() -> &'static PathBuf {
     static SERVER: OnceLock<(Server, tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (.., path) = SERVER.get_or_init(|| {

@@ -97,7 +97,7 @@ impl Image {
         let entry = if has_subclusters { 16 } else { 8 };
         let per_table = cluster / entry;
         let tables = 1 + source.below(3) as u64;
-        // The disk has two tables more than the image.
+        // The disk has room for two tables more than the image has.
         let size = ((tables + 2) * per_table * cluster).min(1 << 20);
         let l1_entries = size.div_ceil(per_table * cluster);
         let l1 = 3 * cluster;
@@ -141,7 +141,7 @@ impl Image {
             image.field64(l1 + table * 8, (l2 + table * cluster) | COPIED);
         }
         for nth in 0..clusters {
-            // Data are spread over the tables, and some are zero clusters.
+            // The clusters are spread over the tables, and some are zero clusters.
             let guest = (nth * 7) % (size / cluster).min(tables * per_table);
             let at = l2 + guest * entry;
             let host = data + nth * cluster;

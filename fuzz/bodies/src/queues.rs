@@ -272,7 +272,7 @@ fn submit_admin(host: &mut Host, source: &mut Source<'_>) {
             if let Some(qid) = live.first() {
                 sqe.cdw10 = u32::from(*qid) | u32::from(host.oldest(*qid)) << 16;
             }
-            // After an abort, any command may fail.
+            // After an abort, any command in flight may fail.
             host.trouble = true;
         }
         0x0c => kind = Kind::Event,

@@ -104,7 +104,7 @@ struct Guest {
     life: Life,
     /// True if the reset in progress also unmaps the memory.
     unmaps: bool,
-    /// True if the contents of the queues are unknown, after forbidden operations of the host.
+    /// True after a forbidden operation of the host, which leaves the queues with unknown contents.
     blind: bool,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
@@ -113,7 +113,8 @@ struct Guest {
     image: Vec<u8>,
     /// Buffer of the same length, into which all memory is read.
     snapshot: Cell<Vec<u8>>,
-    /// An unmap of the memory for data: the flag that confirms it, and the contents at that time.
+    /// Unmap of the memory for data, if there is one: the flag that is set when the unmap is
+    /// confirmed, and then the contents of that memory.
     away: Option<(Arc<AtomicBool>, Option<Vec<u8>>)>,
     cid: u16,
 }
@@ -439,7 +440,7 @@ impl Guest {
         }
     }
 
-    /// Records the contents of the unmapped memory when the unmap is confirmed.
+    /// Records the contents of the memory for data as soon as its unmap is confirmed.
     fn note_away(&mut self) {
         let is_given = |(done, image): &(Arc<AtomicBool>, Option<Vec<u8>>)| {
             image.is_none() && done.load(Ordering::SeqCst)
@@ -548,7 +549,7 @@ impl Guest {
         }
     }
 
-    /// Compares protected memory with its recorded contents.
+    /// Checks that all memory that the controller must not write has its recorded contents.
     fn check(&self) {
         let off = matches!(self.life, Life::Off);
         let away = self.away.as_ref().and_then(|(_, image)| image.as_ref());
@@ -562,7 +563,7 @@ impl Guest {
         self.snapshot.set(now);
     }
 
-    /// Executes a last reset.
+    /// Executes a last reset, and checks that it ends.
     fn finish(&mut self) {
         // If no other reset is in progress, this reset cancels all requests, and the disk ends
         // them.
@@ -587,7 +588,8 @@ impl Guest {
     }
 }
 
-/// A well-formed command that needs one request or many, or takes several steps.
+/// Creates a well-formed command. If `single_request` is true, it needs at most one disk request.
+/// Otherwise it may need many, or take several steps.
 fn io(source: &mut Source<'_>, single_request: bool) -> Sqe {
     const ALL: [u8; 10] = [0x02, 0x02, 0x01, 0x01, 0x05, 0x0c, 0x08, 0x00, 0x09, 0x19];
     let opcode = source.of(if single_request { &ALL[..7] } else { &ALL });

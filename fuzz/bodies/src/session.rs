@@ -92,7 +92,7 @@ struct Connection {
     /// The memory that is shared at [`BASE`], and its file.
     file: OwnedFd,
     memory: SharedBytes,
-    /// True if the file is truncated or was never valid.
+    /// True if the file has been shorter than the memory.
     cut: bool,
     tails: [u32; 4],
 }

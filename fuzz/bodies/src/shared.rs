@@ -210,7 +210,8 @@ impl Connection {
         assert!(alive, "the reactor was not stopped");
     }
 
-    /// Takes a turn of the second thread: it takes writes until it stops.
+    /// Takes a turn of the second thread: it takes at most `most` writes to the doorbell, and stops
+    /// at any other message.
     fn poll(&mut self, most: u32) {
         let mut seen = self.seen.lock();
         let Some(socket) = seen.socket.take() else { return };

@@ -28,7 +28,7 @@ pub(crate) fn contents(offset: u64, len: u64) -> Vec<u8> {
 pub(crate) struct TestDiskState {
     /// True if requests remain pending until the program ends them.
     pub(crate) defer: bool,
-    /// True if cancelled requests end.
+    /// True if a cancelled request ends. Otherwise a cancellation has no effect.
     pub(crate) cancellable: bool,
     /// Errors of the next requests.
     pub(crate) fail: VecDeque<DiskError>,
@@ -59,8 +59,8 @@ impl TestDiskState {
         }
     }
 
-    /// Ends all flushes. A disabled controller flushes at a shutdown. A reset or disconnect does
-    /// not wait for this flush, because it accesses no memory.
+    /// Ends all flushes. If a disabled controller is shut down, it flushes the disk. A reset or
+    /// disconnect does not wait for this flush, because a flush accesses no memory.
     pub(crate) fn complete_flushes(&mut self) {
         while let Some(at) = self.deferred.iter().position(|(.., is_flush)| *is_flush) {
             self.end(at);

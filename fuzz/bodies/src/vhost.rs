@@ -66,7 +66,7 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// Disks of both block sizes in this process, which all programs use.
+/// Disks of both block sizes in this process. All fuzz programs use the same disks.
 fn disk() -> &'static Mutex<[BlockDevice; 2]> {
     static DISK: OnceLock<Mutex<[BlockDevice; 2]>> = OnceLock::new();
     DISK.get_or_init(|| {
@@ -567,7 +567,8 @@ impl Guest {
         let _ = self.queue.start(place, source.bool(), source.bool());
         (self.wild, self.fresh, self.disk) = (true, false, None);
         self.notify();
-        // The size of the queue stays unchanged if another size is refused.
+        // Later chains are added as in a ring of `ENTRIES` entries, whatever size the queue has
+        // accepted.
         self.entries = ENTRIES;
     }
 

@@ -39,7 +39,7 @@ fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let first = number("BODIES_FROM").unwrap_or(0);
     for program in first..first + programs * number("BODIES_TIMES").unwrap_or(1) {
-        // The last printed program is the failing one.
+        // If a program fails, its number is the last one printed.
         println!("{target} {program}");
         let mut random = Random((program + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let len = random.next() % len;

@@ -157,7 +157,7 @@ fn make(
     let times = Times {
         baseline: seconds / 4,
         attacked: seconds,
-        // The length of a load: the second attack runs this long before SIGTERM.
+        // Duration of a load, not a limit: the second attack runs this long before SIGTERM.
         before_end: seconds.min(Duration::from_millis(150)),
     };
     let mut table = verdict::table();

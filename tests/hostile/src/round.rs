@@ -203,7 +203,7 @@ fn end_under_attack(
         give_way();
         run(&mut field)
     });
-    // The length of a load: the attack runs this long before SIGTERM.
+    // Duration of a load, not a limit: the attack runs this long before SIGTERM.
     sleep(times.before_end);
     outcome.end = server.terminate(LIMIT)?;
     if outcome.end.is_none() {

@@ -58,8 +58,8 @@ pub(crate) struct Job<'a> {
     pub(crate) depth: u32,
 }
 
-/// Command for fio. libnbd takes root's certificates from /etc. With TLS, fio therefore runs in a
-/// user namespace as another user, with its own home directory.
+/// Command for fio. If the user is root, libnbd takes certificates only from `/etc`. With TLS, fio
+/// therefore runs in a user namespace as another user, with its own home directory.
 fn program(source: Source<'_>) -> Command {
     if let Source::Rbd { conf, .. } = source {
         let mut command = child(Path::new("fio"));

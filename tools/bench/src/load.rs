@@ -62,12 +62,12 @@ pub(crate) struct Load<'a> {
     pub(crate) workers: u16,
     /// Offered I/Os per second; `None`: as many as possible.
     pub(crate) rate: Option<u64>,
-    /// Overwrites the disk first, so that reads find allocated blocks.
+    /// True if the disk is overwritten first, so that reads find allocated blocks.
     pub(crate) fill: bool,
     pub(crate) doorbells: &'a str,
     /// Maximum poll time of driver and controller in microseconds; `None`: the default.
     pub(crate) poll_max: Option<u32>,
-    /// The server has a supervisor.
+    /// True if the server has a supervisor.
     pub(crate) supervisor: bool,
 }
 
@@ -129,7 +129,8 @@ impl Load<'_> {
         options.extend(settings.pinned.then(|| format!("--pin={}", settings.cpus[1])));
         options.extend(self.longest_poll());
         if self.waiting == Waiting::Polling {
-            // All jobs run on one CPU. Each sleeping job has its own thread and queue pair.
+            // All jobs run on one CPU, so polling jobs share a thread. Each sleeping job has its
+            // own thread and queue pair.
             options.push("--threads=1".to_owned());
         }
         options.extend(self.rate.map(|rate| format!("--rate-iops={rate}")));
@@ -162,7 +163,8 @@ impl Load<'_> {
         let mut command = child(&settings.binary);
         command.args(["bench", target]).args(self.bench_options(settings));
         if settings.quick {
-            // The run has a minimum number of I/Os, so that the row is valid on a busy machine.
+            // The run ends after a number of I/Os and not after a time, so that the row is valid on
+            // a busy machine.
             command.arg(format!("--number-ios={}", self.few()));
         } else {
             command.arg(format!("--runtime={}ms", settings.time.as_millis()));

@@ -32,8 +32,9 @@ impl Memory {
         Ok(Self { disk })
     }
 
-    /// Copies blocks from random offsets of the disk to the host's buffers in turn (or, for a
-    /// write, back) on this CPU for `time`. Returns bytes per second.
+    /// Copies blocks from random offsets of the disk to the host's buffers, one after the other,
+    /// or, if `write` is true, from the buffers to the disk. The copying thread runs on CPU `cpu`
+    /// for `time`. Returns bytes per second.
     pub(crate) fn copy(
         &self,
         cpu: usize,
@@ -95,7 +96,7 @@ mod tests {
             memory.disk.read_into(0, &mut bytes).unwrap();
             bytes.iter().all(|b| *b == byte)
         };
-        // The length of a measurement.
+        // Duration of a measurement, not a limit.
         let time = Duration::from_millis(5);
         assert!(memory.copy(cpu, 4096, 3, false, time).unwrap() > 0.0);
         assert!(all(0xa5));

@@ -126,7 +126,8 @@ fn combine(values: &[&Value], name: &str) -> Value {
                     json!(numbers.0.iter().sum::<f64>())
                 }
             } else if values.iter().all(|value| value.as_f64() == first.as_f64()) {
-                // Conditions of the measurement, most of which are integers.
+                // Values that are equal in all rounds are copied, because a median would make
+                // integers fractions. Most of them are parameters of the measurement.
                 Value::Number(first.clone())
             } else {
                 json!(numbers.median())

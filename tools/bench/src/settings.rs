@@ -20,7 +20,7 @@ pub(crate) struct Settings {
     pub(crate) time: Duration,
     /// Duration of the warm-up before the measurement.
     pub(crate) ramp: Duration,
-    /// One short round of a few conditions, as a functional test.
+    /// True if the run is a functional test: one short round of a few conditions.
     pub(crate) quick: bool,
     /// Directory for large files.
     pub(crate) directory: PathBuf,

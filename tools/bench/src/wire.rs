@@ -55,14 +55,14 @@ struct Wire {
     stopped: CachePadded<AtomicBool>,
 }
 
-/// Interval of the tail stores of the submitting side.
+/// Times at which the submitting side stores the tail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TailUpdate {
-    /// For each entry.
+    /// After each entry.
     Each,
-    /// Once for all entries that replace the completions found in one pass.
+    /// Once after all entries that replace the completions found in one pass.
     Batch,
-    /// Once for at most 16 entries, while there are more completions to take.
+    /// After each 16 entries, and after the last entry of a pass.
     Few,
 }
 
@@ -338,7 +338,7 @@ mod tests {
         // The rate is not checked. The data of each entry are checked, many times around the rings.
         for depth in [1, 3, 32, 33, 128, RING - 1] {
             for update in TailUpdate::ALL {
-                // The length of a measurement.
+                // Duration of a measurement, not a limit.
                 let rate = limit(processors(), depth, update, Duration::from_millis(20)).unwrap();
                 assert!(rate > 0.0, "{depth} {update:?}: {rate}");
             }
@@ -362,7 +362,7 @@ mod tests {
 
     #[test]
     fn invalid_parameters_are_refused() {
-        // The length of a measurement that is refused.
+        // Duration of a measurement that is refused, not a limit.
         let time = Duration::from_millis(1);
         assert!(limit(processors(), 0, TailUpdate::Each, time).is_err());
         assert!(limit(processors(), RING, TailUpdate::Each, time).is_err());

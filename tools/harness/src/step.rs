@@ -82,7 +82,8 @@ pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
             let counts = match output {
                 Output::Summary => summary(&lines),
                 Output::Tests => test_counts(&name, &lines, report)
-                    // A program without the test harness is one check.
+                    // A program without Rust's test harness prints no counts, and counts as one
+                    // check.
                     .or_else(|| result.is_ok().then(|| (1, Vec::new()))),
             };
             let ended = counts.is_some();
@@ -135,7 +136,7 @@ fn run(
     let inode = rustix::fs::fstat(&output).context("the output")?.st_ino;
     command.stdin(Stdio::null()).stdout(end.try_clone().context("a pipe")?).stderr(end);
     let child = command.spawn();
-    // The command must not keep the pipe open.
+    // `command` has a copy of the writing end of the pipe, which would keep the pipe open.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child.with_context(|| command.get_program().display().to_string())?;
     let (sender, lines) = channel();

@@ -62,7 +62,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     };
     step(report, "tests on the cluster", &mut test());
     let mut stopped = test();
-    // The tests run one after the other, because they stop the same servers.
+    // The tests run one after the other, because they stop the same daemons of the cluster.
     let names = ["a_hung_cluster", "--", "--test-threads=1"];
     stopped.env("SHADOWBELL_CEPH_STOP", "1").args(names);
     step(report, "a cluster that does not answer", &mut stopped);

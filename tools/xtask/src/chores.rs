@@ -82,7 +82,7 @@ pub(crate) fn test_busy(report: &mut Report, rounds: u32) -> Result<()> {
 }
 
 /// Processes that use all CPUs, until they are dropped or this process ends. Each has a session of
-/// its own: the scheduler divides a CPU between sessions first (`sched_autogroup`).
+/// its own, because the kernel divides CPU time between sessions first (`sched_autogroup`).
 struct BusyLoops(Vec<Child>);
 
 impl BusyLoops {
@@ -151,9 +151,9 @@ fn tests(report: &mut Report) {
     in_own_directories(report, jobs);
 }
 
-/// Runs jobs side by side, each with a directory of its own for control sockets: `shadowbell ctl -s
-/// SOCKET` asks each server in that directory, and must not wake the servers of others, which may
-/// have to be idle.
+/// Runs jobs side by side, each with a directory of its own for control sockets. `shadowbell ctl -s
+/// SOCKET` asks every server in the directory of the sockets. In a common directory it would wake
+/// the servers of other jobs, some of which have to be idle.
 fn in_own_directories(report: &mut Report, mut jobs: Vec<Job>) {
     let Some(sockets) = report.check("a directory for sockets", |_| Ok(tempfile::tempdir()?))
     else {
@@ -311,7 +311,7 @@ fn guests(program: &Path) -> Vec<Job> {
             }
             let mut command = alone();
             command.arg("guest").arg(suite.name()).args(["--kernel", &kernel.to_string()]);
-            // Speeds are not checked.
+            // With 0 rounds, only counts are measured. Speeds are not checked.
             command.args(["--rounds", "0", "--shadowbell"]).arg(program);
             let name = format!("guest {}, Linux {kernel}", suite.name());
             jobs.push(Job { name, command, output: Output::Summary });
@@ -365,14 +365,15 @@ fn part(name: &str, part: Part, program: &Path) -> Job {
     Job { name: name.to_owned(), command, output: Output::Summary }
 }
 
-/// This program, which fails if it leaves a process behind.
+/// Command that runs this program, and fails if the program leaves a process behind.
 fn alone() -> Command {
     let mut command = xtask();
     command.args(["run-alone", "--", "/proc/self/exe"]);
     command
 }
 
-/// This program. It is started by /proc/self/exe, because a build may replace its file.
+/// Command that runs this program. It is started by `/proc/self/exe`, because a build may replace
+/// its file.
 fn xtask() -> Command {
     Command::new("/proc/self/exe")
 }

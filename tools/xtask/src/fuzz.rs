@@ -1,7 +1,8 @@
 //! `cargo xtask fuzz`: the bodies in `fuzz/bodies` under libFuzzer and the address sanitizer.
 //!
-//! The table at the end has a row for each target: the number of programs, the number of their
-//! steps, which the bodies write to a file, and libFuzzer's coverage.
+//! An input of a target is called a program, because it encodes the steps of an untrusted side. The
+//! table at the end has a row for each target: the number of programs, the number of their steps,
+//! which the bodies write to a file, and libFuzzer's coverage.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

@@ -197,7 +197,7 @@ impl State {
     fn play(&mut self, qid: u16, sqe: &Sqe) {
         let trick = if self.malicious { self.script.u8() } else { 0 };
         match trick {
-            // The command is never completed, or later.
+            // The command gets no completion here. `catch_up` may complete it later.
             0xf0..=0xf2 => {}
             0xf3..=0xf5 => {
                 let status = Status::from_bits(self.script.u16());
@@ -483,7 +483,7 @@ impl Transport for Device {
         if trick == 0xfe {
             iova += 8;
         }
-        // The driver unmaps an unaligned address immediately.
+        // If the address is unaligned, the driver unmaps it immediately.
         let _ = state.dma.map(iova, mapping.len() as u64, &mapping.bytes());
         Ok(iova)
     }

@@ -116,11 +116,12 @@ pub(super) struct Host {
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     shadow: bool,
-    /// True for SPDK's rule: the host also writes the doorbell if EventIdx equals the new value.
+    /// True for a host with SPDK's rule for shadow doorbells: it also writes the doorbell if
+    /// EventIdx equals the new value.
     inclusive: bool,
     /// True if the host also uses shadow doorbells for the admin queue.
     shadows_admin: bool,
-    /// True if valid commands may fail.
+    /// True if valid commands may fail, because of an error of the disk, an abort or an unmap.
     pub(super) trouble: bool,
     cid: u16,
     irq: EventFd,
@@ -479,7 +480,8 @@ impl Host {
 
     pub(super) fn create(&mut self, qid: u16, cq: u16, of_cq: u32, of_sq: u32, interrupts: bool) {
         if self.cqs.contains_key(&cq) || qid != cq {
-            // If the completion queue does not exist, the creation must fail.
+            // The command uses an existing completion queue, or that of another queue pair. If that
+            // completion queue does not exist, the creation must fail.
         } else {
             self.poke(cq_at(cq), &[0; PAGE as usize]);
             self.clear_shadow(cq_doorbell_offset(cq, 0));
@@ -515,7 +517,7 @@ impl Host {
             let expect = there(self.sqs.contains_key(&qid));
             for command in self.sqs.get_mut(&qid).iter_mut().flat_map(|sq| sq.commands.values_mut())
             {
-                // The command may be aborted, so any status is valid.
+                // The deletion may abort the command, so any status is valid.
                 command.expect = Expect::Any;
             }
             self.admin(sqe, Kind::DeleteSq(qid), expect);
@@ -549,7 +551,8 @@ impl Host {
         let heads = self.cqs.iter().map(|(qid, cq)| (cq_doorbell_offset(*qid, 0), cq.head));
         let values: Vec<_> = tails.chain(heads).collect();
         for (bell, value) in values {
-            // A host without a shadow doorbell for the admin queue leaves those entries unchanged.
+            // A host without a shadow doorbell for the admin queue leaves the entries of this queue
+            // unchanged.
             let of_admin = bell < regs::DOORBELLS + 8;
             if self.shadow && of_admin && !self.shadows_admin {
                 continue;

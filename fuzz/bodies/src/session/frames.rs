@@ -33,7 +33,7 @@ impl Frames {
     pub(crate) fn sent(&mut self, bytes: &[u8], fds: usize) {
         self.written.extend_from_slice(bytes);
         self.fds += fds;
-        // A client that sends more descriptors than a message may have can be disconnected.
+        // The server may disconnect a client that sends more descriptors than a message may have.
         self.forfeit |= self.fds > MAX_MESSAGE_FDS;
         while let Ok((header, _)) = Header::read_from_prefix(&self.written) {
             let size = header.size as usize;

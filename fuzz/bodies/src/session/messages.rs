@@ -33,7 +33,8 @@ pub(crate) fn dma_map(address: u64, size: u64, offset: u64, flags: u32) -> [u8; 
     zerocopy::transmute!(wire::DmaMap { argsz: 32, flags, offset, address, size })
 }
 
-/// A random message, its descriptors, and true if descriptors are of odd types.
+/// A random message, its descriptors, and true if the descriptors may have other types than the
+/// message needs.
 pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>, bool) {
     let verb = if source.rarely(12) { source.u16() } else { 1 + source.below(18) as u16 };
     let (mut fds, mut odd) = (Vec::new(), false);
@@ -226,8 +227,8 @@ fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<O
         _ => 1 + source.below(5),
     };
     let odd = source.rarely(6);
-    // The server accepts a new client only after the odd descriptors of the last one are closed,
-    // which takes time.
+    // The server accepts a new client only after the unsuitable descriptors of the last one are
+    // closed, which takes time.
     let count = if odd { count.min(4) } else { count };
     let fds = (0..count).map(|_| {
         let kind = if odd { source.below(8) } else { wanted };

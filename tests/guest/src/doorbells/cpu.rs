@@ -24,7 +24,7 @@ use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
 use shadowbell_testing::wait::LIMIT;
 
-// The length of a measurement.
+// Duration of a measurement, not a limit.
 const TIME: Duration = Duration::from_millis(2000);
 /// Duration of the short run, whose CPU time is subtracted. Most of this CPU time is for the start
 /// and the end of fio, which take almost a second in this guest.

@@ -28,7 +28,7 @@ use shadowbell_harness::Report;
 use shadowbell_testing::wait::LIMIT;
 
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
-// The length of a measurement.
+// Duration of a measurement, not a limit.
 const TIME: Duration = Duration::from_millis(1500);
 const DISK_BYTES: u64 = 1 << 40;
 /// Maximum poll time of the server, in microseconds.

@@ -136,7 +136,7 @@ impl Peer {
         self.directory.path().join(name)
     }
 
-    /// Result of `measure`, with the server's CPU time per I/O.
+    /// Runs `measure`. Returns its result, to which the server's CPU time per I/O is added.
     pub(crate) fn measured(&self, measure: impl FnOnce() -> Result<Value>) -> Result<Value> {
         let before = time_of_all(self.process.id())?;
         let mut row = measure()?;

@@ -133,8 +133,8 @@ fn nbd(settings: &Settings) -> Result<Table> {
         })
         .collect();
     for _ in 0..settings.rounds {
-        // The servers are ordered by condition, so that all contestants of a condition are measured
-        // one after the other.
+        // All servers are started before the first measurement, so that all contestants of a
+        // condition are measured one after the other.
         let mut servers = Vec::new();
         for who in &measured {
             let home = who.tls.then_some(directory.path());
@@ -194,7 +194,8 @@ pub(crate) fn fill(settings: &Settings, server: &NbdServer) -> Result<()> {
     fio::run_once(settings, server).context("filling the export")
 }
 
-/// fio's row, with the server's CPU time per I/O.
+/// Measures the export with fio. Returns fio's row, to which the server's CPU time per I/O is
+/// added.
 pub(crate) fn measure(
     settings: &Settings,
     server: &NbdServer,

@@ -22,11 +22,11 @@ use crate::workspace::{self, cargo, root};
 /// Use of the recorded figures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Recorded {
-    /// Print them.
+    /// Print the differences from the recorded figures.
     Show,
-    /// Fail if a side needs more instructions.
+    /// Fail if a side needs more instructions than recorded.
     Check,
-    /// Record new figures.
+    /// Record the new figures.
     Replace,
 }
 
@@ -161,8 +161,8 @@ fn build(package: &str, example: &str) -> Result<PathBuf> {
 
 /// Instructions per I/O of the functions that match `pattern`, including their callees.
 fn count(program: &Path, pattern: &str, depth: u32) -> Result<f64> {
-    // Both runs are whole multiples of a ring, so work that is done once per ring is included
-    // proportionally.
+    // At the recorded depth, the number of I/Os of each run is a multiple of the number of ring
+    // entries, so work that is done once per turn of the ring is included proportionally.
     let rounds = [(1 << 14) / depth.max(1), (3 << 14) / depth.max(1)];
     let mut found = Vec::new();
     for rounds in rounds {
@@ -196,8 +196,8 @@ fn callgrind(program: &Path, pattern: &str, arguments: &[String]) -> Result<(Str
     Ok((text, instructions))
 }
 
-/// Number of completed I/Os, from the counters of the driver's queue pair. Deep queues take more
-/// than one pass of the controller, so it is not the rounds times the depth.
+/// Number of completed I/Os, from the counters of the driver's queue pair. It is not the number of
+/// rounds times the depth, because a deep queue takes more than one pass of the controller.
 fn completed(text: &str) -> Option<f64> {
     let (_, rest) = text.split_once(" completed: ")?;
     rest.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()

@@ -25,7 +25,7 @@ struct Case {
 }
 
 pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
-    // Several times the size of the caches, except in a quick run.
+    // The disk is several times as large as the caches, except in a quick run.
     let mebibytes: usize = if settings.quick { 64 } else { 256 };
     let disk = format!("mem:{mebibytes}MiB");
     let memory = Memory::new(mebibytes << 20)?;

@@ -20,7 +20,7 @@ use crate::samples::{Rounds, Samples};
 use crate::settings::Settings;
 use crate::table::Table;
 
-/// Condition, and whether a write is acknowledged only when it is in the cluster.
+/// Conditions, each with true if a write is acknowledged only when it is in the cluster.
 const ROWS: [(Row, bool); 6] = [
     (("randread", 4096, 1), false),
     (("randread", 4096, 32), false),

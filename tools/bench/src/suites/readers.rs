@@ -27,7 +27,7 @@ use crate::table::Table;
 const BLOCK: u32 = 128 << 10;
 /// Size of each file, and of the part of each reader of the raw disk, in bytes.
 const FILE: u64 = 512 << 20;
-/// Number of readers, and whether they read files.
+/// Number of readers, and true if they read files.
 const CASES: [(u32, bool); 4] = [(1, false), (5, false), (1, true), (2, true)];
 /// Time limit of steps that are not measured.
 const LIMIT: Duration = Duration::from_secs(120);

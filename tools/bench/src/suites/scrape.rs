@@ -38,14 +38,15 @@ const LOAD_TIME: Duration = Duration::from_secs(5);
 struct Found {
     lines: usize,
     text: usize,
-    /// Nanoseconds from the connection to the last byte, and of the server's CPU time.
+    /// Duration of each scrape from the connection to the last byte, and the server's CPU time for
+    /// a scrape, in nanoseconds.
     times: Samples,
     cpu: Samples,
-    /// Times of scrapes under load.
+    /// Durations of scrapes under load.
     loaded: Samples,
     alone: Latencies,
     scraped: Latencies,
-    /// Ratios of a run with scrapes to the run without them beside it.
+    /// Ratio of the p99 latency of the load with scrapes to that without scrapes, in each round.
     ratios: Samples,
 }
 

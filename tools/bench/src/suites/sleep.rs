@@ -153,8 +153,9 @@ fn paced(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// Gain of the adaptive mode in p50 over sleeping, in percent of the gain of polling, and its CPU
-/// time in percent of polling's. There is no first figure if polling has no gain.
+/// Reduction of the p50 latency by the adaptive mode, in percent of the reduction by polling, both
+/// compared with sleeping; and CPU time of the adaptive mode in percent of polling's. The reduction
+/// is `None` if polling has no shorter latency than sleeping.
 fn gain(polling: &Rounds, adaptive: &Rounds, sleeping: &Rounds) -> (Option<f64>, f64) {
     let p50 = |rounds: &Rounds| rounds.median("latency_ns/p50");
     let cpu =

@@ -60,11 +60,11 @@ impl Machine {
         let log = shared.join("console");
         let file = File::create(&log)?;
         let mut command = Command::new("systemd-nspawn");
-        // --register=no: a machine without systemd has no machined.
+        // `--register=no`: a machine without systemd has no systemd-machined to register with.
         command.args(["--quiet", "--register=no", "--keep-unit", "--volatile=overlay"]);
         command.args(["--private-network", "--boot", "--directory"]).arg(root);
         command.arg(format!("--bind-ro={}:/shared", shared.display()));
-        // For exports of files.
+        // Exports of files use FUSE.
         command.arg("--bind=/dev/fuse");
         command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
         let nspawn = command.spawn().context("systemd-nspawn")?;

@@ -171,7 +171,7 @@ fn wait_for_commands(machine: &Machine) -> Result<()> {
 /// Ends the client, which must still be running now and must succeed.
 fn expect_success(machine: &Machine, client: Child) -> Result<()> {
     let served = wait_for_commands(machine);
-    // Fails if the client has ended.
+    // This command fails if the client has already ended.
     let signal = machine.run(&format!("kill -INT $(cat {CLIENT_PID})"));
     let output = client.wait_with_output()?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();

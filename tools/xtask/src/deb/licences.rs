@@ -56,7 +56,8 @@ fn linked<'a>(metadata: &'a Value, name: &str) -> Vec<&'a Value> {
             continue;
         }
         for dependency in array(nodes.get(next).and_then(|node| node.get("deps"))) {
-            // Dependency kind null: linked; other kinds are for builds and tests.
+            // The dependency kind null means that the package is linked; other kinds are for builds
+            // and tests.
             let is_linked =
                 array(dependency.get("dep_kinds")).any(|one| one.get("kind") == Some(&Value::Null));
             if is_linked {

@@ -31,7 +31,7 @@ pub(super) fn arrows(tree: &Tree, root: &Path) -> Arrows {
 struct Paths<'a> {
     tree: &'a Tree,
     module: usize,
-    /// Imported files, and the imported names.
+    /// Index of each imported file, and the imported name.
     found: Vec<(usize, String)>,
 }
 

@@ -149,7 +149,7 @@ mod tests {
         };
         let error = Target::start(&tree("false"), DiskKind::Null, 0).unwrap_err().to_string();
         assert!(error.contains("nvmf_tgt ended (exit code 1)"), "{error}");
-        // `echo` prints its arguments, which become the log.
+        // `echo` prints its arguments to the log, which the error contains.
         let error = Target::start(&tree("echo"), DiskKind::Null, 3).unwrap_err().to_string();
         assert!(error.contains("--cpumask [3]"), "{error}");
     }
