@@ -32,8 +32,8 @@ impl BlockDevice {
         Ok(Self(Arc::new(DeviceShared::new(disk, options, Arc::default(), Arc::default()))))
     }
 
-    /// Creates another block device on the same disk, with its own options and counters. Both share
-    /// the locks of written ranges.
+    /// Creates another block device on the same disk, with its own options and counters. The two
+    /// devices share the locks of written ranges.
     #[must_use]
     pub fn with_options(&self, options: &BlockOptions) -> Self {
         let Self(shared) = self;

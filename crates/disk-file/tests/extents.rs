@@ -66,7 +66,7 @@ fn a_file_reports_the_extents_of_its_file_system() {
         });
         assert_eq!(told, 2);
     }
-    // These data are only in the page cache.
+    // The written data are only in the page cache.
     file.write_all_at(&[7; 512], 9 * MIB).unwrap();
     let disk = open(&path, "");
     let [.., (_, true), (_, false)] = extents(&*disk, 0, 16 * MIB)[..] else {

@@ -242,7 +242,7 @@ fn one_image_has_one_writer() {
     drop(disk);
     assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "a queue still uses the file");
     drop(queue);
-    // This may take several attempts on a busy machine.
+    // On a busy machine, the test may need several attempts.
     wait::until("an image that is free at once", || {
         drop(open(&path, "").queue().unwrap());
         let since = Instant::now();
@@ -256,8 +256,8 @@ fn one_image_has_one_writer() {
 fn opening_waits_for_the_lock_of_an_ending_server() {
     let directory = directory();
     let path = image(directory.path(), MIB);
-    // This may take several attempts on a busy machine, because the wait for the lock has its own
-    // limit.
+    // On a busy machine, the test may need several attempts, because the wait for the lock has its
+    // own limit.
     wait::until("an image that was waited for", || {
         let old = open(&path, "");
         std::thread::scope(|threads| {

@@ -50,7 +50,7 @@ fn tcp(address: &SocketAddr, deadline: Instant, stop: &EventFd) -> io::Result<St
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = new(family)?;
     finish(&socket, connect(&socket, address), deadline, stop)?;
-    // Without Nagle's algorithm, which would delay small requests.
+    // Nagle's algorithm is disabled, because it would delay small requests.
     sockopt::set_tcp_nodelay(&socket, true)?;
     // Keepalive detects an unreachable host while requests wait for replies.
     sockopt::set_socket_keepalive(&socket, true)?;

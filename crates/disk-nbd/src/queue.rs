@@ -25,7 +25,7 @@ pub(crate) struct NbdQueue {
     user: Arc<User>,
     /// Waker for the ends of orphans.
     waker: Waker,
-    /// Number of ended orphans when blocked requests were checked.
+    /// Value of `Orphans::ended` when blocked requests were last checked.
     orphans_ended: u64,
     /// Number of the queue on the connection.
     number: u32,

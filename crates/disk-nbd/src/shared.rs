@@ -73,9 +73,9 @@ impl Shared {
         self.is_recovering.store(true, Ordering::Release);
     }
 
-    /// Records that the server refuses requests because it ends. It may wait until its clients have
-    /// disconnected, so the reconnection thread ends all connections. The caller holds the lock of
-    /// a connection.
+    /// Records that the server refuses requests because it ends. The server may wait until its
+    /// clients have disconnected, so the reconnection thread ends all connections. The caller holds
+    /// the lock of a connection.
     pub(crate) fn server_ends(&self) {
         // The reconnection thread must not see this flag alone: it would disconnect only idle
         // connections, and would not wait for the others.

@@ -21,7 +21,7 @@ impl Stream {
 
     /// Sends as much as the socket buffer takes.
     pub(crate) fn send(&self, parts: &[IoSlice<'_>]) -> Result<usize, Errno> {
-        // This process may not ignore SIGPIPE, so the flag prevents the signal.
+        // The flag prevents SIGPIPE, which the process does not necessarily ignore.
         let flags = SendFlags::NOSIGNAL;
         retry(|| sendmsg(&self.0, parts, &mut SendAncillaryBuffer::default(), flags))
     }

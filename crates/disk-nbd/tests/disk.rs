@@ -189,7 +189,7 @@ fn unflushed_writes_survive_a_kill_of_the_server() {
         write(&mut *queue, 0, &[1; 4096]).unwrap();
         write(&mut *queue, 4096, &[2; 4096]).unwrap();
         flush(&mut *queue).unwrap();
-        // Overlapping writes in a fixed order; one of them has FUA.
+        // The writes overlap and have a fixed order; one of them has FUA.
         write(&mut *queue, 0, &[3; 4096]).unwrap();
         write(&mut *queue, 512, &[4; 512]).unwrap();
         write_durably(&mut *queue, 1024, &[5; 512]).unwrap();

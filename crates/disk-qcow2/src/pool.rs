@@ -192,7 +192,8 @@ impl Pool {
 }
 
 impl Drop for Pool {
-    /// Waits until the threads have ended, and closes the image. It can be opened again afterwards.
+    /// Waits until the threads have ended, and closes the image, which can be opened again
+    /// afterwards.
     fn drop(&mut self) {
         self.0.image.cancel_check();
         let mut work = self.0.work.lock();

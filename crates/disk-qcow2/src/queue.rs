@@ -114,7 +114,8 @@ impl QcowQueue {
         }
     }
 
-    /// Returns a buffer for the data of the request. It contains the data to write or to compare.
+    /// Returns a buffer for the data of the request. The buffer contains the data to write or to
+    /// compare.
     fn fill(&mut self, id: u64, len: usize) -> Result<Option<IoBuffer>, DiskError> {
         if len == 0 {
             return Ok(None);

@@ -202,7 +202,7 @@ impl Workload {
         self.lose_power(path, cut, &mut |_| random.below(8) < odds, &context);
     }
 
-    /// Number of changes of the first `cut` ones that are before the last sync.
+    /// Number of changes up to and including the last sync, of the first `cut` changes.
     fn synced(&self, cut: usize) -> usize {
         let is_sync = |change: &Change| matches!(change, Change::Sync);
         self.changes[..cut].iter().rposition(is_sync).map_or(0, |at| at + 1)

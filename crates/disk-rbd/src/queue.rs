@@ -76,7 +76,7 @@ pub(crate) struct RbdQueue {
     completions: Arc<Completions>,
     /// Waker for the ends of orphans.
     waker: Waker,
-    /// Number of ended orphans when blocked requests were checked.
+    /// Value of `Orphans::ended` when blocked requests were last checked.
     orphans_ended: u64,
     /// Requests. A request in the waiting list has calls to start.
     tasks: Tasks<Task>,
@@ -335,8 +335,8 @@ impl Queue for RbdQueue {
         let mut released = 0;
         for id in task.calls.iter() {
             let Some(call) = self.subrequests.get_mut(&id) else { continue };
-            // A later write of the host must take effect after a started one, so that one becomes
-            // an orphan.
+            // A later write of the host must take effect after a write whose call was started, so
+            // the call becomes an orphan.
             let offset = task.request.offset + call.at;
             let has_range = !reads && call.len != 0;
             if !has_range || self.completions.adopt(id, offset, call.len) {

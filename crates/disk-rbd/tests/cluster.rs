@@ -336,7 +336,7 @@ fn durable_writes_wait_for_a_hung_cluster() {
     };
     let write = |fua| Op::Write { fua };
     let zeroes = |fua| Op::WriteZeroes { fua, deallocate: false };
-    // For each disk: how it is opened, the image's own settings, and whether the disk is
+    // Parameters of a disk: how it is opened, the image's own settings, and whether the disk is
     // recoverable.
     let cached = (false, &[][..], false);
     let kept_late = (false, &[][..], true);

@@ -63,8 +63,8 @@ impl Orphans {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Adds an orphan with the range of a write in flight. It ends when the returned value is
-    /// dropped. `None` if the list is full: then the submitter has to wait for the write.
+    /// Adds an orphan with the range of a write in flight. The orphan ends when the returned value
+    /// is dropped. `None` if the list is full: then the submitter has to wait for the write.
     pub fn adopt(self: &Arc<Self>, offset: u64, len: u64) -> Option<Orphan> {
         let mut state = self.state.lock();
         if state.ranges.len() >= MAX {

@@ -193,7 +193,7 @@ pub fn start(args: &Args, timed: bool) -> Result<(), String> {
     };
     let log = LogThread::new(limits);
     let writer = log.clone();
-    // Fails only if a subscriber is set already. That happens in tests.
+    // The call fails only if a subscriber is set already, which happens in tests.
     let (filter, handle) = reload::Layer::new(filter);
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(move || WithoutErrorNumbers(writer.clone()))

@@ -25,7 +25,8 @@ pub fn send(state: &str) {
     send_with_flags(state, SendFlags::NOSIGNAL);
 }
 
-/// Sends a notification without blocking. It is lost if the queue of the service manager is full.
+/// Sends a notification without blocking. The notification is lost if the queue of the service
+/// manager is full.
 pub fn try_send(state: &str) {
     send_with_flags(state, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }

@@ -124,7 +124,7 @@ impl AsFd for Caught {
 pub struct Meanings {
     /// Signals that end the service.
     pub ends: Vec<i32>,
-    /// Signals with another meaning.
+    /// Signals that have another meaning than the end of the service.
     pub others: Vec<i32>,
 }
 
@@ -262,8 +262,9 @@ mod tests {
 
     const CHILD: &str = "SIGNALS_TEST_CHILD";
 
-    /// The handler of a signal may run after the waiting thread has requested the shutdown. It must
-    /// not take this request for that of an earlier signal, and exit the process.
+    /// The handler of a signal may run after the waiting thread has requested the shutdown. The
+    /// handler must not treat that as the request of an earlier signal, which would exit the
+    /// process at once.
     #[test]
     fn one_signal_does_not_count_twice() {
         if std::env::var_os(CHILD).is_some() {

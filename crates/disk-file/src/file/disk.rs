@@ -39,7 +39,7 @@ impl FileDisk {
     }
 
     /// Opens a disk like [`open`](Self::open), for tests. A script decides when and how the calls
-    /// on the file end. They end on the thread that runs the script.
+    /// on the file end. The calls end on the thread that runs the script.
     ///
     /// # Errors
     /// Like [`open`](Self::open).

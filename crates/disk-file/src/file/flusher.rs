@@ -226,8 +226,9 @@ impl Flusher {
         if matches!(self.method, Syncs::Calls { .. }) {
             match self.file.metadata() {
                 Ok(about) => self.len.store(about.len(), Ordering::Release),
-                // The storage is unavailable. This is detected here if the file system implements
-                // no sync: the kernel then returns 0 for the sync without asking the file system.
+                // The storage is unavailable. If the file system implements no sync, only this
+                // query of the metadata detects that: the kernel returns 0 for the sync without
+                // asking the file system.
                 Err(error) if result == 0 => result = -error.raw_os_error().unwrap_or(libc::EIO),
                 Err(_) => {}
             }

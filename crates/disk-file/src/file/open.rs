@@ -167,7 +167,7 @@ fn punches(file: &File, size: u64) -> bool {
 
 /// True if the block device can zero ranges by itself. That is its equivalent of punching a hole.
 fn discards(metadata: &Metadata) -> bool {
-    // For a partition, the limits are those of the whole disk, one directory up.
+    // A partition has no such attributes of its own; those of the whole disk are one directory up.
     ["queue", "../queue"].iter().any(|queue| {
         attribute(metadata, &format!("{queue}/write_zeroes_max_bytes")).is_some_and(|n| n != "0")
     })

@@ -51,8 +51,8 @@ pub(super) struct FileShared {
     pub(super) ranges: Option<Arc<Ranges>>,
     /// State that resized versions of the disk share.
     pub(super) handle: Arc<OpenHandle>,
-    /// Memory of zeroes, which is written on file systems that cannot zero ranges themselves. It is
-    /// never written to, so it uses no physical memory.
+    /// Memory of zeroes, the source of writes on file systems that cannot zero ranges themselves.
+    /// Its content never changes, so it uses no physical memory.
     pub(super) zeroes: SharedBytes,
     /// Test script that decides how calls end.
     #[cfg(feature = "scripted")]
@@ -78,8 +78,8 @@ pub(super) struct OpenHandle {
     lock_is_shared: bool,
 }
 
-/// Creates range locks for blocks of `block_size` bytes if they are needed. They are not needed
-/// with direct I/O if a block is not longer than one of the device, which is read and written
+/// Creates range locks for blocks of `block_size` bytes, if the page cache is used or a block is
+/// longer than one of the device. With direct I/O, a device reads and writes each of its own blocks
 /// atomically.
 pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<Ranges>> {
     let is_whole = direct.is_some_and(|align| align.offset >= block_size as usize);

@@ -108,8 +108,8 @@ impl Task {
         };
         let syncs_after = match request.op {
             Op::WriteZeroes { fua, .. } => fua,
-            // The kernel reports a write-back error to only one caller. That must be the flusher,
-            // so the write call itself does not sync.
+            // The kernel reports a write-back error to only one caller. The flusher must be this
+            // caller, so the write call itself does not sync.
             Op::Write { fua } => fua && shared.direct.is_none(),
             _ => false,
         };

@@ -68,7 +68,7 @@ impl WriteAtomicity {
 /// Physical block size of a block device in bytes. `None` if the device is not aligned to its
 /// physical blocks.
 fn physical(device: u64) -> Option<u32> {
-    // For a partition, the limits are those of the whole disk, one directory up.
+    // A partition has no such attribute of its own; that of the whole disk is one directory up.
     let size = ["queue", "../queue"]
         .iter()
         .find_map(|queue| attribute_of(device, &format!("{queue}/physical_block_size")))?;

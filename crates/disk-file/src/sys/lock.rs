@@ -14,9 +14,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// First byte of the permissions in use.
+/// Number of the byte for permission 0 among those in use.
 const USED: i64 = 100;
-/// First byte of the permissions that are not shared.
+/// Number of the byte for permission 0 among those that are not shared.
 const UNSHARED: i64 = 200;
 /// Byte of the fence, on which a writer holds a write lock.
 const FENCE: Range<i64> = 300..301;

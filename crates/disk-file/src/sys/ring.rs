@@ -471,7 +471,7 @@ impl<T> Ring<T> {
         if self.has_threads() {
             return self.retry_blocked();
         }
-        // There are no threads, so these calls are repeated without `RWF_NOWAIT`, and the kernel's
+        // Without threads, the returned calls are repeated without `RWF_NOWAIT`, and the kernel's
         // workers execute them.
         for index in std::mem::take(&mut self.blocking.retries) {
             let slot = &mut self.slots[index as usize];

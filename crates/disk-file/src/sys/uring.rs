@@ -476,7 +476,7 @@ impl<S: Shape> Drop for Uring<S> {
         if registered {
             state.register(id, -1);
         }
-        // Of this queue, only wake-ups may be left.
+        // All calls of the queue have ended, so only wake-ups may be left.
         state.deliver(id, &mut |_, _| {});
         state.take(id, &mut |_, _| {});
         if let Some(inbox) = state.inboxes.get_mut(usize::from(id)) {

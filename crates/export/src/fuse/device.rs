@@ -124,7 +124,7 @@ pub(super) struct Job {
     data: Data,
 }
 
-/// Result of a job. It returns the job's data buffer.
+/// Result of a job, with the job's data buffer.
 pub(super) struct Completed {
     /// Result: the position that a seek has found; 0 for other operations.
     outcome: Result<u64, BlockError>,

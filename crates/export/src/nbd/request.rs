@@ -106,7 +106,7 @@ pub(super) struct Job {
     pub(super) data: Data,
 }
 
-/// Result of a job. It returns the job's data buffer.
+/// Result of a job, with the job's data buffer.
 pub(super) struct Completed {
     pub(super) outcome: Result<(), BlockError>,
     /// Data buffer; empty if a failed operation has consumed the buffer.

@@ -26,7 +26,7 @@ pub(super) enum Served {
 pub(super) struct BlkQueue {
     disk: BlockDevice,
     index: usize,
-    /// Heads of the requests that a dead process had in flight. They are executed again.
+    /// Heads of the requests that a dead process had in flight, and that are executed again.
     replays: VecDeque<u16>,
     /// True if the queue was prepared after its last start by the frontend.
     has_begun: bool,

@@ -44,7 +44,7 @@ pub(super) struct Job {
     data: Segments,
 }
 
-/// Result of a job. It returns the job's list of segments.
+/// Result of a job, with the job's list of segments.
 pub(super) struct Completed {
     outcome: Result<(), BlockError>,
     data: Segments,
@@ -87,7 +87,7 @@ pub(super) struct Context<'a> {
     pub(super) device: &'a DeviceShared,
     pub(super) vring: &'a Ring,
     pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
-    /// Heads of the requests that a dead process had in flight. They are executed again.
+    /// Heads of the requests that a dead process had in flight, and that are executed again.
     pub(super) replays: &'a mut VecDeque<u16>,
     /// Change counter of the queue when its configuration was read.
     pub(super) seen: u64,
