@@ -43,7 +43,7 @@ const ACTIONS: usize = 64;
 const MAX_TURNS: usize = 2000;
 /// Number of consecutive idle turns after which server and client are idle.
 const IDLE_TURNS: usize = 2;
-/// Number of turns that a client's disconnect takes.
+/// Number of turns after which a client's disconnect has ended.
 const DISCONNECT_TURNS: usize = 12;
 
 /// Runs the program that `input` encodes.
@@ -145,8 +145,8 @@ impl Connection {
     /// Disconnects, and waits until the server has released the client.
     fn disconnect(&mut self) {
         self.socket = None;
-        // The disconnect takes one turn each for the reactor's end of file, the I/O thread's reset,
-        // the confirmation, and one more. Then a waiting client is accepted.
+        // Within these turns the reactor reads the end of file, the I/O thread resets the
+        // controller, and the reset is confirmed. Then a waiting client is accepted.
         for _ in 0..DISCONNECT_TURNS {
             self.step();
         }

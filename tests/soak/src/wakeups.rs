@@ -213,8 +213,8 @@ fn part(server: &Server, vms: Vms, time: Duration, seed: u64) -> Result<Part> {
     Ok(Part { chains, delays, ..part })
 }
 
-/// Times for which this thread slept far longer than requested, or threads of the server were
-/// runnable without a CPU.
+/// Periods in which this thread slept far longer than requested, or in which threads of the server
+/// were runnable without a CPU.
 fn control(clock: &Clock, server: &Server) -> Vec<Period> {
     let waited = || usage(&server.processes()).map_or(Duration::ZERO, |usage| usage.waited);
     let (mut delays, mut before) = (Vec::new(), waited());

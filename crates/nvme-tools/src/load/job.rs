@@ -415,7 +415,7 @@ impl<L: IoSource> Job<L> {
         self.queue.qid()
     }
 
-    /// Latencies since they were discarded last.
+    /// Latencies since the last call of `discard_latencies`.
     pub(super) fn latencies(&self) -> &Histogram<u64> {
         &self.histogram
     }
@@ -456,9 +456,9 @@ impl Mixed {
     }
 }
 
-/// Longest time to wait for a completion: `limit`, or until the next I/O is due if it may start
-/// then. An overdue I/O that waits for a buffer does not shorten the wait, because only a
-/// completion frees a buffer.
+/// Longest time to wait for a completion: `limit`, or less if the next I/O may start when it is due
+/// and is due before. An overdue I/O that waits for a buffer does not shorten the wait, because
+/// only a completion frees a buffer.
 fn longest_wait(limit: Duration, may_start: bool, due: Option<Duration>) -> Duration {
     due.filter(|_| may_start).map_or(limit, |due| due.min(limit))
 }

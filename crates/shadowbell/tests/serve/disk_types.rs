@@ -146,8 +146,8 @@ fn resets(server: &Server) {
     controller.detach().unwrap();
 }
 
-/// Checks a page that was read against the numbers that it may hold; from then on it holds that
-/// number.
+/// Checks that the number in a page is one of those that it may hold. Later reads must find the
+/// same number.
 pub(crate) fn check_content(page: &mut Page, buffer: &Buffer) {
     let bytes = buffer.to_vec(PAGE);
     let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());

@@ -109,7 +109,7 @@ impl Server {
     }
 
     pub(crate) fn stderr(&self) -> String {
-        // The file does not exist if standard error goes elsewhere.
+        // The file does not exist if a test redirects standard error.
         std::fs::read_to_string(self.directory().join("stderr")).unwrap_or_default()
     }
 

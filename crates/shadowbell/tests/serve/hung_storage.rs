@@ -224,7 +224,8 @@ fn is_unusable_after_timeout(server: &Server, storage: &dyn Stalls, check_reset:
     let admin = if check_reset { Duration::from_secs(2) } else { LIMIT };
     // Short limits, because their expiry is tested.
     let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
-    // While nothing completes, each recovery step may use up one repetition.
+    // While the storage is stalled, each recovery step may submit a command again. The limit of
+    // these submissions must not be reached.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };
     let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
     let mut guest = Guest::attach(server, options);

@@ -53,7 +53,8 @@ fn every_command_reaches_the_other_controller() {
         controller.detach().unwrap();
         // With zero copy, all three processes share the guest's memory; without, only two do.
         assert_eq!(server.stderr().contains("accesses guest memory directly"), options.is_empty());
-        // Data that the guest wrote are there after the server in between has ended.
+        // Data that the guest wrote remain on the lower server's disk after the upper server has
+        // ended.
         assert!(server.stop().success());
         let (controller, mut queue) = attach(&below);
         let pool = controller.buffers(1, len).unwrap();

@@ -196,7 +196,7 @@ fn a_supervisor_is_small_and_idle() {
     // Pages of the program's file belong to the page cache and depend on the build.
     // Parsing the command line and the configuration leaves some pages.
     assert!(kib("RssAnon") < 3072, "{} KiB", kib("RssAnon"));
-    // The supervisor is small after some work, too.
+    // The supervisor has little memory of its own after it has worked for a client, too.
     drop(server.attach());
     until("the supervisor is small", || kib("RssAnon") < 3072);
 }

@@ -86,7 +86,8 @@ struct Ready<'a> {
     pages: HugePages,
 }
 
-/// Measures all pairs. Without a tree, fails with the instructions how to build one.
+/// Measures all pairs. Without a tree, returns a table that only contains the instructions how to
+/// build one.
 pub(crate) fn run(settings: &Settings, tree: Option<&Tree>) -> Result<Vec<Table>> {
     let Some(tree) = tree else {
         let title = "SPDK: not compared".into();
