@@ -308,8 +308,8 @@ impl Queue for MemQueue {
         // An offset beyond the address space is also beyond the disk. There, prefetching has no
         // effect.
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        // Lines that will be partly written need no other kind of prefetch. No other CPU caches
-        // them, so they arrive in exclusive state.
+        // Cache lines that will be partly written need no other kind of prefetch. No other CPU
+        // caches them, so they arrive in exclusive state.
         if distance > 1 {
             self.bytes.prefetch_range(offset, len.min(PREFETCH_STEP));
         } else if len > PREFETCH_STEP {

@@ -11,12 +11,12 @@ use shadowbell_testing::outside;
 use shadowbell_testing::programs::skipped;
 use std::sync::Arc;
 
-/// Size of the disk. It is larger than two bounce buffers.
+/// Size of the disk in bytes. It is larger than two bounce buffers.
 const SIZE: usize = 1 << 20;
 /// Number of requests in a batch. Each has its own part of the disk and of the host's memory, a
 /// lane.
 const LANES: usize = 8;
-/// Size of the host's memory. It is twice the size of the disk, so that buffers can be scattered.
+/// Size of the host's memory in bytes, twice that of the disk, so that buffers can be scattered.
 const MEMORY: usize = 2 * SIZE;
 
 /// Layout of a request's buffer in memory.

@@ -97,7 +97,7 @@ impl Link {
     pub(crate) fn leave(&mut self, user: u32, shared: &Shared) {
         for slot in self.parts.all(|part| part.owner.is_some_and(|owner| owner.user == user)) {
             if !self.drop_subrequest(slot, shared) {
-                // No other queue of this number may get the result.
+                // The next queue with this number must not get the result.
                 self.parts.disown(slot);
             }
         }

@@ -5,18 +5,19 @@ use crate::subrequest::{Subrequest, Subrequests};
 use shadowbell_nbd::reply::{BadReply, Chunk, Incoming};
 use shadowbell_nbd::wire::{Reader, chunk};
 
-/// Size of the input buffer. It receives everything except the data of long reads.
+/// Size of the input buffer in bytes. It receives everything except the data of long reads.
 const INPUT: usize = 128 << 10;
-/// Minimum length of long data. A long reply is received separately: its header into the input
-/// buffer, and its data directly to their destination. Data in the input buffer have to be copied
-/// once more.
+/// Minimum length of long data in bytes. A long reply is received separately: its header into the
+/// input buffer, and its data directly to their destination. Data in the input buffer have to be
+/// copied once more.
 const MIN_DIRECT_READ: usize = 16 << 10;
-/// Length of a reply header with the offset of a data chunk.
+/// Length in bytes of a reply header with the offset of a data chunk.
 const HEAD: usize = 20 + 8;
 /// Maximum number of extent bytes to keep per reply, eight bytes for each extent. The rest of the
 /// range is requested again.
 const EXTENTS: usize = 64 << 10;
-/// Maximum payload of a chunk of extents. nbdkit sends at most a million extents, and QEMU 128 K.
+/// Maximum payload in bytes of a chunk of extents. nbdkit sends at most a million extents, and QEMU
+/// 128 K.
 const MAX_EXTENTS: u32 = 4 + (8 << 20);
 /// Maximum payload of an error chunk: its text has at most 4096 bytes.
 const MAX_ERROR: u32 = 4096 + 64;

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Length of the version 2 header, and minimum length of the version 3 header.
+/// Length in bytes of the version 2 header, and minimum length of the version 3 header.
 const V2_LEN: usize = 72;
 const V3_LEN: usize = 104;
 /// Valid cluster sizes, as powers of two.
@@ -15,9 +15,9 @@ const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 /// Maximum length of the L1 table and of the refcount table in bytes.
 const MAX_L1: u64 = 32 << 20;
 const MAX_REFCOUNT_TABLE: u64 = 8 << 20;
-/// Maximum length of a backing file name.
+/// Maximum length of a backing file name in bytes.
 const MAX_NAME: usize = 1023;
-/// Maximum size of a disk.
+/// Maximum size of a disk in bytes.
 const MAX_SIZE: u64 = 1 << 62;
 
 /// Maximum number of internal snapshots, as in QEMU.

@@ -14,7 +14,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Maximum length of a chain of backing files.
+/// Maximum number of backing files in a chain.
 pub(crate) const MAX_CHAIN: usize = 64;
 
 /// Opened image.

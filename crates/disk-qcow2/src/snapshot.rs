@@ -5,7 +5,7 @@ use crate::storage::FileStorage;
 use crate::tables::damaged;
 use std::io;
 
-/// Length of a snapshot's entry without its variable parts.
+/// Length in bytes of a snapshot's entry without its variable parts.
 const ENTRY: u64 = 40;
 /// Maximum length of the snapshot table, and of an L1 table in bytes, as in QEMU.
 const MAX_TABLE: u64 = 1 << 30;
@@ -14,7 +14,7 @@ const MAX_L1: u64 = 32 << 20;
 /// Internal snapshot.
 pub(crate) struct Snapshot {
     pub(crate) l1: Table,
-    /// Length of its entry in the snapshot table.
+    /// Length of the snapshot's entry in the snapshot table, in bytes.
     len: u64,
 }
 

@@ -20,7 +20,7 @@ const ZERO: u64 = 1;
 const SLICE: u64 = 16 << 10;
 /// Maximum size of the cache of an image in bytes. Its backing files share another one.
 pub(crate) const CACHE: u64 = 16 << 20;
-/// Minimum size of the cache of a backing file.
+/// Minimum size of the cache of a backing file in bytes.
 const MIN_CACHE: u64 = 256 << 10;
 /// Number of entries of a long table that are read at once.
 const PIECE: u64 = 64 << 10;
@@ -34,7 +34,7 @@ pub(crate) fn damaged(why: &'static str) -> io::Error {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layout {
     pub(crate) bits: u32,
-    /// Size of the disk.
+    /// Size of the disk in bytes.
     pub(crate) size: u64,
     /// Size of an L2 entry in bytes.
     pub(crate) entry: u64,
@@ -59,7 +59,7 @@ impl Layout {
         self.version >= 3
     }
 
-    /// Size of a subcluster.
+    /// Size of a subcluster in bytes.
     pub(crate) fn unit(&self) -> u64 {
         self.cluster() / u64::from(self.units)
     }
@@ -252,7 +252,7 @@ impl Cache {
         }
     }
 
-    /// Size of a slice.
+    /// Size of a slice in bytes.
     pub(crate) fn unit(&self) -> u64 {
         self.slice
     }

@@ -297,7 +297,7 @@ impl Format {
         })
     }
 
-    /// Frees the location of a cluster of the disk, to which its entry no longer refers.
+    /// Frees the old location `old` of a cluster, to which the cluster's entry no longer refers.
     fn free(&self, meta: &mut Meta, old: &Cluster) {
         if let Some(entry) = old.packed {
             let clusters = self.layout.compressed(entry).0;

@@ -10,7 +10,7 @@ use shadowbell_disk::Disk;
 use shadowbell_testing::disks::{Random, batch};
 use std::path::Path;
 
-/// Size of the disk.
+/// Size of the disk in bytes.
 const SIZE: usize = 4 << 20;
 const BATCHES: usize = 12;
 

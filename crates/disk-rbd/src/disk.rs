@@ -137,8 +137,8 @@ impl Disk for RbdDisk {
         self.0.opened.name.clone()
     }
 
-    /// Starts checkpoints. From now on, a write completes when the cluster has stored it; with a
-    /// cache, each write is followed by a flush for that purpose.
+    /// Returns the checkpoint. From now on, a write completes when the cluster has stored it; with
+    /// a cache, each write is followed by a flush for that purpose.
     fn checkpoint(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         let Shared { opened, info } = &self.0;
         let Some(image) = &opened.image else {

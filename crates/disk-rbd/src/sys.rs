@@ -458,8 +458,8 @@ impl Image {
         let running = Box::new(Running { id, buffer, to: Arc::clone(to), api, mismatch: 0 });
         let running = Box::into_raw(running);
         let mut completion = null_mut();
-        // SAFETY: `running` is a box. `done` frees it, or the code below does if Ceph does not
-        // accept the call. The buffer in it does not move until then.
+        // SAFETY: `running` is a box. `on_completion` frees it, or the code below does if Ceph does
+        // not accept the call. The buffer in it does not move until then.
         let value = unsafe {
             match (api.rbd_aio_create_completion)(running.cast(), on_completion, &mut completion) {
                 0.. => {

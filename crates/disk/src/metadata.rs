@@ -32,7 +32,7 @@ impl MetadataFormat {
         matches!(size, 8 | 16 | 64).then_some(plain)
     }
 
-    /// Kind of the guard.
+    /// CRC that forms the guard of the protection information.
     #[must_use]
     pub fn guard(&self) -> GuardKind {
         if self.wide_guard { GuardKind::Crc64 } else { GuardKind::Crc16 }

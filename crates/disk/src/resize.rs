@@ -31,7 +31,7 @@ pub enum ResizeError {
         /// Name of the disk.
         disk: String,
     },
-    /// Anonymous memory that belongs to this process alone cannot grow.
+    /// A disk in anonymous memory, which belongs to this process alone, cannot grow.
     #[error("{disk}: memory that is private to this process cannot grow")]
     Private {
         /// Name of the disk.
@@ -50,7 +50,7 @@ pub enum ResizeError {
         /// Requested size in bytes.
         wanted: u64,
     },
-    /// The position of the metadata on the disk depends on its size.
+    /// A disk with metadata cannot be resized, because their position depends on its size.
     #[error(
         "{disk}: a disk with metadata cannot be resized, because their position depends on \
              its size"
@@ -59,7 +59,7 @@ pub enum ResizeError {
         /// Name of the disk.
         disk: String,
     },
-    /// The number of zones is fixed when they are created.
+    /// A zoned disk cannot be resized, because the number of its zones is fixed.
     #[error("{disk}: a zoned disk cannot be resized, because the number of its zones is fixed")]
     Zoned {
         /// Name of the disk.

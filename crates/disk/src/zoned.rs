@@ -38,7 +38,7 @@ impl ZoneFormat {
         "read-across",
     ];
 
-    /// Minimum zone size.
+    /// Minimum zone size in bytes.
     pub const SMALLEST: u64 = 64 << 10;
     /// Maximum number of zones. A scan of that many zones takes a fraction of a millisecond.
     pub const MAX_ZONES: u64 = 1 << 18;

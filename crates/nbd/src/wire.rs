@@ -58,11 +58,11 @@ pub mod option {
 pub mod answer {
     /// Success; the last reply to the option.
     pub const ACK: u32 = 1;
-    /// Name of an export.
+    /// Reply with the name of an export.
     pub const SERVER: u32 = 2;
-    /// Information about an export: see [`info`](super::info).
+    /// Reply with information about an export: see [`info`](super::info).
     pub const INFO: u32 = 3;
-    /// Metadata context.
+    /// Reply with a metadata context.
     pub const META_CONTEXT: u32 = 4;
     /// Bit that is set in all error replies.
     pub const ERROR: u32 = 1 << 31;
@@ -86,13 +86,13 @@ pub mod answer {
 
 /// Information types of an export.
 pub mod info {
-    /// Size and transmission flags.
+    /// Size and transmission flags of the export.
     pub const EXPORT: u16 = 0;
-    /// Canonical name.
+    /// Canonical name of the export.
     pub const NAME: u16 = 1;
-    /// Description, as a line of text.
+    /// Description of the export, as a line of text.
     pub const DESCRIPTION: u16 = 2;
-    /// Minimum, preferred and maximum block size.
+    /// Minimum, preferred and maximum block size of the export.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
@@ -168,17 +168,17 @@ pub mod chunk {
     pub const FLAG_DONE: u16 = 1 << 0;
     /// Chunk without payload, which only ends the reply.
     pub const NONE: u16 = 0;
-    /// Offset and data.
+    /// Chunk with an offset and the data of a read.
     pub const OFFSET_DATA: u16 = 1;
-    /// Offset and length of a hole, which reads as zeroes.
+    /// Chunk with the offset and length of a hole, which reads as zeroes.
     pub const OFFSET_HOLE: u16 = 2;
-    /// Metadata context and its extents.
+    /// Chunk with a metadata context and its extents.
     pub const BLOCK_STATUS: u16 = 5;
-    /// Bit that is set in all error types.
+    /// Bit that is set in the types of all error chunks.
     pub const ERROR_BIT: u16 = 1 << 15;
-    /// Error number and message.
+    /// Chunk with an error number and a message.
     pub const ERROR: u16 = ERROR_BIT | 1;
-    /// Error number, message, and the offset of the error.
+    /// Chunk with an error number, a message, and the offset of the error.
     pub const ERROR_OFFSET: u16 = ERROR_BIT | 2;
 }
 

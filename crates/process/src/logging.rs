@@ -23,9 +23,9 @@ use tracing_subscriber::{Layer, reload};
 /// Rate limit: at most 96 KiB in a second, for any behaviour of guests. In normal operation, the
 /// log has a few hundred bytes per connecting guest.
 const RATE_LIMIT: RateLimit = RateLimit { per_second: 64 << 10, burst: 32 << 10 };
-/// Size of the queue. A server with a thousand controllers logs less at start-up.
+/// Size of the queue in bytes. A server with a thousand controllers logs less at start-up.
 const QUEUE_BYTES: usize = 256 << 10;
-/// Size of the queue with `-v`, which has no rate limit.
+/// Size of the queue in bytes with `-v`, which has no rate limit.
 const QUEUE_BYTES_VERBOSE: usize = 16 << 20;
 /// Maximum time for which the end of the program waits for the reader of the log.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);

@@ -77,7 +77,8 @@ impl ImageBytes {
             full: AtomicU64::new(0),
             no_zero_range: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
-            // An NVMe generic character device holds only raw disks, so this file is none.
+            // An NVMe generic character device holds only raw disks, so this file is no such
+            // device.
             namespace: None,
             zeroes: zeroes()?,
             #[cfg(feature = "scripted")]

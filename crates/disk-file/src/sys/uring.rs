@@ -38,7 +38,8 @@ const COMPLETIONS: u32 = 4096;
 const TRIES: u32 = 8;
 /// Delay before the next attempt, if the kernel had no memory for a call.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Maximum size of the table of registered files. Further files are passed by descriptor.
+/// Maximum number of entries in the table of registered files. Further files are passed by
+/// descriptor.
 const FILES: u64 = 1024;
 
 /// Number in the user data of requests without a queue: cancellations.

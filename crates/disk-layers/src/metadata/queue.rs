@@ -19,8 +19,8 @@ use std::sync::Arc;
 /// Size of a buffer for stored metadata, and maximum number of free buffers to keep.
 const BUFFER_LEN: usize = 64 << 10;
 const MAX_POOLED: usize = 64;
-/// Maximum length of a request without data, which is executed inline. Such a request writes
-/// metadata, and also reads the data if they are checked.
+/// Maximum length in bytes of a request without data, which is executed inline. Such a request
+/// writes metadata, and also reads the data if they are checked.
 const LONGEST: u64 = 1 << 20;
 /// Maximum number of metadata bytes that are written without the rest of their block, if the disk
 /// below supports such writes.

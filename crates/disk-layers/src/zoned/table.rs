@@ -11,11 +11,11 @@ use shadowbell_spec::zns::ZoneState;
 
 /// First bytes of the header.
 const MAGIC: [u8; 8] = *b"SBZONES1";
-/// Size of the header: one page.
+/// Size of the header in bytes: one page.
 const HEADER: usize = 4096;
 /// Number of header bytes that the checksum covers. The checksum follows them.
 const COVERED: usize = 56;
-/// Alignment of the data, large enough for any storage.
+/// Alignment of the data in bytes, large enough for any storage.
 const ALIGNMENT: u64 = 1 << 20;
 /// Size in bytes of the checksum that precedes an extension.
 const SEAL: usize = 8;
@@ -33,7 +33,7 @@ pub(super) struct Layout {
     pub(super) format: ZoneFormat,
     pub(super) block_size: u32,
     pub(super) zones: u64,
-    /// Start of the first zone's data.
+    /// Offset in bytes of the first zone's data.
     pub(super) data: u64,
 }
 

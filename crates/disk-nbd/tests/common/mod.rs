@@ -38,7 +38,7 @@ pub(crate) struct Manner {
     pub(crate) errors: BTreeMap<u16, u32>,
     /// True if requests are accepted and not answered.
     pub(crate) condition: bool,
-    /// Requests that are accepted and not answered, in addition.
+    /// Function that selects further requests that are accepted and not answered.
     pub(crate) holds: Option<fn(&Request) -> bool>,
     /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
@@ -46,7 +46,7 @@ pub(crate) struct Manner {
     pub(crate) is_ending: bool,
     /// Command whose next request is refused as by a server that ends.
     pub(crate) refused_once: Option<u16>,
-    /// Minimum and maximum size of requests.
+    /// Minimum and maximum size of requests in bytes.
     pub(crate) sizes: Option<(u32, u32)>,
 }
 

@@ -63,15 +63,15 @@ pub(super) mod change {
     pub(crate) const SIZE: u32 = 1 << 3;
 }
 
-/// Largest data length of a request: 256 pages, the limit of the kernel.
+/// Largest data length of a request in bytes: 256 pages, the limit of the kernel.
 pub(super) const MAX_REQUEST: u32 = 1 << 20;
-/// Size of a request header.
+/// Size of a request header in bytes.
 const HEADER: usize = 40;
 /// Size of a `WRITE` without its data, in bytes. No other request with data has longer fields.
 pub(super) const WRITE_HEAD: usize = HEADER + 40;
 /// Size of an answer header, in bytes.
 const REPLY: usize = 16;
-/// Length of the longest answer without data, which is that with attributes.
+/// Length in bytes of the longest answer without data, which is that with attributes.
 const LONGEST: usize = REPLY + 16 + ATTRIBUTES;
 const ATTRIBUTES: usize = 88;
 

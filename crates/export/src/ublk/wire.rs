@@ -90,7 +90,7 @@ pub(super) fn registered_at(index: u16) -> u64 {
     u64::from(index) | 1 << 16
 }
 
-/// Offset of a request's data in `/dev/ublkcN`, for a server that copies the data.
+/// Offset in bytes of a request's data in `/dev/ublkcN`, for a server that copies the data.
 pub(super) fn data_of(queue: u16, tag: u16) -> u64 {
     (1 << 31) + (u64::from(queue) << 41) + (u64::from(tag) << 25)
 }
@@ -222,7 +222,7 @@ pub(super) struct IoCommand {
     pub(super) addr: u64,
 }
 
-/// Offset and length of a queue's descriptor array in `/dev/ublkcN`.
+/// Offset and length, in bytes, of a queue's descriptor array in `/dev/ublkcN`.
 pub(super) fn descriptors(queue: u16, depth: u16, page: u64) -> (u64, u64) {
     let bytes = |depth: u64| (depth * size_of::<Descriptor>() as u64).next_multiple_of(page);
     (u64::from(queue) * bytes(MAX_DEPTH), bytes(depth.into()))
