@@ -64,7 +64,7 @@ pub enum OpenError {
     Unusable {
         /// Namespace identifier.
         nsid: u32,
-        /// The feature.
+        /// Unsupported feature, which completes "namespace ...".
         what: &'static str,
     },
     /// The block size is neither 512 nor 4096 bytes.
@@ -188,9 +188,9 @@ impl Disk for NvmeDisk {
             // The pair replaces the queue pair of a dropped queue.
             None => match controller.create_queue_pair(self.0.depth) {
                 Ok(pair) => pair,
-                // If the SSD was removed or disconnected, requests fail instead of the opening: the
-                // emulated controller may have other namespaces that work, and a guest that uses
-                // them.
+                // If the SSD was removed or disconnected, the queue is opened nevertheless, and its
+                // requests fail. The emulated controller may have other namespaces that work, and a
+                // guest that uses them.
                 Err(_) if controller.check().is_err() => return Ok(Box::new(NoDevice)),
                 Err(error) => return Err(io::Error::other(error)),
             },

@@ -279,7 +279,8 @@ impl Queue for NvmeQueue {
         }
         self.start_waiting();
         self.published.publish(self.transfers);
-        // Rings the doorbell. Also arms the command timeouts, because the I/O thread may sleep now.
+        // `prepare_sleep` rings the doorbell. It also arms the command timeouts, because the I/O
+        // thread may sleep after this call.
         if let Err(error) = self.pair.prepare_sleep() {
             self.fail(&error);
             self.event.signal();

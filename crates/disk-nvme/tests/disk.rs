@@ -226,7 +226,8 @@ fn excess_requests_wait_and_none_is_lost() {
                 let token = rig.queue.submit(command.unwrap(), Some(buffer)).unwrap();
                 slots[token.index()] = submitted;
                 submitted += 1;
-                // The verification reads start after the writes of the same blocks have completed.
+                // Commands alternate between 256 writes and 256 reads of the same blocks. Each
+                // group is submitted after the previous one has completed.
                 if submitted.is_multiple_of(256) {
                     break;
                 }

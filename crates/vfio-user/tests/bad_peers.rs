@@ -184,9 +184,9 @@ fn many_messages_of_a_client_are_interleaved_with_others() {
     let (other_path, other_shared, _) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let reset = other.message(command::DEVICE_RESET, 0, &[]);
-    // The busy client sends many messages. The other client sends its message while the first of
-    // these is handled. While the last of them is handled, the test checks that the other client's
-    // message has already been handled.
+    // The busy client sends many messages. When the server handles the first of them, the other
+    // client sends a message. When the server handles the last of them, the test checks that the
+    // other client's message has been handled.
     let arrived = Arc::new(AtomicBool::new(false));
     let (hooks, note) = (Arc::clone(&shared), Arc::clone(&arrived));
     *shared.hook.lock().unwrap() = Some(Box::new(move || {

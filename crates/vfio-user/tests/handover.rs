@@ -291,8 +291,8 @@ fn unread_replies_survive_a_replacement() {
     for _ in 0..5 {
         server.replace(&[&shared]);
     }
-    // Replies in the server's own buffer must be transferred too, because the client has not read
-    // everything.
+    // The server is replaced while it has replies in its own buffer, because the client has not
+    // read all of them. These replies must be transferred too.
     for id in &ids {
         if *id == 100 {
             server.replace(&[&shared]);

@@ -102,9 +102,9 @@ fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
     again.write(0, &[1]).ok();
 }
 
-/// Sockets with unreceived descriptors that hang when they are closed: one of a client that
-/// disconnects, and one of a client that was never accepted. The server closes both, and still
-/// serves other clients.
+/// Two sockets contain unreceived descriptors whose close hangs: the socket of a client that
+/// disconnects, and that of a client that was never accepted. The server closes both sockets, and
+/// still serves other clients.
 #[test]
 fn unreceived_hung_descriptors_delay_no_client() {
     let (mut server, path, _shared) = Server::with_device(Limits::default());

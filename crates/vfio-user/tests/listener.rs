@@ -23,7 +23,8 @@ fn the_socket_file_is_removed_with_the_listener() {
     assert!(!path.exists());
 }
 
-/// Directory for the part of a test that runs in a process of its own.
+/// Environment variable with the directory for the part of a test that runs in a process of its
+/// own.
 const DIRECTORY: &str = "SHADOWBELL_TEST_LISTENER_DIRECTORY";
 
 /// If a step of `Listener::bind` fails for lack of descriptors, no socket file stays. The limit of

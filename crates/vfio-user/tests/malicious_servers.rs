@@ -233,8 +233,8 @@ fn invalid_region_capabilities_are_refused() {
         [header.as_bytes(), &[0; 8]].concat()
     };
     let cases: Vec<(u32, u32, Vec<u8>)> = vec![
-        // Offsets of capabilities: a loop, a step back, a step beyond the end, one inside the
-        // structure before them, and a truncated capability.
+        // These offsets of capabilities form a loop, step back, exceed the reply, or are inside of
+        // the structure before the capabilities; the last capability is truncated.
         (48, 32, capability(9, 32)),
         (64, 48, [capability(9, 0), capability(9, 32)].concat()),
         (48, 32, capability(9, 4711)),

@@ -324,8 +324,8 @@ fn interrupts_are_set_up_masked_and_raised() {
     let mut raw = Raw::attach(&path);
     let set = |flags, index, start, count| wire::SetIrqs { argsz: 20, flags, index, start, count };
     let fds = eventfds(16);
-    // Cloud Hypervisor sends this number of eventfds in one message. QEMU sends the rest in a
-    // second message.
+    // Cloud Hypervisor sends 16 eventfds in one message. QEMU sends the other eventfds in a second
+    // message.
     let many = set(4 | 32, 2, 0, 16);
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[many.as_bytes()], &fds).ok();
     let rest = set(4 | 32, 2, 16, 2);

@@ -205,7 +205,8 @@ fn a_sleeping_poller_is_woken_instead_of_the_reactor() {
     let bytes = doorbell(&mut raw, 50, 0);
     raw.send(&bytes);
     assert_eq!(raw.reply().ok(), access(0, DOORBELL, 1).as_bytes());
-    // With checkpoints, the reactor handles such a write, because only it can send the reply.
+    // With checkpoints, the reactor handles a write that requires a reply, because only the reactor
+    // can send the reply.
     assert_eq!(doorbell_writes(&shared).last(), Some(&(50, is_recorded())));
 }
 

@@ -191,7 +191,7 @@ impl Io {
         let stale = op.waker.take();
         let (unsent, done, freed) = match std::mem::replace(&mut op.state, OpState::Abandoned) {
             OpState::Queued(_, buffer) => {
-                // The op is still in the inbox. The driving thread frees it when it reads the
+                // The op is still in the inbox. The queue thread frees the op when it reads the
                 // inbox.
                 op.state = OpState::Cancelled;
                 (buffer, None, None)

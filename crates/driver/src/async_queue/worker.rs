@@ -264,7 +264,7 @@ impl Worker {
         if let Err(error) = outcome {
             self.fail(shared, error);
         }
-        // The spin policy adapts later spins to a wait that took longer than this one.
+        // The wait took longer than the spin. The spin policy adapts later spins to its duration.
         if let Some(began) = self.waiting.take() {
             self.queue.spin_mut().waited(began.elapsed());
         }
@@ -286,7 +286,7 @@ impl Worker {
             self.wakers.extend(op.waker.take());
         }
         state.inbox.clear();
-        // Each waiter that fails wakes the next one.
+        // The first waiter is woken below. Each waiter that fails wakes the next one.
         let freed = state.remove_waiter(None);
         drop(state);
         self.complete(shared);

@@ -181,9 +181,9 @@ impl Core {
         self.stats.completed
     }
 
-    /// Writes a submission queue entry of eight words. Sets its identifier and data pointer;
-    /// `command` describes the data; the slot keeps it for a possible second submission. The
-    /// controller is notified by [`ring`](Self::ring).
+    /// Writes a submission queue entry of eight words, with its command identifier and data
+    /// pointer. The slot stores `command`, which describes the data, for a possible second
+    /// submission. The controller is notified by [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,

@@ -17,7 +17,8 @@ use std::collections::VecDeque;
 /// State of a late command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LateState {
-    /// An Abort was sent for the command, or the limit of Abort commands was reached.
+    /// An Abort was sent for the command, or could not be sent because the limit of Abort commands
+    /// was reached.
     Aborting,
     /// The command was submitted again.
     Resubmitted,

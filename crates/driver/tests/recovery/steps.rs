@@ -317,7 +317,8 @@ fn commands_of_every_queue_survive_a_reset() {
     wait::short_pause();
     rig.controller.reset().unwrap();
     assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
-    // This command had been published, and must not be published again.
+    // The command of the other queue was published before the reset, so it must not be published
+    // again.
     let completion = next(&mut other);
     assert_eq!((completion.token, completion.status), (token, Status::ABORTED_BY_HOST));
     assert!(completion.buffer.is_some());

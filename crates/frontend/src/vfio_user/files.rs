@@ -24,7 +24,8 @@ use std::sync::{Arc, Weak};
 /// Maximum number of a client's ranges that have their own mapping.
 const SINGLE: usize = 256;
 
-/// Maximum number of a client's mappings. DPDK uses one file for each huge page.
+/// Maximum number of a client's mappings. The limit is high because DPDK uses one file for each
+/// huge page.
 const MAX_MAPPINGS: usize = 4096;
 
 /// Maximum number of mappings that hold a descriptor of their file. A disk that is a namespace of
@@ -174,7 +175,8 @@ impl Files {
         {
             return Ok(shared);
         }
-        // The range needs its own mapping after all: it exceeds the file, or the file is too large.
+        // The whole file cannot be mapped: the range exceeds it, or it is too large. So the range
+        // gets its own mapping.
         if singles + self.whole_files.len() >= MAX_MAPPINGS {
             return Err(FileError::TooMany);
         }
@@ -307,7 +309,8 @@ mod tests {
             all.len()
         };
         assert_eq!(mappings(&pages), SINGLE + 1);
-        // In either kind of mapping, each page has its own contents of the file.
+        // Each page has its own contents of the file, whether it has its own mapping or is a part
+        // of the whole file's mapping.
         for (n, page) in pages.iter().enumerate() {
             page.write_from(8, &n.to_ne_bytes()).unwrap();
         }

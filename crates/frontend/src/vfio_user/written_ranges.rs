@@ -176,7 +176,8 @@ impl WrittenRanges {
         debug_assert!(stored.is_some(), "there is no slot {slot}");
     }
 
-    /// Starts a new moment for a checkpoint, and adds changes of lasting descriptors to `fds`.
+    /// Starts the moment (sequence number) of a new checkpoint, and adds changes of lasting
+    /// descriptors to `fds`.
     ///
     /// # Errors
     /// A mapped range has no kept descriptor, or the system has no descriptors.

@@ -312,8 +312,8 @@ impl IdentifyNamespace {
     /// Current format. `None` if its index exceeds the last format.
     pub fn format(&self) -> Option<LbaFormat> {
         let index = self.flbas.index();
-        // NULBAF extends the list. The sum is at most 510, so it does not overflow, and `get`
-        // checks the index again.
+        // The list has NULBAF formats in addition. The sum is at most 510, so it does not overflow,
+        // and `get` checks the index again.
         let last = u16::from(self.nlbaf) + u16::from(self.nulbaf);
         if u16::from(index) > last {
             return None;

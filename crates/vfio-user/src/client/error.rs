@@ -22,7 +22,7 @@ pub enum ClientError {
     /// The server has refused the request. The connection remains usable.
     #[error("the server refused {}: {errno}", command::name(*.command))]
     Refused {
-        /// The command.
+        /// Number of the command.
         command: u16,
         /// Error number of the reply.
         errno: Errno,
@@ -30,7 +30,7 @@ pub enum ClientError {
     /// The request exceeds a negotiated limit, or is invalid. Nothing was sent.
     #[error("{} cannot be sent: {why}", command::name(*.command))]
     Unsendable {
-        /// The command.
+        /// Number of the command.
         command: u16,
         /// Cause of the error.
         why: &'static str,
@@ -44,7 +44,7 @@ pub enum ClientError {
     /// No reply was received in time. The connection has ended.
     #[error("no reply to {} within {limit:?}", command::name(*.command))]
     Timeout {
-        /// The command.
+        /// Number of the command.
         command: u16,
         /// Timeout of the client.
         limit: Duration,
@@ -52,7 +52,7 @@ pub enum ClientError {
     /// The server's reply is invalid. The connection has ended.
     #[error("the server's reply to {} is invalid: {why}", command::name(*.command))]
     BadReply {
-        /// The command.
+        /// Number of the command.
         command: u16,
         /// Cause of the error.
         why: String,

@@ -47,9 +47,9 @@ pub(super) fn kind(fd: BorrowedFd<'_>, may_search: &mut bool) -> Result<Kind, St
     if link == "anon_inode:[eventfd]" {
         return Ok(Kind::Event);
     }
-    // Only files are looked up in `fdinfo`, because a read of it may block for other types. For an
-    // epoll instance, for example, it takes a lock that a peer may hold while it waits for its FUSE
-    // daemon.
+    // Only files are looked up in `fdinfo`, because for other types a read of `fdinfo` may block.
+    // For an epoll instance, for example, it takes a lock that a peer may hold while it waits for
+    // its FUSE daemon.
     if !link.starts_with('/') || !has_size(fd) {
         return Err(format!("a descriptor of {link:?}"));
     }

@@ -134,11 +134,11 @@ fn the_command_register_accepts_accesses_of_any_size() {
     let all = Command { memory: true, bus_master: true, intx_disabled: true };
     assert_eq!(effects, Effects { command: Some(all), ..Effects::default() });
     assert_eq!(read(&space, 4), 0x0546u16.to_le_bytes());
-    // The status register, which is the upper half, has no writable bits.
+    // The status register, the upper half of the dword at offset 4, has no writable bits.
     assert_eq!(read(&space, 6), 0x0010u16.to_le_bytes());
     assert_eq!(space.write(4, &[0xff; 4]).unwrap(), Effects::default());
     assert_eq!(read(&space, 6), 0x0010u16.to_le_bytes());
-    // A write of one byte changes only half of the register.
+    // A write of one byte changes only half of the command register.
     let effects = space.write(4, &[0x02]).unwrap();
     assert_eq!(
         effects.command,

@@ -56,7 +56,7 @@ pub enum BindError {
         path.display(), address::MAX_PATH
     )]
     TooLong {
-        /// The path.
+        /// Path of the socket.
         path: PathBuf,
         /// Length in bytes.
         len: usize,
@@ -67,7 +67,7 @@ pub enum BindError {
         path.display(), no_directory_hint(path, directory)
     )]
     NoDirectory {
-        /// The path.
+        /// Path of the socket.
         path: PathBuf,
         /// Directory in the path that does not exist, or is not a directory.
         directory: PathBuf,
@@ -78,7 +78,7 @@ pub enum BindError {
         path.display()
     )]
     InUse {
-        /// The path.
+        /// Path of the socket.
         path: PathBuf,
     },
     /// The path exists and is not a socket.
@@ -87,7 +87,7 @@ pub enum BindError {
         path.display()
     )]
     NotASocket {
-        /// The path.
+        /// Path of the socket.
         path: PathBuf,
     },
     /// Another program's socket, which has no listener, is at the path.
@@ -96,13 +96,13 @@ pub enum BindError {
         path.display()
     )]
     Foreign {
-        /// The path.
+        /// Path of the socket.
         path: PathBuf,
     },
     /// A system call failed.
     #[error("socket path {} cannot be {what}: {source}", path.display())]
     System {
-        /// The path.
+        /// Path of the socket.
         path: PathBuf,
         /// The failed operation, as a participle.
         what: Cow<'static, str>,

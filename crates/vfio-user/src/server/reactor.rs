@@ -80,7 +80,7 @@ struct Port {
     admissions: Admissions,
     /// Time of the next attempt to accept a client.
     retry: Option<Instant>,
-    /// Entry in the reactor's timers.
+    /// Deadline of this port in the reactor's timers.
     timer: Option<Instant>,
     /// Checkpoint sink, for crash recovery.
     recorder: Option<Box<dyn PortRecorder>>,

@@ -257,7 +257,8 @@ impl Session {
         if is_there {
             self.reply_and_receive(bytes.len(), exchange)?;
         } else {
-            // The dead process has removed the message and sent the reply in the same step.
+            // The message is no longer in the socket, so the dead process has sent its reply in the
+            // same step. The restored reply is dropped.
             self.link.out = SendQueue::default();
         }
         peek_from(self.socket.as_fd(), 0)?;
@@ -309,10 +310,10 @@ impl Session {
             device.publish();
             self.commit(device, record, context.exchange.as_deref_mut())?;
         }
-        // Data that a second thread has received (`recv`) are not part of the saved session. So
-        // they must not be left when another process takes over. If they are still in the socket,
-        // they are discarded here. Otherwise their descriptors are inspected, and the decoder gets
-        // them.
+        // Data that a second thread has received (`recv`) are not part of the saved session, so
+        // `recv` must be empty when another process takes over. Data that are still in the socket
+        // are discarded here. Of other data, the descriptors are inspected, and the decoder gets
+        // the data.
         self.discard_peeked()?;
         match self.recv.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
             Some(Received::Closed) => return Err(EndReason::Closed),
@@ -626,8 +627,9 @@ fn peek(
     if recv.fds.is_empty() || recv.is_short {
         return Ok(recv);
     }
-    // More bytes of the socket may belong to the descriptors. A second peek, at the rest only,
-    // would return the descriptors again. So all bytes are peeked at together.
+    // Bytes that are still in the socket may belong to the same message as the received
+    // descriptors. A second peek at these bytes only would return the descriptors again. So all
+    // bytes are peeked at together.
     drop(inspector.inspect(recv.fds));
     peek_from(socket, decoder.buffered())?;
     peek_some(socket, decoder.space_of(MAX_SEND), inspector.closer())

@@ -225,7 +225,7 @@ mod tests {
         assert_eq!(function.cdev.as_deref(), Some("vfio0"));
         let error = open_below(place.path(), &function).unwrap_err().to_string();
         assert!(error.contains("vfio/9;"), "{error}");
-        // If both files exist, the character device is used.
+        // If the group file and the character device exist, the character device is used.
         fs::create_dir_all(place.path().join("vfio/devices")).unwrap();
         fs::write(place.path().join("vfio/devices/vfio0"), "").unwrap();
         fs::write(place.path().join("iommu"), "").unwrap();
