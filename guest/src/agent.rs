@@ -35,8 +35,8 @@ impl Output {
     }
 }
 
-/// Waits for QEMU's connection to a listening socket. `check` is called repeatedly and may end
-/// the wait with an error (QEMU has ended).
+/// Waits for QEMU's connection to a listening socket. `check` is called repeatedly and may end the
+/// wait with an error (for example because QEMU has ended).
 pub(crate) fn accept(
     listener: &UnixListener,
     timeout: Duration,

@@ -127,8 +127,8 @@ pub fn pci_address(index: usize) -> String {
 
 /// Kernel parameters of every guest. Without `tsc=reliable`, the kernel may reject the TSC under
 /// emulation, and then read a slow clock millions of times. CPU mitigations are off, because they
-/// only make a test slower. After a panic the kernel reboots immediately, which the agent's
-/// connection detects.
+/// only make a test slower. After a panic the kernel reboots immediately, and the connection to the
+/// agent detects the reboot.
 pub const KERNEL_WORDS: &str =
     "console=ttyS0 rdinit=/init quiet panic=-1 tsc=reliable mitigations=off";
 

@@ -80,7 +80,7 @@ pub enum OpenError {
     System(io::Error),
 }
 
-/// Namespace of an NVMe controller that the driver owns exclusively, as a disk.
+/// Disk on a namespace of an NVMe controller. The driver owns the controller exclusively.
 ///
 /// The controller is shut down normally when the disk and all its queues are dropped.
 #[derive(Clone)]

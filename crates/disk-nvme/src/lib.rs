@@ -1,5 +1,5 @@
 //! Namespace of an NVMe SSD as a disk: the guest uses a virtual controller, and the user-space
-//! driver stores its blocks on the SSD.
+//! driver stores the guest's blocks on the SSD.
 //!
 //! # Architecture
 //!

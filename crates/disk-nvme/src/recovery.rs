@@ -8,9 +8,9 @@
 //! transferred yet. For these commands, it will access neither its storage nor any memory. Before
 //! the reset:
 //!
-//! * Only one process at a time can open a device behind VFIO. The kernel closes it with the dead
-//!   process: bus mastering is disabled, the function is reset if possible, and its IOMMU mappings
-//!   are removed. Until then the next process gets `EBUSY`.
+//! * Only one process at a time can open a device behind VFIO. When the process dies, the kernel
+//!   closes the device: bus mastering is disabled, the function is reset if possible, and its IOMMU
+//!   mappings are removed. Until then the next process gets `EBUSY`.
 //! * A vfio-user server has one client at a time, and accepts the next client after it has reset
 //!   the device of the previous one. Until then, the server does not respond to the next process.
 //!

@@ -11,7 +11,7 @@ use shadowbell_spec::{Sqe, Status};
 pub(crate) const MAX_BYTES: u64 = 1 << 29;
 /// The bits of [`Command::transfer`] that count bytes. The upper two bits mark an entry with tags
 /// ([`TagSource`]). If a mark is set, `transfer` exceeds every transfer limit, so the fast path
-/// refuses the command. Only refused commands are examined for marks, so plain commands cost
+/// refuses the command. Only refused commands are examined for marks, so commands without tags cost
 /// nothing extra.
 const BYTES: u32 = (1 << 30) - 1;
 /// Mark: the reference tag is the LBA of the first block.

@@ -152,7 +152,8 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     assert_eq!(ranges.len(), 302);
 
     for _ in 0..2 {
-        // Descriptors of the listener, the connected socket, the files and the eventfds.
+        // The transferred descriptors are those of the listener, the connected socket, the files
+        // and the eventfds.
         assert_eq!(server.replace(), 1 + 1 + 3 + 3);
         assert_eq!(registers(), before);
         let table = server.controller.dma_table();

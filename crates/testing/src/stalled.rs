@@ -27,7 +27,8 @@ const MOUNT_AT: &str = "STALLED_MOUNT_AT";
 /// hang.
 const AS_IMAGE: &str = "STALLED_AS_IMAGE";
 
-/// Environment variable: path of another file. The file system passes the requests through to it.
+/// Environment variable: path of another file. The file system passes the requests through to that
+/// file.
 const OVER: &str = "STALLED_OVER";
 
 /// Environment variable: if set, fsync is answered as not implemented.
@@ -238,7 +239,7 @@ pub struct Mount {
 
 /// Permits one mount at a time. If a process is forked while a file of a mount is open, the child
 /// inherits that file, and closes it before it executes the next daemon. The close hangs, and until
-/// its end the child also holds all sockets.
+/// it returns, the child also holds all inherited sockets.
 static SERIAL: Mutex<()> = Mutex::new(());
 
 impl Mount {
@@ -333,7 +334,7 @@ impl Mount {
     /// If the daemon has ended, or does not stop.
     pub fn stall(&self) {
         self.signal(Signal::STOP);
-        // The daemon may still be writing a reply, so wait until it is stopped.
+        // The daemon may still be writing a reply, so this function waits until it is stopped.
         let stat = format!("/proc/{}/stat", self.daemon.id());
         wait::until("a stopped daemon", || {
             std::fs::read_to_string(&stat).unwrap().contains(") T ")

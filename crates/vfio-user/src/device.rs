@@ -238,11 +238,11 @@ impl fmt::Debug for Deferral<'_> {
 ///
 /// All methods are called on the reactor's thread, one at a time, and must not block. A method that
 /// may have to wait for I/O in flight gets a [`Completer`], which any thread may complete. While a
-/// [`Completer`] is outstanding, the server calls no other method of this device. It serves the
-/// reactor's other devices.
+/// [`Completer`] is outstanding, the server calls no other method of this device. Meanwhile the
+/// server serves the reactor's other devices.
 ///
-/// All arguments come from an untrusted peer. Only what the documentation of a method says was
-/// checked. If a method returns `Err`, the server sends an error reply.
+/// All arguments come from an untrusted peer. The server has checked an argument only if the
+/// documentation of the method says so. If a method returns `Err`, the server sends an error reply.
 pub trait Device: Send {
     /// Replies to DEVICE_GET_INFO. Called once for each client, in the version negotiation.
     fn info(&mut self) -> DeviceInfo {
@@ -286,8 +286,8 @@ pub trait Device: Send {
 
     /// Writes `data` to a region; the range is checked as for [`region_read`](Device::region_read).
     ///
-    /// If the write has to wait (a function level reset), the device takes a callback from
-    /// `deferral`.
+    /// If the write has to wait (for example for a function level reset), the device takes a
+    /// callback from `deferral`.
     fn region_write(
         &mut self,
         region: u32,
@@ -314,7 +314,8 @@ pub trait Device: Send {
     /// Sets up, takes down, masks or raises interrupts.
     fn set_irqs(&mut self, request: SetIrqs) -> Result<(), Errno>;
 
-    /// Adds a range of the client's memory. [`Errno::EXIST`] if it overlaps a mapped range.
+    /// Adds a range of the client's memory. Fails with [`Errno::EXIST`] if the range overlaps a
+    /// mapped one.
     fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno>;
 
     /// Removes memory, and completes `done` when no thread accesses it any more.
@@ -361,9 +362,9 @@ pub trait Device: Send {
     fn reset_checkpoint(&mut self) {}
 
     /// Restores the state of [`save`](Self::save) or [`record`](Self::record). Called once, before
-    /// any other method. The previous server process may still resume, so this must have no effect
-    /// on the client. The device wraps the client's descriptors in [`PeerFd::of_predecessor`] with
-    /// this `closer`.
+    /// any other method. The previous server process may still resume, so restoring must have no
+    /// effect on the client. The device wraps the client's descriptors in
+    /// [`PeerFd::of_predecessor`] with this `closer`.
     ///
     /// # Errors
     ///

@@ -29,8 +29,8 @@ pub(crate) trait SocketOwner: Send + Sync {
 }
 
 /// Socket of a client that a second thread polls in addition to the reactor. The client's messages
-/// wake the second thread through its own epoll instance. It handles doorbell writes; the reactor
-/// handles all other messages. A device gets the socket by
+/// wake the second thread through its own epoll instance. That thread handles doorbell writes; the
+/// reactor handles all other messages. A device gets the socket by
 /// [`share_socket`](crate::Device::share_socket).
 ///
 /// When the value is dropped, only the reactor polls the socket. When the client has disconnected,

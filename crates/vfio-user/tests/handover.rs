@@ -210,14 +210,14 @@ fn every_request_is_answered_once_across_replacements() {
                     match done {
                         Some(done) => done.ok(),
                         None if dice.roll(2) == 0 => std::thread::yield_now(),
-                        // Random duration, so that the test covers many moments.
+                        // The duration is random, so that the test covers many moments.
                         None => std::thread::sleep(Duration::from_micros(dice.roll(300))),
                     }
                 }
             }
         });
         for _ in 0..100 {
-            // Random duration, so that the test covers many moments.
+            // The duration is random, so that the test covers many moments.
             std::thread::sleep(Duration::from_micros(dice.roll(1500)));
             let mut old = server.freeze();
             match dice.roll(6) {

@@ -397,7 +397,7 @@ fn invalid_ioeventfd_lists_are_errors() {
 
 #[test]
 fn a_region_without_descriptors_may_have_an_empty_list() {
-    // libvfio-user sends this reply; other servers refuse the query.
+    // libvfio-user sends an empty list; other servers refuse the query.
     let none = wire::RegionIoFds { argsz: 16, flags: 0, index: 0, count: 0 };
     let (client, server) = fake_server(move |to, _| reply(to, 0, none.as_bytes()));
     let client = client.unwrap();

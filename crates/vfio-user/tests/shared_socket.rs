@@ -268,9 +268,9 @@ fn fuse_daemon() {
     shadowbell_testing::stalled::run_daemon_if_requested();
 }
 
-/// The poller receives a descriptor behind a doorbell write, and the client disconnects before the
-/// reactor handles it. To close the descriptor would block, so the thread that drops it must leave
-/// the close to another thread.
+/// The poller receives a descriptor after a doorbell write, and the client disconnects before the
+/// reactor handles the message. Closing the descriptor would block, so the thread that drops it
+/// must leave the close to another thread.
 #[test]
 fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     let (server, path, shared) = Server::with_device(Limits::default());
@@ -346,7 +346,7 @@ fn a_preempted_poller_delays_no_other_client() {
         })
     });
     has_begun.recv().unwrap();
-    // Behind the write follows a message that only the reactor handles.
+    // The write is followed by a message that only the reactor handles.
     let access = access(0, 16, 1);
     let bytes = raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[77]]);
     raw.send(&bytes);

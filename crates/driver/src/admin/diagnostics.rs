@@ -66,7 +66,8 @@ impl Admin {
         let last = header.last_blocks[usize::from(area.clamp(1, 3)) - 1].get();
         let bytes = usize::from(last) * TELEMETRY_BLOCK;
         if bytes == 0 {
-            // Reads the header again without Retain Asynchronous Event, which clears the event.
+            // The header is read again without Retain Asynchronous Event, so that the read clears
+            // the event.
             return self.log_page(request(0, TELEMETRY_BLOCK));
         }
         page.extend(self.log_page(request(TELEMETRY_BLOCK as u64, bytes))?);

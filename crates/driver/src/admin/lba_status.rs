@@ -38,7 +38,7 @@ pub(super) fn reports_allocated(
     match identify(admin, 0, fields) {
         Ok(page) => Ok(IdentifyNvmController::read_from_bytes(&page)
             .is_ok_and(|nvm| nvm.aocs & IdentifyNvmController::REPORTS_ALLOCATED != 0)),
-        // Controllers before version 2.0 do not have this data structure.
+        // Controllers before version 2.0 do not have the Identify data structure of CNS 06h.
         Err(error) if error.status().is_some() => Ok(false),
         Err(error) => Err(error),
     }

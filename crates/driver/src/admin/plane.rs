@@ -106,7 +106,7 @@ impl AdminPlane {
         self.device.name()
     }
 
-    /// Zeroed pages for the Shadow Doorbell and EventIdx buffers, with their addresses.
+    /// Zeroed pages for the Shadow Doorbell and EventIdx buffers, with their IOVAs.
     pub(crate) fn shadow_memory(&self) -> Option<[(SharedBytes, u64); 2]> {
         Some([self.memory.page(0)?, self.memory.page(1)?])
     }

@@ -317,7 +317,7 @@ fn submit_op_with_metadata(
 ) -> Result<Token, Refused> {
     match shared.lock().with_metadata.remove(&index) {
         Some(command) => queue.submit_with_metadata(&command, buffer),
-        // Unreachable: the metadata are stored before the op is put into the inbox.
+        // This case is unreachable: the metadata are stored before the op is put into the inbox.
         None => Err(Refused { reason: QueueError::Detached { qid: shared.qid }, buffer }),
     }
 }

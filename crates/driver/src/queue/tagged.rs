@@ -2,8 +2,9 @@
 //! dwords 10 to 13.
 //!
 //! The fast path refuses such commands as too long. Only refused commands are examined for tags, so
-//! plain commands cost nothing extra. Tags that cannot be derived from the command are in a table
-//! by slot, for a possible second submission. The table is allocated with the first such command.
+//! commands without tags cost nothing extra. Tags that cannot be derived from the command are in a
+//! table by slot, for a possible second submission. The table is allocated with the first such
+//! command.
 
 use super::core::Core;
 use crate::command::{Command, TagSource, Token};

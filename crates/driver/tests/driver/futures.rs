@@ -190,7 +190,7 @@ fn excess_requests_wait_in_order() {
         assert!(poll_once(future, &count).is_pending());
     }
     wait_for(|| fake.state().held.len() == 15);
-    // Drop two futures that wait for a slot, and one whose command is in flight.
+    // The test drops two futures that wait for a slot, and one whose command is in flight.
     drop(futures.remove(30));
     drop(futures.remove(16));
     drop(futures.remove(3));

@@ -213,8 +213,8 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         host.put(10, &stored, &own);
         assert_eq!(host.read(3, 60).unwrap(), data(3, 60));
 
-        // Write Zeroes with and without Deallocate. After Deallocate, protection information reads
-        // as FFh, which disables the checks.
+        // Write Zeroes is executed with and without Deallocate. After Deallocate, protection
+        // information reads as FFh, which disables the checks.
         for deallocate in [false, true] {
             let zeroes = host.namespace.write_zeroes(5, 4, deallocate).unwrap();
             assert_eq!(host.plain(zeroes, None).0, Status::SUCCESS);
@@ -374,7 +374,7 @@ fn futures_transfer_metadata() {
     let disk = AsyncQueue::start(queue).unwrap().open(&namespace);
     let mut buffer = pool.take().unwrap();
     buffer.fill(3);
-    // Plain commands transfer data only, with PRACT.
+    // Commands without explicit metadata transfer only data, with PRACT.
     let buffer = block_on(disk.write(16, buffer)).unwrap();
     let read =
         namespace.read_with_metadata(16, 4, fields(PRINFO_GUARD | PRINFO_REFTAG, 16)).unwrap();

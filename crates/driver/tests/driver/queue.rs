@@ -309,7 +309,7 @@ fn heads_are_correct_for_any_batch_between_two_rings() {
         }
         queue.ring().unwrap();
     };
-    // Batches of up to 15 commands, in a queue of 16 entries.
+    // The batches have up to 15 commands; the queue has 16 entries.
     for batch in [8, 9, 15, 1, 12, 15, 15] {
         submit(&mut queue, batch);
         for _ in 0..3 {

@@ -267,7 +267,7 @@ fn futures_survive_a_recreated_queue() {
     });
     let stats = controller.recovery_stats();
     assert_eq!((stats.queues_recreated, stats.repeated, stats.resets), (1, 4, 0), "{stats:?}");
-    // The end of the queue fails all futures.
+    // The removal of the device fails all futures.
     fake.with(|state| {
         state.hold = true;
         state.removed = true;

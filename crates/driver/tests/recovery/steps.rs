@@ -269,7 +269,7 @@ fn a_stalled_command_has_no_effect_after_its_end() {
         ended.buffer.as_mut().unwrap().fill(2);
         rig.queue.submit(rig.write(0), ended.buffer).unwrap();
         assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
-        // Waits beyond the time at which the stalled command would have been executed.
+        // The test waits beyond the time at which the stalled command would have been executed.
         std::thread::sleep(Duration::from_millis(4100));
         let read = rig.controller.namespace(1).unwrap().read(0, 8).unwrap();
         rig.queue.submit(read, rig.pool.take()).unwrap();

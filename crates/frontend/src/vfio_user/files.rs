@@ -29,8 +29,8 @@ const SINGLE: usize = 256;
 const MAX_MAPPINGS: usize = 4096;
 
 /// Maximum number of mappings that hold a descriptor of their file. A disk that is a namespace of
-/// another controller needs it, to share the client's memory with that controller. The limit bounds
-/// the descriptors that a client can cause.
+/// another controller needs the descriptor, to share the client's memory with that controller. The
+/// limit bounds the descriptors that a client can cause.
 const MAX_RETAINED: usize = 64;
 
 /// Maximum size in bytes of a file that is mapped as a whole. The address space has 128 TiB.

@@ -53,7 +53,8 @@ pub(super) struct SavedMemory {
     files: Vec<FdRef>,
     ranges: Vec<SavedRange>,
     /// Table of the ranges in shared memory, for a checkpoint with many ranges. `ranges` then
-    /// contains only [`NONE`], so that releases without this field refuse the state.
+    /// contains only [`NONE`], so that older releases, which do not know this field, refuse the
+    /// state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     written: Option<SavedRanges>,
 }
@@ -344,8 +345,8 @@ impl Memory {
         };
         let before = self.ranges.range(..iova).next_back();
         let tail = self.ranges.range(iova..=last).next_back();
-        // A range can only be unmapped as a whole, as with VFIO_IOMMU_UNMAP_DMA of type 1 version
-        // 2.
+        // A range can only be unmapped as a whole, as with VFIO_IOMMU_UNMAP_DMA of VFIO's IOMMU
+        // type 1, version 2.
         if before.is_some_and(|(start, range)| range.last(*start) >= iova)
             || tail.is_some_and(|(start, range)| range.last(*start) > last)
         {

@@ -80,7 +80,7 @@ impl Migration for ControllerDevice {
 
     fn load_state(&mut self, stream: Vec<u8>, done: Completer) {
         // A client that disconnects does not end the parser. Without this check, the next client
-        // could start a second one.
+        // could start a second parser.
         if self.parser.strong_count() != 0 {
             let what = "a migration state is refused: the one before is still being parsed";
             self.log.warn(format_args!("{what}"));

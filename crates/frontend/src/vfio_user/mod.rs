@@ -190,7 +190,8 @@ impl ControllerDevice {
     }
 
     /// Reports a problem with the client's memory, once, when a guest starts to use the controller.
-    /// A map without a descriptor alone is no problem, because QEMU sends one for video memory.
+    /// A range without a descriptor is no problem by itself, because QEMU maps video memory without
+    /// one.
     fn check_memory(&mut self, offset: u64) {
         if self.has_reported {
             return;

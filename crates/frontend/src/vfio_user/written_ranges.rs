@@ -122,8 +122,8 @@ impl WrittenRanges {
             self.unused_slot += 1;
             self.unused_slot - 1
         });
-        // This word is written first: a range that was added after the moment of the last
-        // checkpoint is ignored by it, so the other words need not be valid yet.
+        // This word is written first. The last checkpoint ignores a range that was added after its
+        // moment, so the other words need not be valid yet.
         self.write(slot, ADDED, self.sequence + 1);
         self.write(slot, REMOVED, 0);
         self.write(slot, IOVA, iova);

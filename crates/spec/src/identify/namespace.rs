@@ -17,9 +17,9 @@ pub struct Nsfeat {
     pub dae: bool,
     /// UID Reuse: `nguid` and `eui64` are never reused.
     pub uidreuse: bool,
-    /// Optimal Performance: 01b `npwg`, `npwa`, `npdg`, `npda` and `nows` are valid; 10b the large
-    /// deallocate fields are valid instead of `npdg` and `npda`; 11b all of these fields are valid.
-    /// (Before NVM 1.1, the field had only bit 4.)
+    /// Optimal Performance: with 01b, `npwg`, `npwa`, `npdg`, `npda` and `nows` are valid; with
+    /// 10b, the large deallocate fields are valid instead of `npdg` and `npda`; with 11b, all of
+    /// these fields are valid. (Before NVM 1.1, the field had only bit 4.)
     #[bits(2)]
     pub optperf: u8,
     /// Multiple Atomicity Mode.

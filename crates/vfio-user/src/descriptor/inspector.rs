@@ -83,8 +83,8 @@ impl Inspector {
         self.inspect_all(fds, false)
     }
 
-    /// Inspects the descriptors of one receive. Any number of them may be files on disks. Only for
-    /// threads that serve a single peer, because the inspection may be slow.
+    /// Inspects the descriptors of one receive. Any number of them may be files on disks. Used only
+    /// by threads that serve a single peer, because the inspection may be slow.
     pub(super) fn inspect_files(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
         self.inspect_all(fds, true)
     }

@@ -3,9 +3,10 @@
 //! # Architecture
 //!
 //! [`ConfigSpace`] consists of 4096 bytes, and a mask of the bits that a write can change. For most
-//! registers this is sufficient. For example, the bits of a base address register below its size
-//! are not writable, and software detects the size by this. For registers with side effects, a
-//! write compares the values before and after it, and reports changes in [`Effects`].
+//! registers this is sufficient. For example, the address bits of a base address register below the
+//! size of its region are not writable, and software detects the size by this. For registers with
+//! side effects, a write compares the values before and after it, and reports changes in
+//! [`Effects`].
 //!
 //! The capabilities in list order are Power Management (D0 and D3hot), MSI-X, and PCI Express
 //! (endpoint, function level reset). The extended space has a Device Serial Number if a number is

@@ -50,9 +50,9 @@ fn the_header_is_byte_exact() {
 #[test]
 fn the_capabilities_are_byte_exact() {
     let space = space();
-    // Power Management: version 3, No_Soft_Reset.
+    // The Power Management capability has version 3 and No_Soft_Reset.
     assert_eq!(read(&space, 0x40), [0x01, 0x50, 0x03, 0x00, 0x08, 0x00, 0x00, 0x00]);
-    // MSI-X: 65 vectors, both structures in BAR4.
+    // The MSI-X capability has 65 vectors, and both structures are in BAR4.
     let msix = [0x11, 0x60, 0x40, 0x00, 0x04, 0x00, 0x00, 0x00, 0x04, 0x40, 0x00, 0x00];
     assert_eq!(read(&space, 0x50), msix);
     #[rustfmt::skip]
@@ -105,7 +105,7 @@ fn a_base_address_register_reports_its_size_and_stores_its_address() {
     assert_eq!(read(&space, 0x10), 0xffff_ffff_ffff_c004u64.to_le_bytes());
     space.write(0x20, &[0xff; 8]).unwrap();
     assert_eq!(read(&space, 0x20), 0xffff_ffff_ffff_800cu64.to_le_bytes());
-    // An absent register pair reads as 0, whatever was written to it.
+    // The registers of an absent BAR read as 0, whatever was written to them.
     assert_eq!(space.write(0x18, &[0xff; 8]).unwrap(), Effects::default());
     assert_eq!(read(&space, 0x18), [0; 8]);
 

@@ -174,8 +174,8 @@ impl Attachment {
         Some(session)
     }
 
-    /// Ends the share. After the next [`watch`](Self::watch), only the reactor polls the
-    /// connection.
+    /// Ends the sharing of the session. After the next [`watch`](Self::watch), only the reactor
+    /// polls the connection.
     fn end_sharing(&mut self) {
         self.is_second = false;
         let Some(shared) = self.shared.take() else { return };

@@ -36,7 +36,7 @@ enum Reactor {
     Reads,
     /// The reactor reads `State::ended`, and adds or removes epoll items accordingly.
     Marks,
-    /// The reactor has removed the other item, and does not watch for input yet.
+    /// The reactor has removed the items `first` and `second`, and does not watch for input yet.
     Watches,
     PutsBack,
 }
@@ -63,8 +63,9 @@ struct State {
     in_socket: u8,
     /// Number of messages that the second thread has read and left for the reactor.
     left: u8,
-    /// True if the socket is in the second thread's epoll instance (`first`) or, exclusively or
-    /// not, in the reactor's (`second`). A mark is an event that the next wait may report.
+    /// True if the socket is watched for input by the second thread (`first`), by the reactor after
+    /// the second thread (`second`), or by the reactor alone (`is_exclusive`). A mark is an event
+    /// that the next wait may report.
     first: bool,
     first_marked: bool,
     second: bool,

@@ -587,7 +587,7 @@ mod tests {
         let usual = UnixListener::bind(at("usual")).unwrap();
         assert_eq!(mode(&at("vm.sock")), mode(&at("usual")));
         drop(usual);
-        // Another user of the directory has replaced the new socket.
+        // The test imitates another user of the directory, who replaces the new socket.
         fs::write(at("secret"), "").unwrap();
         fs::set_permissions(at("secret"), fs::Permissions::from_mode(0o600)).unwrap();
         symlink(at("secret"), at("link")).unwrap();

@@ -9,9 +9,9 @@
 //!
 //! # Second client
 //!
-//! If a client connects while another one is attached, it stays in the socket's backlog: its
-//! connect succeeds, and its first message waits. It is served when the first client has
-//! disconnected and the device no longer accesses that client's memory. So a client that
+//! If a client connects while another one is attached, the new client stays in the socket's
+//! backlog: its connect succeeds, and its first message waits. It is served when the first client
+//! has disconnected and the device no longer accesses that client's memory. So a client that
 //! disconnects and connects again immediately (SPDK's client, or a restarting VMM) is not refused
 //! because of a race. To refuse the second client, the server would have to accept it too, and such
 //! clients would retry in a loop.

@@ -38,9 +38,10 @@ const RETRY_ACCEPT: Duration = Duration::from_secs(1);
 /// never ends in the others.
 const RETRY_CLOSED: Duration = Duration::from_millis(50);
 
-/// Rate limit of a device's clients. This number is accepted without a pause, and after that one
-/// more per interval `NEXT_CLIENT`. The limit exists because each client costs a reset of the
-/// device and a few log messages. A virtual machine that restarts in a loop stays below it.
+/// Rate limit of a device's clients. `CLIENTS_AT_ONCE` clients are accepted without a pause, and
+/// after that one more per interval `NEXT_CLIENT`. The limit exists because each client costs a
+/// reset of the device and a few log messages. A virtual machine that restarts in a loop stays
+/// below the limit.
 const CLIENTS_AT_ONCE: u32 = 256;
 const NEXT_CLIENT: Duration = Duration::from_millis(50);
 

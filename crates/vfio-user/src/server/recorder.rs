@@ -8,8 +8,8 @@ use super::saved::SavedPort;
 /// one continues from the last checkpoint ([`Reactor::restore`](super::Reactor::restore)).
 pub trait PortRecorder: Send {
     /// Stores a checkpoint, which replaces the previous one. `fds` are the descriptors to which
-    /// `state` refers. Replies that depend on the change are sent after this method returns. It is
-    /// called on the reactor's thread, only for infrequent changes: not for reads, and not for
-    /// writes to the first region.
+    /// `state` refers. Replies that depend on the stored state are sent after this method returns.
+    /// The method is called on the reactor's thread, only for infrequent changes: not for reads,
+    /// and not for writes to the first region.
     fn record(&mut self, state: &SavedPort, fds: Descriptors);
 }

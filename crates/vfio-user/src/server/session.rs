@@ -101,7 +101,8 @@ pub(super) struct Session {
 }
 
 /// State of a session with checkpoints. A message stays in the socket until a checkpoint contains
-/// its effects. So after a crash, the socket still has all other messages.
+/// its effects. So after a crash, the socket still has all messages whose effects are not in the
+/// checkpoint.
 #[derive(Debug)]
 struct Intake {
     /// Decoder position up to which messages have been removed from the socket.
@@ -496,7 +497,8 @@ impl Session {
                     break;
                 }
                 writes += 1;
-                // The message was peeked at and is valid. This call skips it.
+                // `peek` has returned this message, so it is valid. This call removes it from the
+                // decoder.
                 let _ = self.decoder.decode();
             } else if self.decoder.is_partial() || drained {
                 break;

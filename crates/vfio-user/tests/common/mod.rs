@@ -628,7 +628,7 @@ pub(crate) fn memfd(len: u64) -> OwnedFd {
     fd
 }
 
-/// Duration of each limit of [`short_limits`]. A busy machine does not exceed it.
+/// Duration of each limit of [`short_limits`]. It is long enough for a busy machine.
 pub(crate) const SHORT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Limits that are short enough for tests to exceed them.

@@ -11,7 +11,7 @@ use vfio_bindings::bindings::vfio;
 
 /// Minimum size of BAR0: the controller properties and the doorbells of the admin queue.
 const BAR0_MIN: u64 = regs::DOORBELLS + 8;
-/// Number of doorbells with a precomputed address: those of 1024 queue pairs with a stride of 0.
+/// Number of doorbells with a precomputed address: those of 1024 queue pairs if CAP.DSTRD is 0.
 const DOORBELLS: u64 = 2048;
 
 /// A region of the device's file: offset and size.

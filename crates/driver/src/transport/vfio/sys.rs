@@ -78,7 +78,8 @@ unsafe fn structure<T>(fd: BorrowedFd<'_>, request: c_ulong, argument: &mut T) -
 /// the size field; `fixed` is the size of the structure.
 fn answer(fd: BorrowedFd<'_>, request: c_ulong, head: &[u8], fixed: usize) -> io::Result<Vec<u8>> {
     let mut len = fixed.max(4 + head.len());
-    // If the reply is longer than the buffer, it contains its size, which the next iteration uses.
+    // If the reply is longer than the buffer, the buffer contains the reply's size, which the next
+    // iteration uses.
     for _ in 0..3 {
         let mut bytes = vec![0u8; len];
         let size = u32::try_from(len).map_err(io::Error::other)?;
