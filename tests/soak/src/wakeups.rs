@@ -9,7 +9,8 @@
 //! A request takes long as well if a busy machine does not run the threads. A control thread with
 //! the priority of the clients sleeps for short times, and records when it was woken late, and for
 //! how long the server's threads were runnable without a CPU. A request counts as delayed by the
-//! machine if such delays cover half of its time. A thread that misses a wakeup is not runnable.
+//! machine if such delays, with the time for which its client was runnable without a CPU, cover half
+//! of its time. A thread that misses a wakeup is not runnable.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -27,7 +28,7 @@ use shadowbell_hostile::peer::virtio::VirtioGuest;
 use shadowbell_hostile::random::Random;
 use shadowbell_hostile::server::Server;
 use shadowbell_hostile::victim::{give_way, hurry};
-use shadowbell_hostile::watch::usage;
+use shadowbell_hostile::watch::{Threads, usage};
 use shadowbell_testing::wait;
 
 use super::supervised::make_qcow2;
@@ -132,11 +133,48 @@ impl Vms {
 /// A period of time.
 type Period = (Instant, Instant);
 
+/// A request of an honest client.
+#[derive(Debug, Clone, Copy)]
+struct Request {
+    began: Instant,
+    ended: Instant,
+    /// Time for which the client was runnable without a CPU meanwhile.
+    waited: Duration,
+}
+
+impl Request {
+    fn time(&self) -> Duration {
+        self.ended - self.began
+    }
+}
+
+/// Measures the requests of the calling thread, one at a time.
+struct Requests {
+    own: Threads,
+    all: Vec<Request>,
+}
+
+impl Requests {
+    fn new() -> Result<Self> {
+        Ok(Self { own: Threads::calling()?, all: Vec::new() })
+    }
+
+    /// Executes a request, and records it.
+    fn measure(&mut self, request: impl FnOnce() -> Result<()>) -> Result<()> {
+        let (waited, began) = (self.own.waited(), Instant::now());
+        request()?;
+        let ended = Instant::now();
+        let waited = self.own.waited().saturating_sub(waited);
+        self.all.push(Request { began, ended, waited });
+        Ok(())
+    }
+}
+
 /// Results of one server.
 #[derive(Debug, Default)]
 struct Part {
     /// Requests of each honest client.
-    requests: Vec<Vec<Period>>,
+    requests: Vec<Vec<Request>>,
     /// Times for which the machine did not run the control thread.
     delays: Vec<Period>,
     /// Number of chains of hostile VMs.
@@ -147,14 +185,15 @@ impl Part {
     /// Requests that took too long: the time of each, and whether the machine was the cause.
     fn long(&self) -> Vec<(Duration, bool)> {
         let all = self.requests.iter().flatten();
-        let long = all.filter(|(began, ended)| *ended - *began > LONGEST);
-        long.map(|(began, ended)| {
+        let long = all.filter(|request| request.time() > LONGEST);
+        long.map(|Request { began, ended, waited }| {
             let covered: Duration = self
                 .delays
                 .iter()
                 .map(|(from, to)| (*to).min(*ended).saturating_duration_since((*from).max(*began)))
                 .sum();
-            (*ended - *began, covered >= (*ended - *began) / 2)
+            let time = *ended - *began;
+            (time, covered + *waited >= time / 2)
         })
         .collect()
     }
@@ -171,7 +210,7 @@ fn part(server: &Server, vms: Vms, time: Duration, seed: u64) -> Result<Part> {
     let (nbd, blk) = (server.directory().join("disk.sock"), server.directory().join("blk.sock"));
     let clock = Clock::start(time);
     let part = Mutex::new(Part::default());
-    let record = |requests: Vec<Period>| {
+    let record = |requests: Vec<Request>| {
         part.lock().unwrap_or_else(std::sync::PoisonError::into_inner).requests.push(requests);
     };
     let (mut chains, mut delays) = (0, Vec::new());
@@ -241,49 +280,52 @@ fn range(random: &mut Random) -> (u64, usize) {
 }
 
 /// NBD client that reads, writes and flushes. Returns its requests.
-fn nbd_client(socket: &Path, clock: &Clock, mut random: Random) -> Result<Vec<Period>> {
+fn nbd_client(socket: &Path, clock: &Clock, mut random: Random) -> Result<Vec<Request>> {
     let mut client = NbdClient::attach(socket)?;
     client.stream.set_read_timeout(Some(wait::LIMIT))?;
-    let mut requests = Vec::new();
+    let mut requests = Requests::new()?;
     while !clock.is_over() {
         let (offset, len) = range(&mut random);
         let mut data = vec![random.below(256) as u8; len];
-        let began = Instant::now();
-        match random.below(16) {
-            0 => {
-                client.send(FLUSH, 0, 0, &[])?;
-                client.receive(&mut [])
-            }
-            1..=8 => client.read(offset, &mut data),
-            _ => client.write(offset, &data),
-        }
-        .context("an NBD client")?;
-        requests.push((began, Instant::now()));
+        let kind = random.below(16);
+        requests
+            .measure(|| match kind {
+                0 => {
+                    client.send(FLUSH, 0, 0, &[])?;
+                    client.receive(&mut [])
+                }
+                1..=8 => client.read(offset, &mut data),
+                _ => client.write(offset, &data),
+            })
+            .context("an NBD client")?;
         // The pace of the client, which lets the server's threads sleep.
         sleep(Duration::from_micros(random.below(300)));
     }
-    Ok(requests)
+    Ok(requests.all)
 }
 
 /// VM that reads and writes. Returns its requests.
-fn honest_vm(socket: &Path, clock: &Clock, mut random: Random) -> Result<Vec<Period>> {
+fn honest_vm(socket: &Path, clock: &Clock, mut random: Random) -> Result<Vec<Request>> {
     let mut guest = VirtioGuest::attach(socket)?;
-    let mut requests = Vec::new();
+    let mut requests = Requests::new()?;
     while !clock.is_over() {
         let kind = random.below(2) as u32;
         let sectors = 1 + random.below(16);
-        let began = Instant::now();
-        guest.submit(kind, random.below(SECTORS - sectors), sectors as u32 * 512)?;
-        while guest.outstanding() != 0 {
-            ensure!(began.elapsed() < wait::LIMIT, "a request of the honest VM has no completion");
-            // The pause is short, because the duration of the request is measured.
-            sleep(Duration::from_micros(50));
-        }
-        requests.push((began, Instant::now()));
+        let sector = random.below(SECTORS - sectors);
+        requests.measure(|| {
+            let deadline = wait::deadline();
+            guest.submit(kind, sector, sectors as u32 * 512)?;
+            while guest.outstanding() != 0 {
+                ensure!(Instant::now() < deadline, "a request of the honest VM has no completion");
+                // The pause is short, because the duration of the request is measured.
+                sleep(Duration::from_micros(50));
+            }
+            Ok(())
+        })?;
         // The pace of the VM, which lets the server's threads sleep.
         sleep(Duration::from_micros(random.below(300)));
     }
-    Ok(requests)
+    Ok(requests.all)
 }
 
 /// VMs, one after the other, that kick random chains and disconnect. Returns the number of chains.
@@ -302,7 +344,7 @@ fn hostile_vms(socket: &Path, clock: &Clock, mut random: Random) -> Result<u64> 
 }
 
 fn add(table: &mut Table, disk: &str, vms: Vms, part: &Part) {
-    let times = Times::of(part.requests.iter().flatten().map(|(began, ended)| *ended - *began));
+    let times = Times::of(part.requests.iter().flatten().map(Request::time));
     let long = part.long();
     let by_machine = long.iter().filter(|(_, by_machine)| *by_machine).count();
     let mut cells = vec![
@@ -337,13 +379,16 @@ mod tests {
     fn a_long_request_is_excused_only_by_delays_that_cover_half_of_it() {
         let zero = Instant::now();
         let at = |ms| zero + Duration::from_millis(ms);
+        let request = |from, to| Request { began: at(from), ended: at(to), waited: Duration::ZERO };
         let mut part = Part {
-            requests: vec![vec![(at(0), at(50)), (at(100), at(300)), (at(1000), at(1200))]],
+            requests: vec![vec![request(0, 50), request(100, 300), request(1000, 1200)]],
             delays: vec![(at(0), at(160)), (at(1150), at(2000))],
             chains: 0,
         };
         assert_eq!(part.late(), ["200 ms", "200 ms"]);
         part.delays.push((at(250), at(290)));
         assert_eq!(part.late(), ["200 ms"]);
+        part.requests[0][2].waited = Duration::from_millis(60);
+        assert!(part.late().is_empty());
     }
 }
