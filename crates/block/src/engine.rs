@@ -320,7 +320,7 @@ impl Engine {
         }
     }
 
-    /// Asks the disk to end all requests soon.
+    /// Requests an early end of all requests from the disk.
     pub(crate) fn cancel_all(&self) {
         if let Some(core) = self.core.borrow_mut().as_mut() {
             core.cancel(|_| true);

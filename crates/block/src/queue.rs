@@ -139,7 +139,7 @@ impl BlockQueue {
         self.engine().after_sleep();
     }
 
-    /// Asks the disk to end all requests in flight soon.
+    /// Requests an early end of all requests in flight from the disk.
     pub fn cancel_all(&self) {
         self.engine().cancel_all();
     }

@@ -1,4 +1,4 @@
-//! Rings of a process that may not create more: [`prepare_rings`].
+//! Rings of a process that is not allowed to create more: [`prepare_rings`].
 
 mod common;
 

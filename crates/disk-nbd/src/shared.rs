@@ -77,8 +77,8 @@ impl Shared {
     /// clients have disconnected, so the reconnection thread ends all connections. The caller holds
     /// the lock of a connection.
     pub(crate) fn server_ends(&self) {
-        // The reconnection thread must not see this flag alone: it would disconnect only idle
-        // connections, and would not wait for the others.
+        // The loss is counted before the flag is set. With the flag alone, the reconnection thread
+        // would disconnect only idle connections, and would not wait for the others.
         self.count_loss();
         self.is_server_ending.store(true, Ordering::Release);
         self.wake.signal();

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::Command;
 
 const MIB: u64 = 1 << 20;
-/// Environment variable that tells the test program to run as the child process that ends.
+/// Environment variable with which the test program runs as the child process that ends.
 const CHILD_EXITS: &str = "SHADOWBELL_TEST_RBD_ENDS";
 
 /// Configuration file of the cluster, if there is a cluster.

@@ -49,7 +49,7 @@ pub enum OpenError {
         /// Reason of the refusal.
         why: String,
     },
-    /// The file may not be read by this user.
+    /// This user is not allowed to read the file.
     #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
     Unreadable {
         /// Path of the file.
@@ -145,7 +145,7 @@ pub enum OpenError {
         /// Cause of the failure.
         why: String,
     },
-    /// `aio=io_uring` was given, but the process may not use io_uring.
+    /// `aio=io_uring` was given, but the process is not allowed to use io_uring.
     #[error(
         "{path}: io_uring is requested, but the system refuses it ({source}); it needs Linux 5.6 \
          or later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids \

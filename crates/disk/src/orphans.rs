@@ -77,8 +77,8 @@ impl Orphans {
         Some(Orphan { orphans: Arc::clone(self), number })
     }
 
-    /// True if a request has to wait for an orphan. `waker` is then woken when one has ended, and
-    /// the caller has to ask again.
+    /// True if a request has to wait for an orphan. `waker` is then woken when an orphan has ended,
+    /// and the caller has to call this function again.
     #[inline]
     pub fn blocks(&self, request: &Request, waker: &Waker) -> bool {
         !self.is_empty() && self.overlaps(request, waker)
@@ -164,7 +164,7 @@ mod tests {
         assert!(blocks(Op::Read, 0, 4097) && blocks(Op::Discard, 8191, 1));
         assert!(blocks(Op::Flush, 0, 0) && blocks(Op::Read, u64::MAX - 1, 1));
         drop(first);
-        // One wakeup for all requests of the queue.
+        // The queue is woken once for all of its requests.
         assert_eq!((orphans.ended(), count.0.load(Ordering::Relaxed)), (1, 1));
         assert!(!blocks(Op::Read, 0, 8192) && blocks(Op::Flush, 0, 0));
         drop(second);

@@ -56,7 +56,7 @@ pub fn room() -> Option<u64> {
 
 /// Limit of open files, if there is one, and number of those in use.
 fn usage() -> Option<(u64, u64)> {
-    // A sandboxed process may not ask for the limit.
+    // A sandboxed process must not query the limit, so the stored value is used.
     let limit = (*LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current))?;
     // A new descriptor has the lowest free number, which is the number of those in use.
     let in_use = match fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0) {

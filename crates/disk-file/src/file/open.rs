@@ -27,8 +27,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
     let name = || path.display().to_string();
     let image = ImageFile::open_as(path, options.read_only, Kinds::Disks)?;
     let format = match options.format {
-        // The detection of the format reads by a command. So if this process may not send commands
-        // to the device, the open fails, and not the first request.
+        // The detection of the format reads by a command. So if this process is not allowed to send
+        // commands to the device, the open fails, and not the first request.
         Some(Format::Raw) if image.namespace.is_some() => image.format().map(|_| None)?,
         Some(Format::Raw) => None,
         Some(Format::Qcow2) => Some(ImageFormat::Qcow2),

@@ -1,6 +1,6 @@
-//! Thread pool engine. It is used where io_uring does not exist or this process may not use it, as
-//! in most containers. A call then costs two wake-ups and a system call of its own, and the number
-//! of calls in flight is limited by the number of threads.
+//! Thread pool engine. It is used where io_uring does not exist or this process is not allowed to
+//! use it, as in most containers. A call then costs two wake-ups and a system call of its own, and
+//! the number of calls in flight is limited by the number of threads.
 
 use super::call::{HOLE, Kind, Prepared, Stuck};
 use super::jobs::Jobs;

@@ -34,8 +34,8 @@ pub(super) struct LimitedQueue {
     inner: Box<dyn Queue>,
     limiters: Arc<[Arc<Limiter>]>,
     timer: Arc<Timer>,
-    /// Readable while the own timer or the timer of the disk below is; `None` if the disk below has
-    /// no timer.
+    /// Epoll descriptor that is readable while this queue's timer or that of the disk below is
+    /// readable; `None` if the disk below has no timer.
     merged: Option<OwnedFd>,
     waiting: Tasks<Waiting>,
     /// Keys of waiting requests, one list per submission queue.

@@ -89,7 +89,8 @@ pub(super) struct Locks {
 
 impl Locks {
     /// Adds a request, identified by a serial number that the queue never uses again. Returns false
-    /// if the request has to wait. Then the bell of its queue rings when the request may start.
+    /// if the request has to wait. The [`Bell`] of its queue then notifies the queue when the
+    /// request may start.
     pub(super) fn enter(&self, claim: Claim, serial: u64, of: &Arc<Bell>) -> bool {
         let mut list = self.list.lock();
         let predecessors = list.iter().filter(|entry| entry.claim.overlaps(&claim)).count();

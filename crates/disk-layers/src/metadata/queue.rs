@@ -32,7 +32,7 @@ pub(super) struct MetadataQueue {
     bounds: Bounds,
     discards: bool,
     of_all: OfAll,
-    /// Readable while the bell or the timer of the disk below is readable.
+    /// Readable while the [`Bell`] or the timer of the disk below is readable.
     timer: Option<OwnedFd>,
     tasks: Tasks<Task>,
     serial: u64,
@@ -455,7 +455,7 @@ impl Queue for MetadataQueue {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
         if task.stage == Stage::Waiting {
-            // The request ends when the queue processes its bell.
+            // The request ends when the queue takes the notification.
             task.outcome = Err(DiskError::Cancelled);
             return self.of_all.bell.ring(task.serial);
         }

@@ -12,8 +12,8 @@ use std::sync::Arc;
 pub(super) enum Reset {
     /// The reset has ended: the zone is empty.
     Finished,
-    /// Writes or another reset are in flight in the zone. The bell rings when the caller may try
-    /// again.
+    /// Writes or another reset are in flight in the zone. The [`Bell`] notifies the caller when it
+    /// may try again.
     Wait,
     /// Discard this many bytes, then [end the reset](ZoneSet::end_reset).
     Discard(u64),

@@ -30,7 +30,7 @@ pub(super) struct ZonedQueue {
     syncs: bool,
     read_only: bool,
     bell: Arc<Bell>,
-    /// Readable while the bell or the timer of the disk below is readable.
+    /// Readable while the [`Bell`] or the timer of the disk below is readable.
     timer: Option<OwnedFd>,
     tasks: Tasks<Task>,
     serial: u64,
@@ -480,7 +480,7 @@ impl Queue for ZonedQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         match task.kind {
             Kind::Reset { stage: Stage::Asking, .. } => {
-                // The request ends when the queue processes its bell.
+                // The request ends when the queue takes the notification.
                 task.outcome = Err(DiskError::Cancelled);
                 self.bell.ring(task.serial);
             }

@@ -1,4 +1,4 @@
-//! Errors of a ublk device. The messages tell the remedy.
+//! Errors of a ublk device. Each message contains the remedy.
 
 use rustix::io::Errno;
 use std::io;
@@ -24,7 +24,7 @@ pub enum UblkError {
     /// The process lacks the privilege to use the driver.
     #[error("--ublk needs root (CAP_SYS_ADMIN): /dev/ublk-control: {0}")]
     Denied(io::Error),
-    /// The process may not use io_uring.
+    /// The process is not allowed to use io_uring.
     #[error("io_uring, which ublk needs, is not available: {0}")]
     NoRing(io::Error),
     /// A device with this number already exists.

@@ -100,7 +100,7 @@ impl BlkQueue {
             let (queue, requests) = (self.index, found.heads.len());
             tracing::info!(queue, requests, "requests of a process before are carried out again");
         }
-        // The dead process may not have notified the guest of its last answers.
+        // The dead process may have ended before it notified the guest of its last answers.
         vring.signal();
     }
 

@@ -99,7 +99,7 @@ pub(super) struct ServedQueue<'a, F> {
     context: Context<'a>,
     rules: Rules,
     ring: SplitRing,
-    /// Positions of the rings at the start.
+    /// Positions in the two rings at which the thread started to serve the queue.
     began: (u16, u16),
     view: View,
     io: IoThread<F>,
