@@ -1,4 +1,4 @@
-//! Capabilities that client and server exchange as JSON in VERSION.
+//! Capabilities that client and server exchange as JSON in the VERSION messages.
 
 use serde::{Deserialize, Serialize};
 

@@ -67,11 +67,11 @@ pub struct Mc {
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Dpc {
-    /// Type 1.
+    /// Protection information of type 1 is supported.
     pub type1: bool,
-    /// Type 2.
+    /// Protection information of type 2 is supported.
     pub type2: bool,
-    /// Type 3.
+    /// Protection information of type 3 is supported.
     pub type3: bool,
     /// Protection information may be the first bytes of the metadata.
     pub first: bool,
