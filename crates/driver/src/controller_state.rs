@@ -52,7 +52,8 @@ const EPOCH: u32 = 8;
 pub(crate) enum Condition {
     /// The controller is usable.
     Live,
-    /// A thread resets the controller, and holds the lock of the I/O queues until the reset has ended.
+    /// A thread resets the controller, and holds the lock of the I/O queues until the reset has
+    /// ended.
     Resetting,
     /// The program detached the controller.
     Detached,
