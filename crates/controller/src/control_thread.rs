@@ -49,7 +49,7 @@ pub(crate) enum Turn {
 pub(crate) trait TurnTask: Send + Sync {
     fn run_state(&self) -> &RunState;
 
-    /// Works for a bounded time.
+    /// Executes one turn: works for a bounded time.
     fn turn(&self) -> Turn;
 }
 
@@ -718,7 +718,7 @@ mod tests {
         thread.stop();
     }
 
-    /// The last turn sets the only timer of its task. A request during a turn does not cancel it.
+    /// The last turn determines the only timer of its task, also if a turn was requested meanwhile.
     #[test]
     fn a_task_has_the_timer_of_its_last_turn() {
         struct Timed(RunState, Mutex<Vec<Turn>>, Sender<usize>);

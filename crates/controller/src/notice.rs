@@ -222,8 +222,8 @@ impl Latch {
         Self(Arc::new(Pending { control, notice: Mutex::new(notice) }))
     }
 
-    /// Sets the status in the notice, if that kind of notice has one. The last call determines the
-    /// status.
+    /// Sets the status in the notice, if that kind of notice has a status. The last call
+    /// determines the status.
     pub(crate) fn set_status(&self, new: Status) {
         if let Notice::Ended { status, .. }
         | Notice::NamespaceChanged { status, .. }

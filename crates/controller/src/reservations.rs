@@ -4,7 +4,7 @@
 //! reservation. It does not depend on controllers, queues or files. The file stores the
 //! reservations of a subsystem.
 //!
-//! The file has [two places](AbSlots) for the contents, which are written alternately. So one valid
+//! The file has [two slots](AbSlots) for the contents, which are written alternately. So one valid
 //! version survives a power loss at any time.
 
 use parking_lot::Mutex;
@@ -364,7 +364,7 @@ impl Reservations {
 pub(crate) type AllReservations = BTreeMap<[u8; 16], Reservations>;
 
 const MAGIC: [u8; 8] = *b"SBRESV01";
-/// Size of a place in bytes, sufficient for the maximum: 128 registrants in each of 256 namespaces.
+/// Size of a slot in bytes, sufficient for the maximum: 128 registrants in each of 256 namespaces.
 const SLOT_SIZE: u64 = 8 << 20;
 const SLOTS: AbSlots =
     AbSlots { magic: &MAGIC, order: HeadOrder::LengthFirst, place: SLOT_SIZE, is_padded: false };
@@ -377,7 +377,7 @@ pub(crate) struct ReservationFile {
     writing: Mutex<()>,
 }
 
-/// Contents of a place.
+/// Contents of a slot of the file.
 #[derive(Default, Serialize, Deserialize)]
 struct Content {
     /// Reservations by namespace UUID.
@@ -411,7 +411,7 @@ impl ReservationFile {
         Ok(content.namespaces.into_iter().collect())
     }
 
-    /// True if the file has at most a partial first place, because power was lost during the first
+    /// True if the file has at most a partial first slot, because power was lost during the first
     /// write.
     fn is_new(&self) -> io::Result<bool> {
         let mut magic = [0; 8];
@@ -424,7 +424,7 @@ impl ReservationFile {
     /// Writes a new version. On failure the previous version stays valid.
     ///
     /// # Errors
-    /// The error of the system, or an error if the reservations do not fit into a place.
+    /// The error of the system, or an error if the reservations do not fit into a slot.
     pub(crate) fn write(&self, all: &AllReservations) -> io::Result<()> {
         let _one_after_the_other = self.writing.lock();
         let namespaces = all.iter().map(|(uuid, its)| (*uuid, its.clone())).collect();

@@ -141,8 +141,8 @@ impl Route {
         }
     }
 
-    /// Sends a message created by `hurry` to each I/O thread that queues have not left yet, because
-    /// a reset waits for these queues.
+    /// Sends a message created by `hurry` to each I/O thread that still has queues which move,
+    /// because a reset waits for these queues.
     pub(crate) fn hurry(&self, pool: &Pool, hurry: impl Fn() -> Message) {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
     }

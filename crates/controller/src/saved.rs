@@ -159,7 +159,7 @@ pub(crate) struct SavedControl {
     /// last.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) uncorrectable: Vec<(u32, u64, u64)>,
-    /// Number of changes of `uncorrectable`.
+    /// Number of additions to `uncorrectable` (LSGC).
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) uncorrectable_changes: u16,
     #[serde(default, skip_serializing_if = "is_default")]
@@ -328,7 +328,8 @@ pub(crate) struct SavedDiagnostics {
     pub(crate) events: SavedEventLog,
 }
 
-/// Doorbell state that the controller keeps.
+/// Serialized state of a doorbell: last value, source of its value, and snapshot of its shadow
+/// entry.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedDoorbell {
     pub(crate) last: u16,
@@ -336,7 +337,7 @@ pub(crate) struct SavedDoorbell {
     pub(crate) snapshot: Option<u32>,
 }
 
-/// Place where the current value of a doorbell is.
+/// Source of a doorbell's current value.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum SavedTruth {
     Register,

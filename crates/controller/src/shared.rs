@@ -69,7 +69,7 @@ pub(crate) struct ControllerShared {
     head_wakeups: Vec<AtomicBool>,
     /// Sizes of submission queues in entries, by queue identifier; 0 if no such queue existed yet.
     sq_sizes: Vec<AtomicU32>,
-    /// Valid heads of completion queues, by queue identifier.
+    /// Bounds for the heads of completion queues, by queue identifier.
     heads: Vec<Mutex<Option<Heads>>>,
     /// True if Doorbell Buffer Config was executed: trapped doorbell writes are wakeups only.
     shadowed: AtomicBool,
@@ -109,7 +109,7 @@ pub(crate) struct Heads {
 }
 
 impl Heads {
-    /// Heads of a queue whose next completion is posted at `tail`.
+    /// Creates the bounds for a queue whose next completion is posted at `tail`.
     pub(crate) fn new(size: RingSize, tail: u16, counters: &Arc<CqCounters>) -> Self {
         let posted = counters.completions.get();
         Self { size, tail, posted, counters: Arc::clone(counters), refused: None }
@@ -291,14 +291,14 @@ impl ControllerShared {
         }
     }
 
-    /// Sets the valid heads of completion queue `qid`.
+    /// Sets the bounds for the head of completion queue `qid`.
     pub(crate) fn set_heads(&self, qid: u16, heads: Heads) {
         if let Some(entry) = self.heads.get(usize::from(qid)) {
             *entry.lock() = Some(heads);
         }
     }
 
-    /// Drops the valid heads of completion queue `qid`, which is deleted.
+    /// Drops the bounds for the head of completion queue `qid`, which is deleted.
     pub(crate) fn drop_heads(&self, qid: u16) {
         if let Some(entry) = self.heads.get(usize::from(qid)) {
             *entry.lock() = None;

@@ -30,7 +30,7 @@ pub struct DoorbellCounts {
     pub rechecks: u64,
     /// Rechecks that found a new value. Without the recheck, each would have been a lost wakeup.
     pub rechecks_found: u64,
-    /// Invalid values.
+    /// Invalid doorbell values.
     pub invalid: u64,
 }
 
@@ -73,7 +73,7 @@ pub struct SqStats {
     pub largest_batch: u64,
     /// Fetches that stopped because the completion queue was full.
     pub blocked: u64,
-    /// Tail doorbell.
+    /// Statistics of the tail doorbell.
     pub doorbell: DoorbellCounts,
 }
 
@@ -89,7 +89,7 @@ pub struct CqStats {
     /// Batches of completions for which no interrupt was raised, because of coalescing or because
     /// the host had not yet consumed the entries of the last interrupt.
     pub interrupts_suppressed: u64,
-    /// Head doorbell.
+    /// Statistics of the head doorbell.
     pub doorbell: DoorbellCounts,
 }
 
@@ -268,7 +268,7 @@ impl IoCounters {
         self.bytes_written.set(transfers.bytes_written);
     }
 
-    /// Current values.
+    /// Reads the current values.
     pub(crate) fn read(&self) -> IoStats {
         IoStats {
             reads: self.reads.get(),

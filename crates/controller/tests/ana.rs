@@ -258,7 +258,7 @@ fn an_ana_change_raises_the_enabled_event() {
     one.host.admin = admin;
     assert_eq!((cid, AsyncEvent::from_dw0(dw0)), (77, AsyncEvent::ANA_CHANGE));
     assert_eq!(dw0, 0x000c_0302, "a notice, type 03h, log page 0Ch");
-    // A host gets no event if it has not enabled it or if the state does not change.
+    // A host gets no event if it has not enabled the event or if the state does not change.
     let mut admin = std::mem::replace(&mut other.host.admin, Queue::none());
     assert!(other.host.reap(&mut admin).is_none());
     // The next event is sent only after the host has read the log page.

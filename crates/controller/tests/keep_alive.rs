@@ -37,7 +37,7 @@ fn a_silent_host_gets_a_fatal_status() {
     host.must(timer(4900));
     assert_eq!(host.must(granted()), 5000, "in units of a second");
     // Without Traffic Based Keep Alive, only Keep Alive commands restart the timer. The pauses
-    // together are longer than the timer, but each is much shorter.
+    // together are longer than the timeout, but each is much shorter.
     for _ in 0..4 {
         // Shorter than the timeout.
         sleep(Duration::from_millis(1500));

@@ -11,7 +11,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(100));
-/// Number of consecutive sleeps after which an idle controller is parked for certain.
+/// Number of consecutive sleeps after which an idle controller is certainly parked.
 const SLEEPS_UNTIL_PARKED: usize = 12;
 
 /// Kind of doorbell that a host uses.
@@ -111,8 +111,8 @@ impl PoolOfHosts {
         assert!(self.reap(who));
     }
 
-    /// Parks all controllers but that of `who`: lets the thread sleep often enough for parking,
-    /// repeatedly. In passes in between, the thread notices earlier signals.
+    /// Parks all controllers but that of `who`. Twice, lets the thread sleep often enough for
+    /// parking; in the passes that follow, the thread notices earlier signals.
     fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
             (0..SLEEPS_UNTIL_PARKED).for_each(|_| self.submit_near_sleep(who));

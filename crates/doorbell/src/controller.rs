@@ -32,9 +32,9 @@ pub enum Truth {
 /// process or thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DoorbellState {
-    /// Last valid value.
+    /// Last valid value of the doorbell.
     pub last: u16,
-    /// Source of the next value.
+    /// Source of the doorbell's next value.
     pub truth: Truth,
     /// Value of the shadow entry when the entry was enabled; `None` if it never was.
     pub snapshot: Option<u32>,

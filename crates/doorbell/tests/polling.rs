@@ -151,7 +151,7 @@ fn acknowledging_completions_rings_never() {
             let (mut posted, mut acknowledged) = (0u64, 0u64);
             let at = |count: u64| (count % u64::from(entries)) as u16;
             while posted < u64::from(entries) * 20 {
-                // The controller posts only as many completions as it knows room for.
+                // The controller posts at most as many completions as there are free entries.
                 assert_eq!(head.poll(at(posted)), Ok(at(acknowledged)));
                 let free = depth - (posted - acknowledged) as u32;
                 posted += u64::from(1 + random.below(free)).min(u64::from(free));

@@ -273,7 +273,7 @@ mod tests {
         one.take(0, u64::MAX >> PAGE_SHIFT, |_| ());
         assert_eq!(QUOTA.used.load(Ordering::Relaxed), 0);
         assert_eq!(fill(&mut one), 32);
-        // The chunks of a view move to the log with it.
+        // The chunks of a view move to the log when the view's pages are merged into it.
         let (mut log, mut view) = (Pages::with(&QUOTA), Pages::with(&QUOTA));
         log.add(0, 1);
         (0..9).for_each(|chunk| view.add(chunk << 21, 1));
@@ -293,7 +293,7 @@ mod tests {
         log.add(1 << 50, 1);
         assert_eq!(take_units(&log, 0x5000, 0x2000, 4096), [0, 1], "all of it");
         assert_eq!(take_units(&log, 0x5000, 0x2000, 4096), [0, 1], "from now on");
-        // Units of any size.
+        // A log that overflowed reports all units, of any size.
         assert_eq!(take_units(&log, 0, u64::MAX, 1 << 62), [0, 1, 2, 3]);
     }
 }

@@ -109,7 +109,7 @@ impl EventFd {
     #[must_use]
     pub fn count(&self) -> u64 {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        // Most counts are 0, which a poll finds out at a lower cost.
+        // Most counts are 0, which a poll detects at a lower cost than a read of the file.
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         if poll(&mut [PollFd::new(self, PollFlags::IN)], Some(&at_once)) == Ok(0) {
             return 0;

@@ -247,7 +247,7 @@ impl Mapping {
         ftruncate(&fd, len).map_err(failed)?;
         // No holder of the descriptor can truncate the memory that is mapped here.
         fcntl_add_seals(&fd, seals).map_err(failed)?;
-        // SAFETY: as in `from_fd`.
+        // SAFETY: the kernel chooses an unused range, so no existing memory is affected.
         let ptr = unsafe {
             mmap(
                 ptr::null_mut(),
@@ -268,7 +268,7 @@ impl Mapping {
     /// [`MapError`] for an invalid length, or if the system call fails.
     pub fn anonymous(len: u64) -> Result<Arc<Self>, MapError> {
         let size = shape(0, round_to_page(len)?)?;
-        // SAFETY: as in `from_fd`; the kernel chooses a fresh range.
+        // SAFETY: the kernel chooses an unused range, so no existing memory is affected.
         let ptr = unsafe {
             mmap_anonymous(
                 ptr::null_mut(),
@@ -577,7 +577,7 @@ mod tests {
         let past_the_end = rustix::io::pwrite(fd, b"x", 8192);
         assert_eq!(past_the_end, Err(Errno::PERM));
         assert_eq!(fcntl_add_seals(fd, SealFlags::FUTURE_WRITE), Err(Errno::PERM));
-        // A disk's own memory can grow.
+        // The memory of a disk itself, which is never passed to a peer, can grow.
         let growable = Mapping::growable("test", 8192).unwrap();
         let fd = growable.fd().unwrap();
         assert_eq!((ftruncate(fd, 4096), ftruncate(fd, 12288)), (Err(Errno::PERM), Ok(())));

@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 /// a bug of this program, not an error of the peer, and causes a panic.
 #[derive(Clone, Debug)]
 pub struct Ring<const SIZE: usize> {
-    /// First piece, nearly always the only one.
+    /// First piece of the memory, nearly always the only one.
     whole: Piece,
     others: Vec<Piece>,
     entries: u32,

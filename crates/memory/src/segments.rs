@@ -41,7 +41,7 @@ impl Segment {
     }
 }
 
-/// Owner that keeps the pieces mapped.
+/// Owner of the data's memory, which keeps the pieces mapped.
 #[derive(Clone, Debug)]
 enum Owner {
     Nothing,
@@ -446,15 +446,15 @@ impl Segments {
         })
     }
 
-    /// Sets `len` bytes of the data from `offset` to `byte`. `None` as for
-    /// [`write_from`](Self::write_from).
+    /// Sets `len` bytes of the data from `offset` to `byte`. Returns `None` if the data is too
+    /// short or was resolved only for reading.
     #[must_use]
     pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Option<()> {
         if !self.writable {
             return None;
         }
         self.for_range(offset, len, |ptr, n| {
-            // SAFETY: as in `write_from`.
+            // SAFETY: the piece is mapped, and was resolved for writing.
             unsafe { ptr.as_ptr().write_bytes(byte, n) };
         })
     }
@@ -535,7 +535,7 @@ impl Segments {
         self.copy_from_by(copy::from_disk, offset, from, from_offset, len)
     }
 
-    /// Reverse direction of [`copy_to_by`](Self::copy_to_by).
+    /// Copies by the function `copy`, in the reverse direction of [`copy_to_by`](Self::copy_to_by).
     #[inline(always)]
     fn copy_from_by(
         &self,
@@ -550,7 +550,8 @@ impl Segments {
         }
         let mut at = from_offset;
         self.for_range(offset, len, |ptr, n| {
-            // SAFETY: as in `copy_to_by`.
+            // SAFETY: both ranges are mapped and checked, and the pieces were resolved for writing.
+            // `copy` allows an overlap.
             unsafe { copy(from.as_ptr().add(at), ptr.as_ptr(), n) };
             at += n;
         })

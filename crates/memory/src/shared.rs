@@ -228,7 +228,8 @@ impl SharedBytes {
     #[must_use]
     pub fn write_from(&self, offset: usize, from: &[u8]) -> Option<()> {
         let ptr = self.at_for_write(offset, from.len())?;
-        // SAFETY: as in `read_into`, in the reverse direction.
+        // SAFETY: the destination is mapped and writable for this length. The source is a Rust
+        // slice, and no Rust reference points into a mapping, so the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), ptr.as_ptr(), from.len()) };
         Some(())
     }
@@ -275,7 +276,8 @@ impl SharedBytes {
         if !ptr.is_aligned() {
             return None;
         }
-        // SAFETY: as in `load_u64_acquire`.
+        // SAFETY: the word is mapped and aligned. All accesses to shared memory are atomics or
+        // copies.
         Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
@@ -288,7 +290,8 @@ impl SharedBytes {
         if !ptr.is_aligned() {
             return None;
         }
-        // SAFETY: as in `load_u64_acquire`.
+        // SAFETY: the word is mapped and aligned. All accesses to shared memory are atomics or
+        // copies.
         Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
@@ -301,7 +304,8 @@ impl SharedBytes {
         if !ptr.is_aligned() {
             return None;
         }
-        // SAFETY: as in `load_u64_acquire`, and the memory is writable.
+        // SAFETY: the word is mapped, aligned and writable. All accesses to shared memory are
+        // atomics or copies.
         unsafe { ptr.as_ref() }.store(value, Ordering::Release);
         Some(())
     }
@@ -316,7 +320,8 @@ impl SharedBytes {
         if !ptr.is_aligned() {
             return None;
         }
-        // SAFETY: as in `load_u64_acquire`, and the memory is writable.
+        // SAFETY: the word is mapped, aligned and writable. All accesses to shared memory are
+        // atomics or copies.
         unsafe { ptr.as_ref() }.store(value, Ordering::Release);
         Some(())
     }
@@ -387,7 +392,7 @@ impl SharedBytes {
         for line in 0..len.div_ceil(CACHE_LINE) {
             let at = from.wrapping_add(line * CACHE_LINE);
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: as in `prefetch`.
+            // SAFETY: a prefetch has no effect on memory.
             unsafe {
                 std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at.cast());
             }
@@ -400,7 +405,7 @@ impl SharedBytes {
 /// Cache line size in bytes.
 const CACHE_LINE: usize = 64;
 
-/// Largest unit of a read.
+/// Largest unit in which a value is copied.
 #[cfg(target_arch = "x86_64")]
 type Wide = std::arch::x86_64::__m128i;
 #[cfg(not(target_arch = "x86_64"))]

@@ -57,11 +57,11 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 /// Slots that were used and are free again. The signal handler does not access this lock.
 static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 static FAULTS: AtomicU64 = AtomicU64::new(0);
-/// Number of faults by peer.
+/// Number of faults by peer, modulo [`PEERS`].
 static LOSSES: [AtomicU64; PEERS] = [const { AtomicU64::new(0) }; PEERS];
 static INSTALLED: OnceLock<Result<Previous, i32>> = OnceLock::new();
 
-/// Guarded range.
+/// Range of memory that is guarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Range {
     start: usize,

@@ -71,7 +71,7 @@ impl SqeBatch {
         }
     }
 
-    /// Writes `count` lines from `line` to the entries from `at`.
+    /// Writes `count` entries of the batch, from `line` on, to the ring entries from `at` on.
     #[inline]
     fn write(&self, ring: &Ring<64>, at: u32, line: usize, count: usize) {
         let lines = &self.lines[line..line + count];

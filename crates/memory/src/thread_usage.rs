@@ -62,7 +62,7 @@ mod tests {
     fn cpu_time_and_switches_are_counted() {
         let before = ThreadUsage::now();
         let mut sum = 0u64;
-        // Enough processor time to be measurable.
+        // The thread computes until it has used a measurable amount of processor time.
         while ThreadUsage::now().processor - before.processor < Duration::from_millis(5) {
             sum = std::hint::black_box(sum + 1);
         }

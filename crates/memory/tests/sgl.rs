@@ -208,7 +208,7 @@ proptest! {
             prop_assert!(resolved);
         }
         prop_assert!(!agree(&peer, first, total + 1, write)?, "more than the list holds");
-        // Only the first block, whose descriptor is in the command itself.
+        // The first block also works alone, with its descriptor in the command itself.
         let (address, len) = segments[0][0];
         let alone = agree(&peer, Descriptor::new(DATA_BLOCK, address, len), len, write)?;
         if whole {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io;
 
-/// Signature on a disk.
+/// Signature that was found on a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     /// True for a partition table, false for a file system or a member of a volume.

@@ -39,7 +39,7 @@ pub struct AbSlots {
 pub struct Newest<T> {
     /// Sequence number of the slot.
     pub number: u64,
-    /// Index of the slot: 0 or 1.
+    /// Index of the slot in the file: 0 or 1.
     pub place: u64,
     /// Decoded body.
     pub value: T,

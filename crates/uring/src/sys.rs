@@ -18,7 +18,7 @@ pub struct Attempted {
     pub flags: u8,
 }
 
-/// Tries all operations on one ring.
+/// Function that tries all operations on one ring.
 type Attempt = Box<dyn Fn() -> io::Result<Attempted> + Send>;
 
 static ATTEMPTS: Mutex<Vec<Attempt>> = Mutex::new(Vec::new());

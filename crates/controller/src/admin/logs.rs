@@ -43,7 +43,7 @@ const MAX_STATUSES: usize = 64;
 /// Error Information log: newest errors and counters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ErrorLog {
-    /// Entries, newest first.
+    /// Entries of the log, newest first.
     entries: VecDeque<ErrorLogEntry>,
     count: u64,
     /// Number of errors by status.
@@ -300,7 +300,7 @@ pub(crate) fn read(
 /// Invalid Field in Command.
 pub(crate) fn check(cmd: &GetLogPage, nsid: u32) -> Result<(), Status> {
     let is_telemetry = matches!(cmd.lid, lid::TELEMETRY_HOST | lid::TELEMETRY_CONTROLLER);
-    // Telemetry is read in blocks (Base 2.1, 5.1.12.1.8).
+    // Telemetry is read in blocks of 512 bytes (Base 2.1, 5.1.12.1.8).
     let block = if is_telemetry { TELEMETRY_BLOCK as u64 } else { 4 };
     let is_whole = cmd.lpo.is_multiple_of(block) && cmd.length().is_multiple_of(block);
     let is_ours = nsid == 0 || nsid == NSID_ALL;

@@ -28,7 +28,7 @@ const EXTENDED_PIECES: (u64, u64) = (8192, 1 << 20);
 /// Pause after a piece, as a multiple of the time that the piece took.
 const PAUSE_FACTOR: u32 = 3;
 
-/// Segment numbers.
+/// Numbers of the segments of a self-test operation.
 mod segment {
     pub(super) const MEMORY: u8 = 1;
     pub(super) const HEALTH: u8 = 2;
@@ -43,7 +43,7 @@ pub(crate) struct Medium {
     pub(crate) block_shift: u32,
 }
 
-/// Range to verify.
+/// Range of a namespace to verify.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) nsid: u32,
@@ -65,7 +65,7 @@ struct Run {
     count: usize,
     /// Index of the next piece in the namespace that is being verified.
     piece: u64,
-    /// First failure.
+    /// First failure of the operation, if any.
     failure: Option<Failure>,
     began: Instant,
     /// Piece that an I/O thread is verifying, and start time.
@@ -80,7 +80,7 @@ pub(crate) struct SelfTest {
     /// Number of operations so far, which identifies the current one. The result of a piece of an
     /// earlier operation is ignored.
     runs: u32,
-    /// Results, newest first.
+    /// Results of earlier operations, newest first.
     results: VecDeque<SelfTestResult>,
 }
 

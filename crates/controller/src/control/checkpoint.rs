@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 /// Interval of checks for orphans while a quiesce waits for them.
 const ORPHANS: Duration = Duration::from_millis(5);
 
-/// Saving and restoring.
+/// Save and restore of a quiesced controller.
 impl Control {
     /// Snapshot of a quiesced controller's control plane, and true if an admin command was fetched
     /// since the controller was enabled.
@@ -414,7 +414,7 @@ impl Control {
     }
 }
 
-/// Move to another I/O thread.
+/// Move of the controller to another I/O thread.
 impl Control {
     /// Moves a controller whose passes take too long to a dedicated I/O thread.
     pub(super) fn too_slow(&mut self, cx: &Context, took: Duration, deferred: &mut Deferred) {
@@ -473,7 +473,7 @@ impl Control {
     }
 }
 
-/// Bytes of a completion queue entry.
+/// Size of a completion queue entry in bytes.
 const ENTRY: u64 = 16;
 
 /// Dirty page logging of the controller's writes to host memory, for migration.

@@ -247,7 +247,7 @@ impl AdminCommands {
         }
         let data = data.transpose()?;
         if command.fid == fid::INTERRUPT_VECTOR_CONFIGURATION {
-            // Base 2.3, Interrupt Vector Configuration.
+            // Base 2.3, Interrupt Vector Configuration: a completion queue must use the vector.
             let vector = InterruptVectorConfiguration::from_bits(command.cdw11).iv();
             if vector != 0 && !env.queues.has_vector(vector) {
                 return Err(Status::INVALID_FIELD.with_dnr());

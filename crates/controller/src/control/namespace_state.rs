@@ -54,10 +54,10 @@ pub enum NamespaceError {
     Frozen,
 }
 
-/// Callback at the end of a change.
+/// Callback of a namespace change, which gets the result.
 pub(crate) type ChangeCallback = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
 
-/// Change in progress.
+/// Namespace change in progress.
 pub(super) struct Change {
     pub(super) before: Option<Namespace>,
     pub(super) after: Option<Namespace>,
@@ -68,7 +68,7 @@ pub(super) struct Change {
     pub(super) done: ChangeCallback,
 }
 
-/// Changes in progress, by NSID.
+/// Namespace changes in progress, by NSID.
 #[derive(Default)]
 pub(super) struct NamespaceChanges(pub(super) BTreeMap<u32, Change>);
 

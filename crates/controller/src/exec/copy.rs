@@ -78,7 +78,7 @@ pub(super) struct Copy {
     at: u64,
     /// Bytes of metadata before `at`. In the buffer, the metadata of each range follow its data.
     metadata_at: u64,
-    /// In-flight requests of this phase.
+    /// Number of requests of this phase in flight.
     remaining: u32,
     /// Lowest source range that failed in this phase, and its status.
     failed: Option<(u32, Status)>,

@@ -78,9 +78,9 @@ pub(crate) struct Engine {
     /// Memory spans touched recently, if touches are counted.
     pub(super) spans: TouchedSpans,
     pub(super) write_through: bool,
-    /// True if a disk wants prefetch hints.
+    /// True if a disk uses prefetch hints.
     uses_hints: bool,
-    /// True if a disk wants to know the submission queue of each request.
+    /// True if a disk uses the submission queue of each request.
     pub(super) schedules_sources: bool,
     /// Namespaces by NSID - 1.
     pub(super) namespaces: Vec<NamespaceQueue>,
@@ -397,12 +397,12 @@ impl Engine {
     }
 }
 
-/// True if a disk wants to know the submission queue of each request.
+/// True if a disk uses the submission queue of each request.
 pub(super) fn schedule_sources(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.schedules_sources())
 }
 
-/// True if a disk wants prefetch hints.
+/// True if a disk uses prefetch hints.
 fn use_hints(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.uses_prefetch_hints())
 }

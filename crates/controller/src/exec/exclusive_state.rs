@@ -72,7 +72,7 @@ impl Parked {
 /// Kind of request that an exclusive command submits next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// The command itself.
+    /// Request of the command itself.
     Plain,
     /// Compare and Write of a fused operation as one disk request.
     CompareAndWrite,
@@ -105,7 +105,7 @@ pub(super) type Decided = (u32, Decision);
 pub(super) struct Exclusive {
     /// Control plane, and the state that all I/O threads of the controller share; `None` until set.
     pub(super) with: Option<(ControlHandle, Arc<ControllerShared>)>,
-    /// True if the control plane was asked for exclusive execution.
+    /// True if exclusive execution was requested from the control plane.
     pub(super) is_requested: bool,
     pub(super) parked: VecDeque<Parked>,
     /// Grant of exclusive execution: nothing else is in flight until this latch is released.

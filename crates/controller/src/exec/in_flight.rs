@@ -153,7 +153,7 @@ pub(super) struct InFlightTable {
     /// advance, because most requests need only this tag: they complete inside `submit`, and get no
     /// entry.
     next: u32,
-    /// Further free entries.
+    /// Indexes of the free entries other than `next`.
     free: Vec<u32>,
     /// Number of entries that have ended.
     ended: u64,

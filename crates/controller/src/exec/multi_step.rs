@@ -47,7 +47,7 @@ pub(super) struct MultiStepCommand {
     /// Index of the next part, and the number of this part's bytes that were submitted already.
     next: usize,
     within: u64,
-    /// In-flight requests.
+    /// Number of requests in flight.
     left: u32,
     /// True if no further requests are to be submitted.
     cancelled: bool,
@@ -137,7 +137,7 @@ pub(super) fn piece(request: &Request, longest: u64) -> u64 {
 pub(super) struct MultiStepCommands {
     /// Commands in order of arrival.
     list: VecDeque<MultiStepCommand>,
-    /// In-flight requests.
+    /// Number of requests in flight.
     requests: u32,
 }
 

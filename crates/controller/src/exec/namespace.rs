@@ -45,7 +45,7 @@ pub(crate) struct NamespaceQueue {
 // without a multiplication. With 48 bytes, an I/O took 7 more instructions, mostly register spills.
 const _: () = assert!(size_of::<NamespaceQueue>() == 40);
 
-/// Attributes that most namespaces do not have. With metadata or zones, all commands are long ones.
+/// Attributes that most namespaces do not have. With metadata or zones, all commands are long.
 #[derive(Clone, Debug)]
 struct Extra {
     /// Subsystem attributes, if other controllers share the namespace.

@@ -37,9 +37,9 @@ const BUSY: u32 = 2;
 /// Maximum hold times of an interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HoldLimit {
-    /// Maximum time after the latest completion.
+    /// Maximum hold time after the latest completion.
     grace: Duration,
-    /// Maximum time after the first completion, unless the host is busy submitting.
+    /// Maximum hold time after the first completion, unless the host is busy submitting.
     pub(crate) max_hold: Duration,
 }
 
@@ -82,7 +82,7 @@ pub(crate) struct Moderation {
 #[derive(Clone, Copy, Debug)]
 struct Held {
     since: Instant,
-    /// Time when the last completion was added.
+    /// Time of the latest completion that the interrupt will announce.
     grown: Instant,
     /// Time of the host's last submission.
     submitted: Option<Instant>,

@@ -30,9 +30,9 @@ pub(crate) enum Decision {
 /// Interrupt of one completion queue: its vector and the completions to announce.
 #[derive(Debug)]
 pub(crate) struct InterruptPolicy {
-    /// `None` if the queue was created without interrupts.
+    /// Interrupt vector of the queue; `None` if the queue was created without interrupts.
     line: Option<IrqLine>,
-    /// Completions posted since the last interrupt.
+    /// Number of completions posted since the last interrupt.
     unannounced: u32,
     /// Number of announced entries that the host has not consumed yet.
     unconsumed: u32,
@@ -204,7 +204,7 @@ pub(crate) struct Coalescing {
 /// Coalescing setting of a vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VectorCoalescing {
-    /// The host has set nothing: the controller moderates interrupts by itself.
+    /// The host has set nothing: the controller chooses when to raise interrupts.
     None,
     /// Interrupts are raised at once.
     AtOnce,

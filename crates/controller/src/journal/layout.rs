@@ -25,7 +25,7 @@ pub(super) const TRYING: usize = 40;
 /// Maximum number of queue identifiers.
 pub(crate) const QUEUES: usize = POSITIONS / LINE;
 
-/// Bytes of a record: its key and the submission queue entry.
+/// Size of a record in bytes: its key and the submission queue entry.
 pub(super) const RECORD: usize = 8 + Sqe::SIZE;
 /// Number of records beyond the request quota. They are needed because the last batch is fetched as
 /// a whole, and because long commands consist of several requests.
@@ -108,7 +108,7 @@ pub(super) fn map(file: &impl AsFd, offset: usize, len: usize) -> io::Result<Sha
     Ok(mapping.map_err(io::Error::other)?.bytes())
 }
 
-/// Position of a queue.
+/// Position of a submission or completion queue, as stored in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
     /// Index of the entry that is fetched next (submission queue) or posted next (completion

@@ -259,7 +259,7 @@ impl AdminQueue {
             posted((self.cq.tail, self.cq.phase), self.staged.drain(..count).collect());
             self.cq.notify_host(&shared.coalescing);
         }
-        // The interrupt is raised at once, because no later poll would raise a held one.
+        // The interrupt is raised at once, because no later poll would raise a held interrupt.
         self.cq.flush_interrupts();
     }
 

@@ -175,7 +175,7 @@ impl Cq {
         Ok(())
     }
 
-    /// Replaces the shadow doorbell. Fails if the head in the old one is invalid.
+    /// Replaces the shadow doorbell. Fails if the head in the old shadow doorbell is invalid.
     pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) -> Result<(), InvalidDoorbell> {
         let Some(cells) = cells else {
             self.head.disable();
@@ -358,7 +358,7 @@ impl Cq {
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
-    /// Reads the host's head. An invalid one is reported later, by
+    /// Reads the host's head. An invalid head is reported later, by
     /// [`take_invalid`](Self::take_invalid).
     #[inline]
     pub(crate) fn poll_head(&mut self) {

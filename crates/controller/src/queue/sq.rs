@@ -179,7 +179,7 @@ impl Sq {
         self.tail.recheck(fenced).inspect_err(|_| self.ring = None)
     }
 
-    /// Replaces the shadow doorbell. Fails if the tail in the old one is invalid.
+    /// Replaces the shadow doorbell. Fails if the tail in the old shadow doorbell is invalid.
     pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) -> Result<(), InvalidDoorbell> {
         let Some(cells) = cells else {
             self.tail.disable();

@@ -100,7 +100,7 @@ impl TraceFile {
         Self::fill(file, layout, workers.into()).inspect_err(|_| drop(other.set_len(0)))
     }
 
-    /// Creates a trace in anonymous memory, for `workers` threads and as many spare ones as fit
+    /// Creates a trace in anonymous memory, for `workers` threads, with as many spare rings as fit
     /// into [`MAX_IN_MEMORY`](Self::MAX_IN_MEMORY) bytes.
     ///
     /// # Errors

@@ -296,9 +296,9 @@ pub(super) struct Header {
 pub(super) const MAGIC: [u8; 8] = *b"SBTRACE\x01";
 pub(super) const VERSION: u32 = 1;
 pub(super) const HEADER_BYTES: usize = size_of::<Header>();
-/// Bytes per ring count.
+/// Bytes of the file per record count of a ring.
 const COUNT_BYTES: usize = 64;
-/// Alignment of rings.
+/// Alignment of rings in the file, in bytes.
 pub(super) const PAGE: u64 = 4096;
 /// Maximum number of rings, which exceeds the number of threads in any pool.
 pub(super) const MAX_RINGS: u32 = 1024;
@@ -319,12 +319,12 @@ impl Layout {
         (sane && layout.bytes() <= MAX_BYTES).then_some(layout)
     }
 
-    /// Offset of the count of ring `index`.
+    /// File offset of the record count of ring `index`.
     pub(super) fn count(index: u32) -> u64 {
         HEADER_BYTES as u64 + u64::from(index) * COUNT_BYTES as u64
     }
 
-    /// Offset of the records of ring `index`.
+    /// File offset of the records of ring `index`.
     pub(super) fn records(self, index: u32) -> u64 {
         Self::count(self.rings).next_multiple_of(PAGE) + u64::from(index) * self.ring_bytes()
     }

@@ -78,7 +78,7 @@ const PAUSE: (u32, u32) = (64, 512);
 /// server, which runs when the I/O thread sleeps.
 #[derive(Debug, Default)]
 struct Polls {
-    /// Consecutive futile polls.
+    /// Number of consecutive futile polls.
     vain: u32,
     /// Remaining waits of the current pause, and the length of that pause.
     left: u32,
@@ -128,9 +128,9 @@ pub(super) struct IdlePolicy {
     /// Window while requests are in flight.
     disk: AdaptivePoll,
     disk_polls: Polls,
-    /// Consecutive waits with requests in flight.
+    /// Number of consecutive waits with requests in flight.
     busy: u32,
-    /// Consecutive idle passes.
+    /// Number of consecutive idle passes.
     idle: u32,
     /// True if requests were in flight at the first idle pass; and the number of requests that had
     /// ended by then.
@@ -383,7 +383,7 @@ mod tests {
         // A host that submits at once: the thread polls for it and never sleeps.
         let (awake, sleeps) = worker.simulate_host(1000, 15, 60);
         assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
-        // Again the host that takes 400 us to submit.
+        // The host takes 400 us to submit again, as at first.
         assert_eq!(worker.simulate_host(1000, 400, 60), (0.0, 2.0));
     }
 

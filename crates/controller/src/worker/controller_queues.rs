@@ -679,7 +679,7 @@ impl ControllerQueues {
         self.write_down();
     }
 
-    /// Replaces the DMA map and resolves the queues in the new one. A queue that the new map does
+    /// Replaces the DMA map and resolves the queues in the new map. A queue that the new map does
     /// not contain stops until a later map contains it. The state of shadow doorbells is kept.
     pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
         let old = self.set.engine.change_view(View::new(Arc::clone(&table)));

@@ -113,7 +113,7 @@ pub trait DoorbellSource: Send {
     /// reports events only while a thread sleeps in `epoll`. Called once, before all other methods.
     ///
     /// # Errors
-    /// The source cannot be registered now or at all. The caller then drops it.
+    /// The source cannot be registered. The caller then drops it.
     fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()>;
 
     /// Takes a few doorbell writes after an event of `epoll`. Passes each to `ring`, in order of

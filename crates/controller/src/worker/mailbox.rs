@@ -43,7 +43,7 @@ pub(crate) struct QueueContext {
     pub(crate) page_size: usize,
     /// MDTS in bytes.
     pub(crate) max_transfer: usize,
-    /// In-flight limits.
+    /// In-flight limits of the controller.
     pub(crate) quota: Quota,
     /// Number of controller resets so far.
     pub(crate) generation: u64,
@@ -54,7 +54,7 @@ pub(crate) struct QueueContext {
 }
 
 pub(crate) enum Message {
-    /// Doorbell write of a parked controller (see `poll_group`).
+    /// Reports a doorbell write for a parked controller (see `poll_group`).
     DoorbellWritten {
         controller: u32,
     },

@@ -110,7 +110,7 @@ pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShar
     }
 }
 
-/// Time of the meter, or 0 if there is no meter.
+/// Current time of the meter, or 0 if there is no meter.
 fn time_of(trace: &Option<Observer>) -> u64 {
     let meter = trace.as_ref().and_then(|trace| trace.meter.as_ref());
     meter.map_or(0, Meter::now)
@@ -168,7 +168,7 @@ pub(super) struct Meter {
     began: Instant,
 }
 
-/// Command in flight.
+/// Command in flight whose latency is measured.
 #[derive(Clone, Copy)]
 struct TracedCommand {
     /// Controller, submission queue and command identifier.

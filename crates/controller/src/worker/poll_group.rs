@@ -54,7 +54,7 @@ const STILL: u32 = 64;
 /// commands, some tens of microseconds.
 const CHECK_AFTER: u32 = 512;
 
-/// Controller in the group.
+/// Controller in the poll group.
 pub(super) struct PollEntry {
     pub(super) queues: ControllerQueues,
     /// State cell of the controller, used while it is parked.
@@ -62,7 +62,7 @@ pub(super) struct PollEntry {
     /// Progress at the last sleep, and the number of sleeps without progress.
     done: u64,
     idle_streak: u32,
-    /// Progress at the last review.
+    /// Progress of the controller at the last review.
     reviewed: u64,
     share: Share,
     slow: SlowTurns,
@@ -125,8 +125,8 @@ const CHECK_HEADS: u32 = 1 << 12;
 pub(super) struct PollGroup {
     #[allow(clippy::vec_box, reason = "they move from here to there")]
     pub(super) active: Vec<Box<PollEntry>>,
-    /// Parked controllers by number. The number is unique here: queues that are being detached (a
-    /// controller may have new queues beside them) are never parked.
+    /// Parked controllers by number. A number occurs once: a controller may have queues that are
+    /// being detached beside new ones, but the former are never parked.
     parked: HashMap<u32, Box<PollEntry>>,
     dormant: VecDeque<Box<PollEntry>>,
     /// True if the thread never sleeps.

@@ -508,7 +508,7 @@ impl QueueSet {
                 if let Some(before) = before {
                     trace_poll(trace, shared, sq, before);
                 }
-                // An earlier burst may not have fetched all commands.
+                // An earlier burst may have left commands in the queue.
                 let reachable =
                     cqs.get(sq.cq).and_then(Option::as_ref).is_some_and(|cq| cq.ring.is_some());
                 let waits = sq.ring.is_some() && sq.head != sq.tail.last();

@@ -36,7 +36,7 @@ struct Turns {
 static TURNS: Turns = Turns { taken: AtomicU64::new(0), outstanding: AtomicU32::new(0) };
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// Maximum duration of a turn.
+/// Maximum duration of a turn, after which another command may take the turn.
 const LONGEST_TURN: Duration = Duration::from_secs(1);
 
 impl Turns {
@@ -115,7 +115,7 @@ impl Suspect {
 pub(crate) struct Recovery {
     replays: VecDeque<Replay>,
     suspects: Vec<Suspect>,
-    /// Submission queue whose command has the turn.
+    /// Submission queue whose command has the turn, and the turn.
     turn: Option<(usize, Turn<'static>)>,
 }
 

@@ -53,13 +53,13 @@ impl Share {
         self.left
     }
 
-    /// Deducts the time of a pass.
+    /// Deducts the time of a pass from the share.
     pub(super) fn spend(&mut self, time: Duration) {
         let time = time.as_nanos().min(DEBT as u128) as i64;
         self.left = (self.left - time).max(-DEBT);
     }
 
-    /// Clears the deficit.
+    /// Clears the deficit of the share.
     pub(super) fn forgive(&mut self) {
         self.left = self.left.max(0);
     }

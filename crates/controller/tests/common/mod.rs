@@ -413,8 +413,9 @@ pub mod slow {
     pub struct Gate {
         /// Outcomes of requests that the test has released, for the oldest pending requests.
         pub release: Mutex<VecDeque<Result<(), DiskError>>>,
-        /// Tags of pending requests, oldest first, and of cancelled ones.
+        /// Tags of pending requests, oldest first.
         pub pending: Mutex<Vec<u32>>,
+        /// Tags of cancelled requests.
         pub cancelled: Mutex<Vec<u32>>,
         /// True if the disk completes a request when it is cancelled.
         pub heed_cancel: std::sync::atomic::AtomicBool,

@@ -13,8 +13,9 @@ use std::sync::{Arc, Mutex};
 pub(crate) struct Instructions {
     /// True if the disk holds its requests.
     pub(crate) hold: AtomicBool,
-    /// True if the disk must not be used any more; and true if it was used in spite of that.
+    /// True if the disk was removed, so that it must not be used.
     pub(crate) removed: AtomicBool,
+    /// True if the disk was used after its removal.
     pub(crate) used_after: AtomicBool,
     /// Number of queues that can be opened.
     pub(crate) queues: AtomicUsize,

@@ -33,7 +33,8 @@ fn a_successor_keeps_changed_namespaces() {
     assert_eq!(write_and_read(&mut host, &mut queue, 6, 0, 4), INVALID);
     ends(&remove(&host, 3, &Late::memory(1))).unwrap();
     event(&mut host, 500);
-    // An unread event, an unread list, and an empty set of namespaces are transferred.
+    // An unread event, an unread Changed Attached Namespace List, and an empty set of namespaces
+    // are transferred.
     replace(&mut host, &BTreeMap::new());
     assert_eq!((active(&mut host), changed(&mut host)), (vec![], vec![1, 3, 5]));
 

@@ -201,8 +201,8 @@ fn arming_sets_event_idx_and_disarming_restores_it() {
     drop(asleep);
     tail.disarm(&sleeper);
     assert_eq!(cells.event_idx(), 0);
-    // The round is repeated at the end of the ring. Disarming has an effect only if the host has
-    // not moved.
+    // The round is repeated at the end of the ring. Disarming moves EventIdx only if the host has
+    // not updated its value since.
     cells.shadow(0);
     assert_eq!(tail.poll(), Ok(0));
     tail.arm(&mut sleeper.prepare());

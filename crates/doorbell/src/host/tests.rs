@@ -91,7 +91,7 @@ fn a_deferred_value_is_notified_once() {
     assert!(host.needs_notification(), "stepped over 3");
     assert!(!host.has_deferred() && !host.needs_notification(), "once");
 
-    // The next update also checks the earlier one, separately.
+    // The next update also checks EventIdx for the earlier update, separately.
     assert!(!host.publish_deferred(5));
     event_idx.store(4, Ordering::Relaxed);
     assert!(host.publish_deferred(6), "the update before passed 4");
@@ -139,7 +139,8 @@ fn an_event_idx_outside_of_the_ring_requests_no_write() {
             let written = if turn % 2 == 0 {
                 host.publish(at)
             } else {
-                // The result for this update is returned by the next one.
+                // `publish_deferred` returns the result for the earlier update, and
+                // `needs_notification` the result for this update.
                 assert!(!host.publish_deferred(at));
                 host.needs_notification()
             };

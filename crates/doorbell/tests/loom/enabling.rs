@@ -35,7 +35,7 @@ impl Config {
 /// Executes the command for one doorbell.
 type Enable = dyn Fn(SqTail<Word>, &DoorbellCells) -> SqTail<Word>;
 
-/// The shipped way to execute the command.
+/// Executes the command as the shipped code does.
 pub(crate) fn enable(mut tail: SqTail<Word>, cells: &DoorbellCells) -> SqTail<Word> {
     tail.enable(cells.shadow.clone(), cells.event_idx.clone()).unwrap();
     tail

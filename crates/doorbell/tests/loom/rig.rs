@@ -33,7 +33,7 @@ pub(crate) fn ring(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// An eventfd.
+/// Model of an eventfd.
 #[derive(Default)]
 pub(crate) struct Event {
     signalled: Mutex<bool>,
@@ -69,7 +69,7 @@ impl Bus {
         self.condition.notify_one();
     }
 
-    /// The next value to arrive.
+    /// Waits for the next posted value, and returns it.
     pub(crate) fn next(&self) -> Option<u16> {
         let mut posted = self.posted.lock().unwrap();
         while posted.is_empty() {

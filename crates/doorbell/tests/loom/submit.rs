@@ -142,7 +142,7 @@ fn polling_costs_no_mmio() {
             host.join().unwrap();
         });
     }
-    // The same holds with a deferred predicate.
+    // With a deferred predicate, the host does not ring either.
     explore(Some(4), move || {
         let size = ring(16);
         let cells = DoorbellCells::at(14);
