@@ -95,7 +95,7 @@ impl Disk for NullDisk {
     }
 }
 
-/// One thread's queue on a null disk. It only checks the limits of requests.
+/// One thread's queue on a null disk, which only validates requests.
 struct NullQueue {
     bounds: Bounds,
     read_zeroes: bool,

@@ -224,7 +224,8 @@ impl Link {
         self.pump(shared, None);
     }
 
-    /// Sends waiting subrequests, as far as the limits and the socket buffer allow.
+    /// Sends waiting subrequests, as far as the limits of requests in flight and the socket buffer
+    /// allow.
     pub(crate) fn pump(&mut self, shared: &Shared, mut caller: Option<CallerResults<'_>>) {
         let outcome = self.begin(shared).and_then(|()| self.send());
         if let Err(loss) = outcome {
@@ -239,7 +240,7 @@ impl Link {
         }
     }
 
-    /// Moves waiting subrequests to the send queue, within the limits.
+    /// Moves waiting subrequests to the send queue, up to `WINDOW` and `WINDOW_BYTES` in flight.
     fn begin(&mut self, shared: &Shared) -> Result<(), Loss> {
         if self.connection.is_none() || shared.is_recovering() {
             return Ok(());

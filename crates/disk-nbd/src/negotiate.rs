@@ -142,8 +142,8 @@ fn negotiate_allocation(
                 }
             }
             (answer::ACK, _) => return Ok(found),
-            // The server refuses this context, or the export does not exist. The next option
-            // reports the latter.
+            // The server refuses this context, or the export does not exist. The reply to the next
+            // option shows whether the export exists.
             (kind, _) if kind & answer::ERROR != 0 => return Ok(None),
             _ => break,
         }

@@ -68,8 +68,8 @@ impl NbdQueue {
         })
     }
 
-    /// Processes completions if `receives` is true. Then starts and sends subrequests within the
-    /// limits.
+    /// Processes completions if `receives` is true. Then starts and sends subrequests, up to
+    /// `BUFFERS` bytes and `PARTS` subrequests in flight.
     fn turn(&mut self, receives: bool) {
         let Self { handle, link, tasks, bytes, parts, ended, number, waker, .. } = self;
         let connections = &handle.0;

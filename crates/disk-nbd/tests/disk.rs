@@ -618,7 +618,7 @@ fn orphans_are_bounded() {
     assert_eq!(fake.durable()[..6 * EACH as usize * 512], vec![3; 6 * EACH as usize * 512]);
 }
 
-/// The error of a cancelled flush has no receiver, so it must not be lost.
+/// The error of a cancelled flush has no receiver, so a later flush has to report it.
 #[test]
 fn the_error_of_a_cancelled_flush_is_not_lost() {
     let fake = Fake::new(MIB, ALL);

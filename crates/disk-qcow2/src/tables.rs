@@ -85,7 +85,7 @@ impl Layout {
     pub(crate) fn compressed(&self, entry: u64) -> (std::ops::Range<u64>, std::ops::Range<u64>) {
         let offset_bits = 62 - (self.bits - 8);
         let offset = entry & ((1 << offset_bits) - 1);
-        // The field counts the sectors after the first one.
+        // The length field of an entry counts the sectors after the first one.
         let sectors = (entry >> offset_bits) & ((1 << (self.bits - 8)) - 1);
         let end = (offset & !(SECTOR - 1)) + (sectors + 1) * SECTOR;
         (offset >> self.bits..((end - 1) >> self.bits) + 1, offset..end)

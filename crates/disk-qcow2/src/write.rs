@@ -189,8 +189,8 @@ impl Format {
     /// Writes the data of the steps to their locations.
     fn write_data(&self, steps: &[Step], data: &[u8], offset: u64) -> io::Result<()> {
         let (layout, file) = (&self.layout, self.data());
-        // Range of `data`, and its offset in the file, of the previous steps that are adjacent
-        // there.
+        // Run of adjacent data that is not written yet: its range of `data`, and its offset in the
+        // file.
         let mut open: Option<(Range<usize>, u64)> = None;
         for step in steps {
             let base = step.cluster << layout.bits;

@@ -67,7 +67,8 @@ impl Images {
         try_open(Path::new(&self.path(how)), options)
     }
 
-    /// Command of QEMU that opens the image and, if it is a `qemu-io`, takes commands.
+    /// QEMU command for this use of the image: `qemu-img resize`, or a `qemu-io`, which takes
+    /// commands.
     fn qemu(&self, how: Use) -> Command {
         let mut command = Command::new("qemu-io");
         match how {

@@ -50,7 +50,8 @@ pub enum ResizeError {
         /// Requested size in bytes.
         wanted: u64,
     },
-    /// A disk with metadata cannot be resized, because their position depends on its size.
+    /// A disk with metadata cannot be resized, because the position of the metadata depends on its
+    /// size.
     #[error(
         "{disk}: a disk with metadata cannot be resized, because their position depends on \
              its size"

@@ -122,7 +122,7 @@ impl DataMemory {
         }
     }
 
-    /// Takes a buffer back. Ordinary memory is kept for later requests, within the limits.
+    /// Takes a buffer back. Ordinary memory is kept for later requests, up to `MAX_KEPT_BYTES`.
     pub(crate) fn give_back(&mut self, data: Data) {
         // The drop of a shared buffer returns it to its pool.
         let Data::Own(bytes) = data else { return };

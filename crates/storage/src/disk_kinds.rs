@@ -42,7 +42,7 @@ pub(crate) struct Recovery<'a, 'b> {
 
 /// Kind of disk. The specifications that its functions get contain no options of layers.
 pub(crate) struct DiskKind {
-    /// Schemes of the specifications. The first one of the table is that of bare paths.
+    /// Schemes of the specifications. Bare paths have the first scheme of the table `KINDS`.
     schemes: &'static [&'static str],
     /// Image format whose files are disks of this kind, whatever the scheme.
     format: Option<ImageFormat>,

@@ -19,8 +19,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// Size in bytes of the memory of zeroes, which one write stores on a file system that cannot zero
-/// ranges itself.
+/// Number of zero bytes that one write stores, on a file system that cannot zero ranges itself.
 const ZEROES: u64 = 1 << 20;
 
 pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, OpenError> {

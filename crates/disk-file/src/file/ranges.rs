@@ -69,7 +69,7 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// Counts down after one range has left. Returns true if it was the last one.
+    /// Decrements the number of predecessors. Returns true if none is left.
     fn one_less(&self) -> bool {
         self.predecessors.fetch_sub(1, AcqRel) == 1
     }

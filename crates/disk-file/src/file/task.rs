@@ -53,7 +53,7 @@ pub(super) struct Task {
     /// True if the request waits for overlapping requests.
     pub(super) is_waiting: bool,
     request: Request,
-    /// Number of bytes of the range that are done.
+    /// Number of bytes of the range that were transferred, compared, zeroed or deallocated.
     done: u64,
     retries: u8,
     /// True if the write must be atomic across a loss of power (`RWF_ATOMIC`).

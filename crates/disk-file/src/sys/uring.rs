@@ -498,7 +498,7 @@ impl Uring {
             Ok(fixed) => entry(call, fixed),
             Err(fd) => entry(call, fd),
         };
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees that the memory of the call stays valid.
         unsafe { self.push_entry(&entry.user_data(self.user_data(call.id))) }
     }
 }

@@ -25,7 +25,7 @@ pub(super) enum Kind {
 pub(super) enum Stage {
     /// Waits until the zone has no writes in flight.
     Asking,
-    /// Discards the data of the zone. The range `from` to `to` is left.
+    /// Discards the data of the zone, of which the range `from..to` remains.
     Discarding { from: u64, to: u64 },
 }
 

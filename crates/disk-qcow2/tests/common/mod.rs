@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-/// Creates a directory for images, on the file system of the build. It supports direct I/O more
+/// Creates a directory for images, on the file system of the build, which supports direct I/O more
 /// often than `/tmp`.
 pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()

@@ -409,8 +409,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let more = outcome.is_ok() && pending.has_more();
             if pending.is_whole && pending.done > 0 {
-                // After its first piece was sent, a reply can only be continued, or the connection
-                // ends.
+                // Once the first piece of a reply was sent, the reply cannot report an error: it is
+                // continued, or the connection ends.
                 *broken |= outcome.is_err();
                 let len = pending.piece().filter(|_| outcome.is_ok()).map_or(0, |piece| piece.len);
                 replies.push(Reply { slot, head: Head::none(), data, len: len as usize, more });

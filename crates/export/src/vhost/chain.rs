@@ -136,8 +136,7 @@ fn take_last(pieces: &mut Vec<Piece>) -> Option<u64> {
     }
 }
 
-/// Reads bytes from the start of the pieces, and removes them. Their number is the length of
-/// `into`.
+/// Fills `into` with bytes from the start of the pieces, and removes these bytes from the pieces.
 #[inline]
 fn take_first(pieces: &mut Vec<Piece>, view: &View, into: &mut [u8]) -> Option<()> {
     let (mut done, mut whole) = (0, 0);
