@@ -95,7 +95,8 @@ impl Disk for NullDisk {
     }
 }
 
-/// One thread's queue on a null disk, which only validates requests.
+/// One thread's queue on a null disk. It validates requests, and fills read buffers if
+/// `read_zeroes` is true.
 struct NullQueue {
     bounds: Bounds,
     read_zeroes: bool,
