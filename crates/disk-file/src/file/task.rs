@@ -338,8 +338,8 @@ fn zeroing(deallocate: bool, shared: &FileShared) -> Stage {
     }
 }
 
-/// Usable part of a transfer. A complete transfer counts in full. Of a short one, only the part
-/// counts after which direct I/O can continue at an aligned offset.
+/// Usable part of a transfer of `wanted` bytes. A complete transfer counts in full. With direct
+/// I/O, a short one counts up to the last aligned offset, at which it can be continued.
 fn aligned_progress(moved: u64, wanted: u64, shared: &FileShared) -> u64 {
     match shared.direct {
         Some(align) if moved < wanted => moved & !(align.offset as u64 - 1),

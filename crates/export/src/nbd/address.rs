@@ -88,7 +88,7 @@ impl Address {
                 format!("nbd+unix:///{name}?socket={path}")
             }
             Self::Tcp(address) => {
-                // If the server listens on all addresses, local clients can use this name.
+                // If the server listens on all addresses, local clients can use `localhost`.
                 let host = match address {
                     SocketAddr::V4(v4) if v4.ip().is_unspecified() => "localhost".to_owned(),
                     SocketAddr::V6(v6) if v6.ip().is_unspecified() => "localhost".to_owned(),

@@ -32,7 +32,7 @@ pub(crate) trait Words {
 
 impl Words for SharedBytes {
     fn load(&self, at: usize) -> u64 {
-        // The load cannot fail, because the window is as long as the memory of its queue.
+        // The load cannot fail, because the memory has the length that its queue needs.
         self.load_u64_acquire(at).unwrap_or_default()
     }
 
