@@ -424,8 +424,8 @@ impl Controller {
     }
 
     /// Adds one of several maps, like [`map_dma`](Self::map_dma). The caller must call
-    /// [`publish_dma`](Self::publish_dma) after the last one, which makes them accessible. So I/O
-    /// threads switch to a new DMA table once, and not once per map.
+    /// [`publish_dma`](Self::publish_dma) after the last map, which makes the maps accessible. So
+    /// I/O threads switch to a new DMA table once, and not once per map.
     ///
     /// # Errors
     /// [`DmaError`] if the range is invalid or in use.

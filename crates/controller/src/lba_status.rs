@@ -49,7 +49,7 @@ pub(crate) struct Question {
     pub(crate) block_shift: u32,
     /// First block.
     pub(crate) slba: u64,
-    /// Block after the last one.
+    /// Block after the last block.
     pub(crate) end: u64,
     /// Number of descriptors that fit into the host's buffer.
     pub(crate) room: usize,

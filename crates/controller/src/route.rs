@@ -63,8 +63,8 @@ struct Quiesce {
 }
 
 impl Quiesce {
-    /// Keeps a message to `worker`. If there are several DMA tables, only the last one is kept, as
-    /// in a mailbox. Otherwise a client that maps memory without limit during a quiesce could
+    /// Keeps a message to `worker`. If there are several DMA tables, only the last table is kept,
+    /// as in a mailbox. Otherwise a client that maps memory without limit during a quiesce could
     /// exhaust memory.
     fn defer(&mut self, worker: usize, message: Message) {
         let of_worker = self.deferred.iter_mut().rev().find(|(other, _)| *other == worker);

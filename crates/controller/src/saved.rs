@@ -34,12 +34,13 @@ pub struct SavedController {
 /// Cause of death of a process, for the recovery of its controllers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CauseOfDeath {
-    /// Another process or the OOM killer killed it, so the commands in flight are not the cause.
+    /// The process was killed by another process or by the OOM killer, so the commands in flight
+    /// are not the cause.
     #[default]
     Killed,
-    /// A program fault crashed it. A command in flight may be the cause.
+    /// The process crashed by a program fault. A command in flight may be the cause.
     Fault,
-    /// Ended by an upgrade after it had quiesced: no command was in flight.
+    /// The process ended in an upgrade after a quiesce: no command was in flight.
     Planned,
 }
 

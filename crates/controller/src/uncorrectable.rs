@@ -19,7 +19,7 @@ pub(crate) const COMMAND_BYTES: u64 = 512 << 10;
 pub(crate) struct BlockRange {
     pub(crate) nsid: u32,
     pub(crate) from: u64,
-    /// Block after the last one.
+    /// Block after the range.
     pub(crate) to: u64,
 }
 

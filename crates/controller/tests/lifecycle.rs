@@ -521,7 +521,7 @@ fn a_reset_that_exceeds_its_time_is_a_fatal_status() {
     host.enable();
 }
 
-/// Disk with orphans.
+/// Disk that reports orphans: requests in flight of queues that were closed.
 #[derive(Debug)]
 struct Stalled {
     below: Arc<dyn Disk>,
@@ -546,7 +546,7 @@ impl Disk for Stalled {
     }
 }
 
-/// Another process must not write to the disk before the orphans of this one.
+/// Another process must not write to the disk before the orphans have ended.
 #[test]
 fn a_controller_does_not_quiesce_while_its_disk_has_orphans() {
     let below = shadowbell_disk_file::open("mem:1MiB").unwrap();
@@ -755,8 +755,8 @@ const LOST: u64 = common::BASE + (32 << 20);
 /// Size of the host's memory after its truncation; the queues are below.
 const TRUNCATED: u64 = 16 << 20;
 
-/// The command that finds the loss fails, and so do all later commands. Commands end on the I/O
-/// thread, or later, after a transfer by the kernel, which reports the loss as an error of that
+/// The command that finds the lost memory fails, and so do all later commands. Commands end on the
+/// I/O thread, or later, after a transfer by the kernel, which reports the loss as an error of that
 /// transfer.
 #[test]
 fn no_command_in_truncated_memory_succeeds() {
@@ -780,7 +780,7 @@ fn no_command_in_truncated_memory_succeeds() {
     }
 }
 
-/// A loss that an admin command finds is a fatal status, also without I/O queues.
+/// If an admin command finds lost memory, the controller fails, also without I/O queues.
 #[test]
 fn no_admin_command_in_truncated_memory_succeeds() {
     let (mut host, memory) = truncatable_host("mem:1MiB");

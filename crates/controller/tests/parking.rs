@@ -49,7 +49,7 @@ fn boot(host: &mut Host, kind: DoorbellKind) -> Queue {
     queue
 }
 
-/// Takes a sleep of the I/O thread. Ends the test process if the sleep does not end.
+/// Lets the I/O thread sleep. Ends the test process if the sleep does not end.
 fn fall_asleep(turns: &mut Turns) -> bool {
     let (awake, asleep) = mpsc::channel::<()>();
     std::thread::spawn(move || {

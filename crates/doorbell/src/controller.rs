@@ -147,8 +147,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         }
     }
 
-    /// Accepts the current value if it is at most `limit` entries ahead of the last one. Returns
-    /// true if the value has changed.
+    /// Accepts the current value if it is at most `limit` entries ahead of the last value.
+    /// Returns true if the value has changed.
     #[inline]
     fn take(&mut self, limit: u32) -> Result<bool, InvalidDoorbell> {
         let value = self.read();

@@ -75,7 +75,8 @@ impl<C: Cell, F> Drop for Declared<'_, C, F> {
     }
 }
 
-/// First phase of a round: arms every source that has to wake the sleeper.
+/// First phase of a round, which is an attempt to sleep: arms every source that has to wake the
+/// sleeper.
 #[derive(Debug)]
 #[must_use = "arm every doorbell, then execute the fence"]
 pub struct Arming<'a, C: Cell, F = FullFence> {

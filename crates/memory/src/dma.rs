@@ -443,8 +443,8 @@ impl View {
         self.translate_slow(iova, len, write)
     }
 
-    /// Slow path of [`translate`](Self::translate), for a map other than the last one, and for a
-    /// write that is logged.
+    /// Slow path of [`translate`](Self::translate), for a map other than that of the last lookup,
+    /// and for a write that is logged.
     fn translate_slow(
         &self,
         iova: u64,

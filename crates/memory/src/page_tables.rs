@@ -356,8 +356,8 @@ mod tests {
         // page tables of other tests.
         assert!(max <= ALLOWED + 2 * TOUCHES_PER_CHECK * TABLE + (4 << 20), "{max}");
         assert!(waits > 8, "{waits}");
-        // Memory that was touched before has page tables. So touching it causes no page fault, and the
-        // thread does not wait.
+        // Memory that was touched before has page tables. So touching it causes no page fault, and
+        // the thread does not wait.
         let check = request_check();
         while check.is_some_and(|check| !check.is_over()) {
             std::thread::yield_now();

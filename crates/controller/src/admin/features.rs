@@ -635,8 +635,9 @@ const COPY_FORMATS: u16 = 1 << 2 | 1 << 3;
 pub(crate) const EXTENDED_FORMATS: u16 = 1 << 15;
 
 /// Decodes Host Behavior Support. Returns whether the host supports Advanced Command Retry, and the
-/// enabled descriptor formats of Copy, with [`EXTENDED_FORMATS`] set for 64-bit guards. enable
-/// unsupported functions (dispersed namespaces, Copy format 4, telemetry data area 4) are refused.
+/// enabled descriptor formats of Copy, with [`EXTENDED_FORMATS`] set for 64-bit guards.
+/// Refuses to enable unsupported functions (dispersed namespaces, Copy format 4, telemetry data
+/// area 4).
 fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
     let HostBehaviorSupport { acre, etdas, lbafee, hdisns, cdfe, .. } = *wanted;
     if acre > 1 || lbafee > 1 || (etdas, hdisns, cdfe & !COPY_FORMATS) != (0, 0, 0) {

@@ -335,7 +335,7 @@ impl Control {
         groups(cx, member).into_iter().map(group).collect()
     }
 
-    /// Raises the ANA change event if a state differs from the last one that the host could know.
+    /// Raises the ANA change event if a state differs from the last state that the host could know.
     pub(super) fn report_ana_changes(&mut self, cx: &Context) {
         if self.commands.ana.review(cx) && self.is_ready() {
             self.port.raise(AsyncEvent::ANA_CHANGE);

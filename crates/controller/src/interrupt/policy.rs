@@ -176,7 +176,7 @@ impl InterruptPolicy {
         self.line.is_some()
     }
 
-    /// Raises the interrupt, if the queue has one. It announces `unread` entries: those that are
+    /// Raises the queue's interrupt, if there is one. It announces `unread` entries: those that are
     /// posted and not consumed.
     pub(crate) fn raise(&mut self, unread: u32) {
         self.suppressed = None;

@@ -276,9 +276,9 @@ impl Pool {
     }
 
     /// Liveness check: sends a message to every shared I/O thread and to the control plane thread.
-    /// The last thread to handle it calls `ended`. If a thread hangs, `ended` is never called. Threads
-    /// claimed by a single controller are not checked, because its guest may delay them. In a
-    /// [driven](Self::driven) pool, [`Turns::turn`] calls `ended`.
+    /// The last thread to handle it calls `ended`. If a thread hangs, `ended` is never called.
+    /// Threads claimed by a single controller are not checked, because its guest may delay them. In
+    /// a [driven](Self::driven) pool, [`Turns::turn`] calls `ended`.
     pub fn check_liveness(&self, ended: impl FnOnce() + Send + 'static) {
         let check = LivenessCheck::new(ended);
         self.shared().for_each(|handle| {

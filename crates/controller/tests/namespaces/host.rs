@@ -126,7 +126,7 @@ pub(crate) fn no_event(host: &mut Host) {
     host.admin = admin;
 }
 
-/// Writes one block filled with this value, and reads it back.
+/// Writes one block filled with `value`, and reads it back.
 pub(crate) fn write_and_read(
     host: &mut Host,
     queue: &mut Queue,

@@ -212,7 +212,8 @@ fn a_second_configuration_takes_the_pending_value_before_the_snapshot() {
     });
 }
 
-/// The host stores an update in the new entry first, which the controller reads first as well.
+/// The host stores an update in the new entry first, and the controller also reads the new entry
+/// first.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_host_updates_the_new_entry_before_the_old_one() {

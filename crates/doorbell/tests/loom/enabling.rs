@@ -326,7 +326,7 @@ fn a_host_that_never_shadows_the_queue() {
 /// Pages of a second Doorbell Buffer Config.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pages {
-    /// The pages of the first one.
+    /// Pages of the first Doorbell Buffer Config.
     Same,
     /// Other pages.
     Other,

@@ -70,8 +70,8 @@ fn two_wakers_share_a_signal_and_lose_no_wakeup() {
     });
 }
 
-/// A control message wakes the thread like a doorbell, if the sleeper checks its mailbox in the
-/// round.
+/// A control message wakes the thread like a doorbell, if the sleeper checks its mailbox between
+/// the fence and the sleep.
 #[test]
 fn a_message_wakes_too() {
     explore(None, || {
