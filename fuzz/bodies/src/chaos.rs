@@ -317,7 +317,7 @@ impl Guest {
                 self.poke(at, &bytes);
             }
             10 => {
-                // Both buffers of Doorbell Buffer Config.
+                // Changes an entry of one of the two buffers of Doorbell Buffer Config.
                 let entry = u64::from(source.u8() % 12) * 4;
                 let at = source.of(&[command::SHADOW, command::EVENT_IDX]);
                 let value = source.near(&[0, 1, 3, 15, 63, 64, 0xffff, 0x1_0000]) as u32;

@@ -137,7 +137,7 @@ impl Victim {
             }
             // The pace of the victim: a rate. A delayed read delays the following ones.
             due = (due + Duration::from_secs(1) / PER_SECOND).max(Instant::now());
-            // Until the next read is due.
+            // The sleep ends when the next read is due.
             sleep(due.saturating_duration_since(Instant::now()));
         }
         seen.reads = times.len();

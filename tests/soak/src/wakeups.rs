@@ -49,7 +49,7 @@ const DIRECTORY: &str = "/dev/shm";
 /// Part of the disk that the clients use, so that their requests overlap.
 const BYTES: u64 = 1 << 20;
 const SECTORS: u64 = BYTES / 512;
-/// Limit for the duration of a request. A lost wakeup takes far longer; an honest request takes
+/// Limit for the duration of a request. A lost wakeup takes far longer; any other request takes
 /// microseconds.
 const LONGEST: Duration = Duration::from_millis(100);
 /// Duration of each sleep of the control thread.
