@@ -1,5 +1,5 @@
-//! Deferred close: separate threads close the descriptors that a client has sent, because the main
-//! thread of the process must not block.
+//! Deferred close: separate threads close the descriptors that a client has sent, because some
+//! threads must not block.
 //!
 //! Closing the last descriptor of a memfd frees all of its pages, which takes a second for some
 //! GiB. Closing other files may take even longer. During that time, a supervisor would not respond
@@ -8,9 +8,9 @@
 use crate::signals::start_thread;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Number of waiting descriptors at which no more should be [received](is_behind).
@@ -23,8 +23,10 @@ const MOST_THREADS: usize = 32;
 /// Time without a close after which all closing threads count as blocked.
 const BLOCKED: Duration = Duration::from_secs(1);
 
-/// Closing threads of this process, if enabled.
-static CLOSER: OnceLock<Closer> = OnceLock::new();
+/// Closing threads of this process.
+static CLOSER: LazyLock<Closer> = LazyLock::new(Closer::default);
+/// True if [`close`] uses the closing threads.
+static IS_ENABLED: AtomicBool = AtomicBool::new(false);
 
 /// Handle of the closing threads.
 struct Closer {
@@ -50,25 +52,32 @@ impl Default for Closer {
     }
 }
 
-/// Enables deferred close in this process.
+/// Makes [`close`] defer in this process.
 pub fn enable() {
-    CLOSER.get_or_init(Closer::default);
+    IS_ENABLED.store(true, Ordering::Relaxed);
 }
 
 /// Closes descriptors. Closing threads close them if they were [enabled](enable); otherwise this
 /// thread does, at once.
 pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
-    match CLOSER.get() {
-        Some(closer) => fds.into_iter().for_each(|fd| closer.close(fd)),
-        None => fds.into_iter().for_each(drop),
+    if IS_ENABLED.load(Ordering::Relaxed) {
+        defer(fds);
+    } else {
+        fds.into_iter().for_each(drop);
     }
+}
+
+/// Closes descriptors on closing threads, in each process. Until then they count towards its limit
+/// of open files.
+pub fn defer(fds: impl IntoIterator<Item = OwnedFd>) {
+    fds.into_iter().for_each(|fd| CLOSER.close(fd));
 }
 
 /// True if so many descriptors wait to be closed that no more should be received. False if all
 /// closing threads are blocked, because the client that has sent these descriptors must not delay
 /// other clients for ever.
 pub fn is_behind() -> bool {
-    CLOSER.get().is_some_and(Closer::is_behind)
+    CLOSER.is_behind()
 }
 
 impl Closer {

@@ -19,7 +19,6 @@ use super::reconfigure::Changes;
 use super::running_exports::{ExportDevice, RunningExport, tls_of};
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
-use rustix::fs::{AtFlags, StatxFlags, statx};
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_config::export_config::{ExportConfig, Protocol, UblkConfig};
 use shadowbell_export::fuse::{self, Session};
@@ -34,9 +33,6 @@ use tracing::{debug, info, warn};
 
 /// Default of the longest time for which a thread polls before it sleeps.
 const POLL: Duration = Duration::from_micros(50);
-
-/// Device number of `/dev/fuse`.
-const FUSE: (u32, u32) = (10, 229);
 
 impl Changes {
     /// Starts the wanted exports. If `is_required`, the first error is returned; otherwise errors
@@ -104,7 +100,6 @@ impl Changes {
         }
         self.check_files(open_files::OF_CLIENT)?;
         if let Some(device) = device.filter(|_| wanted.fuse.is_some()) {
-            check_fuse_device(&device)?;
             if let Some(checkpoint) = self.checkpoint() {
                 checkpoint.put_fuse_device(&wanted.id, device.as_fd());
             }
@@ -339,15 +334,6 @@ impl Changes {
         if let Some(checkpoint) = self.checkpoint() {
             checkpoint.set_exports(all);
         }
-    }
-}
-
-/// Refuses a descriptor that is not one of `/dev/fuse`.
-fn check_fuse_device(device: &OwnedFd) -> anyhow::Result<()> {
-    let about = statx(device, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
-    match (about.stx_rdev_major, about.stx_rdev_minor) {
-        FUSE => Ok(()),
-        _ => Err(exit::bad_input(anyhow!("the passed descriptor is not one of /dev/fuse"))),
     }
 }
 

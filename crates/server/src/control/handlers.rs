@@ -10,6 +10,7 @@ use super::exports;
 use super::identify;
 use super::latency;
 use super::limit_groups;
+use super::lookup::problem;
 use super::metrics;
 use super::namespaces;
 use super::parameters::Parameters;
@@ -143,7 +144,8 @@ routes! {
     exports::exports: |r| ok(exports::exports(r.state));
     exports::export: |r| ok(exports::export(r.state, r.id())?);
     exports::add_export: |r| {
-        created(exports::add_export(r.state, r.id(), r.body()?, r.received.lock().take())?)
+        let device = r.received.lock().take_fuse_device().map_err(problem)?;
+        created(exports::add_export(r.state, r.id(), r.body()?, device)?)
     };
     exports::remove_export: |r| {
         removed(exports::remove_export(r.state, r.id(), r.is_forced())?)

@@ -4,8 +4,12 @@
 //! A client of the control socket can pass a descriptor with a request. This is the only place that
 //! receives one.
 
+use anyhow::anyhow;
 use parking_lot::Mutex;
+use rustix::fs::{AtFlags, StatxFlags, statx};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, Shutdown, recvmsg};
+use shadowbell_process::{deferred_close, exit};
+use shadowbell_supervisor::protocol::MAX_FDS;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,8 +20,39 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 
+/// Device number of `/dev/fuse`.
+const FUSE: (u32, u32) = (10, 229);
+
 /// Last descriptor that a client has passed.
-pub(super) type ReceivedDescriptor = Arc<Mutex<Option<OwnedFd>>>;
+pub(super) type ReceivedDescriptor = Arc<Mutex<PassedDescriptor>>;
+
+/// Descriptor that a client has passed, if it has. Another thread closes it, because that may
+/// block.
+#[derive(Default)]
+pub(super) struct PassedDescriptor(Option<OwnedFd>);
+
+impl PassedDescriptor {
+    /// Takes a descriptor of `/dev/fuse`.
+    ///
+    /// # Errors
+    /// There is another descriptor.
+    pub(super) fn take_fuse_device(&mut self) -> anyhow::Result<Option<OwnedFd>> {
+        let Some(device) = &self.0 else { return Ok(None) };
+        // Its file system may not answer.
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let about = statx(device, "", flags, StatxFlags::TYPE)?;
+        match (about.stx_rdev_major, about.stx_rdev_minor) {
+            FUSE => Ok(self.0.take()),
+            _ => Err(exit::bad_input(anyhow!("the passed descriptor is not one of /dev/fuse"))),
+        }
+    }
+}
+
+impl Drop for PassedDescriptor {
+    fn drop(&mut self) {
+        deferred_close::defer(self.0.take());
+    }
+}
 
 /// A client connection.
 pub(super) struct ClientSocket {
@@ -25,6 +60,8 @@ pub(super) struct ClientSocket {
     is_sending: Arc<AtomicBool>,
     /// True if bytes of the client were read.
     has_read: Arc<AtomicBool>,
+    /// True if another process may serve the client.
+    is_duplicated: Arc<AtomicBool>,
     received: ReceivedDescriptor,
 }
 
@@ -32,6 +69,7 @@ pub(super) struct ClientSocket {
 pub(super) struct ClientDescriptor {
     stream: Arc<Stream>,
     has_read: Arc<AtomicBool>,
+    is_duplicated: Arc<AtomicBool>,
 }
 
 impl ClientDescriptor {
@@ -45,6 +83,7 @@ impl ClientDescriptor {
     /// # Errors
     /// The descriptor limit is reached.
     pub(super) fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.is_duplicated.store(true, Ordering::SeqCst);
         self.stream.as_fd().try_clone_to_owned()
     }
 }
@@ -65,8 +104,8 @@ impl AsFd for Stream {
 
 impl From<Stream> for ClientSocket {
     fn from(stream: Stream) -> Self {
-        let (is_sending, has_read, received) = Default::default();
-        Self { stream: Arc::new(stream), is_sending, has_read, received }
+        let (is_sending, has_read, is_duplicated, received) = Default::default();
+        Self { stream: Arc::new(stream), is_sending, has_read, is_duplicated, received }
     }
 }
 
@@ -96,7 +135,7 @@ impl ClientSocket {
     /// Descriptor of the connection.
     pub(super) fn descriptor(&self) -> ClientDescriptor {
         let (stream, has_read) = (Arc::clone(&self.stream), Arc::clone(&self.has_read));
-        ClientDescriptor { stream, has_read }
+        ClientDescriptor { stream, has_read, is_duplicated: Arc::clone(&self.is_duplicated) }
     }
 
     fn poll_ready(&self, context: &mut Context<'_>, interest: Interest) -> Poll<io::Result<()>> {
@@ -154,19 +193,35 @@ impl AsyncRead for ClientSocket {
     }
 }
 
+/// Receives what the client has still sent: the close of the socket would close the descriptors in
+/// it on this thread.
+impl Drop for ClientSocket {
+    fn drop(&mut self) {
+        if let Stream::Unix(socket) = &*self.stream
+            && !self.is_duplicated.load(Ordering::SeqCst)
+        {
+            let _ = rustix::net::shutdown(socket, Shutdown::Read);
+            let mut rest = [0; 4096];
+            while receive(socket.as_fd(), &mut rest, &self.received).is_ok_and(|len| len > 0) {}
+        }
+    }
+}
+
 /// Receives bytes, and a descriptor if one comes with them.
 fn receive(
     socket: BorrowedFd<'_>,
     room: &mut [u8],
     received: &ReceivedDescriptor,
 ) -> rustix::io::Result<usize> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    // The system would close descriptors for which there is no room, on this thread.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut room = [IoSliceMut::new(room)];
     let bytes = recvmsg(socket, &mut room, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(mut fds) = message {
-            *received.lock() = fds.next();
+            deferred_close::defer(std::mem::replace(&mut received.lock().0, fds.next()));
+            deferred_close::defer(fds);
         }
     }
     Ok(bytes)
@@ -190,5 +245,67 @@ impl AsyncWrite for ClientSocket {
 
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(rustix::net::shutdown(self.as_fd(), Shutdown::Write)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::sockopt::{
+        set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size,
+    };
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    use shadowbell_testing::wait::{LIMIT, until};
+    use std::io::{IoSlice, Write};
+    use std::net::{TcpListener, TcpStream as TcpSocket};
+
+    /// Socket whose close does not end (SO_LINGER) until the peer, which does not read, is dropped.
+    fn slow() -> (OwnedFd, TcpSocket) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        set_socket_recv_buffer_size(&listener, 4096).unwrap();
+        let mut writer = TcpSocket::connect(listener.local_addr().unwrap()).unwrap();
+        let (reader, _) = listener.accept().unwrap();
+        set_socket_send_buffer_size(&writer, 4096).unwrap();
+        writer.set_nonblocking(true).unwrap();
+        while writer.write(&[0; 65536]).is_ok() {}
+        writer.set_nonblocking(false).unwrap();
+        set_socket_linger(&writer, Some(10 * LIMIT)).unwrap();
+        (writer.into(), reader)
+    }
+
+    fn pass(socket: &impl AsFd, fds: &[OwnedFd]) {
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let bytes = [IoSlice::new(b"x")];
+        sendmsg(socket, &bytes, &mut control, SendFlags::empty()).unwrap();
+    }
+
+    /// Descriptors that are replaced, too many for a message, or never received.
+    #[test]
+    fn a_slow_close_of_a_clients_descriptor_does_not_block_the_server() {
+        let (client, server) = std::os::unix::net::UnixStream::pair().unwrap();
+        server.set_nonblocking(true).unwrap();
+        let (mut slow, readers): (Vec<_>, Vec<_>) = (0..4).map(|_| slow()).unzip();
+        pass(&client, &slow.split_off(3));
+        pass(&client, &slow.split_off(1));
+        pass(&client, &slow);
+        drop(slow);
+        let serves = std::thread::spawn(move || {
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
+            let _runtime = runtime.enter();
+            let socket = ClientSocket::from(UnixStream::from_std(server).unwrap());
+            let received = socket.received();
+            for _ in 0..2 {
+                receive(socket.as_fd(), &mut [0; 1], &received).unwrap();
+            }
+            assert!(received.lock().take_fuse_device().is_err(), "it is a socket");
+            drop((socket, received));
+        });
+        until("no close blocks", || serves.is_finished());
+        serves.join().unwrap();
+        drop(readers);
     }
 }
