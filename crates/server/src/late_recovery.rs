@@ -136,7 +136,6 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
         }
     }
     if openers.left() == 0 {
-        openers.context.attempts.end();
         openers.context.checkpoint.end_recovery();
     }
 }

@@ -77,10 +77,10 @@ pub(super) fn recover(
     let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     phases.ended("threads");
     link.send(to_supervisor::PREPARED, "");
-    let (mut items, death, by_fault) = loop {
+    let (mut items, death, by_fault, deaths) = loop {
         let Some(received) = link.checkpoint()? else { return Ok(None) };
         if let Some(death) = received.death {
-            break (received.items, death, received.by_fault);
+            break (received.items, death, received.by_fault, received.deaths);
         }
         let lost = check(config, received.items)?;
         abort_point(AbortPoint::Checked);
@@ -102,10 +102,11 @@ pub(super) fn recover(
     let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
     let fence = Arc::new(FenceWait::new(ends));
     let fuse_devices = fuse_devices(&complete, &mut items)?;
-    let attempts = Arc::new(Attempts::take(&mut items)?);
+    let mut attempts = Attempts::take(&mut items)?;
     let controllers = complete.controllers.iter().map(|entry| Slot::of_controller(entry.index));
     let unattached = complete.unattached.values().map(|entry| Slot::of_disk(&entry.key));
-    attempts.count(controllers.chain(unattached), by_fault);
+    attempts.count(controllers.chain(unattached), by_fault, deaths);
+    let attempts = Arc::new(attempts);
     let plan = Plan::of(config, &complete, items, death, &attempts);
     checkpointer.begin_recovery(&fence, &attempts, plan.pending(), plan.disks, is_changed);
     let events = EventQueue::new();
@@ -203,7 +204,6 @@ pub(super) fn recover(
         );
     }
     if left == 0 {
-        attempts.end();
         checkpointer.end_recovery();
     }
     let late = (left > 0).then_some(LateRecovery(openers));

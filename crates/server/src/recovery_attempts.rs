@@ -8,9 +8,9 @@
 //! counts a death for each marked byte, if the process died by a fault. After one death the item is
 //! a suspect: no two suspects are recovered at once, so the next death shows which of them is the
 //! cause. After [`LIMIT`] deaths the item's client is dropped, and after one more death nothing of
-//! the item is accessed any more. Several items may cause deaths in turn, and the supervisor
-//! discards the checkpoint after the seventh death. So the clients of all suspects are dropped
-//! before that.
+//! the item is accessed any more. Several items may cause deaths in turn, and other deaths may have
+//! no known cause. The supervisor counts all of them, and discards the checkpoint after the
+//! seventh. So it reports its count, and the clients of all suspects are dropped before that.
 
 use super::checkpoint_items;
 use parking_lot::{Mutex, MutexGuard};
@@ -30,11 +30,9 @@ pub(super) const ATTEMPTS: &str = "attempts";
 
 /// Number of deaths after which a controller is recovered without its client.
 pub(super) const LIMIT: u8 = 3;
-/// Number of deaths by which the total is above those of an item when its client is dropped:
-/// two before the death after which the supervisor discards the checkpoint.
+/// Number of deaths by which the supervisor's count is above those of a suspect when its client is
+/// dropped: two before the death after which the supervisor discards the checkpoint.
 const OTHERS: u8 = 2;
-/// Position of the total: the number of processes that died while they recovered any item.
-const TOTAL: Slot = Slot(0);
 /// Flag bit: recovery in progress.
 const MARK: u8 = 0x80;
 /// Time limit for the wait of a suspect for the other suspects, one of which may hang.
@@ -61,6 +59,8 @@ impl Slot {
 /// Table of deaths.
 pub(super) struct Attempts {
     table: File,
+    /// Number of recent deaths for any reason, by the supervisor's count.
+    all: u8,
     /// Locked while a suspect is recovered.
     suspect: Mutex<()>,
     /// Items whose storage is being opened, until this process serves.
@@ -78,7 +78,7 @@ impl Attempts {
     }
 
     fn of(table: File) -> Self {
-        Self { table, suspect: Mutex::default(), opening: Mutex::new(Some(Vec::new())) }
+        Self { table, all: 0, suspect: Mutex::default(), opening: Mutex::new(Some(Vec::new())) }
     }
 
     /// Takes the table out of a dead process's checkpoint, or creates one if it has none.
@@ -99,11 +99,11 @@ impl Attempts {
     }
 
     /// Number of deaths that is compared with [`LIMIT`]: those of this item, or more for a suspect
-    /// if there were many in all.
+    /// if the supervisor has counted many.
     pub(super) fn deaths(&self, slot: Slot) -> u8 {
         match self.counted(slot) {
             0 => 0,
-            deaths => deaths.max(self.get(TOTAL).saturating_sub(OTHERS)),
+            deaths => deaths.max(self.all.saturating_sub(OTHERS)),
         }
     }
 
@@ -113,30 +113,23 @@ impl Attempts {
     }
 
     /// Removes the marks of a dead process, and counts its death for each marked item if it died
-    /// by a fault. `slots`: the items of its checkpoint. All others become zero.
-    pub(super) fn count(&self, slots: impl Iterator<Item = Slot>, by_fault: bool) {
+    /// by a fault. `slots`: the items of its checkpoint. All others become zero. `all`: the
+    /// supervisor's count of recent deaths.
+    pub(super) fn count(&mut self, slots: impl Iterator<Item = Slot>, by_fault: bool, all: u8) {
+        self.all = all;
         let before: Vec<_> = slots.map(|slot| (slot, self.get(slot))).collect();
-        let is_counted = by_fault && before.iter().any(|(_, byte)| byte & MARK != 0);
-        let total = self.get(TOTAL).saturating_add(is_counted.into());
         if let Err(error) = ftruncate(&self.table, 0) {
             warn!("{NOT_COUNTED}: {error}");
         }
-        self.set(TOTAL, total);
         for (slot, byte) in before.into_iter().filter(|(_, byte)| *byte != 0) {
             let more = u8::from(by_fault && byte & MARK != 0);
             self.set(slot, (byte & !MARK).saturating_add(more).min(LIMIT + 1));
         }
     }
 
-    /// Excludes an item from all recoveries, also after the total is reset: the fence that its
-    /// recovery would need is not kept.
+    /// Excludes an item from all recoveries: the fence that its recovery would need is not kept.
     pub(super) fn give_up(&self, slot: Slot) {
         self.set(slot, LIMIT + 1);
-    }
-
-    /// Resets the total, because nothing is left to recover.
-    pub(super) fn end(&self) {
-        self.set(TOTAL, 0);
     }
 
     /// Removes the marks of items whose storage is being opened, because this process serves.
@@ -245,9 +238,14 @@ mod tests {
 
     /// The table of the next process after a death.
     fn next(attempts: &Attempts, slots: &[Slot], by_fault: bool) -> Attempts {
+        next_after(attempts, slots, by_fault, 0)
+    }
+
+    /// The table of the next process after a death, which is the `all`th by the supervisor's count.
+    fn next_after(attempts: &Attempts, slots: &[Slot], by_fault: bool, all: u8) -> Attempts {
         let table = attempts.table.try_clone().unwrap();
-        let next = Attempts::of(table);
-        next.count(slots.iter().copied(), by_fault);
+        let mut next = Attempts::of(table);
+        next.count(slots.iter().copied(), by_fault, all);
         next
     }
 
@@ -278,15 +276,34 @@ mod tests {
     fn all_suspects_are_dropped_before_the_checkpoint_is_discarded() {
         let slots = [0, 1, 2, 3].map(Slot::of_controller);
         let mut attempts = Attempts::new().unwrap();
-        for suspects in [&slots[..3], &slots[..1], &slots[1..2], &slots[2..3], &slots[..1]] {
+        let suspects = [&slots[..3], &slots[..1], &slots[1..2], &slots[2..3], &slots[..1]];
+        for (all, suspects) in (1..).zip(suspects) {
             assert!(slots.iter().all(|slot| attempts.deaths(*slot) < LIMIT));
             suspects.iter().for_each(|slot| std::mem::forget(attempts.begin(*slot)));
-            attempts = next(&attempts, &slots, true);
+            attempts = next_after(&attempts, &slots, true, all);
         }
         assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT, LIMIT, LIMIT, 0]);
         attempts.give_up(slots[1]);
-        attempts.end();
+        let attempts = next(&attempts, &slots, false);
         assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT, LIMIT + 1, 2, 0]);
+    }
+
+    /// Deaths without a known cause count for the supervisor, so they leave a suspect fewer.
+    #[test]
+    fn a_suspect_is_dropped_earlier_if_other_deaths_have_no_known_cause() {
+        let slots = [0, 1].map(Slot::of_controller);
+        let mut attempts = Attempts::new().unwrap();
+        for (all, is_known) in (1..=6).zip([false, false, false, true, true, true]) {
+            assert!(attempts.deaths(slots[0]) <= LIMIT, "it is not served any more");
+            if is_known {
+                std::mem::forget(attempts.begin(slots[0]));
+            }
+            attempts = next_after(&attempts, &slots, true, all);
+            let is_dropped = attempts.deaths(slots[0]) >= LIMIT;
+            assert_eq!(is_dropped, all >= 5, "{all} deaths");
+        }
+        // The seventh death would discard the checkpoint, so nothing of the item is accessed.
+        assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT + 1, 0]);
     }
 
     #[test]

@@ -38,6 +38,8 @@ pub(super) struct Received {
     pub(super) death: Option<CauseOfDeath>,
     /// The last process that wrote the checkpoint, or was to recover from it, died by a fault.
     pub(super) by_fault: bool,
+    /// Number of recent deaths by the supervisor's count.
+    pub(super) deaths: u8,
 }
 
 /// Connection to the supervisor. It is closed when the supervisor dies.
@@ -104,19 +106,20 @@ impl WorkerLink {
     pub(super) fn checkpoint(&self) -> anyhow::Result<Option<Received>> {
         let mut items = Checkpoint::default();
         let mut death = Some(CauseOfDeath::Killed);
-        let mut by_fault = false;
+        let (mut by_fault, mut deaths) = (false, 0);
         while let Some(packet) = protocol::receive(&self.0, false)? {
             match packet.code {
                 to_worker::CHECKPOINT => {
                     let is_whole = items.take(&packet.body, packet.fds)?;
                     if is_whole {
-                        return Ok(Some(Received { items, death, by_fault }));
+                        return Ok(Some(Received { items, death, by_fault, deaths }));
                     }
                 }
                 to_worker::END => return Ok(None),
                 to_worker::CHECK => death = None,
                 to_worker::FAULT => death = Some(CauseOfDeath::Fault),
                 to_worker::LAST_BY_FAULT => by_fault = true,
+                to_worker::DEATHS => deaths = packet.text().parse().unwrap_or(u8::MAX),
                 to_worker::QUIESCED => death = Some(CauseOfDeath::Planned),
                 _ => {}
             }

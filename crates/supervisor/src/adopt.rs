@@ -61,11 +61,8 @@ impl Supervisor {
 
     /// Writes a snapshot to the fd store, if there is one.
     pub(super) fn write_snapshot(&mut self) {
-        if self.fd_store.is_none() {
-            return;
-        }
-        let opened = GRANTS.lock().changes();
         let Some(mut fd_store) = self.fd_store.take() else { return };
+        let opened = GRANTS.lock().changes();
         let images = GRANTS.lock().images();
         let record = self.snapshot(&images, None).map_err(std::io::Error::other);
         match record.and_then(|record| fd_store.append_snapshot(&record, opened)) {

@@ -1,14 +1,14 @@
 //! Brokers: threads of the supervisor that open images and create sockets for a server process in
 //! a sandbox.
 //!
-//! Each server process has one thread for images (`open_broker`) and one for paths
-//! (`path_broker`), which end when the process closes its sockets. So a hung file system delays the
-//! answer to the server process, and not the supervisor. A request without a
-//! [grant](super::grants) is refused, and no request adds a grant.
+//! Each server process has one thread for paths (`path_broker`) and some for images
+//! (`open_broker`), which end when the process closes their sockets. So a hung file system delays
+//! the answer to one request of the server process, and not the supervisor. A request needs a
+//! [grant](super::grants), and none adds one.
 
 use super::log::log_line;
 use super::{open_broker, path_broker};
-use crate::protocol;
+use crate::protocol::{self, open_broker as requests};
 use parking_lot::{Mutex, RwLock};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
@@ -21,6 +21,9 @@ use std::sync::Arc;
 /// Read-locked from the receipt of a request to its answer. While it is write-locked ([`pause`])
 /// no request is half done, and further ones stay in their sockets.
 static WORK: RwLock<()> = RwLock::new(());
+
+/// Maximum number of brokers.
+const MAX_BROKERS: usize = 64;
 
 /// All brokers.
 static ALL: Mutex<Vec<Arc<Broker>>> = Mutex::new(Vec::new());
@@ -81,6 +84,15 @@ pub(super) fn restore(kind: Kind, socket: OwnedFd) {
     }
 }
 
+/// Answers a request for another connection.
+fn connect() -> (u8, Vec<u8>, Vec<OwnedFd>) {
+    let has_room = ALL.lock().len() < MAX_BROKERS;
+    match has_room.then(|| start(Kind::Images)).and_then(Result::ok) {
+        Some(socket) => (requests::OPENED, Vec::new(), vec![socket]),
+        None => (requests::REFUSED, b"too many connections".to_vec(), Vec::new()),
+    }
+}
+
 impl Broker {
     /// Answers the next request. Returns false after the end of the socket.
     fn answers(&self) -> bool {
@@ -93,6 +105,7 @@ impl Broker {
             Ok(None) => return false,
         };
         let answer = match self.kind {
+            Kind::Images if packet.code == requests::CONNECT => Some(connect()),
             Kind::Images => Some(open_broker::answer(&packet)),
             Kind::Paths => path_broker::answer(&packet),
         };

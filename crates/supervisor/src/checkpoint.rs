@@ -11,7 +11,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use shadowbell_process::deferred_close;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Seek, Write};
+use std::io::{self, Write};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -100,12 +100,7 @@ impl Item {
     pub fn copy(&self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let body = match &self.body {
             Body::Here(body) => body.clone(),
-            Body::There(memory) => {
-                let file = File::from(memory.try_clone()?);
-                let mut body = vec![0; usize::try_from(file.metadata()?.len()).unwrap_or(0)];
-                file.read_exact_at(&mut body, 0)?;
-                body
-            }
+            Body::There(memory) => content_of(memory.try_clone()?)?,
         };
         let fds = self.fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
         Ok((body, fds))
@@ -118,13 +113,7 @@ impl Item {
     pub fn read(mut self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let body = match std::mem::take(&mut self.body) {
             Body::Here(body) => body,
-            Body::There(memory) => {
-                let mut file = File::from(memory);
-                let mut body = Vec::new();
-                file.rewind()?;
-                io::Read::read_to_end(&mut file, &mut body)?;
-                body
-            }
+            Body::There(memory) => content_of(memory)?,
         };
         Ok((body, std::mem::take(&mut self.fds)))
     }
@@ -178,6 +167,17 @@ pub fn packets<'a>(
     Ok(writer.finish())
 }
 
+/// Returns the content of a memfd.
+///
+/// # Errors
+/// A system call fails.
+pub(crate) fn content_of(memory: OwnedFd) -> io::Result<Vec<u8>> {
+    let file = File::from(memory);
+    let mut content = vec![0; usize::try_from(file.metadata()?.len()).unwrap_or(0)];
+    file.read_exact_at(&mut content, 0)?;
+    Ok(content)
+}
+
 /// Returns a memfd with these bytes.
 ///
 /// # Errors
@@ -205,25 +205,19 @@ impl<'a> Writer<'a> {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let mut fds = fds.peekable();
-        let mut head = (kind, key, body);
+        let mut piece = Piece { kind, key, body, fds: 0 };
         loop {
-            let need = PIECE + head.1.len() + head.2.len();
+            let need = PIECE + piece.key.len() + piece.body.len();
             let packet = self.packet(need, fds.peek().is_some());
             let room = MAX_FDS - packet.fds.len();
             let before = packet.fds.len();
             packet.fds.extend(fds.by_ref().take(room));
-            let count = (packet.fds.len() - before) as u16;
-            let (kind, key, body) = head;
-            packet.bytes.push(kind);
-            packet.bytes.extend(count.to_le_bytes());
-            packet.bytes.extend((key.len() as u16).to_le_bytes());
-            packet.bytes.extend((body.len() as u32).to_le_bytes());
-            packet.bytes.extend(key.as_bytes());
-            packet.bytes.extend(body);
+            piece.fds = packet.fds.len() - before;
+            piece.encode(&mut packet.bytes);
             if fds.peek().is_none() {
                 return Ok(());
             }
-            head = (MORE, "", &[]);
+            piece = Piece { kind: MORE, key: "", body: &[], fds: 0 };
         }
     }
 
@@ -454,12 +448,7 @@ impl Part {
         };
         let all = memory.into_iter().chain(&item.fds).map(AsFd::as_fd);
         let fds: Vec<_> = all.skip(self.fds.start).take(self.fds.len()).collect();
-        bytes.push(kind);
-        bytes.extend((fds.len() as u16).to_le_bytes());
-        bytes.extend((self.key.len() as u16).to_le_bytes());
-        bytes.extend((body.len() as u32).to_le_bytes());
-        bytes.extend(self.key.as_bytes());
-        bytes.extend(body);
+        Piece { kind, key: &self.key, body, fds: fds.len() }.encode(&mut bytes);
         Packet { bytes, fds }
     }
 }
@@ -472,6 +461,15 @@ struct Piece<'a> {
 }
 
 impl<'a> Piece<'a> {
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        bytes.push(self.kind);
+        bytes.extend((self.fds as u16).to_le_bytes());
+        bytes.extend((self.key.len() as u16).to_le_bytes());
+        bytes.extend((self.body.len() as u32).to_le_bytes());
+        bytes.extend(self.key.as_bytes());
+        bytes.extend(self.body);
+    }
+
     /// Decodes the first piece of `bytes`. Returns it and the rest.
     fn first_of(bytes: &'a [u8]) -> Option<(Self, &'a [u8])> {
         let (head, rest) = bytes.split_first_chunk::<PIECE>()?;

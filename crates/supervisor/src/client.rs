@@ -131,9 +131,7 @@ impl SupervisorClient {
     /// # Errors
     /// The upgrade has failed, and the old process continues.
     pub fn upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
-        let program = program.map_or(OsStr::new(""), Path::as_os_str);
-        protocol::send(&self.0, question::UPGRADE, program, None).context(GONE)?;
-        self.outcome()
+        self.request(question::UPGRADE, program)
     }
 
     /// Checks an upgrade without carrying it out: a next process is prepared, checks the
@@ -143,8 +141,12 @@ impl SupervisorClient {
     /// The clients that an upgrade would disconnect, one a line; or the reason why an upgrade
     /// would fail.
     pub fn check_upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
+        self.request(question::CHECK, program)
+    }
+
+    fn request(&self, code: u8, program: Option<&Path>) -> anyhow::Result<String> {
         let program = program.map_or(OsStr::new(""), Path::as_os_str);
-        protocol::send(&self.0, question::CHECK, program, None).context(GONE)?;
+        protocol::send(&self.0, code, program, None).context(GONE)?;
         self.outcome()
     }
 

@@ -63,16 +63,11 @@ const STALE: Duration = Duration::from_millis(10);
 pub(super) struct FdStore {
     write: OwnedFd,
     read: OwnedFd,
-    /// Number in the descriptors' names.
-    generation: u64,
-    /// Sequence number of the next packet.
-    number: u64,
+    counters: SavedFdStore,
     /// A snapshot must be written before the next change.
     is_wanted: bool,
     /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot.
     opened: u64,
-    /// Bytes of changes since the last snapshot.
-    unsaved: usize,
     /// Time of the next snapshot, if the last one has stale content.
     due: Option<Instant>,
     /// Duration of the last snapshot's write.
@@ -162,17 +157,8 @@ impl FdStore {
             let state = format!("FDSTORE=1\nFDNAME={}\nFDPOLL=0", name(generation, end));
             notify::store_fd(&state, fd.as_fd())?;
         }
-        Ok(Self {
-            write,
-            read,
-            generation,
-            number: 1,
-            is_wanted: false,
-            opened: 0,
-            unsaved: 0,
-            due: None,
-            took: Duration::ZERO,
-        })
+        let counters = SavedFdStore { generation, number: 1, unsaved: 0 };
+        Ok(Self::from_saved(write, read, counters))
     }
 
     /// Moves the packets of older stores to this one and returns their content.
@@ -188,28 +174,19 @@ impl FdStore {
                 protocol::drop_one(read);
             }
         }
-        self.number = reader.number.saturating_add(1);
+        self.counters.number = reader.number.saturating_add(1);
         Ok(reader.found())
     }
 
     /// Restores the store that this process had before exec.
-    pub(super) fn from_saved(write: OwnedFd, read: OwnedFd, saved: &SavedFdStore) -> Self {
-        Self {
-            write,
-            read,
-            generation: saved.generation,
-            number: saved.number,
-            is_wanted: true,
-            opened: 0,
-            unsaved: saved.unsaved,
-            due: None,
-            took: Duration::ZERO,
-        }
+    pub(super) fn from_saved(write: OwnedFd, read: OwnedFd, counters: SavedFdStore) -> Self {
+        let (is_wanted, opened, due, took) = (true, 0, None, Duration::ZERO);
+        Self { write, read, counters, is_wanted, opened, due, took }
     }
 
     /// Returns the counters for serialization.
     pub(super) fn save(&self) -> SavedFdStore {
-        SavedFdStore { generation: self.generation, number: self.number, unsaved: self.unsaved }
+        self.counters
     }
 
     /// Both ends: the one that is written and the one that is read.
@@ -233,13 +210,13 @@ impl FdStore {
     /// # Errors
     /// The socket buffer is full.
     pub(super) fn change(&mut self, worker: u32, packet: &Packet) -> io::Result<()> {
-        let mut body = self.number.to_le_bytes().to_vec();
+        let mut body = self.counters.number.to_le_bytes().to_vec();
         body.extend(worker.to_le_bytes());
         body.extend(&packet.body);
         let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
         self.put(CHANGE, &body, &fds)?;
-        self.number = self.number.saturating_add(1);
-        self.unsaved += PACKET + body.len();
+        self.counters.number = self.counters.number.saturating_add(1);
+        self.counters.unsaved += PACKET + body.len();
         self.is_stale();
         Ok(())
     }
@@ -251,7 +228,9 @@ impl FdStore {
 
     /// Returns true if a snapshot must be written now.
     pub(super) fn needs_snapshot(&self) -> bool {
-        self.is_wanted || self.unsaved > MAX_BEHIND || self.opened != GRANTS.lock().changes()
+        self.is_wanted
+            || self.counters.unsaved > MAX_BEHIND
+            || self.opened != GRANTS.lock().changes()
     }
 
     /// Appends a snapshot and removes the packets before it. `opened`: value of
@@ -261,12 +240,13 @@ impl FdStore {
     /// The socket buffer is full.
     pub(super) fn append_snapshot(&mut self, record: &Snapshot<'_>, opened: u64) -> io::Result<()> {
         let began = Instant::now();
-        let first = self.number;
-        record.send(&self.write, &mut self.number)?;
+        let first = self.counters.number;
+        record.send(&self.write, &mut self.counters.number)?;
         while protocol::peek_number(&self.read).is_some_and(|number| number < first) {
             protocol::drop_one(&self.read);
         }
-        (self.opened, self.is_wanted, self.unsaved, self.due) = (opened, false, 0, None);
+        (self.opened, self.is_wanted, self.due) = (opened, false, None);
+        self.counters.unsaved = 0;
         self.took = began.elapsed();
         Ok(())
     }
@@ -277,7 +257,7 @@ impl FdStore {
 
     /// Removes the content from the service manager, when the service ends.
     pub(super) fn end(self) {
-        forget(self.generation);
+        forget(self.counters.generation);
         // The service manager may not act on the message, so the socket is emptied as well.
         while protocol::peek_number(&self.read).is_some() {
             protocol::drop_one(&self.read);
@@ -291,11 +271,14 @@ fn forget(generation: u64) {
     }
 }
 
-/// Serialized counters of a store, for exec.
-#[derive(Debug, Default, Serialize, Deserialize)]
+/// Counters of a store, also serialized for exec.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct SavedFdStore {
+    /// Number in the descriptors' names.
     generation: u64,
+    /// Sequence number of the next packet.
     number: u64,
+    /// Bytes of changes since the last snapshot.
     unsaved: usize,
 }
 
@@ -347,12 +330,13 @@ fn number_of(body: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::memory_of;
     use shadowbell_state::Parcel;
     use std::io::pipe;
 
     fn fd_store() -> FdStore {
         let (write, read) = protocol::pair().unwrap();
-        FdStore::from_saved(write, read, &SavedFdStore { generation: 1, number: 1, unsaved: 0 })
+        FdStore::from_saved(write, read, SavedFdStore { generation: 1, number: 1, unsaved: 0 })
     }
 
     /// A snapshot with the value `says` and these descriptors.
@@ -418,19 +402,20 @@ mod tests {
         let mut one = fd_store();
         one.append_snapshot(&record(1, &[]), 0).unwrap();
         one.change(7, &change("a")).unwrap();
-        let body = [one.number.to_le_bytes().to_vec(), 300_u32.to_le_bytes().to_vec()].concat();
-        let memory = record(2, &fds).memory().unwrap();
+        let body =
+            [one.counters.number.to_le_bytes().to_vec(), 300_u32.to_le_bytes().to_vec()].concat();
+        let memory = memory_of(&record(2, &fds).bytes).unwrap();
         one.put(b'D', &body, &[memory.as_fd()]).unwrap();
-        one.number += 1;
+        one.counters.number += 1;
         assert_eq!(found_with(&mut one), Some((1, vec!["a".into()])));
         // Changes are appended after the recovery.
         one.change(7, &change("b")).unwrap();
         assert_eq!(found(one), Some((1, vec!["a".into(), "b".into()])));
         // Killed while it removes a snapshot: some packets with its descriptors remain.
         let mut one = fd_store();
-        record(1, &fds).send(&one.write, &mut one.number).unwrap();
+        record(1, &fds).send(&one.write, &mut one.counters.number).unwrap();
         one.change(7, &change("a")).unwrap();
-        record(2, &fds).send(&one.write, &mut one.number).unwrap();
+        record(2, &fds).send(&one.write, &mut one.counters.number).unwrap();
         protocol::drop_one(&one.read);
         assert_eq!(found(one), Some((2, vec![])));
     }

@@ -2,9 +2,9 @@
 //! after a crash, and replaces it on upgrade.
 //!
 //! The supervisor does no I/O and parses nothing that guests or their VMMs have written. One
-//! thread does all of its work, except for two jobs that may block: other threads open images and
-//! close descriptors. Everything that a server process may open or create is in the grants
-//! (`grants`).
+//! thread does all of its work, except for jobs that may block: other threads open images, read the
+//! configuration file and close descriptors. Everything that a server process may open or create is
+//! in the grants (`grants`).
 //!
 //! # Upgrade
 //!
@@ -37,6 +37,7 @@ pub mod checkpoint;
 mod checkpoint_codec;
 pub mod client;
 mod command_line;
+mod config_read;
 mod control;
 mod fd_store;
 mod grants;
@@ -64,6 +65,7 @@ mod worker;
 
 use checkpoint::Checkpoint;
 use command_line::config_file;
+use config_read::{ConfigRead, Purpose};
 use control::Control;
 use fd_store::FdStore;
 use grants::{GRANTS, id_of};
@@ -153,6 +155,7 @@ impl Supervisor {
             is_ready: false,
             trim_timer: TrimTimer::default(),
             reading: None,
+            config_reads: Vec::new(),
             release: None,
             watchdog: Watchdog::wanted(),
             ended: 0,
@@ -165,10 +168,9 @@ impl Supervisor {
         let mut supervisor = Self::new(arguments, permit)?;
         supervisor.listen();
         if !supervisor.resume() {
-            // The server process reports an error, in the usual words.
-            let _ = supervisor.install_config();
-            supervisor.worker =
-                Some(Worker::start(&supervisor.program, &supervisor.arguments, START)?);
+            supervisor.install_config();
+            let Self { program, arguments, .. } = &supervisor;
+            supervisor.worker = Some(Worker::start(program, arguments, START, None)?);
         }
         supervisor.write_snapshot();
         Ok(supervisor)
@@ -200,6 +202,7 @@ impl Supervisor {
             self.reap_children();
             self.check_deadlines(Instant::now());
             self.request_reload();
+            self.take_configs(Instant::now());
             self.run_watchdog(Instant::now());
             self.advance_exec(Instant::now());
             self.update_fd_store(Instant::now());
@@ -231,7 +234,8 @@ impl Supervisor {
         let deadlines = deadlines.chain(self.pending_exec.as_ref().map(PendingExec::deadline));
         let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(FdStore::deadline));
         let replacement = self.replacement.as_ref().map(|replacement| replacement.until);
-        let deadlines = deadlines.chain(self.trim_timer.deadline()).chain(replacement);
+        let reads = self.config_reads.iter().filter_map(ConfigRead::deadline);
+        let deadlines = deadlines.chain(reads).chain(self.trim_timer.deadline()).chain(replacement);
         let deadlines = deadlines.chain(self.release).chain(behind).chain(self.end_limit);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
@@ -242,6 +246,7 @@ impl Supervisor {
         let fds = self.workers().filter(|_| !is_behind).filter_map(Worker::link);
         let fds = fds.chain(self.control.iter().flat_map(Control::fds));
         let fds = fds.chain(self.workers().filter_map(|worker| worker.process.shows_end()));
+        let fds = fds.chain(self.config_reads.iter().map(|read| read.ready.as_fd()));
         let fds = fds.chain([self.signals.as_fd()]);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         let waiting = self.workers().filter(|worker| worker.has_unsent());
@@ -269,7 +274,10 @@ impl Supervisor {
         match signal {
             SIGCHLD => {}
             SIGUSR1 => self.send_to_worker(to_worker::REPORT),
-            SIGUSR2 => self.begin_outside_upgrade(None, None, false),
+            SIGUSR2 => {
+                let (program, asker, is_check) = (None, None, false);
+                self.read_config_for(Purpose::Upgrade { program, asker, is_check });
+            }
             _ if self.ends.contains(&signal) => self.end(),
             SIGHUP => self.reload_requested(),
             _ => {}
@@ -333,73 +341,57 @@ impl Supervisor {
         if deferred_close::is_behind() && !is_last {
             return;
         }
-        let until = Instant::now() + TURN;
-        for _ in 0..most {
-            let next = self.worker.as_mut().filter(|_| is_last || Instant::now() < until);
-            let Some(packet) = next.and_then(|worker| worker.receive(self.fd_store.as_mut()))
-            else {
-                break;
-            };
-            let code = packet.code;
-            match packet.code {
-                to_supervisor::SOCKET if self.sockets.len() < MAX_SOCKETS => {
-                    self.sockets.push(packet.path());
-                }
-                to_supervisor::SERVING => self.serves(&packet.text()),
-                to_supervisor::READ => self.reload_done(&packet.text()),
-                to_supervisor::ALIVE => self.is_alive(&packet.text()),
-                to_supervisor::QUIESCED => self.has_quiesced(&packet.text()),
-                to_supervisor::RECOVERED => {
-                    self.replacement_recovered();
-                    self.left = None;
-                    if let Some(worker) = &mut self.worker {
-                        worker.has_taken = true;
+        // First the messages of the server process, then those of the next one of an upgrade.
+        for is_new in [false, true] {
+            let until = Instant::now() + TURN;
+            for _ in 0..most {
+                let is_due = is_last || Instant::now() < until;
+                let next = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
+                let next = if is_new { next } else { self.worker.as_mut() };
+                let next = next.filter(|_| is_due);
+                let Some(packet) = next.and_then(|next| next.receive(self.fd_store.as_mut()))
+                else {
+                    break;
+                };
+                let code = packet.code;
+                match packet.code {
+                    to_supervisor::PREPARED if is_new => self.check_checkpoint(),
+                    to_supervisor::CHECKED if is_new => self.checked(&packet.text()),
+                    _ if is_new => {}
+                    to_supervisor::SOCKET if self.sockets.len() < MAX_SOCKETS => {
+                        self.sockets.push(packet.path());
                     }
-                }
-                to_supervisor::FAILED => {
-                    if let Some(worker) = &mut self.worker {
-                        worker.why = Some(packet.text());
+                    to_supervisor::SERVING => self.serves(&packet.text()),
+                    to_supervisor::READ => self.reload_done(&packet.text()),
+                    to_supervisor::ALIVE => self.is_alive(&packet.text()),
+                    to_supervisor::QUIESCED => self.has_quiesced(&packet.text()),
+                    to_supervisor::RECOVERED => {
+                        self.replacement_recovered();
+                        self.left = None;
+                        if let Some(worker) = &mut self.worker {
+                            worker.has_taken = true;
+                        }
                     }
-                }
-                // Each upgrade starts a process, so one that has ended begins no more.
-                to_supervisor::UPGRADE if is_last => {
-                    if let Some(asker) = packet.fd() {
-                        answer_to(asker, answer::NO, "the server process has ended");
+                    // Each upgrade starts a process, so one that has ended begins no more.
+                    to_supervisor::UPGRADE if is_last => {
+                        if let Some(asker) = packet.fd() {
+                            answer_to(asker, answer::NO, "the server process has ended");
+                        }
                     }
-                }
-                // Upgrade to the current program only: a server process must not choose a
-                // program.
-                to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
-                to_supervisor::WARNING => self.record_warnings(&packet.text()),
-                to_supervisor::RESUMES => {
-                    let upgrade = self.upgrade.as_ref();
-                    if upgrade.is_some_and(|upgrade| upgrade.step == Step::Quiescing) {
-                        self.upgrade_failed(&packet.text());
+                    // Upgrade to the current program only: a server process must not choose a
+                    // program.
+                    to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
+                    to_supervisor::WARNING => self.record_warnings(&packet.text()),
+                    to_supervisor::RESUMES => {
+                        let upgrade = self.upgrade.as_ref();
+                        if upgrade.is_some_and(|upgrade| upgrade.step == Step::Quiescing) {
+                            self.upgrade_failed(&packet.text());
+                        }
                     }
+                    _ => {}
                 }
-                _ => {}
+                self.record_message(code);
             }
-            self.record_message(code);
-        }
-        let until = Instant::now() + TURN;
-        for _ in 0..most {
-            let next = self.upgrade.as_mut().filter(|_| is_last || Instant::now() < until);
-            let Some(packet) = next.and_then(|upgrade| upgrade.new.receive(self.fd_store.as_mut()))
-            else {
-                break;
-            };
-            let code = packet.code;
-            match packet.code {
-                to_supervisor::PREPARED => self.check_checkpoint(),
-                to_supervisor::CHECKED => self.checked(&packet.text()),
-                to_supervisor::FAILED => {
-                    if let Some(upgrade) = &mut self.upgrade {
-                        upgrade.new.why = Some(packet.text());
-                    }
-                }
-                _ => {}
-            }
-            self.record_message(code);
         }
     }
 
@@ -438,7 +430,7 @@ impl Supervisor {
         }
         if self.restart.is_some_and(|at| at <= now) && self.exit_code.is_none() {
             self.restart = None;
-            self.start_again();
+            self.start_again(&self.program.clone());
         }
         self.upgrade_is_late(now);
         self.release_images(now);
@@ -481,7 +473,9 @@ impl Supervisor {
                 let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
                 let is_check = code == question::CHECK;
                 if self.is_outside(&client) {
-                    return self.begin_outside_upgrade(program, Some(client), is_check);
+                    // The configuration file is read again for it.
+                    let asker = Some(client);
+                    return self.read_config_for(Purpose::Upgrade { program, asker, is_check });
                 }
                 if program.is_some() {
                     let why = "a server process must not choose the program of an upgrade";

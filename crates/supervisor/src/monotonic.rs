@@ -15,10 +15,6 @@ impl Monotonic {
         Self { now: Instant::now(), at }
     }
 
-    pub(super) fn now(&self) -> Instant {
-        self.now
-    }
-
     pub(super) fn write(&self, moment: Instant) -> u64 {
         let at = match moment.checked_duration_since(self.now) {
             Some(ahead) => self.at + ahead,
@@ -29,11 +25,11 @@ impl Monotonic {
 
     pub(super) fn read(&self, moment: u64) -> Instant {
         let moment = Duration::from_micros(moment);
-        let before = || self.now.checked_sub(self.at - moment).unwrap_or(self.now);
-        match moment.checked_sub(self.at) {
-            Some(ahead) => self.now.checked_add(ahead).unwrap_or(self.now),
-            None => before(),
-        }
+        let read = match moment.checked_sub(self.at) {
+            Some(ahead) => self.now.checked_add(ahead),
+            None => self.now.checked_sub(self.at - moment),
+        };
+        read.unwrap_or(self.now)
     }
 }
 

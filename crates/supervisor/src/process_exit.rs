@@ -6,8 +6,9 @@ use super::state::Supervisor;
 use super::upgrade_progress::Step;
 use super::worker::QUEUED;
 use super::worker::{Worker, how, is_fault, is_killed};
-use crate::protocol::START;
+use crate::protocol::{RECOVER, START};
 use shadowbell_process::{exit, notify};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 impl Supervisor {
@@ -36,7 +37,7 @@ impl Supervisor {
         if !worker.has_recovered()
             && let Some(left) = &mut self.left
         {
-            left.last_by_fault = is_fault(status);
+            left.death.last_by_fault = is_fault(status);
         }
         let served = if worker.has_recovered() { "served" } else { "was to serve" };
         let what = format!("process {pid}, which {served}, {}", how(status));
@@ -85,15 +86,10 @@ impl Supervisor {
             "the server process has died; another one is about to recover",
         ));
         match self.deaths.add(now, served, is_killed, self.left.is_some()) {
-            Next::Recover(Duration::ZERO) => {
-                log_line(&format!("error: {what}; another process recovers its clients"));
-                self.restart = Some(now);
-            }
             Next::Recover(wait) => {
-                let wait_ms = wait.as_millis();
-                log_line(&format!(
-                    "error: {what}; another process recovers its clients in {wait_ms} ms"
-                ));
+                let ms = wait.as_millis();
+                let when = if ms == 0 { String::new() } else { format!(" in {ms} ms") };
+                log_line(&format!("error: {what}; another process recovers its clients{when}"));
                 self.restart = Some(now + wait);
             }
             Next::Start(wait) => {
@@ -115,21 +111,22 @@ impl Supervisor {
         }
     }
 
-    /// Starts a server process after the death of another one.
-    pub(super) fn start_again(&mut self) {
-        let started = match &self.left {
-            Some(left) => Worker::start_to_recover(&self.program, &self.arguments, left),
-            None => Worker::start(&self.program, &self.arguments, START),
-        };
-        match started {
-            Ok(worker) => {
+    /// Starts a server process of `program` after the end of another one, from whose checkpoint it
+    /// recovers if there is one.
+    pub(super) fn start_again(&mut self, program: &Path) {
+        let how = if self.left.is_some() { RECOVER } else { START };
+        match Worker::start(program, &self.arguments, how, None) {
+            Ok(mut worker) => {
+                if let Some(left) = &self.left {
+                    worker.recovers_from(left, self.deaths.count());
+                }
+                worker.program.clone_from(&self.program);
                 self.worker = Some(worker);
                 // The process must be in the fd store before the supervisor sends it anything.
                 self.write_snapshot();
             }
             Err(error) => {
-                let program = self.program.display().to_string();
-                let what = format!("cannot start {program}: {error}");
+                let what = format!("cannot start {}: {error}", program.display());
                 self.worker_has_died(&what, None, false);
             }
         }

@@ -91,6 +91,9 @@ pub mod to_worker {
     /// The last process that wrote the checkpoint, or was to recover from it, died by a fault and
     /// was not killed. Sent before the checkpoint.
     pub const LAST_BY_FAULT: u8 = b'D';
+    /// Number of deaths, in decimal, that count towards the limit after which the supervisor
+    /// discards the checkpoint. Sent before the checkpoint.
+    pub const DEATHS: u8 = b'N';
     /// Checkpoint of the previous server process (see [`checkpoint`](crate::checkpoint)), in one
     /// transaction.
     pub const CHECKPOINT: u8 = b'I';
@@ -142,6 +145,9 @@ pub mod open_broker {
     /// Answer: [`OPENED`] with JSON. Refused for the access `w` if the system uses the block
     /// device.
     pub const IDENTIFY: u8 = b'i';
+    /// Requests another connection to the open broker, so that an image on hung storage delays only
+    /// its own requests.
+    pub const CONNECT: u8 = b'c';
     /// Answer: success, with the descriptor.
     pub const OPENED: u8 = b'y';
     /// Answer: a system error. Body: the errno in decimal.
@@ -275,11 +281,7 @@ pub fn drop_one(socket: impl AsFd) {
     if received.is_err() {
         return;
     }
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(fds) = message {
-            deferred_close::close(fds);
-        }
-    }
+    deferred_close::close(rights(&mut control));
 }
 
 /// Returns the sequence number of the next packet without removing it, if it has one.
@@ -305,18 +307,22 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
             Err(errno) => return Err(errno.into()),
         }
     };
-    let mut fds = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(some) = message {
-            fds.extend(some);
-        }
-    }
+    let fds = rights(&mut control);
     bytes.truncate(received.bytes);
     let Some(code) = bytes.first().copied() else {
         deferred_close::close(fds);
         return Ok(None);
     };
     Ok(Some(Packet { code, body: bytes.split_off(1), fds }))
+}
+
+/// Descriptors of a received packet.
+fn rights(control: &mut RecvAncillaryBuffer<'_>) -> Vec<OwnedFd> {
+    let rights = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    rights.flatten().collect()
 }
 
 /// Returns true if the peer runs as this process's user or as root.

@@ -17,6 +17,7 @@ use super::snapshot_codec::{self, Held};
 use super::state::Supervisor;
 use super::upgrade_progress::send_outcome;
 use super::{broker, grants::GRANTS};
+use crate::checkpoint::memory_of;
 use crate::permissions::Permit;
 use crate::protocol;
 use rustix::io::{FdFlags, fcntl_setfd};
@@ -103,7 +104,8 @@ impl Supervisor {
     fn ask(&self, program: &Path) -> io::Result<(Child, Identity)> {
         let identity = identity(program)?;
         let images = GRANTS.lock().images();
-        let memory = self.snapshot(&images, None).map_err(io::Error::other)?.memory()?;
+        let snapshot = self.snapshot(&images, None).map_err(io::Error::other)?;
+        let memory = memory_of(&snapshot.bytes)?;
         let mut command = Command::new(program);
         command.arg(CHECK).stdin(Stdio::from(memory));
         command.stdout(Stdio::piped()).stderr(Stdio::null());
@@ -117,6 +119,7 @@ impl Supervisor {
             worker.serves_since.is_some() && !worker.has_unsent() && !worker.items.is_open()
         }) && self.upgrade.is_none()
             && self.leaving.is_empty()
+            && self.config_reads.iter().all(|read| read.deadline().is_none())
             && self.restart.is_none()
             && self.died.is_none()
             && self.left.is_none()

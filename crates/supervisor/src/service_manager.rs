@@ -1,17 +1,18 @@
 //! Requests of the service manager: configuration reload and watchdog.
 
-use super::command_line;
-use super::grants::{GRANTS, Permitted};
+use super::config_read::{Config, ConfigRead, HUNG, MAX_READS, Purpose, read_config};
+use super::grants::GRANTS;
 use super::log::log_line;
 use super::state::{Reading, Supervisor};
-use super::upgrade_progress::Step;
+use super::upgrade_progress::{Step, send_outcome};
 use super::watchdog::Due;
 use super::worker::Worker;
 use crate::checkpoint::memory_of;
 use crate::protocol::to_worker;
-use shadowbell_config::config_file;
+use anyhow::anyhow;
 use shadowbell_process::{exit, notify};
 use std::os::fd::AsFd;
+use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
 impl Supervisor {
@@ -20,53 +21,99 @@ impl Supervisor {
         if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
             notify::send(&notify::reloading());
         }
-    }
-
-    /// Reads the configuration file. Returns its text, and the permissions unless it is invalid.
-    ///
-    /// # Errors
-    /// The file cannot be read.
-    pub(super) fn read_config(
-        &self,
-    ) -> anyhow::Result<(Option<String>, anyhow::Result<Permitted>)> {
-        let file = command_line::config_file(&self.arguments);
-        let config = file.map(|file| config_file::read_text(&file)).transpose()?;
-        let permissions = (self.permit)(&self.arguments, config.as_deref());
-        let text = config.clone();
-        Ok((text, permissions.map(|permissions| Permitted { permissions, config })))
-    }
-
-    /// Reads the configuration file and permits what it names, in addition to what was permitted
-    /// before. Returns its text.
-    ///
-    /// # Errors
-    /// The file cannot be read.
-    pub(super) fn install_config(&self) -> anyhow::Result<Option<String>> {
-        let (text, permitted) = self.read_config()?;
-        // The server process reports that the file is invalid.
-        let _ = permitted.map(|permitted| GRANTS.lock().permit(permitted));
-        Ok(text)
-    }
-
-    /// Sends a pending reload request to the server process, if one serves and no upgrade runs.
-    /// If a server process ends before it has reloaded, the next one receives the request.
-    pub(super) fn request_reload(&mut self) {
-        let (Some(reading), None) = (self.reading, &self.upgrade) else { return };
-        let Some(worker) = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())
-        else {
-            return;
-        };
-        if reading == Reading::Told(worker.pid()) {
-            return;
+        // A read that has begun may have missed the change.
+        for read in &mut self.config_reads {
+            read.purpose.take_if(|purpose| matches!(purpose, Purpose::Reload));
         }
-        let pid = worker.pid();
-        let (text, why) = match self.install_config() {
-            Ok(text) => (text.and_then(|text| memory_of(text.as_bytes()).ok()), String::new()),
+    }
+
+    /// Reads the configuration file and permits what it names, for the start, at which nothing else
+    /// waits.
+    pub(super) fn install_config(&self) {
+        // The server process reports that the file is invalid.
+        let permitted = read_config(&self.arguments, self.permit).and_then(|(_, its)| its);
+        permitted.into_iter().for_each(|permitted| GRANTS.lock().permit(permitted));
+    }
+
+    /// Reads the configuration file for a pending reload request, if a server process serves and no
+    /// upgrade runs. If a server process ends before it has reloaded, the next one receives the
+    /// request.
+    pub(super) fn request_reload(&mut self) {
+        let told = self.reloads().map(|pid| Some(Reading::Told(pid)));
+        let is_read = |read: &ConfigRead| matches!(read.purpose, Some(Purpose::Reload));
+        let is_wanted = self.reading.is_some() && told.is_some_and(|told| told != self.reading);
+        if is_wanted && !self.config_reads.iter().any(is_read) {
+            self.read_config_for(Purpose::Reload);
+        }
+    }
+
+    /// Process id of the server process, if it can reload the configuration.
+    fn reloads(&self) -> Option<u32> {
+        let worker = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())?;
+        self.upgrade.is_none().then(|| worker.pid())
+    }
+
+    /// Starts to read the configuration file.
+    pub(super) fn read_config_for(&mut self, purpose: Purpose) {
+        let begun = match self.config_reads.len() {
+            MAX_READS.. => Err(anyhow!(HUNG)),
+            _ => ConfigRead::begin(&self.arguments, self.permit),
+        };
+        match begun {
+            Ok(mut read) => {
+                read.purpose = Some(purpose);
+                self.config_reads.push(read);
+            }
+            Err(why) => self.has_read_config(purpose, Err(why)),
+        }
+    }
+
+    /// Handles the results of reads of the configuration file, and exceeded time limits.
+    pub(super) fn take_configs(&mut self, now: Instant) {
+        for mut read in std::mem::take(&mut self.config_reads) {
+            let outcome = match read.result.try_recv() {
+                Ok(outcome) => outcome,
+                Err(TryRecvError::Disconnected) => Err(anyhow!("its parser has failed")),
+                Err(TryRecvError::Empty) => {
+                    let is_late = read.until <= now;
+                    let late = read.purpose.take_if(|_| is_late);
+                    self.config_reads.push(read);
+                    late.into_iter()
+                        .for_each(|late| self.has_read_config(late, Err(anyhow!(HUNG))));
+                    continue;
+                }
+            };
+            if let Some(purpose) = read.purpose {
+                self.has_read_config(purpose, outcome);
+            }
+        }
+    }
+
+    fn has_read_config(&mut self, purpose: Purpose, outcome: anyhow::Result<Config>) {
+        match purpose {
+            Purpose::Reload => self.apply_config(outcome),
+            Purpose::Upgrade { program, asker, is_check } => {
+                match outcome.and_then(|(_, permitted)| permitted) {
+                    Ok(permitted) => self.begin_upgrade(program, asker, is_check, Some(permitted)),
+                    Err(why) => send_outcome(asker, Err(&exit::line(&why))),
+                }
+            }
+        }
+    }
+
+    /// Permits what a configuration names, in addition to what was permitted before, and lets the
+    /// server process apply it. If none can, the file is read again later.
+    fn apply_config(&mut self, outcome: anyhow::Result<Config>) {
+        let Some(pid) = self.reloads() else { return };
+        let (text, why) = match outcome {
+            Ok((text, permitted)) => {
+                permitted.into_iter().for_each(|permitted| GRANTS.lock().permit(permitted));
+                (text.and_then(|text| memory_of(text.as_bytes()).ok()), String::new())
+            }
             Err(error) => (None, exit::line(&error)),
         };
-        let text = text.as_ref().map(AsFd::as_fd);
         if let Some(worker) = &self.worker {
-            worker.send(to_worker::READ, &why, text);
+            worker.send(to_worker::READ, &why, text.as_ref().map(AsFd::as_fd));
         }
         self.reading = Some(Reading::Told(pid));
     }

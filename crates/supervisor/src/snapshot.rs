@@ -6,12 +6,11 @@
 //! memfd with the bytes and the number of descriptors that follow. Each packet has a sequence
 //! number, by which a reader recognizes duplicates.
 
+use crate::checkpoint::{content_of, memory_of};
 use crate::checkpoint_codec::Fds;
 use crate::protocol::{MAX_FDS, Packet, send_bytes};
-use rustix::fs::{MemfdFlags, memfd_create};
 use shadowbell_state::{Parcel, StateError};
-use std::fs::File;
-use std::io::{self, Read, Seek, Write};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 /// Type of a snapshot's first packet.
@@ -26,22 +25,12 @@ pub(super) struct Snapshot<'a> {
 }
 
 impl Snapshot<'_> {
-    /// Returns a memfd with the bytes.
-    ///
-    /// # Errors
-    /// A system call fails.
-    pub(super) fn memory(&self) -> io::Result<OwnedFd> {
-        let mut file = File::from(memfd_create("shadowbell-supervisor", MemfdFlags::CLOEXEC)?);
-        file.write_all(&self.bytes)?;
-        Ok(file.into())
-    }
-
     /// Sends the snapshot. Its packets are numbered from `number` on, which is advanced.
     ///
     /// # Errors
     /// A system call fails, or the socket buffer is full.
     pub(super) fn send(&self, socket: impl AsFd, number: &mut u64) -> io::Result<()> {
-        let memory = self.memory()?;
+        let memory = memory_of(&self.bytes)?;
         let mut body = number.to_le_bytes().to_vec();
         body.extend((self.fds.len() as u32).to_le_bytes());
         send_bytes(&socket, RECORD, &body, &[memory.as_fd()], true)?;
@@ -94,18 +83,6 @@ impl PartialSnapshot {
     /// # Errors
     /// The bytes or descriptors do not make up a valid state.
     pub(super) fn read(self) -> Result<Parcel, StateError> {
-        Parcel::decode(&bytes_in(self.memory)?, self.fds)
+        Parcel::decode(&content_of(self.memory)?, self.fds)
     }
-}
-
-/// Reads the content of a memfd.
-///
-/// # Errors
-/// A system call fails.
-pub(super) fn bytes_in(memory: OwnedFd) -> io::Result<Vec<u8>> {
-    let mut file = File::from(memory);
-    let mut bytes = Vec::new();
-    file.rewind()?;
-    file.read_to_end(&mut bytes)?;
-    Ok(bytes)
 }

@@ -6,12 +6,11 @@ use super::fd_store::{FdStore, SavedFdStore};
 use super::grants::{GRANTS, HeldImages, SavedGrants};
 use super::monotonic::Monotonic;
 use super::process::Process;
-use super::snapshot::{Snapshot, bytes_in};
+use super::snapshot::Snapshot;
 use super::state::{Reading, Supervisor};
-use super::upgrade::STEP;
 use super::upgrade_progress::{Step, Upgrade};
-use super::worker::{Left, Worker};
-use crate::checkpoint::Checkpoint;
+use super::worker::{Death, Left, Worker};
+use crate::checkpoint::{Checkpoint, content_of};
 use crate::checkpoint_codec::{Fds, SavedCheckpoint, add};
 use crate::permissions::{bytes_of, path_of};
 use rustix::process::Pid;
@@ -50,10 +49,8 @@ struct SavedUpgrade {
 #[derive(Debug, Serialize, Deserialize)]
 struct SavedLeft {
     items: SavedCheckpoint,
-    by_fault: bool,
-    is_quiesced: bool,
-    #[serde(default)]
-    last_by_fault: bool,
+    #[serde(flatten)]
+    death: Death,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -97,7 +94,7 @@ pub(super) struct Held {
 /// # Errors
 /// The snapshot has an unknown format or section.
 pub(super) fn check(memory: OwnedFd) -> Result<(), StateError> {
-    let mut parcel = Parcel::decode(&bytes_in(memory)?, Vec::new())?;
+    let mut parcel = Parcel::decode(&content_of(memory)?, Vec::new())?;
     section::<SavedSupervisor>(&mut parcel, SUPERVISOR)?;
     section::<SavedGrants>(&mut parcel, OPENED)?;
     parcel.take::<SavedHeld>(HELD)?;
@@ -109,24 +106,6 @@ fn section<T: serde::de::DeserializeOwned>(
     name: &str,
 ) -> Result<T, StateError> {
     parcel.take(name)?.ok_or(StateError::NotAState("a section is missing"))
-}
-
-impl Left {
-    fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedLeft {
-        let Self { items, by_fault, is_quiesced, last_by_fault } = self;
-        SavedLeft {
-            items: items.save(fds),
-            by_fault: *by_fault,
-            is_quiesced: *is_quiesced,
-            last_by_fault: *last_by_fault,
-        }
-    }
-
-    fn restore(saved: SavedLeft, fds: &mut Descriptors) -> Result<Self, StateError> {
-        let SavedLeft { items, by_fault, is_quiesced, last_by_fault } = saved;
-        let items = Checkpoint::restore(items, fds)?;
-        Ok(Self { items, by_fault, is_quiesced, last_by_fault })
-    }
 }
 
 impl Worker {
@@ -155,21 +134,14 @@ impl Worker {
         let fd = saved.process.map(|fd| fds.take(fd)).transpose()?;
         // Without an open transaction: its packets may be lost.
         let items = Checkpoint::restore(saved.items, fds)?;
-        Ok(Self {
-            process: Process::from_saved(pid, fd, is_child),
-            link: saved.link.map(|link| fds.take(link)).transpose()?,
-            program: path_of(&saved.program.0),
-            serves_since: saved.serves_since.map(|since| clock.read(since)),
-            has_taken: saved.has_taken,
-            why: saved.why,
-            items,
-            is_broken: saved.is_broken,
-            has_changed: true,
-            parts: std::collections::VecDeque::new(),
-            later: std::cell::RefCell::default(),
-            is_seen: false,
-            in_parts: saved.in_parts,
-        })
+        let process = Process::from_saved(pid, fd, is_child);
+        let link = saved.link.map(|link| fds.take(link)).transpose()?;
+        let mut worker = Self::new(process, link, &path_of(&saved.program.0));
+        worker.serves_since = saved.serves_since.map(|since| clock.read(since));
+        (worker.has_taken, worker.why, worker.items) = (saved.has_taken, saved.why, items);
+        (worker.is_broken, worker.in_parts) = (saved.is_broken, saved.in_parts);
+        worker.has_changed = true;
+        Ok(worker)
     }
 }
 
@@ -200,7 +172,10 @@ impl Supervisor {
                 step: upgrade.step,
                 why: upgrade.why.clone(),
             }),
-            left: self.left.as_ref().map(|left| left.save(&mut fds)),
+            left: self
+                .left
+                .as_ref()
+                .map(|left| SavedLeft { items: left.items.save(&mut fds), death: left.death }),
         };
         let mut parcel = Parcel::new();
         parcel.add(SUPERVISOR, true, &saved)?;
@@ -250,25 +225,14 @@ impl Supervisor {
         let fds = &mut fds;
         let mut worker = |saved| Worker::restore(saved, &mut *fds, &clock, is_same);
         let serves = saved.worker.map(&mut worker).transpose()?;
-        let upgrade = match saved.upgrade {
-            None => None,
-            Some(upgrade) => {
-                let SavedUpgrade { new, step, why } = upgrade;
-                Some((worker(new)?, step, why))
-            }
-        };
-        self.left = saved.left.map(|left| Left::restore(left, fds)).transpose()?;
-        self.upgrade = upgrade.map(|(new, step, why)| Upgrade {
-            new,
-            step,
-            began: clock.now(),
-            until: clock.now() + STEP,
-            asker: None,
-            why,
-            warnings: Vec::new(),
-            is_check: false,
-            permitted: None,
+        let upgrade = saved.upgrade.map(|SavedUpgrade { new, step, why }| {
+            Ok::<_, StateError>(Upgrade { step, why, ..Upgrade::new(worker(new)?, None) })
         });
+        self.upgrade = upgrade.transpose()?;
+        let left = saved.left.map(|SavedLeft { items, death }| {
+            Ok::<_, StateError>(Left { items: Checkpoint::restore(items, fds)?, death })
+        });
+        self.left = left.transpose()?;
         self.worker = serves;
         self.program = path_of(&saved.program.0);
         self.sockets = saved.sockets.iter().map(|path| path_of(&path.0)).collect();
@@ -290,7 +254,7 @@ impl Supervisor {
         self.fd_store = match held.journal {
             None => None,
             Some((write, read, saved)) => {
-                Some(FdStore::from_saved(fds.take(write)?, fds.take(read)?, &saved))
+                Some(FdStore::from_saved(fds.take(write)?, fds.take(read)?, saved))
             }
         };
         let brokers = held.brokers.into_iter().map(|(kind, fd)| Ok((kind, fds.take(fd)?)));

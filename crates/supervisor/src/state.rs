@@ -1,5 +1,6 @@
 //! State of the supervisor. The other modules of this folder implement its operations.
 
+use super::config_read::ConfigRead;
 use super::control::Control;
 use super::fd_store::FdStore;
 use super::pending_exec::PendingExec;
@@ -58,6 +59,8 @@ pub(super) struct Supervisor {
     pub(super) is_ready: bool,
     /// Pending reload of the configuration.
     pub(super) reading: Option<Reading>,
+    /// Reads of the configuration file that have begun.
+    pub(super) config_reads: Vec<ConfigRead>,
     /// Time at which images of removed disks are released.
     pub(super) release: Option<Instant>,
     /// Trims this process's memory when it is idle.

@@ -17,19 +17,16 @@ use super::log::log_line;
 use super::pending_exec::PendingExec;
 use super::state::Supervisor;
 use super::upgrade_progress::{
-    Replacement, Step, Upgrade, add_warnings, answer_to, send_check_result, send_outcome,
+    Replacement, STEP, Step, Upgrade, add_warnings, answer_to, send_outcome,
 };
 use super::worker::QUEUED;
 use super::worker::{Left, Worker, how};
-use crate::protocol::{self, RECOVER, answer, to_supervisor, to_worker};
-use shadowbell_process::exit;
+use crate::protocol::{RECOVER, answer, to_worker};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-/// Time limit for each step of an upgrade before the old process quiesces.
-pub(super) const STEP: Duration = Duration::from_secs(10);
 /// Time limit for the quiesce, after which the old process is killed. Guests wait meanwhile. The
 /// old process has a far shorter limit of its own for its clients.
 const QUIESCES: Duration = Duration::from_secs(2);
@@ -40,20 +37,6 @@ const RECOVERS: Duration = Duration::from_secs(30);
 const OWN_EXECUTABLE: &str = "/proc/self/exe";
 
 impl Supervisor {
-    /// Starts an upgrade, or its check only, that was requested from outside, not by a server
-    /// process. The configuration file is read again for it.
-    pub(super) fn begin_outside_upgrade(
-        &mut self,
-        program: Option<PathBuf>,
-        asker: Option<OwnedFd>,
-        is_check: bool,
-    ) {
-        match self.read_config().and_then(|(_, permitted)| permitted) {
-            Ok(permitted) => self.begin_upgrade(program, asker, is_check, Some(permitted)),
-            Err(why) => send_outcome(asker, Err(&exit::line(&why))),
-        }
-    }
-
     /// Starts the next server process of an upgrade, or of its check only. `permitted`: the
     /// configuration for it, which is permitted when the running process has ended.
     pub(super) fn begin_upgrade(
@@ -77,25 +60,9 @@ impl Supervisor {
             };
         }
         let program = program.unwrap_or_else(|| self.program.clone());
-        let config = match &permitted {
-            Some(permitted) => permitted.config.clone(),
-            None => GRANTS.lock().facts.config.clone(),
-        };
-        match Worker::start_with(&program, &self.arguments, RECOVER, config) {
+        match Worker::start(&program, &self.arguments, RECOVER, permitted.as_ref()) {
             Ok(new) => {
-                let began = Instant::now();
-                let (step, until) = (Step::Starting, began + STEP);
-                self.upgrade = Some(Upgrade {
-                    new,
-                    step,
-                    began,
-                    until,
-                    asker,
-                    why: None,
-                    warnings: Vec::new(),
-                    is_check,
-                    permitted,
-                });
+                self.upgrade = Some(Upgrade { asker, is_check, ..Upgrade::new(new, permitted) });
                 self.write_snapshot();
             }
             Err(error) => {
@@ -133,10 +100,13 @@ impl Supervisor {
         if !upgrade.is_check {
             return self.quiesce();
         }
-        if let Some(upgrade) = self.upgrade.take() {
-            self.kill(upgrade.new);
-            send_check_result(upgrade.asker, &upgrade.warnings);
-        }
+        let Some(Upgrade { new, asker, warnings, .. }) = self.upgrade.take() else { return };
+        self.kill(new);
+        let (code, text) = match &warnings[..] {
+            [] => (answer::YES, "the next process can recover all clients".to_owned()),
+            warnings => (answer::NO, warnings.join("\n")),
+        };
+        asker.into_iter().for_each(|asker| answer_to(asker, code, &text));
         if self.ended != 0 {
             self.send_to_worker(to_worker::END);
         }
@@ -161,7 +131,8 @@ impl Supervisor {
             return self.end_old(unfinished);
         }
         let Some(mut old) = self.worker.take() else { return };
-        let left = old.take_checkpoint(None).map(|left| Left { is_quiesced: true, ..left });
+        let mut left = old.take_checkpoint(None);
+        left.iter_mut().for_each(|left| left.death.is_quiesced = true);
         let pid = old.pid();
         log_line(&format!("process {pid} has quiesced; another process recovers its clients"));
         // The next process does not wait for the end: the locks are released.
@@ -190,7 +161,7 @@ impl Supervisor {
         self.died = Some(Instant::now());
         self.left = left;
         let Some(upgrade) = self.upgrade.take() else {
-            return self.start_replacement(Path::new(OWN_EXECUTABLE));
+            return self.start_again(Path::new(OWN_EXECUTABLE));
         };
         let Upgrade { mut new, began, asker, why, warnings, permitted, .. } = upgrade;
         let replacement = Replacement {
@@ -209,30 +180,11 @@ impl Supervisor {
                 .fall_back(replacement, "the checkpoint of the running process is incomplete");
         };
         permitted.into_iter().for_each(|permitted| GRANTS.lock().permit(permitted));
-        new.recovers_from(left);
+        new.recovers_from(left, self.deaths.count());
         self.worker = Some(new);
         self.replacement = Some(replacement);
         // The snapshot precedes the checkpoint, which `run` sends.
         self.write_snapshot();
-    }
-
-    /// Starts a server process of `program` from the last one's checkpoint.
-    fn start_replacement(&mut self, program: &Path) {
-        let outcome = match &self.left {
-            Some(left) => Worker::start_to_recover(program, &self.arguments, left),
-            None => Worker::start(program, &self.arguments, protocol::START),
-        };
-        match outcome {
-            Ok(mut worker) => {
-                worker.program.clone_from(&self.program);
-                self.worker = Some(worker);
-                self.write_snapshot();
-            }
-            Err(error) => {
-                let what = format!("cannot start {}: {error}", program.display());
-                self.worker_has_died(&what, None, false);
-            }
-        }
     }
 
     /// Handles the exit of the next process before the old one has quiesced.
@@ -279,12 +231,8 @@ impl Supervisor {
     pub(super) fn upgrade_failed(&mut self, why: &str) {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         // The reason that the new process sent is more specific than its exit status.
-        for _ in 0..QUEUED {
-            let Some(packet) = upgrade.new.receive(self.fd_store.as_mut()) else { break };
-            if packet.code == to_supervisor::FAILED {
-                upgrade.new.why = Some(packet.text());
-            }
-        }
+        let mut receive = || upgrade.new.receive(self.fd_store.as_mut());
+        (0..QUEUED).map_while(|_| receive()).for_each(drop);
         let reason = upgrade.new.why.take().or(upgrade.why);
         self.kill(upgrade.new);
         send_outcome(upgrade.asker, Err(reason.as_deref().unwrap_or(why)));
@@ -349,7 +297,7 @@ impl Supervisor {
     fn fall_back(&mut self, replacement: Replacement, why: &str) {
         let why = format!("{why}; the previous program recovers the clients");
         send_outcome(replacement.asker, Err(&why));
-        self.start_replacement(Path::new(OWN_EXECUTABLE));
+        self.start_again(Path::new(OWN_EXECUTABLE));
     }
 
     /// Kills a replacement that has not recovered within its time limit.

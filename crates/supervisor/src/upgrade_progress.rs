@@ -8,7 +8,10 @@ use serde::{Deserialize, Serialize};
 use shadowbell_process::deferred_close;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Time limit for each step of an upgrade before the old process quiesces.
+pub(super) const STEP: Duration = Duration::from_secs(10);
 
 /// Progress of an upgrade until the old process has quiesced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +45,16 @@ pub(super) struct Upgrade {
     pub(super) permitted: Option<Permitted>,
 }
 
+impl Upgrade {
+    /// An upgrade that begins, without a requester.
+    pub(super) fn new(new: Worker, permitted: Option<Permitted>) -> Self {
+        let (step, began, why, warnings) = (Step::Starting, Instant::now(), None, Vec::new());
+        let until = began + STEP;
+        let (asker, is_check) = (None, false);
+        Self { new, step, began, until, asker, why, warnings, is_check, permitted }
+    }
+}
+
 /// Pending recovery by the next process after the old one has quiesced.
 pub(super) struct Replacement {
     /// Program of the new process.
@@ -65,17 +78,6 @@ pub(super) fn add_warnings(warnings: &mut Vec<String>, lines: &str) {
         if warnings.len() < MAX_WARNINGS && !warnings.iter().any(|known| known == line) {
             warnings.push(line.to_owned());
         }
-    }
-}
-
-/// Answers a requested check: success if all clients can be recovered, otherwise the warnings.
-pub(super) fn send_check_result(asker: Option<OwnedFd>, warnings: &[String]) {
-    let (code, text) = match warnings {
-        [] => (answer::YES, "the next process can recover all clients".to_owned()),
-        warnings => (answer::NO, warnings.join("\n")),
-    };
-    if let Some(asker) = asker {
-        answer_to(asker, code, &text);
     }
 }
 

@@ -3,12 +3,13 @@
 use super::broker::{self, Kind};
 use super::command_line::is_verb;
 use super::fd_store::FdStore;
-use super::grants::GRANTS;
+use super::grants::{GRANTS, Permitted};
 use super::log::log_line;
 use super::process::Process;
 use crate::checkpoint::{COMPLETE, Checkpoint, Part, memory_of};
 use crate::protocol::{self, AS_WORKER, Packet, to_supervisor, to_worker};
 use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
 use shadowbell_process::deferred_close;
 use signal_hook::consts::SIGSYS;
 use std::cell::RefCell;
@@ -16,7 +17,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -30,14 +31,20 @@ const MAX_AT_ONCE: usize = 16;
 const MAX_LATER: usize = 64;
 
 /// Checkpoint of a dead server process.
-#[derive(Default)]
 pub(super) struct Left {
     pub(super) items: Checkpoint,
+    pub(super) death: Death,
+}
+
+/// Death of the process that wrote a checkpoint, and of those that were to recover from it.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Death {
     /// The process died by a fault, so a command that was in flight may be the cause.
     pub(super) by_fault: bool,
     /// The process had quiesced, so none of its I/O is in flight.
     pub(super) is_quiesced: bool,
     /// The last process died by a fault: the one that wrote it, or one that was to recover from it.
+    #[serde(default)]
     pub(super) last_by_fault: bool,
 }
 
@@ -74,23 +81,15 @@ pub(super) struct Worker {
 
 impl Worker {
     /// Starts a server process with the arguments of this process. `how`: value of [`AS_WORKER`].
+    /// `permitted`: configuration that is not permitted yet, instead of the one that is.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub(super) fn start(program: &Path, arguments: &[OsString], how: &str) -> io::Result<Self> {
-        let config = GRANTS.lock().facts.config.clone();
-        Self::start_with(program, arguments, how, config)
-    }
-
-    /// As [`start`](Self::start), with the text of another configuration file.
-    ///
-    /// # Errors
-    /// The program cannot be started.
-    pub(super) fn start_with(
+    pub(super) fn start(
         program: &Path,
         arguments: &[OsString],
         how: &str,
-        config: Option<String>,
+        permitted: Option<&Permitted>,
     ) -> io::Result<Self> {
         let (ours, theirs) = protocol::pair()?;
         // A server process that does not read its socket must not block the supervisor.
@@ -111,13 +110,22 @@ impl Worker {
             command.env_remove(name);
         }
         let brokers = [broker::start(Kind::Images)?, broker::start(Kind::Paths)?];
+        let config = match permitted {
+            Some(permitted) => permitted.config.clone(),
+            None => GRANTS.lock().facts.config.clone(),
+        };
         let config = config.map(|text| memory_of(text.as_bytes())).transpose()?;
         let fds: Vec<_> = brokers.iter().chain(&config).map(AsFd::as_fd).collect();
         protocol::send_bytes(&ours, to_worker::BEGIN, &[], &fds, true)?;
         let child = command.stdin(Stdio::from(theirs)).spawn()?;
-        Ok(Self {
-            process: child.into(),
-            link: Some(ours),
+        Ok(Self::new(child.into(), Some(ours), program))
+    }
+
+    /// A process that has sent nothing.
+    pub(super) fn new(process: Process, link: Option<OwnedFd>, program: &Path) -> Self {
+        Self {
+            process,
+            link,
             program: program.to_owned(),
             serves_since: None,
             has_taken: false,
@@ -129,36 +137,23 @@ impl Worker {
             later: RefCell::default(),
             is_seen: false,
             in_parts: false,
-        })
-    }
-
-    /// Starts a server process that recovers from the checkpoint `left`, which
-    /// [`forward`](Self::pass_on) sends to it.
-    ///
-    /// # Errors
-    /// The program cannot be started.
-    pub(super) fn start_to_recover(
-        program: &Path,
-        arguments: &[OsString],
-        left: &Left,
-    ) -> io::Result<Self> {
-        let mut worker = Self::start(program, arguments, protocol::RECOVER)?;
-        worker.recovers_from(left);
-        Ok(worker)
+        }
     }
 
     /// Lets the process recover from the checkpoint `left`, which [`forward`](Self::pass_on) sends
     /// to it.
-    pub(super) fn recovers_from(&mut self, left: &Left) {
-        if left.by_fault {
-            self.send(to_worker::FAULT, "", None);
-        }
-        if left.is_quiesced {
-            self.send(to_worker::QUIESCED, "", None);
-        }
-        if left.last_by_fault {
-            self.send(to_worker::LAST_BY_FAULT, "", None);
-        }
+    ///
+    /// `deaths`: number of deaths that count towards the limit after which no checkpoint is used.
+    pub(super) fn recovers_from(&mut self, left: &Left, deaths: usize) {
+        let Death { by_fault, is_quiesced, last_by_fault } = left.death;
+        let all = [
+            (to_worker::FAULT, by_fault),
+            (to_worker::QUIESCED, is_quiesced),
+            (to_worker::LAST_BY_FAULT, last_by_fault),
+        ];
+        let said = all.iter().filter(|(_, is_so)| *is_so);
+        said.for_each(|(code, _)| self.send(*code, "", None));
+        self.send(to_worker::DEATHS, &deaths.to_string(), None);
         self.send_checkpoint(&left.items);
         // Until the process has recovered, its changes apply to the old checkpoint.
         self.items = left.items.clone();
@@ -177,29 +172,26 @@ impl Worker {
 
     /// Sends parts of the old checkpoint, and then messages, until the socket is full.
     pub(super) fn forward(&mut self) {
-        while let (Some(link), Some(part)) = (&self.link, self.parts.front()) {
+        let Some(link) = &self.link else { return };
+        // False if the socket is full. The exit of a process is handled by `reap_children`.
+        let is_sent = |code, bytes: &[u8], fds: &[BorrowedFd<'_>]| {
+            let sent = protocol::send_bytes(link, code, bytes, fds, true);
+            !sent.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+        };
+        while let Some(part) = self.parts.front() {
             let packet = part.packet();
-            match protocol::send_bytes(
-                link,
-                to_worker::CHECKPOINT,
-                &packet.bytes,
-                &packet.fds,
-                true,
-            ) {
-                Ok(()) => drop(self.parts.pop_front()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                // The exit of the process is handled by `reap_children`.
-                Err(_) => self.parts.clear(),
+            if !is_sent(to_worker::CHECKPOINT, &packet.bytes, &packet.fds) {
+                return;
             }
+            self.parts.pop_front();
         }
         let later = self.later.get_mut();
-        while let (Some(link), Some(message)) = (&self.link, later.front()) {
+        while let Some(message) = later.front() {
             let fds: Vec<_> = message.fds.iter().map(AsFd::as_fd).collect();
-            match protocol::send_bytes(link, message.code, &message.body, &fds, true) {
-                Ok(()) => drop(later.pop_front()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(_) => later.clear(),
+            if !is_sent(message.code, &message.body, &fds) {
+                return;
             }
+            later.pop_front();
         }
     }
 
@@ -212,8 +204,8 @@ impl Worker {
     pub(super) fn take_checkpoint(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
         let items = std::mem::take(&mut self.items);
         let by_fault = ended.is_some_and(is_fault);
-        let left = Left { items, by_fault, last_by_fault: by_fault, is_quiesced: false };
-        Some(left).filter(|left| left.items.contains(COMPLETE))
+        let death = Death { by_fault, last_by_fault: by_fault, is_quiesced: false };
+        items.contains(COMPLETE).then_some(Left { items, death })
     }
 
     /// Returns the time of service so far.
@@ -282,6 +274,9 @@ impl Worker {
             match packet.code {
                 to_supervisor::CHECKPOINT => self.has_changed = true,
                 code => {
+                    if code == to_supervisor::FAILED {
+                        self.why = Some(packet.text());
+                    }
                     // One descriptor of one message is used.
                     let used = usize::from(code == to_supervisor::UPGRADE);
                     let unused = packet.fds.drain(used.min(packet.fds.len())..);
@@ -369,7 +364,6 @@ impl Drop for Worker {
 
 /// Describes an exit status in a sentence's predicate.
 pub(super) fn how(status: ExitStatus) -> String {
-    use std::os::unix::process::ExitStatusExt;
     match (status.signal(), status.code()) {
         (Some(SIGSYS), _) => {
             "was killed for a system call that its sandbox forbids (signal 31)".to_owned()
@@ -381,13 +375,11 @@ pub(super) fn how(status: ExitStatus) -> String {
 
 /// Returns true if the process ended by a fault of its own, such as a panic or SIGSEGV.
 pub(super) fn is_fault(status: ExitStatus) -> bool {
-    use std::os::unix::process::ExitStatusExt;
     status.signal().is_some() && !is_killed(status)
 }
 
 /// Returns true if the process was killed from outside: by a user, or for lack of memory.
 pub(super) fn is_killed(status: ExitStatus) -> bool {
-    use std::os::unix::process::ExitStatusExt;
     status.signal() == Some(signal_hook::consts::SIGKILL)
 }
 
@@ -400,21 +392,10 @@ mod tests {
     use shadowbell_state::Parcel;
 
     fn worker(link: &OwnedFd, items: Checkpoint, in_parts: bool) -> Worker {
-        Worker {
-            process: Process::from_saved(rustix::process::getpid(), None, false),
-            link: Some(link.try_clone().unwrap()),
-            program: PathBuf::new(),
-            serves_since: None,
-            has_taken: false,
-            why: None,
-            items,
-            is_broken: false,
-            has_changed: false,
-            parts: VecDeque::new(),
-            later: RefCell::default(),
-            is_seen: false,
-            in_parts,
-        }
+        let process = Process::from_saved(rustix::process::getpid(), None, false);
+        let mut worker = Worker::new(process, Some(link.try_clone().unwrap()), Path::new(""));
+        (worker.items, worker.in_parts) = (items, in_parts);
+        worker
     }
 
     fn record(fd_store: &mut FdStore) {
@@ -484,7 +465,7 @@ mod tests {
                 protocol::send_bytes(&theirs, to_supervisor::CHECKPOINT, bytes, fds, true).unwrap();
             }
             let (write, read) = protocol::pair().unwrap();
-            let mut fd_store = FdStore::from_saved(write, read, &SavedFdStore::default());
+            let mut fd_store = FdStore::from_saved(write, read, SavedFdStore::default());
             record(&mut fd_store);
             let mut before = worker(&ours, Checkpoint::default(), false);
             match steps {

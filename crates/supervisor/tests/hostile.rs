@@ -420,7 +420,7 @@ fn ask_for_images(broker: &OwnedFd, number: usize) {
     let at = |name: &str| directory().join(name).into_os_string().into_encoded_bytes();
     let secret = File::open(directory().join("secret")).expect("the secret");
     let named = name_of(&directory().join("secret"));
-    let requests: [(u8, Vec<u8>, Option<BorrowedFd<'_>>); 8] = [
+    let requests: [(u8, Vec<u8>, Option<BorrowedFd<'_>>); 9] = [
         (images::NAME, at("secret"), None),
         (images::NAME, at("image/../secret"), None),
         (images::NAME, b"/etc/shadow".into(), None),
@@ -429,6 +429,7 @@ fn ask_for_images(broker: &OwnedFd, number: usize) {
         (images::OPEN, b"r".into(), Some(named.as_fd())),
         (images::IDENTIFY, b"r".into(), Some(named.as_fd())),
         (number as u8, at("secret"), Some(named.as_fd())),
+        (images::CONNECT, Vec::new(), None),
     ];
     let (code, body, fd) = &requests[number % requests.len()];
     if number as u8 == images::NAME && number % requests.len() == 7 {
@@ -436,6 +437,10 @@ fn ask_for_images(broker: &OwnedFd, number: usize) {
     }
     give(broker, *code, body, fd.as_slice());
     let Ok(Some(answer)) = protocol::receive(broker, false) else { return };
+    if *code == images::CONNECT {
+        // Further connections, as many as there are, which stay unused.
+        return answer.fds.into_iter().for_each(std::mem::forget);
+    }
     for fd in answer.fds {
         let mut text = String::new();
         let read = File::from(fd).read_to_string(&mut text);

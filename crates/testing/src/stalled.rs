@@ -46,6 +46,8 @@ struct Stalled {
     as_image: bool,
     /// File to which requests are passed through, if any.
     over: Option<File>,
+    /// While this file exists, calls of `open` are held.
+    hold: Option<PathBuf>,
     no_syncs: bool,
     unanswered: Mutex<Vec<Box<dyn std::any::Any + Send>>>,
 }
@@ -134,7 +136,17 @@ impl Filesystem for Stalled {
         // With direct I/O, the page cache does not answer requests in place of the storage.
         let direct = FopenFlags::FOPEN_DIRECT_IO;
         let flags = if self.over.is_some() { direct } else { FopenFlags::empty() };
-        reply.opened(FileHandle(0), flags);
+        match self.hold.clone().filter(|hold| hold.exists()) {
+            Some(hold) => {
+                std::thread::spawn(move || {
+                    while hold.exists() {
+                        wait::pause();
+                    }
+                    reply.opened(FileHandle(0), flags);
+                });
+            }
+            None => reply.opened(FileHandle(0), flags),
+        }
     }
 
     fn read(
@@ -212,6 +224,11 @@ impl Filesystem for Stalled {
     }
 }
 
+/// File beside an image that exists while calls of `open` are held.
+fn hold_of(image: &Path) -> PathBuf {
+    image.with_extension("hold")
+}
+
 /// Runs the daemon and ends the process, if this process was started as the daemon. Otherwise
 /// returns.
 pub fn run_daemon_if_requested() {
@@ -220,10 +237,11 @@ pub fn run_daemon_if_requested() {
     config.mount_options = vec![MountOption::FSName("stalled".into())];
     let as_image = std::env::var_os(AS_IMAGE).is_some();
     let over = std::env::var_os(OVER);
+    let hold = over.as_ref().map(|over| hold_of(Path::new(over)));
     let over = over.map(|over| File::options().read(true).write(true).open(over).unwrap());
     let as_image = as_image || over.is_some();
     let no_syncs = std::env::var_os(NO_SYNCS).is_some();
-    let stalled = Stalled { as_image, over, no_syncs, ..Stalled::default() };
+    let stalled = Stalled { as_image, over, hold, no_syncs, ..Stalled::default() };
     let session = Session::new(stalled, &path, &config);
     let outcome = session.and_then(Session::run);
     std::process::exit(i32::from(outcome.is_err()));
@@ -339,6 +357,19 @@ impl Mount {
         wait::until("a stopped daemon", || {
             std::fs::read_to_string(&stat).unwrap().contains(") T ")
         });
+    }
+
+    /// From now on, calls of `open` hang on a mount [over](Self::over) `image`, and all other
+    /// requests are answered. Returns the file by whose removal they continue.
+    ///
+    /// # Panics
+    ///
+    /// If the file cannot be created.
+    #[must_use]
+    pub fn hold_opens(image: &Path) -> PathBuf {
+        let hold = hold_of(image);
+        std::fs::write(&hold, "").unwrap();
+        hold
     }
 
     /// Resumes the daemon: hung requests are answered.

@@ -12,8 +12,15 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Connection to the open broker, locked during a request and its answer.
-struct Opening(Mutex<OwnedFd>);
+/// Connections to the open broker. An image on hung storage delays the answer to a request, so each
+/// request has a connection of its own.
+struct Opening {
+    /// Connection that asks for others. Used for a request if there is no other.
+    first: Mutex<OwnedFd>,
+    /// Connection without a request, if there is one. Further ones are closed, because each costs
+    /// descriptors of this process and of the supervisor.
+    idle: Mutex<Option<OwnedFd>>,
+}
 
 static OPENING: OnceLock<Opening> = OnceLock::new();
 
@@ -22,11 +29,15 @@ struct BySupervisor(&'static Opening);
 
 /// Makes the open broker at the other end of this socket open images from now on.
 pub(super) fn begin(socket: OwnedFd) {
-    let opening = OPENING.get_or_init(|| Opening(Mutex::new(socket)));
+    let opening = OPENING.get_or_init(|| Opening::over(socket));
     open_images_by(Box::new(BySupervisor(opening)));
 }
 
 impl Opening {
+    fn over(socket: OwnedFd) -> Self {
+        Self { first: Mutex::new(socket), idle: Mutex::default() }
+    }
+
     fn send_request(
         &self,
         code: u8,
@@ -43,10 +54,19 @@ impl Opening {
         body: impl AsRef<OsStr>,
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<Packet> {
-        let socket = self.0.lock();
-        protocol::send(&*socket, code, body, fd)?;
-        let packet = protocol::receive(&*socket, false)?;
-        packet.ok_or_else(|| io::Error::other("the supervisor has ended"))
+        let idle = self.idle.lock().take();
+        let Some(socket) = idle.or_else(|| self.connect()) else {
+            return exchange(&self.first.lock(), code, body, fd);
+        };
+        let answer = exchange(&socket, code, body, fd)?;
+        *self.idle.lock() = Some(socket);
+        Ok(answer)
+    }
+
+    /// Another connection. `None` if there are too many.
+    fn connect(&self) -> Option<OwnedFd> {
+        let answer = exchange(&self.first.lock(), requests::CONNECT, "", None);
+        answer.and_then(parse_answer).ok()?.fd()
     }
 
     fn identify(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<NamespaceFacts> {
@@ -65,6 +85,18 @@ impl Opening {
         self.send_request(requests::OPEN, requests::access(access), Some(named.as_fd()))
             .map(File::from)
     }
+}
+
+/// Sends a request, and returns its answer.
+fn exchange(
+    socket: &OwnedFd,
+    code: u8,
+    body: impl AsRef<OsStr>,
+    fd: Option<BorrowedFd<'_>>,
+) -> io::Result<Packet> {
+    protocol::send(socket, code, body, fd)?;
+    let packet = protocol::receive(socket, false)?;
+    packet.ok_or_else(|| io::Error::other("the supervisor has ended"))
 }
 
 /// Converts a refusal to an error.

@@ -2,13 +2,14 @@
 
 use crate::control::ctl_json;
 use crate::disk_recovery::Export;
-use crate::harness::{Server, complete, finish, program, until};
+use crate::harness::{Server, complete, finish, image, program, until};
 use crate::supervisor::{children, has_ended, signal, worker};
 use crate::upgrade::{Client, Load, server, server_with, socket, upgrade, upgrade_with};
 use rustix::fs::{
     FlockOperation, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_lock, ftruncate, memfd_create,
 };
 use rustix::process::Signal;
+use shadowbell_testing::stalled::Mount;
 use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::client::{Client as Peer, DmaRange, Options};
 use std::os::fd::AsFd;
@@ -476,6 +477,50 @@ fn a_controller_with_a_locked_image_waits_alone() {
         for client in &mut clients {
             assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8));
         }
+    }
+    assert_no_loss(&server);
+    drop(clients);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// A controller whose image hangs while it is opened waits alone, and is served when the storage
+/// responds again.
+#[test]
+fn a_controller_with_a_hung_image_waits_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let behind = image(directory.path(), "behind", 16 << 20);
+    let Some(mount) = Mount::over("hung_storage::fuse_daemon", &behind) else { return };
+    let mut text = String::from("workers = 2\n");
+    for n in 0..3 {
+        let own = image(directory.path(), &format!("{n}.img"), 16 << 20);
+        let disk = if n == 1 { mount.path() } else { own };
+        text += &format!("[[controller]]\nsocket = \"vm{n}.sock\"\ndisks = [{disk:?}]\n");
+    }
+    std::fs::write(directory.path().join("vms.toml"), text).unwrap();
+    let mut command = program();
+    command.args(["serve", "--supervisor", "--config", "vms.toml"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock", "vm2.sock"]);
+    let mut clients = [0, 1, 2].map(|n| Client::attach(&socket(&server, n)));
+    clients.iter_mut().for_each(|client| client.write(1, 0, 7));
+    for by_upgrade in [false, true] {
+        let recovered = log_count(&server, "process: vm1.sock, commands in flight");
+        let hold = Mount::hold_opens(&behind);
+        if by_upgrade {
+            let (status, output, errors) = upgrade(&server.pid().to_string(), None);
+            assert_eq!(status, Some(0), "{errors}");
+            assert!(output.contains("warning: vm1.sock waits for its disks"), "{output}");
+        } else {
+            signal(worker(&server), Signal::KILL);
+        }
+        let [first, _, third] = &mut clients;
+        for other in [first, third] {
+            assert_eq!(server.with_hang_report(|| other.read(1, 0)), 7);
+        }
+        until("its state", || ctl_json(&server, &["status"])["waiting"] == 1);
+        std::fs::remove_file(hold).unwrap();
+        let words = "process: vm1.sock, commands in flight";
+        until("its recovery", || log_count(&server, words) > recovered);
+        assert_eq!(clients[1].read(1, 0), 7);
     }
     assert_no_loss(&server);
     drop(clients);

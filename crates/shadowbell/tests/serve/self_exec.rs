@@ -109,9 +109,9 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         let most: &Vec<_> = before.get_or_insert_with(|| stable_descriptors(&server));
         until("no more descriptors than before", || descriptors(&server).len() <= most.len());
     }
-    // One of the threads closes descriptors of clients.
+    // One of the threads closes descriptors of clients, and three are brokers.
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    assert_eq!(threads, 4);
+    assert_eq!(threads, 5);
     loads.into_iter().for_each(Load::assert_no_loss);
     let log = server.stderr();
     assert!(!log.contains("have lost") && !log.contains("keeps running the old program"), "{log}");

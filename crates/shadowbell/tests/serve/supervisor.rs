@@ -1,9 +1,11 @@
 //! `serve --supervisor`: a supervisor starts and restarts the server process.
 
-use crate::harness::{Server, attach, finish, image, program, run, until};
+use crate::harness::{Server, attach, finish, image, program, program_with_sighup, run, until};
+use crate::recover::kill;
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
+use shadowbell_testing::stalled::Mount;
 use shadowbell_testing::wait::{pause, short_pause};
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
@@ -133,6 +135,31 @@ fn a_crash_loop_ends_the_supervisor() {
     // The first restarts recover the clients, whose state may be the cause; later ones do not.
     server.wait_for_log("has recovered the clients");
     server.wait_for_log("have lost their controllers");
+}
+
+/// The supervisor answers, although a read of the configuration file hangs.
+#[test]
+fn a_hung_configuration_file_does_not_block_the_supervisor() {
+    let directory = tempfile::tempdir().unwrap();
+    let behind = directory.path().join("vms.toml");
+    let text = "[[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:1MiB\"]\n";
+    std::fs::write(&behind, text).unwrap();
+    let Some(mount) = Mount::over("hung_storage::fuse_daemon", &behind) else { return };
+    let mut command = program_with_sighup();
+    command.args(["serve", "--config"]).arg(mount.path());
+    let mut server = Server::spawn(command, directory, &["vm0.sock"]);
+    let hold = Mount::hold_opens(&behind);
+    signal(server.pid(), Signal::HUP);
+    until("a read that hangs", || {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap();
+        let names = tasks.flatten().map(|task| std::fs::read_to_string(task.path().join("comm")));
+        names.flatten().any(|name| name == "sb-config\n")
+    });
+    kill(&server, Signal::KILL);
+    attach(&server.directory().join("vm0.sock"), &AttachOptions::default());
+    std::fs::remove_file(hold).unwrap();
+    server.wait_for_log("the configuration");
+    assert!(server.stop().success(), "{}", server.stderr());
 }
 
 #[test]
