@@ -6,11 +6,11 @@
 //!
 //! # Noise
 //!
-//! A request takes long as well if a busy machine does not run the threads. A control thread with
-//! the priority of the clients sleeps for short times, and records when it was woken late, and for
-//! how long the server's threads were runnable without a CPU. A request counts as delayed by the
-//! machine if such delays, with the time for which its client was runnable without a CPU, cover half
-//! of its time. A thread that misses a wakeup is not runnable.
+//! A request also takes long if a busy machine does not run the threads. A control thread with the
+//! priority of the clients sleeps for short times, and records when it was woken late, and for how
+//! long the server's threads were runnable without a CPU. A request counts as delayed by the
+//! machine if such delays, with the time for which its client was runnable without a CPU, cover
+//! half of its time. A thread that misses a wakeup is not runnable.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
