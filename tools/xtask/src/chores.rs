@@ -259,8 +259,9 @@ fn loom_models(report: &mut Report) {
     );
 }
 
-/// Parts of `cargo xtask test` that use a CPU only half of the time, so two of them run side by
-/// side: the guest suites, packages, instruction counts, models.
+/// Runs the parts of `cargo xtask test` that use a CPU only half of the time: instruction counts,
+/// the package, the guest suites, kills and loom models. As many run side by side as the machine
+/// has CPUs.
 fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
     let mut jobs = Vec::new();
     if with_guest {
