@@ -168,7 +168,7 @@ impl ReservationHost {
         self.command("resv-release", &options).map(drop)
     }
 
-    /// Checks the Reservation Report: the number of registrants, and one holder.
+    /// Checks the Reservation Report: the number of registrants, and the type of the reservation.
     fn reports(&mut self, registrants: u64) -> Result<()> {
         let report =
             json(&mut self.guest, &format!("resv-report /dev/{} -n 1 --eds", self.controller))?;

@@ -65,7 +65,8 @@ impl Export {
         )
     }
 
-    /// Ends the server as an operator does. The device must disappear, and the exit status must be
+    /// Ends the server as an operator does. Its log must report the end without a warning, and the
+    /// device must disappear.
     /// 0.
     pub(crate) fn stop(self, guest: &mut Guest) -> Result<()> {
         self.signal(guest, "TERM")?;
@@ -76,7 +77,8 @@ impl Export {
     }
 }
 
-/// Checks a refusal: exit status 2, and after the log one line that contains all of `words`.
+/// Checks a refusal: exit status 2, a message of the program as the last line, and an output that
+/// contains all of `words`.
 pub(crate) fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     let output = shadowbell(guest, &format!("export {arguments}"))?;
     ensure!(output.code == 2, "`{arguments}` ended with {}: {}", output.code, output.text);

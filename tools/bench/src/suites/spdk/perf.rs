@@ -42,7 +42,7 @@ pub(crate) fn run(
     parse(&text, bs, depth).with_context(|| format!("spdk_nvme_perf's output: {text:.1000}"))
 }
 
-/// The line `Total: IOPS MiB/s average min max`, the latencies in microseconds.
+/// Parses the line `Total: IOPS MiB/s average min max`, whose latencies are in microseconds.
 fn parse(text: &str, bs: u32, depth: u32) -> Result<Value> {
     let line = text.lines().find_map(|line| line.trim_start().strip_prefix("Total"));
     let line = line.context("no line `Total`")?;

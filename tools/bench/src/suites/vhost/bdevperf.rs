@@ -50,7 +50,8 @@ fn configuration(socket: &Path) -> Value {
     ] }] })
 }
 
-/// The line `V0 : runtime IOPS MiB/s Fail/s TO/s average min max`, the latencies in microseconds.
+/// Parses the line `V0 : runtime IOPS MiB/s Fail/s TO/s average min max`, whose latencies are in
+/// microseconds.
 fn parse(text: &str, (rw, bs, depth): Row) -> Result<Value> {
     let mut lines = text.lines().filter_map(|line| line.trim_start().strip_prefix("V0"));
     let (_, figures) = lines
