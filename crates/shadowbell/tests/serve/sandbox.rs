@@ -218,8 +218,8 @@ fn descriptors_of_queues_are_counted_at_the_start() {
     assert!(!refused.contains(&640) && refused.contains(&140), "{refused:?}");
 }
 
-/// Serves `disks` images with each of the limits of descriptors. The guest's commands succeed, or
-/// the server is refused at the start, as with the limits that are returned.
+/// Serves `disks` images with each of the limits of descriptors. Returns the limits with which the
+/// server refuses to start. With all other limits, the guest's commands succeed.
 fn limits_refused(disks: u32, options: &str, limits: &[u32]) -> Vec<u32> {
     let mut refused = Vec::new();
     for &limit in limits {
