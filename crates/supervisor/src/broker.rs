@@ -3,8 +3,8 @@
 //!
 //! Each server process has one thread for paths (`path_broker`) and some for images
 //! (`open_broker`), which end when the process closes their sockets. So a hung file system delays
-//! the answer to one request of the server process, and not the supervisor. A request needs a
-//! [grant](super::grants), and none adds one.
+//! the answer to one request of the server process, and not the supervisor. A request without a
+//! [grant](super::grants) is refused, and no request adds a grant.
 
 use super::log::log_line;
 use super::{open_broker, path_broker};
@@ -18,14 +18,15 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// Read-locked from the receipt of a request to its answer. While it is write-locked ([`pause`])
-/// no request is half done, and further ones stay in their sockets.
+/// Lock that a broker holds for reading from the receipt of a request to its answer. While it is
+/// locked for writing ([`pause`]), no request is half done, and further requests stay in their
+/// sockets.
 static WORK: RwLock<()> = RwLock::new(());
 
-/// Maximum number of brokers.
+/// Maximum number of brokers of all server processes together.
 const MAX_BROKERS: usize = 64;
 
-/// All brokers.
+/// Brokers of all server processes.
 static ALL: Mutex<Vec<Arc<Broker>>> = Mutex::new(Vec::new());
 
 /// Kind of broker.
@@ -84,7 +85,7 @@ pub(super) fn restore(kind: Kind, socket: OwnedFd) {
     }
 }
 
-/// Answers a request for another connection.
+/// Answers a server process's request for another image broker.
 fn connect() -> (u8, Vec<u8>, Vec<OwnedFd>) {
     let has_room = ALL.lock().len() < MAX_BROKERS;
     match has_room.then(|| start(Kind::Images)).and_then(Result::ok) {
@@ -112,7 +113,7 @@ impl Broker {
         deferred_close::close(packet.fds);
         let Some((code, body, fds)) = answer else { return true };
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        // A process that waits for its answer has room for it in its socket.
+        // The socket of a process that waits for an answer has room for it.
         let is_sent = protocol::send_bytes(&self.socket, code, &body, &borrowed, true).is_ok();
         deferred_close::close(fds);
         is_sent

@@ -24,16 +24,16 @@ pub const COMPLETE: &str = "served";
 /// Prefix of the keys of disks.
 pub const DISK: &str = "disk/";
 
-/// Longest body that is sent inside a packet.
+/// Length in bytes of the longest body that is sent inside a packet.
 const MAX_BODY: usize = MAX_PACKET - 1024;
-/// Longest key.
+/// Length in bytes of the longest key.
 const MAX_KEY: usize = 256;
 
 /// Maximum memory for the items of a checkpoint, in bytes.
 const MAX_BYTES: usize = 128 << 20;
-/// Estimated memory of an item without its body.
+/// Estimated memory of an item without its body, in bytes.
 const ITEM: usize = 512;
-/// Estimated memory of a descriptor.
+/// Estimated memory of a descriptor, in bytes.
 const DESCRIPTOR: usize = 64;
 
 /// Flag: the packet begins a transaction; an unfinished one is discarded.
@@ -80,7 +80,7 @@ pub struct Item {
 /// Body of an item.
 #[derive(Debug)]
 pub enum Body {
-    /// Body in memory of the process.
+    /// Body in memory of this process.
     Here(Vec<u8>),
     /// Body in a memfd.
     There(OwnedFd),
@@ -221,7 +221,8 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Packet with room for `bytes` more bytes, and for a descriptor if `fds` is set.
+    /// Returns the last packet, or a new one if the last has no room for `bytes` more bytes and, if
+    /// `fds` is set, a descriptor.
     fn packet(&mut self, bytes: usize, fds: bool) -> &mut Packet<'a> {
         let has_room = self.0.last().is_some_and(|last| {
             last.bytes.len() + bytes < MAX_PACKET && (!fds || last.fds.len() < MAX_FDS)
@@ -267,12 +268,14 @@ pub struct Checkpoint {
     pub staged: Vec<(String, Option<Arc<Item>>)>,
     /// The last packet did not end its transaction.
     pub is_open: bool,
-    /// Estimated memory that the changes and the items have needed since the count was corrected.
+    /// Estimated memory of the changes and the items, in bytes. It includes items that were
+    /// replaced or removed since the last exact count ([`memory`](Self::memory)).
     pub bytes: usize,
 }
 
 impl Checkpoint {
-    /// Adds a packet of a transaction. True if it was the last one, which applies the transaction.
+    /// Adds a packet of a transaction. Returns true if it was the last one, which applies the
+    /// transaction.
     ///
     /// # Errors
     /// [`Unreadable`]: the checkpoint is no longer complete.
@@ -287,7 +290,7 @@ impl Checkpoint {
         if flags & FIRST != 0 {
             self.staged.clear();
         } else if !self.is_open {
-            // The beginning of the transaction is missing.
+            // The first packet of the transaction is missing.
             return Err(Unreadable::Form);
         }
         self.is_open = flags & LAST == 0;
@@ -305,8 +308,8 @@ impl Checkpoint {
             return Err(Unreadable::Form);
         }
         if self.bytes > 2 * MAX_BYTES {
-            // Replaced and removed items were counted too. The count takes time, so much must have
-            // been sent since the last one.
+            // `bytes` includes replaced and removed items. The exact count takes time, so it is
+            // done at most once per `MAX_BYTES` received.
             self.bytes = self.memory();
             if self.bytes > MAX_BYTES {
                 return Err(Unreadable::Memory);
@@ -324,7 +327,7 @@ impl Checkpoint {
         Ok(is_last)
     }
 
-    /// Memory that the items and the unfinished transaction need, estimated.
+    /// Counts the estimated memory of the items and of the unfinished transaction, in bytes.
     fn memory(&self) -> usize {
         let staged = self.staged.iter().filter_map(|(_, item)| item.as_ref());
         let size = |item: &Arc<Item>| {
@@ -362,8 +365,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// True for each if the packet begins a transaction, and if it ends one. Applying a packet that
-    /// does both twice is harmless.
+    /// Returns whether the packet begins a transaction, and whether it ends one. A packet that does
+    /// both may be applied twice.
     pub fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
         let flags = bytes.first().copied().unwrap_or_default();
         (flags & FIRST != 0, flags & LAST != 0)
@@ -577,7 +580,7 @@ mod tests {
         };
         assert_eq!(items.take(&packets[0].bytes, own(&packets[0])), Ok(false));
         assert!(!items.contains("b"));
-        // A sender that could not send the rest begins a new transaction.
+        // The sender cannot send the rest of its transaction, and begins a new one.
         change(&mut items, &[Change::Put { key: "c", body: b"", fds: &[] }]);
         assert!(!items.contains("b") && items.contains("c"));
         assert_eq!(read(&mut items, "a").0, b"old");

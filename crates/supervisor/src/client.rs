@@ -183,13 +183,13 @@ fn names() -> io::Result<Vec<String>> {
     let names = list.lines().filter_map(|line| line.rsplit_once(" @").map(|(_, name)| name));
     let mut names: Vec<_> =
         names.filter(|name| name.starts_with(protocol::NAME)).map(str::to_owned).collect();
-    // Accepted connections are listed with the same name.
+    // Each accepted connection is listed with the name of its listening socket.
     names.sort();
     names.dedup();
     Ok(names)
 }
 
-/// Process id that a server is named by, if it is.
+/// Parses the name of a server as a process id. `None` if it is a path.
 fn pid_of(server: &Path) -> Option<u32> {
     server.to_str()?.parse().ok()
 }
@@ -209,7 +209,7 @@ fn connect_to(name: &str, owner: Option<u32>, limit: Duration) -> anyhow::Result
     let (named, _) = named.context("the name has no process ID")?;
     let is_allowed =
         |uid: u32| uid == 0 || uid == rustix::process::geteuid().as_raw() || Some(uid) == owner;
-    // Processes of others are not even waited for.
+    // No connection is made to the process of an unknown user, which may not answer.
     if !owner_of(Path::new(&format!("/proc/{named}"))).is_some_and(is_allowed) {
         return Ok(None);
     }
@@ -255,7 +255,7 @@ mod tests {
     use shadowbell_testing::wait::until;
     use std::process::Command;
 
-    /// Listens at the name as any process can.
+    /// Creates a listening socket with this name, as any process can.
     fn listener(name: &str) -> OwnedFd {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn a_socket_with_the_name_of_another_process_is_skipped() {
-        // A name of process 1, which is not this one.
+        // The name contains process id 1, but the socket belongs to the test process.
         let name = format!("{}1/test-{}", protocol::NAME, std::process::id());
         let _listener = listener(&name);
         let why = connect_to(&name, None, ANSWERS).unwrap_err().to_string();
@@ -278,22 +278,22 @@ mod tests {
         let pid = std::process::id().cast_signed();
         let name = format!("{}/silent", protocol::name(pid, 99));
         let _listener = listener(&name);
-        // The limit expires.
+        // No thread answers at the socket, so the time limit expires.
         let limit = Duration::from_millis(50);
         let supervisor = connect_to(&name, None, limit).unwrap().unwrap();
         let why = ask(&supervisor, question::SERVES, "/x", None).unwrap_err().to_string();
         assert!(why.contains("does not answer"), "{why}");
     }
 
-    /// Root meets a supervisor of another user only if its caller has named that user's process or
-    /// socket. A process id that a server has reported is not enough.
+    /// Root connects to a supervisor of another user only if its caller has named that user's
+    /// process or socket. A process id that a server has reported is not enough.
     #[test]
     fn a_supervisor_of_another_user_needs_an_owner() {
         const OTHER: u32 = 65_534;
         if !rustix::process::geteuid().is_root() {
             return skipped("it needs root");
         }
-        // The user of a thread is the user of the sockets that it makes.
+        // A socket belongs to the user of the thread that creates it.
         let name = protocol::name(std::process::id().cast_signed(), 98) + "/other";
         let as_other = name.clone();
         let listening = std::thread::spawn(move || {
@@ -305,7 +305,7 @@ mod tests {
         assert!(connect_to(&name, None, ANSWERS).unwrap().is_none());
         assert!(connect_to(&name, Some(OTHER + 1), ANSWERS).unwrap().is_none());
         let supervisor = connect_to(&name, Some(OTHER), ANSWERS).unwrap().unwrap();
-        // A relative path of its server could lead anywhere.
+        // The other user could have chosen the directory in which relative paths start.
         assert_eq!(SupervisorClient(supervisor).working_directory(), None);
 
         // A process of another user is refused by its `/proc` owner, without a connection: no

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// Option that marks a supervisor after exec and names the descriptor with its snapshot.
 pub(super) const AS_SUPERVISOR: &str = "--as-supervisor";
-/// Option with the time limit in seconds of the end of the service after a signal.
+/// Option for the time limit, in seconds, within which the service ends after a signal.
 const STOP_TIMEOUT: &str = "--stop-timeout";
 /// Default of the option `--stop-timeout`, in seconds.
 pub const DEFAULT_STOP_TIMEOUT: u64 = 5;
@@ -22,9 +22,9 @@ pub fn is_service(arguments: &[OsString]) -> bool {
 }
 
 /// Returns true if this command line starts a supervisor: it is `serve` or `export` without
-/// `--no-supervisor`, `--check` or help. The command line of a server process is not
-/// (`--as-worker`). A device of `--ublk` has none: the kernel keeps its requests until the next
-/// process is started.
+/// `--no-supervisor`, `--check` or help. A server process (`--as-worker`) has no supervisor of its
+/// own. Nor has an export with `--ublk`: the kernel keeps its requests until the next process is
+/// started.
 pub fn is_asked_for(arguments: &[OsString]) -> bool {
     let mut options = arguments.iter().take_while(|word| *word != "--");
     let without = ["--no-supervisor", protocol::AS_WORKER, "--check", "--ublk", "--help", "-h"];
@@ -40,8 +40,8 @@ pub(super) fn config_file(arguments: &[OsString]) -> Option<PathBuf> {
     value_of(arguments, "--config").map(PathBuf::from)
 }
 
-/// Time limit of the end of the service after a signal: [`STOP_TIMEOUT`] on the command line, or
-/// its default.
+/// Time limit within which the service ends after a signal: [`STOP_TIMEOUT`] on the command line,
+/// or its default.
 pub(super) fn stop_timeout(arguments: &[OsString]) -> Duration {
     let seconds = value_of(arguments, STOP_TIMEOUT).and_then(|text| text.to_str()?.parse().ok());
     Duration::from_secs(seconds.unwrap_or(DEFAULT_STOP_TIMEOUT))

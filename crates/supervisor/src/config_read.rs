@@ -1,4 +1,4 @@
-//! Reads of the configuration file, on other threads: its file system may hang.
+//! Reads of the configuration file, on separate threads because its file system may hang.
 
 use super::command_line;
 use super::grants::Permitted;
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 const READS: Duration = Duration::from_secs(10);
 /// Maximum number of reads of the configuration file at once.
 pub(super) const MAX_READS: usize = 4;
-/// Reason of a read that exceeds its time limit.
+/// Error text of a read that exceeds its time limit.
 pub(super) const HUNG: &str =
     "the configuration file cannot be read: its file system does not answer";
 
@@ -27,17 +27,17 @@ pub(super) type Config = (Option<String>, anyhow::Result<Permitted>);
 pub(super) enum Purpose {
     /// Reload of the server process.
     Reload,
-    /// Upgrade, or its check only, requested from outside.
+    /// Upgrade, or only its check, that a client of the supervisor requests.
     Upgrade { program: Option<PathBuf>, asker: Option<OwnedFd>, is_check: bool },
 }
 
 /// Configuration file that another thread reads, because its file system may hang.
 pub(super) struct ConfigRead {
     pub(super) result: Receiver<anyhow::Result<Config>>,
-    /// Its other end is closed when there is a result.
+    /// Pipe whose other end is closed when the result is available.
     pub(super) ready: PipeReader,
     pub(super) until: Instant,
-    /// `None` if the result is not used any more.
+    /// Purpose of the read. `None` if the result is not used any more.
     pub(super) purpose: Option<Purpose>,
 }
 
@@ -56,7 +56,7 @@ impl ConfigRead {
         Ok(Self { result, ready, until: Instant::now() + READS, purpose: None })
     }
 
-    /// Time limit of the read, if its result is used.
+    /// Deadline of the read. `None` if its result is not used any more.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.purpose.as_ref().map(|_| self.until)
     }

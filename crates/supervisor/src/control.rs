@@ -9,7 +9,7 @@ use shadowbell_process::deferred_close;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Socket names to try, in case that other processes hold some of them.
+/// Number of socket names to try, in case that other processes hold some of them.
 const ATTEMPTS: u8 = 16;
 /// Maximum number of connected clients.
 const MAX_CLIENTS: usize = 8;
@@ -64,7 +64,8 @@ impl Control {
     /// Returns the next request and its client. Does not block.
     pub(super) fn next(&mut self) -> Option<(Packet, OwnedFd)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        // Any local process can connect, and must not keep the supervisor busy.
+        // Any local process can connect. The number of connections accepted at once is limited, so
+        // that they do not keep the supervisor busy.
         for _ in 0..MAX_CLIENTS {
             let Ok(client) = accept_with(&self.socket, flags) else { break };
             if self.clients.len() < MAX_CLIENTS && protocol::is_ours(&client) {
@@ -85,7 +86,7 @@ impl Control {
         None
     }
 
-    /// Returns a client after its answer, for further requests.
+    /// Takes a client back after its answer, and waits for its further requests.
     pub(super) fn keep(&mut self, client: OwnedFd) {
         self.clients.push(client);
     }

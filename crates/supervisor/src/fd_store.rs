@@ -26,11 +26,11 @@
 //!
 //! # Recovery
 //!
-//! The next supervisor moves the packets to a new socket, one by one: it queues each packet in
-//! the new socket before it removes the packet from the old one. If that supervisor dies
-//! meanwhile, both sockets remain, and the packets of the newer one are read first. Then it kills
-//! the server processes that it finds (by pidfd, since it is not their parent), reads their last
-//! messages, and continues as after the death of a server process.
+//! The next supervisor moves the packets to a new socket, one by one: it queues each packet in the
+//! new socket before it removes the packet from the old one. If that supervisor dies meanwhile,
+//! both sockets remain, and the packets of the newer one are read first. When all packets are
+//! moved, the next supervisor kills the server processes in the snapshot (by pidfd, since it is not
+//! their parent), reads their last messages, and continues as after the death of a server process.
 
 use super::grants::GRANTS;
 use super::snapshot::{PartialSnapshot, Snapshot};
@@ -49,14 +49,16 @@ const CHANGE: u8 = b'I';
 const NAME: &str = "shadowbell-supervisor-";
 /// First descriptor number that a service manager passes (`SD_LISTEN_FDS_START`).
 const FIRST: i32 = 3;
-/// Requested size of the socket's send buffer. The system may grant less.
+/// Requested size of the socket's send buffer, in bytes. The kernel limits it
+/// (`net.core.wmem_max`).
 const ROOM: usize = 1 << 20;
-/// Bytes of changes after a snapshot that trigger the next snapshot. A third of the smallest
-/// default buffer (`net.core.wmem_default`), so that the changes fit.
+/// Bytes of changes after a snapshot that trigger the next snapshot. The value is a third of the
+/// smallest default buffer (`net.core.wmem_default`), so that the changes fit.
 const MAX_BEHIND: usize = 64 << 10;
-/// Upper estimate of a packet's overhead in the socket buffer.
+/// Upper estimate of a packet's overhead in the socket buffer, in bytes.
 const PACKET: usize = 1 << 10;
-/// Maximum age of stale content, unless snapshots take long to write.
+/// Time until a snapshot removes descriptors that a server process has released, unless snapshots
+/// take long to write.
 const STALE: Duration = Duration::from_millis(10);
 
 /// Socket pair in the fd store, with this supervisor's state.
@@ -143,7 +145,8 @@ impl FdStore {
                 }
             }
         });
-        // Also after an error: a later supervisor must not continue from outdated content.
+        // The old stores are removed even after an error, because a later supervisor must not
+        // continue from outdated content.
         generations.into_iter().for_each(forget);
         moved
     }
@@ -151,7 +154,7 @@ impl FdStore {
     /// Creates a socket pair and passes both ends to the service manager.
     fn new(generation: u64) -> io::Result<Self> {
         let (write, read) = protocol::pair()?;
-        // The system may grant less.
+        // An error leaves the default size.
         let _ = set_socket_send_buffer_size(&write, ROOM);
         for (end, fd) in [("w", &write), ("r", &read)] {
             let state = format!("FDSTORE=1\nFDNAME={}\nFDPOLL=0", name(generation, end));
@@ -189,7 +192,7 @@ impl FdStore {
         self.counters
     }
 
-    /// Both ends: the one that is written and the one that is read.
+    /// Both ends of the socket pair: the one that is written and the one that is read.
     pub(super) fn ends(&self) -> (BorrowedFd<'_>, BorrowedFd<'_>) {
         (self.write.as_fd(), self.read.as_fd())
     }
@@ -274,7 +277,7 @@ fn forget(generation: u64) {
 /// Counters of a store, also serialized for exec.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct SavedFdStore {
-    /// Number in the descriptors' names.
+    /// Number in the descriptors' names, which increases with each store.
     generation: u64,
     /// Sequence number of the next packet.
     number: u64,
@@ -362,7 +365,8 @@ mod tests {
         loop {
             let mut next = self::fd_store();
             let moved = pairs.iter().find_map(|(_, _, read)| protocol::peek(read).ok().flatten());
-            // A packet is moved, then the supervisor is killed before or after the removal.
+            // A packet is copied to the new socket. Every second supervisor is killed before it
+            // removes the packet from the old socket.
             if let Some(packet) = moved.filter(|_| count < 3) {
                 let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
                 next.put(packet.code, &packet.body, &fds).unwrap();
@@ -398,7 +402,7 @@ mod tests {
         one.change(7, &change("b")).unwrap();
         one.change(7, &change("c")).unwrap();
         assert_eq!(found(one), Some((2, vec!["b".into(), "c".into()])));
-        // Killed while it writes a snapshot.
+        // The supervisor was killed while it wrote a snapshot.
         let mut one = fd_store();
         one.append_snapshot(&record(1, &[]), 0).unwrap();
         one.change(7, &change("a")).unwrap();
@@ -411,7 +415,8 @@ mod tests {
         // Changes are appended after the recovery.
         one.change(7, &change("b")).unwrap();
         assert_eq!(found(one), Some((1, vec!["a".into(), "b".into()])));
-        // Killed while it removes a snapshot: some packets with its descriptors remain.
+        // The supervisor was killed while it removed an old snapshot: some packets with its
+        // descriptors remain.
         let mut one = fd_store();
         record(1, &fds).send(&one.write, &mut one.counters.number).unwrap();
         one.change(7, &change("a")).unwrap();

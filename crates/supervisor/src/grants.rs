@@ -28,10 +28,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
-/// Maximum numbers of images and of sockets.
+/// Maximum number of images, and of sockets, in the grants.
 pub(super) const MAX_GRANTS: usize = 4096;
 
-/// Flags of a descriptor that only names a file.
+/// Flags of a descriptor that identifies a file but gives no access to its content.
 const NAME_ONLY: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
 /// Grants of this process.
@@ -72,13 +72,13 @@ pub(super) struct Permitted {
 struct Image {
     /// Path by which the image was opened.
     path: PathBuf,
-    /// The path leads to this image until the configuration is read again.
+    /// True until the path is resolved again, because a configuration that contains it was read.
     is_current: bool,
-    /// Descriptor that only names the file.
+    /// Descriptor that identifies the file but gives no access to its content.
     file: Arc<OwnedFd>,
     id: Id,
     is_writable: bool,
-    /// A checkpoint contained the image.
+    /// True if a checkpoint has contained the image since its last use began.
     was_stored: bool,
 }
 
@@ -98,11 +98,11 @@ struct SavedImage {
     was_stored: bool,
 }
 
-/// Images of a snapshot.
+/// Held images whose descriptors a snapshot contains.
 pub(super) struct HeldImages(Vec<Image>);
 
 impl HeldImages {
-    /// Descriptors in the order of [`Grants::save`].
+    /// Descriptors of the images, in the order of [`Grants::save`].
     pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.0.iter().map(|image| image.file.as_fd())
     }
@@ -123,7 +123,7 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Returns how often the grants have changed.
+    /// Number of changes of the grants since the start.
     pub(super) fn changes(&self) -> u64 {
         self.changes
     }
@@ -147,7 +147,8 @@ impl Grants {
         directories.find_map(|directory| {
             let below = path.strip_prefix(&directory).ok()?.to_owned();
             let location = match below.as_os_str().is_empty() {
-                // A file may be allowed, too. A directory is no image, and reported as such.
+                // `--allow` may name a file. If it names a directory, `check_kind` refuses the
+                // directory itself as an image.
                 true => Location::Configured(directory),
                 false => Location::Below(directory, below),
             };
@@ -177,8 +178,8 @@ impl Grants {
         self.changes += 1;
         if let Some(known) = self.images.iter_mut().find(|image| image.id == id) {
             known.is_writable |= is_writable;
-            // A new use: the end of the last one, which may not have been released yet, does not
-            // end it.
+            // A new use of the image begins. It must not be released when a checkpoint no longer
+            // contains the earlier use.
             known.was_stored = false;
             if is_current {
                 (known.path, known.is_current) = (path, true);
@@ -186,7 +187,8 @@ impl Grants {
             return Ok(Arc::clone(&known.file));
         }
         if self.images.len() >= MAX_GRANTS {
-            // The disk of the oldest one outside of the checkpoints was refused, or is gone.
+            // The oldest image that is in no checkpoint is released: its disk was refused or
+            // removed.
             let oldest = self.images.iter().position(|image| !image.was_stored);
             let oldest = oldest.ok_or_else(|| {
                 io::Error::other(format!("the disks of a server have at most {MAX_GRANTS} images"))
@@ -199,8 +201,8 @@ impl Grants {
         Ok(held)
     }
 
-    /// Grants a file that a client of the supervisor has opened. The rights of its descriptor are
-    /// those of the grant.
+    /// Grants a file that a client of the supervisor has opened. The grant has the access rights of
+    /// the client's descriptor.
     ///
     /// # Errors
     /// The descriptor gives no read access, or the file is no image.
@@ -231,7 +233,7 @@ impl Grants {
         Ok(Arc::clone(&image.file))
     }
 
-    /// Releases images that were in a checkpoint and are in none any more. `stored`: files of all
+    /// Releases images that were in a checkpoint and are in none any more. `stored`: images of all
     /// checkpoints.
     pub(super) fn release(&mut self, stored: &BTreeSet<Id>) {
         let (stay, gone): (Vec<_>, _) = std::mem::take(&mut self.images)
@@ -365,7 +367,7 @@ pub(super) fn refusal(directory: &Path) -> io::Error {
     )
 }
 
-/// Returns a descriptor that only names the file of another one.
+/// Returns a descriptor that identifies the file of another one but gives no access to its content.
 fn name_of(file: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(openat(CWD, path, NAME_ONLY, Mode::empty())?)
@@ -390,8 +392,8 @@ pub(super) fn id_of(file: BorrowedFd<'_>) -> io::Result<Id> {
     Ok((about.stx_mnt_id, about.stx_dev_major, about.stx_dev_minor, about.stx_ino))
 }
 
-/// Attributes that never change. A remote or user-space file system is not asked for them, because
-/// it may not answer.
+/// Type, inode and mount of a file. These never change, so the kernel's copy is used: a remote or
+/// user-space file system may not answer.
 fn attributes(file: BorrowedFd<'_>) -> io::Result<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     Ok(statx(file, "", flags, StatxFlags::TYPE | StatxFlags::INO | StatxFlags::MNT_ID)?)

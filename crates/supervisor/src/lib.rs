@@ -94,7 +94,7 @@ pub use self_exec::{CHECK, check};
 
 /// Maximum number of messages of a server process that are handled in a turn of the main loop.
 const MESSAGES: usize = 64;
-/// Maximum time for these messages.
+/// Maximum time for the messages of one server process in a turn of the main loop.
 const TURN: Duration = Duration::from_millis(10);
 /// Maximum number of sockets that a server process reports.
 const MAX_SOCKETS: usize = 4096;
@@ -134,8 +134,8 @@ impl Supervisor {
         Ok(Self {
             arguments,
             permit,
-            // The path, not `/proc/self/exe`: a restart uses the file that is installed at that
-            // time.
+            // `program` is a path and not `/proc/self/exe`, so that a restart uses the file that is
+            // then installed.
             program: std::env::current_exe()?,
             signals,
             ends,
@@ -197,7 +197,7 @@ impl Supervisor {
             while let Some(signal) = self.signals.next() {
                 self.take_signal(signal);
             }
-            // Last messages of a server process are handled before its exit.
+            // The last messages of a server process are handled before its exit.
             self.receive_from_workers(MESSAGES);
             self.reap_children();
             self.check_deadlines(Instant::now());
@@ -226,7 +226,8 @@ impl Supervisor {
 
     /// Waits for a descriptor, a signal or the next deadline.
     fn wait(&self) {
-        // Server processes that send descriptors faster than they can be closed have to wait.
+        // While too many received descriptors wait to be closed, messages of server processes are
+        // not read.
         let is_behind = deferred_close::is_behind();
         let behind = is_behind.then(|| Instant::now() + Duration::from_millis(1));
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
@@ -239,7 +240,7 @@ impl Supervisor {
         let deadlines = deadlines.chain(self.release).chain(behind).chain(self.end_limit);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
-            // Slightly longer, so that the deadline has passed when `poll` returns.
+            // The timeout is slightly longer, so that the deadline has passed when `poll` returns.
             let wait = next.saturating_duration_since(Instant::now()) + Duration::from_micros(100);
             Timespec::try_from(wait).ok()
         });
@@ -262,8 +263,8 @@ impl Supervisor {
         workers.chain(&self.leaving)
     }
 
-    /// Returns true if the client is no server process. A server process must not extend its own
-    /// permissions.
+    /// Returns true if the client is no server process. Requests of a server process must not
+    /// extend its own permissions.
     fn is_outside(&self, client: &OwnedFd) -> bool {
         let peer = rustix::net::sockopt::socket_peercred(client).ok();
         let pid = peer.map(|peer| peer.pid.as_raw_pid().cast_unsigned());
@@ -284,7 +285,7 @@ impl Supervisor {
         }
     }
 
-    /// Kills a process whose exit and messages do not matter.
+    /// Kills a server process, and ignores its exit status and further messages.
     fn kill(&mut self, mut worker: Worker) {
         worker.kill();
         deferred_close::close(worker.link.take());
@@ -341,7 +342,8 @@ impl Supervisor {
         if deferred_close::is_behind() && !is_last {
             return;
         }
-        // First the messages of the server process, then those of the next one of an upgrade.
+        // The messages of the current server process come before those of the next one of an
+        // upgrade.
         for is_new in [false, true] {
             let until = Instant::now() + TURN;
             for _ in 0..most {
@@ -372,7 +374,8 @@ impl Supervisor {
                             worker.has_taken = true;
                         }
                     }
-                    // Each upgrade starts a process, so one that has ended begins no more.
+                    // A server process that has ended begins no upgrade: else processes that end
+                    // after the request would be started without end.
                     to_supervisor::UPGRADE if is_last => {
                         if let Some(asker) = packet.fd() {
                             answer_to(asker, answer::NO, "the server process has ended");
@@ -473,7 +476,8 @@ impl Supervisor {
                 let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
                 let is_check = code == question::CHECK;
                 if self.is_outside(&client) {
-                    // The configuration file is read again for it.
+                    // For an upgrade that is requested from outside, the configuration file is read
+                    // again.
                     let asker = Some(client);
                     return self.read_config_for(Purpose::Upgrade { program, asker, is_check });
                 }

@@ -41,13 +41,13 @@ mod tests {
     fn a_moment_is_the_same_by_another_clock() {
         let clock = Monotonic::read_clock();
         for moment in
-            // A moment to come, and one that has passed.
+            // One time in the future, and one in the past.
             [
                 Instant::now() + Duration::from_secs(3),
                 Instant::now() - Duration::from_millis(700),
             ]
         {
-            // On a busy machine, a look at both clocks may be interrupted between them.
+            // On a busy machine the thread may be interrupted between its reads of the two clocks.
             shadowbell_testing::wait::until("clocks that agree", || {
                 let read = Monotonic::read_clock().read(clock.write(moment));
                 let apart = read.max(moment) - read.min(moment);

@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Answers a request with a type, a body and descriptors.
+/// Returns the answer to a request: type, body and descriptors.
 pub(super) fn answer(packet: &Packet) -> (u8, Vec<u8>, Vec<OwnedFd>) {
     match outcome(packet) {
         Ok((body, fds)) => (requests::OPENED, body, fds),
@@ -25,13 +25,14 @@ pub(super) fn answer(packet: &Packet) -> (u8, Vec<u8>, Vec<OwnedFd>) {
 }
 
 fn outcome(packet: &Packet) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
-    // The kernel drops a descriptor beyond this process's limit.
+    // If this process has reached its descriptor limit, the kernel has dropped the descriptor.
     let image = || packet.fds.first().map(AsFd::as_fd).ok_or(Errno::MFILE);
     let access = || requests::parse_access(&packet.body).ok_or(Errno::INVAL);
     let fd = |fd| (Vec::new(), vec![fd]);
     match packet.code {
         requests::NAME => name(Path::new(OsStr::from_bytes(&packet.body))).map(fd),
-        // The supervisor drops its copy at once; only the server process holds the open image.
+        // The supervisor closes its copy of the descriptor at once: only the server process holds
+        // the open image.
         requests::OPEN => {
             let access = access()?;
             Ok(fd(open_image(&path_of(image()?, access)?.0, access)?.into()))
@@ -53,7 +54,7 @@ fn name(path: &Path) -> io::Result<OwnedFd> {
     }
     let location = grants.location(path);
     let (location, is_writable) = location.ok_or_else(|| refusal(path.parent().unwrap_or(path)))?;
-    // The file system may hang.
+    // The lock is released first, because the file system may hang.
     drop(grants);
     let file = location.open()?;
     GRANTS.lock().hold(&location, file, is_writable)?.try_clone()
@@ -105,7 +106,7 @@ mod tests {
             Ok(first[0])
         }
 
-        /// Returns the first byte of the image, opened as server processes do.
+        /// Returns the first byte of the image at a path, which is opened as server processes do.
         fn first(&self, path: &Path) -> Result<u8, String> {
             let named = self.name(path)?;
             let copy = File::from(named.try_clone().unwrap()).read(&mut [0]);
@@ -126,7 +127,7 @@ mod tests {
         open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap()
     }
 
-    /// Permits images and directories, beside those of other tests.
+    /// Permits images and directories, in addition to those of other tests.
     fn permit(images: &[&Path], directories: &[&Path]) {
         let all = |paths: &[&Path]| paths.iter().map(|path| bytes_of(path)).collect();
         let (images, image_directories) = (all(images), all(directories));
@@ -155,7 +156,7 @@ mod tests {
             let why = process.first(&path(name)).unwrap_err();
             assert!(why.contains("--allow"), "{name}: {why}");
         };
-        // Whether a file exists is not told either.
+        // The error is the same for files that do not exist.
         let all = ["other", "none", "image", "below/link", "below/../other", "."];
         all.into_iter().for_each(refused);
         assert_eq!(process.first(&path("below")), Err(format!("errno {}", libc::EISDIR)));
@@ -171,7 +172,7 @@ mod tests {
         // A regular file has no Identify data.
         let answer = process.ask(requests::IDENTIFY, "w", Some(image.as_fd()));
         assert_eq!((answer.code, answer.text()), (requests::ERRNO, libc::ENOTTY.to_string()));
-        // No message adds a path.
+        // No request adds a path to the grants.
         for code in (0..=u8::MAX).filter(|code| !b"noic".contains(code)) {
             let answer = process.ask(code, path("other"), Some(other.as_fd()));
             assert_eq!(answer.code, requests::ERRNO, "{code}");
@@ -188,7 +189,8 @@ mod tests {
         permit(&[&path("image")], &[]);
         let process = Asks::new();
         assert_eq!(process.first(&path("image")), Ok(b'i'));
-        // A client can have the secret at the image's path, in a mount namespace of its own.
+        // A client's descriptor for the image's path may be that of another file, for example in a
+        // mount namespace of its own.
         std::fs::rename(path("image"), path("kept")).unwrap();
         std::fs::rename(path("secret"), path("image")).unwrap();
         let why = process.read(o_path(&path("image")).as_fd(), "w").unwrap_err();
@@ -279,7 +281,7 @@ mod tests {
         }
         let both = process.name(&path("both")).unwrap();
         assert_eq!(process.read(both.as_fd(), "w"), Ok(b'b'));
-        // A configuration that is read again may permit to write.
+        // The configuration is read again, and permits writing.
         permit(&[&path("read")], &[]);
         let read = process.name(&path("read")).unwrap();
         assert_eq!(process.read(read.as_fd(), "w"), Ok(b'r'));
@@ -330,7 +332,7 @@ mod tests {
         let open = |name: &str| File::open(path(name)).unwrap();
         grants.grant(&path("image"), open("image").as_fd()).unwrap();
         let image = o_path(&path("image"));
-        // It is not in a checkpoint yet.
+        // The image is in no checkpoint yet, so it is not released.
         grants.release(&BTreeSet::new());
         assert!(grants.held(image.as_fd(), Access::Read).is_ok());
         grants.release(&BTreeSet::from([id_of(image.as_fd()).unwrap()]));
@@ -350,7 +352,7 @@ mod tests {
         let image = o_path(&path("image"));
         grant(&mut grants);
         grants.release(&BTreeSet::from([id_of(image.as_fd()).unwrap()]));
-        // Its controller is removed and added again.
+        // The controller of the image is removed and added again.
         grant(&mut grants);
         grants.release(&BTreeSet::new());
         assert!(grants.held(image.as_fd(), Access::Read).is_ok());

@@ -29,11 +29,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// Makes this thread, and no other, act as the server process's user. Only the effective user id
+/// Gives only this thread the credentials of the server process's user. Only the effective user id
 /// changes, so that this user cannot send signals to the supervisor.
 ///
 /// # Errors
-/// Nothing is permitted, or a system call fails.
+/// There are no permissions yet, or a system call fails.
 pub(super) fn become_user() -> io::Result<()> {
     let permissions = GRANTS.lock().facts.permissions.clone();
     let Some((uid, gid, groups)) = permissions.ok_or(Errno::PERM)?.user else { return Ok(()) };
@@ -48,7 +48,7 @@ pub(super) fn become_user() -> io::Result<()> {
     Ok(set_thread_res_uid(ours, uid, ours)?)
 }
 
-/// Descriptors and a text.
+/// Descriptors and body of an answer.
 type Outcome = Result<(Vec<OwnedFd>, Vec<u8>), Failure>;
 
 enum Failure {
@@ -80,7 +80,7 @@ pub(super) fn answer(packet: &Packet) -> Answer {
 }
 
 fn outcome(packet: &Packet) -> Outcome {
-    // A clone: no lock is held while a file system may hang.
+    // The permissions are cloned, so that no lock is held while a file system may hang.
     let permissions = GRANTS.lock().facts.permissions.clone().ok_or(Errno::PERM)?;
     let path = || Path::new(OsStr::from_bytes(&packet.body));
     match packet.code {
@@ -186,14 +186,14 @@ fn trace(path: &Path, keep: bool) -> io::Result<File> {
     if keep {
         let mut backup = path.as_os_str().to_owned();
         backup.push(".before");
-        // The file may not exist.
+        // The rename fails if there is no previous file.
         let _ = std::fs::rename(path, backup);
     }
     TraceFile::create_file(path)
 }
 
 fn json(what: &impl Serialize) -> Vec<u8> {
-    // Numbers and strings only: serialization cannot fail.
+    // Serialization cannot fail, because the values have only numbers and strings.
     serde_json::to_vec(what).unwrap_or_default()
 }
 
@@ -238,7 +238,8 @@ mod tests {
             ..Permissions::default()
         };
         GRANTS.lock().permit(Permitted { permissions, config: None });
-        // Other tests share the permissions, of which these are set only once.
+        // Other tests share the permissions, whose mode and control directories
+        // [`Permissions::extend`] does not change.
         if let Some(permissions) = &mut GRANTS.lock().facts.permissions {
             permissions.mode = Some(0o640);
             permissions.control = vec![bytes_of(&at("run/vm"))];
@@ -273,13 +274,15 @@ mod tests {
             assert!(at(name).exists(), "{name}");
         }
         drop(others);
-        // Nor are they replaced, unless the configuration names their path.
+        // Sockets of other programs are not replaced either, unless the configuration names their
+        // path.
         drop(UnixListener::bind(at("sockets/configured")).unwrap());
         let before = of("sockets/b");
         let answer = process.listen(Kind::Plain, &at("sockets/b"));
         assert_eq!((answer.code, of("sockets/b")), (NO_SOCKET, before), "{}", answer.text());
         assert_eq!(process.listen(Kind::Plain, &at("sockets/configured")).code, DONE);
-        // A socket that took the place of one that this supervisor has created.
+        // Another program's socket at the path of a socket that this supervisor has created is not
+        // removed.
         let created = of("sockets/a");
         std::fs::rename(&path, at("sockets/c")).unwrap();
         let other = UnixListener::bind(&path).unwrap();

@@ -10,17 +10,17 @@ use shadowbell_state::Bytes;
 /// Request: create a listening socket ([`Kind`] and [`Bytes`] of the path). The answer has
 /// [`Made`].
 pub const LISTEN: u8 = b'l';
-/// Request: remove the file of a socket that is no longer served ([`Made`]).
+/// Request: remove the file of a socket that is not served any more ([`Made`]).
 pub const REMOVE: u8 = b'r';
-/// Request: as [`REMOVE`], without an answer.
+/// Request: remove the file of a socket as [`REMOVE`] does, without an answer.
 pub const REMOVE_UNANSWERED: u8 = b'q';
 /// Request: remove the directory of a control socket (path), if it is empty.
 pub const REMOVE_DIRECTORY: u8 = b'd';
 /// Request: create a trace file. With [`KEEP`], the previous file is renamed and kept.
 pub const TRACE: u8 = b't';
-/// Argument of [`TRACE`].
+/// Body of a [`TRACE`] request that keeps the previous trace file.
 pub const KEEP: &str = "k";
-/// Request: create a TCP socket at a registered address. The answer has its address.
+/// Request: create a TCP socket at a permitted address. The answer has the address of the socket.
 pub const TCP: u8 = b'm';
 /// Request: create a connected pair of packet sockets.
 pub const PAIR: u8 = b's';
@@ -40,9 +40,9 @@ pub const NO_SOCKET: u8 = b'b';
 pub enum Kind {
     /// Controller socket: the configured mode and group.
     Controller,
-    /// Default mode of the system (umask).
+    /// Other socket, whose mode is the default of the system (umask).
     Plain,
-    /// Private to the user.
+    /// Control socket, which only its user can access.
     Private,
 }
 

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-/// Time limit for the new program's answer, and for the wait for a quiet moment after it.
+/// Time limit for the new program's answer, and then for the wait until no upgrade, restart or
+/// message is pending.
 pub(super) const LIMIT: Duration = Duration::from_secs(10);
-/// Interval at which the supervisor checks for an answer or a quiet moment.
+/// Interval at which the supervisor checks if the next step is possible.
 pub(super) const POLL: Duration = Duration::from_millis(20);
 
 /// Device, inode, modification time and size of a file, by which a replaced file is detected.
@@ -25,7 +26,7 @@ pub(super) fn identity(program: &Path) -> io::Result<Identity> {
 /// Pending exec of a new program by the supervisor.
 pub(super) struct PendingExec {
     pub(super) program: PathBuf,
-    /// Requester of the upgrade, and the result that it receives.
+    /// Requester of the upgrade, which receives `outcome`.
     pub(super) asker: Option<OwnedFd>,
     pub(super) outcome: String,
     pub(super) step: Step,
@@ -54,7 +55,8 @@ impl PendingExec {
         }
     }
 
-    /// Gives up the exec and reports the upgrade, which has succeeded for the server process.
+    /// Gives up the exec, and reports to the requester that the upgrade has succeeded for the
+    /// server process.
     pub(super) fn ends(mut self, why: Option<&str>) {
         if let Step::Requested(child, _) = &mut self.step {
             let _ = child.kill();

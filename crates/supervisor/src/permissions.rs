@@ -18,19 +18,19 @@ pub type Permit = fn(&[OsString], Option<&str>) -> anyhow::Result<Permissions>;
 /// symbolic links.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Permissions {
-    /// Images: files and devices.
+    /// Paths of images, which are files or devices.
     pub images: Vec<Bytes>,
-    /// Images that are only opened for reading.
+    /// Paths of images that are only opened for reading.
     pub read_only_images: Vec<Bytes>,
-    /// Directories below which all files are permitted as images, and further files.
+    /// Directories below which all files are permitted as images, and single files.
     pub image_directories: Vec<Bytes>,
-    /// Sockets. A file of a dead server at such a path is replaced.
+    /// Paths of sockets. A socket file that a dead server left at such a path is replaced.
     pub sockets: Vec<Bytes>,
     /// Directories in which, but not below which, sockets may be created.
     pub socket_directories: Vec<Bytes>,
     /// Directories in and below which sockets may be created.
     pub socket_trees: Vec<Bytes>,
-    /// Directories of the control socket, which are created for it.
+    /// Directories that may be created for the control socket.
     pub control: Vec<Bytes>,
     /// Credentials for the creation of sockets and files: user, group, and supplementary groups.
     pub user: Option<(u32, u32, Vec<u32>)>,
@@ -45,14 +45,14 @@ pub struct Permissions {
 }
 
 impl Permissions {
-    /// Returns whether an image may be written. `None` if its path is not permitted by itself.
+    /// Returns whether an image may be written. `None` if its path is not listed as an image.
     pub(super) fn access(&self, path: &Bytes) -> Option<bool> {
         let is_writable = self.images.contains(path);
         (is_writable || self.read_only_images.contains(path)).then_some(is_writable)
     }
 
-    /// Adds the paths and addresses of a configuration file that was read again. Credentials and
-    /// access rights stay.
+    /// Adds the paths and addresses of a configuration file that was read again. User, mode, group,
+    /// control directories and trace file stay.
     pub(super) fn extend(&mut self, other: Self) {
         for (ours, theirs) in [
             (&mut self.images, other.images),

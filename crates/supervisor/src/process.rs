@@ -14,7 +14,7 @@ pub(super) struct Process {
     pid: Pid,
     /// Pidfd, which identifies the process also for a supervisor that is not its parent.
     fd: Option<OwnedFd>,
-    /// The process is a child of this one, so its exit status can be read.
+    /// True if the process is a child of this process, so that its exit status can be read.
     is_child: bool,
     ended: Option<ExitStatus>,
 }
@@ -42,7 +42,7 @@ impl Process {
         self.fd.as_ref().map(AsFd::as_fd)
     }
 
-    /// Descriptor to poll for the exit, if no SIGCHLD reports it.
+    /// Descriptor to poll for the exit. `None` for a child, whose exit is reported by SIGCHLD.
     pub(super) fn shows_end(&self) -> Option<BorrowedFd<'_>> {
         self.fd().filter(|_| !self.is_child && self.ended.is_none())
     }
@@ -56,7 +56,7 @@ impl Process {
     }
 
     fn poll_exit(&self) -> Option<ExitStatus> {
-        // The exit status of another process's child is unknown: it counts as killed.
+        // The exit status of another process's child is unknown, so the process counts as killed.
         let killed = || ExitStatus::from_raw(Signal::KILL.as_raw());
         if self.is_child {
             let wait = || waitpid(Some(self.pid), WaitOptions::NOHANG);
@@ -74,7 +74,7 @@ impl Process {
         }
     }
 
-    /// Sends a signal. Does nothing after the end of the process.
+    /// Sends a signal. Does nothing if the exit status was read.
     pub(super) fn signal(&self, signal: Signal) {
         if self.ended.is_some() {
             return;

@@ -16,7 +16,7 @@ impl Supervisor {
         self.leaving.retain_mut(|worker| worker.ended().is_none());
         let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
         let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
-        // Messages that were sent after the last read and before the exit.
+        // The process may have sent messages between the last read and its exit.
         if new.is_some() || old.is_some() {
             self.receive_from_workers(QUEUED);
         }
@@ -24,7 +24,7 @@ impl Supervisor {
             self.replacement_exited(status);
         }
         let Some((status, pid)) = old else { return };
-        // The messages may have made the new process the current one.
+        // One of these messages may have made the next process of an upgrade the current one.
         let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
         if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::Ending) {
             log_line(&format!("process {pid} was ended; another process recovers its clients"));
@@ -51,15 +51,17 @@ impl Supervisor {
                 }
                 self.worker_has_died(&what, worker.has_served(), is_killed(status));
             }
-            // The process has reported the reason, if there was an error. A process that was to
-            // recover is retried: the dead one's I/O may still hold locks of a disk.
+            // The server process has logged its error, if there was one, and the service ends. But
+            // a process that was started after a death is started again (next arm), because I/O of
+            // the dead process may still hold locks of a disk.
             Some(code)
                 if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
             {
                 self.exit_code = Some(u8::try_from(code).unwrap_or(exit::FAILED));
             }
             Some(_) => {
-                // The process has reported why it cannot recover: retry without the checkpoint.
+                // The process has reported why it cannot recover, so the next one starts without
+                // the checkpoint.
                 self.left = None;
                 self.worker_has_died(&what, None, false);
             }
@@ -111,8 +113,8 @@ impl Supervisor {
         }
     }
 
-    /// Starts a server process of `program` after the end of another one, from whose checkpoint it
-    /// recovers if there is one.
+    /// Starts a server process of `program` after the end of another one, and lets it recover from
+    /// that one's checkpoint, if there is one.
     pub(super) fn start_again(&mut self, program: &Path) {
         let how = if self.left.is_some() { RECOVER } else { START };
         match Worker::start(program, &self.arguments, how, None) {

@@ -16,16 +16,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-/// Send buffer of the sockets, in bytes: messages that a blocked receiver may leave unread.
+/// Size of the sockets' send buffers, in bytes. Messages that the receiver has not read yet must
+/// fit.
 const ROOM: usize = 1 << 20;
 /// Option that marks a server process, whose standard input is the socket to its supervisor.
 pub const AS_WORKER: &str = "--as-worker";
 /// Value of [`AS_WORKER`] for a process that serves at once.
 pub const START: &str = "start";
-/// Value of [`AS_WORKER`] for a process that recovers after another one's death, planned or not.
+/// Value of [`AS_WORKER`] for a process that recovers after a crash or an upgrade.
 pub const RECOVER: &str = "recover";
 
-/// Maximum packet size: a code and a path, a sentence, or checkpoint data.
+/// Maximum packet size in bytes: a code and a path, a sentence, or checkpoint data.
 pub const MAX_PACKET: usize = 16384;
 /// Bytes that the fd store adds in front of a forwarded packet's body.
 const ROOM_AROUND: usize = 64;
@@ -44,7 +45,7 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// The body as text for a person.
+    /// The body as text, with replacement characters for invalid UTF-8.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
@@ -76,8 +77,9 @@ pub mod to_worker {
     /// Answer [`ALIVE`](super::to_supervisor::ALIVE) once all I/O threads have passed a liveness
     /// check.
     pub const LIVENESS_CHECK: u8 = b'V';
-    /// Quiesce for good and answer [`QUIESCED`](super::to_supervisor::QUIESCED), or resume and
-    /// answer [`RESUMES`](super::to_supervisor::RESUMES).
+    /// Quiesce until the end of the process and answer
+    /// [`QUIESCED`](super::to_supervisor::QUIESCED), or resume and answer
+    /// [`RESUMES`](super::to_supervisor::RESUMES).
     pub const QUIESCE: u8 = b'Q';
     /// Check the checkpoint that follows, of a process that still serves, and answer
     /// [`CHECKED`](super::to_supervisor::CHECKED).
@@ -119,8 +121,8 @@ pub mod to_supervisor {
     pub const RESUMES: u8 = b'G';
     /// A client was not recovered, or waits for its disks. Body: a sentence.
     pub const WARNING: u8 = b'W';
-    /// The process has quiesced for good, and can be killed. Body: empty if it has released its
-    /// locks, otherwise the clients that did not quiesce, a sentence each, one a line.
+    /// The process has quiesced and does not resume, so it can be killed. Body: empty if it has
+    /// released its locks, otherwise the clients that did not quiesce, a sentence each, one a line.
     pub const QUIESCED: u8 = b'Z';
     /// The process cannot serve. Body: the reason.
     pub const FAILED: u8 = b'X';
@@ -129,7 +131,7 @@ pub mod to_supervisor {
     pub const CHECKPOINT: u8 = b'I';
     /// The process has recovered, and its own checkpoint is valid from now on.
     pub const RECOVERED: u8 = b'A';
-    /// Upgrade to a new process of the same program. Descriptor: receives the result.
+    /// Upgrade to a new process of the same program. Descriptor: socket that receives the result.
     pub const UPGRADE: u8 = b'U';
 }
 
@@ -137,9 +139,9 @@ pub mod to_supervisor {
 pub mod open_broker {
     use shadowbell_disk_file::Access;
 
-    /// Requests an `O_PATH` descriptor of this path.
+    /// Requests an `O_PATH` descriptor of the path in the body.
     pub const NAME: u8 = b'n';
-    /// Requests that the image of an `O_PATH` descriptor is opened. Body: the access.
+    /// Requests that the image of an `O_PATH` descriptor is opened. Body: the access ([`access`]).
     pub const OPEN: u8 = b'o';
     /// Requests Identify data of the namespace whose character device the descriptor names.
     /// Answer: [`OPENED`] with JSON. Refused for the access `w` if the system uses the block
@@ -196,17 +198,17 @@ pub mod answer {
 /// Prefix of a supervisor's socket name, before the process id.
 pub const NAME: &str = "shadowbell-supervisor/";
 
-/// Socket name, in the abstract namespace, of the supervisor with this process id. Several
-/// attempts exist because any process may have taken a name.
+/// Socket name, in the abstract namespace, of the supervisor with this process id. The name
+/// contains the number of the attempt, because any process may have taken the names before.
 pub fn name(pid: i32, attempt: u8) -> String {
     format!("{NAME}{pid}/{attempt}")
 }
 
 /// Creates a pair of packet sockets.
 ///
-/// The send buffers hold the messages that a server process sends while its supervisor is
-/// blocked, such as the checkpoint changes of a client that attaches. The system may grant less
-/// than `ROOM`.
+/// The send buffers hold the messages that a server process sends while its supervisor is blocked,
+/// such as the checkpoint changes of a client that attaches. The kernel may limit their size to
+/// less than `ROOM`.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     for end in [&pair.0, &pair.1] {
@@ -301,8 +303,8 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
     let received = loop {
         match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
             Ok(received) => break received,
-            // The peer has closed its end with unread packets in it. The error is reported once,
-            // and before the packets that the peer has sent, which are still queued.
+            // CONNRESET: the peer has closed its end with unread packets in it. The error is
+            // returned once, before the queued packets that the peer has sent.
             Err(Errno::INTR | Errno::CONNRESET) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -316,7 +318,7 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
     Ok(Some(Packet { code, body: bytes.split_off(1), fds }))
 }
 
-/// Descriptors of a received packet.
+/// Takes the descriptors of a received packet.
 fn rights(control: &mut RecvAncillaryBuffer<'_>) -> Vec<OwnedFd> {
     let rights = control.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(fds) => Some(fds),
@@ -349,7 +351,7 @@ mod tests {
         let packet = receive(&theirs, false).unwrap().unwrap();
         assert_eq!((packet.code, packet.body.len()), (b'X', MAX_PACKET - 1));
         assert!(packet.fds.is_empty());
-        // Queued packets are received although the peer has closed its end with unread ones.
+        // Packets from a peer are received after it has closed its end with unread packets in it.
         send(&theirs, to_worker::END, "", None).unwrap();
         send(&ours, to_supervisor::FAILED, "why", None).unwrap();
         drop(ours);

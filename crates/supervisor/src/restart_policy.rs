@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 /// Sliding window in which deaths are counted.
 const DEATH_WINDOW: Duration = Duration::from_secs(60);
-/// Number of deaths in the window at which the supervisor gives up.
+/// Number of deaths in the window at which the supervisor ends the service.
 const MAX_DEATHS: usize = 8;
 /// Maximum number of deaths in the window after which the checkpoint is still used. Beyond it the
 /// next process starts without the checkpoint, which may be the cause of the crashes.
 const MAX_RECOVERIES: usize = 6;
-/// Delay after the first counted death that is not retried at once. Doubles with each further
-/// one.
+/// Delay of the restart after the first counted death that is not followed by an immediate restart.
+/// The delay doubles with each further death.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 /// A process that is killed from outside counts as a death only if it served for less than this.
 const MIN_SERVICE: Duration = Duration::from_millis(50);
@@ -58,8 +58,8 @@ impl RestartPolicy {
         }
         let enough = if is_killed { MIN_SERVICE } else { STABLE_SERVICE };
         if is_left && served.is_some_and(|served| served >= enough) {
-            // The process recovered and served, so its checkpoint was not the cause of the death
-            // before.
+            // The process recovered and served, so the checkpoint did not cause the previous death,
+            // which is removed from the count.
             self.0.pop_front();
             return Next::Recover(Duration::ZERO);
         }
@@ -113,7 +113,8 @@ mod tests {
         }
         assert_eq!(waits, [0, 100, 200, 400, 800, 1600]);
         assert_eq!(deaths.add(now, Some(FIRST_DELAY), false, false), Next::GiveUp);
-        // Kills from outside after a minimum of service are recovered from without a limit.
+        // Recovery after kills from outside has no limit, if the processes served for
+        // `MIN_SERVICE`.
         let mut deaths = RestartPolicy::default();
         for _ in 0..1000 {
             let next = deaths.add(now, Some(MIN_SERVICE), true, true);

@@ -1,9 +1,9 @@
 //! Exec of the new program by the supervisor, after a server process of that program serves. The
-//! process id stays the same.
+//! supervisor's process id stays the same.
 //!
 //! An error after exec could not be undone. So before exec the new program is started once with a
-//! snapshot ([`CHECK`]) and reports whether it could continue from it. Until exec, and after a
-//! failed exec, the old program continues.
+//! snapshot ([`CHECK`]) and reports whether it could continue from this snapshot. Until exec, and
+//! after a failed exec, the old program continues.
 //!
 //! Exec happens only while one server process serves and no upgrade or restart runs. Messages of
 //! the server process and of clients stay in their sockets, signals are blocked, and a server
@@ -71,7 +71,7 @@ impl Supervisor {
         }
     }
 
-    /// Takes the next step, if its condition holds.
+    /// Takes the next step of a pending exec, if the condition of the step holds.
     fn advance_step(&mut self, pending_exec: &mut PendingExec, now: Instant) -> Result<(), String> {
         match &mut pending_exec.step {
             Step::Wanted => {
@@ -100,7 +100,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Starts the program with a snapshot on its standard input.
+    /// Starts the program as a check, with a snapshot on its standard input.
     fn ask(&self, program: &Path) -> io::Result<(Child, Identity)> {
         let identity = identity(program)?;
         let images = GRANTS.lock().images();
@@ -125,7 +125,7 @@ impl Supervisor {
             && self.left.is_none()
     }
 
-    /// Executes the program if the supervisor is quiet now.
+    /// Executes the program if the supervisor is quiet (`is_quiet`).
     fn exec_when_quiet(&mut self, pending_exec: &mut PendingExec) -> Result<(), String> {
         if !self.is_quiet() {
             return Ok(());
@@ -139,12 +139,13 @@ impl Supervisor {
 
     /// Executes the program. Signals are blocked.
     fn execute(&mut self, pending_exec: &mut PendingExec) -> Result<(), String> {
-        // Signals from before the block are handled first: one may end the service.
+        // Signals that came before they were blocked are handled first, because one may end the
+        // service.
         if let Some(signal) = self.signals.next() {
             self.take_signal(signal);
             return Ok(());
         }
-        // If a broker answers a request, the exec is tried again later.
+        // While a broker answers a request, the exec waits.
         let Some(_paused) = broker::pause() else { return Ok(()) };
         let text = |error: &dyn std::fmt::Display| error.to_string();
         if !matches!(pending_exec.step, Step::Can(before) if identity(&pending_exec.program).is_ok_and(|now| now == before))
@@ -170,7 +171,7 @@ impl Supervisor {
             let images = GRANTS.lock().images();
             let record = self.snapshot(&images, Some(held)).map_err(io::Error::other)?;
             record.send(&ours, &mut 0)?;
-            // `theirs` is inherited, and closed by its drop if exec fails.
+            // The new program inherits `theirs`. If exec fails, its drop closes it.
             fcntl_setfd(&theirs, FdFlags::empty())?;
             Ok(theirs)
         };

@@ -21,16 +21,16 @@ impl Supervisor {
         if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
             notify::send(&notify::reloading());
         }
-        // A read that has begun may have missed the change.
+        // A read that has begun may have missed the change of the file, so its result is not used.
         for read in &mut self.config_reads {
             read.purpose.take_if(|purpose| matches!(purpose, Purpose::Reload));
         }
     }
 
-    /// Reads the configuration file and permits what it names, for the start, at which nothing else
-    /// waits.
+    /// Reads the configuration file at the start, and permits the paths and addresses that it
+    /// names. Blocks, because no server process runs yet.
     pub(super) fn install_config(&self) {
-        // The server process reports that the file is invalid.
+        // An invalid file is ignored here, because the server process reports the error.
         let permitted = read_config(&self.arguments, self.permit).and_then(|(_, its)| its);
         permitted.into_iter().for_each(|permitted| GRANTS.lock().permit(permitted));
     }
@@ -101,8 +101,8 @@ impl Supervisor {
         }
     }
 
-    /// Permits what a configuration names, in addition to what was permitted before, and lets the
-    /// server process apply it. If none can, the file is read again later.
+    /// Adds the permissions of a configuration, and sends the configuration to the server process.
+    /// If no server process can reload it, the file is read again later.
     fn apply_config(&mut self, outcome: anyhow::Result<Config>) {
         let Some(pid) = self.reloads() else { return };
         let (text, why) = match outcome {
@@ -120,15 +120,15 @@ impl Supervisor {
 
     /// Reports the result of a reload to the service manager.
     pub(super) fn reload_done(&mut self, outcome: &str) {
-        // A signal that came during the reload has set `Reading::Wanted` again, which stays.
+        // A SIGHUP during the reload has set `Reading::Wanted` again, so another reload is pending.
         let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
         if self.reading.take_if(told).is_some() {
             notify::send(&notify::ready(outcome));
         }
     }
 
-    /// Feeds the service manager's watchdog, and aborts a server process that hangs. The end of the
-    /// service has a time limit of its own, so a server process that ends is not checked.
+    /// Notifies the service manager's watchdog, and aborts a server process that hangs. A server
+    /// process is not checked while the service ends, which has a time limit of its own.
     pub(super) fn run_watchdog(&mut self, now: Instant) {
         let Some(watchdog) = &mut self.watchdog else { return };
         let is_quiescing =
@@ -155,7 +155,8 @@ impl Supervisor {
         notify::send(notify::WATCHDOG);
     }
 
-    /// Feeds the watchdog after the server process's answer to a liveness check.
+    /// Notifies the service manager's watchdog after the server process's answer to a liveness
+    /// check.
     pub(super) fn is_alive(&mut self, status: &str) {
         let pid = self.worker.as_ref().map(Worker::pid);
         if let (Some(watchdog), Some(pid)) = (&mut self.watchdog, pid)

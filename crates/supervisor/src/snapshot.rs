@@ -1,10 +1,10 @@
 //! Snapshot of the supervisor's state: for the same process after exec, and for another process
-//! after a crash. It has the format of server states (`shadowbell-state`): a version, and
-//! sections, of which an unknown one is refused if it is mandatory.
+//! after a crash. Its format is that of `shadowbell-state`: a version and sections. An unknown
+//! section is refused if it is mandatory.
 //!
 //! A snapshot is sent over a packet socket together with its descriptors. The first packet has a
-//! memfd with the bytes and the number of descriptors that follow. Each packet has a sequence
-//! number, by which a reader recognizes duplicates.
+//! memfd with the serialized state, and the number of descriptors that follow. Each packet has a
+//! sequence number, by which a reader recognizes duplicates.
 
 use crate::checkpoint::{content_of, memory_of};
 use crate::checkpoint_codec::Fds;
@@ -25,7 +25,8 @@ pub(super) struct Snapshot<'a> {
 }
 
 impl Snapshot<'_> {
-    /// Sends the snapshot. Its packets are numbered from `number` on, which is advanced.
+    /// Sends the snapshot. `number` is the sequence number of its first packet, and is advanced by
+    /// the number of packets.
     ///
     /// # Errors
     /// A system call fails, or the socket buffer is full.

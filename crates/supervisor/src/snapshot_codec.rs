@@ -75,7 +75,7 @@ struct SavedHeld {
     brokers: Vec<(Kind, FdRef)>,
     /// Both ends of the fd store's socket pair, and its counters.
     journal: Option<(FdRef, FdRef, SavedFdStore)>,
-    /// Requester of an upgrade, who receives its result.
+    /// Requester of an upgrade, which receives the result.
     asker: Option<FdRef>,
     /// Result of the upgrade that preceded this exec. `asker` receives it after the exec.
     outcome: String,
@@ -132,7 +132,8 @@ impl Worker {
     ) -> Result<Self, StateError> {
         let pid = Pid::from_raw(saved.pid).ok_or(StateError::NotAState("no process is 0"))?;
         let fd = saved.process.map(|fd| fds.take(fd)).transpose()?;
-        // Without an open transaction: its packets may be lost.
+        // Changes of an unfinished transaction are not restored, because its further packets may be
+        // lost.
         let items = Checkpoint::restore(saved.items, fds)?;
         let process = Process::from_saved(pid, fd, is_child);
         let link = saved.link.map(|link| fds.take(link)).transpose()?;

@@ -28,7 +28,7 @@ pub(super) enum Reading {
 /// The supervisor.
 pub(super) struct Supervisor {
     pub(super) arguments: Vec<OsString>,
-    /// Parser of the command line and of the configuration file.
+    /// Function that returns the permissions of a command line and a configuration file.
     pub(super) permit: Permit,
     /// Program of the next server process.
     pub(super) program: PathBuf,
@@ -42,20 +42,20 @@ pub(super) struct Supervisor {
     pub(super) pending_exec: Option<PendingExec>,
     /// Pending recovery by the next process of an upgrade.
     pub(super) replacement: Option<Replacement>,
-    /// Processes that were killed, and whose end does not matter.
+    /// Processes that were killed and have not exited yet. Their exit status is ignored.
     pub(super) leaving: Vec<Worker>,
     pub(super) deaths: RestartPolicy,
     /// Time of the first death since a server process last served.
     pub(super) died: Option<Instant>,
     /// Checkpoint of the last server process, for the next one.
     pub(super) left: Option<Left>,
-    /// Copy of this state in the service manager's fd store, if it has one.
+    /// Copy of this state in the service manager's fd store. `None` without a store.
     pub(super) fd_store: Option<FdStore>,
-    /// Time of the next start, if no server process runs.
+    /// Time of the next start of a server process, if none runs.
     pub(super) restart: Option<Instant>,
     /// Sockets at which the server process serves.
     pub(super) sockets: Vec<PathBuf>,
-    /// A server process has served, so the service manager was told that the service is ready.
+    /// True if a server process has served, so that readiness was reported to the service manager.
     pub(super) is_ready: bool,
     /// Pending reload of the configuration.
     pub(super) reading: Option<Reading>,
@@ -69,8 +69,8 @@ pub(super) struct Supervisor {
     pub(super) watchdog: Option<Watchdog>,
     /// Number of signals to end the service received so far.
     pub(super) ended: u32,
-    /// Time at which the service ends after the first of these signals, even if its server process
-    /// does not.
+    /// Time at which the service ends after the first signal to end it, even if the server process
+    /// has not ended by then.
     pub(super) end_limit: Option<Instant>,
     /// Exit status, once the service has ended.
     pub(super) exit_code: Option<u8>,

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Idle time before a trim.
+/// Idle time of the supervisor before a trim.
 const IDLE: Duration = Duration::from_millis(200);
 /// Resident file pages, in bytes, below which a trim is not worth its cost.
 const MIN_RESIDENT: u64 = 1 << 20;
@@ -16,10 +16,11 @@ pub(super) struct TrimTimer {
 }
 
 impl TrimTimer {
-    /// Trims if it is time; otherwise an event has occurred, and the timer is restarted.
+    /// Trims the memory if the time has come. Otherwise an event has occurred, and the timer is
+    /// restarted.
     pub(super) fn poll(&mut self, now: Instant) {
         if self.at.take().is_some_and(|at| at <= now) {
-            // An error only costs memory.
+            // If the trim fails, only memory is wasted.
             let _ = shadowbell_memory::trim_program_pages();
         } else if held().is_some_and(|bytes| bytes > MIN_RESIDENT) {
             self.at = Some(now + IDLE);

@@ -1,12 +1,12 @@
-//! Upgrade of the server process: a planned death.
+//! Upgrade: planned replacement of the server process.
 //!
-//! The next process is started and prepared while the old one serves. It has then parsed the
-//! command line, started its threads, and checked the old process's checkpoint: it can decode all
-//! of it and map the memory of all clients. Only then does the old process quiesce. It releases
-//! its locks, and is killed; the next process recovers from the checkpoint, as after a crash.
+//! While the old process serves, the next process is started, parses the command line, starts its
+//! threads, and checks the old process's checkpoint: it decodes all of it and maps the memory of
+//! all clients. Only then does the old process quiesce and release its locks. It is killed, and the
+//! next process recovers from the checkpoint, as after a crash.
 //!
-//! If a client does not quiesce in time, the old process is killed, and the next one recovers as
-//! after a crash, when it has seen the fence. So no client can refuse an upgrade.
+//! If a client does not quiesce in time, the old process is killed, and the next one recovers after
+//! the fence, as after a crash. So no client can refuse an upgrade.
 //!
 //! Until the old process is asked to quiesce, it continues after any failure. If the next process
 //! fails after that (it crashes, for example), a process of the program that this supervisor runs
@@ -28,17 +28,17 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 /// Time limit for the quiesce, after which the old process is killed. Guests wait meanwhile. The
-/// old process has a far shorter limit of its own for its clients.
+/// old process itself has a far shorter limit for its clients.
 const QUIESCES: Duration = Duration::from_secs(2);
 /// Time limit for recovery by the next process. Includes its wait for disks; guests wait
 /// meanwhile.
 const RECOVERS: Duration = Duration::from_secs(30);
-/// Executable of this process, even if the file at its path was replaced.
+/// Path of this process's executable, valid even if the file was replaced.
 const OWN_EXECUTABLE: &str = "/proc/self/exe";
 
 impl Supervisor {
-    /// Starts the next server process of an upgrade, or of its check only. `permitted`: the
-    /// configuration for it, which is permitted when the running process has ended.
+    /// Starts the next server process for an upgrade, or only to check one. `permitted`: its
+    /// permissions and configuration, which take effect when the running process has ended.
     pub(super) fn begin_upgrade(
         &mut self,
         program: Option<PathBuf>,
@@ -54,7 +54,8 @@ impl Supervisor {
         };
         if let Some(why) = refusal {
             return match asker {
-                // Not logged: a server process may repeat the request without end.
+                // The refusal is not logged, because a server process may repeat the request
+                // without end.
                 Some(asker) => answer_to(asker, answer::NO, why),
                 None => send_outcome(None, Err(why)),
             };
@@ -77,7 +78,7 @@ impl Supervisor {
     pub(super) fn check_checkpoint(&mut self) {
         let (Some(upgrade), Some(worker)) = (&mut self.upgrade, &self.worker) else { return };
         let Some(checked) = worker.copy_of_checkpoint() else {
-            // The running process has the reason.
+            // The log of the running process has the reason.
             if upgrade.is_check {
                 return self.upgrade_failed(
                     "the supervisor has no complete checkpoint of the running process, so an \
@@ -112,7 +113,7 @@ impl Supervisor {
         }
     }
 
-    /// Lets the running process quiesce: the next one can recover from its checkpoint.
+    /// Lets the running process quiesce, since the next one can recover from its checkpoint.
     fn quiesce(&mut self) {
         let Some(upgrade) = &mut self.upgrade else { return };
         if matches!(upgrade.step, Step::Quiescing | Step::Ending) {
@@ -123,9 +124,9 @@ impl Supervisor {
         self.send_to_worker(to_worker::QUIESCE);
     }
 
-    /// Ends the server process that has quiesced. `unfinished` is empty if all of it has: no
-    /// request is in flight at a disk, and the locks are released. Otherwise it names the clients
-    /// that did not quiesce, one a line.
+    /// Ends the server process after its answer to a quiesce. `unfinished` names the clients that
+    /// did not quiesce, one a line. If it is empty, no request is in flight at a disk, and the
+    /// locks are released.
     pub(super) fn has_quiesced(&mut self, unfinished: &str) {
         if !unfinished.is_empty() {
             return self.end_old(unfinished);
@@ -135,19 +136,20 @@ impl Supervisor {
         left.iter_mut().for_each(|left| left.death.is_quiesced = true);
         let pid = old.pid();
         log_line(&format!("process {pid} has quiesced; another process recovers its clients"));
-        // The next process does not wait for the end: the locks are released.
+        // The next process need not wait for the exit of the old one, which has released its locks.
         self.kill(old);
         self.replace(left);
     }
 
-    /// Kills the old process, which did not quiesce as a whole, for the reasons `why`, one a line.
-    /// `reap_children` sees its end, and all changes that it has sent by then.
+    /// Kills the old process, some of whose clients did not quiesce. `why`: the reasons, one a
+    /// line. `reap_children` handles its exit and the changes that it has sent before.
     fn end_old(&mut self, why: &str) {
         if let Some(upgrade) = &mut self.upgrade {
             why.lines().for_each(|line| log_line(&format!("warning: upgrade: {line}")));
             add_warnings(&mut upgrade.warnings, why);
             upgrade.step = Step::Ending;
-            // The end of a killed process has no limit.
+            // The exit of a killed process may take longer: `upgrade_is_late` then extends this
+            // time.
             upgrade.until = Instant::now() + STEP;
         }
         if let Some(worker) = &self.worker {
@@ -197,7 +199,8 @@ impl Supervisor {
                 format!("the new process {pid} {} before it could recover", how(status))
             })
         });
-        // A process that quiesces decides: it resumes, or the previous program recovers.
+        // After the quiesce has begun, the upgrade does not fail here: the old process resumes, or
+        // the previous program recovers.
         if !matches!(upgrade.step, Step::Quiescing | Step::Ending) {
             let why = why.clone();
             self.upgrade_failed(&why);
@@ -248,8 +251,8 @@ impl Supervisor {
         }
     }
 
-    /// Makes the new program the one for later restarts: the new process has recovered, so only a
-    /// program that reads its checkpoint can continue.
+    /// Makes the new program that of later restarts, because only it is known to read the
+    /// checkpoint of the new process, which has recovered.
     pub(super) fn replacement_recovered(&mut self) {
         if let Some(replacement) = &self.replacement {
             self.program.clone_from(&replacement.program);
@@ -259,7 +262,7 @@ impl Supervisor {
     /// Reports the upgrade as done and schedules the supervisor's own exec of the new program.
     pub(super) fn replacement_serves(&mut self) {
         if self.ended != 0 {
-            // The signal came while no process could receive it.
+            // The signal to end the service came while no server process could receive `END`.
             self.send_to_worker(to_worker::END);
         }
         let Some(replacement) = self.replacement.take() else { return };

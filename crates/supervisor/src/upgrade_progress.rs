@@ -22,8 +22,8 @@ pub(super) enum Step {
     Checking,
     /// The old process quiesces.
     Quiescing,
-    /// The old process did not quiesce as a whole and was killed. The next one recovers as after
-    /// a crash once its end is seen.
+    /// Some clients of the old process did not quiesce, so it was killed. The next process
+    /// recovers, as after a crash, when the old one has exited.
     Ending,
 }
 
@@ -33,20 +33,20 @@ pub(super) struct Upgrade {
     pub(super) step: Step,
     pub(super) began: Instant,
     pub(super) until: Instant,
-    /// Requester, who receives the result.
+    /// Requester of the upgrade, which receives the result.
     pub(super) asker: Option<OwnedFd>,
-    /// Reason for the end of the new process.
+    /// Reason why the new process ended, if it has ended.
     pub(super) why: Option<String>,
     /// Clients that the upgrade disturbs, a sentence each.
     pub(super) warnings: Vec<String>,
-    /// Only the check is requested: the old process continues.
+    /// True if only a check is requested, after which the old process continues.
     pub(super) is_check: bool,
-    /// Configuration that is permitted once the old process has ended.
+    /// Permissions and configuration that take effect when the old process has ended.
     pub(super) permitted: Option<Permitted>,
 }
 
 impl Upgrade {
-    /// An upgrade that begins, without a requester.
+    /// Creates an upgrade in its first step, without a requester.
     pub(super) fn new(new: Worker, permitted: Option<Permitted>) -> Self {
         let (step, began, why, warnings) = (Step::Starting, Instant::now(), None, Vec::new());
         let until = began + STEP;
@@ -59,7 +59,7 @@ impl Upgrade {
 pub(super) struct Replacement {
     /// Program of the new process.
     pub(super) program: PathBuf,
-    /// Requester of the upgrade, who receives the result.
+    /// Requester of the upgrade, which receives the result.
     pub(super) asker: Option<OwnedFd>,
     /// Time of the request.
     pub(super) began: Instant,
@@ -72,7 +72,7 @@ pub(super) struct Replacement {
 /// Maximum number of warnings of an upgrade.
 const MAX_WARNINGS: usize = 1000;
 
-/// Adds warnings, one a line.
+/// Adds the lines of `lines` as warnings, without duplicates.
 pub(super) fn add_warnings(warnings: &mut Vec<String>, lines: &str) {
     for line in lines.lines() {
         if warnings.len() < MAX_WARNINGS && !warnings.iter().any(|known| known == line) {
@@ -95,7 +95,8 @@ pub(super) fn send_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) 
     }
 }
 
-/// Answers a requester. One that does not read must not block the supervisor.
+/// Answers a requester without waiting, so that a requester that does not read cannot block the
+/// supervisor.
 pub(super) fn answer_to(asker: OwnedFd, code: u8, text: &str) {
     let body = text.as_bytes();
     let body = body.get(..protocol::MAX_PACKET - 1).unwrap_or(body);

@@ -15,13 +15,14 @@ pub(super) struct Watchdog {
     given_up: Option<u32>,
 }
 
-/// Action that is due.
+/// Action of the watchdog that is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Due {
     Nothing,
     /// Send a liveness check to the server process.
     Check,
-    /// Notify the service manager: the supervisor runs, and no server process can be checked.
+    /// Notify the service manager without a check: the supervisor runs, and no server process can
+    /// be checked.
     Alive,
     /// Abort the server process, which missed the deadline. Another one recovers.
     Hangs,
@@ -49,7 +50,7 @@ impl Watchdog {
     /// Returns the action that is due at `now`. `worker`: the server process that can be checked.
     pub(super) fn due(&mut self, now: Instant, worker: Option<u32>) -> Due {
         match self.pending {
-            // The process has ended, or quiesces, which has limits of its own.
+            // The checked process has ended, or quiesces, for which another time limit applies.
             Some((pid, _)) if Some(pid) != worker => {
                 self.pending = None;
                 return Due::Alive;
@@ -88,7 +89,7 @@ impl Watchdog {
 mod tests {
     use super::*;
 
-    // Nothing waits: the tests say what time it is.
+    // The tests pass times to the watchdog and never wait.
     const EVERY: Duration = Duration::from_secs(8);
 
     #[test]
@@ -104,7 +105,7 @@ mod tests {
             assert!(!watchdog.answered(2) && watchdog.answered(1) && !watchdog.answered(1));
             assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
         }
-        // No process to check: starts and handovers have limits of their own.
+        // No process can be checked: starts and upgrades have time limits of their own.
         now += EVERY;
         assert_eq!(watchdog.due(now, None), Due::Alive);
         assert_eq!(watchdog.deadline(), now + EVERY);
@@ -118,10 +119,10 @@ mod tests {
         let late = watchdog.deadline();
         assert!(late < began + 2 * EVERY, "else the service manager is the first");
         assert_eq!(watchdog.due(late, Some(1)), Due::Hangs);
-        // The aborted process does not end.
+        // The aborted process does not end, and misses the next check too.
         assert_eq!(watchdog.due(began + 2 * EVERY, Some(1)), Due::Check);
         assert_eq!(watchdog.due(watchdog.deadline(), Some(1)), Due::Lost);
-        // A new process answers.
+        // The next server process answers.
         let now = watchdog.deadline();
         assert_eq!(watchdog.due(now, Some(2)), Due::Check);
         assert!(watchdog.answered(2));
@@ -134,7 +135,7 @@ mod tests {
         assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Check);
         assert_eq!(watchdog.due(began + EVERY, None), Due::Alive);
         assert_eq!(watchdog.due(began + 2 * EVERY, Some(2)), Due::Check);
-        // The whole machine was suspended.
+        // The whole machine was suspended for eight intervals.
         let now = began + 10 * EVERY;
         assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);
         assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);

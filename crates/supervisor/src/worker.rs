@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Upper bound of the messages in the socket of a server process that has ended.
+/// Upper bound of the number of messages in the socket of a server process that has ended.
 pub(super) const QUEUED: usize = 4096;
 /// Maximum number of checkpoint changes that are handled at once.
 const MAX_AT_ONCE: usize = 16;
@@ -36,12 +36,14 @@ pub(super) struct Left {
     pub(super) death: Death,
 }
 
-/// Death of the process that wrote a checkpoint, and of those that were to recover from it.
+/// Causes of death of the process that wrote a checkpoint, and of those that were to recover from
+/// it.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Death {
-    /// The process died by a fault, so a command that was in flight may be the cause.
+    /// The process that wrote the checkpoint died by a fault, so a command that was in flight may
+    /// be the cause.
     pub(super) by_fault: bool,
-    /// The process had quiesced, so none of its I/O is in flight.
+    /// The process that wrote the checkpoint had quiesced, so none of its I/O is in flight.
     pub(super) is_quiesced: bool,
     /// The last process died by a fault: the one that wrote it, or one that was to recover from it.
     #[serde(default)]
@@ -71,7 +73,7 @@ pub(super) struct Worker {
     pub(super) parts: VecDeque<Part>,
     /// Messages that are sent after the parts.
     pub(super) later: RefCell<VecDeque<Packet>>,
-    /// The next packet in the socket was handled and is to be removed.
+    /// True if the next packet in the socket was handled and is to be removed.
     pub(super) is_seen: bool,
     /// A checkpoint change of several packets has begun, and a snapshot records that. If the
     /// supervisor is killed after it has removed some of the packets from the socket, the change
@@ -81,7 +83,7 @@ pub(super) struct Worker {
 
 impl Worker {
     /// Starts a server process with the arguments of this process. `how`: value of [`AS_WORKER`].
-    /// `permitted`: configuration that is not permitted yet, instead of the one that is.
+    /// `permitted`: configuration that replaces that of the grants, for an upgrade.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -121,7 +123,7 @@ impl Worker {
         Ok(Self::new(child.into(), Some(ours), program))
     }
 
-    /// A process that has sent nothing.
+    /// Creates the state of a server process that has sent nothing.
     pub(super) fn new(process: Process, link: Option<OwnedFd>, program: &Path) -> Self {
         Self {
             process,
@@ -140,7 +142,7 @@ impl Worker {
         }
     }
 
-    /// Lets the process recover from the checkpoint `left`, which [`forward`](Self::pass_on) sends
+    /// Lets the process recover from the checkpoint `left`, which [`forward`](Self::forward) sends
     /// to it.
     ///
     /// `deaths`: number of deaths that count towards the limit after which no checkpoint is used.
@@ -155,11 +157,11 @@ impl Worker {
         said.for_each(|(code, _)| self.send(*code, "", None));
         self.send(to_worker::DEATHS, &deaths.to_string(), None);
         self.send_checkpoint(&left.items);
-        // Until the process has recovered, its changes apply to the old checkpoint.
+        // Until the process has recovered, its changes are applied to the old checkpoint.
         self.items = left.items.clone();
     }
 
-    /// Queues a checkpoint, which [`forward`](Self::pass_on) sends.
+    /// Queues a checkpoint, which [`forward`](Self::forward) sends.
     pub(super) fn send_checkpoint(&mut self, items: &Checkpoint) {
         self.parts = items.parts().into();
     }
@@ -173,7 +175,8 @@ impl Worker {
     /// Sends parts of the old checkpoint, and then messages, until the socket is full.
     pub(super) fn forward(&mut self) {
         let Some(link) = &self.link else { return };
-        // False if the socket is full. The exit of a process is handled by `reap_children`.
+        // Returns false if the socket is full. Other errors mean that the process has exited, which
+        // `reap_children` handles.
         let is_sent = |code, bytes: &[u8], fds: &[BorrowedFd<'_>]| {
             let sent = protocol::send_bytes(link, code, bytes, fds, true);
             !sent.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
@@ -200,7 +203,8 @@ impl Worker {
         self.has_taken || self.serves_since.is_some()
     }
 
-    /// Takes the checkpoint if it is complete. `ended`: exit status, or `None` if it was killed.
+    /// Takes the checkpoint if it is complete. `ended`: exit status of the process, or `None` if it
+    /// was killed for an upgrade.
     pub(super) fn take_checkpoint(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
         let items = std::mem::take(&mut self.items);
         let by_fault = ended.is_some_and(is_fault);
@@ -222,8 +226,8 @@ impl Worker {
         self.link.as_ref().map(AsFd::as_fd)
     }
 
-    /// Sends a message, after the checkpoint that is being sent. Does nothing if the process is
-    /// dead. A process that reads none is killed.
+    /// Sends a message, after the checkpoint that is being sent. Does nothing if the connection is
+    /// closed. A process whose socket is full, because it reads no messages, is killed.
     pub(super) fn send(&self, code: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
         let Some(link) = &self.link else { return };
         let mut later = self.later.borrow_mut();
@@ -246,12 +250,12 @@ impl Worker {
         !self.parts.is_empty() || !self.later.borrow().is_empty()
     }
 
-    /// Returns the next message; checkpoint changes are handled here, some at once. A packet
-    /// without a type stands for those.
+    /// Returns the next message. Handles up to [`MAX_AT_ONCE`] checkpoint changes before it; after
+    /// more, a packet with type 0 is returned.
     ///
     /// If there is an fd store, each packet stays in the socket until the next call. By then the
-    /// packet is in the store, or a snapshot contains its effect, as [`FdStore::needs_snapshot`]
-    /// demands.
+    /// packet is in the store, or its effect is in a snapshot, which the caller writes if
+    /// [`FdStore::needs_snapshot`] is true.
     pub(super) fn receive(&mut self, mut fd_store: Option<&mut FdStore>) -> Option<Packet> {
         for _ in 0..MAX_AT_ONCE {
             let link = self.link.as_ref()?;
@@ -277,7 +281,7 @@ impl Worker {
                     if code == to_supervisor::FAILED {
                         self.why = Some(packet.text());
                     }
-                    // One descriptor of one message is used.
+                    // Only the message `UPGRADE` has a descriptor that is used.
                     let used = usize::from(code == to_supervisor::UPGRADE);
                     let unused = packet.fds.drain(used.min(packet.fds.len())..);
                     deferred_close::close(unused);
@@ -288,7 +292,8 @@ impl Worker {
                 let (begins, ends) = Checkpoint::begins_and_ends(&packet.body);
                 if !self.items.is_open() {
                     if !begins && !self.in_parts {
-                        // The last packet of a change that a snapshot contains.
+                        // The snapshot contains this change, of which only the last packets were
+                        // still in the socket.
                         continue;
                     }
                     if !ends && !std::mem::replace(&mut self.in_parts, true) {
@@ -301,7 +306,8 @@ impl Worker {
                         return Some(Packet { code: 0, body: Vec::new(), fds: Vec::new() });
                     }
                 }
-                // A change of several packets is not stored: the next snapshot contains it.
+                // A change of several packets is not stored by itself, because the next snapshot
+                // contains it.
                 if begins && ends && fd_store.change(self.pid(), &packet).is_err() {
                     fd_store.wants_snapshot();
                 }
@@ -316,7 +322,7 @@ impl Worker {
                 }
             }
         }
-        // There may be more.
+        // The socket may have more packets.
         Some(Packet { code: 0, body: Vec::new(), fds: Vec::new() })
     }
 
@@ -349,7 +355,7 @@ impl Worker {
         self.process.signal(Signal::CONT);
     }
 
-    /// Kills the process. `reap_children` sees its end, which may take long.
+    /// Kills the process. `reap_children` handles its exit, which may take long.
     pub(super) fn kill(&self) {
         self.process.signal(Signal::KILL);
     }
@@ -449,7 +455,7 @@ mod tests {
         worker.kill();
     }
 
-    /// A change of three packets, and a supervisor that is killed at each step of it.
+    /// The supervisor is killed at each step of a checkpoint change of three packets.
     #[test]
     fn a_change_in_parts_counts_once_or_is_known_to_be_lost() {
         shadowbell_process::descriptor_limit::raise();
@@ -469,16 +475,17 @@ mod tests {
             record(&mut fd_store);
             let mut before = worker(&ours, Checkpoint::default(), false);
             match steps {
-                // No packet was read.
+                // Killed before a packet was read.
                 0 => {}
-                // A snapshot records the begin of the change.
+                // Killed after a snapshot recorded the begin of the change.
                 1 => assert_eq!(before.receive(Some(&mut fd_store)).unwrap().code, 0),
-                // Some packets were removed from the socket.
+                // Killed after some packets were removed from the socket.
                 2 => {
                     assert_eq!(before.receive(Some(&mut fd_store)).unwrap().code, 0);
                     protocol::drop_one(&ours);
                 }
-                // A snapshot contains the change, and its last packet is still in the socket.
+                // Killed after a snapshot with the change, while its last packet is still in the
+                // socket.
                 _ => {
                     assert_eq!(before.receive(Some(&mut fd_store)).unwrap().code, 0);
                     record(&mut fd_store);

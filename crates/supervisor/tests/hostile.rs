@@ -3,9 +3,10 @@
 //! slow to close. No file, socket or process outside of the grants may change, and the shutdown has
 //! to begin while the flood continues.
 //!
-//! The program starts itself as supervisor (`serve`), which starts it as server process
-//! (`--as-worker`). The first argument is the number of messages before the shutdown; with a
-//! million or more the shutdown must begin within 100 ms. Further arguments select attacks.
+//! The test program starts itself as the supervisor (`serve`), which starts the same program as the
+//! server process (`--as-worker`). The first argument is the number of messages before the
+//! shutdown; with a million or more the shutdown must begin within 100 ms. Further arguments select
+//! attacks.
 
 use rustix::net::sockopt::{
     Timeout, set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size,
@@ -38,17 +39,17 @@ use std::time::{Duration, Instant};
 /// Environment variables of the hostile process: attack, number of messages, directory.
 const VARIABLES: [&str; 3] = ["HOSTILE_ATTACK", "HOSTILE_COUNT", "HOSTILE_DIRECTORY"];
 
-/// Messages before a shutdown in the ordinary tests.
+/// Number of messages before the shutdown, without an argument.
 const FEW: usize = 2000;
-/// Number of keys that would need more memory than a checkpoint may have.
+/// Number of keys whose items need more memory than a checkpoint may have.
 const MANY_KEYS: usize = 400_000;
-/// Messages from which on the time of the shutdown is checked.
+/// Number of messages from which on the test checks the time until the shutdown begins.
 const CAMPAIGN: usize = 1_000_000;
 /// Time within which a shutdown has to begin.
 const BEGINS: Duration = Duration::from_millis(100);
 
-/// Attacks on the main socket: a message that is repeated, with its body. `QUIESCED` is missing: it
-/// ends its sender.
+/// Attacks on the main socket that repeat one message: name of the attack and code of the message.
+/// `QUIESCED` is missing, because the supervisor then kills the sender.
 const MESSAGES: [(&str, u8); 13] = [
     ("SOCKET", to_supervisor::SOCKET),
     ("SERVING", to_supervisor::SERVING),
@@ -65,11 +66,11 @@ const MESSAGES: [(&str, u8); 13] = [
     ("unknown", b'?'),
 ];
 
-/// Attacks that are no flood of a message.
+/// Attacks other than the repetition of one message.
 const OTHERS: [&str; 6] =
     ["checkpoint with descriptors", "many keys", "slow descriptors", ENDS_LINK, "images", "paths"];
 
-/// Attack after which the server process has no connection to the supervisor.
+/// Attack that closes the server process's connection to the supervisor.
 const ENDS_LINK: &str = "empty packets";
 
 /// Maximum memory of a supervisor whose checkpoint was flooded, in KiB.
@@ -137,7 +138,8 @@ fn outside(root: &Path) -> Vec<String> {
     all
 }
 
-/// Runs an attack, ends the supervisor meanwhile, and returns the time until its shutdown began.
+/// Runs an attack, ends the supervisor during the attack, and returns the time until its shutdown
+/// began.
 fn withstands(attack: &str, count: usize) -> Duration {
     let root = tempfile::tempdir().expect("a directory");
     let at = |name: &str| root.path().join(name);
@@ -212,7 +214,7 @@ fn refuses_another_user(supervisor: u32) {
     assert!(status.success(), "the request of another user: {status}");
 }
 
-/// Another user. Succeeds if the supervisor answers no request.
+/// Sends requests as another user. Succeeds if the supervisor answers none.
 fn stranger(supervisor: &std::ffi::OsStr) -> ExitCode {
     let pid = supervisor.to_str().and_then(|pid| pid.parse().ok()).expect("a number");
     let address = SocketAddrUnix::new_abstract_name(protocol::name(pid, 0).as_bytes());
@@ -231,7 +233,7 @@ fn stranger(supervisor: &std::ffi::OsStr) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The shutdown has begun.
+/// True if the shutdown has begun.
 static END: AtomicBool = AtomicBool::new(false);
 
 /// Prints a line for the test.
@@ -240,7 +242,7 @@ fn tell(line: &str) {
     writeln!(out, "{line}").and_then(|()| out.flush()).expect("the test reads");
 }
 
-/// The compromised server process. `is_first`: it was not started for an upgrade.
+/// Runs the compromised server process. `is_first` is false if it was started for an upgrade.
 fn hostile(is_first: bool) {
     let link = io::stdin().as_fd().try_clone_to_owned().expect("the link");
     let first = protocol::receive(&link, false).expect("a message").expect("a message");
@@ -277,7 +279,8 @@ fn hostile(is_first: bool) {
             let signal = |signal| {
                 rustix::process::kill_process(supervisor, signal).expect("a signal");
             };
-            // The supervisor's copy of each has to be the last one.
+            // The supervisor is stopped until this process has closed its own copies of the
+            // sockets, so that the supervisor closes the last one.
             signal(rustix::process::Signal::STOP);
             for _ in 0..64 {
                 let (socket, reader) = slow_to_close();
@@ -285,7 +288,8 @@ fn hostile(is_first: bool) {
                 give(&link, b'?', &[], &[socket.as_fd()]);
             }
             signal(rustix::process::Signal::CONT);
-            // The second upgrade is refused at once, behind all of those messages.
+            // The second upgrade request is refused when the supervisor has handled the messages
+            // before it.
             let (ours, theirs) = protocol::pair().expect("a pair");
             for fds in [&[][..], &[theirs.as_fd()]] {
                 give(&link, to_supervisor::UPGRADE, b"", fds);
@@ -301,10 +305,10 @@ fn hostile(is_first: bool) {
         ENDS_LINK => {
             let sockets = [&brokers[0], &brokers[1], &link];
             for socket in sockets {
-                // The supervisor takes it for the end of the connection.
+                // An empty packet looks like the end of the connection.
                 rustix::net::send(socket, &[], rustix::net::SendFlags::NOSIGNAL).expect("a packet");
             }
-            // The supervisor has closed its ends.
+            // The loop ends when the supervisor has closed its end.
             for socket in sockets {
                 while send_bytes(socket, b'?', &[], &[], false).is_ok() {}
             }
@@ -314,7 +318,8 @@ fn hostile(is_first: bool) {
             let (read, _write) = io::pipe().expect("a pipe");
             let mut fds = &[read.as_fd(); protocol::MAX_FDS][..];
             if count < CAMPAIGN {
-                // The kernel limits the queued descriptors of each user: other tests need some.
+                // Fewer descriptors are sent, because the kernel limits the queued descriptors of
+                // each user, and other tests need some.
                 fds = &fds[..16];
                 set_socket_send_buffer_size(&link, 64 << 10).expect("a socket");
             }
@@ -322,7 +327,7 @@ fn hostile(is_first: bool) {
         }
         "CHECKPOINT" => repeat(count, |number| put(&link, &key(number), &[7; 4096], &[])),
         "UPGRADE" => {
-            // Requesters that never read their answers.
+            // The socket for the answers is full, because the requester never reads.
             let (_ours, theirs) = protocol::pair().expect("a pair");
             while send_bytes(&theirs, b'n', &[0; 1024], &[], true).is_ok() {}
             let fds = [theirs.as_fd()];
@@ -341,7 +346,7 @@ fn hostile(is_first: bool) {
     listener.join().expect("a thread");
 }
 
-/// Repeats a step `count` times, reports that, and continues until the shutdown begins.
+/// Repeats a step `count` times, prints "flooding", and continues until the shutdown begins.
 fn repeat(count: usize, mut step: impl FnMut(usize)) {
     (0..count).for_each(&mut step);
     tell("flooding");
@@ -349,7 +354,7 @@ fn repeat(count: usize, mut step: impl FnMut(usize)) {
 }
 
 fn give(socket: &OwnedFd, code: u8, body: &[u8], fds: &[BorrowedFd<'_>]) {
-    // The supervisor closes the socket at the end.
+    // Errors are ignored, because the supervisor closes the socket at its shutdown.
     let _ = send_bytes(socket, code, body, fds, false);
 }
 
@@ -385,7 +390,7 @@ fn name_of(path: &Path) -> OwnedFd {
     open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).expect("the file")
 }
 
-/// One of 50 keys.
+/// Returns one of 50 keys of checkpoint items.
 fn key(number: usize) -> String {
     format!("item/{}", number % 50)
 }
@@ -410,7 +415,7 @@ fn slow_to_close() -> (OwnedFd, TcpStream) {
     writer.set_nonblocking(true).expect("a socket");
     while writer.write(&[0; 65536]).is_ok() {}
     writer.set_nonblocking(false).expect("a socket");
-    // The duration of the close, and no limit.
+    // The close takes this long. The value is no limit of the test.
     set_socket_linger(&writer, Some(LIMIT * 100)).expect("a socket");
     (writer.into(), reader)
 }
@@ -438,7 +443,7 @@ fn ask_for_images(broker: &OwnedFd, number: usize) {
     give(broker, *code, body, fd.as_slice());
     let Ok(Some(answer)) = protocol::receive(broker, false) else { return };
     if *code == images::CONNECT {
-        // Further connections, as many as there are, which stay unused.
+        // Further connections to the broker stay open and unused.
         return answer.fds.into_iter().for_each(std::mem::forget);
     }
     for fd in answer.fds {
