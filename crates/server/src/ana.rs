@@ -1,4 +1,4 @@
-//! ANA state changes while hosts use the controllers.
+//! Changes of ANA states while hosts use the controllers.
 
 use super::reconfigure::Changes;
 use super::registry::ServedController;
@@ -9,7 +9,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 use tracing::info;
 
-/// Time limit for commands in flight on the namespaces of the group.
+/// Time limit for the completion of earlier commands on the namespaces of a group after a change of
+/// its ANA state.
 const IN_PROGRESS: Duration = Duration::from_secs(30);
 
 impl Changes {

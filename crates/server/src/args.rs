@@ -156,11 +156,11 @@ pub(super) const DISK: &str = "disk";
 /// Disk and exports of the command line.
 #[derive(Clone, Debug)]
 pub(super) struct Exported {
-    /// Path that gives the server its default name.
+    /// Path from which the default name of the server is derived.
     pub(super) named: PathBuf,
     /// Specification of the disk.
     pub(super) disk: String,
-    /// Target, as it was given.
+    /// Target of `export`, as written on the command line.
     pub(super) target: String,
     pub(super) exports: Vec<ExportConfig>,
 }
@@ -171,7 +171,7 @@ impl Exported {
         ServerConfig {
             disks: vec![NamedDisk { id: DISK.to_owned(), spec: self.disk, origin: None }],
             exports: self.exports,
-            // No controller uses them.
+            // One I/O thread is enough, because there is no controller.
             pool: PoolOptions { workers: 1, ..PoolOptions::default() },
             ..ServerConfig::default()
         }
@@ -332,7 +332,7 @@ pub(super) struct PoolArgs {
 }
 
 impl Args {
-    /// Command line for exports.
+    /// Creates the command line of a server that only has exports.
     pub(super) fn of_exports(service: ServiceArgs, exported: Exported) -> Self {
         Self { service, exported: Some(exported), ..Self::default() }
     }

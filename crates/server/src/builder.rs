@@ -51,7 +51,7 @@ pub(super) fn assign_io_thread(
 /// Gives a controller an I/O thread of its own, because one of its disks may block the thread.
 pub(super) fn isolate(controller: &Controller) {
     match controller.isolate() {
-        // The controller has a thread of its own already, or a handover is running.
+        // The controller has an I/O thread of its own already, or is quiesced for an upgrade.
         Ok(()) | Err(RelocateError::Placed | RelocateError::Frozen) => {}
         Err(error) => warn!(
             "{}: {error}; so a disk that does not answer will delay other controllers too",
@@ -74,7 +74,7 @@ pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> Cl
     })
 }
 
-/// Opens the disks of a controller. `named` returns disks with an id that are open already.
+/// Opens the disks of a controller. `named` returns the disk with an id, if it is open already.
 pub(super) fn open_one(
     served: &SocketConfig,
     recoverable: bool,

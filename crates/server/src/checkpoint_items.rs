@@ -4,14 +4,15 @@ use serde::{Deserialize, Serialize};
 use shadowbell_config::controller_config::ControllerConfig;
 use shadowbell_config::server_config::{ServerConfig, SocketConfig};
 
-/// Item of the management endpoints, while the server quiesces for an upgrade.
+/// Key of the item with the management endpoints, which exists while the server quiesces for an
+/// upgrade.
 pub(super) const ENDPOINTS: &str = "endpoints";
 
-/// Item of the controllers that have quiesced for an upgrade.
+/// Key of the item that names the controllers that have quiesced for an upgrade.
 pub(super) const QUIESCED: &str = "quiesced";
 
-/// Controllers that have quiesced, by the indices of their items, the busiest first. None of their
-/// commands is in flight, however the process ends.
+/// Indices of the controllers that have quiesced, the busiest first. None of their commands is in
+/// flight, even if the process crashes.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Quiesced {
     pub(super) controllers: Vec<usize>,
@@ -21,7 +22,7 @@ pub(super) fn controller(index: usize) -> String {
     format!("controller/{index}")
 }
 
-/// Key of the descriptor of `/dev/fuse` of an export.
+/// Key of the item with an export's descriptor of `/dev/fuse`.
 pub(super) fn fuse_device(export: &str) -> String {
     format!("fuse/{export}")
 }
@@ -30,7 +31,8 @@ pub(super) fn port(index: usize) -> String {
     format!("port/{index}")
 }
 
-/// Key prefix of a client's memory files, if they are stored apart from the port.
+/// Key prefix of the items with a client's memory files, if they are separate from the item of its
+/// port.
 pub(super) fn client_files(index: usize) -> String {
     format!("file/{index}.")
 }
@@ -39,7 +41,7 @@ pub(super) fn client_file(index: usize, number: u64) -> String {
     format!("file/{index}.{number}")
 }
 
-/// Number at the end of the key of a file or a disk.
+/// Returns the number at the end of the key of a file or a disk.
 pub(super) fn number(key: &str) -> Option<u64> {
     key.rsplit_once('.')?.1.parse().ok()
 }

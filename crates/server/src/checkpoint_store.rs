@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use tracing::error;
 
-/// Key of the item that marks a checkpoint as outdated. Its descriptor, an eventfd, is signalled
-/// as soon as a change could not be sent. A message would not suffice: a supervisor that does not
-/// read its socket cannot be told, and may die before it reads.
+/// Key of the item that marks a checkpoint as outdated. Its descriptor, an eventfd, is signalled as
+/// soon as a change could not be sent. A message to the supervisor would not suffice, because the
+/// supervisor may not read its socket, and die before it does.
 const OUTDATED: &str = "old";
 
 /// Sender of checkpoint changes, usable from any thread. A change of several items is atomic.
@@ -32,9 +32,9 @@ struct Shared {
 enum State {
     #[default]
     Valid,
-    /// A change was lost, and the supervisor does not know that yet.
+    /// A change was lost, and the supervisor still has the item [`COMPLETE`].
     Lost,
-    /// The supervisor knows that the checkpoint is invalid.
+    /// A change was lost, and the supervisor was sent the deletion of [`COMPLETE`].
     Invalid,
 }
 
@@ -49,8 +49,8 @@ impl CheckpointStore {
     }
 
     /// Sends the first items, which have descriptors and no body: [`OUTDATED`], by which
-    /// [`is_outdated`] recognizes an outdated checkpoint, and two others, each a key and its
-    /// descriptors.
+    /// [`is_outdated`] recognizes an outdated checkpoint, and the two items `others`, each a key
+    /// and its descriptors.
     ///
     /// # Errors
     /// As [`put`](Self::put).
@@ -67,9 +67,9 @@ impl CheckpointStore {
     /// Sends an item, which replaces the one with the same key.
     ///
     /// # Errors
-    /// This or an earlier change was not accepted in time. The checkpoint is invalid from then
-    /// on: the supervisor is told once it reads, and the next process finds the checkpoint
-    /// [outdated](is_outdated).
+    /// This or an earlier change could not be sent in time. From then on the checkpoint is invalid:
+    /// the item [`COMPLETE`] is deleted when the supervisor reads again, and the next process finds
+    /// the checkpoint [outdated](is_outdated).
     pub(super) fn put(&self, key: &str, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.change(&[Change::Put { key, body, fds }])
     }
@@ -106,7 +106,8 @@ impl CheckpointStore {
         if *state == State::Valid {
             let Err(error) = self.send(changes, false) else { return Ok(()) };
             *state = State::Lost;
-            // Before the caller does anything that only this change would have recorded.
+            // The signal precedes all further actions of the caller, which the checkpoint does not
+            // contain.
             self.0.outdated.signal();
             // The death of the supervisor is reported by the main loop.
             if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) {
@@ -140,7 +141,8 @@ impl CheckpointStore {
 pub(super) fn is_outdated(items: &mut Checkpoint) -> io::Result<bool> {
     let Some(item) = items.remove(OUTDATED) else { return Ok(false) };
     let ends = item.read()?.1;
-    // `EventFd::wait` does not consume the signal, so a further attempt sees it too.
+    // `EventFd::wait` does not consume the signal, so a later recovery from the same checkpoint
+    // sees it too.
     let is_signalled = |end| EventFd::from_fd(end)?.wait(Some(Duration::ZERO));
     ends.into_iter().try_fold(false, |is, end| Ok(is || is_signalled(end)?))
 }
@@ -198,7 +200,7 @@ mod tests {
 
     #[test]
     fn an_unread_checkpoint_is_invalid_and_delays_no_thread() {
-        // Short limit: its expiry is tested.
+        // The test waits until this limit expires, so it is short.
         let (store, supervisor) = store(Duration::from_millis(20));
         let (fence, _write) = io::pipe().unwrap();
         store.begin([("fence", &[fence.as_fd()]), ("attempts", &[])]).unwrap();

@@ -1,19 +1,18 @@
-//! Checkpoint for recovery: sends the supervisor everything that the next process needs if this
-//! one dies.
+//! Checkpoint for recovery: sends the supervisor the state that the next process needs if this
+//! process dies.
 //!
 //! The checkpoint consists of items: [`fence`](FENCE); [`attempts`](ATTEMPTS); `old`, by which a
 //! [store](super::checkpoint_store) marks the other items as outdated; `disk/N.M`, `controller/N`
 //! and `port/N`, each with descriptors; `file/N.M`, the files of a client's memory if there are
 //! many; and, once all of them are sent, the list of what is served ([`COMPLETE`]), which names the
-//! others.
+//! other items.
 //!
 //! Changes at run time are ordered so that the checkpoint is valid at every moment: a new item is
-//! sent before the list names it, and the list no longer names an item before it is deleted.
-//! A process that recovers uses new keys. Its list names the items of the dead process for each
-//! controller that is not recovered yet, and has the fence of the dead process too.
-//! While a namespace changes, the list names both the old and the new disk. The state of the
-//! controller, which has the namespaces that its guest may have seen, decides which of the two is
-//! used.
+//! sent before the list names it, and an item is removed from the list before it is deleted. A
+//! process that recovers uses new keys. Its list names the items of the dead process for each
+//! controller that is not recovered yet, and has the fence of the dead process too. While a
+//! namespace changes, the list names both the old and the new disk. A recovery uses the disk that
+//! the state of the controller names, because that is the one which the guest may have seen.
 
 use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Served};
 use super::checkpoint_store::CheckpointStore;
@@ -42,7 +41,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use tracing::info;
 
-/// Item with the fence descriptor, which shows that all I/O of the process has ended. No body.
+/// Key of the item with the fence descriptor, which shows that all I/O of the process has ended.
+/// The item has no body.
 pub(super) const FENCE: &str = "fence";
 
 /// List of what is served, and the state version of the other items.
@@ -66,7 +66,7 @@ pub(super) struct Complete {
 pub(super) struct UnattachedEntry {
     pub(super) key: String,
     pub(super) spec: String,
-    /// Death of the process whose item this is, until the disk is recovered.
+    /// Cause of death of the process that sent the item, until the disk is recovered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) died: Option<CauseOfDeath>,
 }
@@ -74,17 +74,18 @@ pub(super) struct UnattachedEntry {
 /// A controller in the checkpoint.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ControllerEntry {
-    /// Index, which is part of its items' keys.
+    /// Index of the controller, which is part of the keys of its items.
     pub(super) index: usize,
-    /// Configuration, apart from its disks.
+    /// Configuration of the controller. Its disks are those of `disks`.
     #[serde(rename = "asked")]
     pub(super) requested: SocketConfig,
-    /// Disks of its namespaces. A namespace that is being changed has two, the new one first.
+    /// Disks of the controller's namespaces. A namespace that is being changed has two disks, the
+    /// new one first.
     pub(super) disks: Vec<DiskEntry>,
-    /// Namespaces that are being changed, so that the guest may have seen the old or the new
-    /// state.
+    /// NSIDs of namespaces that are being changed, of which the guest may have seen the old or the
+    /// new state.
     pub(super) changing: Vec<u32>,
-    /// Death of the process whose items these are, until the controller is recovered.
+    /// Cause of death of the process that sent the items, until the controller is recovered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) died: Option<CauseOfDeath>,
 }
@@ -105,7 +106,7 @@ pub(super) struct DiskEntry {
 }
 
 impl ControllerEntry {
-    /// Configuration of the controller with these of its disks.
+    /// Configuration of the controller with the given subset of its disks.
     pub(super) fn config_with(&self, disks: &[&DiskEntry]) -> SocketConfig {
         let mut requested = self.requested.clone();
         let is_same = requested.controller.disks.len() == disks.len()
@@ -115,27 +116,28 @@ impl ControllerEntry {
                 .iter()
                 .zip(disks)
                 .all(|(one, entry)| one.disk == entry.disk);
-        // Without a change the original configuration is kept, which may leave UUIDs and NSIDs
-        // out.
+        // If the disks are unchanged, the original configuration is kept, which may leave out UUIDs
+        // and NSIDs.
         if !is_same || !self.changing.is_empty() {
             requested.controller.disks = disks.iter().map(|entry| entry.config()).collect();
         }
         requested
     }
 
-    /// Disks with the ids of the server's disks.
+    /// Ids of the controller's disks.
     pub(super) fn disk_ids(&self) -> impl Iterator<Item = String> + use<'_> {
         let id = self.requested.id();
         self.disks.iter().map(move |disk| id_of(&id, disk.nsid, &disk.config()))
     }
 
-    /// Disks of its namespaces, the new one of a namespace that is being changed.
+    /// Disks of the controller's namespaces, one each: the new disk if the namespace is being
+    /// changed.
     pub(super) fn newest_disks(&self) -> Vec<&DiskEntry> {
         let mut seen = BTreeSet::new();
         self.disks.iter().filter(|disk| seen.insert(disk.nsid)).collect()
     }
 
-    /// Disk of a namespace that the guest has seen with these properties.
+    /// Disk of the namespace whose properties the guest has seen as `seen`.
     pub(super) fn disk_of(&self, seen: &SeenNamespace) -> Option<&DiskEntry> {
         self.disks.iter().find(|entry| {
             (entry.nsid, entry.uuid) == (seen.nsid, seen.uuid)
@@ -145,7 +147,7 @@ impl ControllerEntry {
 }
 
 impl DiskEntry {
-    /// Key of its item.
+    /// Key of the disk's item.
     pub(super) fn key(&self) -> &str {
         &self.key
     }
@@ -165,13 +167,13 @@ impl DiskEntry {
 /// Entries of a dead process that are not recovered yet.
 #[derive(Default)]
 pub(super) struct Pending {
-    /// By their new indices.
+    /// Controllers by their indices in the new process.
     pub(super) controllers: BTreeMap<usize, ControllerEntry>,
     pub(super) unattached: BTreeMap<String, UnattachedEntry>,
 }
 
-/// Sender of the checkpoint, shared by everything that changes it. Created before any disk is
-/// opened.
+/// Sender of the checkpoint, shared by all code that changes the checkpoint. Created before any
+/// disk is opened.
 pub(super) struct Checkpointer {
     store: CheckpointStore,
     fence: OwnedFd,
@@ -180,14 +182,15 @@ pub(super) struct Checkpointer {
 
 #[derive(Default)]
 struct State {
-    /// The next process can recover from the checkpoint.
+    /// True if the first items were sent, and the checkpoint was not given up after an error.
     is_possible: bool,
-    /// All items are sent.
+    /// True if all items were sent, so that the list can be sent.
     is_complete: bool,
-    /// The served controllers differ from the configuration.
+    /// True if the served controllers, disks or exports differ from the configuration.
     is_changed: bool,
     controllers: BTreeMap<usize, ControllerEntry>,
-    /// Controllers of the dead process that are not recovered yet, by their new indices.
+    /// Controllers of the dead process that are not recovered yet, by their indices in this
+    /// process.
     pending: BTreeMap<usize, ControllerEntry>,
     /// Keys of the `file/N.M` items, by controller.
     files: BTreeMap<usize, BTreeSet<String>>,
@@ -196,7 +199,7 @@ struct State {
     /// Disks that no controller has, by id.
     unattached: BTreeMap<String, UnattachedEntry>,
     exports: Vec<ExportConfig>,
-    /// Number of disks so far, for unique keys.
+    /// Number of disk items sent so far, for unique keys.
     disks: u64,
 }
 
@@ -211,8 +214,8 @@ impl Checkpointer {
     }
 
     /// Sends the items of all controllers; [`complete`](Checkpointer::complete) makes them valid.
-    /// If an item cannot be sent, that is logged, and the service continues without recovery.
-    /// `is_changed`: the served controllers differ from the configuration.
+    /// If an item cannot be sent, the error is logged, and the service continues without a
+    /// checkpoint. `is_changed`: the served controllers differ from the configuration.
     pub(super) fn begin(
         self: &Arc<Self>,
         controllers: &[Arc<ServedController>],
@@ -229,8 +232,9 @@ impl Checkpointer {
         }
     }
 
-    /// Begins the checkpoint of a process that recovers: with the `pending` entries of the dead
-    /// process, whose items have keys up to number `disks`, with its fence and with its attempts.
+    /// Begins the checkpoint of a process that recovers. The checkpoint contains the fence, the
+    /// recovery attempts and the `pending` entries of the dead process, whose disk items are
+    /// numbered up to `disks`.
     pub(super) fn begin_recovery(
         &self,
         fence: &FenceWait,
@@ -262,7 +266,7 @@ impl Checkpointer {
         self.set_exports(exports);
     }
 
-    /// Makes the checkpoint valid: all controllers are in it.
+    /// Makes the checkpoint valid, when it contains all controllers.
     pub(super) fn complete(&self) {
         self.state.lock().is_complete = true;
         self.publish();
@@ -274,7 +278,7 @@ impl Checkpointer {
         reactor: &mut Reactor,
         ports: &[PortId],
     ) -> anyhow::Result<()> {
-        // Disks without support for recovery are found before any item is sent.
+        // A disk without support for recovery is an error here, before any item is sent.
         for disk in controllers.iter().flat_map(|served| served.disks()) {
             disk.checkpoint(&mut Descriptors::default())?;
         }
@@ -289,9 +293,8 @@ impl Checkpointer {
         })
     }
 
-    /// Sends the items of a controller before it is served;
-    /// [`port_recorder`](Self::port_recorder) adds the socket. Returns false if that failed:
-    /// there is no checkpoint any more.
+    /// Sends the items of a controller before it is served; [`port_recorder`](Self::port_recorder)
+    /// adds the socket. Returns false if there is no checkpoint, or if an error has just ended it.
     pub(super) fn add(self: &Arc<Self>, served: &ServedController) -> bool {
         if !self.is_possible() {
             return false;
@@ -308,8 +311,8 @@ impl Checkpointer {
         }
     }
 
-    /// Sends the items of a recovered controller, except its socket. Returns its entry; `None` if
-    /// there is no checkpoint any more.
+    /// Sends the items of a recovered controller, except its socket. Returns the entry for the
+    /// list; `None` if there is no checkpoint, or if an error has just ended it.
     pub(super) fn put_recovered(
         self: &Arc<Self>,
         served: &ServedController,
@@ -320,14 +323,15 @@ impl Checkpointer {
         self.put_controller(served).inspect_err(|why| self.give_up(why)).ok()
     }
 
-    /// Deletes the disks' items of a controller that was not recovered after all.
+    /// Deletes the disk items that this process has sent for a controller whose recovery then
+    /// failed.
     pub(super) fn discard(&self, entry: Option<&ControllerEntry>) {
         let disks = entry.into_iter().flat_map(|entry| &entry.disks);
         let keys = disks.map(|disk| disk.key.clone());
         self.delete_old(&keys.collect::<Vec<_>>());
     }
 
-    /// Replaces a pending controller by the recovered one, before the list is sent.
+    /// Replaces a pending controller by the recovered one, before the first list is sent.
     pub(super) fn recovered(&self, index: usize, entry: Option<ControllerEntry>) {
         let mut state = self.state.lock();
         state.pending.remove(&index);
@@ -336,14 +340,15 @@ impl Checkpointer {
         }
     }
 
-    /// Replaces a pending controller by the recovered one with the first record of its socket.
+    /// Lets the first record of a recovered controller's socket replace the pending controller in
+    /// the list.
     pub(super) fn put_unrecorded(&self, index: usize, entry: Option<ControllerEntry>) {
         if let Some(entry) = entry {
             self.state.lock().unrecorded.insert(index, entry);
         }
     }
 
-    /// Deletes items of the dead process, which the list no longer names.
+    /// Deletes items of the dead process that the list does not name any more.
     pub(super) fn delete_old(&self, keys: &[String]) {
         if self.is_possible() {
             let changes: Vec<_> = keys.iter().map(|key| Change::Delete { key }).collect();
@@ -352,7 +357,7 @@ impl Checkpointer {
         }
     }
 
-    /// Ends the recovery: the fence of the dead process is no longer needed.
+    /// Ends the recovery, and removes the fence of the dead process from the checkpoint.
     pub(super) fn end_recovery(&self) {
         if self.is_possible() {
             // The store logs its errors.
@@ -360,12 +365,13 @@ impl Checkpointer {
         }
     }
 
-    /// Recorder for a controller's socket. The first record adds the controller to the list.
+    /// Returns the recorder for a controller's socket. Its first record adds the controller to the
+    /// list.
     pub(super) fn port_recorder(self: &Arc<Self>, index: usize) -> Box<dyn PortRecorder> {
         Box::new(PortRecord { checkpointer: Arc::clone(self), index })
     }
 
-    /// Removes a controller from the list, before it is removed.
+    /// Removes a controller from the list, before the server removes the controller.
     pub(super) fn begin_removal(&self, index: usize) {
         let mut state = self.state.lock();
         state.controllers.remove(&index);
@@ -375,7 +381,7 @@ impl Checkpointer {
         self.publish();
     }
 
-    /// Deletes the items of a removed controller, which had these disks.
+    /// Deletes the items of a removed controller, whose disks were `disks`.
     pub(super) fn end_removal(&self, index: usize, disks: &[DiskEntry]) {
         if self.is_possible() {
             let own = [checkpoint_items::controller(index), checkpoint_items::port(index)];
@@ -392,8 +398,8 @@ impl Checkpointer {
         state.controllers.get(&index).map(|entry| entry.disks.clone()).unwrap_or_default()
     }
 
-    /// Records that a namespace is about to get another disk, or to be removed (`None`). Until
-    /// [`end_change`](Self::end_change), a recovery may find the guest in the old or the new state.
+    /// Records that a namespace is about to get the disk `after`, or to be removed (`None`). Until
+    /// [`end_change`](Self::end_change), the guest may have seen the old or the new state.
     pub(super) fn begin_change(
         &self,
         index: usize,
@@ -418,8 +424,8 @@ impl Checkpointer {
         self.publish();
     }
 
-    /// Records the end of a change: it was `done`, or nothing has changed. `requested`: the
-    /// controller's configuration now.
+    /// Records the end of a namespace's change, which has succeeded (`done`) or failed.
+    /// `requested`: the controller's configuration after it.
     pub(super) fn end_change(&self, index: usize, nsid: u32, done: bool, requested: &SocketConfig) {
         let mut unused = Vec::new();
         let mut state = self.state.lock();
@@ -430,7 +436,7 @@ impl Checkpointer {
             let (own, others): (Vec<_>, Vec<_>) =
                 entry.disks.drain(..).partition(|disk| disk.nsid == nsid);
             entry.disks = others;
-            // If there are two disks, the new one is the first.
+            // During a change of the disk, `own` has the new disk first and the old one last.
             let remaining = if done { own.first() } else { own.last() };
             let remaining = remaining.filter(|_| is_there).cloned();
             unused = own;
@@ -473,7 +479,7 @@ impl Checkpointer {
         self.publish_change();
     }
 
-    /// Sends the list again after a change that concerns no controller.
+    /// Sends the list again after a change that affects no controller's entry.
     pub(super) fn publish_change(&self) {
         self.state.lock().is_changed = true;
         self.publish();
@@ -499,7 +505,8 @@ impl Checkpointer {
         Ok(self.store.put_state(key, state, &Descriptors::default())?)
     }
 
-    /// Deletes the items of a quiesced process: what they describe may change from now on.
+    /// Deletes the items that are only valid while the process is quiesced, before its state
+    /// changes again.
     pub(super) fn delete_quiesced(&self) {
         for key in [ENDPOINTS, QUIESCED] {
             // The store logs its errors.
@@ -511,11 +518,11 @@ impl Checkpointer {
         self.state.lock().is_possible
     }
 
-    /// Invalidates the checkpoint for good.
+    /// Invalidates the checkpoint until the end of this process.
     fn give_up(&self, why: &anyhow::Error) {
         info!("the clients will lose their controllers if this process crashes: {why:#}");
         self.state.lock().is_possible = false;
-        // A checkpoint of the previous process is invalidated as well.
+        // The supervisor may still have the list of the previous process.
         let _ = self.store.delete(COMPLETE);
     }
 
@@ -542,8 +549,8 @@ impl Checkpointer {
             unattached: state.unattached.clone(),
             exports: state.exports.clone(),
         };
-        // The lock is held, so that lists are sent in the order of the changes.
-        // The store logs its errors.
+        // The lock is held while the list is sent, so that lists are sent in the order of the
+        // changes. The store logs its errors.
         let _ = self.store.put_state(COMPLETE, &complete, &Descriptors::default());
     }
 
@@ -588,7 +595,7 @@ impl Checkpointer {
         state.disks
     }
 
-    /// Sends the disk's item again whenever its state changes.
+    /// Sends the item of a disk again whenever the disk's state changes.
     fn watch(&self, key: &str, disk: &Arc<dyn Disk>) {
         let (store, weak, key) = (self.store.clone(), Arc::downgrade(disk), key.to_owned());
         disk.on_change(Box::new(move || {
@@ -599,7 +606,7 @@ impl Checkpointer {
         }));
     }
 
-    /// Sends the item of a disk that no controller has, or its new state and specification.
+    /// Sends the item of a disk that no controller has. An earlier item of the disk is replaced.
     pub(super) fn put_unattached(&self, id: &str, spec: &str, disk: &Arc<dyn Disk>) {
         if !self.is_possible() {
             return;
@@ -633,7 +640,7 @@ impl Checkpointer {
         let _ = self.store.delete(&checkpoint_items::fuse_device(id));
     }
 
-    /// Sets the exports.
+    /// Sets the exports of the list, and sends the list.
     pub(super) fn set_exports(&self, exports: Vec<ExportConfig>) {
         let mut state = self.state.lock();
         state.exports = exports;
@@ -642,7 +649,7 @@ impl Checkpointer {
         self.publish();
     }
 
-    /// Updates the item of a disk that no controller has with each change of its state.
+    /// Sends the item of a disk that no controller has again, whenever the disk's state changes.
     pub(super) fn watch_unattached(&self, id: &str, disk: &Arc<dyn Disk>) {
         let key = self.state.lock().unattached.get(id).map(|entry| entry.key.clone());
         if let Some(key) = key {
@@ -650,7 +657,7 @@ impl Checkpointer {
         }
     }
 
-    /// Deletes the item of a disk that was removed, or that a controller has now.
+    /// Deletes the item of a disk that was removed, or was attached to a controller.
     pub(super) fn drop_unattached(&self, id: &str) {
         let mut state = self.state.lock();
         let Some(entry) = state.unattached.remove(id) else { return };
@@ -689,7 +696,8 @@ struct PortRecord {
 }
 
 impl PortRecord {
-    /// Sends the state. Lasting descriptors are items of their own, in the same transaction.
+    /// Sends the state of the socket. The client's memory files are separate items in the same
+    /// transaction.
     fn put(&self, state: &SavedPort, fds: &mut Descriptors) {
         let body = match serde_json::to_vec(state) {
             Ok(body) => body,

@@ -1,8 +1,8 @@
 //! Comparison of a configuration with a running server: the steps that lead to it, and the
 //! differences for the operator.
 //!
-//! A controller whose namespaces alone differ keeps its client, if a guest can be notified of
-//! each difference: an added or removed namespace, other limits, or a change of read-only.
+//! A controller of which only namespaces differ keeps its client, if each difference can be applied
+//! while a guest runs: an added or removed namespace, other limits, or a change of read-only.
 
 use super::guard::Loss;
 use super::namespaces::{NamespaceChange, explicit};
@@ -25,17 +25,17 @@ pub(super) struct Plan {
     pub(super) add: Vec<SocketConfig>,
     /// Ids of the controllers to remove.
     pub(super) remove: Vec<String>,
-    /// Controllers whose id stays and whose configuration changes, so that their clients are
-    /// lost.
+    /// Controllers that are removed and added again with another configuration, so that their
+    /// clients are lost.
     pub(super) replace: Vec<SocketConfig>,
     /// Controllers that keep their clients: id, and the changes of their namespaces.
     pub(super) change: Vec<(String, Vec<Step>)>,
     pub(super) unchanged: usize,
-    /// Ids of controllers whose connected client would lose something.
+    /// Ids of controllers whose connected client would lose its controller or a namespace.
     pub(super) busy: Vec<String>,
     /// Controllers and namespaces that connected clients would lose.
     pub(super) lost: Vec<Loss>,
-    /// Differences of controllers that exist before and after, and of limit groups.
+    /// Differences of controllers that are in both configurations, and of limit groups.
     pub(super) differences: Vec<Difference>,
 }
 
@@ -53,7 +53,7 @@ pub(super) enum Step {
 }
 
 impl Plan {
-    /// Compares what is served with the controllers `wanted` and the limit groups `groups`.
+    /// Compares the served controllers with the controllers `wanted` and the limit groups `groups`.
     pub(super) fn of(registry: &Registry, wanted: Vec<SocketConfig>, groups: &[Group]) -> Self {
         let mut plan = Self::default();
         let ids: HashSet<String> = wanted.iter().map(SocketConfig::id).collect();
@@ -110,7 +110,8 @@ impl Plan {
         self.change.push((served.id.clone(), steps));
     }
 
-    /// Records that a controller's client, if there is one, would lose something.
+    /// Records that a controller's client, if there is one, would lose its controller or a
+    /// namespace.
     fn loses(&mut self, served: &ServedController, what: String) {
         let Some(loss) = Loss::of_controller(served, what) else { return };
         self.lost.push(loss);
@@ -127,7 +128,8 @@ fn takes_writes(served: &ServedController, nsid: u32) -> bool {
     found.is_some_and(|(_, namespace)| namespace.disk.with_writes(true).is_ok())
 }
 
-/// Steps that change a controller without a disconnect. `None` if that is not possible.
+/// Returns the steps that change a controller without a disconnect of its client. `None` if there
+/// are none.
 fn steps(
     before: &SocketConfig,
     after: &SocketConfig,
@@ -157,7 +159,8 @@ fn steps(
     Some(steps)
 }
 
-/// Configuration `after` with the ANA states of `before`, for a comparison of the rest.
+/// Returns the configuration `after` with the ANA states of `before`, so that a comparison ignores
+/// them.
 fn with_ana_of(before: &SocketConfig, after: &SocketConfig) -> ControllerConfig {
     let mut wanted = after.controller.clone();
     if let (Some(before), Some(after)) = (&before.controller.subsystem, &mut wanted.subsystem) {
@@ -166,7 +169,7 @@ fn with_ana_of(before: &SocketConfig, after: &SocketConfig) -> ControllerConfig 
     wanted
 }
 
-/// Steps for ANA states that differ.
+/// Returns a step for each ANA state that differs.
 fn states(before: &SocketConfig, after: &SocketConfig) -> Vec<Step> {
     let both = before.controller.subsystem.as_ref().zip(after.controller.subsystem.as_ref());
     let changes = both.map(|(before, after)| {
@@ -178,7 +181,8 @@ fn states(before: &SocketConfig, after: &SocketConfig) -> Vec<Step> {
     changes.unwrap_or_default()
 }
 
-/// Steps that change a namespace. `None` if that is not possible.
+/// Returns the changes that turn a namespace's disk `before` into `after`. `None` if the namespace
+/// cannot be changed so at run time.
 fn changes(
     before: &DiskConfig,
     after: &DiskConfig,
@@ -224,7 +228,8 @@ fn disks(of: &SocketConfig) -> BTreeMap<u32, &DiskConfig> {
     nsids(&of.controller.disks).zip(&of.controller.disks).collect()
 }
 
-/// Differences of a controller, without its id.
+/// Returns the differences between two configurations of a controller. The caller fills in the
+/// controller's id.
 fn differences(
     before: &SocketConfig,
     after: &SocketConfig,
@@ -242,7 +247,7 @@ fn differences(
     let nsids: BTreeSet<u32> = before.keys().chain(after.keys()).copied().collect();
     for nsid in nsids {
         let (from, to) = (before.get(&nsid), after.get(&nsid));
-        // A UUID that one of the two leaves out is not compared.
+        // UUIDs are only compared if both configurations have one.
         let is_both =
             from.zip(to).is_none_or(|(from, to)| from.uuid.is_some() && to.uuid.is_some());
         let text = |disk: &&DiskConfig| {

@@ -23,9 +23,10 @@ use tracing::info;
 pub(super) struct ListedDisk {
     pub(super) id: String,
     pub(super) open: OpenDisk,
-    /// Namespaces of the disk: controller and NSID. Several only in a subsystem.
+    /// Namespaces that use the disk: controller and NSID. Only the controllers of a subsystem share
+    /// a disk.
     pub(super) namespaces: Vec<(Arc<ServedController>, u32)>,
-    /// True if the disk's controller permits another writer.
+    /// True if the configuration of the disk's namespace permits another writer (`share`).
     pub(super) share: bool,
 }
 
@@ -35,7 +36,8 @@ impl ListedDisk {
         disk_spec::with_absolute_paths(&self.open.spec) == disk_spec::with_absolute_paths(spec)
     }
 
-    /// True if the id names this disk: its own id, or with the path of a controller's socket.
+    /// True if the id names this disk. The derived id may have the path of the controller's socket
+    /// instead of its id.
     fn is_called(&self, id: &str) -> bool {
         let mut namespaces = self.namespaces.iter();
         self.id == id
@@ -50,7 +52,8 @@ fn missing(id: &str) -> anyhow::Error {
 }
 
 impl Changes {
-    /// All disks: those of controllers in the order of the configuration, then the others by id.
+    /// Returns all disks of the server: those of controllers in the order of the configuration,
+    /// then those without a controller by id.
     pub(super) fn disks(&self) -> Vec<ListedDisk> {
         let mut all: Vec<ListedDisk> = Vec::new();
         for served in self.registry().all() {
@@ -91,7 +94,7 @@ impl Changes {
             || all.iter().flat_map(|served| served.disks()).any(|disk| disk.orphans() != 0)
     }
 
-    /// Disks with an id of their own, as in a configuration.
+    /// Returns the disks with a configured id, as entries of a configuration.
     pub(super) fn named_disks(&self) -> Vec<NamedDisk> {
         let has_own_id = |disk: &ListedDisk| {
             let mut namespaces = disk.namespaces.iter();
@@ -111,7 +114,7 @@ impl Changes {
         self.disks().into_iter().find(|disk| disk.is_called(id)).ok_or_else(|| missing(id))
     }
 
-    /// Adds a disk that no controller has. Returns false if it exists already.
+    /// Opens and adds a disk that no controller has. Returns false if the disk exists already.
     ///
     /// # Errors
     /// The disk cannot be opened, or its id belongs to a different disk.
@@ -151,7 +154,7 @@ impl Changes {
         self.unattached().lock().insert(id.to_owned(), open);
     }
 
-    /// Removes a disk that has no user, after a flush.
+    /// Flushes and removes a disk that no controller or export uses.
     ///
     /// # Errors
     /// The disk does not exist, or is in use.
@@ -190,8 +193,9 @@ impl Changes {
         Ok(())
     }
 
-    /// Changes a disk, and the namespaces that it is. Returns false if it has the property already.
-    /// `forced` is required if connected clients lose something.
+    /// Changes a disk, and the namespaces that use it. Returns false if the disk has the property
+    /// already. `forced` is required if connected clients would find other content or a smaller
+    /// disk.
     ///
     /// # Errors
     /// The disk does not exist, or the change is not possible.
@@ -228,7 +232,7 @@ impl Changes {
         Ok(true)
     }
 
-    /// Fills in the disks of a controller or namespace that are named by id.
+    /// Replaces disk ids in a configuration by the specifications of these disks.
     ///
     /// # Errors
     /// Another controller has the disk.
@@ -250,7 +254,8 @@ impl Changes {
         Ok(())
     }
 
-    /// Disk with this id that no controller has, for a controller that may be `read_only`.
+    /// Returns the disk with this id if no controller has it, for a controller that is `read_only`
+    /// or not.
     ///
     /// # Errors
     /// The disk cannot be made read-only.
@@ -266,8 +271,8 @@ impl Changes {
         })
     }
 
-    /// Keeps a controller's named disk open, before the controller releases it. Returns a
-    /// [`PendingDetach`], which ends with the outcome.
+    /// Prepares to keep a controller's named disk open when the controller releases it. The result
+    /// is passed to [`end_detach`](Self::end_detach).
     pub(super) fn begin_detach(
         &self,
         config: &DiskConfig,
@@ -281,7 +286,8 @@ impl Changes {
         Some(PendingDetach { id, open })
     }
 
-    /// Ends a [`begin_detach`](Self::detaching): the controller has released the disk, or keeps it.
+    /// Ends a detach that [`begin_detach`](Self::begin_detach) began: the controller has released
+    /// the disk (`is_done`), or keeps it.
     pub(super) fn end_detach(&self, pending_detach: Option<PendingDetach>, is_done: bool) {
         let Some(PendingDetach { id, open }) = pending_detach else { return };
         let checkpoint = self.checkpoint();
@@ -293,7 +299,7 @@ impl Changes {
         self.unattached().lock().insert(id, open);
     }
 
-    /// Removes a disk from the unattached ones, because a controller has it now.
+    /// Removes a disk from the unattached disks after its attachment to a controller.
     pub(super) fn end_attach(&self, id: Option<&str>) {
         let Some(id) = id else { return };
         if self.unattached().lock().remove(id).is_some()

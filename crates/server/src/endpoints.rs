@@ -1,4 +1,4 @@
-//! Management endpoint: the control socket. It stops before an upgrade.
+//! Management endpoint: the control socket, whose threads stop for an upgrade.
 
 use super::control::{ControlListeners, ControlSocket, SavedControl, ServerState};
 use super::server::Server;
@@ -30,14 +30,15 @@ pub(super) struct RunningEndpoints {
     control: Option<ControlSocket>,
 }
 
-/// Operations of the control socket on the process.
+/// Data and operations of the process for the control socket.
 #[derive(Clone)]
 pub(super) struct ProcessControl {
     pub(super) supervisor_pid: Option<u32>,
     pub(super) end: Arc<dyn Fn() + Send + Sync>,
     pub(super) serves_since: Instant,
     pub(super) upgrade_error: Arc<Mutex<Option<String>>>,
-    /// Connection to the supervisor, for a sandboxed process, which cannot open one.
+    /// Requests upgrades of the supervisor for a sandboxed process, which cannot connect to the
+    /// supervisor's control socket.
     pub(super) upgrade_requester: Option<UpgradeRequester>,
 }
 
@@ -53,8 +54,8 @@ impl Endpoints {
         Ok(Self { control: Some(listen_control(config, supervisor_pid)?) })
     }
 
-    /// Creates the sockets for recovery after a crash. Errors are logged, and guests are still
-    /// served.
+    /// Creates the sockets again after a crash. Errors are only logged, because guests need no
+    /// control socket.
     pub(super) fn listen_again(config: &ServerConfig, supervisor_pid: Option<u32>) -> Self {
         let control = listen_control(config, supervisor_pid)
             .inspect_err(|why| warn!("there is no control socket: {why:#}"));
@@ -80,7 +81,7 @@ impl Endpoints {
         Ok(Self { control })
     }
 
-    /// Starts the threads, for new and for queued clients.
+    /// Starts the threads that serve new and queued clients.
     ///
     /// # Errors
     /// A thread cannot be started, or the descriptor limit is reached.
@@ -90,8 +91,8 @@ impl Endpoints {
         config: &ServerConfig,
         process_control: &ProcessControl,
     ) -> anyhow::Result<RunningEndpoints> {
-        // The previous process may have had no control socket. An error is not fatal, since
-        // guests do not need one.
+        // If the previous process had no control socket, one is created. An error is not fatal,
+        // because guests need no control socket.
         let control = match self.control {
             Some(control) => Ok(control),
             None => listen_control(config, process_control.supervisor_pid),

@@ -38,8 +38,8 @@ impl EventLog {
 impl Drop for EventLog {
     fn drop(&mut self) {
         if let Some((sender, thread)) = self.0.take() {
-            // The channel never closes by itself: the controllers have senders, and the thread
-            // holds the controllers. So the end is an event.
+            // The end is sent as an event, because the channel never closes: the controllers hold
+            // senders, and the thread holds the controllers.
             sender.end();
             let _ = thread.join();
         }
@@ -49,10 +49,10 @@ impl Drop for EventLog {
 /// State of a guest as logged so far.
 struct Guest {
     name: String,
-    /// Weak, so that a removed controller is freed.
+    /// The controller. The reference is weak, so that a removed controller is freed.
     served: Weak<ServedController>,
-    /// Counters at the last disconnect. The counters at a connect would be read late, perhaps
-    /// after the first commands; between a disconnect and the next connect they do not change.
+    /// Counters at the last disconnect, which are those at the next connect. At the connect itself
+    /// they would be read too late, perhaps after the first commands.
     before: Counts,
     /// Number of queues in the last log line.
     queues: usize,
@@ -74,7 +74,8 @@ impl Guest {
 struct LogWriter {
     registry: Arc<Registry>,
     guests: BTreeMap<usize, Guest>,
-    /// Guests that create queues: the number so far, and when it is logged.
+    /// Guests that create queues, by the controller's index: the number of queues so far, and the
+    /// time at which it is logged.
     new_queues: BTreeMap<usize, (usize, Instant)>,
 }
 
@@ -117,7 +118,7 @@ impl LogWriter {
             return;
         }
         if let Some(served) = self.registry.numbered(index) {
-            // Removed controllers make room.
+            // Entries of removed controllers are freed.
             self.guests.retain(|_, guest| guest.served.strong_count() != 0);
             self.guests.insert(index, Guest::new(&served));
         }
@@ -212,7 +213,7 @@ impl LogWriter {
                 error!("{name}: the controller has failed until the guest resets it: {why}");
             }
             ServerEvent::Controller(Event::QueueCreated(_)) | ServerEvent::End => {}
-            // Event kinds that this match does not know are logged as they are.
+            // Further kinds of events are logged in their debug format.
             ServerEvent::Controller(event) => info!("{name}: {event:?}"),
             ServerEvent::Lost => {
                 warn!("{name}: events were lost, because the log was too slow")

@@ -12,7 +12,8 @@ use shadowbell_supervisor::permissions::Permissions;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-/// Queue pairs of a remote controller for NBD, where each client uses a queue of its own.
+/// Minimum number of queue pairs of a remote controller for NBD, where each client uses a queue of
+/// its own.
 const NBD_QUEUE_PAIRS: u16 = 16;
 
 /// Export a disk as a block device (ublk), a file (FUSE), by NBD, or to a VM (vhost-user-blk)
@@ -119,7 +120,8 @@ impl ExportArgs {
         self.serve()?.permissions(None)
     }
 
-    /// Specification of the disk. With `--read-only`, no file of it is opened for writing.
+    /// Returns the specification of the disk. With `--read-only`, none of the disk's files is
+    /// opened for writing.
     fn disk(&self) -> String {
         let Self { target, queues, timeout, .. } = self;
         let disk = if let Target::Local { disk } = target {

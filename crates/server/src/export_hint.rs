@@ -20,7 +20,8 @@ fn hint(export: &RunningExport, target: Option<&String>) -> String {
     match device {
         ExportDevice::Nbd(server) => {
             let text = if config.tls_certificates.is_some() { nbd_by_tls } else { nbd };
-            // The sandbox forbids to ask for the working directory.
+            // The path is made absolute without a system call for the working directory, which the
+            // sandbox forbids.
             text(
                 &match server.address() {
                     Address::Unix(path) => Address::Unix(process_env::absolute(path)),

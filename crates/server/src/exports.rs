@@ -2,13 +2,13 @@
 //! ublk.
 //!
 //! An export refers to a disk by id, and uses the same open disk as a controller. Its listening
-//! socket has the mode and group of the controllers' sockets. The next server process after a crash
-//! or an upgrade listens again, and clients connect again. A VMM then passes the virtio requests
+//! socket has the mode and group of the controllers' sockets. After a crash or an upgrade, the next
+//! server process listens again, and clients connect again. A VMM then passes the virtio requests
 //! that were in flight, which are executed after the fence.
 //!
 //! A FUSE file is mounted by `ctl`, which passes the descriptor of `/dev/fuse`. The descriptor is
-//! in the checkpoint, so the mount stays over the death of a process, and the next one has the
-//! kernel send the requests again that were in flight.
+//! in the checkpoint, so the mount outlives a server process. The next process requests that the
+//! kernel sends the requests in flight again.
 
 use super::builder::bind_socket;
 use super::disks::ListedDisk;
@@ -31,12 +31,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use tracing::{debug, info, warn};
 
-/// Default of the longest time for which a thread polls before it sleeps.
+/// Default of the maximum time for which a thread of an export polls before it sleeps.
 const POLL: Duration = Duration::from_micros(50);
 
 impl Changes {
-    /// Starts the wanted exports. If `is_required`, the first error is returned; otherwise errors
-    /// are logged, and the others are served.
+    /// Starts the configured exports. If `is_required`, the first error is returned; otherwise
+    /// errors are logged, and the other exports are started.
     ///
     /// # Errors
     /// An export cannot be served.
@@ -52,7 +52,8 @@ impl Changes {
         Ok(())
     }
 
-    /// Starts the wanted exports that do not run, whose disks may have been recovered late.
+    /// Starts the configured exports that do not run, because their disks may have been recovered
+    /// since.
     pub(super) fn start_missing_exports(&self) {
         for export in self.exports().wanted() {
             let id = export.id.clone();
@@ -123,10 +124,10 @@ impl Changes {
         Ok(true)
     }
 
-    /// Removes an export; its clients are disconnected, for which `forced` is required.
+    /// Removes an export. `forced` is required if it has clients, which are then disconnected.
     ///
     /// # Errors
-    /// The export does not exist, has clients, or programs use its FUSE file.
+    /// The export does not exist, has clients and `forced` is false, or its FUSE file is in use.
     pub(super) fn remove_export(&self, id: &str, forced: bool) -> anyhow::Result<()> {
         let _guard = self.change_lock();
         guard::check(self.exports().loss(id).as_slice(), forced)?;
@@ -146,7 +147,8 @@ impl Changes {
                 "there is no export `{id}`; `shadowbell ctl export ls` lists them"
             )));
         }
-        // The end of a session aborts the requests of the programs that use the file.
+        // A FUSE file in use is not removed, because the end of its session would abort requests of
+        // programs.
         if let Some(path) = self.exports().file_in_use(id) {
             let file = path.display();
             return Err(exit::conflict(anyhow!(
@@ -165,7 +167,7 @@ impl Changes {
         Ok(())
     }
 
-    /// Makes the exports of a disk use the disk as it is after a change: their clients connect
+    /// Restarts the exports of a disk after a change of the disk. Their clients have to connect
     /// again.
     pub(super) fn renew_exports(&self, disk: &str) {
         for id in self.exports().of(disk) {
@@ -178,7 +180,8 @@ impl Changes {
         }
     }
 
-    /// Refuses a second writer of a disk, unless both permit it.
+    /// Refuses an export that would be a second writer of its disk, unless both writers permit it
+    /// (`share`).
     ///
     /// # Errors
     /// The disk has another writer.
@@ -206,7 +209,8 @@ impl Changes {
         }
     }
 
-    /// Refuses a controller that would write a disk which an export writes, unless both permit it.
+    /// Refuses a controller that would write a disk which an export writes, unless both permit it
+    /// (`share`).
     ///
     /// # Errors
     /// An export writes the disk.
@@ -234,7 +238,8 @@ impl Changes {
         }
     }
 
-    /// Serves an export. `resumes`: its requests may have been in flight in a dead process.
+    /// Starts an export. `resumes`: requests of its clients may have been in flight when the
+    /// previous process died.
     fn serve_export(&self, mut config: ExportConfig, resumes: bool) -> anyhow::Result<()> {
         let protocol = config.protocol().map_err(|why| exit::bad_input(anyhow!(why)))?;
         let disk = self.disk(&config.disk)?;
@@ -306,7 +311,8 @@ impl Changes {
         Ok(())
     }
 
-    /// Block device on a disk. All exports of the disk share the locks of written ranges.
+    /// Returns a block device on a disk. The block devices of all exports of a disk share the locks
+    /// of written ranges.
     fn block_device(
         &self,
         disk: &ListedDisk,
@@ -320,7 +326,7 @@ impl Changes {
         }
     }
 
-    /// Duplicate of an export's descriptor of `/dev/fuse`.
+    /// Duplicates an export's descriptor of `/dev/fuse`.
     fn fuse_device(&self, id: &str) -> anyhow::Result<OwnedFd> {
         let devices = self.exports().devices();
         let device = devices.get(id).context(
@@ -394,7 +400,8 @@ fn start_ublk(
     }
     match device.why_copied() {
         None => info!("{path}: zero-copy I/O to the disk"),
-        // Expected for a disk without a local file, so only debug output.
+        // The reason is only logged for debugging, because a disk without a local file never has
+        // zero-copy.
         Some(WhyCopied::NoFile) => debug!("{path}: {}", WhyCopied::NoFile),
         Some(why) => info!("{path}: data is copied: {why}"),
     }

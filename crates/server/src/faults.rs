@@ -26,7 +26,7 @@ pub(super) struct FaultArgs {
     attempt: Vec<String>,
 }
 
-/// Injected faults so far, by controller.
+/// Counters of injected faults, by controller.
 pub(super) struct InjectedFaults(Vec<(String, Injected)>);
 
 impl FaultArgs {

@@ -1,4 +1,4 @@
-//! Wait for the end of a dead process's I/O, by the threads that open its disks.
+//! Wait of the threads that open disks until all I/O of a dead process has ended.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_state::{WrongOrder, is_wrong};
@@ -6,14 +6,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Interval at which a locked disk is tried again; the second one applies after a while.
+/// Interval at which a locked disk is tried again: at first, and after [`SLOW_AFTER`].
 const POLL: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
-/// Duration of a wait after which it is polled less often.
+/// Duration of a wait after which the disk is tried less often.
 const SLOW_AFTER: Duration = Duration::from_secs(1);
 
-/// Fence of a dead process, and the end of all waits for it.
+/// Fence of a dead process, and the flag that cancels all waits for the fence.
 pub(super) struct FenceWait {
-    /// Pipes that hang up when the process and all its io_urings have ended.
+    /// Read ends of pipes that hang up when the dead process and all its io_urings have ended.
     ends: Vec<OwnedFd>,
     is_cancelled: AtomicBool,
 }
@@ -57,8 +57,8 @@ impl FenceWait {
         true
     }
 
-    /// Waits a moment for a lock, in a wait that has begun at `since`. Returns false if the wait
-    /// is cancelled.
+    /// Sleeps before the next attempt to lock a disk. `since`: time of the first attempt. Returns
+    /// false if the wait is cancelled.
     pub(super) fn wait_for_lock(&self, since: Instant) -> bool {
         std::thread::sleep(POLL[usize::from(since.elapsed() > SLOW_AFTER)]);
         !self.is_cancelled()

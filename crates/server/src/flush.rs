@@ -6,7 +6,8 @@ use shadowbell_disk::{Disk, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::time::{Duration, Instant};
 
-/// Time limit. Local disks are always faster; a remote disk may be unreachable forever.
+/// Time limit for a flush, because a remote disk may be unreachable forever. Local disks are always
+/// faster.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Waits until all data written to `disk` is on stable storage.
@@ -95,7 +96,7 @@ mod tests {
 
     #[test]
     fn a_disk_that_never_answers_is_not_waited_for_for_ever() {
-        // Short limit: its expiry is tested.
+        // The test waits until this limit expires, so it is short.
         let error = flush_within(&Mute, Duration::from_millis(20)).unwrap_err();
         assert!(error.to_string().contains("may be lost"), "{error}");
     }

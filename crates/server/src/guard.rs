@@ -1,5 +1,5 @@
 //! Guard of destructive changes: a change that takes something from a connected client needs
-//! `force`. The requests of the control socket, `ctl apply` and SIGHUP use this one rule.
+//! `force`. Requests of the control socket, `ctl apply` and SIGHUP all use this rule.
 
 use super::registry::ServedController;
 use anyhow::anyhow;
@@ -23,7 +23,7 @@ impl fmt::Display for Loss {
 }
 
 impl Loss {
-    /// Loss of a controller's client. `None` if it has none.
+    /// Returns the loss of a controller's client. `None` if the controller has no client.
     pub(super) fn of_controller(served: &ServedController, what: String) -> Option<Self> {
         served.has_client().then(|| Self { client: served.id.clone(), what })
     }
@@ -34,7 +34,7 @@ impl Loss {
     }
 }
 
-/// Refuses a change that connected clients would lose something by, unless it is forced.
+/// Refuses a change by which connected clients would lose something, unless the change is forced.
 ///
 /// # Errors
 /// The change has to be forced.
@@ -54,11 +54,11 @@ pub(super) fn check(losses: &[Loss], forced: bool) -> anyhow::Result<()> {
     )))
 }
 
-/// Function that returns the losses of a disk's clients by a change after which they find
-/// something else: `4 KiB instead of 1 MiB`.
+/// Function that returns the losses of a disk's clients. Its argument is what they find after the
+/// change: `4 KiB instead of 1 MiB`.
 type Losses<'a> = dyn Fn(&str) -> Vec<Loss> + 'a;
 
-/// Guard of the change of one disk.
+/// Guard of a change of one disk.
 pub(super) struct DiskGuard<'a> {
     pub(super) losses: &'a Losses<'a>,
     pub(super) forced: bool,

@@ -11,7 +11,7 @@ pub(super) struct InFlight {
     pub(super) requests: u64,
     /// Time when the oldest request was seen first.
     pub(super) since: Instant,
-    /// True if the oldest request is older than the limit.
+    /// True if the oldest request is older than `--stalled-after`.
     pub(super) stalled: bool,
 }
 

@@ -15,9 +15,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
-/// Time without a result after which another thread opens disks: the others wait.
+/// Time without a result after which another thread is started, because all threads wait for disks.
 const GROW: Duration = Duration::from_millis(5);
-/// Time limit for the reactor's acceptance of a socket.
+/// Time limit within which the reactor begins to serve a recovered socket.
 const ACCEPTS: Duration = Duration::from_secs(5);
 
 /// Threads that run jobs, in the order of the queue.
@@ -78,7 +78,8 @@ impl Openers {
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                 if wait == GROW && !self.queue.lock().is_empty() {
-                    // All threads wait for disks. An error is not fatal: they try again later.
+                    // An error is not fatal, because the threads that wait run the remaining jobs
+                    // later.
                     let _ = self.add_thread().inspect_err(|why| warn!("{why:#}"));
                 }
                 None
@@ -90,7 +91,7 @@ impl Openers {
 /// Recovery of the controllers and disks that were not ready in time.
 pub(super) struct LateRecovery(pub(super) Openers);
 
-/// Ends the late recovery when it is dropped.
+/// Guard that ends the late recovery when it is dropped.
 pub(super) struct LateGuard {
     context: Arc<JobContext>,
 }
@@ -102,7 +103,7 @@ impl Drop for LateGuard {
 }
 
 impl LateRecovery {
-    /// Starts the thread.
+    /// Starts the thread of the late recovery.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -120,7 +121,8 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
     while openers.left() > 0 && !openers.context.fence.is_cancelled() {
         let until = Instant::now() + Duration::from_secs(1);
         let Some(recovered) = openers.next(until) else { continue };
-        // An upgrade that has begun holds this lock until the end of the process.
+        // During an upgrade, this waits until the end of the process, because the upgrade holds the
+        // lock.
         let _guard = changes.change_lock();
         let checkpoint = &openers.context.checkpoint;
         match recovered {
@@ -140,7 +142,7 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
     }
 }
 
-/// Serves a controller that has waited for its disks.
+/// Begins to serve a controller that has waited for its disks.
 fn serve(
     ready: RecoveredController,
     registry: &Registry,
@@ -153,8 +155,8 @@ fn serve(
     checkpoint.put_unrecorded(served.index, entry);
     let (begun, begins) = channel();
     let controller = served.controller.clone();
-    // The reactor stores the first checkpoint of the socket, with which the list names the new
-    // items. Until then the controller must not execute anything.
+    // The reactor sends the first checkpoint of the socket, and with it the list names the new
+    // items. The controller must not execute commands before.
     let port = handle.restore(port, checkpoint.port_recorder(served.index), move || {
         controller.resume();
         changing.iter().for_each(|nsid| controller.announce_namespace(*nsid));
@@ -193,7 +195,7 @@ mod tests {
     use shadowbell_supervisor::protocol;
     use shadowbell_testing::wait::LIMIT;
 
-    /// A recovery that is not tried any more has a result, so the others of its group continue.
+    /// A recovery that is not tried any more has a result, so the next jobs of its group are run.
     #[test]
     fn an_item_that_crashes_every_process_does_not_block_its_group() {
         let (ours, _theirs) = protocol::pair().unwrap();

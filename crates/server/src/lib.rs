@@ -41,10 +41,10 @@
 //! | `worker_link` | connection to the supervisor |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
-//! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines
-//! for events; one that writes the log, so that a blocked terminal cannot block a guest (see
+//! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines for
+//! events; one that writes the log, so that a blocked terminal cannot block a guest (see
 //! `shadowbell_process::logging`); one for the control socket; one that polls disks for new sizes;
-//! and the main thread, which waits for signals. Without clients none of them has a timer.
+//! and the main thread, which waits for signals. Without clients no thread wakes up by a timer.
 #![forbid(unsafe_code)]
 
 mod ana;
@@ -181,7 +181,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let text = supervisor.map(|(_, link)| link.begin()).transpose()?.flatten();
     let mut config = args.config(text.as_deref())?;
     let reload = Reload::of(&given, &config);
-    // A process that recovers locks the pools once the old process has unlocked them.
+    // Only the first process locks the pools here. A process that recovers locks them later, when
+    // the old process has unlocked them.
     let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
     pool::open_all(
         config.controllers.iter().filter_map(|one| one.controller.pool.as_ref()),
@@ -200,7 +201,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     }
     socket_access::set(&config.socket_access);
     warn_of_memory(&config);
-    // Before sockets exist, whose files an unhandled signal would leave behind.
+    // Signals are caught before sockets exist, because an unhandled signal would leave socket files
+    // behind.
     let mut signals =
         EndSignals::catch(if reload.is_some() { &[SIGUSR1, SIGHUP] } else { &[SIGUSR1] })?;
     let handle = signals.handle();
@@ -209,17 +211,18 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     if config.exports.iter().any(|export| export.ublk.is_some()) {
         ublk::mark_as_io_flusher();
     }
-    // Before any disk is opened, so that the fence covers all I/O.
+    // The fence is created before any disk is opened, so that it covers all I/O.
     let checkpointer = link.map(Checkpointer::new).transpose()?;
     let supervisor_pid = link.and_then(|_| rustix::process::getppid());
     let supervisor_pid = supervisor_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
     phases.ended("configuration");
-    // The sandbox forbids to open these files.
+    // These files are opened before the sandbox forbids it.
     let places =
         config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
     subsystems::open(places).map_err(exit::bad_input)?;
     running_exports::read_certificates(&config.exports)?;
-    // Before other threads are started, and before any untrusted data is read.
+    // The sandbox is entered before other threads are started and before any untrusted data is
+    // read.
     let contained = sandbox::enter(&sandbox_options, &config, link)?;
     logging::start_thread();
     phases.ended("sandbox");
@@ -227,18 +230,19 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let (mut server, endpoints, late) = match (supervisor, &checkpointer) {
         (Some((Role::Recover, link)), Some(checkpointer)) => {
             match recover::recover(&config, link, checkpointer, ended, &mut phases)? {
-                // The endpoints are created after the controllers serve, so that guests wait
+                // The endpoints are created when the controllers serve already, so that guests wait
                 // less.
                 Some(Recovery { server, endpoints, late }) => {
                     let listen = || Endpoints::listen_again(&config, supervisor_pid);
                     (server, endpoints.unwrap_or_else(listen), late)
                 }
-                // The service is to end.
+                // The supervisor has ended the service during the recovery.
                 None => return Ok(ExitCode::from(exit::FAILED)),
             }
         }
         _ => {
-            // A remote disk may not answer, so the open may block when the supervisor dies.
+            // The watch ends this process if the supervisor dies while the open of a remote disk
+            // blocks.
             let _watch = link.map(|link| ParentWatch::start(link, Duration::ZERO)).transpose()?;
             let endpoints = Endpoints::listen(&config, supervisor_pid)?;
             let devices;
@@ -330,8 +334,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     if link.is_none() {
         notify::send(notify::STOPPING);
     }
-    // These bound the wait for an unresponsive disk. If the supervisor is dead, no process would
-    // kill this one.
+    // The stop limit and the parent watch bound the wait for an unresponsive disk, even if the
+    // supervisor is dead and cannot kill this process.
     let limit = StopLimit::start(&server, stop_timeout)?;
     let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
     drop(late);
@@ -359,7 +363,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
 
 /// Warns if the `mem:` disks together are larger than the memory of the machine.
 fn warn_of_memory(config: &ServerConfig) {
-    // Named disks of controllers are in both lists.
+    // A named disk of a controller is in both lists, so only the unattached disks are added.
     let attached = config.controllers.iter().flat_map(|served| &served.controller.disks);
     let unattached = config.unattached().map(|disk| &disk.spec);
     let disks = attached.map(|disk| &disk.disk).chain(unattached);
@@ -404,7 +408,8 @@ fn wait<'a>(
         match signals.wait_or_readable(link.map(AsFd::as_fd), liveness.next())? {
             Wake::End => return Ok(End::Requested),
             Wake::Time => liveness.check(server),
-            // A signal to the process group reaches the supervisor too, which sends `READ`.
+            // With a supervisor, the signal is ignored: the supervisor receives it too, and sends
+            // `READ`.
             Wake::Signal(SIGHUP) if link.is_some() => {}
             Wake::Signal(SIGHUP) => {
                 notify::send(&notify::reloading());
@@ -440,7 +445,8 @@ fn wait<'a>(
     }
 }
 
-/// Quiesces for an upgrade. Returns if the checkpoint is incomplete, and the server serves again.
+/// Quiesces for an upgrade, and then waits to be killed. Returns only if the checkpoint is
+/// incomplete, so that the server serves again.
 fn quiesce(
     server: &Server,
     running_endpoints: &mut Option<RunningEndpoints>,

@@ -1,7 +1,7 @@
 //! Liveness check of all threads, for the watchdog of a service manager (`WatchdogSec=`).
 //!
-//! With a supervisor, the supervisor feeds the watchdog and requests checks of the server
-//! process. Without one, the process checks itself. No other timer exists for it.
+//! With a supervisor, the supervisor notifies the watchdog and requests checks of the server
+//! process. Without one, the server process does both itself.
 
 use super::server::Server;
 use super::worker_link::WorkerLink;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Watchdog timer of a process without a supervisor.
 pub(super) struct Liveness {
-    /// Interval; `None` if there is no watchdog.
+    /// Interval of the checks. `None` if there is no watchdog.
     every: Option<Duration>,
     next: Option<Instant>,
 }
@@ -29,7 +29,8 @@ impl Liveness {
         self.next
     }
 
-    /// Starts a check. The watchdog is fed once all threads have answered, so not if one hangs.
+    /// Starts a check. The watchdog is notified when all threads have answered, and so not if a
+    /// thread hangs.
     pub(super) fn check(&mut self, server: &Server) {
         self.next = self.every.map(|every| Instant::now() + every);
         let registry = Arc::clone(server.registry());

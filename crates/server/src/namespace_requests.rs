@@ -1,9 +1,10 @@
 //! Execution of namespace management, Format NVM and Sanitize commands of guests with a
 //! [pool](shadowbell_config::pool), on a thread for each pool.
 //!
-//! Namespaces are attached and detached through [`Changes`], like those of `shadowbell ctl`, so
-//! the checkpoint is updated as well. The pool's index is written first. If the process dies in
-//! between, the next one makes the controller match the index before it executes other commands.
+//! Namespaces are attached and detached through [`Changes`], like those of `shadowbell ctl`, so the
+//! checkpoint is updated as well. The pool's index is written first. If the process dies before the
+//! controller has changed, the next process makes the controller match the index before it executes
+//! other commands.
 
 use super::namespaces::explicit;
 use super::reconfigure::Changes;
@@ -27,8 +28,8 @@ use tracing::{debug, error, info, warn};
 
 /// Interval at which the thread checks whether the previous process has unlocked the pool.
 const LOCK_RETRY: Duration = Duration::from_millis(20);
-/// Maximum pause after a command. The thread pauses for as long as the command took, so that a
-/// guest uses at most half of the storage's performance, unless the command is longer than this.
+/// Maximum pause after a command. The thread pauses for as long as the command took, but at most
+/// this long, so that a guest uses at most half of the storage's performance by short commands.
 const MAX_PAUSE: Duration = Duration::from_millis(100);
 
 /// Starts the threads for the pools of the server's controllers.
@@ -119,7 +120,8 @@ impl PoolExecutor {
         }
     }
 
-    /// Makes everything match the index, and continues an interrupted Sanitize.
+    /// Makes the files and the controller match the index, and continues an interrupted Sanitize
+    /// operation.
     fn resume(&self) {
         let outcome = self.match_index();
         if let Err(error) = outcome {
@@ -132,7 +134,7 @@ impl PoolExecutor {
     fn match_index(&self) -> anyhow::Result<()> {
         let index = self.pool.index();
         for nsid in (1..=MAX_NAMESPACES).filter(|nsid| index.find(*nsid).is_none()) {
-            // A leftover of an interrupted creation or deletion.
+            // The files are left over from an interrupted creation or deletion.
             if !is_vacant(&self.pool, nsid) {
                 let _guard = self.change_lock();
                 self.detach_from_controller(nsid)?;
@@ -199,7 +201,7 @@ impl PoolExecutor {
     }
 
     fn execute(&self, PoolOrder { act, .. }: &PoolOrder) -> PoolOutcome {
-        // An upgrade is in progress: the host may retry.
+        // During an upgrade the command ends with a status after which the host may retry it.
         let Some(_guard) = self.changes.pause() else { return Err(Status::COMMAND_INTERRUPTED) };
         let outcome = match act {
             PoolAct::Create { uuid, blocks, block_size, metadata } => {
@@ -256,7 +258,8 @@ impl PoolExecutor {
     }
 
     fn delete(&self, nsid: u32) -> Result<(), Failed> {
-        // The deletion is final once the index is written, also after a crash.
+        // When the index is written, the deletion is final: after a crash, the next process
+        // completes it.
         self.pool.change(|index| index.namespaces.retain(|entry| entry.nsid != nsid))?;
         self.detach_from_controller(nsid)?;
         vacate(&self.pool, nsid)?;
@@ -306,7 +309,7 @@ impl PoolExecutor {
         Ok(())
     }
 
-    /// Formats the namespace whose format the index records.
+    /// Executes the Format NVM operation that the index records.
     fn format_one(
         &self,
         nsid: u32,

@@ -1,7 +1,7 @@
 //! Addition, removal and change of namespaces while their controller is in use.
 //!
-//! As for controllers, one change runs at a time. The checkpoint is updated before each change
-//! with the state that may come, and after it with the state that it has led to.
+//! One change of controllers or namespaces runs at a time. From before the change until after it,
+//! the checkpoint has both the old and the new state of the namespace.
 
 use super::builder::isolate;
 use super::guard::{self, DiskGuard, Loss};
@@ -34,15 +34,15 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 /// A change of one property of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum NamespaceChange {
-    /// Size; the file grows with it.
+    /// Size of the disk. A file that is too short is extended.
     Size(Size),
     /// Disk specification.
     Disk(String),
-    /// Read-only or not.
+    /// True to make the disk read-only, false to make it writable.
     ReadOnly(bool),
-    /// Rate limits, all of them.
+    /// Rate limits that replace all limits of the disk.
     Limits(DiskLimits),
-    /// Rate limits that are given; the others stay.
+    /// Rate limits that are changed; limits that are not given stay.
     LimitChange(LimitSpec),
 }
 
@@ -95,7 +95,8 @@ impl Changes {
         Ok(true)
     }
 
-    /// Opens a disk for a controller, unless it is a named one, which is open.
+    /// Returns the disk of a new namespace: the named disk, which is open, or else a disk that is
+    /// opened.
     ///
     /// # Errors
     /// The disk cannot be opened.
@@ -125,8 +126,8 @@ impl Changes {
         Ok(disk)
     }
 
-    /// Adds a namespace whose disk is open, and whose NSID is free. The caller holds the
-    /// [lock](Self::turn).
+    /// Adds a namespace with an open disk and a free NSID. The caller holds the
+    /// [lock](Self::change_lock).
     ///
     /// # Errors
     /// The controller does not accept the namespace.
@@ -158,10 +159,11 @@ impl Changes {
         Ok(())
     }
 
-    /// Removes a namespace of a controller; `forced` is required if it has a client.
+    /// Removes a namespace of a controller. `forced` is required if the controller has a client.
     ///
     /// # Errors
-    /// The namespace does not exist, is the only one, or its controller has a client.
+    /// The namespace does not exist or is the only one, or its controller has a client and `forced`
+    /// is false.
     pub(super) fn remove_namespace(&self, id: &str, nsid: u32, forced: bool) -> anyhow::Result<()> {
         let _guard = self.change_lock();
         let served = self.find(id)?;
@@ -176,7 +178,8 @@ impl Changes {
     }
 
     /// Removes a namespace of a pool after the guest has deleted or detached it. Unlike
-    /// [`take_namespace`](Self::take_namespace), also the last one. The caller holds the lock.
+    /// [`take_namespace`](Self::take_namespace), it may remove the last namespace. The caller holds
+    /// the [lock](Self::change_lock).
     ///
     /// # Errors
     /// The namespace does not exist, or its commands in flight take too long.
@@ -189,7 +192,8 @@ impl Changes {
         let found = find(served, &requested, nsid).ok_or_else(|| missing(served, nsid))?;
         let mut after = requested.clone();
         after.controller.disks.remove(found.at);
-        // The namespace may be attached again, and guests need not flush before a detach.
+        // The disk is flushed, because guests need not flush before a detach, and the namespace may
+        // be attached again.
         if let Err(error) = super::flush::flush(&*found.namespace.disk) {
             warn!("{}: cannot flush {}: {error}", served.name, found.namespace.disk.name());
         }
@@ -200,7 +204,8 @@ impl Changes {
     }
 
     /// Removes a namespace for a caller that holds the lock of changes. Unlike
-    /// [`remove_namespace`](Self::remove_namespace), does not check whether it is of a pool.
+    /// [`remove_namespace`](Self::remove_namespace), it does not check whether the namespace
+    /// belongs to a pool.
     ///
     /// # Errors
     /// As for [`remove_namespace`](Self::remove_namespace).
@@ -229,7 +234,7 @@ impl Changes {
         let mut after = requested.clone();
         after.controller.disks.remove(found.at);
         let name = found.namespace.disk.name();
-        // Guests need not flush before a removal.
+        // The disk is flushed, because guests need not flush before a removal.
         super::flush::flush(&*found.namespace.disk)
             .with_context(|| format!("cannot flush {name}, so it is not removed"))?;
         let pending_detach = self.begin_detach(&found.disk, &found.namespace.disk);
@@ -243,8 +248,8 @@ impl Changes {
         Ok(())
     }
 
-    /// Changes a namespace of a controller, which must not be of a pool. Returns false if it has
-    /// this property already. The caller holds the [lock](Self::turn).
+    /// Changes a namespace that does not belong to a pool. Returns false if the namespace has this
+    /// property already. The caller holds the [lock](Self::change_lock).
     ///
     /// # Errors
     /// The namespace does not exist, or the change is not possible.
@@ -259,8 +264,8 @@ impl Changes {
         self.apply_namespace_change(served, nsid, change, Some(guard))
     }
 
-    /// Like [`change_namespace`](Self::change_namespace), also for a namespace of a pool. Without
-    /// a `guard`, the caller has checked the losses of clients.
+    /// Like [`change_namespace`](Self::change_namespace), but the namespace may belong to a pool.
+    /// Without a `guard`, the caller has checked the losses of clients.
     ///
     /// # Errors
     /// As for [`change_namespace`](Self::change_namespace).
@@ -304,7 +309,7 @@ impl Changes {
         Ok(true)
     }
 
-    /// Records a changed disk specification. The disk itself has changed already.
+    /// Records the changed specification of a disk that has changed already.
     fn update_spec(
         &self,
         served: &ServedController,
@@ -333,7 +338,7 @@ impl Changes {
         limits::check_name(name).map_err(|why| exit::bad_input(anyhow!(why)))?;
         match limits::existing(name).map(|group| group.limits()) {
             Some(now) if now == wanted => return Ok(false),
-            // A disk of the command line has created it.
+            // The group was created without limits, by a disk on the command line that names it.
             Some(now) if now.is_none() => {}
             Some(now) => {
                 return Err(exit::conflict(anyhow!(
@@ -365,7 +370,7 @@ impl Changes {
     }
 
     /// Sets the limits of a group, which is created if it does not exist. The caller holds the
-    /// lock.
+    /// [lock](Self::change_lock).
     pub(super) fn put_limit_group(&self, name: &str, wanted: Limits) {
         let group = limits::group(name);
         if group.limits() != wanted {
@@ -377,7 +382,8 @@ impl Changes {
         }
     }
 
-    /// Applies a change to the controller, waits for its end, and updates the checkpoint.
+    /// Applies a change to the controller, waits until it has ended, and updates the checkpoint
+    /// before and after.
     fn change(
         &self,
         served: &ServedController,
@@ -429,13 +435,14 @@ impl Changes {
 pub(super) enum ChangeResult {
     /// The disk has the property already.
     Same,
-    /// The open disk was changed; its specification now.
+    /// The open disk was changed. This is its new specification.
     InPlace(String),
     /// Specification of the changed disk, and the disk itself, which replaces the old one.
     Disk(String, Arc<dyn Disk>),
 }
 
-/// Changes a property of a disk with this specification. `open` opens another disk.
+/// Changes a property of the disk `old`, whose specification is `spec`. `open` opens a disk that
+/// replaces it.
 ///
 /// # Errors
 /// The change is not possible.

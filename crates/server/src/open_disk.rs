@@ -19,7 +19,7 @@ pub(super) struct OpenDisk {
 /// Named disks that no controller has, by id.
 pub(super) type UnattachedDisks = Mutex<BTreeMap<String, OpenDisk>>;
 
-/// Id of a disk of a controller's short form.
+/// Id of a namespace's disk that has no configured id.
 pub(super) fn derived_id(controller: &str, nsid: u32) -> String {
     format!("{controller}/{nsid}")
 }
@@ -29,7 +29,7 @@ pub(super) fn id_of(controller: &str, nsid: u32, disk: &DiskConfig) -> String {
     disk.id.clone().unwrap_or_else(|| derived_id(controller, nsid))
 }
 
-/// Refuses a disk of a limit group that does not exist. In a request, its name is misspelt.
+/// Refuses a disk specification of a request that names a limit group which does not exist.
 pub(super) fn check_group(spec: &str) -> anyhow::Result<()> {
     let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
     match limits.group.filter(|name| limits::existing(name).is_none()) {

@@ -1,5 +1,5 @@
-//! Limit of open files: what clients of everything served may still need is counted, and what
-//! exceeds the limit is refused.
+//! Limit of open files: the number of files that clients may still need is counted, and
+//! controllers, disks and exports that would exceed the limit are refused.
 
 use super::reconfigure::Changes;
 use super::registry::ServedController;
@@ -7,27 +7,27 @@ use shadowbell_disk::Disk;
 use shadowbell_process::{descriptor_limit, exit};
 use std::sync::Arc;
 
-/// Open files of requests of the control socket.
+/// Number of open files for requests of the control socket.
 pub(super) const OF_REQUESTS: u64 = 16;
-/// Open files that a client needs at least: sockets, memory, interrupts.
+/// Minimum number of open files of a client: sockets, memory, interrupts.
 pub(super) const OF_CLIENT: u64 = 16;
-/// Open files of a disk besides its queues.
+/// Number of open files of a disk, without its queues.
 pub(super) const OF_DISK: u64 = 2;
 
-/// Open files of the queues that `threads` threads may open on each disk.
+/// Number of open files of the queues that `threads` threads may open on each disk.
 fn of_queues(disks: impl IntoIterator<Item = Arc<dyn Disk>>, threads: u64) -> u64 {
     disks.into_iter().map(|disk| disk.queue_files()).sum::<u64>() * threads
 }
 
-/// Open files that the guest of a controller may still need, on `threads` I/O threads.
+/// Number of open files that the guest of a controller may still need, on `threads` I/O threads.
 pub(super) fn of_controller(served: &ServedController, threads: usize) -> u64 {
-    // The files of a client are in use, and those of its queues perhaps not yet.
+    // The own files of a connected client are open already, but perhaps not those of its queues.
     let client = if served.has_client() { 0 } else { OF_CLIENT };
     client + of_queues(served.disks(), threads as u64)
 }
 
 impl Changes {
-    /// Open files that clients of everything served may still need.
+    /// Number of open files that clients of all controllers and exports may still need.
     fn needed_files(&self) -> u64 {
         let (threads, exports) = (self.workers(), self.exports().wanted());
         let controllers = self.registry().all();
@@ -40,12 +40,14 @@ impl Changes {
         OF_REQUESTS + controllers.chain(exports).sum::<u64>()
     }
 
-    /// Open files that remain for further controllers, disks and exports; `None` without a limit.
+    /// Number of open files that remain for further controllers, disks and exports. `None` without
+    /// a limit.
     pub(super) fn files_left(&self) -> Option<u64> {
         descriptor_limit::room().map(|room| room.saturating_sub(self.needed_files()))
     }
 
-    /// Checks that clients may open `more` files than they may need so far.
+    /// Checks that the limit leaves room for `more` open files, in addition to those that clients
+    /// may need already.
     ///
     /// # Errors
     /// The limit of open files is too low.
@@ -53,7 +55,7 @@ impl Changes {
         descriptor_limit::check_room(self.needed_files() + more).map_err(exit::conflict)
     }
 
-    /// Checks that the guest of a controller that is added may open its files.
+    /// Checks that the limit leaves room for the guest of a controller that is added.
     ///
     /// # Errors
     /// As for [`check_files`](Self::check_files).
@@ -61,7 +63,8 @@ impl Changes {
         self.check_files(of_controller(added, self.workers()))
     }
 
-    /// Checks that each I/O thread may open a queue of a disk that is added to a controller.
+    /// Checks that the limit leaves room for a queue per I/O thread of a disk that is added to a
+    /// controller.
     ///
     /// # Errors
     /// As for [`check_files`](Self::check_files).

@@ -11,16 +11,18 @@ use std::time::Duration;
 /// Interval at which the thread checks whether it was dropped.
 const POLL: Duration = Duration::from_millis(100);
 
-/// Time that the end of the process may take after the death of its supervisor. Nothing is lost
-/// after it: under a supervisor, completed writes survive a kill of this process.
+/// Time within which the process may end by itself after the death of its supervisor. The kill
+/// after that loses no data: with a supervisor, completed writes survive a kill of this process.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
 
-/// Thread that ends the process when the supervisor dies, until it is dropped. At the start and at
-/// the end of the process, the main thread may wait for a remote disk that does not answer.
+/// Watch thread that ends the process when the supervisor dies. A drop ends the thread. At the
+/// start and at the end of the process, the main thread may wait for a remote disk that does not
+/// answer.
 pub(super) struct ParentWatch(Arc<AtomicBool>);
 
 impl ParentWatch {
-    /// Starts the thread, which ends the process this long after the death of the supervisor.
+    /// Starts the thread, which ends the process when `grace` has passed after the death of the
+    /// supervisor.
     ///
     /// # Errors
     /// The thread cannot be started, or the descriptor limit is reached.

@@ -1,5 +1,5 @@
-//! Sockets and output files: created by the path broker of the supervisor, if it has one, and
-//! otherwise by this process. The protocol is in [`shadowbell_supervisor::path_protocol`].
+//! Sockets and output files: created by the supervisor's path broker if there is one, and otherwise
+//! by this process. The protocol is in [`shadowbell_supervisor::path_protocol`].
 
 use parking_lot::Mutex;
 use shadowbell_config::socket_access;
@@ -24,15 +24,16 @@ use std::sync::OnceLock;
 
 /// Connection to the path broker.
 struct Broker {
-    /// Locked during a request and its answer.
+    /// Socket to the broker, locked from a request to its answer.
     socket: Mutex<OwnedFd>,
-    /// Duplicate for requests without an answer.
+    /// Duplicate of the socket, for requests without an answer.
     unanswered: OwnedFd,
 }
 
 static BROKER: OnceLock<Broker> = OnceLock::new();
 
-/// Uses the path broker at the other end of this socket from now on.
+/// Sets the path broker, at the other end of this socket, that creates and removes all further
+/// sockets and files.
 ///
 /// # Errors
 /// The descriptor limit is reached.
@@ -46,7 +47,8 @@ pub(super) fn begin(socket: OwnedFd) -> io::Result<()> {
         };
         match broker.socket.try_lock() {
             Some(socket) => drop(send_request(&socket, REMOVE, made)),
-            // Another request may be slow, on a hung file system: guests do not wait for it.
+            // Another request, which may wait for a hung file system, holds the lock. So the
+            // removal is sent without an answer, and guests do not wait.
             None => {
                 let body = made.as_bytes();
                 let _ = send_bytes(&broker.unanswered, REMOVE_UNANSWERED, body, &[], true);
@@ -169,7 +171,7 @@ pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
         if keep {
             let mut backup = path.to_owned().into_os_string();
             backup.push(".before");
-            // The file may not exist.
+            // The rename fails if there is no previous file.
             let _ = rustix::fs::renameat(rustix::fs::CWD, path, rustix::fs::CWD, backup);
         }
         return TraceFile::create_file(path);

@@ -1,6 +1,6 @@
-//! Quiesce for good, the old process's part of an upgrade: no command is in flight at a disk, and
-//! no message of a client is half handled. The checkpoint at the supervisor then has everything
-//! that the next process needs, which recovers as after a crash.
+//! Quiesce, the old process's part of an upgrade, from which it does not resume: no command is in
+//! flight at a disk, and no message of a client is half handled. The checkpoint at the supervisor
+//! then has all state that the next process needs, which recovers as after a crash.
 //!
 //! No client can refuse an upgrade: the quiesce has a time limit. Clients that have not quiesced
 //! by then are recovered as after a kill of this process, whose I/O is fenced. The item
@@ -26,7 +26,7 @@ use tracing::{debug, info};
 /// Time limit for the quiesce. QEMU holds its big lock while it waits for a reply.
 const LIMIT: Duration = Duration::from_millis(200);
 
-/// Quiesces for good and waits for the supervisor's kill. Returns only if the checkpoint is
+/// Quiesces, and waits until the supervisor kills this process. Returns only if the checkpoint is
 /// incomplete. `is_changing`: a change of controllers or namespaces is in progress.
 ///
 /// # Errors
@@ -50,7 +50,7 @@ pub(super) fn quiesce(
         unfinished.push("a controller or a namespace was being changed".to_owned());
     }
     let quiesced = quiesce_all(server, began + LIMIT, &mut unfinished);
-    // The recoveries begin with the busiest controllers.
+    // The next process recovers the controllers in this order, the busiest first.
     let mut order = quiesced.clone();
     order.sort_by_key(|served| std::cmp::Reverse(served.controller.io_commands()));
     let controllers = order.iter().map(|served| served.index).collect();
@@ -60,7 +60,7 @@ pub(super) fn quiesce(
     if unfinished.is_empty() {
         server.release_locks();
     } else {
-        // Controllers of a subsystem share disks with controllers that may not have quiesced.
+        // Disks of a subsystem stay locked, because its other controllers may not have quiesced.
         let alone =
             quiesced.iter().filter(|served| served.requested().controller.subsystem.is_none());
         alone.flat_map(|served| served.disks()).for_each(|disk| disk.release_lock());
@@ -68,13 +68,14 @@ pub(super) fn quiesce(
     link.send(to_supervisor::QUIESCED, &unfinished.join("\n"));
     debug!("quiesced after {} us", began.elapsed().as_micros());
     info!("quiesced; another process recovers");
-    // If the service ends or the supervisor dies instead, the checkpoint stays valid.
+    // If the service ends or the supervisor dies before the kill, this process ends, and the
+    // checkpoint stays valid.
     while link.receive().is_some_and(|packet| packet.code != to_worker::END) {}
     std::process::exit(i32::from(exit::FAILED));
 }
 
 /// Quiesces exports, sockets and controllers. Returns the controllers that have quiesced, and adds
-/// a sentence to `unfinished` for everything that has not by `until`.
+/// a sentence to `unfinished` for each part that has not quiesced by `until`.
 fn quiesce_all(
     server: &Server,
     until: Instant,
@@ -83,7 +84,7 @@ fn quiesce_all(
     server.disable_limits();
     let exports = stop_exports(server);
     match server.pause_reactor(until) {
-        // A drop would disconnect the clients.
+        // The reactor is leaked, because its drop would disconnect the clients.
         Ok(reactor) => std::mem::forget(reactor),
         Err(why) => unfinished.push(format!("{why:#}")),
     }
@@ -103,14 +104,16 @@ fn quiesce_all(
     if let Some(disk) = stalled.filter(|_| unfinished.is_empty()) {
         unfinished.push(format!("{} has not answered", disk.name()));
     }
-    // Requests of a client or of an export may still reach any disk and controller.
+    // If the reactor, an export or a disk is unfinished, requests may still reach each disk and
+    // controller, so no controller counts as quiesced.
     if unfinished.len() > unquiesced.len() {
         quiesced.clear();
     }
     quiesced
 }
 
-/// Ends the exports, whose clients connect to the next process. The channel is closed at the end.
+/// Ends the exports, whose clients connect to the next process. The channel is closed when they
+/// have ended.
 fn stop_exports(server: &Server) -> std::sync::mpsc::Receiver<Infallible> {
     let (sender, ended) = channel();
     if !server.changes().exports().is_empty() {
@@ -128,7 +131,7 @@ fn stop_exports(server: &Server) -> std::sync::mpsc::Receiver<Infallible> {
     ended
 }
 
-/// Waits until a disk has no orphans. Returns false if it has some at `until`.
+/// Waits until a disk has no orphans. Returns false if the disk still has orphans at `until`.
 fn await_orphans(disk: &dyn Disk, until: Instant) -> bool {
     while disk.orphans() != 0 {
         if Instant::now() >= until {

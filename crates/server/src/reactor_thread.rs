@@ -1,5 +1,5 @@
-//! Thread that runs the reactor of the vfio-user sockets, and the pause that takes the reactor
-//! out of the thread for good.
+//! Thread that runs the reactor of the vfio-user sockets, and the pause that takes the reactor out
+//! of the thread for an upgrade.
 
 use parking_lot::{Condvar, Mutex};
 use shadowbell_vfio_user::server::{Handle, Reactor, RunEnd};
@@ -19,18 +19,18 @@ struct Shared {
     changed: Condvar,
 }
 
-/// Owner of the reactor, shared by both threads.
+/// Owner of the reactor, as known to the reactor thread and to the thread that pauses it.
 enum State {
-    /// The thread runs it. `pause`: a pause is requested.
+    /// The reactor thread runs the reactor. `pause`: a pause is requested.
     Serving { pause: bool },
-    /// Paused, and not taken out yet.
+    /// The reactor is paused, and not taken out yet.
     Paused(Box<Reactor>),
     /// The reactor was taken out, or has ended.
     Gone,
 }
 
 impl ReactorThread {
-    /// Starts the thread. `ended` is called on it when the reactor has ended.
+    /// Starts the thread, which calls `ended` when the reactor has ended.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -56,7 +56,7 @@ impl ReactorThread {
         self.handle.clone()
     }
 
-    /// Pauses the reactor and takes it out. `None` if it does not pause in time; then it
+    /// Pauses the reactor and returns it. `None` if it has not paused by `until`; it then
     /// continues.
     pub(super) fn pause(&self, until: Instant) -> Option<Reactor> {
         let mut state = self.shared.state.lock();
@@ -103,7 +103,7 @@ impl Shared {
                     *state = State::Paused(Box::new(reactor));
                     self.changed.notify_all();
                     drop(state);
-                    // The process ends in this state.
+                    // The paused thread waits for the end of the process.
                     loop {
                         std::thread::park();
                     }

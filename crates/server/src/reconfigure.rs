@@ -1,8 +1,8 @@
 //! Addition and removal of controllers while the server runs.
 //!
-//! One change runs at a time, on the thread that requests it, and none during a handover. The new
-//! disks and sockets are opened before the old ones are removed, so a change that fails leaves
-//! the server unchanged.
+//! One change runs at a time, on the thread that requests it, and none during an upgrade. The new
+//! disks and sockets are opened before the old ones are removed, so a change that fails leaves the
+//! server unchanged.
 
 use super::builder::{
     assign_io_thread, bind_one, carrier, client_events, open_one, summary, with_origin,
@@ -35,14 +35,14 @@ use tracing::{info, warn};
 
 /// Time limit for the disconnect of a client, and for the close of disks.
 const GONE: Duration = Duration::from_secs(5);
-/// Time limit for the end of a running change before an upgrade. It is part of the guests' wait.
+/// Time for which an upgrade waits for the end of a running change. Guests wait meanwhile.
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// Adds and removes controllers.
 pub(super) struct Changes {
     pool: Pool,
     events: EventSender,
-    /// Disks are opened in a way that permits a handover.
+    /// True if disks are opened so that the next process can recover them.
     recoverable: bool,
     registry: Arc<Registry>,
     /// Handle of the reactor, once it runs.
@@ -95,7 +95,7 @@ impl Changes {
         self.pool.len()
     }
 
-    /// Sets the index of the next controller.
+    /// Sets the index that the next added controller gets.
     pub(super) fn number_from(&self, next: usize) {
         self.next.store(next, Ordering::Relaxed);
     }
@@ -143,10 +143,10 @@ impl Changes {
         Ok(true)
     }
 
-    /// Removes a controller; `forced` is required if it has a client.
+    /// Removes a controller. `forced` is required if the controller has a client.
     ///
     /// # Errors
-    /// The controller does not exist, or has a client.
+    /// The controller does not exist, or has a client and `forced` is false.
     pub(super) fn remove(&self, id: &str, forced: bool) -> anyhow::Result<()> {
         let _guard = self.change_lock.lock();
         let served = self.find(id)?;
@@ -155,7 +155,7 @@ impl Changes {
         self.take_away(served)
     }
 
-    /// Takes the lock, for a change that consists of several.
+    /// Takes the lock of changes, for a change that consists of several.
     pub(super) fn change_lock(&self) -> MutexGuard<'_, ()> {
         self.change_lock.lock()
     }
@@ -185,7 +185,7 @@ impl Changes {
         &self.registry
     }
 
-    /// Finds a controller by the id that a request gives.
+    /// Finds a controller by the id or socket path that a request names.
     ///
     /// # Errors
     /// The controller does not exist.
@@ -203,7 +203,7 @@ impl Changes {
         self.checkpoint.get()
     }
 
-    /// Opens a disk; in a way that permits a handover if the server needs that.
+    /// Opens a disk. If the server has a supervisor, the disk can be recovered by the next process.
     ///
     /// # Errors
     /// The disk cannot be opened.
@@ -240,7 +240,7 @@ impl Changes {
         Ok(Prepared { served, device, listener })
     }
 
-    /// Serves a prepared controller.
+    /// Begins to serve a prepared controller.
     ///
     /// # Errors
     /// The server does not serve yet.
@@ -270,7 +270,7 @@ impl Changes {
     /// The server does not serve yet.
     pub(super) fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
-        // A disk without an id of its own ends with its controller.
+        // A disk without a configured id is closed with its controller, so its exports are removed.
         for (nsid, disk) in
             nsids(&served.requested().controller.disks).zip(&served.requested().controller.disks)
         {
@@ -284,7 +284,7 @@ impl Changes {
         let index = served.index;
         let requested = served.requested();
         let namespaces = served.controller.namespaces();
-        // A subsystem's disks stay with its other controllers.
+        // The disks of a subsystem stay open for its other controllers.
         let named = requested.controller.disks.iter().zip(&namespaces);
         let named = named.filter(|_| requested.controller.subsystem.is_none());
         let named = named.filter_map(|(config, (_, own))| self.begin_detach(config, &own.disk));
@@ -313,7 +313,7 @@ impl Changes {
         }
         drop((served, namespaces));
         named.into_iter().for_each(|disk| self.end_detach(Some(disk), true));
-        // I/O threads drop the disk when they handle the removal; statistics may hold it briefly.
+        // I/O threads drop a disk when they handle the removal. Statistics may hold it briefly.
         let until = Instant::now() + GONE;
         while disks.iter().any(|disk| disk.strong_count() != 0) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));

@@ -1,21 +1,21 @@
 //! Recovery after the death of a server process.
 //!
 //! The dead process has sent a checkpoint to the supervisor
-//! ([`checkpointer`](super::checkpointer)). This process rebuilds everything without accessing
-//! disks or guests, sends its own checkpoint, reports `RECOVERED`, from which on only its own
-//! checkpoint is valid, and serves. Until `RECOVERED` it may fail or die, and the next process
-//! recovers from the same checkpoint again.
+//! ([`checkpointer`](super::checkpointer)). This process rebuilds the controllers without accessing
+//! disks or guests, sends its own checkpoint, reports `RECOVERED`, and serves. If it dies before
+//! `RECOVERED`, the next process recovers from the same checkpoint again; from `RECOVERED` on, only
+//! its own checkpoint is valid.
 //!
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see
-//! `shadowbell_disk_file::recover`. Only the disk limits the duration of this wait. For an upgrade,
-//! the old process has quiesced, so there is no such I/O.
+//! `shadowbell_disk_file::recover`. The wait has no time limit, because only the disk determines
+//! how long its I/O takes. For an upgrade, the old process has quiesced, so there is no such I/O.
 //!
 //! Each controller is recovered by itself, the busiest first, on threads that may wait
 //! ([`recovery_job`](super::recovery_job)). A controller whose disks are not ready within a moment
-//! does not delay the others: the checkpoint of this process then contains the dead process's items
-//! of that controller, and it is served later ([`late_recovery`](super::late_recovery)). A
-//! client whose state or memory is unusable is disconnected, and the others are recovered.
+//! does not delay the others: it is served later ([`late_recovery`](super::late_recovery)), and
+//! until then the checkpoint of this process contains the dead process's items of that controller.
+//! A client whose state or memory is unusable is disconnected, and the others are recovered.
 
 use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Quiesced};
 use super::checkpoint_store;
@@ -52,14 +52,15 @@ use tracing::{info, warn};
 const PROGRESS: Duration = Duration::from_millis(20);
 /// Time after which the process serves although no controller is recovered yet.
 const FIRST: Duration = Duration::from_millis(100);
-/// Maximum number of threads that open disks at first. More follow if these wait.
+/// Maximum number of threads that open disks at first. Further threads are started if all of them
+/// wait.
 const OPENERS: usize = 4;
 
 /// Recovered server.
 pub(super) struct Recovery {
     pub(super) server: Server,
     pub(super) endpoints: Option<Endpoints>,
-    /// Controllers and disks that wait.
+    /// Recovery of the controllers and disks that are not ready yet. `None` if there are none.
     pub(super) late: Option<LateRecovery>,
 }
 
@@ -163,8 +164,8 @@ pub(super) fn recover(
         recovered.push((served, saved, changing));
     }
     phases.ended("own checkpoint");
-    // All recovered controllers are quiesced, and the supervisor has their checkpoint, and the
-    // previous one of the others.
+    // All recovered controllers are quiesced. The supervisor has their new items, and the dead
+    // process's items of the controllers that wait.
     checkpointer.complete();
     checkpointer.delete_quiesced();
     abort_point(AbortPoint::Kept);
@@ -210,8 +211,8 @@ pub(super) fn recover(
     Ok(Some(Recovery { server, endpoints, late }))
 }
 
-/// Waits for the controllers and disks that are ready in a moment. A message that ends the service
-/// is handled after that.
+/// Waits for the controllers and disks that are ready within [`FIRST`] or [`PROGRESS`]. A message
+/// that ends the service is handled only after this wait.
 fn first_results(openers: &mut Openers) -> Vec<Recovered> {
     let (mut ready, mut until) = (Vec::new(), Instant::now() + FIRST);
     while openers.left() > 0 && Instant::now() < until {
@@ -225,8 +226,8 @@ fn first_results(openers: &mut Openers) -> Vec<Recovered> {
 
 /// Jobs of a recovery.
 struct Plan {
-    /// Groups of jobs, the busiest controllers first. The controllers of a subsystem share disks,
-    /// and are a group.
+    /// Groups of jobs, the busiest controllers first. The controllers of a subsystem form one
+    /// group, because they share disks.
     jobs: VecDeque<Vec<Job>>,
     /// Index of the next controller.
     next: usize,
@@ -295,7 +296,8 @@ impl Plan {
         Self { jobs: groups, next, disks }
     }
 
-    /// Entries of the dead process for the checkpoint of this one, until they are recovered.
+    /// Returns the entries of the dead process that this process's checkpoint has until they are
+    /// recovered.
     fn pending(&self) -> Pending {
         let mut pending = Pending::default();
         for job in self.jobs.iter().flatten() {
@@ -315,8 +317,8 @@ impl Plan {
     }
 }
 
-/// Sorts controllers by their number of commands: of a process that has quiesced, its own order;
-/// otherwise by the counters in the checkpoint.
+/// Sorts controllers, the busiest first: in the order that a process that had quiesced has
+/// recorded, or else by the counters in the checkpoint. Suspects come last.
 fn sort(jobs: &mut [ControllerJob], quiesced: &Quiesced, attempts: &Attempts) {
     if !quiesced.controllers.is_empty() {
         let place: HashMap<_, _> = (0..).zip(&quiesced.controllers).map(|(n, i)| (*i, n)).collect();
@@ -334,7 +336,7 @@ fn sort(jobs: &mut [ControllerJob], quiesced: &Quiesced, attempts: &Attempts) {
     });
 }
 
-/// Takes the list of the controllers that had quiesced, if there is one.
+/// Takes the list of the controllers that had quiesced out of the checkpoint, if there is one.
 fn take_quiesced(items: &mut Checkpoint) -> Quiesced {
     let all: Items = items.all.remove_entry(QUIESCED).into_iter().collect();
     decode(&all, QUIESCED).map(|(quiesced, _)| quiesced).unwrap_or_default()
@@ -355,8 +357,8 @@ fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<Vec<Str
         let slot = Slot::of_controller(entry.index);
         let checked = recovery_job::check_deaths(attempts.deaths(slot));
         if let Err(why) = checked.and_then(|()| recovery_job::check(entry, &its)) {
-            // A state of a release that is not supported is the reason for a refusal, not for the
-            // loss of a client.
+            // A state of an unsupported release refuses the upgrade, because it would lose all
+            // clients.
             if why.downcast_ref::<StateError>().is_some_and(StateError::is_of_another_release) {
                 return Err(why);
             }
@@ -367,7 +369,7 @@ fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<Vec<Str
     Ok(lost)
 }
 
-/// Restores the management endpoints, which a process that has quiesced leaves.
+/// Restores the management endpoints from the checkpoint of a process that had quiesced.
 fn endpoints(items: &mut Checkpoint) -> Option<Endpoints> {
     let all: Items = items.all.remove_entry(ENDPOINTS).into_iter().collect();
     if all.is_empty() {
@@ -378,7 +380,7 @@ fn endpoints(items: &mut Checkpoint) -> Option<Endpoints> {
     restored.inspect_err(|why| warn!("the control socket is created anew: {why:#}")).ok()
 }
 
-/// Takes the list of what is served, which must be of a readable version.
+/// Takes the list of what is served out of the checkpoint, and checks its version.
 fn complete(items: &mut Checkpoint) -> anyhow::Result<Complete> {
     let all: Items = items.all.remove_entry(COMPLETE).into_iter().collect();
     let (complete, _): (Complete, _) = decode(&all, COMPLETE)?;
@@ -402,7 +404,8 @@ fn fuse_devices(
     Ok(all)
 }
 
-/// Checks that the configuration asks for what is served, unless that was changed at run time.
+/// Checks that the configuration has the controllers of the checkpoint, unless these were changed
+/// at run time.
 fn matches_configuration(config: &ServerConfig, complete: &Complete) -> anyhow::Result<()> {
     let requested = checkpoint_items::served(config);
     match checkpoint_items::difference(&complete.served, &requested) {

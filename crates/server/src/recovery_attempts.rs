@@ -1,16 +1,17 @@
 //! Number of server processes that died by a fault while they recovered a controller or a disk.
 //!
-//! A recovery that ends the process would end each next one too, and so all clients would lose
-//! their controllers. So the checkpoint has a table in a memfd, which outlives each process: a byte
-//! for each item that is recovered. A thread marks the byte while it recovers the item, but not
-//! while it waits for storage. Once the process serves, the byte is not marked either while storage
-//! is opened: that may hang, and something else may end the process meanwhile. The next process
-//! counts a death for each marked byte, if the process died by a fault. After one death the item is
-//! a suspect: no two suspects are recovered at once, so the next death shows which of them is the
-//! cause. After [`LIMIT`] deaths the item's client is dropped, and after one more death nothing of
-//! the item is accessed any more. Several items may cause deaths in turn, and other deaths may have
-//! no known cause. The supervisor counts all of them, and discards the checkpoint after the
-//! seventh. So it reports its count, and the clients of all suspects are dropped before that.
+//! A recovery that crashes the process would crash each next process too, and so all clients would
+//! lose their controllers. So the checkpoint has a table in a memfd, which outlives each process: a
+//! byte for each item that is recovered. A thread marks the byte while it recovers the item, but
+//! not while it waits for storage. Once the process serves, the byte is also not marked while
+//! storage is opened, because an open may hang, and the process may die meanwhile for another
+//! reason. The next process counts a death for each marked byte, if the process died by a fault.
+//! After one death the item is a suspect: no two suspects are recovered at once, so the next death
+//! shows which of them is the cause. After [`LIMIT`] deaths the item's client is dropped, and after
+//! one more death the item is not accessed any more. Several items may cause deaths in turn, and
+//! deaths may have no known cause. The supervisor counts all deaths, and discards the checkpoint
+//! after the seventh. It sends its count to each process, which drops the clients of all suspects
+//! before the seventh death.
 
 use super::checkpoint_items;
 use parking_lot::{Mutex, MutexGuard};
@@ -30,14 +31,16 @@ pub(super) const ATTEMPTS: &str = "attempts";
 
 /// Number of deaths after which a controller is recovered without its client.
 pub(super) const LIMIT: u8 = 3;
-/// Number of deaths by which the supervisor's count is above those of a suspect when its client is
-/// dropped: two before the death after which the supervisor discards the checkpoint.
+/// Difference between the supervisor's count of deaths and that of a suspect: if it is larger, more
+/// deaths are assumed for the suspect. So the clients of suspects are dropped two deaths before the
+/// supervisor discards the checkpoint.
 const OTHERS: u8 = 2;
-/// Flag bit: recovery in progress.
+/// Flag bit of an item's byte: its recovery is in progress.
 const MARK: u8 = 0x80;
-/// Time limit for the wait of a suspect for the other suspects, one of which may hang.
+/// Time for which the recovery of a suspect waits for those of other suspects, one of which may
+/// hang.
 const ALONE: Duration = Duration::from_secs(10);
-/// Effect of an error at the table.
+/// Log text for the effect of an error at the table.
 const NOT_COUNTED: &str = "a crash during a recovery will not be attributed to its controller";
 
 /// Position of a controller or disk in the table of attempts.
@@ -50,20 +53,20 @@ impl Slot {
         Self(2 * index as u64 + 2)
     }
 
-    /// Slot of the disk with this item key, which ends with a unique number.
+    /// Slot of the disk whose item has this key, which ends with a unique number.
     pub(super) fn of_disk(key: &str) -> Self {
         Self(2 * checkpoint_items::number(key).unwrap_or_default() + 3)
     }
 }
 
-/// Table of deaths.
+/// Table of the deaths of processes during recoveries.
 pub(super) struct Attempts {
     table: File,
     /// Number of recent deaths for any reason, by the supervisor's count.
     all: u8,
     /// Locked while a suspect is recovered.
     suspect: Mutex<()>,
-    /// Items whose storage is being opened, until this process serves.
+    /// Items whose storage was opened before this process serves. `None` once it serves.
     opening: Mutex<Option<Vec<Slot>>>,
 }
 
@@ -98,8 +101,8 @@ impl Attempts {
         self.table.as_fd()
     }
 
-    /// Number of deaths that is compared with [`LIMIT`]: those of this item, or more for a suspect
-    /// if the supervisor has counted many.
+    /// Number of deaths that is compared with [`LIMIT`]: those counted for this item, or more for a
+    /// suspect if the supervisor has counted many deaths.
     pub(super) fn deaths(&self, slot: Slot) -> u8 {
         match self.counted(slot) {
             0 => 0,
@@ -112,9 +115,9 @@ impl Attempts {
         self.get(slot) & !MARK
     }
 
-    /// Removes the marks of a dead process, and counts its death for each marked item if it died
-    /// by a fault. `slots`: the items of its checkpoint. All others become zero. `all`: the
-    /// supervisor's count of recent deaths.
+    /// Removes the marks of a dead process, and counts its death for each marked item if it died by
+    /// a fault. `slots`: the items of its checkpoint. The bytes of all other items become zero.
+    /// `all`: the supervisor's count of recent deaths.
     pub(super) fn count(&mut self, slots: impl Iterator<Item = Slot>, by_fault: bool, all: u8) {
         self.all = all;
         let before: Vec<_> = slots.map(|slot| (slot, self.get(slot))).collect();
@@ -127,7 +130,8 @@ impl Attempts {
         }
     }
 
-    /// Excludes an item from all recoveries: the fence that its recovery would need is not kept.
+    /// Excludes an item from all further recoveries, because the fence that they would need is not
+    /// kept.
     pub(super) fn give_up(&self, slot: Slot) {
         self.set(slot, LIMIT + 1);
     }
@@ -150,7 +154,7 @@ impl Attempts {
 
     fn get(&self, slot: Slot) -> u8 {
         let mut byte = [0];
-        // Beyond the end of the file: zero.
+        // Beyond the end of the file, the byte stays zero.
         let _ = self.table.read_at(&mut byte, slot.0);
         byte[0]
     }
@@ -164,11 +168,11 @@ impl Attempts {
     }
 }
 
-/// Guard that holds the flag of an item during its recovery.
+/// Guard that keeps an item marked during its recovery.
 pub(super) struct Attempt<'a> {
     attempts: &'a Attempts,
     slot: Slot,
-    /// Storage is being opened.
+    /// True while storage of the item is opened.
     opens: Cell<bool>,
     alone: RefCell<Option<MutexGuard<'a, ()>>>,
 }
@@ -217,7 +221,7 @@ impl Attempt<'_> {
         opened
     }
 
-    /// Clears the flag while `wait` waits for storage.
+    /// Calls `wait`, which waits for storage, without the mark.
     pub(super) fn pause<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.unmark();
         let waited = wait();
@@ -236,12 +240,13 @@ impl Drop for Attempt<'_> {
 mod tests {
     use super::*;
 
-    /// The table of the next process after a death.
+    /// Returns the table of the next process after a death.
     fn next(attempts: &Attempts, slots: &[Slot], by_fault: bool) -> Attempts {
         next_after(attempts, slots, by_fault, 0)
     }
 
-    /// The table of the next process after a death, which is the `all`th by the supervisor's count.
+    /// Returns the table of the next process after a death, which is the `all`th by the
+    /// supervisor's count.
     fn next_after(attempts: &Attempts, slots: &[Slot], by_fault: bool, all: u8) -> Attempts {
         let table = attempts.table.try_clone().unwrap();
         let mut next = Attempts::of(table);
@@ -253,7 +258,8 @@ mod tests {
     fn deaths_are_counted_for_the_items_that_are_being_recovered() {
         let slots = [Slot::of_controller(3), Slot::of_disk("disk/unattached.3")];
         let mut attempts = Attempts::new().unwrap();
-        // A killed process, one that waits and one that has finished are not counted.
+        // No death is counted if the process was killed, if the item waits for storage, or if its
+        // recovery has ended.
         std::mem::forget(attempts.begin(slots[0]));
         attempts = next(&attempts, &slots, false);
         let waiting = attempts.begin(slots[0]);
@@ -267,7 +273,7 @@ mod tests {
             attempts = next(&attempts, &slots, true);
             assert_eq!(slots.map(|slot| attempts.deaths(slot)), [deaths, 0]);
         }
-        // A new item has none.
+        // A new item has no counted deaths.
         attempts = next(&attempts, &slots[1..], true);
         assert_eq!(attempts.deaths(slots[0]), 0);
     }
@@ -288,7 +294,7 @@ mod tests {
         assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT, LIMIT + 1, 2, 0]);
     }
 
-    /// Deaths without a known cause count for the supervisor, so they leave a suspect fewer.
+    /// The supervisor also counts deaths without a known cause, so a suspect has fewer attempts.
     #[test]
     fn a_suspect_is_dropped_earlier_if_other_deaths_have_no_known_cause() {
         let slots = [0, 1].map(Slot::of_controller);
@@ -335,7 +341,7 @@ mod tests {
         let attempts = next(&attempts, &slots, true);
         let first = attempts.begin(slots[0]);
         assert!(attempts.suspect.try_lock().is_none());
-        // A suspect that waits for its storage lets the other one continue.
+        // While a suspect waits for its storage, the other suspect can be recovered.
         first.pause(|| drop(attempts.begin(slots[1])));
         assert!(attempts.suspect.try_lock().is_none());
         drop(first);

@@ -1,8 +1,9 @@
-//! Recovery of one controller, or of one disk without a controller, on a thread that may wait.
+//! Recovery of one controller, or of one disk without a controller, on a thread that may wait for
+//! storage.
 //!
 //! The job opens the disks, builds the controller and the socket, maps the client's memory, and
-//! sends the new items of the checkpoint. It accesses neither disks nor guests: until the list of
-//! the checkpoint names the new items, the old ones are valid.
+//! sends the new items of the checkpoint. It accesses neither disks nor guests, because the old
+//! items are valid until the list of the checkpoint names the new ones.
 
 use super::builder;
 use super::checkpoint_items;
@@ -39,7 +40,7 @@ const REPORT_DELAY: Duration = Duration::from_millis(100);
 /// Pause before a disk that could not be opened is tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
-/// Surroundings of all jobs.
+/// Objects that all jobs of a recovery share.
 pub(super) struct JobContext {
     pub(super) pool: Pool,
     pub(super) events: EventSender,
@@ -52,25 +53,25 @@ pub(super) struct JobContext {
 /// Items of the dead process, by key.
 pub(super) type Items = BTreeMap<String, Arc<Item>>;
 
-/// Job of a thread that recovers.
+/// Recovery of one item by a thread.
 pub(super) enum Job {
     Controller(Box<ControllerJob>),
     Disk(DiskJob),
 }
 
-/// Controller of the dead process.
+/// Job that recovers a controller of the dead process.
 pub(super) struct ControllerJob {
-    /// New index.
+    /// Index of the controller in this process.
     pub(super) index: usize,
     /// Entry in the dead process's checkpoint.
     pub(super) entry: ControllerEntry,
     pub(super) death: CauseOfDeath,
-    /// Configuration, unless the checkpoint has it.
+    /// Configuration of the controller. `None` if that of the checkpoint is used.
     pub(super) requested: Option<SocketConfig>,
     pub(super) items: Items,
 }
 
-/// Disk of the dead process that no controller has.
+/// Job that recovers a disk of the dead process that no controller has.
 pub(super) struct DiskJob {
     pub(super) id: String,
     pub(super) entry: UnattachedEntry,
@@ -86,17 +87,17 @@ pub(super) enum Recovered {
     Nothing,
 }
 
-/// Recovered controller, which is not served yet. It is quiesced.
+/// Recovered controller, which is quiesced and not served yet.
 pub(super) struct RecoveredController {
     pub(super) served: Arc<ServedController>,
     pub(super) port: RestoredPort,
     /// Entry in this process's checkpoint; `None` if there is no checkpoint any more.
     pub(super) entry: Option<ControllerEntry>,
-    /// State of the dead process's controller, if it was used.
+    /// State of the dead process's controller. `None` if it could not be used.
     pub(super) saved: Option<SavedController>,
     /// Namespaces whose change the guest may not have been notified of.
     pub(super) changing: Vec<u32>,
-    /// Death of the process that had it.
+    /// Cause of death of the process that served the controller.
     pub(super) death: CauseOfDeath,
     /// Number of commands that are executed again.
     pub(super) replays: usize,
@@ -109,11 +110,11 @@ pub(super) struct RecoveredController {
 /// Parts of the dead process's state that a new controller uses.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RecoveryMode {
-    /// The controller and its client.
+    /// The state of the controller, and the connection of its client.
     Client,
-    /// The controller, which then releases its client.
+    /// The state of the controller. Its client is disconnected.
     Controller,
-    /// Only the listening socket.
+    /// The listening socket only. The controller is a new one.
     Socket,
 }
 
@@ -147,12 +148,12 @@ impl Job {
 }
 
 impl ControllerJob {
-    /// Path of its socket as configured, for messages.
+    /// Configured path of the controller's socket, for messages.
     pub(super) fn name(&self) -> String {
         self.entry.requested.socket.display().to_string()
     }
 
-    /// Slot of its deaths.
+    /// Slot of the controller in the table of attempts.
     pub(super) fn slot(&self) -> Slot {
         Slot::of_controller(self.entry.index)
     }
@@ -201,7 +202,8 @@ impl ControllerJob {
         if is_final.get() {
             mode = RecoveryMode::Socket;
         }
-        // Disks stay open if a controller cannot be built, so they are not recovered again.
+        // The disks stay open for the next attempt if the controller cannot be built, so that they
+        // are not recovered twice.
         let disks: Vec<_> = config.namespaces.iter().map(|ns| Arc::clone(&ns.disk)).collect();
         let mut config = Some(config);
         loop {
@@ -253,7 +255,8 @@ impl ControllerJob {
         builder::with_origin(requested, config.map_err(ConfigureError::into_error))
     }
 
-    /// Listening socket in the checkpoint, found without the state of the client; or a new one.
+    /// Returns the listening socket of the checkpoint, which is found without decoding the client's
+    /// state; or else a new one.
     fn listener(&self, requested: &SocketConfig) -> anyhow::Result<Listener> {
         let item = self.items.get(&checkpoint_items::port(self.entry.index));
         let mut fds = item.into_iter().flat_map(|item| &item.fds);
@@ -347,7 +350,7 @@ impl DiskJob {
     }
 }
 
-/// Wait of a job for its disks, with its log line.
+/// Wait of a job for its disks, and the reason for the wait that was logged.
 struct DiskWait<'a> {
     context: &'a JobContext,
     index: usize,
@@ -357,7 +360,7 @@ struct DiskWait<'a> {
     attempt: Attempt<'a>,
 }
 
-/// Returns an error if the item's client has to be dropped.
+/// Returns an error if an item has so many deaths that its client has to be dropped.
 pub(super) fn check_deaths(deaths: u8) -> anyhow::Result<()> {
     match deaths {
         0..LIMIT => Ok(()),
@@ -386,7 +389,7 @@ impl<'a> DiskWait<'a> {
         }
     }
 
-    /// Waits before the next attempt. Returns false if the service ends.
+    /// Waits before the next attempt to open the disks. Returns false if the service ends.
     fn pause(&self) -> bool {
         let until = Instant::now() + RETRY_PAUSE;
         self.attempt.pause(|| {
@@ -415,12 +418,12 @@ impl<'a> DiskWait<'a> {
         }
     }
 
-    /// Opens a disk of which nothing is recovered.
+    /// Opens a disk without recovering it.
     fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
         self.attempt.open(|| disk_open::open_recoverable(spec))
     }
 
-    /// Recovers a disk after the end of the I/O that its fence covers.
+    /// Recovers a disk, after the I/O of the dead process that its fence covers has ended.
     fn recover(
         &self,
         spec: &str,
@@ -450,7 +453,7 @@ impl<'a> DiskWait<'a> {
     }
 }
 
-/// Reason why a client without a state in the checkpoint is lost.
+/// Reason for the loss of a client whose state is not in the checkpoint.
 const NOT_SAVED: &str = "it is being migrated, or its state could not be saved";
 
 /// True if the port has a client whose state is not in the checkpoint.

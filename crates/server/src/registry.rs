@@ -14,17 +14,17 @@ use std::sync::{Arc, OnceLock};
 
 /// A served controller.
 pub(super) struct ServedController {
-    /// Index, which is never reused.
+    /// Index of the controller, which is never reused.
     pub(super) index: usize,
     /// Current configuration.
     requested: RwLock<Arc<SocketConfig>>,
-    /// Id of its socket in the reactor.
+    /// Id of the controller's socket in the reactor.
     port: OnceLock<PortId>,
-    /// Path of its socket as configured, for messages.
+    /// Configured path of the controller's socket, for messages.
     pub(super) name: String,
-    /// Id in requests.
+    /// Id of the controller in requests.
     pub(super) id: String,
-    /// Absolute path of its socket.
+    /// Absolute path of the controller's socket.
     pub(super) socket: String,
     pub(super) controller: Controller,
     /// True while a client is connected.
@@ -55,7 +55,7 @@ impl ServedController {
         self.controller.namespaces().into_iter().map(|(_, namespace)| namespace.disk)
     }
 
-    /// Disables the rate limits of its disks, so that waiting requests proceed.
+    /// Disables the rate limits of the controller's disks, so that waiting requests proceed.
     pub(super) fn disable_limits(&self) {
         for disk in self.disks() {
             let limiters = LimitedDisk::of(&*disk).map_or(&[][..], LimitedDisk::limiters);
@@ -73,12 +73,12 @@ impl ServedController {
         *self.requested.write() = Arc::new(requested);
     }
 
-    /// Sets the id of its socket in the reactor.
+    /// Sets the id of the controller's socket in the reactor.
     pub(super) fn set_port(&self, port: PortId) {
         let _ = self.port.set(port);
     }
 
-    /// Id of its socket in the reactor.
+    /// Id of the controller's socket in the reactor.
     pub(super) fn port(&self) -> Option<PortId> {
         self.port.get().copied()
     }
@@ -101,7 +101,7 @@ pub(super) struct WaitingController {
     pub(super) why: String,
 }
 
-/// Namespace of a controller, for the comparison with others.
+/// Namespace of a controller, for the comparison of UUIDs with other namespaces.
 struct Identified {
     /// Name of the controller.
     controller: String,
@@ -116,10 +116,10 @@ impl Identified {
         all.map(move |(nsid, config)| Self { controller: controller.clone(), nsid, config })
     }
 
-    /// Warning if the other namespace has the same UUID, and another disk.
+    /// Returns a warning if the other namespace has the same UUID, but another disk.
     fn conflict(&self, other: &Self) -> Option<String> {
         let (here, there) = (storage_of(&self.config.disk), storage_of(&other.config.disk));
-        // Two disks in memory have the same name.
+        // The names of `mem:` and `null:` disks do not identify them.
         let is_named = !here.name().starts_with("mem:") && !here.name().starts_with("null:");
         let is_same = Arc::ptr_eq(here, there) || is_named && here.name() == there.name();
         (self.config.uuid == other.config.uuid && !is_same).then(|| {
@@ -139,7 +139,7 @@ impl Identified {
     }
 }
 
-/// Disk below all layers.
+/// Returns the disk below all layers.
 fn storage_of(disk: &Arc<dyn Disk>) -> &Arc<dyn Disk> {
     let mut storage = disk;
     while let Some(inner) = storage.inner() {
@@ -152,7 +152,7 @@ fn storage_of(disk: &Arc<dyn Disk>) -> &Arc<dyn Disk> {
 #[derive(Default)]
 pub(super) struct Registry {
     controllers: RwLock<Vec<Arc<ServedController>>>,
-    /// Controllers that are not recovered yet.
+    /// Controllers of a dead process that are not recovered yet.
     waiting: RwLock<Vec<WaitingController>>,
 }
 
@@ -186,7 +186,7 @@ impl Registry {
         self.controllers.read().clone()
     }
 
-    /// Short status text.
+    /// Short status text for the service manager.
     pub(super) fn summary(&self) -> String {
         let all = self.controllers.read();
         let clients = all.iter().filter(|served| served.has_client()).count();
@@ -220,12 +220,13 @@ impl Registry {
         }
     }
 
-    /// Controllers that wait.
+    /// Controllers that wait for their disks.
     pub(super) fn waiting(&self) -> Vec<WaitingController> {
         self.waiting.read().clone()
     }
 
-    /// Returns an error if a controller waits that has this id or this socket, or any if `None`.
+    /// Returns an error if the controller with this id or socket path waits for its disks; for
+    /// `None`, if any controller waits.
     ///
     /// # Errors
     /// The controller waits.
@@ -288,7 +289,7 @@ mod tests {
     use super::*;
     use shadowbell_disk_file::{MemDisk, NullDisk};
 
-    /// Namespace with the UUID `uuid`.
+    /// Returns a namespace whose UUID has the byte `uuid` 16 times.
     fn namespace(controller: &str, uuid: u8, disk: &Arc<dyn Disk>) -> Identified {
         let config = NamespaceConfig { disk: Arc::clone(disk), uuid: [uuid; 16] };
         Identified { controller: controller.to_owned(), nsid: 1, config }
@@ -300,7 +301,7 @@ mod tests {
         let (one, two) = (mem(2048), mem(2048));
         let null: Arc<dyn Disk> = Arc::new(NullDisk::new(4096, 512));
         let first = namespace("vm0.sock", 7, &one);
-        // The same disk twice, as in a subsystem, and another UUID.
+        // No conflict: one disk twice, as in a subsystem, and two disks with different UUIDs.
         assert_eq!(namespace("vm1.sock", 7, &one).conflict(&first), None);
         assert_eq!(namespace("vm1.sock", 8, &two).conflict(&first), None);
         for (disk, name) in [(&two, "mem:1MiB"), (&null, "null:2MiB")] {

@@ -57,8 +57,8 @@ pub(super) fn apply(
     Err(anyhow!("only a part was applied: {}", failed.join("; ")))
 }
 
-/// Opens the new disks of a configuration that no controller names, except those whose file is in
-/// use until a removal.
+/// Opens the new disks of a configuration that no controller names, except those whose file an open
+/// disk uses.
 fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Result<()> {
     let exclusive_resources = |spec: &str| DiskConfig::of(spec).exclusive_resources();
     let all = changes.disks();
@@ -69,10 +69,10 @@ fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Res
     early.try_for_each(|disk| changes.put_disk(disk).map(drop))
 }
 
-/// Ids of the exports that differ from the configuration.
+/// Ids of the exports that the configuration does not contain unchanged.
 fn dropped(changes: &Changes, wanted: &[ExportConfig]) -> Vec<String> {
     let now = changes.exports().wanted().into_iter();
-    // A FUSE file is not in a configuration, because `ctl` has mounted it.
+    // FUSE exports stay. They are never in a configuration, because `ctl` mounts them.
     let now = now.filter(|now| now.fuse.is_none());
     let gone = now.filter(|now| !wanted.iter().any(|export| export.is_same(now)));
     gone.map(|export| export.id).collect()
@@ -102,12 +102,13 @@ fn match_unattached(changes: &Changes, named: &[NamedDisk]) -> Vec<anyhow::Error
 /// A namespace to add: its controller, its NSID, and its disk.
 type NewNamespace<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
 
-/// The part of a plan that was prepared before anything is removed.
+/// Plan whose new disks and sockets are opened, as far as possible before the removals.
 struct PreparedPlan<'a> {
     to_remove: Vec<Arc<ServedController>>,
     controllers: Vec<Prepared>,
     namespaces: Vec<(NewNamespace<'a>, Arc<dyn Disk>)>,
-    /// Controllers and namespaces whose socket or disk is in use until a removal.
+    /// Controllers whose socket or disk is in use until a removal. `late_namespaces` has such
+    /// namespaces.
     late_controllers: Vec<&'a SocketConfig>,
     late_namespaces: Vec<NewNamespace<'a>>,
 }
@@ -185,7 +186,8 @@ impl<'a> PreparedPlan<'a> {
         for requested in self.late_controllers.into_iter().chain(&plan.replace) {
             let Err(error) = serve(requested) else { continue };
             failed.push(error);
-            // The controller could not be replaced: serve the previous one again, if possible.
+            // The controller could not be replaced, so the previous one is served again if
+            // possible.
             if let Some(before) = before.iter().find(|before| before.id() == requested.id()) {
                 failed.extend(serve(before).err());
             }
@@ -207,15 +209,16 @@ pub(super) struct Reload {
 }
 
 impl Reload {
-    /// The file that `args` names and that contained `config`. `None` if there is no file.
+    /// Returns the file that `args` names and from which `config` was read. `None` if there is no
+    /// file.
     pub(super) fn of(args: &Args, config: &ServerConfig) -> Option<Arc<Self>> {
         let args = args.has_file().then(|| args.clone())?;
         Some(Arc::new(Self { args, settings: Settings::of(config) }))
     }
 
     /// Reloads the file, or its `text` that the supervisor has read, on a thread of its own,
-    /// because disks may take long to open. That thread finally calls `done` with the result in a
-    /// sentence.
+    /// because disks may take long to open. At the end the thread calls `done` with a sentence
+    /// about the result.
     pub(super) fn start(
         self: &Arc<Self>,
         changes: &Arc<Changes>,

@@ -46,7 +46,7 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
         if is_over.load(Ordering::Acquire) {
             return;
         }
-        // Only a weak reference is held while waiting, so that disks can be closed.
+        // While the thread waits, it holds only a weak reference, so that disks can be closed.
         let Some(changes) = changes.upgrade() else { return };
         resize_changed(&changes);
     }
