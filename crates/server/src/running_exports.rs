@@ -1,4 +1,4 @@
-//! Exports that are served, and those to serve.
+//! Running exports, and the exports of the configuration that are to run.
 
 use super::guard::Loss;
 use anyhow::anyhow;
@@ -20,7 +20,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tracing::{info, warn};
 
-/// An export that is served.
+/// An export that runs.
 pub(super) struct RunningExport {
     pub(super) config: ExportConfig,
     pub(super) block: BlockDevice,
@@ -31,13 +31,13 @@ pub(super) struct RunningExport {
 pub(super) enum ExportDevice {
     Nbd(Server),
     VhostUserBlk(VhostUserBlk),
-    /// Session and path of the file.
+    /// FUSE session and path of the mounted file.
     Fuse(Session, PathBuf),
     Ublk(Box<Ublk>),
 }
 
 impl ExportDevice {
-    /// Address for clients, as in the configuration.
+    /// Address of the export for clients, as in the configuration.
     pub(super) fn address(&self) -> String {
         match self {
             Self::Nbd(server) => server.address().to_string(),
@@ -47,7 +47,7 @@ impl ExportDevice {
         }
     }
 
-    /// Number of requests that failed because of the disk.
+    /// Number of requests that failed with an error of the disk.
     pub(super) fn failures(&self) -> u64 {
         match self {
             Self::Nbd(server) => server.failures(),
@@ -58,7 +58,7 @@ impl ExportDevice {
     }
 
     /// Completes the requests in flight and disconnects the clients. Returns the number of requests
-    /// that failed because of the disk.
+    /// that failed with an error of the disk.
     pub(super) fn stop(self) -> u64 {
         match self {
             Self::Nbd(server) => server.stop(),
@@ -87,27 +87,28 @@ pub(super) struct Exports {
     /// Descriptors of `/dev/fuse` by the id of the export.
     devices: Mutex<Devices>,
     unused: Arc<Unused>,
-    /// Target of `shadowbell export`, as it was given.
+    /// Target of `shadowbell export`, as written on the command line.
     pub(super) target: OnceLock<String>,
 }
 
-/// End of a server whose exports have all ended by themselves: other programs have unmounted the
-/// files and removed the devices.
+/// State by which a server ends when all its exports have ended by themselves, because other
+/// programs have unmounted the files or removed the devices.
 #[derive(Default)]
 struct Unused {
-    /// Exports to start, or that run: of the configuration, of the dead process, or added.
+    /// Exports that run or are to run: those of the configuration or of the dead process, and added
+    /// ones.
     wanted: Mutex<Vec<ExportConfig>>,
     /// Ids of the exports that have ended by themselves.
     ended: Mutex<BTreeSet<String>>,
-    /// End of the server.
+    /// Function that ends the server.
     end: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
-/// Longest wait for the end of a session whose file was unmounted just before.
+/// Maximum wait for the end of a FUSE session after its file was unmounted.
 const UNMOUNTED: Duration = Duration::from_secs(2);
 
-/// FUSE files that this server has mounted, by the id of the export. The end of the value unmounts
-/// them, unless another process is to recover them.
+/// FUSE files that this server has mounted, with the ids of their exports. A drop unmounts them,
+/// unless another process is to recover them.
 #[derive(Default)]
 pub(super) struct OwnMounts {
     all: Vec<(String, Mount)>,
@@ -123,11 +124,11 @@ impl Drop for OwnMounts {
 }
 
 impl OwnMounts {
-    /// Mounts the files of these exports, which are not files of the `disks`. Also returns the
+    /// Mounts the files of these exports, which must not be files of the `disks`. Also returns the
     /// descriptors of `/dev/fuse`.
     ///
     /// # Errors
-    /// A file cannot be mounted. No file is.
+    /// A file cannot be mounted. No file stays mounted then.
     pub(super) fn new(
         exports: &mut [ExportConfig],
         disks: &[NamedDisk],
@@ -144,7 +145,7 @@ impl OwnMounts {
                 )));
             }
             let mounted = match Mount::new(path, export.read_only) {
-                // The process that mounted it was killed.
+                // The process that mounted the file was killed.
                 Err(MountError::Dead(path)) => {
                     Mount::at(&path, false).unmount();
                     Mount::new(&path, export.read_only)
@@ -160,7 +161,7 @@ impl OwnMounts {
         Ok((all, devices))
     }
 
-    /// Files that a dead process of this server has mounted.
+    /// Returns the files that a dead process of this server has mounted.
     pub(super) fn recover(exports: &[ExportConfig]) -> Self {
         let all = exports.iter().filter_map(|export| match (&export.fuse, export.mounted) {
             (Some(path), Mounted::ByServer { created }) => {
@@ -211,10 +212,10 @@ fn warn_of_failures(id: &str, failures: u64) {
     }
 }
 
-/// Certificates by directory, with or without clients that have none.
+/// Certificates by their directory, and whether clients without a certificate are accepted.
 static CERTIFICATES: Mutex<BTreeMap<(PathBuf, bool), ServerTls>> = Mutex::new(BTreeMap::new());
 
-/// Reads the certificates of these exports, which the sandbox makes unreadable.
+/// Reads the certificates of these exports before the sandbox makes them unreadable.
 ///
 /// # Errors
 /// Certificates cannot be read.
@@ -232,7 +233,8 @@ fn certificates(directory: &Path, any_client: bool) -> anyhow::Result<ServerTls>
     ServerTls::load(directory, any_client).map_err(exit::bad_input)
 }
 
-/// Certificates of an export. They are read again if possible, since they may have been renewed.
+/// Returns the certificates of an export. The files are read again if possible, because they may
+/// have been renewed.
 pub(super) fn tls_of(export: &ExportConfig) -> anyhow::Result<Option<ServerTls>> {
     let Some(directory) = &export.tls_certificates else { return Ok(None) };
     let known = (directory.clone(), export.tls_any_client);
@@ -247,7 +249,7 @@ impl Exports {
         *self.unused.wanted.lock() = exports;
     }
 
-    /// Exports to start, or that run.
+    /// Exports that run or are to run.
     pub(super) fn wanted(&self) -> Vec<ExportConfig> {
         self.unused.wanted.lock().clone()
     }
@@ -262,8 +264,8 @@ impl Exports {
         let _ = self.unused.end.set(Box::new(end));
     }
 
-    /// Function to call when the export `id`, which is about to start, has ended by itself, for the
-    /// reason `why`.
+    /// Returns the function that the export `id`, which is about to start, calls when it has ended
+    /// by itself. `why`: reason for the log.
     pub(super) fn on_end(&self, id: &str, why: String) -> impl FnOnce() + Send + 'static + use<> {
         let (unused, id) = (Arc::clone(&self.unused), id.to_owned());
         unused.ended.lock().remove(&id);
@@ -280,24 +282,24 @@ impl Exports {
         }
     }
 
-    /// True if there are none.
+    /// True if no export runs.
     pub(super) fn is_empty(&self) -> bool {
         self.running.lock().is_empty()
     }
 
-    /// Calls `each` with every export.
+    /// Calls `each` with every running export.
     pub(super) fn map<T>(&self, each: impl FnMut(&RunningExport) -> T) -> Vec<T> {
         self.running.lock().values().map(each).collect()
     }
 
-    /// Ids of the exports of a disk.
+    /// Ids of the running exports of a disk.
     pub(super) fn of(&self, disk: &str) -> Vec<String> {
         let running = self.running.lock();
         let its = running.values().filter(|export| export.config.disk == disk);
         its.map(|export| export.config.id.clone()).collect()
     }
 
-    /// Losses of the clients of the disk's exports by a change after which they find `what`.
+    /// Losses of the clients of a disk's exports, if they find `what` after a change.
     pub(super) fn losses(&self, disk: &str, what: &str) -> Vec<Loss> {
         let running = self.running.lock();
         let its = running.values().filter(|export| export.config.disk == disk);
@@ -309,7 +311,7 @@ impl Exports {
     pub(super) fn loss(&self, id: &str) -> Option<Loss> {
         let running = self.running.lock();
         let export = running.get(id)?;
-        // A mounted file is refused in any case.
+        // For a FUSE file there is no loss, because the removal of a mounted one is always refused.
         let is_file = matches!(export.device, ExportDevice::Fuse(..));
         let what = || format!("would lose the disk {}", export.config.disk);
         (export.has_client() && !is_file).then(|| Loss::of_export(id, what()))
@@ -325,8 +327,8 @@ impl Exports {
         }
     }
 
-    /// Waits until the FUSE files that `ctl` has mounted are unmounted, and no program uses them.
-    /// If the server `can_unmount`, it unmounts them.
+    /// Ends the exports of FUSE files that `ctl` has mounted: waits until they are unmounted and no
+    /// program uses them. If the server `can_unmount`, it unmounts them itself.
     pub(super) fn finish_files(&self, can_unmount: bool) {
         let all = std::mem::take(&mut *self.running.lock());
         for (id, export) in all {
@@ -374,12 +376,12 @@ mod tests {
         let ends = || ends.load(Ordering::Relaxed);
         let end = |id: &str| exports.on_end(id, String::new())();
         end("fuse");
-        // Added later, and ended several times.
+        // An export that is added later ends several times.
         exports.set_wanted(vec![export("nbd"), export("fuse"), export("more")]);
         end("more");
         end("more");
         assert_eq!(ends(), 0);
-        // Started again.
+        // An export that has ended is started again.
         let more = exports.on_end("more", String::new());
         end("nbd");
         assert_eq!(ends(), 0);

@@ -26,17 +26,17 @@ pub(super) struct Server {
     controllers: Arc<Registry>,
     changes: Arc<Changes>,
     events: Option<EventQueue>,
-    /// `None` before the start and after the end.
+    /// Thread of the reactor. `None` before the start and after the end.
     reactor: Option<ReactorThread>,
-    /// Owns the I/O threads.
+    /// I/O threads, which end with the pool.
     pool: Pool,
     tracer: Arc<Tracer>,
 }
 
 impl Server {
     /// Starts to serve `config`, entirely or not at all. If `recoverable` is given, disks are
-    /// opened in a way that permits a handover, and `recoverable` is called before any client is
-    /// served. `ended` is called on the reactor thread when the reactor has ended.
+    /// opened so that the next process can recover them, and `recoverable` is called before any
+    /// client is served. `ended` is called on the reactor thread when the reactor has ended.
     ///
     /// # Errors
     /// The first error, with the line of the configuration that it concerns.
@@ -107,7 +107,7 @@ impl Server {
     }
 
     /// Starts the configured doorbell trace and latency measurement. If this process `is_next`
-    /// after another one, the other one's trace file is kept.
+    /// after another one, the previous process's trace file is kept.
     ///
     /// # Errors
     /// The file cannot be created.
@@ -125,7 +125,7 @@ impl Server {
         &self.tracer
     }
 
-    /// Starts the reactor.
+    /// Starts the reactor thread.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -154,15 +154,15 @@ impl Server {
         self.controllers().iter().for_each(|served| served.disable_limits());
     }
 
-    /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one
-    /// after the other. `ended` is called on the reactor thread after the last one, so never if
-    /// one hangs.
+    /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one after
+    /// the other. `ended` is called on the reactor thread after all have answered, and so never if
+    /// a thread hangs.
     pub(super) fn check_liveness(&self, ended: impl FnOnce() + Send + 'static) {
         let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
         self.pool.check_liveness(move || handle.check_liveness(ended));
     }
 
-    /// All disks: those of controllers, and those that no controller has.
+    /// Returns all disks: those of controllers, and those that no controller has.
     pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
         let mut all: Vec<_> = self
             .controllers()
@@ -174,7 +174,7 @@ impl Server {
         all
     }
 
-    /// Releases the locks of all disks, which are not accessed any more.
+    /// Releases the locks of all disks, which this process does not access any more.
     pub(super) fn release_locks(&self) {
         self.disks().iter().for_each(|disk| disk.release_lock());
     }
@@ -189,7 +189,7 @@ impl Server {
         &self.controllers
     }
 
-    /// Changes at run time.
+    /// Object that changes controllers, disks and exports at run time.
     pub(super) fn changes(&self) -> &Arc<Changes> {
         &self.changes
     }
@@ -231,7 +231,7 @@ impl Server {
     }
 }
 
-/// Opens the disks of all controllers. Creates no sockets.
+/// Opens the disks of all controllers, without creating sockets.
 fn open(server: &ServerConfig, recoverable: bool) -> anyhow::Result<Vec<Config>> {
     if let Some(why) = duplicate_disk(&server.controllers) {
         return Err(bad_input(anyhow!(why)));

@@ -3,8 +3,8 @@
 //!
 //! The commands in flight are those in the journals of the controllers, and cancelled writes that
 //! the storage may still execute. The age of a request is the time since the scanner has seen it
-//! first, so it is right to a second. While the I/O threads sleep and nothing is in flight, the
-//! scanner sleeps.
+//! first, so its error is at most a second. While the I/O threads sleep and no command is in
+//! flight, the scanner sleeps.
 
 use super::disks::ListedDisk;
 use super::in_flight::InFlight;
@@ -20,12 +20,12 @@ use tracing::warn;
 
 /// Time between two scans.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Longest sleep of the scanner.
+/// Maximum sleep of the scanner while the I/O threads sleep.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
-/// NSID of a command for all namespaces.
+/// NSID of a command for all namespaces (broadcast).
 const ALL: u32 = u32::MAX;
 
-/// Thread of the scanner, until it is dropped.
+/// Thread of the scanner. A drop ends the thread.
 pub(super) struct StallWatch(Arc<AtomicBool>);
 
 impl StallWatch {
@@ -53,7 +53,7 @@ impl Drop for StallWatch {
 fn watch(is_over: &AtomicBool, changes: &Weak<Changes>, limit: Duration) {
     let mut scanner = Scanner { limit, ..Scanner::default() };
     loop {
-        // Only a weak reference is held while waiting, so that disks can be closed.
+        // While the thread waits, it holds only a weak reference, so that disks can be closed.
         let Some(strong) = changes.upgrade() else { return };
         let activity = strong.pool().activity();
         let disks = scanner.scan(&strong, Instant::now());
@@ -74,19 +74,20 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>, limit: Duration) {
     }
 }
 
-/// Request: the index of its controller, and its identifier there.
+/// Key of a request: index of its controller, and the request's identifier in that controller.
 type RequestKey = (usize, u64);
 
 #[derive(Default)]
 struct Scanner {
     limit: Duration,
-    /// Requests of the last scan: disk, and time when each was seen first.
+    /// Requests of the last scan: id of the disk, and time when the request was seen first.
     seen: HashMap<RequestKey, (String, Instant)>,
     /// Time when cancelled writes of a disk were seen first.
     orphans: HashMap<String, Instant>,
     /// Time of the last scan in which a request of the disk had ended.
     progress: HashMap<String, Instant>,
-    /// Stalled disks, and the time since when each does not answer.
+    /// Ids of the stalled disks, and time when the oldest unanswered request of each was seen
+    /// first.
     stalled: BTreeMap<String, Instant>,
 }
 
@@ -95,7 +96,7 @@ impl Scanner {
     fn scan(&mut self, changes: &Changes, now: Instant) -> BTreeMap<String, InFlight> {
         let mut requests: Vec<(RequestKey, u32)> = Vec::new();
         for served in changes.registry().all() {
-            // The journal is memory: an error is one of this scan only.
+            // An error only affects this scan: the requests of the controller are missing.
             let commands = served.controller.in_flight().unwrap_or_default();
             requests.extend(commands.iter().map(|one| ((served.index, one.id), one.nsid)));
         }
@@ -123,7 +124,8 @@ impl Scanner {
         let mut found = BTreeMap::new();
         for (id, (requests, since)) in all {
             let limited = disks.iter().any(|disk| disk.id == id && is_limited(disk));
-            // Requests of a limited disk wait for the limit, while others end.
+            // Requests of a rate-limited disk wait for the limit, so a disk of which other requests
+            // end is not stalled.
             let moved =
                 self.progress.get(&id).filter(|_| limited).map_or(since, |at| since.max(*at));
             let stalled = now.saturating_duration_since(moved) >= self.limit;
@@ -220,7 +222,7 @@ mod tests {
         assert_eq!(scanner.update(of(&[1, 2]), &none, at(0))["a"], (2, at(0)));
         assert_eq!(scanner.update(of(&[2, 3, 4]), &none, at(1))["a"], (3, at(0)));
         assert_eq!(scanner.progress["a"], at(1));
-        // The same slot, another request.
+        // Requests 2 and 4 have ended, and request 5 is new.
         assert_eq!(scanner.update(of(&[3, 5]), &none, at(2))["a"], (2, at(1)));
         // A cancelled write is a request in flight, although no command waits for it.
         let orphans = BTreeMap::from([("a".to_owned(), 1), ("b".to_owned(), 2)]);

@@ -1,9 +1,9 @@
-//! Durations of start-up and handover phases, while clients wait.
+//! Durations of the phases of a start or a recovery, during which clients wait.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// Phases so far, in their order.
+/// Durations of the phases that have ended, in order.
 #[derive(Debug)]
 pub(super) struct Phases {
     last: Instant,
@@ -24,7 +24,7 @@ impl Phases {
 }
 
 impl fmt::Display for Phases {
-    /// `threads 120, checkpoint 800 us`.
+    /// Formats the durations: `threads 120, checkpoint 800 us`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (nth, (name, took)) in self.ended.iter().enumerate() {
             let comma = if nth == 0 { "" } else { ", " };

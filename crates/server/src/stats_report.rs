@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-/// Sums over the I/O queues of all controllers, deleted ones included, and the counters of each.
+/// Sums over the I/O queues of all controllers, including deleted queues, and the counters of each
+/// controller.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Report {
     /// Commands fetched.
@@ -20,9 +21,9 @@ pub(crate) struct Report {
     pub doorbell_events: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Batches of completions without an interrupt.
+    /// Batches of completions that raised no interrupt.
     pub interrupts_suppressed: u64,
-    /// Updates of EventIdx that make the host ring, of SQs and CQs.
+    /// Updates of EventIdx that request a doorbell write of the host, of SQs and CQs.
     pub event_idx_armed: u64,
     /// Batches of fetched commands.
     pub batches: u64,
@@ -39,7 +40,7 @@ pub(crate) struct ControllerReport {
     pub socket: String,
     /// Serial number.
     pub serial: String,
-    /// Counters of disks that have some.
+    /// Counters of the disks. A disk without counters is left out.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskReport>,
     /// All counters of the controller.
@@ -59,7 +60,7 @@ pub(crate) struct DiskReport {
     pub counters: BTreeMap<&'static str, u64>,
 }
 
-/// Reports of a controller's disks that have counters.
+/// Reports of a controller's disks that have counters or stalled writes.
 fn disks(controller: &Controller) -> Vec<DiskReport> {
     let reports = controller.namespaces().into_iter().map(|(_, namespace)| {
         let disk = namespace.disk;

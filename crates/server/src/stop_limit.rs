@@ -1,4 +1,4 @@
-//! Time limit of the end of the process, for storage that does not answer.
+//! Time limit within which the process ends, even if its storage does not answer.
 
 use super::server::Server;
 use shadowbell_disk::Disk;
@@ -9,8 +9,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use tracing::error;
 
-/// Thread that ends the process after a time limit, until it is dropped. Before that it logs what
-/// has had no answer: the disks, with the number of their requests.
+/// Thread that ends the process after a time limit, and before that logs the disks that have not
+/// answered, with the number of their requests. A drop ends the thread.
 pub(super) struct StopLimit {
     ends: Option<Sender<Infallible>>,
     thread: Option<JoinHandle<()>>,
@@ -28,8 +28,8 @@ impl Drop for StopLimit {
 }
 
 impl StopLimit {
-    /// Starts the thread. The process ends before `limit` is over, because then the supervisor
-    /// kills it.
+    /// Starts the thread, which ends the process a little earlier than `limit`, at which the
+    /// supervisor would kill it.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -43,7 +43,7 @@ impl StopLimit {
             error!("the storage has not answered all requests within {} s", limit.as_secs());
             controllers.iter().for_each(|served| served.controller.log_pending());
             disks.iter().for_each(|disk| log_orphans(&**disk));
-            // Meanwhile the I/O threads log their requests.
+            // During this wait, the I/O threads log their requests in flight.
             if has_ended(&ended, limit.mul_f64(0.1)) {
                 return;
             }
@@ -55,7 +55,7 @@ impl StopLimit {
     }
 }
 
-/// Waits for the drop of the limit. Returns false if it lasts longer than `time`.
+/// Waits until the [`StopLimit`] is dropped. Returns false if that takes longer than `time`.
 fn has_ended(ended: &Receiver<Infallible>, time: Duration) -> bool {
     ended.recv_timeout(time) != Err(RecvTimeoutError::Timeout)
 }

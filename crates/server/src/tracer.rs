@@ -33,7 +33,7 @@ struct Recording {
 /// State of the trace.
 pub(super) struct TraceStatus {
     pub(super) on: bool,
-    /// Records per I/O thread, and size in bytes, of the current or last trace.
+    /// Number of records per I/O thread and size in bytes of the current or last trace.
     pub(super) recording: Option<(u32, u64)>,
 }
 
@@ -43,7 +43,7 @@ impl Tracer {
     }
 
     /// Starts a trace into a new file at `path`. If this process `is_next` after another one, the
-    /// other one's file is kept.
+    /// previous process's file is kept.
     ///
     /// # Errors
     /// The file cannot be created.
@@ -60,7 +60,7 @@ impl Tracer {
         Ok(())
     }
 
-    /// Starts a trace in memory, and drops the last one. Returns false if a trace is on.
+    /// Starts a trace in memory, and drops the previous trace. Returns false if a trace is on.
     ///
     /// # Errors
     /// The memory cannot be allocated.
@@ -87,7 +87,7 @@ impl Tracer {
         std::mem::take(&mut state.on)
     }
 
-    /// Turns latency measurement on or off. Returns false if that changes nothing.
+    /// Turns latency measurement on or off. Returns false if it has that state already.
     pub(super) fn measure(&self, on: bool) -> bool {
         let changes = self.pool.measures() != on;
         self.pool.measure(on);
@@ -110,7 +110,8 @@ impl Tracer {
         self.state.lock().recording.as_ref().map(|recording| Arc::clone(&recording.file))
     }
 
-    /// Records per I/O thread of a running in-memory trace, which the next process starts again.
+    /// Number of records per I/O thread of a running in-memory trace, which the next process starts
+    /// again.
     pub(super) fn in_memory(&self) -> Option<u32> {
         let state = self.state.lock();
         let recording =

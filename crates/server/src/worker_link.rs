@@ -18,7 +18,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Send timeout. The supervisor's main thread always reads, so it is exceeded only by a fault.
+/// Send timeout. The supervisor's main thread always reads, so the timeout is only exceeded if the
+/// supervisor has a fault.
 const LISTENS: Duration = Duration::from_secs(2);
 
 /// Start mode of a server process.
@@ -33,10 +34,11 @@ pub(super) enum Role {
 /// A received checkpoint.
 pub(super) struct Received {
     pub(super) items: Checkpoint,
-    /// How its process ended. `None`: the process still serves, and the checkpoint is only to be
-    /// checked.
+    /// Cause of death of the process that sent it. `None` if that process still serves, and the
+    /// checkpoint is only to be checked.
     pub(super) death: Option<CauseOfDeath>,
-    /// The last process that wrote the checkpoint, or was to recover from it, died by a fault.
+    /// True if the last process that wrote the checkpoint, or was to recover from it, died by a
+    /// fault.
     pub(super) by_fault: bool,
     /// Number of recent deaths by the supervisor's count.
     pub(super) deaths: u8,
@@ -50,7 +52,7 @@ impl WorkerLink {
     /// Takes the connection from standard input.
     ///
     /// # Errors
-    /// Standard input is no such socket.
+    /// Standard input is no connection to a supervisor.
     pub(super) fn take() -> anyhow::Result<Self> {
         let link = io::stdin().as_fd().try_clone_to_owned()?;
         let kind = rustix::net::sockopt::socket_type(&link);
@@ -99,7 +101,7 @@ impl WorkerLink {
         CheckpointStore::new(self.0.try_clone()?)
     }
 
-    /// Receives a checkpoint. `None`: the service is to end.
+    /// Receives a checkpoint. `None` if the supervisor ends the service instead.
     ///
     /// # Errors
     /// The supervisor has died, or a packet is invalid.
@@ -135,17 +137,17 @@ impl WorkerLink {
         Ok(UpgradeRequester(Arc::new(Self(Arc::new(self.0.try_clone()?), Arc::default()))))
     }
 
-    /// Sends a message. An error is ignored: the main loop sees the supervisor's death.
+    /// Sends a message. Ignores an error, because the main loop detects the supervisor's death.
     pub(super) fn send(&self, code: u8, body: &str) {
         let _ = protocol::send(&self.0, code, body, None);
     }
 
-    /// Sends a message without blocking. It is lost if the socket is full.
+    /// Sends a message without blocking. The message is lost if the socket is full.
     pub(super) fn try_send(&self, code: u8, body: &str) {
         let _ = protocol::send_bytes(&self.0, code, body.as_bytes(), &[], true);
     }
 
-    /// Sends a descriptor.
+    /// Sends a message with a descriptor.
     ///
     /// # Errors
     /// The supervisor has died.
@@ -153,7 +155,7 @@ impl WorkerLink {
         protocol::send(&self.0, code, "", Some(fd.as_fd()))
     }
 
-    /// Reports the sockets, and that they are served. `what`: a short status.
+    /// Reports the paths of the sockets, and that this process serves them. `what`: a short status.
     pub(super) fn report_serving<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
         for socket in sockets {
             let known = canonical_path(socket);
@@ -184,7 +186,7 @@ impl UpgradeRequester {
     }
 }
 
-/// Text in a memfd of the supervisor.
+/// Reads the text in a memfd of the supervisor.
 ///
 /// # Errors
 /// The text cannot be read.
@@ -207,7 +209,8 @@ mod tests {
     use super::*;
     use shadowbell_supervisor::checkpoint::{Change, packets};
 
-    /// A process that was to recover and was killed has not died by the fault of the one before.
+    /// If a process that was to recover was killed, the fault of the process before it does not
+    /// count.
     #[test]
     fn only_the_last_process_counts_as_dead_by_a_fault() {
         for (letters, death, by_fault) in [

@@ -31,7 +31,7 @@ pub(super) fn set_ana(
     state.changes.set_ana(id, group, wanted.state).map_err(problem)?;
     let served = find(state, id)?;
     let group = groups(&served).find(|its| its.group == group);
-    // Guests see only groups with namespaces.
+    // A group without a namespace does not exist for the guest.
     group.ok_or_else(|| Problem::new(Code::NotFound, "the group has no namespace"))
 }
 

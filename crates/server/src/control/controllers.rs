@@ -121,7 +121,7 @@ pub(super) fn requested(id: &str, spec: &ControllerSpec) -> Result<SocketConfig,
     config_file::check_nsids(&controller.disks)?;
     let mut requested =
         SocketConfig { id: None, socket, controller, worker: worker.transpose()?, origin: None };
-    // Without an explicit id, the socket is the id.
+    // Without an explicit id, the socket's path is the id.
     if requested.id() != id {
         config_file::check_id(id)?;
         requested.id = Some(id.to_owned());

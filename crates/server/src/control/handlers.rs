@@ -39,7 +39,7 @@ pub(super) struct Answer {
 const JSON: &str = "application/json";
 const OCTETS: &str = "application/octet-stream";
 
-/// Complete response body.
+/// Creates a complete response body.
 fn whole(body: Vec<u8>) -> Body {
     Body::Left(Full::new(body.into()))
 }
@@ -52,7 +52,7 @@ impl From<TraceBody> for Answer {
 
 impl Answer {
     fn json(status: u16, body: &impl Serialize) -> Self {
-        // Numbers and strings only: serialization cannot fail.
+        // Serialization cannot fail, because the values have only numbers and strings.
         let mut body = serde_json::to_vec(body).unwrap_or_default();
         body.push(b'\n');
         Self { status, content_type: JSON, body: whole(body) }
@@ -79,7 +79,7 @@ impl Request<'_> {
             .map_err(|error| Problem::new(Code::BadRequest, format!("the request's body: {error}")))
     }
 
-    /// True if the request may take something from connected clients.
+    /// True if the request has `force=true`, so that connected clients may lose something.
     fn is_forced(&self) -> bool {
         self.parameters.has_query("force=true")
     }
@@ -89,7 +89,7 @@ impl Request<'_> {
     }
 }
 
-/// Carries out a request. The error is the problem that the response reports.
+/// Function that carries out a request. The error is the problem that the response reports.
 pub(super) type Handler = fn(&Request<'_>) -> Result<Answer, Problem>;
 
 /// Defines the OpenAPI document and the handlers of its operations. Method and path are those in
@@ -200,7 +200,7 @@ fn document() -> String {
     text
 }
 
-/// Handler of the path of the document itself.
+/// Handler that returns the OpenAPI document itself.
 pub(super) fn answer_document(_: &Request<'_>) -> Result<Answer, Problem> {
     Ok(Answer { status: 200, content_type: JSON, body: whole(document().into_bytes()) })
 }
@@ -209,7 +209,7 @@ fn ok(body: impl Serialize) -> Result<Answer, Problem> {
     Ok(Answer::json(200, &body))
 }
 
-/// Response to a request that adds something, unless it existed already.
+/// Response to a request that adds an object: 201 if the object is new, 200 if it existed already.
 fn created((is_new, body): (bool, impl Serialize)) -> Result<Answer, Problem> {
     Ok(Answer::json(if is_new { 201 } else { 200 }, &body))
 }
@@ -226,7 +226,8 @@ fn bytes(body: Vec<u8>) -> Result<Answer, Problem> {
 mod tests {
     use super::*;
 
-    /// `BLESS=1 cargo test -p shadowbell --lib document` updates the file.
+    /// Compares the file with the document. With the environment variable BLESS=1, updates the
+    /// file.
     #[test]
     fn the_document_in_docs_is_that_of_the_types() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/openapi.json");

@@ -1,17 +1,17 @@
 //! HTTP connections and their limits.
 //!
 //! Over TCP there is no access control. A web browser must not read the metrics on behalf of a web
-//! page, so the request must address this machine: see [`names_us`]. A client that keeps an idle
-//! connection open makes room for a new one.
+//! page, so a request must address this machine ([`names_us`]). If there are too many TCP
+//! connections, an idle one is closed for a new one.
 //!
-//! hyper implements the protocol; this module sets the limits. A client of the control socket
-//! runs as our user or as root, but may still be slow or faulty. All clients together have
-//! [`CLIENTS`] connections. A client has [`HEAD`] to send the head of a request, the same time
-//! for the body, and [`CONNECTION`] until it has read all responses. After that the connection is
-//! closed. Further clients wait in the listen queue.
+//! hyper implements the protocol; this module sets the limits. A client of the control socket runs
+//! as our user or as root, but may still be slow or faulty. All clients together have [`CLIENTS`]
+//! connections. A client has the time [`HEAD`] to send the head of a request, the same time for the
+//! body, and [`CONNECTION`] until it has read all responses. After that the connection is closed.
+//! Further clients wait in the listen queue.
 //!
-//! If another process continues, each request is answered. The other process gets the connections
-//! of which nothing was read, requests in execution have [`LEAVE`], and those that take longer are
+//! At an upgrade, each request is answered. The next process gets the connections of which nothing
+//! was read. Requests in execution have the time [`LEAVE`] to end; those that take longer are
 //! answered by 503 Service Unavailable.
 
 use super::handlers::{Answer, Body, Request as HandlerRequest};
@@ -49,20 +49,23 @@ use tracing::{debug, warn};
 
 /// Maximum number of connections, for each of the two sockets.
 const CLIENTS: usize = 16;
-/// Time limit for the head of a request, counted from the end of the last one, and for the body.
+/// Time limit for the head of a request, counted from the end of the previous request, and for the
+/// body.
 const HEAD: Duration = Duration::from_secs(10);
 /// Maximum duration of a connection.
 const CONNECTION: Duration = Duration::from_secs(60);
-/// Maximum size of a request's head.
+/// Maximum size of a request's head, in bytes.
 const HEAD_BYTES: usize = 16 << 10;
-/// Maximum size of a body: a configuration file as a JSON string.
+/// Maximum size of a request's body, in bytes. The largest is a configuration file as a JSON
+/// string.
 const BODY_BYTES: usize = 2 << 20;
-/// Time limit for requests in execution before another process continues, and for the responses to
-/// those that take longer.
+/// Time limit at an upgrade for requests in execution, and then for sending the responses to those
+/// that take longer.
 const LEAVE: Duration = Duration::from_millis(50);
-/// Seconds until a client may repeat a request that another process has to execute.
+/// Value of Retry-After in the response 503: seconds until the next process can execute the
+/// request.
 const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
-/// Delay before the next accept if the system has no descriptor for a client.
+/// Delay before the next accept after a lack of descriptors or memory.
 const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 
 /// Listening socket, with accepted connections of which nothing was read.
@@ -71,11 +74,11 @@ pub(super) struct Source {
     pub(super) clients: Vec<OwnedFd>,
 }
 
-/// Phase of the service, in order.
+/// Phase of the service at the control socket, in order.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Serving,
-    /// No connection is accepted, and none has a further request.
+    /// No further connection or request is accepted.
     Leaving,
     /// Requests in execution are answered by 503.
     Late,
@@ -101,7 +104,8 @@ pub(super) async fn serve(
     {
         let Some(Source { listener, clients }) = source else { continue };
         let socket = Listening::new(listener, via)?;
-        // A client that cannot be registered loses its connection, and the others continue.
+        // A client that cannot be registered with the runtime loses its connection. Other clients
+        // are not affected.
         let clients = clients.into_iter().filter_map(|client| {
             let client = Listening::client(client, via);
             client.inspect_err(|error| warn!("a client of the control socket: {error}")).ok()
@@ -121,7 +125,7 @@ pub(super) async fn serve(
     Ok(untouched.map(|untouched| std::mem::take(&mut *untouched.lock())))
 }
 
-/// Returns the result of `work`, or `None` if `phase` begins before.
+/// Returns the result of `work`, or `None` if `phase` begins before `work` ends.
 async fn until<T>(
     phase: Phase,
     phases: &mut watch::Receiver<Phase>,
@@ -200,7 +204,8 @@ async fn accept(
                 tokio::spawn(async move {
                     let (mut client, mut evicted) = (pin!(client), pin!(seat.evicted()));
                     poll_fn(|context| match client.as_mut().poll(context) {
-                        // Clients of the control socket run as our user or as root.
+                        // Clients of the control socket are not evicted, because they run as our
+                        // user or as root.
                         Poll::Pending if via == Via::Tcp => evicted.as_mut().poll(context),
                         outcome => outcome,
                     })
@@ -284,7 +289,7 @@ fn connection(
     }
 }
 
-/// Response to a request that does not end before another process continues.
+/// Response to a request that does not end in time before the next process takes over.
 fn unavailable() -> Response<Body> {
     let why = "the server process is being replaced, and the request has not ended yet; repeat it";
     let mut response = response(Answer::problem(&Problem::new(Code::Unavailable, why)));
@@ -308,7 +313,8 @@ async fn respond(
         Err(refused) => Err(refused),
         Ok((handler, parameters)) => match read(body).await {
             Err(problem) => Err(problem.into()),
-            // A handler may wait for I/O threads or for the system.
+            // A handler may wait for I/O threads or for system calls, so it runs on a thread that
+            // may block.
             Ok(body) => {
                 let work = tokio::task::spawn_blocking(move || {
                     let (state, parameters, body) = (&state, &parameters, &body);

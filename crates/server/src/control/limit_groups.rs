@@ -61,7 +61,7 @@ pub(super) fn change_limit_group(
     Ok(limit_group(&limits::Group { name: name.to_owned(), limits }))
 }
 
-/// Limits of a group, which is in no other group.
+/// Returns the limits of a new group. Refuses limits that name another group.
 fn own(wanted: &LimitSpec) -> Result<&LimitSpec, Problem> {
     match wanted.group {
         None => Ok(wanted),

@@ -1,14 +1,13 @@
 //! `/metrics`: counters of the server in the text format OpenMetrics 1.0.
 //!
-//! The values are the counters of [`Stats`], which are read in place. No I/O thread is asked or
-//! woken.
+//! The values are the counters of [`Stats`], which are read in place, without a message to an I/O
+//! thread.
 //!
 //! The counters of a deleted queue are added to `queue="deleted"`, so that sums over all queues
 //! never decrease.
 //!
-//! The format is simple and the names are ours to choose, so no library is used. A server with
-//! 256 controllers has thirty thousand samples, so labels that many samples share are formatted
-//! once.
+//! The format is simple, so no library is used. A server with 256 controllers has thirty thousand
+//! samples, so labels that many samples share are formatted once.
 
 use super::state::{ServerState, namespaces_of};
 use crate::registry::ServedController;
@@ -41,11 +40,11 @@ impl Kind {
         }
     }
 
-    /// Suffix of a sample's name after the family's name.
+    /// Suffix that a sample's name has in addition to the family's name.
     fn suffix(self) -> &'static str {
         match self {
             Self::Counter => "_total",
-            // The samples of a histogram have suffixes of their own.
+            // `distribution` adds the suffixes of a histogram's samples.
             Self::Gauge | Self::Histogram => "",
             Self::Info => "_info",
         }
@@ -82,7 +81,7 @@ fn labels(labels: &[(&'static str, &str)]) -> String {
 struct Text(String);
 
 impl Text {
-    /// Begins a family. If its name ends in a unit, the unit is declared.
+    /// Begins a metric family. If its name ends in a unit, the unit is declared.
     fn family(&mut self, kind: Kind, name: &'static str, help: &str) -> Family<'_> {
         // Writing to a string cannot fail.
         let _ = writeln!(self.0, "# TYPE {name} {}", kind.name());
@@ -101,12 +100,12 @@ struct Family<'a> {
 }
 
 impl Family<'_> {
-    /// Writes a sample. `labels`: formatted by [`labels`].
+    /// Writes a sample. `labels`: text of [`labels`].
     fn sample(&mut self, labels: &str, value: u64) {
         self.sample_of(labels, if labels.is_empty() { "" } else { "}" }, value);
     }
 
-    /// Writes a sample with `end` after the labels.
+    /// Writes a sample, with further labels and the closing brace in `end`.
     fn sample_of(&mut self, labels: &str, end: &str, value: u64) {
         let mut digits = itoa::Buffer::new();
         let value = digits.format(value);
@@ -183,9 +182,9 @@ impl Counted {
         }
     }
 
-    /// Estimated size of the controller's text.
+    /// Estimated size of the controller's text, in bytes.
     fn text_bytes(&self) -> usize {
-        // Number of lines, for queues and for the rest, times the average length.
+        // Number of lines (9 for each queue, and 32 others) times their average length.
         ((self.sqs.len() + self.cqs.len()) * 9 + 32) * 104
     }
 
@@ -194,7 +193,7 @@ impl Counted {
     }
 }
 
-/// All metrics of the server.
+/// Returns all metrics of the server.
 pub(super) fn text(state: &ServerState) -> String {
     let counted: Vec<_> = state.controllers.all().into_iter().map(Counted::now).collect();
     let mut text =
@@ -520,8 +519,8 @@ fn exports(text: &mut Text, state: &ServerState) {
     }
 }
 
-/// Writes the measured latencies of existing namespaces, also after the measurement was turned
-/// off.
+/// Writes the measured latencies of existing namespaces, even if the measurement was turned off
+/// since.
 fn measured(text: &mut Text, all: &[Counted]) {
     let mut kinds = Vec::new();
     for Counted { served, stats, labels: of_controller, .. } in all {

@@ -14,14 +14,14 @@
 //! | `seats` | limit of connections, and eviction of idle ones |
 //! | `socket_io` | socket I/O with few system calls |
 //!
-//! One thread (`sb-api`) serves the sockets. Requests that may block run on threads that exist
-//! only while there is work, [`BLOCKING`] at most. No such thread holds a lock that the reactor
-//! or an I/O thread takes. Without clients there is no timer.
+//! One thread (`sb-api`) serves the sockets. Requests that may block run on at most [`BLOCKING`]
+//! threads, which exist only while there are such requests. No such thread holds a lock that the
+//! reactor or an I/O thread takes. Without clients no timer runs.
 //!
-//! Replacement of the server: the next process gets the listening sockets, and accepted connections
-//! of which nothing was read. Requests in flight have 50 ms to end, or are answered by 503 Service
+//! At an upgrade, the next process gets the listening sockets, and accepted connections of which
+//! nothing was read. Requests in execution have 50 ms to end, or are answered by 503 Service
 //! Unavailable. An idle connection that has had a response is closed, which HTTP permits at any
-//! time. Clients that connect meanwhile wait in the listen queue.
+//! time. Clients that connect during the upgrade wait in the listen queue.
 
 mod ana;
 mod controllers;
@@ -71,22 +71,22 @@ use tracing::{debug, info, warn};
 /// Maximum number of threads for requests that may block.
 const BLOCKING: usize = 4;
 
-/// Sockets while no thread serves them.
+/// Control and metrics sockets while no thread serves them.
 pub(super) struct ControlListeners {
     /// Name of the server.
     name: String,
-    /// `None` if there is no control socket, but only the metrics socket.
+    /// Control socket. `None` if there is only the metrics socket.
     socket: Option<Socket>,
     metrics: Option<TcpListener>,
     /// Accepted connections to the metrics socket of which nothing was read.
     metrics_clients: Vec<OwnedFd>,
     /// Address of the metrics socket, if this process has created it.
     metrics_at: Option<SocketAddr>,
-    /// Start of the counters.
+    /// Time at which the counters began.
     began: Instant,
-    /// Records per I/O thread of the in-memory trace, if one was on.
+    /// Number of records per I/O thread of the in-memory trace, if one was on.
     tracing: Option<u32>,
-    /// Latency measurement of the previous process: on or off.
+    /// True if the previous process measured latency. `None` if there was none.
     measures: Option<bool>,
 }
 
@@ -94,7 +94,8 @@ struct Socket {
     listener: Listener,
     /// Accepted connections of which nothing was read.
     clients: Vec<OwnedFd>,
-    /// Removed after the socket in it, so declared after it.
+    /// Directory of the socket. Declared after the listener, so that it is removed after the socket
+    /// file.
     directory: Option<OwnDirectory>,
 }
 
@@ -114,24 +115,25 @@ pub(super) struct SavedControl {
     socket: Option<SavedListener>,
     directory: Option<PathBuf>,
     metrics: Option<FdRef>,
-    /// Accepted connections to the two sockets of which nothing was read.
+    /// Accepted connections of which nothing was read: to the control socket, and to the metrics
+    /// socket.
     #[serde(default)]
     clients: [Vec<FdRef>; 2],
-    /// Nanoseconds since the start of the counters.
+    /// Nanoseconds since the counters began.
     elapsed: u64,
     /// Log filter, if it was changed at run time.
     log_filter: Option<String>,
-    /// Records per I/O thread of the in-memory trace, if one is on.
+    /// Number of records per I/O thread of the in-memory trace, if one is on.
     #[serde(default)]
     tracing: Option<u32>,
-    /// Latency measurement: on or off.
+    /// True if latency is measured.
     #[serde(default)]
     measures: Option<bool>,
 }
 
 impl ControlListeners {
-    /// Creates the sockets. `default_name`: name of the server if none is configured. `pid`:
-    /// number that is appended if another server has the same name.
+    /// Creates the sockets. `default_name`: name of the server if none is configured. `pid`: number
+    /// that is appended to the default name if another server has this name.
     ///
     /// # Errors
     /// A configured socket cannot be created. If the default control socket cannot be created, a
@@ -215,7 +217,7 @@ impl ControlListeners {
         })
     }
 
-    /// Restores what [`save`](Self::save) has serialized.
+    /// Restores the sockets and settings that [`save`](Self::save) has serialized.
     ///
     /// # Errors
     /// A descriptor is missing.
@@ -280,7 +282,7 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
     let path = socket_path::socket(directory, name);
     let own = directory.join(name);
     if path_broker::has_broker() {
-        // The supervisor creates the directory, too.
+        // The supervisor creates the directory with the socket.
         let listener = path_broker::listen(&path, Kind::Private)?;
         return Ok(Socket { listener, clients: Vec::new(), directory: Some(OwnDirectory(own)) });
     }
@@ -299,7 +301,7 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
     Ok(Socket { listener, clients: Vec::new(), directory: Some(OwnDirectory(own)) })
 }
 
-/// The thread that serves the sockets. A drop ends the thread.
+/// Thread that serves the sockets. A drop ends the thread.
 pub(super) struct ControlSocket {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<ControlListeners>>,
@@ -354,7 +356,7 @@ impl ControlSocket {
                 }
                 Err(error) => warn!("cannot serve the control socket: {error}"),
             }
-            // Requests that still wait for an I/O thread end by themselves.
+            // The threads of requests that still wait are not joined: they end by themselves.
             runtime.shutdown_background();
             listeners.tracing = tracer.in_memory();
             listeners.measures = Some(tracer.measures());

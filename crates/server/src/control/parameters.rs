@@ -12,13 +12,13 @@ pub(super) struct Parameters {
 }
 
 impl Parameters {
-    /// Parameter of the path.
+    /// Returns a parameter of the path.
     pub(super) fn text(&self, name: &str) -> &str {
         let found = self.values.iter().find(|(known, _)| *known == name);
         found.map_or("", |(_, value)| value)
     }
 
-    /// Numeric parameter of the path.
+    /// Returns a numeric parameter of the path.
     pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<T, Problem> {
         self.text(name).parse().map_err(|_| missing(&self.path))
     }
@@ -28,7 +28,7 @@ impl Parameters {
     }
 }
 
-/// Problem of a path that does not exist.
+/// Problem for a path that does not exist.
 pub(super) fn missing(path: &str) -> Problem {
     Problem::new(Code::NotFound, format!("there is no path {path}"))
 }

@@ -18,14 +18,14 @@ pub(super) enum Via {
 
 /// Path of the OpenAPI document with its operations.
 struct Entry {
-    /// Components; a parameter is in braces.
+    /// Components of the path. That of a parameter is in braces.
     template: Vec<String>,
     operations: Vec<(Method, Handler)>,
-    /// Methods of the operations.
+    /// Methods of the operations, for the response's Allow header.
     allow: String,
 }
 
-/// Paths of the OpenAPI document, and that of the document itself.
+/// Table of the paths in the OpenAPI document, and of the path of the document itself.
 static TABLE: LazyLock<Vec<Entry>> = LazyLock::new(|| {
     let own = ("/v1/openapi.json".to_owned(), vec![(Method::GET, answer_document as Handler)]);
     let paths = openapi().paths.paths.into_iter().map(|(path, item)| {
@@ -52,7 +52,7 @@ static TABLE: LazyLock<Vec<Entry>> = LazyLock::new(|| {
 });
 
 impl Entry {
-    /// Parameters of a path, if it matches.
+    /// Returns the parameters of a path. `None` if the path does not match the template.
     fn parameters(&'static self, parts: &[String]) -> Option<Vec<(&'static str, String)>> {
         if parts.len() != self.template.len() {
             return None;
@@ -70,7 +70,7 @@ impl Entry {
     }
 }
 
-/// A request without a route.
+/// Refusal of a request without a route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Refused {
     pub(super) problem: Problem,

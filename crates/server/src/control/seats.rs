@@ -6,16 +6,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::Notify;
 
-/// Connections at one socket, at most a fixed number.
+/// Seats of the connections at one socket, whose number is limited.
 pub(super) struct Seats {
     limit: usize,
-    /// Connections, the oldest first.
+    /// Seats of the current connections, the oldest first.
     taken: Mutex<Vec<Arc<Seat>>>,
     /// Signalled when a connection ends or becomes idle.
     changed: Arc<Notify>,
 }
 
-/// Place of one connection.
+/// Seat of one connection: its right to exist, until it is evicted.
 pub(super) struct Seat {
     /// True while a request is executed.
     is_busy: AtomicBool,
@@ -25,7 +25,7 @@ pub(super) struct Seat {
     changed: Arc<Notify>,
 }
 
-/// A request in execution.
+/// Guard during the execution of a request.
 pub(super) struct Busy(Arc<Seat>);
 
 impl Seats {
@@ -33,7 +33,7 @@ impl Seats {
         Self { limit, taken: Mutex::default(), changed: Arc::default() }
     }
 
-    /// Waits for a place. If there is none, the oldest idle connection is evicted.
+    /// Waits for a free seat. If there is none, the oldest idle connection is evicted.
     pub(super) async fn take(&self, client: &ClientSocket) -> Arc<Seat> {
         loop {
             if let Some(seat) = self.try_take(client) {
@@ -61,7 +61,7 @@ impl Seats {
         Some(seat)
     }
 
-    /// Frees the place of a connection that has ended.
+    /// Frees the seat of a connection that has ended.
     pub(super) fn release(&self, seat: &Arc<Seat>) {
         self.taken.lock().retain(|one| !Arc::ptr_eq(one, seat));
         self.changed.notify_one();
@@ -69,11 +69,11 @@ impl Seats {
 }
 
 impl Seat {
-    /// Waits until the connection has to make room for another one.
+    /// Waits until the connection has to be closed for another one.
     pub(super) async fn evicted(&self) {
         loop {
             self.evict.notified().await;
-            // A request may have arrived since then.
+            // A request may have arrived since the eviction was requested.
             if self.is_idle() {
                 return;
             }
@@ -123,7 +123,8 @@ mod tests {
         };
         let sockets = [client(), client(), client(), client()];
         let taken: Vec<_> = sockets[..3].iter().map(|one| now(one).unwrap()).collect();
-        // The first one executes a request, and the second one has not read its response.
+        // The first connection executes a request, and the second has not read its response, so
+        // only the third is idle.
         let busy = taken[0].busy();
         sockets[1].is_sending().store(true, Ordering::SeqCst);
         assert!(now(&sockets[3]).is_none());
@@ -131,7 +132,7 @@ mod tests {
         assert_eq!([evicted(0), evicted(1), evicted(2)], [false, false, true]);
         seats.release(&taken[2]);
         let last = now(&sockets[3]).expect("a free place");
-        // When all are busy, a new one waits until one becomes idle.
+        // If all connections are busy, a new one waits until one of them becomes idle.
         let _busy = last.busy();
         let fifth = client();
         let mut waits = pin!(seats.take(&fifth));

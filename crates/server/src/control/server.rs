@@ -205,7 +205,7 @@ pub(super) fn upgrade(state: &ServerState, wanted: Upgrade) -> Result<Status, Pr
     };
     let last_error = Arc::clone(&state.upgrade_error);
     *last_error.lock() = None;
-    // The result comes when this process is replaced, or when the upgrade has failed.
+    // `outcome` waits until this process is replaced, or until the upgrade has failed.
     let wait = move || {
         if let Err(error) = outcome() {
             *last_error.lock() = Some(exit::line(&error));

@@ -1,8 +1,8 @@
 //! Client connection for hyper that needs only the system calls `read` and `write`. tokio's own
 //! streams use further system calls, each of which the sandbox would have to allow.
 //!
-//! A client of the control socket can pass a descriptor with a request. This is the only place that
-//! receives one.
+//! A client of the control socket can pass a descriptor with a request, which only this module
+//! receives.
 
 use anyhow::anyhow;
 use parking_lot::Mutex;
@@ -23,11 +23,11 @@ use tokio::net::{TcpStream, UnixStream};
 /// Device number of `/dev/fuse`.
 const FUSE: (u32, u32) = (10, 229);
 
-/// Last descriptor that a client has passed.
+/// Last descriptor that a client has passed, shared with its requests.
 pub(super) type ReceivedDescriptor = Arc<Mutex<PassedDescriptor>>;
 
-/// Descriptor that a client has passed, if it has. Another thread closes it, because that may
-/// block.
+/// Descriptor that a client has passed, if there is one. Another thread closes it, because the
+/// close may block.
 #[derive(Default)]
 pub(super) struct PassedDescriptor(Option<OwnedFd>);
 
@@ -35,10 +35,10 @@ impl PassedDescriptor {
     /// Takes a descriptor of `/dev/fuse`.
     ///
     /// # Errors
-    /// There is another descriptor.
+    /// The passed descriptor is not one of `/dev/fuse`.
     pub(super) fn take_fuse_device(&mut self) -> anyhow::Result<Option<OwnedFd>> {
         let Some(device) = &self.0 else { return Ok(None) };
-        // Its file system may not answer.
+        // The flags prevent a request to the descriptor's file system, which may not answer.
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
         let about = statx(device, "", flags, StatxFlags::TYPE)?;
         match (about.stx_rdev_major, about.stx_rdev_minor) {
@@ -58,9 +58,9 @@ impl Drop for PassedDescriptor {
 pub(super) struct ClientSocket {
     stream: Arc<Stream>,
     is_sending: Arc<AtomicBool>,
-    /// True if bytes of the client were read.
+    /// True if bytes from the client were read.
     has_read: Arc<AtomicBool>,
-    /// True if another process may serve the client.
+    /// True if the descriptor was duplicated for another process, which may serve the client.
     is_duplicated: Arc<AtomicBool>,
     received: ReceivedDescriptor,
 }
@@ -73,7 +73,7 @@ pub(super) struct ClientDescriptor {
 }
 
 impl ClientDescriptor {
-    /// True if no byte of the client was read, so that another process can serve it.
+    /// True if no byte from the client was read, so that another process can serve the client.
     pub(super) fn is_untouched(&self) -> bool {
         !self.has_read.load(Ordering::SeqCst)
     }
@@ -122,12 +122,12 @@ impl From<TcpStream> for ClientSocket {
 }
 
 impl ClientSocket {
-    /// Flag that is true while bytes wait until the client reads.
+    /// Flag that is true while response bytes wait until the client reads.
     pub(super) fn is_sending(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.is_sending)
     }
 
-    /// Descriptor that the client has passed, once there is one.
+    /// Shared slot for the descriptor that the client passes.
     pub(super) fn received(&self) -> ReceivedDescriptor {
         Arc::clone(&self.received)
     }
@@ -147,7 +147,7 @@ impl ClientSocket {
         }
     }
 
-    /// Performs `call` once it does not block.
+    /// Performs `call` when the socket is ready for it.
     fn poll_call(
         &self,
         context: &mut Context<'_>,
@@ -193,8 +193,8 @@ impl AsyncRead for ClientSocket {
     }
 }
 
-/// Receives what the client has still sent: the close of the socket would close the descriptors in
-/// it on this thread.
+/// Receives the remaining bytes and descriptors, so that the close of the socket does not close
+/// these descriptors on this thread.
 impl Drop for ClientSocket {
     fn drop(&mut self) {
         if let Stream::Unix(socket) = &*self.stream
@@ -207,13 +207,14 @@ impl Drop for ClientSocket {
     }
 }
 
-/// Receives bytes, and a descriptor if one comes with them.
+/// Receives bytes, and keeps the first descriptor that comes with them.
 fn receive(
     socket: BorrowedFd<'_>,
     room: &mut [u8],
     received: &ReceivedDescriptor,
 ) -> rustix::io::Result<usize> {
-    // The system would close descriptors for which there is no room, on this thread.
+    // There is room for all descriptors, because the kernel would close further ones on this
+    // thread.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut room = [IoSliceMut::new(room)];
@@ -282,7 +283,7 @@ mod tests {
         sendmsg(socket, &bytes, &mut control, SendFlags::empty()).unwrap();
     }
 
-    /// Descriptors that are replaced, too many for a message, or never received.
+    /// The descriptors are replaced by later ones, more than one in a message, or never received.
     #[test]
     fn a_slow_close_of_a_clients_descriptor_does_not_block_the_server() {
         let (client, server) = std::os::unix::net::UnixStream::pair().unwrap();

@@ -13,7 +13,7 @@ use shadowbell_control_api::api::{LimitSpec, Namespace};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The part of the server that requests read and control.
+/// Parts of the server that requests read and change.
 pub(crate) struct ServerState {
     pub(crate) name: String,
     /// Start of the counters.
@@ -28,10 +28,10 @@ pub(crate) struct ServerState {
     pub(crate) settings: Settings,
     /// Ends the service.
     pub(crate) end: Box<dyn Fn() + Send + Sync>,
-    /// Reason for the failure of the last upgrade.
+    /// Reason why the last upgrade failed, if it did.
     pub(crate) upgrade_error: Arc<Mutex<Option<String>>>,
     pub(crate) tracer: Arc<Tracer>,
-    /// Connection to the supervisor, for a sandboxed process.
+    /// Requests upgrades of the supervisor, for a sandboxed process.
     pub(crate) upgrade_requester: Option<UpgradeRequester>,
 }
 

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::task::{self, Poll};
 use tracing::info;
 
-/// Bytes per frame of the body.
+/// Maximum size of a frame of the response body, in bytes.
 const PIECE: usize = 256 << 10;
-/// Permitted number of records per I/O thread, as for `serve --trace-records`.
+/// Permitted numbers of records per I/O thread, as for `serve --trace-records`.
 const RECORDS: std::ops::RangeInclusive<u32> = 1024..=1 << 24;
 
 /// State of the doorbell trace

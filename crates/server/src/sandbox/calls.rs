@@ -33,7 +33,7 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_newfstatat,
         libc::SYS_fstatfs,
     ],
-    // Procfs and sysfs.
+    // Files of procfs and sysfs.
     &[
         libc::SYS_openat,
         #[cfg(target_arch = "x86_64")]
@@ -76,7 +76,7 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_futex,
         libc::SYS_sched_yield,
         libc::SYS_sched_setaffinity,
-        // Decompression, in the idle class.
+        // Threads that decompress images run in the idle class.
         libc::SYS_sched_setscheduler,
         libc::SYS_getrusage,
         libc::SYS_sigaltstack,
@@ -95,7 +95,7 @@ static CALLS: &[&[c_long]] = &[
     ],
     // Random numbers.
     &[libc::SYS_getrandom],
-    // In a build with fault injection: a process that is to die at a certain point.
+    // In a build with fault injection, these kill the process at an abort point.
     #[cfg(feature = "faults")]
     &[
         libc::SYS_kill,
@@ -106,7 +106,7 @@ static CALLS: &[&[c_long]] = &[
 
 /// Further system calls of a process that creates its sockets and files itself.
 static BY_ITSELF: &[&[c_long]] = &[
-    // Paths.
+    // Files and directories by path.
     &[
         #[cfg(target_arch = "x86_64")]
         libc::SYS_unlink,
@@ -132,7 +132,7 @@ static BY_ITSELF: &[&[c_long]] = &[
         libc::SYS_getcwd,
         libc::SYS_flock,
     ],
-    // Sockets.
+    // Creation of sockets.
     &[
         libc::SYS_socket,
         libc::SYS_socketpair,
@@ -147,7 +147,7 @@ static BY_ITSELF: &[&[c_long]] = &[
 /// Further system calls for signals to eventfds if the kernel is too old for io_uring.
 pub(super) static AIO: &[c_long] = &[libc::SYS_io_submit, libc::SYS_io_getevents];
 
-/// All allowed system calls. `by_itself`: the process creates sockets and files itself.
+/// Returns all allowed system calls. `by_itself`: the process creates sockets and files itself.
 pub(super) fn all(by_itself: bool) -> impl Iterator<Item = c_long> {
     let more = if by_itself { BY_ITSELF } else { &[] };
     CALLS.iter().chain(more).copied().flatten().copied()

@@ -1,4 +1,4 @@
-//! Capabilities, of which a server process needs one, or more if it creates files by itself.
+//! Capabilities: a server process keeps one, or several if it creates its files itself.
 
 use rustix::io::{self, Errno};
 use rustix::thread::{
@@ -6,10 +6,11 @@ use rustix::thread::{
     remove_capability_from_bounding_set, set_capabilities,
 };
 
-/// Drops the capabilities of this thread, the only one of the process, except `CAP_SYS_RESOURCE`:
-/// without it, a user's descriptors in sockets count against the limit of open files, and those of
-/// a checkpoint stay in a socket. (No allowed system call changes a limit.) A process that creates
-/// its files and sockets `by_itself` keeps those for files, and one for low ports with `tcp`.
+/// Drops the capabilities of this thread, the only one of the process, except `CAP_SYS_RESOURCE`.
+/// Without that, descriptors in sockets, such as those of a checkpoint, count against the user's
+/// limit of open files. (No allowed system call changes a limit.) A process that creates its files
+/// and sockets `by_itself` also keeps the capabilities for files, and with `tcp` the one for low
+/// ports.
 ///
 /// # Errors
 /// The system's error.
@@ -34,7 +35,7 @@ pub(super) fn drop_all(by_itself: bool, tcp: bool) -> io::Result<()> {
             }
             match remove_capability_from_bounding_set(capability) {
                 Ok(()) => {}
-                // The kernel has no more capabilities.
+                // The kernel has no capability with this number or a higher one.
                 Err(Errno::INVAL) => break,
                 Err(errno) => return Err(errno),
             }
@@ -42,6 +43,6 @@ pub(super) fn drop_all(by_itself: bool, tcp: bool) -> io::Result<()> {
     }
     let (effective, permitted) = (there.effective & needed, there.permitted & needed);
     let sets = CapabilitySets { effective, permitted, inheritable: CapabilitySet::empty() };
-    // A service manager that has dropped all may also forbid the system call.
+    // The system call is left out if it changes nothing, because a service manager may forbid it.
     if sets == there { Ok(()) } else { set_capabilities(None, sets) }
 }

@@ -1,7 +1,7 @@
 //! Landlock rules: file access by path, TCP, and signals.
 //!
-//! Images, sockets and output files need no rule, since the supervisor opens and creates them. The
-//! rules permit parts of procfs and sysfs.
+//! Images, sockets and output files need no rule, because the supervisor opens and creates them.
+//! The rules permit only parts of procfs and sysfs.
 
 use super::open_broker;
 use super::user::User;
@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 /// Newest Landlock ABI in use: files, TCP, signals to other processes and abstract sockets.
 const KNOWN: ABI = ABI::V6;
 
-/// Access that replacing files in a directory requires.
+/// Access rights that are required to replace files in a directory.
 fn outputs() -> BitFlags<AccessFs> {
     let write = AccessFs::MakeReg | AccessFs::RemoveFile | AccessFs::WriteFile | AccessFs::Truncate;
     write | reading()
@@ -34,7 +34,7 @@ fn reading() -> BitFlags<AccessFs> {
     AccessFs::ReadFile | AccessFs::ReadDir
 }
 
-/// Readable paths: this process, a memory limit, and block devices.
+/// Readable paths: data of this process, a memory limit, and attributes of block devices.
 const READ: [&str; 3] = ["/proc/self", "/proc/sys/vm/max_map_count", "/sys/devices"];
 
 /// Prepared Landlock rules.
@@ -43,8 +43,8 @@ pub(super) struct Files {
     known: Vec<PathFd>,
 }
 
-/// Makes the supervisor open images and create sockets from now on, and prepares the rules for
-/// other paths.
+/// Makes the supervisor open all further images and create all further sockets, and prepares the
+/// Landlock rules.
 ///
 /// # Errors
 /// There is no supervisor or no Landlock.
@@ -56,7 +56,8 @@ pub(super) fn prepare(config: &ServerConfig, link: Option<&WorkerLink>) -> Resul
     let (images, paths) = link.brokers().ok_or("its supervisor has no brokers")?;
     open_broker::begin(images);
     path_broker::begin(paths).map_err(|error| format!("the path broker: {error}"))?;
-    // Each server has a directory in the common one.
+    // The directory of the control sockets is common to all servers. Each server creates its own
+    // directory in it.
     config
         .control
         .path
@@ -93,7 +94,7 @@ pub(crate) fn permissions(
         let exports = config.exports.iter().filter_map(ExportConfig::socket).map(Path::to_owned);
         controllers.chain(config.control.path.clone()).chain(exports)
     };
-    // A directory stands for the socket in it, as in SPDK.
+    // If a socket path is a directory, the socket is created in it, as in SPDK.
     let directories =
         sockets().map(|socket| if socket.is_dir() { socket } else { directory_of(&socket) });
     let control = config.control.path.is_none().then(socket_path::directory).flatten();
@@ -118,7 +119,7 @@ pub(crate) fn permissions(
 }
 
 fn ruleset() -> Result<RulesetCreated, RulesetError> {
-    // ABI 1 is required; newer features are used if the kernel has them.
+    // Landlock ABI 1 is required. Restrictions of newer ABIs are used if the kernel has them.
     let first = Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     first.handle_access(AccessFs::from_all(ABI::V1))?.create()?;
     Ruleset::default()
@@ -146,7 +147,7 @@ impl Files {
     /// There is no Landlock.
     pub(super) fn new() -> Result<Self, RulesetError> {
         let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
-        // In a build with fault injection: the directory with the abort points.
+        // In a build with fault injection, the directory with the abort points is accessible.
         let abort_points = path_beneath_rules(shadowbell_state::abort_directory(), outputs());
         let rules = ruleset()?.add_rules(path_beneath_rules(READ, reading()))?;
         Ok(Self { rules: rules.add_rules(abort_points)?, known })
@@ -171,10 +172,10 @@ impl Files {
     }
 }
 
-/// Applied rules. Must live as long as the process.
+/// Applied Landlock rules. The value must live as long as the process.
 pub(super) struct Held {
     pub(super) held: &'static str,
-    /// Open paths of the rules. The kernel recreates inodes of /proc that are not in use, and the
-    /// rules would not apply to the new inode.
+    /// Open paths of the rules. A rule applies to an inode, and the kernel would recreate an inode
+    /// of /proc that is not in use.
     _known: Vec<PathFd>,
 }

@@ -14,18 +14,19 @@ use syscalls::Sysno;
 /// Options of the filter.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Needs {
-    /// A supervisor exists, so this process does not notify the service manager itself.
+    /// True if there is a supervisor, so that this process does not notify the service manager
+    /// itself.
     pub(super) supervisor: bool,
-    /// Metrics are served over TCP.
+    /// True if metrics or exports are served over TCP.
     pub(super) tcp: bool,
-    /// The process creates its sockets and files itself.
+    /// True if the process creates its sockets and files itself.
     pub(super) by_itself: bool,
-    /// Eventfds are signalled by Linux AIO.
+    /// True if eventfds are signalled by Linux AIO.
     pub(super) aio: bool,
 }
 
-/// Installs the filter: a system call that is not [allowed](calls::all), or has other arguments
-/// than permitted, ends the process from now on.
+/// Installs the filter, after which a system call that is not [allowed](calls::all), or has other
+/// arguments than permitted, ends the process.
 ///
 /// # Errors
 /// The kernel does not support seccomp filters.
@@ -35,9 +36,10 @@ pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     let calls = calls::all(needs.by_itself).chain(aio.iter().copied());
     let calls = calls.map(|call| Ok((call, rules(call, needs)?)));
     let calls: BTreeMap<_, _> = calls.collect::<Result<_, seccompiler::BackendError>>()?;
-    // `clone3` passes its arguments in memory, where a filter cannot check them: with ENOSYS, the
-    // C library falls back to `clone`. `sched_getaffinity` is called by `pthread_getattr_np`,
-    // which tolerates the error. The stricter one of two filters applies.
+    // Two calls fail with ENOSYS instead. A filter cannot check the arguments of `clone3`, which
+    // are in memory; the C library falls back to `clone`. `sched_getaffinity` is called by
+    // `pthread_getattr_np`, which tolerates the error. A second filter returns the error; of two
+    // filters, the stricter result applies.
     let missing = [libc::SYS_clone3, libc::SYS_sched_getaffinity].map(|call| (call, Vec::new()));
     let missing = BTreeMap::from(missing);
     let calls: BTreeMap<_, _> = calls.into_iter().chain(missing.clone()).collect();
@@ -51,12 +53,13 @@ pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Name of a system call, from a static table: signal-safe.
+/// Returns the name of a system call. Signal-safe, because the names are in a static table.
 fn name_of(number: usize) -> Option<&'static str> {
     Sysno::new(number).map(|call| call.name())
 }
 
-/// Argument rules of a system call, of which one must match. None means any arguments.
+/// Returns the argument rules of a system call, of which one must match. Without rules, all
+/// arguments are permitted.
 fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::BackendError> {
     let is = |argument, value| SeccompCondition::new(argument, Len::Dword, Op::Eq, value);
     let is_not = |argument, value| SeccompCondition::new(argument, Len::Dword, Op::Ne, value);
@@ -71,7 +74,7 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
     match call {
         // No executable mappings.
         libc::SYS_mmap | libc::SYS_mprotect => only(without(2, libc::PROT_EXEC as u64)?),
-        // Threads only, no processes.
+        // Only threads can be created, no processes.
         libc::SYS_clone => only(with(0, libc::CLONE_THREAD as u64)?),
         libc::SYS_socket => {
             let mut kinds = vec![(libc::AF_UNIX, libc::SOCK_STREAM)];
@@ -101,14 +104,15 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
                 NVME_IOCTL_IO_CMD,
             ],
         ),
-        // Existing instances of io_uring, which are restricted, get other files and eventfds.
+        // Only the files and the eventfd of an io_uring instance can be changed. The instances have
+        // restrictions of their own.
         libc::SYS_io_uring_register => one_of(
             1,
             &[register::EVENTFD, register::UNREGISTER_EVENTFD, register::FILES_UPDATE]
                 .map(u64::from),
         ),
         libc::SYS_prctl => one_of(0, &[libc::PR_SET_NAME as u64]),
-        // The calling thread only.
+        // Only the calling thread can change its class, and only to the idle class.
         libc::SYS_sched_setscheduler => {
             Ok(vec![SeccompRule::new(vec![is(0, 0)?, is(1, libc::SCHED_IDLE as u64)?])?])
         }
@@ -123,8 +127,8 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
 const FIOQSIZE: u64 = 0x5460;
 /// Ioctl that returns a block device's block size.
 const BLKSSZGET: u64 = 0x1268;
-/// Ioctl with an I/O command for a namespace's character device. io_uring passes the same
-/// commands. Admin commands are left to the supervisor.
+/// Ioctl that passes an I/O command to the character device of an NVMe namespace, as io_uring does.
+/// Admin commands are executed by the supervisor.
 const NVME_IOCTL_IO_CMD: u64 = 0xc048_4e43;
 /// Ioctl that returns a block device's size.
 const BLKGETSIZE64: u64 = 0x8008_1272;

@@ -1,8 +1,8 @@
 //! Sandbox of the server process (`serve --sandbox`): limits the damage if the process is
 //! compromised.
 //!
-//! Guests, their VMMs and images are untrusted, and the server process reads their data. So
-//! before it reads any of it, and while it has one thread, the process drops privileges that it
+//! Guests, their VMMs and images are untrusted, and the server process reads their data. So before
+//! the server process reads such data, and while it has one thread, it drops privileges that it
 //! does not need:
 //!
 //! | privilege | mechanism | module |
@@ -15,7 +15,7 @@
 //! | io_uring | restricted instances, created before the filter closes | `rings` |
 //! | core dumps, more descriptors, priorities | resource limits | `enter` |
 //!
-//! The command line and the configuration file are read before that.
+//! The command line and the configuration file are read before the sandbox is entered.
 
 mod calls;
 mod capabilities;
@@ -49,14 +49,15 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{info, warn};
 
-/// Proof that file access is restricted and the supervisor opens images. Must live as long as the
-/// process.
+/// Proof that file access is restricted and the supervisor opens images. The value must live as
+/// long as the process.
 pub(super) struct Contained(#[expect(dead_code, reason = "it is kept")] Held);
 
 /// Enters the sandbox. The process must have one thread.
 ///
 /// # Errors
-/// The sandbox is required (`--sandbox on`), or a user was requested, and that is not possible.
+/// The sandbox is required (`--sandbox on`) and not possible, or the process cannot become the
+/// requested user.
 pub(super) fn enter(
     options: &SandboxOptions,
     config: &ServerConfig,
@@ -96,7 +97,8 @@ pub(super) fn enter(
     close(options, config, files, link.is_some()).map(|files| files.map(Contained))
 }
 
-/// Drops what the process does not need any more: with `files`, access to files by path.
+/// Drops privileges that the process does not need any more. With `files`, also the access to files
+/// by path.
 fn close(
     options: &SandboxOptions,
     config: &ServerConfig,
@@ -130,10 +132,10 @@ fn close(
     Ok(files)
 }
 
-/// File access is restricted.
+/// True if file access is restricted.
 static HOLDS_FOR_FILES: AtomicBool = AtomicBool::new(false);
 
-/// Adds a remedy to the error of a socket that the sandbox may have prevented.
+/// Adds a remedy to an error at a socket, if the sandbox may be the cause.
 pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
     let mut causes = why.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
     let is_denied = causes.any(|cause| cause.kind() == io::ErrorKind::PermissionDenied);

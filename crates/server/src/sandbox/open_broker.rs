@@ -1,4 +1,4 @@
-//! Images, opened by the open broker of the supervisor.
+//! Opening of images by the open broker of the supervisor.
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -12,13 +12,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Connections to the open broker. An image on hung storage delays the answer to a request, so each
-/// request has a connection of its own.
+/// Connections to the open broker. Each request in flight has a connection of its own, so that an
+/// image on hung storage does not delay other requests.
 struct Opening {
-    /// Connection that asks for others. Used for a request if there is no other.
+    /// Connection on which further connections are requested. It also sends a request if there are
+    /// too many connections.
     first: Mutex<OwnedFd>,
-    /// Connection without a request, if there is one. Further ones are closed, because each costs
-    /// descriptors of this process and of the supervisor.
+    /// Connection without a request, if there is one. Further idle connections are closed, because
+    /// each costs descriptors of this process and of the supervisor.
     idle: Mutex<Option<OwnedFd>>,
 }
 
@@ -27,7 +28,7 @@ static OPENING: OnceLock<Opening> = OnceLock::new();
 /// Opener of images that uses [`OPENING`].
 struct BySupervisor(&'static Opening);
 
-/// Makes the open broker at the other end of this socket open images from now on.
+/// Sets the open broker, at the other end of this socket, that opens all further images.
 pub(super) fn begin(socket: OwnedFd) {
     let opening = OPENING.get_or_init(|| Opening::over(socket));
     open_images_by(Box::new(BySupervisor(opening)));
@@ -44,7 +45,7 @@ impl Opening {
         body: impl AsRef<OsStr>,
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<OwnedFd> {
-        // The kernel drops a descriptor beyond this process's limit.
+        // If this process has reached its descriptor limit, the kernel has dropped the descriptor.
         parse_answer(self.request(code, body, fd)?)?.fd().ok_or_else(|| Errno::MFILE.into())
     }
 
@@ -63,7 +64,7 @@ impl Opening {
         Ok(answer)
     }
 
-    /// Another connection. `None` if there are too many.
+    /// Requests another connection. `None` if there are too many.
     fn connect(&self) -> Option<OwnedFd> {
         let answer = exchange(&self.first.lock(), requests::CONNECT, "", None);
         answer.and_then(parse_answer).ok()?.fd()

@@ -18,6 +18,6 @@ pub(crate) enum Mode {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SandboxOptions {
     pub(crate) mode: Mode,
-    /// User that the process becomes.
+    /// User that the server process becomes.
     pub(crate) user: Option<User>,
 }

@@ -1,8 +1,8 @@
 //! io_uring instances, created before the seccomp filter closes.
 //!
-//! seccomp does not see the requests of an instance, some of which pass Landlock too. So the filter
-//! forbids to create instances, and the existing ones accept only the requests that their users
-//! make.
+//! seccomp does not see the requests of an instance, and Landlock does not restrict all of them. So
+//! the filter forbids the creation of instances, and the existing ones accept only the kinds of
+//! requests that the server makes.
 
 use rustix::process::{Resource, getrlimit};
 use shadowbell_disk_file::prepare_rings;
@@ -10,25 +10,26 @@ use shadowbell_memory::prepare_signals;
 use shadowbell_vfio_user::server::prepare_exchange;
 use tracing::warn;
 
-/// Instances for files, besides those of the shared I/O threads: for I/O threads of one controller,
-/// clients of exports, and other threads with disk queues. The queues of further threads use
-/// threads for their calls.
+/// Number of instances for files, in addition to those of the shared I/O threads: for I/O threads
+/// of one controller, clients of exports, and other threads with disk queues. If there are more
+/// such threads, their disk queues use helper threads instead of io_uring.
 const MORE_THREADS: usize = 64;
-/// Instances for signals to eventfds of VMMs, for each shared I/O thread. Each signals one eventfd
-/// by one system call; a signal to a further eventfd takes three.
+/// Number of instances for signals to eventfds of VMMs, for each shared I/O thread. An instance
+/// signals one eventfd by one system call; a signal to an eventfd without an instance takes three.
 const EVENTFDS: usize = 64;
-/// Instances for replies to clients. The process has one reactor.
+/// Number of instances for replies to clients. The process has one reactor.
 const REACTORS: usize = 1;
-/// Part of the descriptors that instances for many threads or eventfds may use, of each kind.
+/// Divisor of the descriptor limit: instances for [`MORE_THREADS`], and those for [`EVENTFDS`], may
+/// use a sixteenth of it each.
 const PART: u64 = 16;
 
-/// Numbers of instances.
+/// Numbers of created instances.
 pub(super) struct Rings {
-    /// For signals. If there are none, Linux AIO is used.
+    /// Number of instances for signals. If it is 0, Linux AIO is used.
     pub(super) signals: usize,
 }
 
-/// Creates the instances, for `workers` shared I/O threads.
+/// Creates the instances for a server with `workers` shared I/O threads.
 pub(super) fn prepare(workers: usize) -> Rings {
     let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let most = |count: usize| count.min((descriptors / PART) as usize);

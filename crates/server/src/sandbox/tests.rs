@@ -1,4 +1,4 @@
-//! Attempts of a process in the sandbox to leave it. docs/internals/sandbox.md has the results.
+//! System calls that a process in the sandbox attempts. docs/internals/sandbox.md has the results.
 
 use super::files::Files;
 use super::options::{Mode, SandboxOptions};
@@ -11,16 +11,16 @@ use std::path::Path;
 use std::process::{Command, exit};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Variables of the process in the sandbox: its configuration file, whether it has a supervisor,
-/// and the attempt.
+/// Environment variables of the process in the sandbox: its configuration file, whether it has a
+/// supervisor, and the system call to attempt.
 const CONFIG: &str = "SHADOWBELL_TEST_CONFIG";
 const SUPERVISED: &str = "SHADOWBELL_TEST_SUPERVISED";
 const ATTEMPT: &str = "SHADOWBELL_TEST_ATTEMPT";
 
-/// File that exists, and that the process may not reach.
+/// Placeholder of an argument: path of a file that exists and that the process must not reach.
 const PATH: usize = 1 << 40;
 
-/// Process in the sandbox.
+/// Code of the process in the sandbox, which the other tests start.
 #[test]
 fn attempt_in_the_sandbox() {
     let Ok(wanted) = std::env::var(ATTEMPT) else { return };
@@ -50,10 +50,10 @@ fn attempt_in_the_sandbox() {
     exit(0);
 }
 
-/// Unix socket of the process.
+/// Placeholder of an argument: descriptor of a Unix socket of the process.
 const SOCKET: usize = PATH + 1;
 
-/// Prints what the rings accept.
+/// Prints the requests that the io_uring instances accept.
 fn print_rings() {
     for ring in shadowbell_uring::attempts().unwrap() {
         let registers = [REGISTER_EVENTFD, UNREGISTER_EVENTFD, REGISTER_FILES_UPDATE];
@@ -71,8 +71,8 @@ const REGISTER_EVENTFD: usize = 4;
 const UNREGISTER_EVENTFD: usize = 5;
 const REGISTER_FILES_UPDATE: usize = 6;
 
-/// Runs an attempt in a process of its own. Returns its output, or an error with the signal that
-/// has ended it.
+/// Runs an attempt in a process of its own. Returns the output of the process, or an error with the
+/// signal that has ended it.
 fn run(attempt: &str, supervised: bool) -> Result<String, Option<i32>> {
     let directory = tempfile::tempdir().unwrap();
     let config = directory.path().join("server.toml");
@@ -91,8 +91,8 @@ fn run(attempt: &str, supervised: bool) -> Result<String, Option<i32>> {
     Ok(String::from_utf8(output.stdout).unwrap())
 }
 
-/// Runs attempts, several at a time, and checks the outcomes: an error or "done"; "" if the call
-/// must end the process.
+/// Runs attempts, several at a time, and checks their outcomes: the text of an error, "done", or ""
+/// if the system call must end the process.
 fn check(attempts: &[(String, &str)], supervised: bool) {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -175,13 +175,13 @@ fn sockets_of_no_family_are_created() {
     check(&alone, false);
 }
 
-/// The only scheduling class that a thread can have instead of its own is the idle class.
+/// A thread can change its scheduling class only to the idle class, and not that of other threads.
 #[test]
 fn a_thread_becomes_idle_and_changes_no_other() {
     let set = |thread: usize, class: libc::c_int| {
         call(libc::SYS_sched_setscheduler, &[thread, class as usize, PATH])
     };
-    // The parameter is not one of a class, so that the permitted call fails in the kernel.
+    // The scheduling parameter is invalid, so that the permitted call fails in the kernel.
     let attempts = [
         (set(0, libc::SCHED_IDLE), "Invalid argument"),
         (set(1, libc::SCHED_IDLE), ""),
@@ -192,7 +192,7 @@ fn a_thread_becomes_idle_and_changes_no_other() {
     check(&attempts, true);
 }
 
-/// The rings accept the requests of their users and nothing else, and cannot be changed.
+/// The io_uring instances accept only the requests that the server makes, and cannot be changed.
 #[test]
 fn rings_accept_only_the_requests_in_use() {
     for supervised in [true, false] {
@@ -231,10 +231,10 @@ fn capabilities_are_dropped() {
     };
     let is_root = rustix::process::geteuid().is_root();
     for (set, bits) in sets(true) {
-        // An unprivileged process cannot change its bounding set, and has nothing to drop.
+        // An unprivileged process cannot change its bounding set, which then does not matter.
         assert!(bits & !SYS_RESOURCE == 0 || set == "Bnd" && !is_root, "{set}: {bits:x}");
     }
-    // CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH and FOWNER.
+    // The bits 0xf are CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH and FOWNER.
     for (set, bits) in sets(false) {
         assert!(bits & !(SYS_RESOURCE | 0xf) == 0 || set == "Bnd" && !is_root, "{set}: {bits:x}");
     }

@@ -58,7 +58,8 @@ fn find(name: &str, users: &str, groups: &str) -> Option<User> {
 }
 
 impl User {
-    /// User id, group id and further groups. The group of the controllers' sockets is added.
+    /// Returns user id, group id and supplementary groups. The group of the controllers' sockets is
+    /// added.
     pub(super) fn ids(&self, config: &ServerConfig) -> (u32, u32, Vec<u32>) {
         let SocketAccess { group, .. } = &config.socket_access;
         let of_sockets = group.as_deref().and_then(|group| parse_group(group).ok());
@@ -67,12 +68,12 @@ impl User {
     }
 }
 
-/// Changes this thread, the only one of the process, to the user.
+/// Changes the credentials of this thread, the only one of the process, to those of the user.
 ///
 /// # Errors
 /// The change is not permitted, or could be reverted.
 pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<()> {
-    // The control socket's directory is determined before, since it depends on the user.
+    // The control socket's directory depends on the user, so it is determined before the change.
     let directory = socket_path::fix_directory();
     if geteuid().as_raw() == user.uid {
         return Ok(());
