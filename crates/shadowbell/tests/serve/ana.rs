@@ -1,5 +1,5 @@
-//! ANA states of two controllers that share a disk: a state set by the control socket, by a
-//! file, or by both survives crashes and upgrades.
+//! ANA states of two controllers that share a disk. A state that the control socket or a
+//! configuration file has set survives crashes and upgrades.
 
 use crate::harness::{Server, finish, image, program, until};
 use crate::recover::{assert_no_loss, kill};
@@ -17,7 +17,7 @@ fn ctl(server: &Server, words: &[&str]) -> (Option<i32>, String, String) {
     finish(command)
 }
 
-/// Sets the ANA state of a group.
+/// Sets the ANA state of a group for controller `n`.
 #[track_caller]
 fn set(server: &Server, n: usize, group: &str, state: &str) {
     let socket = format!("vm{n}.sock");
@@ -65,8 +65,8 @@ fn an_inaccessible_ana_state_survives_crashes_and_upgrades() {
         })
     };
     assert!(line(0, " inaccessible ") && line(1, " optimized "), "{printed}");
-    // The state is in the saved configuration, and another file changes it while a guest is
-    // attached.
+    // The saved configuration has the state. An edited configuration changes the state while a
+    // guest is attached.
     let (status, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(status == Some(0) && saved.contains("ana = [\"inaccessible\"]"), "{saved}");
     let wanted = saved.replace("[\"inaccessible\"]", "\"non-optimized\"");

@@ -6,8 +6,8 @@ use crate::supervisor::has_ended;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-/// Runs `serve` with these arguments in `directory`; it must fail with all of `words` in its
-/// message.
+/// Runs `serve` with these arguments in `directory`. The command must fail with a message that has
+/// all of `words`.
 #[track_caller]
 fn refused(directory: &Path, arguments: &[&str], words: &[&str]) {
     let mut command = program();
@@ -42,7 +42,7 @@ fn invalid_images_are_refused_with_advice() {
         ("mem:200TiB", ["a disk of 200TiB does not fit", "one of at most 64TiB"]),
     ] {
         refused(at, &[disk, "--socket", "vm.sock"], &words);
-        // A valid first disk does not make the command succeed.
+        // The command is also refused if the invalid disk follows a valid one.
         refused(at, &["mem:1MiB", disk, "--socket", "vm.sock"], &words);
     }
     assert!(!at.join("vm.sock").exists());
@@ -68,7 +68,7 @@ fn an_image_named_twice_is_refused() {
     assert!(server.stop().success());
 }
 
-/// Number errors are in words of the user, and do not name Rust types.
+/// Messages about invalid numbers name no Rust types.
 #[test]
 fn invalid_numbers_are_refused_in_plain_words() {
     let directory = tempfile::tempdir().unwrap();
@@ -158,8 +158,8 @@ fn a_live_servers_socket_is_kept_and_a_stale_one_replaced() {
         &["mem:1MiB", "--socket", socket.to_str().unwrap()],
         &["in use by a running server", "choose another path"],
     );
-    // The same error occurs while a client is attached, when the server does not answer another
-    // client.
+    // The same error is reported while a client is attached, during which the server does not
+    // answer other clients.
     let controller = server.attach();
     refused(
         server.directory(),

@@ -1,6 +1,6 @@
-//! Ceph images under a server whose process is killed or replaced. `cargo xtask ceph` starts a
-//! cluster, names it in `SHADOWBELL_CEPH_CONF`, and runs these tests; without a cluster they
-//! are skipped with a message.
+//! Ceph images as disks of a server whose process is killed or replaced. `cargo xtask ceph` starts
+//! a cluster, sets `SHADOWBELL_CEPH_CONF` to its configuration, and runs these tests; without a
+//! cluster they are skipped with a message.
 
 use crate::disk_recovery::{supervisor, survive};
 use crate::harness::until;
@@ -11,7 +11,7 @@ use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::skipped;
 use std::process::Command;
 
-/// Creates an image, and returns its URI.
+/// Creates an image, and returns its URI. `None` without a cluster.
 fn image(name: &str, features: &str) -> Option<String> {
     let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
         skipped("`SHADOWBELL_CEPH_CONF` names no cluster; `cargo xtask ceph` starts one");
@@ -96,7 +96,7 @@ fn a_namespace_follows_the_size_of_its_ceph_image() {
     let mut resizing = Command::new("rbd");
     resizing.args(["-c", &conf, "resize", "--no-progress", "follows", "--size", "40M"]);
     let mut resizing = ProcessGroup::spawn(&mut resizing).unwrap();
-    // Time for `rbd resize` to finish, usually.
+    // Usually `rbd resize` has finished after this time.
     std::thread::sleep(std::time::Duration::from_secs(1));
     stopped("-KILL");
     assert!(resizing.wait().success());

@@ -23,7 +23,7 @@ fn a_controller_is_added_and_removed_beside_a_guest() {
     let mut guest = server.attach();
     let add = ["controller", "add", "b", "b.img", "--socket", "b.sock"];
     assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
-    // The same request again, as after a lost response.
+    // The request is repeated, as after a lost response, and changes nothing.
     assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
     let (code, _, errors) = ctl(&server, &[&add[..], &["--read-only"]].concat());
     assert!(
@@ -137,7 +137,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     assert!(UnixStream::connect(server.directory().join("vm1.sock")).is_err());
     drop(attached(&server, "vm2.sock"));
 
-    // An invalid file changes nothing, whatever part of it is invalid.
+    // A file of which any part is invalid changes nothing.
     write(server.directory(), &[("vm0", "0.img"), ("vm4", "mem:1MiB"), ("vm5", "no.img")]);
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(2) && errors.contains("nothing was changed"), "{code:?} {errors}");
@@ -227,7 +227,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     let client = || ctl_json(&server, &["controllers", "vm0"])[0]["client"] == true;
     assert!(client() && read(&mut guest) == Status::SUCCESS);
 
-    // A disk that cannot be opened leaves everything unchanged, limits included.
+    // A disk that cannot be opened leaves all namespaces and limits unchanged.
     let bad = "\"mem:4MiB\", \"a.img\", \"b.img\", \"no.img\"";
     write(server.directory(), "iops = \"7\"", bad, "");
     let (code, _, errors) = apply(&[]);
@@ -235,8 +235,8 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     assert_eq!(disks(), now);
     assert_eq!(ctl_json(&server, &["limit-group", "ls"])[0]["limits"]["iops"], "5000");
 
-    // A namespace with a client is not removed without `--force`; after that its disk is free for
-    // another NSID.
+    // A namespace with a client is not removed without `--force`. After a removal its disk is free
+    // for another NSID.
     write(server.directory(), "", "\"mem:4MiB\", { disk = \"a.img\", nsid = 5 }", "");
     let (code, _, errors) = apply(&[]);
     let words =
@@ -249,7 +249,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
         client() && ctl_json(&server, &["limit-group", "ls"])[0]["limits"] == serde_json::json!({})
     );
 
-    // Server-wide settings do not change, and the response contains a note.
+    // Server-wide settings do not change at run time, which the output says.
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
     std::fs::write(server.directory().join("vms.toml"), format!("workers = 2\n{text}")).unwrap();
     let (_, printed, _) = apply(&[]);
@@ -297,7 +297,8 @@ fn check_validates_a_file_without_opening_disks() {
     assert!(!directory.path().join("a.sock").exists());
 }
 
-/// A packaged service starts without controllers.
+/// A server starts without controllers, as that of a package does, and gets one by the control
+/// socket.
 #[test]
 fn a_server_starts_without_controllers_and_gets_them_later() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Clients that die or send malformed messages, and the clients after them.
+//! Clients that die or send malformed messages, and the clients that are served after them.
 
 use crate::harness::{Server, attach, image, run};
 use crate::supervisor::worker;
@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 /// Environment variable that makes this test program the client of
 /// [`a_killed_client_loses_no_completed_write`].
 const VICTIM: &str = "SHADOWBELL_TEST_VICTIM";
-/// Number of blocks that the victim writes, and bytes in each.
+/// Number of blocks that the victim writes, and their size in bytes.
 const BLOCKS: u64 = 64;
 const BLOCK: usize = 4096;
 
@@ -26,8 +26,8 @@ fn block(lba: u64, round: u64) -> Vec<u8> {
     bytes
 }
 
-/// Entry point of the child process that is killed, not a test of its own. Writes blocks at
-/// depth, and prints which writes were completed.
+/// Entry point of the child process that is killed, not a test of its own. Writes many blocks at a
+/// time, and prints which writes were completed.
 #[test]
 fn victim() {
     let Ok(socket) = std::env::var(VICTIM) else { return };
@@ -176,7 +176,7 @@ fn malformed_messages_do_not_block_the_next_client() {
         version(0),
         version(20),
     ];
-    // A valid version message, then garbage.
+    // The garbage follows a valid version message.
     let mut later = version(20);
     later.extend([0, 0, 1, 0]);
     later.extend([0xff; 64]);
@@ -216,9 +216,9 @@ fn clients_leave_no_thread_or_descriptor_behind() {
         twenty_come_and_go(20 * round);
     }
     // Sixty more clients must leave no thread and no descriptor behind. A thread may keep up to
-    // four descriptors for its next client: one descriptor, and three io_urings that signal
-    // eventfds. Descriptors of the twentieth client may have been closing, so a smaller number than
-    // before is no error.
+    // four descriptors for its next client, of which three are io_urings that signal eventfds. When
+    // `before` was counted, descriptors of the twentieth client may still have been open, so a
+    // smaller number than `before` is no error.
     let (before_threads, (before_rings, before_others)) = before;
     let is_left = || {
         let (rings, others) = descriptors();

@@ -50,7 +50,8 @@ fn each_controller_is_configured_by_its_table() {
     );
 }
 
-/// Serves `text`, which must be refused with all of `words`, without creating any file.
+/// Runs `serve` with the configuration `text`, which must be refused with a message that has all of
+/// `words`, and without creating any file.
 #[track_caller]
 fn refused(directory: &Path, text: &str, words: &[&str]) {
     std::fs::write(directory.join("vms.toml"), text).unwrap();

@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Runs `shadowbell ctl`: exit status, output, errors.
+/// Runs `shadowbell ctl`. Returns exit status, output and errors.
 pub(crate) fn ctl(server: &Server, arguments: &[&str]) -> (Option<i32>, String, String) {
     let mut command = program();
     command.arg("ctl").args(arguments).current_dir(server.directory());
@@ -34,8 +34,8 @@ fn control_socket(server: &Server) -> PathBuf {
     server.directory().join("run/vm/control.sock")
 }
 
-/// Sets the flag that ends a thread's loop, also if the test panics: the scope joins the
-/// thread.
+/// Guard that sets the flag which ends a thread's loop, even if the test panics, because the scope
+/// then joins the thread.
 pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -44,7 +44,7 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-/// Sends an HTTP request: status and body of the response.
+/// Sends an HTTP request. Returns status and body of the response.
 pub(crate) fn http_request(server: &Server, request: &str) -> (u16, String) {
     let mut stream = UnixStream::connect(control_socket(server)).unwrap();
     // The server may respond and disconnect before it has read the whole request.
@@ -199,8 +199,8 @@ fn the_log_level_changes_at_run_time_and_survives_an_upgrade() {
     assert_eq!(ctl(&server, &["log-level"]).1, "debug\n");
 }
 
-/// Every request during upgrades is answered: there is no gap without a listener, and no accepted
-/// connection is closed without a response. A request that would take long gets 503.
+/// Every request during upgrades is answered: a socket always listens, and no accepted connection
+/// is closed without a response. A request that would take long gets the response 503.
 #[test]
 fn control_requests_during_upgrades_are_all_answered() {
     let mut server = Server::start(&["mem:4MiB"], &["--supervisor"]);
@@ -232,7 +232,7 @@ fn control_requests_during_upgrades_are_all_answered() {
                 let (status, _, errors) = ctl(&server, &["upgrade"]);
                 assert_eq!(status, Some(0), "{errors}");
             } else {
-                // An upgrade that another program requests.
+                // The upgrade is requested by HTTP, as other programs do.
                 let (status, _) = http_request(&server, &request("POST", "/v1/upgrade", ""));
                 assert_eq!(status, 202);
             }
@@ -246,7 +246,7 @@ fn control_requests_during_upgrades_are_all_answered() {
     // An upgrade request that names a program is refused.
     let other = r#"{"binary":"/bin/false"}"#;
     let (status, body) = http_request(&server, &request("POST", "/v1/upgrade", other));
-    // Reason: a sandboxed process must not choose the program that its supervisor starts.
+    // A sandboxed process must not choose the program that its supervisor starts.
     assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
     let program = server.directory().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &program).unwrap();
@@ -299,7 +299,7 @@ fn misbehaving_control_clients_do_not_block_others() {
             assert!(problem["message"].as_str().unwrap().len() > 10, "{body}");
         }
     }
-    // A request without an end is cut off.
+    // A request whose body does not end is cut off.
     let mut endless = connect();
     endless.set_write_timeout(Some(LIMIT)).unwrap();
     let head =
@@ -310,7 +310,7 @@ fn misbehaving_control_clients_do_not_block_others() {
         sent += len as u64;
         assert!(sent < 64 << 20, "an endless request is accepted");
     }
-    // Silent connections take all slots. The next one waits for one of them.
+    // Connections without a request take all slots, so the next connection waits.
     let silent: Vec<_> = (0..16).map(|_| connect()).collect();
     let mut next = connect();
     next.write_all(request("GET", "/v1/status", "").as_bytes()).unwrap();
@@ -318,7 +318,7 @@ fn misbehaving_control_clients_do_not_block_others() {
     next.set_nonblocking(true).unwrap();
     assert!(next.read(&mut [0; 1]).is_err(), "all connection slots are taken");
     next.set_nonblocking(false).unwrap();
-    // I/O of a guest continues meanwhile.
+    // I/O of a guest continues while all slots are taken.
     let mut guest = attach(&server.socket(), &AttachOptions::default());
     let mut queue = guest.take_queue_pair().unwrap();
     let pool = guest.buffers(1, 4096).unwrap();
@@ -332,7 +332,7 @@ fn misbehaving_control_clients_do_not_block_others() {
     assert!(server.stop().success());
 }
 
-/// While a guest is attached, the server answers inspecting commands out of band.
+/// While a guest is attached, the server executes Identify and Get Log Page out of band.
 #[test]
 fn a_controller_in_use_can_be_inspected() {
     let mut server = Server::start(&["mem:4MiB", "mem:8MiB?block-size=4096"], &[]);
@@ -351,7 +351,7 @@ fn a_controller_in_use_can_be_inspected() {
         assert_eq!(status, Some(0), "{verb}");
         let (status, output, errors) = look(verb, &target, &["--json"]);
         assert_eq!(status, Some(0), "{verb}: {errors}");
-        // The output is identical to that without a guest, except for counters.
+        // Except for the counters of `smart-log`, the output is identical to that without a guest.
         if verb != &"smart-log" {
             assert_eq!(output, rested, "{verb}");
         }
@@ -368,7 +368,7 @@ fn a_controller_in_use_can_be_inspected() {
     assert!(status == Some(2) && errors.contains("namespace 3 does not exist"), "{errors}");
     let (_, table, _) = look("list", &target, &[]);
     assert_eq!(table.lines().count(), 3, "{table}");
-    // A command that has to attach reports the other client.
+    // A verb that has to attach fails, because another client is connected.
     let (status, _, errors) = look("get-feature", &target, &[]);
     assert!(status == Some(2) && errors.contains("another client is connected"), "{errors}");
     drop((queue, pool, guest));

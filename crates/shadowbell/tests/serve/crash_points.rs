@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A server whose processes die at crash points, under verifying loads, and a client whose
-/// requests are answered once each.
+/// A server whose processes die at crash points, two loads that verify their data, and a client
+/// each of whose requests must be answered once.
 struct CrashingServer {
     server: Server,
     file: std::path::PathBuf,
@@ -51,8 +51,8 @@ impl CrashingServer {
         std::fs::write(&self.file, format!("{}:{nth}", point.name())).unwrap();
     }
 
-    /// Upgrades until a process has died. The status of the upgrade is ignored: it depends on which
-    /// process dies, and an upgrade is postponed if a disk does not quiesce in time.
+    /// Requests upgrades until a process has died. The status of the upgrade is ignored: it depends
+    /// on which process dies, and on whether a disk quiesces in time.
     fn upgrade_until_crash(&self, before: impl Fn(&Self)) {
         let died = self.file.with_extension("died");
         until("a death", || {
@@ -62,7 +62,8 @@ impl CrashingServer {
         });
     }
 
-    /// Waits for the death, and until another process serves.
+    /// Waits until a process has died at the crash point and another one serves, and checks that no
+    /// write of the client is lost.
     fn wait_and_check(&mut self, what: &str, byte: u8) {
         let died = self.file.with_extension("died");
         println!("{what}");
@@ -87,7 +88,7 @@ impl CrashingServer {
     }
 }
 
-/// Reads and writes a register in a loop; returns how often.
+/// Writes and reads a register in a loop until `over` is set. Returns the number of accesses.
 fn access_registers(path: &Path, over: &AtomicBool) -> u32 {
     const AQA: u64 = 0x24;
     const MSIX: u32 = 2;

@@ -15,8 +15,8 @@ fn a_command_that_killed_three_processes_fails() {
     let load = Load::start(&server, 1, 1);
     until("the load", || server.stderr().contains("vm1.sock: the guest has 1 I/O queue"));
     client.write(1, 0, 1);
-    // The command to the file disk crashes the process after its execution, and the one to the
-    // memory disk before. The load does not use these LBAs.
+    // The command to the file disk crashes the process after the command's execution, and that to
+    // the memory disk before it. The load does not use these LBAs.
     for (nsid, lba) in [(1, 20048), (2, 20024)] {
         assert_eq!(client.try_write(nsid, lba, 3), Status::INTERNAL.with_dnr());
         client.write(1, 0, 2);
@@ -29,14 +29,15 @@ fn a_command_that_killed_three_processes_fails() {
     load.assert_no_loss();
 }
 
-/// Each recovering process is killed with the same command in flight, but not by the command.
+/// Four processes that recover are killed with the same command in flight, but the command is not
+/// the cause.
 #[test]
 fn a_command_in_flight_at_unrelated_kills_is_executed() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("abort");
     let server = server_with(1, &[], &[("SHADOWBELL_ABORT_FILE", file.to_str().unwrap())]);
     let mut client = Client::attach(&socket(&server, 0));
-    // Crash points: one line for each of the next processes.
+    // Each line is the crash point of one of the next processes.
     std::fs::write(&file, "sq-stored\nreplay-started\nreplay-recorded\nreplay-started").unwrap();
     signal(worker(&server), Signal::KILL);
     client.write(1, 0, 5);

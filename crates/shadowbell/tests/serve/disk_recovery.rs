@@ -1,4 +1,4 @@
-//! Disks other than files, under a server whose process is killed.
+//! Disks other than raw files, of a server whose process is killed.
 
 use crate::harness::{Server, image, program, until};
 use crate::recover::{assert_no_loss, kill};
@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// An NBD server in a process of its own. Killed on drop.
+/// An NBD server in a process of its own, which a drop kills.
 pub(crate) struct Export {
     child: ProcessGroup,
     directory: TempDir,
@@ -59,7 +59,7 @@ impl Export {
     }
 }
 
-/// A server under a supervisor, without a sandbox.
+/// Starts a server with a supervisor and without a sandbox.
 pub(crate) fn supervisor(disk: &str) -> Server {
     Server::start(&[disk], &["--supervisor", "--sandbox", "off"])
 }
@@ -69,7 +69,7 @@ pub(crate) fn survive(server: &mut Server, kills: u64) {
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     for n in 0..kills {
-        // An arbitrary time, long enough that the kills are not a crash loop.
+        // The time before a kill is arbitrary, but long enough that the kills are not a crash loop.
         std::thread::sleep(Duration::from_millis(60 + n * 37 % 90));
         kill(server, Signal::KILL);
     }
@@ -88,7 +88,8 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> Option<i32> {
     }
 }
 
-/// Checks the image with qemu-img: leaked clusters are the only defect allowed.
+/// Checks a qcow2 image with qemu-img, if it is installed. Leaked clusters are the only permitted
+/// defect.
 pub(crate) fn is_consistent(path: &Path) {
     let code = qemu_img(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
     assert!(matches!(code, None | Some(0 | 3)), "{code:?}");
@@ -99,8 +100,8 @@ fn a_qcow2_image_survives_kills_under_load() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();
-    // The sandbox is on, and the format is detected from the first bytes. Data that a guest writes
-    // there later are not taken for a format.
+    // The sandbox is on, and the format is detected from the first bytes of the file. It is not
+    // detected again from data that a guest writes.
     let mut server = Server::start(&[path.to_str().unwrap()], &["--supervisor"]);
     survive(&mut server, 10);
     is_consistent(&path);
@@ -134,7 +135,7 @@ fn a_disk_on_another_server_survives_kills() {
     }
 }
 
-/// A server process that waits for an NBD server without a greeting ends with its supervisor.
+/// A recovering server process that waits for an NBD server's greeting ends with its supervisor.
 #[test]
 fn a_recovering_process_with_a_mute_disk_ends_with_its_supervisor() {
     let export = Export::start("mem:4MiB");
@@ -167,7 +168,7 @@ fn a_serving_process_with_a_hung_disk_ends_with_its_supervisor() {
     crate::supervisor::signal(export.child.id(), Signal::CONT);
 }
 
-/// A server process that is still starting ends with its supervisor, too.
+/// A starting server process that waits for an NBD server's greeting ends with its supervisor.
 #[test]
 fn a_starting_process_with_a_mute_disk_ends_with_its_supervisor() {
     let directory = tempfile::tempdir().unwrap();
@@ -193,7 +194,7 @@ fn an_nbd_disk_survives_kills_of_the_server_process() {
     survive(&mut server, 10);
 }
 
-/// A read-only export has no late writes to wait for, so `settle` is not needed.
+/// At a read-only export no late writes are in flight, so a recovery needs no `settle` time.
 #[test]
 fn a_read_only_nbd_disk_recovers_without_settling() {
     let below = Export::start("mem:4MiB");
@@ -207,7 +208,7 @@ fn a_read_only_nbd_disk_recovers_without_settling() {
     assert_no_loss(&server);
 }
 
-/// A server and the server of its disk may be killed at the same time.
+/// The process of a server and that of the server of its disk are killed at the same time.
 #[test]
 fn both_stacked_servers_may_be_killed() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Test that every disk type has to pass: `verify` with all commands, and resets in mid-I/O.
+//! Test that every disk type has to pass: `verify` with all commands, and resets during I/O.
 
 use crate::control::SetOnDrop;
 use crate::disk_recovery::{Export, is_consistent, supervisor};
@@ -12,9 +12,9 @@ use std::time::Duration;
 
 const BYTES: u64 = 16 << 20;
 pub(crate) const PAGE: usize = 4096;
-/// Requests in flight, each to a page of its own.
+/// Number of requests in flight, each to a page of its own.
 const DEPTH: u64 = 64;
-/// Number of resets, and largest number if none of them has ended a request.
+/// Number of resets, and maximum number if none of the resets has ended a request.
 const RESETS: u64 = 12;
 const MOST_RESETS: u64 = 1000;
 
@@ -27,7 +27,8 @@ pub(crate) fn check_disk_type(disk: &str) {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Reads, writes, flushes, zeroes, deallocations and compares, with every byte checked.
+/// Runs `verify` with reads, writes, flushes, zeroes, deallocations and compares, which checks
+/// every byte.
 fn verify_mixed_io(server: &Server) {
     let target = format!("vfio-user:{}/1", server.socket().display());
     let mut command = program();
@@ -43,7 +44,7 @@ fn verify_mixed_io(server: &Server) {
     }
 }
 
-/// Contents of a page.
+/// Content of a page that holds a number.
 fn page(number: u64) -> Vec<u8> {
     number.to_le_bytes().repeat(PAGE / 8)
 }
@@ -55,15 +56,15 @@ pub(crate) fn fill(buffer: &mut Buffer, number: u64) {
 /// A page, and the request in flight to it.
 #[derive(Default)]
 pub(crate) struct Page {
-    /// Numbers that the page may hold.
+    /// Numbers of which the page must hold one.
     pub(crate) may: Vec<u64>,
-    /// Token of the request, and the number that it writes; none for a read.
+    /// Token of the request in flight, and the number that it writes. `None` for a read.
     pub(crate) in_flight: Option<(Token, Option<u64>)>,
 }
 
-/// Resets with many requests in flight. A write that a reset ends is on the disk as a whole or
-/// not at all. It does not reach the disk after the reset: neither over later writes, nor with
-/// later contents of its buffer.
+/// Resets the controller with many requests in flight. A write that a reset ends is on the disk as
+/// a whole or not at all. The write does not reach the disk after the reset, when it could
+/// overwrite later writes, or write the later content of its buffer.
 fn resets(server: &Server) {
     // Without repeats, the driver does not resubmit requests that a reset has ended.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
@@ -88,8 +89,8 @@ fn resets(server: &Server) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let _over = SetOnDrop(&is_over);
-            // Resets are repeated until one has ended a request: a memory disk has usually
-            // completed all.
+            // Resets are repeated until one has ended a request. On a memory disk, usually all
+            // requests have completed before.
             let in_vain = |n| n < MOST_RESETS && ended_by_reset.load(Ordering::Relaxed) == 0;
             for n in (0..).take_while(|n| *n < RESETS || in_vain(*n)) {
                 let pause = if n < RESETS { 10_000 + n * 7_000 % 23_000 } else { 500 + n * 7 % 97 };
@@ -146,8 +147,8 @@ fn resets(server: &Server) {
     controller.detach().unwrap();
 }
 
-/// Checks that the number in a page is one of those that it may hold. Later reads must find the
-/// same number.
+/// Checks that the page holds one of the numbers that it may hold. Later reads must find the same
+/// number.
 pub(crate) fn check_content(page: &mut Page, buffer: &Buffer) {
     let bytes = buffer.to_vec(PAGE);
     let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());

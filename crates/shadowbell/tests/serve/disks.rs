@@ -1,4 +1,5 @@
-//! Named disks: attached to one controller after another, and kept over crashes and upgrades.
+//! Named disks, which are attached to one controller after another, and are kept in crashes and
+//! upgrades.
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, image, program, until};
@@ -8,7 +9,7 @@ use crate::upgrade::Client;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-/// Source, namespaces and limits of the disk `id`.
+/// Entry of the disk `id` in the output of `ctl disk ls`.
 fn disk(server: &Server, id: &str) -> Value {
     let all = ctl_json(server, &["disk", "ls"]);
     let found = all.as_array().unwrap().iter().find(|disk| disk["id"] == id);
@@ -79,7 +80,7 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     assert_eq!(disk(&server, "spare")["bytes"], 4 << 20);
     let (code, _, errors) = ctl(&server, &["disk", "add", "spare", "mem:1MiB"]);
     assert!(code == Some(4) && errors.contains("exists already"), "{errors}");
-    // Applying the configuration file undoes these changes.
+    // Applying the original configuration file undoes the changes of the disks.
     let (code, _, errors) = ctl(&server, &["apply", "vm.toml"]);
     assert_eq!(code, Some(0), "{errors}");
     assert_eq!(disk(&server, "spare"), Value::Null);

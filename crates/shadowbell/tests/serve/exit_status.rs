@@ -6,7 +6,7 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_process::exit::ExitStatus;
 use std::path::Path;
 
-/// Exit status and errors of `shadowbell` with these words.
+/// Runs `shadowbell` with these arguments. Returns exit status and errors.
 fn run(at: &Path, words: &[&str]) -> (Option<i32>, String) {
     let mut command = program();
     command.args(words).current_dir(at).env("SHADOWBELL_RUN_DIR", at.join("run"));
@@ -14,7 +14,7 @@ fn run(at: &Path, words: &[&str]) -> (Option<i32>, String) {
     (status, errors)
 }
 
-/// Verbs in the help of `shadowbell` with these words.
+/// Returns the verbs in the help of `shadowbell` with these arguments.
 fn verbs(words: &[&str]) -> Vec<String> {
     let mut command = program();
     command.args(words).arg("--help");
@@ -127,8 +127,8 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
     }
 }
 
-/// Each verb accepts the name, a process ID or a socket of a server; the name takes precedence over
-/// a file of that name.
+/// Each verb accepts the name, a process ID or a socket of a server. A server's name takes
+/// precedence over a file with the same name.
 #[test]
 fn a_server_is_named_alike_in_each_verb() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Exports of a server's disks by NBD and vhost-user-blk, beside controllers, and after crashes and
-//! upgrades.
+//! Exports of a server's disks by NBD, vhost-user-blk and FUSE, while controllers use the disks,
+//! and after crashes and upgrades.
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, program, until};
@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub(crate) struct Nbd(UnixStream);
 
 impl Nbd {
-    /// Connects, as soon as the server listens.
+    /// Waits until the server listens, and connects.
     pub(crate) fn connect(socket: &Path) -> Self {
         let mut stream = None;
         until("the NBD server", || {
@@ -33,7 +33,8 @@ impl Nbd {
         let mut nbd = Self(stream.unwrap());
         assert_eq!(nbd.take::<18>()[..16], *b"NBDMAGICIHAVEOPT");
         nbd.0.write_all(&3_u32.to_be_bytes()).unwrap();
-        // NBD_OPT_EXPORT_NAME with an empty name: size and flags follow.
+        // Requests the export with an empty name (NBD_OPT_EXPORT_NAME). The answer is size and
+        // flags.
         nbd.0.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
         nbd.take::<10>();
         nbd
@@ -45,7 +46,7 @@ impl Nbd {
         bytes
     }
 
-    /// Sends a request of 512 bytes; returns the error of the reply.
+    /// Sends a request for 512 bytes. Returns the error of the reply.
     fn request(&mut self, kind: u8, data: &[u8]) -> u32 {
         let mut request = b"\x25\x60\x95\x13\0\0\0".to_vec();
         request.push(kind);
@@ -144,7 +145,7 @@ fn start(file: &str, sockets: &[&str]) -> Server {
     Server::spawn(command, directory, sockets)
 }
 
-/// Runs the machine until it has completed `requests` more.
+/// Runs the machine until it has completed `requests` more requests.
 fn run(machine: &mut Machine, requests: u64) {
     let end = machine.answered + requests;
     until("the requests of the machine", || {
@@ -172,7 +173,7 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
     machine.connect(&socket).unwrap();
     for is_crash in [true, false, true] {
         run(&mut machine, 100);
-        // Requests are in flight when the process ends.
+        // These requests are in flight when the process ends.
         machine.submit_requests();
         let before = worker(&server);
         if is_crash {
@@ -186,7 +187,8 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
     }
     run(&mut machine, 100);
     let listed = ctl_json(&server, &["export", "ls"]);
-    // The dead process may have counted up to 16 of the requests, which were in flight.
+    // Up to 16 of the 100 requests were in flight before, and the dead process may have counted
+    // them.
     assert!(listed[0]["requests"].as_u64().unwrap() >= 100 - 16, "{listed}");
     assert_eq!(listed[0]["queues"], 1);
     let metrics = scrape(&server);
@@ -206,7 +208,7 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
     assert!(!socket.exists());
     let image = std::fs::read(server.directory().join("disk.img")).unwrap();
     assert!(image == machine.image(), "the image holds something else");
-    // An export at run time, with a serial number.
+    // An export with a serial number is added at run time.
     let add = ["export", "add", "vm", "data", "--vhost-user-blk", "vm.sock", "--name", "S1"];
     assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
     assert!(socket.exists());
@@ -247,7 +249,7 @@ fn two_writers_of_a_disk_need_share_on_both() {
     assert!(code == Some(4) && errors.contains("written by the export shared"), "{errors}");
 }
 
-/// Unmounts a file at the end of a test, also of one that fails.
+/// Unmounts a file at the end of a test, even if the test fails.
 struct Unmount(PathBuf);
 
 impl Drop for Unmount {
@@ -280,7 +282,7 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     assert_eq!(file.metadata().unwrap().len(), BLOCK * BLOCKS);
-    // An equal export changes nothing, and is not mounted again.
+    // Adding the same export again changes nothing, and does not mount the file again.
     assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
     let ends = AtomicBool::new(false);
     let writes = AtomicU64::new(0);

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 const SIZE: u64 = 64 << 20;
 
-/// Writes and reads a block at `lba`; returns both statuses.
+/// Writes and reads 8 blocks at `lba`. Returns the statuses of write and read.
 fn write_and_read(controller: &Controller, queue: &mut QueuePair, lba: u64) -> (Status, Status) {
     let namespace = controller.namespace(1).unwrap().clone();
     let pool = controller.buffers(2, 4096).unwrap();
@@ -33,19 +33,19 @@ fn a_shrunken_image_gives_lba_out_of_range() {
     let namespace = controller.namespace(1).unwrap().clone();
     let pool = controller.buffers(1, 4096).unwrap();
     let read = run(&mut queue, namespace.read(last, 8).unwrap(), pool.take()).status;
-    // Blocks beyond the end of the file must not read as zeroes.
+    // Blocks beyond the end of the truncated file must not read as zeroes.
     assert_eq!(read.code(), Status::LBA_OUT_OF_RANGE);
     assert_eq!(write_and_read(&controller, &mut queue, 0), (Status::SUCCESS, Status::SUCCESS));
     drop((queue, pool));
     controller.detach().unwrap();
     assert!(server.is_alive());
     drop(server.attach());
-    // The flush at the end fails, too: it sets the exit status and is in the log.
+    // The flush at the end of the server fails, which the exit status and the log show.
     assert_eq!(server.stop().code(), Some(1));
     assert!(server.stderr().contains("cannot flush disk.img"), "{}", server.stderr());
 }
 
-/// Attaches to a server whose storage has room for the first half of the disk.
+/// Checks a server whose storage has room for the first half of the disk.
 fn check_full_storage(mut server: Server) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
@@ -59,7 +59,8 @@ fn check_full_storage(mut server: Server) {
     assert!(server.stop().success());
 }
 
-/// Serves `disk.img` of `directory` through a wrapper command that prepares the environment.
+/// Serves `disk.img` of `directory`. The server is started by `command`, which prepares the
+/// environment.
 fn serve_through(mut command: Command, directory: TempDir, script: Option<&str>) -> Server {
     if let Some(script) = script {
         command.args(["sh", "-c", script, "sh"]);
@@ -82,7 +83,7 @@ fn a_limit_on_the_size_of_files_is_a_full_disk() {
 #[test]
 fn a_full_file_system_gives_an_error_until_space_is_freed() {
     let directory = tempfile::tempdir().unwrap();
-    // A small tmpfs in a mount namespace of its own.
+    // The image is on a small tmpfs in a mount namespace of its own.
     let mut command = Command::new("unshare");
     command.args(["--mount", "--map-root-user"]);
     let probe = Command::new("unshare")
@@ -113,8 +114,8 @@ fn a_full_file_system_gives_an_error_until_space_is_freed() {
         refused += u32::from(is_full);
     }
     assert!((64..128).contains(&refused), "{refused} writes were refused");
-    // A full file system is no media failure, so the health log stays good. The log has the cause
-    // once.
+    // A full file system is no media failure, so the SMART / Health log page is unchanged. The
+    // server's log has the cause once.
     assert_eq!(health(&controller), (false, 100));
     server.wait_for_log("there is no room left for namespace 1, disk.img");
     assert_eq!(server.stderr().matches("there is no room left").count(), 1);
@@ -144,7 +145,8 @@ impl Drop for Loop {
     }
 }
 
-/// A block device that accepts writes and fails writeback: the kernel reports that error once.
+/// After failed writeback of a block device, every Flush fails, although the kernel reports the
+/// error only once.
 #[test]
 fn every_flush_fails_after_failed_writeback() {
     let directory = tempfile::tempdir().unwrap();
@@ -181,7 +183,7 @@ fn every_flush_fails_after_failed_writeback() {
         let write = namespace.write(n * u64::from(blocks), blocks).unwrap();
         assert_eq!(run(&mut queue, write, pool.take()).status, Status::SUCCESS);
     }
-    // Every repeated Flush must fail, too.
+    // Each repeated Flush must fail as well.
     for _ in 0..3 {
         let status = run(&mut queue, namespace.flush(), None).status;
         assert_eq!(status.code(), Status::WRITE_FAULT);

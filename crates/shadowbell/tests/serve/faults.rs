@@ -1,4 +1,4 @@
-//! Server with injected faults, and a driver that recovers.
+//! Server with injected faults, from which the driver recovers.
 
 use crate::harness::{Server, run};
 use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
@@ -39,8 +39,8 @@ fn a_driver_recovers_from_injected_faults() {
     controller.detach().unwrap();
 }
 
-/// A command with a timed hang ends by itself with an error, without execution and without an
-/// abort by the driver.
+/// A command that hangs for a given time ends by itself with an error. It is not executed, and the
+/// driver does not abort it.
 #[test]
 fn a_timed_hang_ends_with_an_error() {
     let server = Server::start(&["mem:4MiB"], &["--faults", "hang=20ms:every=4"]);
@@ -67,8 +67,7 @@ fn a_timed_hang_ends_with_an_error() {
     controller.detach().unwrap();
 }
 
-/// The host chooses its timeout: `bench --timeout` does not wait the default of half a minute
-/// for lost commands.
+/// `bench --timeout` sets the timeout for commands that hang, instead of the default of 30 s.
 #[test]
 fn bench_recovers_after_its_timeout() {
     let server = Server::start(&["mem:4MiB"], &["--faults", "hang:every=50"]);

@@ -22,12 +22,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Environment variable that makes this test program pass descriptors on.
+/// Environment variable that makes this test program execute a service with stored descriptors.
+/// Value: their number.
 const PASS: &str = "SHADOWBELL_TEST_PASS";
-/// First number for descriptors that are passed to a child: larger than any number in use.
+/// First temporary number of descriptors that are passed to a child. It is larger than any number
+/// in use.
 const FIRST_IN_TRANSIT: i32 = 50;
 
-/// Stored descriptors by name, in order of arrival; and whether the service is ready.
+/// State of the service manager: stored descriptors by name, in order of arrival, and whether the
+/// service is ready.
 #[derive(Default)]
 struct FdStore {
     fds: Vec<(String, OwnedFd)>,
@@ -72,7 +75,7 @@ fn listen(socket: &UnixDatagram, stored: &Mutex<FdStore>) {
     }
 }
 
-/// A service, and its manager.
+/// A running service, and its service manager.
 struct Service {
     directory: TempDir,
     stored: Arc<Mutex<FdStore>>,
@@ -82,7 +85,7 @@ struct Service {
 }
 
 impl Service {
-    /// Serves controllers, each with a file and a memory disk.
+    /// Starts a service with `controllers` controllers, each with a file and a memory disk.
     fn start(controllers: usize) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut file = String::from("workers = 2\n");
@@ -135,8 +138,8 @@ impl Service {
 
     /// Restarts the service, as `Restart=` does.
     ///
-    /// Messages of the killed supervisor are received first, as by systemd, which reads messages
-    /// before it handles ended processes.
+    /// As systemd does, this function receives the messages of the killed supervisor before it
+    /// starts the next process.
     fn restart(&mut self) {
         let before = self.stored.lock().unwrap().own;
         let own = UnixDatagram::unbound().unwrap();
@@ -171,8 +174,8 @@ impl Service {
         self.stored.lock().unwrap().fds.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Kills the supervisor, and its server processes too if `all`. Returns the ids of the server
-    /// processes.
+    /// Kills the supervisor, and if `all` is true also its server processes. Returns the ids of the
+    /// server processes.
     fn kill(&mut self, all: bool) -> Vec<u32> {
         let workers = children(self.pid());
         signal(self.pid(), Signal::KILL);
@@ -205,8 +208,8 @@ impl Drop for Service {
     }
 }
 
-/// Entry point of a child process, not a test of its own: executes the program with descriptors
-/// from 3 on.
+/// Entry point of a child process, not a test of its own: executes the program with the stored
+/// descriptors at the numbers from 3 on.
 #[test]
 fn pass_descriptors_on() {
     let Ok(count) = std::env::var(PASS) else { return };
@@ -245,7 +248,7 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
     let loads = [(0, 1), (1, 2)].map(|(n, nsid)| Load::at(&service.socket(n), nsid));
     until("the loads' clients", || service.log().matches("a client is attached").count() >= 3);
     for n in 0..20_u8 {
-        // An arbitrary time, long enough that the kills are not a crash loop.
+        // The time before a kill is arbitrary, but long enough that the kills are not a crash loop.
         std::thread::sleep(Duration::from_millis(60 + u64::from(n)));
         let workers = service.kill(n % 2 == 0);
         service.restart();
@@ -261,7 +264,7 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
     assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
     assert_eq!(log.matches("error: the supervisor was killed; this one continues").count(), 20);
     drop(client);
-    // An orderly end leaves nothing in the store.
+    // A service that ends in good order leaves no descriptor in the store.
     assert!(service.stop().success(), "{}", service.log());
     until("an empty FD store", || service.stored().is_empty());
     assert!((0..3).all(|n| !service.socket(n).exists()));
@@ -271,8 +274,8 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
     Client::attach(&service.socket(0)).write(1, 0, 1);
 }
 
-/// Kills during recovery, during an upgrade, during a change of the program, and while messages
-/// of the server process are unread.
+/// The supervisor is killed during a recovery, during an upgrade, during its exec of another
+/// program, and while messages of the server process are unread.
 #[test]
 fn a_supervisor_may_be_killed_at_any_moment() {
     let mut service = Service::start(3);
@@ -287,13 +290,13 @@ fn a_supervisor_may_be_killed_at_any_moment() {
         // The process serves for a while, so that its death is not part of a crash loop.
         std::thread::sleep(Duration::from_millis(60));
         match n % 4 {
-            // An upgrade starts: a new server process, then a new supervisor program.
+            // SIGUSR2 starts an upgrade: a new server process, and then an exec of the supervisor.
             0 | 1 => {
                 signal(service.pid(), Signal::USR2);
                 // The kill comes at an arbitrary moment of the upgrade.
                 std::thread::sleep(Duration::from_millis(n * 2));
             }
-            // SIGSTOP: the supervisor no longer reads, so messages about this client are unread
+            // After SIGSTOP the supervisor does not read, so messages about this client are unread
             // when it is killed.
             2 => {
                 signal(service.pid(), Signal::STOP);
@@ -305,8 +308,8 @@ fn a_supervisor_may_be_killed_at_any_moment() {
         }
         service.kill(n % 3 == 0);
         service.restart();
-        // In every second round, the supervisor is killed while it recovers. More kills would be a
-        // crash loop.
+        // In every second round, the supervisor is also killed while it recovers. In every round,
+        // the kills would be a crash loop.
         if n % 2 == 1 {
             // The kill comes at an arbitrary moment before the service is ready.
             std::thread::sleep(Duration::from_millis(n / 2));
@@ -330,7 +333,7 @@ fn unusable_state_in_the_fd_store_is_removed() {
     let mut client = Client::attach(&service.socket(0));
     client.write(1, 0, 1);
     service.kill(true);
-    // The FD store holds state of another release.
+    // The FD store gets a snapshot of another release.
     {
         let stored = service.stored.lock().unwrap();
         let (name, write) = &stored.fds[0];

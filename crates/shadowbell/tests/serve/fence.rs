@@ -15,7 +15,7 @@ fn late_daemon() {
     run_daemon_if_requested();
 }
 
-/// A server whose process is killed with a write in flight, which reaches the device late.
+/// A server whose process was killed with a write in flight, which reaches the device late.
 struct Late {
     device: LateDevice,
     server: Server,
@@ -31,8 +31,8 @@ impl Late {
         Some(late)
     }
 
-    /// Like `start`, for a server of `arguments` over this device. The killed process, whose id is
-    /// returned, may not have ended yet.
+    /// Like `start`, for a server with `arguments` whose disk is on this device. The killed
+    /// process, whose id is returned, may not have ended yet.
     fn start_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> (Self, u32) {
         let late = Self::begin_on(device, arguments, variables);
         let pid = worker(&late.server);
@@ -40,7 +40,8 @@ impl Late {
         (late, pid)
     }
 
-    /// A server of `arguments` over this device, with a write in flight that the device holds.
+    /// Starts a server with `arguments` whose disk is on this device, and submits a write that the
+    /// device holds.
     fn begin_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut command = program();
@@ -58,7 +59,7 @@ impl Late {
         Self { device, server, writing }
     }
 
-    /// Lets the write reach the device, and checks that no newer write is overwritten.
+    /// Lets the late write reach the device, and checks that it does not overwrite a newer write.
     fn release(self) -> (Server, LateDevice) {
         self.device.release();
         let mut client = self.writing.join().unwrap();
@@ -102,7 +103,8 @@ fn a_late_write_does_not_refuse_an_upgrade() {
     assert_ne!(worker(&server), before);
 }
 
-/// A thread in a system call keeps its process alive until the call returns.
+/// A killed process ends only after its write to a qcow2 image, because its thread is in a system
+/// call.
 #[test]
 fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -126,8 +128,8 @@ fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     server.wait_for_log("recovered from the checkpoint of a dead process");
 }
 
-/// The late write is in flight at the other server, which accepts no new client before the
-/// write has ended.
+/// The late write is in flight at another server, whose namespace is the disk. That server accepts
+/// no new client before the write has ended.
 #[test]
 fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -147,7 +149,7 @@ fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
 fn without_a_fence_a_late_write_of_a_dead_process_overwrites_a_newer_one() {
     let order = [("SHADOWBELL_WRONG_ORDER", "no-fence")];
     let Some(Late { device, server, writing }) = Late::start(&order) else { return };
-    // The write was executed again, and is completed.
+    // The next process has executed the write again, so it is completed.
     let mut client = writing.join().unwrap();
     client.write(1, 0, 0xbb);
     assert_eq!(client.read(1, 0), 0xbb);
@@ -157,8 +159,8 @@ fn without_a_fence_a_late_write_of_a_dead_process_overwrites_a_newer_one() {
     drop(server);
 }
 
-/// The NBD server still executes a write of a client that has disconnected, and accepts other
-/// clients: only a settle time helps.
+/// An NBD server accepts a new client while it still executes a write of a disconnected one, so the
+/// write is repeated only after a settle time.
 #[test]
 fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -172,8 +174,8 @@ fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     late.release();
 }
 
-/// Without a settle time, the guest's newer write is lost. This shows that the test with one can
-/// fail.
+/// Without a settle time, the guest's newer write is lost. This shows that the test with a settle
+/// time can fail.
 #[test]
 fn a_late_write_at_an_nbd_server_overwrites_a_newer_one_if_it_has_not_settled() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };

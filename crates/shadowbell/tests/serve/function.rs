@@ -17,7 +17,7 @@ const COMMAND: u64 = 4;
 const MEMORY: u16 = 1 << 1;
 const BUS_MASTER: u16 = 1 << 2;
 
-/// Bus address of the guest's memory, and its length.
+/// Bus address and length of the guest's memory, and positions in it.
 const IOVA: u64 = 1 << 32;
 const LEN: u64 = 1 << 20;
 const ASQ: u64 = IOVA;
@@ -43,7 +43,7 @@ impl Guest {
         Self { client, memory, data: DATA, tail: 0, head: 0, phase: true }
     }
 
-    /// A guest with shared memory and an enabled controller.
+    /// Creates a guest with shared memory and an enabled controller.
     fn enabled(server: &Server) -> Self {
         let mut guest = Self::new(server);
         guest.share();
@@ -106,7 +106,7 @@ impl Guest {
         self.write(regs::DOORBELLS, &u32::from(self.tail).to_le_bytes());
     }
 
-    /// The next completion, if it was posted.
+    /// Takes the next completion, if it was posted.
     fn completed(&mut self) -> Option<Status> {
         let at = (ACQ - IOVA) as usize + usize::from(self.head) * Cqe::SIZE;
         let cqe: Cqe = self.bytes().read(at).unwrap();
@@ -208,7 +208,7 @@ fn accesses_out_of_bounds_are_refused() {
         refused(guest.client.region_read(region, offset, &mut [0; 4]));
         refused(guest.client.region_write(region, offset, &[0; 4]));
     }
-    // Registers do not exist at these sizes and offsets.
+    // No registers exist at these offsets, and accesses of 3 bytes are not supported.
     for offset in [0x15u64, 0x1c, 0x2000, 0x3ffc] {
         guest.client.region_write(region::BAR0, offset, &[0xff; 3]).unwrap();
         guest.client.region_read(region::BAR0, offset, &mut [0; 3]).unwrap();
@@ -262,7 +262,7 @@ fn interrupts_are_eventfds() {
         assert!(matches!(outcome, Err(ClientError::Refused { .. })), "{index} {start} {count}");
     }
     guest.client.act_on_irqs(irq::MSIX, 0, 1, IrqAction::Mask).unwrap_err();
-    // The error interrupt can be configured and is never raised; configuring it raises no other
+    // The error interrupt can be configured, but is never raised. Its configuration raises no MSI-X
     // vector.
     guest.client.set_irq_eventfds(irq::MSIX, 0, &events).unwrap();
     guest.client.set_irq_eventfds(irq::ERR, 0, &events[7..8]).unwrap();
@@ -337,8 +337,8 @@ fn resets_leave_nothing_behind() {
     }
 }
 
-/// Trapped doorbell writes wake a sleeping I/O thread through an ioeventfd; the reactor thread,
-/// which handles messages, is not woken.
+/// Trapped doorbell writes wake a sleeping I/O thread through an ioeventfd, without the reactor
+/// thread, which handles messages.
 #[test]
 fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
     const COMMANDS: u16 = 200;
@@ -359,7 +359,8 @@ fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
         until("the worker sleeps", || {
             status_of(worker(&server), "sb-worker0", "State").starts_with('S')
         });
-        // The server needs some commands to notice which doorbells find a sleeping I/O thread.
+        // The server learns from the first commands which doorbells find a sleeping I/O thread, so
+        // these are not counted.
         if n == 20 {
             before = sleeps();
         }
@@ -379,7 +380,7 @@ fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
         "the I/O thread sleeps before each command: {worker}"
     );
     assert!(reactor <= 20, "{reactor} wakeups of the reactor for {COMMANDS} commands");
-    // Messages other than doorbell writes are handled as before.
+    // The reactor still handles messages other than doorbell writes.
     guest.assert_usable();
     guest.write(regs::CC, &0_u32.to_le_bytes());
     until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
@@ -486,8 +487,8 @@ fn a_missing_share_option_is_logged_for_a_private_file() {
     server.wait_for_log("`share=on` is missing");
 }
 
-/// A kernel with a virtual IOMMU shares its memory page by page. One mapping per page would
-/// nearly exhaust the process's limit of mappings.
+/// A guest kernel with a virtual IOMMU shares its memory page by page. One mapping per page would
+/// nearly exhaust the server process's limit of mappings.
 #[test]
 fn a_guest_behind_an_iommu_shares_page_by_page() {
     const PAGE: u64 = 4096;
@@ -505,7 +506,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
     let mapped = maps.lines().filter(|line| line.contains("guest-pages")).count();
     assert!((1..=257).contains(&mapped), "{mapped} mappings");
-    // The data go to the page at that bus address only.
+    // The Identify data are written only to the page at the command's bus address.
     for n in [PAGES - 1, 0, 12_345] {
         guest.data = iova(n);
         guest.ring();

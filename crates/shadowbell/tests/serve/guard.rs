@@ -6,7 +6,8 @@ use crate::harness::{Server, image, program, until};
 use crate::upgrade::Client;
 use serde_json::{Value, json};
 
-/// Server `vm` with the controller `vm0`, which has the disks `a.img` and `b.img` of 4 MiB.
+/// Starts the server `vm` with the controller `vm0`, which has the disks `a.img` and `b.img` of 4
+/// MiB.
 fn server() -> Server {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "a.img", 4 << 20);
@@ -22,14 +23,14 @@ fn server() -> Server {
     Server::spawn(command, directory, &["vm.sock"])
 }
 
-/// Disk `id` of the server.
+/// Entry of the disk `id` in the output of `ctl disk ls`.
 fn disk(server: &Server, id: &str) -> Value {
     let all = ctl_json(server, &["disk", "ls"]);
     all.as_array().unwrap().iter().find(|disk| disk["id"] == id).cloned().unwrap_or_default()
 }
 
-/// Asserts that a command is refused without `--force`, names the flag and the client, and says
-/// what the client would lose.
+/// Asserts that a command is refused without `--force`, with an error that names the option, the
+/// client, and what the client would lose.
 #[track_caller]
 fn refused(server: &Server, arguments: &[&str], words: &str) {
     let (code, _, errors) = ctl(server, arguments);
@@ -53,7 +54,7 @@ fn a_client_loses_nothing_without_force() {
     refused(&server, &["shutdown"], "vm0 would lose the controller");
     std::fs::write(server.directory().join("none.toml"), "controller = []\n").unwrap();
     refused(&server, &["apply", "none.toml"], "vm0 would lose the controller");
-    // Requests without `ctl` get the reason as a code.
+    // The response to an HTTP request has the reason as a code.
     for (method, path, body) in [
         ("PATCH", "/v1/disks/vm0%2F2", r#"{"size":{"bytes":4096}}"#),
         ("DELETE", "/v1/controllers/vm0/namespaces/2", ""),
@@ -66,7 +67,7 @@ fn a_client_loses_nothing_without_force() {
     }
     assert_eq!((ctl_json(&server, &["controllers"]), guest.read(2, 8)), (before, 3));
 
-    // A larger disk takes nothing from its client, so growth needs no `--force`.
+    // A client loses nothing if its disk grows, so growth needs no `--force`.
     let grown = ctl_json(&server, &["disk", "resize", "vm0/2", "+4MiB"]);
     assert_eq!(grown[0]["bytes"], 8 << 20);
     let size = |name: &str| std::fs::metadata(server.directory().join(name)).unwrap().len();
@@ -112,7 +113,7 @@ fn a_configuration_file_of_an_operator_is_not_replaced_without_force() {
     let own = std::fs::read_to_string(&path).unwrap();
     refused(&server, &["save-config", "vm.toml"], "vm.toml was not written by `save-config`");
     assert_eq!(std::fs::read_to_string(&path).unwrap(), own);
-    // A file that `save-config` has written is replaced.
+    // `save-config` replaces a file that it has written itself.
     for _ in 0..2 {
         assert_eq!(ctl(&server, &["save-config", "saved.toml"]).0, Some(0));
     }
@@ -137,7 +138,7 @@ fn a_change_of_limits_leaves_the_others_and_a_query_changes_nothing() {
     assert_eq!(limits(), json!({"iops": "700", "bandwidth": "10MiB"}));
     ctl_json(&server, &["limit", "vm0/1", "--bandwidth", "none"]);
     assert_eq!(limits(), json!({"iops": "700"}));
-    // A group is created by `limit-group add` only.
+    // Only `limit-group add` creates a group.
     for arguments in [
         &["limit", "vm0/1", "--group", "nope"][..],
         &["limit-group", "set", "nope", "--iops", "5"],

@@ -1,4 +1,4 @@
-//! A `shadowbell serve` in a process of its own, and a driver for it.
+//! `shadowbell serve` in processes of its own, and a driver that attaches to it.
 
 use shadowbell_driver::{
     AttachOptions, Command as NvmCommand, Completion, Controller, QueuePair, VfioUser,
@@ -14,14 +14,14 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// The program under test. In a guest, its path comes from the environment.
+/// Command that runs the program under test. In a VM, the environment has the program's path.
 pub(crate) fn program() -> Command {
     let elsewhere = std::env::var_os("SHADOWBELL_TEST_PROGRAM");
     Command::new(elsewhere.unwrap_or_else(|| env!("CARGO_BIN_EXE_shadowbell").into()))
 }
 
-/// The program under test, whose SIGHUP is not ignored. The tests may run with an ignored SIGHUP
-/// (`nohup`), which the program would inherit.
+/// Command that runs the program under test with the default action of SIGHUP. The tests may run
+/// with an ignored SIGHUP (`nohup`), which the program would inherit.
 pub(crate) fn program_with_sighup() -> Command {
     let mut command = Command::new("env");
     command.arg("--default-signal=HUP").arg(program().get_program());
@@ -42,7 +42,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Serves `disks` with further `options` at `socket()`.
+    /// Serves `disks` with further `options` at [`socket`](Self::socket).
     pub(crate) fn start(disks: &[&str], options: &[&str]) -> Self {
         Self::start_in(tempfile::tempdir().unwrap(), disks, options)
     }
@@ -62,7 +62,7 @@ impl Server {
         Self::spawn_to(command, directory, sockets)
     }
 
-    /// Like `spawn`, with standard output and standard error as the command has them.
+    /// Like `spawn`, but the command's standard output and standard error are not redirected.
     pub(crate) fn spawn_to(mut command: Command, directory: TempDir, sockets: &[&str]) -> Self {
         command.stdin(Stdio::null()).current_dir(directory.path()).env_remove("RUST_LOG");
         // The control socket is in this directory, too.
@@ -73,7 +73,7 @@ impl Server {
             command.args(["--stop-timeout", "600"]);
         }
         let child = ProcessGroup::spawn(&mut command).unwrap();
-        // Closes this process's end of a pipe that was given to the command.
+        // The drop closes this process's copy of a pipe end that the command has.
         drop(command);
         let mut server = Self { child, directory };
         until("the server's socket", || {
@@ -90,7 +90,7 @@ impl Server {
         self.directory.path()
     }
 
-    /// Directory of the ended server, for another server.
+    /// Returns the directory of the server, which has ended, for another server.
     pub(crate) fn into_directory(mut self) -> TempDir {
         self.child.wait_all();
         std::mem::replace(&mut self.directory, tempfile::tempdir().unwrap())
@@ -201,7 +201,7 @@ impl Server {
     }
 }
 
-// Time after which the state is printed. It affects nothing else.
+// Time after which `with_hang_report` prints the state. The result of a test does not depend on it.
 const SLOW: Duration = Duration::from_secs(4);
 
 impl Drop for Server {
@@ -242,7 +242,7 @@ pub(crate) fn complete(queue: &mut QueuePair) -> Completion {
     }
 }
 
-/// Runs the program to its end: exit status, output, errors.
+/// Runs the program to its end. Returns exit status, output and errors.
 pub(crate) fn finish(mut command: Command) -> (Option<i32>, String, String) {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command.env_remove("RUST_LOG");

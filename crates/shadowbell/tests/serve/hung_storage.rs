@@ -1,6 +1,5 @@
-//! Storage that hangs for a while under a guest in mid-I/O: other namespaces of the same I/O
-//! thread continue, no acknowledged write is lost, and no command waits longer than the
-//! storage.
+//! Storage that hangs for a while during a guest's I/O: other namespaces of the same I/O thread
+//! continue, no acknowledged write is lost, and all commands complete when the storage resumes.
 
 use crate::control::{ctl, ctl_json, http_request, request};
 use crate::disk_recovery::Export;
@@ -16,7 +15,7 @@ use shadowbell_testing::stalled::{Mount, run_daemon_if_requested};
 use shadowbell_testing::wait::{LIMIT, short_pause};
 use std::time::Duration;
 
-/// Requests in flight, each to a page of its own.
+/// Number of requests in flight, each to a page of its own.
 const PAGES: usize = 64;
 const BYTES: u64 = 16 << 20;
 
@@ -25,7 +24,7 @@ fn fuse_daemon() {
     run_daemon_if_requested();
 }
 
-/// Storage that can be stalled and resumed.
+/// Storage that a test can stall and resume.
 trait Stalls: Sync {
     fn stall(&self);
     fn resume(&self);
@@ -61,7 +60,7 @@ impl Stalls for Export {
     }
 }
 
-/// A guest of both namespaces, and the possible contents of the first one's pages.
+/// A guest of both namespaces, and the possible contents of the pages of namespace 1.
 struct Guest {
     controller: Controller,
     queue: QueuePair,
@@ -72,7 +71,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// Attaches, and fills the pages.
+    /// Attaches to the server, and fills the pages.
     fn attach(server: &Server, options: AttachOptions) -> Self {
         let options = AttachOptions { queue_pairs: 2, queue_depth: 256, ..options };
         let mut controller = server.attach_with(&options);
@@ -113,7 +112,7 @@ impl Guest {
         self.queue.ring().unwrap();
     }
 
-    /// Waits until nothing is in flight; returns how many commands failed.
+    /// Waits until no command is in flight. Returns the number of failed commands.
     fn settle(&mut self, expected: &[Status]) -> usize {
         settle(&mut self.queue, &mut self.pages, expected)
     }
@@ -163,7 +162,7 @@ fn take(pages: &mut [Page], completion: Completion, expected: &[Status]) -> Stat
     status
 }
 
-/// Waits until nothing is in flight; returns how many commands failed.
+/// Waits until no command is in flight. Returns the number of failed commands.
 fn settle(queue: &mut QueuePair, pages: &mut [Page], expected: &[Status]) -> usize {
     let mut failed = 0;
     while pages.iter().any(|page| page.in_flight.is_some()) {
@@ -173,7 +172,8 @@ fn settle(queue: &mut QueuePair, pages: &mut [Page], expected: &[Status]) -> usi
     failed
 }
 
-/// Commands that wait complete when the storage resumes, and others do not wait.
+/// Checks that commands on hung storage complete when it resumes, and that commands on other
+/// storage do not wait.
 fn check_waiting_commands(server: &Server, storage: &dyn Stalls) {
     let mut guest = Guest::attach(server, AttachOptions::default());
     let mut other = guest.controller.take_queue_pair().unwrap();
@@ -191,8 +191,8 @@ fn check_waiting_commands(server: &Server, storage: &dyn Stalls) {
     guest.assert_no_loss();
 }
 
-/// A reset waits for operations that could still reach the disk or the guest's memory, and not
-/// longer.
+/// Checks that a reset waits only for operations that may still reach the disk or the guest's
+/// memory.
 fn check_reset(server: &Server, storage: &dyn Stalls) {
     // Without repeats, the driver does not resubmit commands that a reset has ended.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
@@ -216,16 +216,16 @@ fn check_reset(server: &Server, storage: &dyn Stalls) {
     guest.assert_no_loss();
 }
 
-/// A guest with a shorter timeout aborts its commands, and deletes the queue if they cannot be
-/// aborted. If that times out, too, it resets the controller. The resubmitted commands succeed.
+/// Checks a guest with a short timeout: it aborts its commands, deletes the queue if they cannot be
+/// aborted, and, if that times out, resets the controller. The resubmitted commands succeed.
 fn is_unusable_after_timeout(server: &Server, storage: &dyn Stalls, check_reset: bool) {
-    // Timeouts of the guest. That of I/O commands must expire, and that of admin commands only if a
-    // reset is expected.
+    // The guest's timeout for I/O commands must expire, and that for admin commands only if a reset
+    // is expected.
     let admin = if check_reset { Duration::from_secs(2) } else { LIMIT };
-    // Short limits, because their expiry is tested.
+    // These limits are short, because the test waits until they expire.
     let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
     // While the storage is stalled, each recovery step may submit a command again. The limit of
-    // these submissions must not be reached.
+    // these repeats must not be reached.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };
     let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
     let mut guest = Guest::attach(server, options);
@@ -330,7 +330,7 @@ fn a_disk_is_stalled_until_its_storage_answers() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Requests that wait for a limit do not make a disk stalled.
+/// A disk whose requests wait for a rate limit is not stalled.
 #[test]
 fn a_throttled_disk_is_not_stalled() {
     let options = ["--supervisor", "--workers", "1", "--stalled-after", "4"];
@@ -351,10 +351,10 @@ fn a_throttled_disk_is_not_stalled() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// SIGTERM ends the service although storage hangs, and the log names the operations without an
-/// answer.
+/// Checks that SIGTERM ends the service although storage hangs, and that the log has the unanswered
+/// requests (`words`).
 fn check_stop(disk: &str, storage: &dyn Stalls, words: &str) {
-    // The time limit expires in this test.
+    // The test waits until the stop timeout has expired.
     let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stop-timeout", "10"];
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
     let mut guest = Guest::attach(&server, AttachOptions::default());

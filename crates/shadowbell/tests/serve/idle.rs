@@ -7,8 +7,8 @@ use shadowbell_spec::Status;
 use shadowbell_testing::wait::deadline;
 use std::time::{Duration, Instant};
 
-/// Context switches of all threads of a process, by thread id. Threads that the kernel creates
-/// for io_uring are left out: they wake every five seconds, and then end.
+/// Number of context switches of each thread of a process, by thread id. Threads that the kernel
+/// creates for io_uring are left out, because they wake up every five seconds until they end.
 fn switches(pid: u32) -> Vec<(u32, String, u64)> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let of = |thread: std::fs::DirEntry| {
@@ -22,7 +22,7 @@ fn switches(pid: u32) -> Vec<(u32, String, u64)> {
     threads.filter_map(|thread| of(thread.ok()?)).collect()
 }
 
-/// Context switches of the supervisor and of the server process.
+/// Number of context switches of each thread of the supervisor and of the server process.
 fn all_switches(server: &Server) -> Vec<(u32, String, u64)> {
     let all = [vec![server.pid()], children(server.pid())].concat();
     all.into_iter().flat_map(switches).collect()
@@ -30,11 +30,11 @@ fn all_switches(server: &Server) -> Vec<(u32, String, u64)> {
 
 #[track_caller]
 fn is_idle(server: &Server) {
-    // Earlier work may take a while to end on a busy machine. A thread with a timer, or one that
-    // polls, is never idle for 2 s.
+    // On a busy machine, earlier work may take a while to end. A thread that has a timer or polls
+    // is never idle for 2 s.
     until("2 s without a context switch", || {
         let before = all_switches(server);
-        // Time in which no thread must run.
+        // No thread must run during this time.
         std::thread::sleep(Duration::from_secs(2));
         before == all_switches(server)
     });
@@ -85,14 +85,14 @@ fn many_controllers_share_few_threads() {
     // Two I/O threads, the reactor, the event log, the log, the control socket, the watches for
     // resized and for stalled disks, and the signal thread.
     assert_eq!(others.len(), 9, "{others:?}");
-    // The control thread and its standby thread, and possibly a second standby: one may just have
-    // taken over.
+    // The control thread and its standby thread. A second standby thread exists if the first has
+    // just taken over.
     assert!((2..=3).contains(&control.len()), "{}", control.len());
     is_idle(&server);
     drop(attached);
 }
 
-/// Field of the status file in procfs of the only thread with this name.
+/// Returns a field of the status file in procfs, for the only thread with this name.
 pub(crate) fn status_of(pid: u32, name: &str, key: &str) -> String {
     let mut threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let thread = threads.find_map(|thread| {
@@ -125,7 +125,7 @@ fn shadow_doorbells_wake_the_io_thread_without_the_reactor() {
         (sleeps_of(worker(&server), "sb-reactor"), sleeps_of(worker(&server), "sb-worker0"));
     const COMMANDS: u64 = 200;
     for _ in 0..COMMANDS {
-        // On a busy CPU the driver may be faster than the I/O thread.
+        // On a busy CPU the driver may submit before the I/O thread sleeps.
         until("the worker's sleep", || {
             status_of(worker(&server), "sb-worker0", "State").starts_with('S')
         });

@@ -1,4 +1,4 @@
-//! Disks that store data.
+//! I/O on disks that store data.
 
 use crate::harness::{Server, attach, complete, image, run};
 use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy};
@@ -151,7 +151,7 @@ fn a_sleeping_driver_gets_an_error_when_the_server_dies() {
     };
     assert!(error.contains("lost the connection"), "{error}");
     killer.join().unwrap();
-    // Later submissions fail, too.
+    // Later submissions fail with the same error.
     let error = queue.submit(flush, None).unwrap_err().reason.to_string();
     assert!(error.contains("lost the connection"), "{error}");
     assert!(queue.wait(Some(deadline)).is_err());

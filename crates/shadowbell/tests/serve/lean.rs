@@ -2,11 +2,12 @@
 
 use crate::harness::Server;
 
-/// Crates for plots, the terminal interface and the load generator's histograms.
+/// Crates that `shadowbell-serve` must not contain: plots, the terminal interface, and the load
+/// generator's histograms.
 const TOOLS: [&str; 3] = ["plotters", "ratatui", "hdrhistogram"];
 
-/// Symbols of a program. Its debug information is left out: it also describes code that the linker
-/// has dropped.
+/// Returns the symbols of a program, without its debug information, which also describes code that
+/// the linker has dropped.
 fn symbols(program: &str) -> String {
     let output = std::process::Command::new("nm").arg(program).output().expect("nm of binutils");
     assert!(output.status.success(), "{output:?}");

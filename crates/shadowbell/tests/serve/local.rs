@@ -1,4 +1,4 @@
-//! The in-process controller, as the driver attaches to it.
+//! A driver attached to a controller in the same process.
 
 use crate::harness::{complete, run};
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
@@ -9,7 +9,7 @@ use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::Status;
 use std::sync::Arc;
 
-/// A controller over `disk` with these doorbells.
+/// Creates a controller with `disk` and these doorbell mechanisms.
 fn local_with(disk: &str, shadow_doorbells: bool, mapped_doorbells: bool) -> Arc<InProcess> {
     let disk = shadowbell_disk_file::open(disk).unwrap();
     let namespaces = vec![NamespaceConfig { uuid: uuid_from("local"), disk }];
@@ -103,8 +103,8 @@ fn memory_that_was_just_mapped_can_be_used() {
     let namespace = controller.namespace(1).unwrap().clone();
     let mut queue = controller.take_queue_pair().unwrap();
     for round in 0..20_000 {
-        // The new map must reach the I/O thread before the command: a doorbell write does not wait
-        // for the controller.
+        // The I/O thread must receive the mapping of the new buffer before the command, although a
+        // doorbell write does not wait for the controller.
         let pool = controller.buffers(1, 4096).unwrap();
         let done = run(&mut queue, namespace.write(0, 8).unwrap(), pool.take());
         assert_eq!(done.status, Status::SUCCESS, "round {round}");

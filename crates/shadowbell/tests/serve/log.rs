@@ -1,4 +1,4 @@
-//! The log: a client that floods it, and a reader that does not read.
+//! Log that a client floods, and log whose reader does not read.
 
 use crate::harness::{Server, attach, image, program, run};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 /// Log text for each refused map.
 const REFUSED: &str = "which is no multiple of 4096";
 
-/// A server with two controllers, one for an honest client and one for a hostile one.
+/// Command of a server with two controllers, one for an honest client and one for a hostile one.
 fn command() -> (Command, TempDir) {
     let directory = tempfile::tempdir().unwrap();
     let config = directory.path().join("both.toml");
@@ -42,7 +42,7 @@ fn connect_bad(server: &Server) -> Client {
     Client::connect(server.directory().join("bad.sock"), options).unwrap()
 }
 
-/// A full pipe.
+/// Creates a pipe whose buffer is full.
 fn full_pipe() -> (PipeReader, PipeWriter) {
     let (reader, writer) = std::io::pipe().unwrap();
     let flags = fcntl_getfl(&writer).unwrap();
@@ -69,7 +69,7 @@ fn a_stalled_log_reader_does_not_block_io() {
     let read = run(&mut queue, namespace.read(0, 1).unwrap(), pool.take());
     assert_eq!(read.status, Status::SUCCESS);
     controller.registers().unwrap();
-    // SIGUSR1 makes the signal thread log the counters, which must not block it.
+    // SIGUSR1 makes the signal thread log the counters. The full pipe must not block this thread.
     server.signal(rustix::process::Signal::USR1);
     send_invalid_maps(&client, 10);
     drop((read, queue, pool));
@@ -101,8 +101,8 @@ fn log_lines_caused_by_a_client_are_rate_limited() {
     assert!(server.stop().success());
     let printed = server.stderr();
     assert!(printed.ends_with("ended\n"), "{printed}");
-    // The limit of such lines: 16 at once, then one in ten seconds with the number of suppressed
-    // ones.
+    // The limit of these lines is 16 at once, and then one in ten seconds, with the number of
+    // suppressed lines.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     let lines = printed.lines().filter(|line| line.contains(REFUSED)).count();
     assert!((16..=most).contains(&lines), "{lines} lines, of {most}");

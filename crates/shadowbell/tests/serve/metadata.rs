@@ -1,5 +1,5 @@
-//! Namespaces with metadata and protection information: across crashes and upgrades, and the
-//! place of their metadata.
+//! Namespaces with metadata and protection information: in crashes and upgrades, and where their
+//! metadata are stored.
 
 use crate::harness::{Server, finish, image, program, run};
 use crate::recover::kill;
@@ -61,7 +61,7 @@ fn protection_information_survives_crashes_and_upgrades() {
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!((guest.read(1, 9), guest.read(2, 9)), (Ok(7), Ok(8)));
-    // Data are at the same offsets as without metadata.
+    // In the file, data are at the same offsets as without metadata.
     let file = OpenOptions::new().read(true).write(true).open(file).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, 9 * 512 + 100).unwrap();
@@ -98,7 +98,7 @@ fn a_pool_has_formats_with_metadata() {
     let mut guest = Guest::attach(&server);
     assert_eq!((guest.read(1, 9), guest.read(1, 8)), (Ok(7), Ok(0)));
     drop(guest);
-    // Formats the namespace without metadata again.
+    // Format NVM removes the metadata of the namespace again.
     let (status, _, errors) = verb("format", &["-n", "1", "-l", "0", "--force"]);
     assert_eq!(status, Some(0), "{errors}");
     let guest = Guest::attach(&server);

@@ -1,4 +1,4 @@
-//! `/metrics`, and the dashboard that shows them.
+//! Metrics of the server (`/metrics`), and the dashboard that shows them.
 
 use crate::control::ctl;
 use crate::harness::{Server, program, run, until};
@@ -17,7 +17,7 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Parses a text, and refuses what the specification forbids.
+    /// Parses a text. Panics at a violation of the specification.
     #[track_caller]
     fn parse(text: &str) -> Self {
         let body = text.strip_suffix("# EOF\n").expect("the text ends with EOF");
@@ -95,7 +95,7 @@ fn is_name(name: &str, may_have_colon: bool) -> bool {
     name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_') && name.chars().all(is)
 }
 
-/// Checks `{name="value",...}`, or an empty text.
+/// Checks the syntax of labels: `{name="value",...}`, or an empty text.
 #[track_caller]
 fn labels(text: &str) {
     if text.is_empty() {
@@ -121,12 +121,12 @@ fn labels(text: &str) {
     }
 }
 
-/// Sends a GET request for this path: head and body of the response.
+/// Sends a GET request for this path. Returns head and body of the response.
 fn get(stream: impl Read + Write, path: &str) -> (String, String) {
     get_of(stream, path, "host: localhost\r\n")
 }
 
-/// Sends a request with these headers.
+/// Sends a GET request with these headers. Returns head and body of the response.
 fn get_of(mut stream: impl Read + Write, path: &str, headers: &str) -> (String, String) {
     let request = format!("GET {path} HTTP/1.1\r\n{headers}connection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).unwrap();
@@ -225,7 +225,7 @@ fn namespace_latencies_are_measured_on_request() {
         let of = |metrics: &Metrics, what: &str, nsid, kind| {
             metrics.get(what, &[("nsid", nsid), ("kind", kind)])
         };
-        // The guest may see the last completion before it is counted.
+        // The guest may receive the last completion before the server counts it.
         let count = |metrics: &Metrics, nsid, kind| {
             of(metrics, "shadowbell_namespace_latency_seconds_count", nsid, kind)
         };
@@ -249,7 +249,7 @@ fn namespace_latencies_are_measured_on_request() {
         assert_eq!(buckets.last(), Some(&(f64::INFINITY, f64::from(round * 100))));
         assert_eq!(buckets[0].0, 2.048e-6);
         if round == 1 {
-            // Measuring continues in the next process, with counters from zero.
+            // The next process continues the measurement, with counters that begin at zero.
             let (status, _, errors) = ctl(&server, &["upgrade"]);
             assert_eq!(status, Some(0), "{errors}");
             until("measuring in the next process", || ctl(&server, &["measure"]).1 == "on\n");
@@ -313,8 +313,8 @@ fn the_tcp_endpoint_serves_only_metrics() {
     assert!(status == Some(2) && complaint.contains("--metrics"), "{status:?}: {complaint}");
 }
 
-/// Other host names are refused, because a web page can make its own name resolve to this machine
-/// (DNS rebinding).
+/// The TCP endpoint refuses other host names, because a web page can make its own name resolve to
+/// this machine (DNS rebinding).
 #[test]
 fn the_tcp_endpoint_responds_only_to_requests_that_address_this_machine() {
     let arguments = ["--metrics", "127.0.0.1:0", "--metrics-host", "node1.example"];

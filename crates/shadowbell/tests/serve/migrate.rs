@@ -20,8 +20,8 @@ fn connect(server: &Server) -> Client {
     Client::connect(server.socket(), Options::default()).unwrap()
 }
 
-/// The image is locked, so the source server ends before the destination starts: in between, no
-/// server has the guest.
+/// A guest migrates several times with its image. The image is locked, so the source server ends
+/// before the destination server starts.
 #[test]
 fn a_guest_migrates_between_servers_with_its_image() {
     let directory = tempfile::tempdir().unwrap();
@@ -47,12 +47,12 @@ fn a_guest_migrates_between_servers_with_its_image() {
     assert!(guest.completed() > 200, "{}", guest.completed());
 }
 
-/// A suspended device must not resume in the next process at the source, after an upgrade or a
-/// crash: the guest may run elsewhere.
+/// After an upgrade or a crash at the source, the next process must not resume a suspended device,
+/// because the guest may run at the destination.
 #[test]
 fn a_suspended_device_does_not_resume_in_the_next_process() {
     suspended(|server| {
-        // The upgrade continues without this client, because one client must not delay all.
+        // The upgrade disconnects this client, because one client must not prevent an upgrade.
         let (status, output, errors) = upgrade(&server.pid().to_string(), None);
         assert_eq!(status, Some(0), "{errors}");
         assert!(

@@ -1,5 +1,5 @@
-//! Namespaces that are added, changed and removed while a server runs, and after restarts of
-//! it.
+//! Namespaces that are added, changed and removed while a server runs, and their state after
+//! crashes and upgrades.
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, attach, complete, finish, image, program, until};
@@ -12,14 +12,14 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use std::os::unix::net::UnixStream;
 
-/// Runs `ctl`, which must fail with this status and text.
+/// Runs `ctl`, which must fail with this status and an error that has `words`.
 #[track_caller]
 fn refused(server: &Server, arguments: &[&str], status: i32, words: &str) {
     let (code, _, errors) = ctl(server, arguments);
     assert!(code == Some(status) && errors.contains(words), "{arguments:?}: {code:?} {errors}");
 }
 
-/// Runs `ctl`, which must succeed; returns the namespace or disk in its response.
+/// Runs `ctl`, which must succeed. Returns the namespace or disk in the response.
 #[track_caller]
 fn done(server: &Server, arguments: &[&str]) -> Value {
     let answer = ctl_json(server, arguments);
@@ -96,7 +96,8 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "on"])["read_only"], true);
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "off"])["read_only"], false);
 
-    // The replacement has the same UUID for the guest; the old disk is free after that.
+    // For the guest, the replacement disk has the same UUID. After the replacement, the old disk is
+    // free.
     let replaced = done(&server, &["disk", "replace", "vm.sock/3", "c.img", "--force"]);
     assert_eq!(replaced["bytes"], json!(8 << 20));
     assert!(replaced["source"].as_str().unwrap().ends_with("c.img"));
@@ -118,8 +119,8 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     assert!(server.stop().success());
 }
 
-/// Controllers and namespaces are added, changed and removed, and after each step the process
-/// is killed or replaced.
+/// Controllers and namespaces are added, changed and removed, and after each step the server
+/// process is killed or upgraded.
 #[test]
 fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
     let mut server = server(1, &[]);
@@ -189,7 +190,8 @@ fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
     let now = ctl_json(&server, &["namespaces"]);
     assert_eq!(now[1]["uuid"], uuid);
 
-    // A saved configuration makes another server serve the same.
+    // A server that is started with the saved configuration serves the same controllers and
+    // namespaces.
     let (status, text, errors) = ctl(&server, &["save-config", "saved.toml"]);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!(text, "configuration written to saved.toml\n");
@@ -209,13 +211,12 @@ fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
     assert!(next.stop().success());
 }
 
-/// Number of delayed requests of a namespace.
+/// Number of requests that the rate limit of a namespace has delayed.
 fn delayed(server: &Server, at: usize) -> u64 {
     ctl_json(server, &["namespaces"])[at]["counters"]["delayed"].as_u64().unwrap_or(0)
 }
 
-/// Submits many reads at once, all of which must complete on an I/O thread that sleeps between
-/// them.
+/// Keeps 8 reads in flight until `count` have completed. The I/O thread sleeps between them.
 fn read_many(server: &Server, nsid: u32, count: usize) {
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();
@@ -263,7 +264,7 @@ fn limits_change_at_run_time_and_survive_restarts() {
     read_many(&server, 1, 50);
     let before = delayed(&server, 0);
     assert!(before >= 40, "{before}");
-    // Limits change in place, also for requests that already wait.
+    // A change of limits also applies to requests that already wait.
     ctl_json(&server, &["limit", "vm.sock/1", "--iops", "1000000:1000000", "--group", "slow"]);
     let groups = ctl_json(&server, &["limit-group", "set", "slow", "--iops", "1000000"]);
     assert_eq!(groups, json!([{"name": "slow", "limits": {"iops": "1000000"}}]));

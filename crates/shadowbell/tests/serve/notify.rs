@@ -1,4 +1,4 @@
-//! Messages to a service manager, over a socket as systemd has one.
+//! Messages to a service manager over a datagram socket, as to systemd.
 
 use crate::harness::{Server, attach, program, run, until};
 use crate::supervisor::{children, has_ended, signal, worker};
@@ -12,7 +12,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-// Time in which no message must arrive.
+// Time during which no message must arrive.
 const QUIET: Duration = Duration::from_secs(1);
 
 struct Manager {
@@ -37,7 +37,7 @@ impl Manager {
         command
     }
 
-    /// Serves with these options.
+    /// Starts a server with these options and this watchdog time.
     fn serve(&self, options: &[&str], watchdog: Option<Duration>) -> Server {
         let mut command = program();
         command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).args(options);
@@ -45,7 +45,7 @@ impl Manager {
         Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"])
     }
 
-    /// The next message, if it arrives within `time`.
+    /// Receives the next message, if it arrives within `time`.
     fn message_within(&self, time: Duration) -> Option<String> {
         self.socket.set_read_timeout(Some(time)).unwrap();
         let mut text = [0; 4096];
@@ -58,7 +58,7 @@ impl Manager {
         self.message_within(LIMIT).expect("a message to the service manager")
     }
 
-    /// The next message other than the watchdog's.
+    /// Receives the next message other than watchdog messages.
     #[track_caller]
     fn next_except_watchdog(&self) -> String {
         loop {
@@ -100,8 +100,8 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
             |printed: &str| printed == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 with a client";
         until("its client is seen", || seen(&manager.next_message()));
         assert!(seen(&manager.next_message()));
-        // This is at least the third watchdog message. They are sent at intervals of half the
-        // watchdog time, on a busy machine later but never earlier.
+        // At least three watchdog messages have arrived. Their interval is half the watchdog time,
+        // or more on a busy machine.
         assert!(began.elapsed() >= watchdog, "{:?}", began.elapsed());
         drop(controller);
         assert!(server.stop().success());
@@ -110,7 +110,7 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
     // `WATCHDOG_PID` names another process, so no message is sent.
     let mut command = program();
     command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).env("WATCHDOG_PID", "1");
-    // A watchdog time far below `QUIET`.
+    // This watchdog time is far below `QUIET`, so a message would arrive within `QUIET`.
     let command = manager.of(command, Some(Duration::from_millis(10)));
     let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
@@ -122,7 +122,8 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
 #[test]
 fn a_hung_process_sends_no_watchdog_message() {
     let manager = Manager::new();
-    // A watchdog time below `QUIET`.
+    // This watchdog time is below `QUIET`, so messages of a process that runs arrive within
+    // `QUIET`.
     let server = manager.serve(&[], Some(Duration::from_millis(400)));
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
     assert!(manager.next_message().starts_with("WATCHDOG=1"));
@@ -130,12 +131,12 @@ fn a_hung_process_sends_no_watchdog_message() {
     until("the end of watchdog messages", || manager.message_within(QUIET).is_none());
 }
 
-/// Another process recovers, so clients see a short pause, and the service manager gets its
-/// messages.
+/// A hung server process is killed, and another one recovers: clients see a short pause, and the
+/// service manager receives its messages.
 #[test]
 fn a_hung_server_process_is_replaced() {
     let manager = Manager::new();
-    // Long enough for a healthy process on a busy machine.
+    // This watchdog time is long enough for a healthy process on a busy machine.
     let mut server = manager.serve(&["--supervisor"], Some(Duration::from_secs(8)));
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
     let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
@@ -205,7 +206,7 @@ fn sighup_reloads_the_configuration() {
                      vms.toml:1: unknown field `workres`";
         assert!(refused.starts_with(words), "{refused}");
         server.wait_for_log("error: the configuration is refused, and nothing was changed");
-        // A file that would take a controller from a client is refused, too.
+        // A file by which a client would lose its controller is refused as well.
         std::fs::write(&config, text.replace("vm0.sock", "other.sock")).unwrap();
         assert!(
             reload().contains("nothing was changed: the client of vm0 would lose the controller")
@@ -222,7 +223,7 @@ fn sighup_reloads_the_configuration() {
     }
 }
 
-/// A SIGHUP that arrives while no process serves is not lost.
+/// A SIGHUP that the server process does not handle before its death is handled by the next one.
 #[test]
 fn the_next_process_handles_a_missed_reload() {
     let manager = Manager::new();

@@ -1,4 +1,4 @@
-//! Output of a server: log lines, arguments to paste, counters, traces.
+//! Output of a server: log lines, example commands, counters, traces.
 
 use crate::control::ctl_json;
 use crate::harness::{Server, finish, program, run, until};
@@ -57,7 +57,7 @@ fn each_step_of_a_guest_is_logged() {
     }
     for line in printed.lines().filter(|line| line.contains("the guest") || line.contains("client"))
     {
-        // For example 2026-11-23T16:18:13.123456Z.
+        // The line begins with a time, for example 2026-11-23T16:18:13.123456Z.
         let (time, printed) = line.split_once(' ').unwrap();
         assert!(time.len() == 27 && time.ends_with('Z') && time.contains('T'), "{line}");
         assert!(printed.starts_with(&format!("{name}: ")), "{line}");
@@ -104,7 +104,7 @@ fn counters_add_up() {
     assert_eq!(one["io"]["reads"], 100);
     assert_eq!(one["io"]["bytes_read"], 100 * 4096);
     controller.detach().unwrap();
-    // Totals survive deleted queues and disconnected clients.
+    // Totals include commands of deleted queues and disconnected clients.
     until("the client to leave", || counters(&server)["commands"] == 100);
     let mut controller = server.attach();
     read_blocks(&mut controller, 11);
@@ -149,7 +149,7 @@ fn a_trace_shows_every_decision() {
         assert_eq!(status, Some(0), "{errors}");
         out
     };
-    // The trace is readable while it is being written.
+    // The trace file is readable while the server writes it.
     let all = trace(&[]);
     for words in ["EventIdx armed", "sleep", "wake after", "batch fetched", "SQ 1", "interrupt"] {
         assert!(all.contains(words), "{words:?} is not in\n{all}");

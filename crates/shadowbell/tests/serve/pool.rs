@@ -1,4 +1,5 @@
-//! Namespaces that a guest creates from a pool, across restarts, crashes and upgrades.
+//! Namespaces that a guest creates from a pool, and their state after restarts, crashes and
+//! upgrades.
 
 use crate::harness::{Server, finish, program, run, until};
 use crate::recover::kill;
@@ -20,7 +21,7 @@ fn start(directory: TempDir, disks: &[&str]) -> Server {
     Server::start_in(directory, disks, &POOL)
 }
 
-/// Runs a command of the program, which must succeed; returns its output.
+/// Runs a verb of the program on the server's controller, which must succeed. Returns the output.
 #[track_caller]
 fn verb(server: &Server, verb: &str, options: &[&str]) -> String {
     let (status, printed, errors) = finish(command(server, verb, options));
@@ -41,7 +42,7 @@ fn refused(server: &Server, verb: &str, options: &[&str], words: &str) {
     assert!(status == Some(2) && errors.contains(words), "{verb} {options:?}: {errors}");
 }
 
-/// Host of a controller, with one fill byte per block of a namespace.
+/// Host of a controller, which fills each block of a namespace with one byte.
 struct Guest(Controller, QueuePair);
 
 impl Guest {
@@ -162,7 +163,8 @@ fn namespaces_created_by_a_guest_survive_crashes_and_upgrades() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Sanitize continues in the next process, and no command accesses a namespace before its end.
+/// After a crash the next process continues a Sanitize operation, before whose end no command can
+/// access a namespace.
 #[test]
 fn a_sanitize_operation_continues_after_a_crash() {
     let mut server = start(tempfile::tempdir().unwrap(), &[]);
@@ -225,7 +227,7 @@ fn blocks_are_marked_as_uncorrectable() {
     assert_eq!(guest.read(1, 5), Ok(1));
 }
 
-/// An upgrade waits for one step of a sanitize operation, and the next process completes the
+/// An upgrade waits for one step of a Sanitize operation, and the next process completes the
 /// operation. The event log has its start and its completion.
 #[test]
 fn a_sanitize_operation_continues_across_upgrades() {
@@ -249,7 +251,7 @@ fn a_sanitize_operation_continues_across_upgrades() {
         assert_eq!(after.scdw10, before.scdw10, "the same operation");
         progress.push((before.sstat.sos(), before.sprog, after.sstat.sos(), after.sprog));
         if after.sstat.sos() == sos::IN_PROGRESS {
-            // At most one pass over a namespace is repeated.
+            // The next process repeats at most one pass over a namespace.
             let a_pass = u16::MAX / 8 + 1;
             assert!(after.sprog >= before.sprog.saturating_sub(a_pass), "{progress:?}");
             match guest.read(1, 0) {
@@ -277,7 +279,7 @@ fn a_sanitize_operation_continues_across_upgrades() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// `pool` in the configuration file: created namespaces are there after a start, and the saved
+/// With `pool` in the configuration file, created namespaces exist after a restart, and the saved
 /// configuration has the pool without its namespaces.
 #[test]
 fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
@@ -319,8 +321,8 @@ fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// The file system has less space than the pool's capacity: a write without space fails, and
-/// earlier data and the pool's own records stay intact.
+/// If the file system has less space than the pool's capacity, a write without space fails. Earlier
+/// data and the pool's index stay intact.
 #[test]
 fn a_full_file_system_under_a_pool_fails_writes_only() {
     let directory = tempfile::tempdir().unwrap();
@@ -356,8 +358,8 @@ fn a_full_file_system_under_a_pool_fails_writes_only() {
         }
     };
     reads_back(&mut guest);
-    // The pool's own records need no additional space: namespaces are created and deleted as
-    // before, and the next process serves them.
+    // The pool's index needs no additional space: on a full file system, namespaces can be created
+    // and deleted, and the next process serves them.
     let admin = guest.0.admin();
     assert_eq!(admin.create_namespace(2048, 0).unwrap(), 2);
     admin.attach_namespace(2, &[1], true).unwrap();

@@ -17,7 +17,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Kills the server process, and returns when another one serves.
+/// Kills the server process by this signal, and waits until another one has recovered. Returns the
+/// id of the new process.
 pub(crate) fn kill(server: &Server, how: Signal) -> u32 {
     let before = worker(server);
     let deaths = log_count(server, "has recovered the clients");
@@ -47,7 +48,7 @@ fn a_verifying_load_survives_twenty_kills() {
     let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
     until("the loads' clients", || log_count(&server, "a client is attached") >= 4);
     for n in 0..20_u8 {
-        // Time for some load on each of the processes.
+        // Each process serves some load before it is killed.
         std::thread::sleep(Duration::from_millis(100));
         kill(&server, Signal::KILL);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
@@ -57,7 +58,7 @@ fn a_verifying_load_survives_twenty_kills() {
     loads.into_iter().for_each(Load::assert_no_loss);
     assert_no_loss(&server);
     drop(client);
-    // A later client and a later upgrade reach the last process.
+    // The last process serves further clients and can be upgraded.
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
     assert_eq!(status, Some(0), "{errors}");
     until("the old one's end", || children(server.pid()).len() == 1);
@@ -80,7 +81,8 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
     client.share(200);
     let maps = || std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
     assert!(maps().contains("client-ranges"), "{}", maps());
-    // Descriptors that the supervisor has stored; it receives them a moment later.
+    // Number of memory descriptors that the supervisor has stored. It may receive them after the
+    // client's message was answered.
     let held = || {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
         let files = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
@@ -101,7 +103,7 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
         client.replace_shared(usize::from(n) * 20, 10);
     }
     assert_no_loss(&server);
-    // The supervisor has closed the descriptors of unmapped pieces, and finally all.
+    // The supervisor closes the descriptors of unmapped pieces, and all when the client has left.
     until("as many as before", || held() <= most);
     drop(client);
     until("none", || held() == 0);
@@ -110,7 +112,8 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Recovery after a kill by each of several signals, after an upgrade, and without a client.
+/// A server process recovers after a kill by each of several signals, after an upgrade, and without
+/// a client.
 #[test]
 fn recovery_works_after_any_signal_and_after_an_upgrade() {
     let mut server = server(1, &[]);
@@ -134,8 +137,8 @@ fn recovery_works_after_any_signal_and_after_an_upgrade() {
     assert!(!socket(&server, 0).exists());
 }
 
-/// The I/O thread of a controller comes from the configuration file, and is the same in the
-/// next process.
+/// The I/O thread that the configuration file assigns to a controller is the same in the next
+/// process.
 #[test]
 fn a_controller_keeps_its_io_thread_after_recovery() {
     let directory = tempfile::tempdir().unwrap();
@@ -183,13 +186,14 @@ fn a_recovering_process_may_be_killed() {
         }
         until("the recovery", || log_count(&server, "has recovered the clients") > deaths);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8), "after {wait} ms");
-        // A pause, so that the kills are not a crash loop.
+        // The process serves for a while, so that the kills are not a crash loop.
         std::thread::sleep(Duration::from_millis(60));
     }
     assert_no_loss(&server);
 }
 
-/// A next process with another configuration reports why it cannot recover, and starts afresh.
+/// A process with another configuration reports why it cannot recover from the checkpoint, and the
+/// next one starts without it.
 #[test]
 fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     let server = server(1, &[]);
@@ -211,7 +215,8 @@ fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     Client::attach(&socket(&server, 0)).write(2, 0, 1);
 }
 
-/// A check and a refused upgrade read the configuration file, but do not install it.
+/// A check and a refused upgrade read the configuration file, but the supervisor keeps the previous
+/// configuration for restarts.
 #[test]
 fn a_refused_upgrade_does_not_install_its_configuration() {
     let server = server(1, &[]);
@@ -244,7 +249,8 @@ fn an_unrecoverable_disk_is_reported() {
     Client::attach(&server.socket()).write(1, 0, 1);
 }
 
-/// Memory that a client shares, and then makes unmappable for every other process.
+/// Creates a client whose memory no other process can map, because the client has sealed it after
+/// sharing it.
 fn sealed_client(server: &Server) -> Peer {
     let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
     let memory = memfd_create("sealed", flags).unwrap();
@@ -258,7 +264,8 @@ fn sealed_client(server: &Server) -> Peer {
     peer
 }
 
-/// A client that cannot be recovered is disconnected alone, after an upgrade and after a crash.
+/// After an upgrade and after a crash, only the client whose memory cannot be mapped is
+/// disconnected.
 #[test]
 fn a_client_with_unmappable_memory_is_dropped_alone() {
     let server = server(3, &[]);
@@ -295,11 +302,11 @@ fn a_client_with_unmappable_memory_is_dropped_alone() {
     assert!(output.contains("can recover all clients"), "{output}");
 }
 
-/// A client whose state cannot be decoded is disconnected alone, after a crash and after an
-/// upgrade.
+/// After a crash and after an upgrade, only the client whose state cannot be decoded is
+/// disconnected.
 #[test]
 fn a_client_with_an_undecodable_state_is_dropped_alone() {
-    // Checkpoint items with the state of the second controller and of its socket.
+    // These checkpoint items have the state of the second controller and of its socket.
     for item in ["controller/1", "port/1"] {
         for by_upgrade in [false, true] {
             let fault = format!("undecodable:{item}");
@@ -328,12 +335,12 @@ fn a_client_with_an_undecodable_state_is_dropped_alone() {
     }
 }
 
-/// A client whose recovery crashes the server process is disconnected alone after three crashes,
-/// also if it has waited for its disks, and others are served meanwhile.
+/// After three crashes, only the client whose recovery crashes the server process is disconnected.
+/// This also holds if its controller has waited for its disks while others were served.
 #[test]
 fn a_client_whose_recovery_crashes_is_dropped_alone() {
     for waits in [false, true] {
-        // The item of a socket, `port/1`, is decoded once the disks are open.
+        // The item `port/1` is decoded only when the disks are open, and `controller/1` before.
         let fault = if waits { "panic:port/1" } else { "panic:controller/1" };
         let mut server = server_with(3, &[], &[("SHADOWBELL_ITEM_FAULT", fault)]);
         let mut others = [0, 2].map(|n| Client::attach(&socket(&server, n)));
@@ -385,7 +392,8 @@ fn a_check_that_crashes_refuses_the_upgrade() {
     assert_eq!(log_count(&server, "is disconnected: "), 0, "{}", server.stderr());
 }
 
-/// Another program, which gets the lock of an image when the server process releases it.
+/// Another program, which waits for the lock of an image and gets it when the server process
+/// releases it.
 struct Thief {
     locked: std::sync::mpsc::Receiver<()>,
     release: std::sync::mpsc::Sender<()>,
@@ -406,8 +414,8 @@ impl Thief {
     }
 }
 
-/// A controller whose image another program has locked waits alone, through further crashes and
-/// upgrades, and is served when the lock is released.
+/// Only the controller whose image another program has locked waits, also during further crashes
+/// and upgrades. It is served when the lock is released.
 #[test]
 fn a_controller_with_a_locked_image_waits_alone() {
     let mut server = server(3, &[]);
@@ -418,8 +426,8 @@ fn a_controller_with_a_locked_image_waits_alone() {
             client.write(1, 0, 7);
             client.write(2, 0, 8);
         }
-        // Sharing memory is a message, which would wait for the controller as well, so it is shared
-        // here.
+        // The buffer is shared before the death, because the message that shares memory would wait
+        // for the controller as well.
         let pool = clients[1].parts().1.buffers(1, 4096).unwrap();
         let thief = Thief::of(server.directory().join("1.img"));
         let words = "process: vm1.sock, commands in flight";
@@ -427,8 +435,8 @@ fn a_controller_with_a_locked_image_waits_alone() {
         let mut output = String::new();
         // On a busy machine the next process may be faster than the thief.
         until("the lock of the thief", || {
-            // In this time, the thief starts to wait for the lock in the kernel. It is also long
-            // enough that the deaths are not a crash loop.
+            // During this time, the thief starts to wait for the lock in the kernel. The time is
+            // also long enough that the deaths are not a crash loop.
             std::thread::sleep(Duration::from_millis(100));
             if by_upgrade {
                 let (status, text, errors) = upgrade(&target, None);
@@ -483,7 +491,7 @@ fn a_controller_with_a_locked_image_waits_alone() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// A controller whose image hangs while it is opened waits alone, and is served when the storage
+/// Only the controller whose image hangs while it is opened waits. It is served when the storage
 /// responds again.
 #[test]
 fn a_controller_with_a_hung_image_waits_alone() {
@@ -527,9 +535,9 @@ fn a_controller_with_a_hung_image_waits_alone() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// A supervisor is stopped for so long that the server process continues without it. The supervisor
-/// is not notified that its checkpoint is outdated. The next server process detects that, and
-/// starts without the checkpoint.
+/// The supervisor is stopped for so long that the server process continues without sending it
+/// changes. The next server process detects that the supervisor's checkpoint is outdated, and
+/// starts without it.
 #[test]
 fn an_outdated_checkpoint_is_not_recovered() {
     let server = server(1, &[]);
@@ -549,9 +557,9 @@ fn an_outdated_checkpoint_is_not_recovered() {
     Client::attach(&socket(&server, 0)).write(2, 0, 1);
 }
 
-/// Clients send requests in a loop: at whatever step the process is killed, each request is
-/// answered exactly once. Some requests change the controller, and some are answered with
-/// descriptors.
+/// Clients send requests in a loop while the server process is killed at arbitrary times. Each
+/// request is answered exactly once. Some requests change the controller, and some are answered
+/// with descriptors.
 #[test]
 fn each_request_is_answered_once_across_kills() {
     const AQA: u64 = 0x24;
@@ -582,7 +590,8 @@ fn each_request_is_answered_once_across_kills() {
             })
             .collect();
         for n in 0..40 {
-            // An arbitrary time, long enough that the kills are not a crash loop.
+            // The time before a kill is arbitrary, but long enough that the kills are not a crash
+            // loop.
             std::thread::sleep(Duration::from_millis(60 + n % 7));
             if peers.iter().any(std::thread::ScopedJoinHandle::is_finished) {
                 break;

@@ -1,5 +1,5 @@
-//! Storage that is removed under a guest in mid-I/O and returns: a FUSE file system whose daemon is
-//! killed. Also, a memory disk that exhausts memory.
+//! Storage that is removed during a guest's I/O and returns (a FUSE file system whose daemon is
+//! killed), and a memory disk that exhausts memory.
 
 use crate::control::ctl;
 use crate::disk_recovery::is_consistent;
@@ -21,9 +21,9 @@ fn fuse_daemon() {
     run_daemon_if_requested();
 }
 
-/// Serves an image of a file system whose daemon is killed. The guest gets media errors, its
-/// other namespace and the controller continue, and after the storage is back an operator
-/// reopens the image.
+/// Serves an image on a FUSE file system whose daemon is killed. The guest gets media errors, and
+/// its other namespace and the controller continue. When the storage is available again, an
+/// operator reopens the image.
 fn survives_removal_and_return(behind: &Path, options: &str) {
     let Some(mut mount) = Mount::over("removed_storage::fuse_daemon", behind) else { return };
     let disk = format!("{}{options}", mount.path().display());
@@ -66,7 +66,7 @@ fn survives_removal_and_return(behind: &Path, options: &str) {
         assert_eq!(read.code(), Status::UNRECOVERED_READ);
         let other = there.write(0, 8).unwrap();
         assert_eq!(run(&mut queue, other, filled(5)).status, Status::SUCCESS);
-        // Many writes are in flight again.
+        // Many writes are in flight at the reset.
         for at in 1..32 {
             queue.submit(write(at), filled(1)).unwrap();
         }
@@ -145,8 +145,8 @@ impl Drop for Group {
     }
 }
 
-/// Writes `byte` to a whole MiB of the first namespace; returns the byte that all of it reads
-/// as.
+/// Writes `byte`, if given, to the `nth` MiB of the first namespace. Reads the MiB, whose bytes
+/// must all be equal, and returns that byte.
 fn mebibyte(client: &mut Client, nth: u64, byte: Option<u8>) -> u8 {
     let (queue, controller) = client.parts();
     let namespace = controller.namespace(1).unwrap();
@@ -166,8 +166,8 @@ fn mebibyte(client: &mut Client, nth: u64, byte: Option<u8>) -> u8 {
     bytes[0]
 }
 
-/// A memory disk exceeds the available memory: the kernel kills the server process, and the
-/// next process recovers with the same disk. With enough memory again, no data are lost.
+/// If a memory disk exceeds the available memory, the kernel kills the server process, and the next
+/// process recovers with the same disk. When enough memory is available again, no data are lost.
 #[test]
 fn a_memory_disk_survives_an_out_of_memory_kill() {
     let Some(group) = Group::new(64 << 20) else { return };

@@ -9,14 +9,15 @@ use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::skipped;
 use std::process::{Command, Stdio};
 
-/// Message of the next process to its supervisor before it continues, as strace prints it.
+/// Text by which strace shows the message of the next process to its supervisor that it has
+/// recovered.
 const TAKEN: &str = "iov_base=\"A\"";
 
-/// Traces the processes that a supervisor starts, and counts their system calls.
+/// strace of a supervisor and of the processes that it starts, which counts system calls.
 struct Strace(ProcessGroup);
 
 impl Strace {
-    /// None without strace, or without permission to trace.
+    /// Attaches strace to the supervisor. `None` without strace, or without permission to trace.
     fn attach(server: &Server) -> Option<Self> {
         let mut command = Command::new("strace");
         command.args(["-f", "-qq", "-o"]).arg(server.directory().join("calls"));
@@ -35,14 +36,14 @@ impl Strace {
         (!has_ended).then_some(strace)
     }
 
-    /// Stops tracing. Returns the number of calls of the next process until it reports that it has
-    /// recovered everything and continues.
+    /// Ends strace. Returns the number of system calls that the recovering thread has made until it
+    /// reports that it has recovered.
     fn end(mut self, server: &Server) -> usize {
         self.0.signal(Signal::INT);
         self.0.wait();
         let calls = std::fs::read_to_string(server.directory().join("calls")).unwrap();
         let (before, _) = calls.split_once(TAKEN).expect("the message that recovery is complete");
-        // Thread that makes the reporting call, and all recovery before it.
+        // The thread that sends the report has made all system calls of the recovery.
         let thread = before.lines().last().and_then(|line| line.split_once(' ')).unwrap().0;
         let is_call = |line: &&str| {
             let whole = line.contains('(') && !line.contains(" resumed>");
@@ -52,7 +53,7 @@ impl Strace {
     }
 }
 
-/// A server with one client of `queues` queues, each of which was used.
+/// Starts a server with one client of `queues` queues, and uses each queue.
 fn serving(queues: u16) -> (Server, shadowbell_driver::Controller, Vec<QueuePair>) {
     let server = Server::start(&["mem:16MiB"], &["--supervisor", "-v", "--queues", "64"]);
     let options = AttachOptions { queue_pairs: queues, ..AttachOptions::default() };
@@ -71,7 +72,8 @@ fn use_each(client: &shadowbell_driver::Controller, pairs: &mut [QueuePair]) {
     }
 }
 
-/// Number of system calls of the next process until it continues.
+/// Kills a server process whose client has `queues` queues. Returns the number of system calls of
+/// the recovery.
 fn calls(queues: u16) -> Option<usize> {
     let (server, client, mut pairs) = serving(queues);
     let strace = Strace::attach(&server)?;
@@ -82,9 +84,9 @@ fn calls(queues: u16) -> Option<usize> {
     Some(calls)
 }
 
-/// Before the next process continues the controllers, it makes few system calls per queue, to
-/// receive and check its eventfd. It sets up interrupts, which takes as many calls, only after
-/// that.
+/// Before the next process reports that it has recovered, it makes few system calls per queue, to
+/// receive and check the queue's eventfd. The setup of interrupts, which takes as many calls, comes
+/// later.
 #[test]
 fn recovery_of_a_queue_takes_few_system_calls() {
     let (Some(one), Some(many)) = (calls(1), calls(64)) else {
@@ -94,11 +96,12 @@ fn recovery_of_a_queue_takes_few_system_calls() {
     assert!(many.saturating_sub(one) <= 63 * MOST_CALLS, "{one} with one queue, {many} with 64");
 }
 
-/// Largest number of system calls per queue. The next process needs 5, and would need 12 if it set
+/// Maximum number of system calls per queue. The next process needs 5, and would need 12 if it set
 /// up interrupts before it reports [`TAKEN`].
 const MOST_CALLS: usize = 7;
 
-/// Measurement: `cargo test -p shadowbell --test serve restore:: -- --ignored --nocapture`.
+/// Measures the recovery time: `cargo test -p shadowbell --test serve restore:: -- --ignored
+/// --nocapture`.
 #[test]
 #[ignore = "a measurement, of a machine that does nothing else"]
 fn recovery_time_with_64_queues() {

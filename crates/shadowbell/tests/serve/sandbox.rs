@@ -1,4 +1,4 @@
-//! The sandbox (`serve --sandbox`): forbidden operations fail, and everything else works.
+//! The sandbox (`serve --sandbox`): forbidden operations fail, and all features of the server work.
 
 use crate::control::{ctl, http_request, request};
 use crate::disk_recovery::qemu_img;
@@ -18,7 +18,7 @@ use std::process::Command;
 use std::process::Stdio;
 
 fn status_of(pid: u32, key: &str) -> String {
-    // The name of the program, of which the kernel keeps 15 bytes.
+    // Name of the thread: that of the program, of which the kernel keeps 15 bytes.
     crate::idle::status_of(pid, "shadowbell-serv", key)
 }
 
@@ -133,7 +133,8 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
 }
 
-/// A backing file that an image names needs a grant as the image does. `ctl` passes both.
+/// A backing file that an image names needs a grant like the image itself. `ctl` passes the
+/// descriptors of both.
 #[test]
 fn backing_files_need_a_grant() {
     let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -147,7 +148,7 @@ fn backing_files_need_a_grant() {
     let mut server =
         Server::start_in(directory, &["disk.img"], &["--supervisor", "--sandbox", "on"]);
     let disk = format!("{overlay}?allow-backing=on");
-    // Without the option, `ctl` passes the image alone.
+    // Without the option `allow-backing`, `ctl` passes only the descriptor of the image.
     let attach = |disk: &str| ctl(&server, &["namespace", "attach", "vm.sock", "2", disk]);
     let (status, _, errors) = attach(&overlay);
     assert!(status != Some(0) && errors.contains("allow-backing=on"), "{errors}");
@@ -166,8 +167,8 @@ fn backing_files_need_a_grant() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// The supervisor reads the allowed paths from the configuration file, and only on request. Each
-/// client of the control socket may add disks in allowed directories.
+/// The supervisor reads the configuration file with the allowed paths only on request. Each client
+/// of the control socket may add disks in allowed directories.
 #[test]
 fn allowed_paths_of_the_configuration_file_are_read_on_request() {
     let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -210,7 +211,8 @@ fn many_disks_need_few_descriptors() {
     assert!(!refused.contains(&512) && refused.contains(&200), "{refused:?}");
 }
 
-/// Files that an I/O thread opens at the first command of a guest are counted at the start.
+/// Descriptors that an I/O thread opens only at the first command of a guest are counted at the
+/// start.
 #[test]
 fn descriptors_of_queues_are_counted_at_the_start() {
     let limits = [640, 220, 190, 170, 160, 150, 140];
@@ -259,7 +261,7 @@ fn limits_refused(disks: u32, options: &str, limits: &[u32]) -> Vec<u32> {
     refused
 }
 
-/// Disks of every type work in the sandbox, though each type makes its own system calls.
+/// Disks of every type work in the sandbox, although the types make different system calls.
 #[test]
 fn every_kind_of_disk_works() {
     let directory = tempfile::tempdir().unwrap();
@@ -280,8 +282,8 @@ fn every_kind_of_disk_works() {
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
 }
 
-/// A qcow2 image needs no system calls beyond those allowed, with the page cache or
-/// without.
+/// A qcow2 image that grows and frees clusters needs only allowed system calls, with and without
+/// the page cache.
 #[test]
 fn a_qcow2_image_grows_and_frees_clusters_in_the_sandbox() {
     const MIB: u64 = 1 << 20;
@@ -382,8 +384,8 @@ fn a_directory_can_be_allowed() {
     assert!(server.stop().success());
 }
 
-/// The number of allowed system calls is within the documented limit, and operations on paths
-/// are the supervisor's.
+/// The supervisor creates sockets and files for the sandbox, and the number of allowed system calls
+/// is within the documented limit.
 #[test]
 fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     let directory = tempfile::tempdir().unwrap();
@@ -405,7 +407,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode("vm.sock"), 0o620);
     assert_eq!((mode("run/vm"), mode("run/vm/control.sock")), (0o700, 0o600));
-    // Port number that the kernel has assigned last.
+    // Port of the metrics, from the last log line that has one.
     let port = || {
         let said = server.stderr();
         let (_, rest) = said.rsplit_once("http://127.0.0.1:").unwrap();
@@ -448,7 +450,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
         assert_eq!(status, Some(0), "{errors}");
         assert_eq!(mode("two.sock"), 0o620);
         drop(Client::attach(&two));
-        // The end of the client is noticed a moment later.
+        // The server may notice the end of the client a moment later.
         until("the controller's end", || {
             let (status, _, errors) = ctl(&server, &["controller", "remove", "two", "--force"]);
             assert!(status == Some(0) || errors.contains("has a client"), "{errors}");
@@ -477,7 +479,8 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     }
 }
 
-/// System calls that only a process without a supervisor makes itself.
+/// With a supervisor, the sandbox forbids system calls with paths, which only a process without a
+/// supervisor needs.
 #[cfg(all(feature = "faults", target_arch = "x86_64"))]
 #[test]
 fn path_system_calls_are_forbidden_under_a_supervisor() {

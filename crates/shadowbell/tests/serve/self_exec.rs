@@ -27,7 +27,7 @@ fn descriptors(server: &Server) -> Vec<String> {
     all
 }
 
-/// Targets of the descriptors, once they do not change for a moment.
+/// Targets of the supervisor's descriptors, when they have not changed for 100 ms.
 fn stable_descriptors(server: &Server) -> Vec<String> {
     let mut last = Vec::new();
     for _ in 0..100 {
@@ -46,7 +46,7 @@ fn make_executable(path: &Path) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-/// Another program: a copy at another path.
+/// Creates another program: a copy of the program under test at another path.
 fn copy_program(server: &Server, name: &str) -> PathBuf {
     let path = server.directory().join(name);
     if std::fs::hard_link(env!("CARGO_BIN_EXE_shadowbell"), &path).is_err() {
@@ -55,8 +55,8 @@ fn copy_program(server: &Server, name: &str) -> PathBuf {
     path.canonicalize().unwrap()
 }
 
-/// Another program: runs `script` if it is started to check its compatibility with the supervisor's
-/// state, and the program under test otherwise.
+/// Creates another program: it runs `script` if it is started to check the supervisor's state, and
+/// otherwise the program under test.
 fn wrapper(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("wrapper");
     let program = env!("CARGO_BIN_EXE_shadowbell");
@@ -95,7 +95,7 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         assert!(output.contains("; its supervisor runs that program too"), "{output}");
         assert_eq!(executable_of(&server), *program);
         assert!(server.is_alive(), "the supervisor is the same process");
-        // The server process is still a child of the supervisor, which can recover after its death.
+        // The server process is still a child of the supervisor, which restarts it after a kill.
         if n % 5 == 4 {
             // The process serves for a while, so that its death is not part of a crash loop.
             std::thread::sleep(Duration::from_millis(80));
@@ -109,7 +109,8 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         let most: &Vec<_> = before.get_or_insert_with(|| stable_descriptors(&server));
         until("no more descriptors than before", || descriptors(&server).len() <= most.len());
     }
-    // One of the threads closes descriptors of clients, and three are brokers.
+    // The supervisor has its main thread, one that closes descriptors of clients, and three
+    // brokers.
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
     assert_eq!(threads, 5);
     loads.into_iter().for_each(Load::assert_no_loss);
@@ -120,14 +121,14 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
-/// Images that the server may open can be opened through the new supervisor, too.
+/// After the supervisor has executed another program, the server can still open images through it.
 #[test]
 fn images_can_be_opened_after_the_supervisors_change() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 1);
     upgrade_to(&server, &copy_program(&server, "one"));
-    // Both the server process from before the change and the next ones can open the image.
+    // The server process that was started before the exec and later ones can open the image.
     let image = crate::harness::image(server.directory(), "later.img", 1 << 20);
     let add = |nsid: &str| {
         let add = ["namespace", "attach", "vm0.sock", nsid, image.to_str().unwrap()];
@@ -169,19 +170,19 @@ fn a_program_that_cannot_continue_is_not_executed() {
         assert!(output.contains(words) && output.contains(why), "{script}: {output}");
         server.wait_for_log(why);
         assert_eq!(executable_of(&server), old, "{script}");
-        // The server process is the new one nevertheless.
+        // The server process nevertheless runs the new program.
         until("the old one's end", || !children(server.pid()).contains(&before));
         make_executable(&wrapper);
         kill(&server, Signal::KILL);
         assert_eq!(client.read(1, 0), 7, "{script}");
     }
-    // Signals reach the supervisor as before.
+    // The supervisor still receives signals.
     server.signal(Signal::USR1);
     drop(client);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Signals and deaths at the moment when the supervisor changes its program are not lost.
+/// Signals and deaths of server processes during the supervisor's exec are not lost.
 #[test]
 fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
     let server = server(1, &[]);
@@ -199,7 +200,7 @@ fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
                 children(server.pid()).iter().any(|pid| *pid != before) || upgrading.is_finished()
             });
             let next = children(server.pid()).into_iter().find(|pid| *pid != before);
-            // Kills the new process when it serves, a little later each time.
+            // The new process is killed after it serves, in each round a little later.
             until("the old one's end", || {
                 !children(server.pid()).contains(&before) || upgrading.is_finished()
             });

@@ -1,5 +1,5 @@
-//! Reservations of two controllers that share a disk: they survive a crash and an upgrade, and
-//! a restart if they persist through power loss.
+//! Reservations of two controllers that share a disk. They survive a crash and an upgrade, and
+//! those that persist through power loss also a restart.
 
 use crate::harness::{Server, finish, image, program, run, until};
 use crate::recover::{assert_no_loss, kill};
@@ -51,7 +51,8 @@ fn hosts(server: &Server) -> [Client; 2] {
     })
 }
 
-/// Registers keys 1 and 2, and reserves the namespace for the first host.
+/// Registers key 1 of the host `one` and key 2 of the host `other`, and reserves the namespace for
+/// `one`.
 fn register(one: &mut Client, other: &mut Client, nsid: u32, persists: bool) {
     let cptpl = if persists { 3 << 30 } else { 0 };
     assert_eq!(one.reserve(0x0d, nsid, cptpl, (0, 1)), Status::SUCCESS);
@@ -141,7 +142,7 @@ fn an_invalid_reservations_file_is_refused() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Reservation commands.
+/// Methods for reservation commands.
 impl Client {
     fn reserve(&mut self, opcode: u8, nsid: u32, cdw10: u32, keys: (u64, u64)) -> Status {
         let mut data = keys.0.to_le_bytes().to_vec();

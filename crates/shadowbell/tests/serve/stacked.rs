@@ -1,4 +1,4 @@
-//! Stacked controllers: a namespace on a controller that another server serves.
+//! Stacked controllers: the disk is a namespace of a controller that another server serves.
 
 use crate::control::ctl_json;
 use crate::harness::{Server, finish, program, run, until};
@@ -40,7 +40,8 @@ fn every_command_reaches_the_other_controller() {
         ok(namespace.flush(), None);
         ok(namespace.write_zeroes(1001, 1, false).unwrap(), None);
         let mut ranges = pool.take().unwrap();
-        // Attributes, length in blocks, first block. NVM 1.1, "Dataset Management".
+        // The range has attributes, length in blocks, and first block (NVM 1.1, "Dataset
+        // Management").
         let range = [&0u32.to_le_bytes()[..], &1u32.to_le_bytes(), &1003u64.to_le_bytes()].concat();
         assert!(ranges.copy_from(0, &range));
         ok(namespace.deallocate(1).unwrap(), Some(ranges));
@@ -51,7 +52,8 @@ fn every_command_reaches_the_other_controller() {
         assert!(read == expected);
         drop((queue, pool));
         controller.detach().unwrap();
-        // With zero copy, all three processes share the guest's memory; without, only two do.
+        // With zero copy, the lower server accesses the guest's memory directly, which the log
+        // says.
         assert_eq!(server.stderr().contains("accesses guest memory directly"), options.is_empty());
         // Data that the guest wrote remain on the lower server's disk after the upper server has
         // ended.
@@ -93,9 +95,9 @@ fn a_dead_lower_controller_gives_the_guest_an_error() {
     server.stop();
 }
 
-/// A controller with a disk on an SSD gets an I/O thread of its own, unless the configuration names
-/// one: a hung SSD blocks that thread for ten seconds at a time, and other controllers must not
-/// wait.
+/// A controller with a disk on an SSD gets an I/O thread of its own, unless the configuration
+/// assigns one. A hung SSD blocks the thread for ten seconds at a time, for which other controllers
+/// must not wait.
 #[test]
 fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
     let (below, other_below) = (ssd("mem:1MiB"), ssd("mem:1MiB"));
@@ -129,7 +131,7 @@ fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
         [0, 1, 2, 3].map(|n| stats["controllers"][n]["workers"][0]["worker"].clone())
     };
     assert_eq!(workers(), [0, 1, 0, 0]);
-    // A disk of another controller that is added later moves its controller to a thread of its own.
+    // When a disk on an SSD is attached later, its controller moves to an I/O thread of its own.
     let third = ssd("mem:1MiB");
     ctl_json(&server, &["namespace", "attach", "vm3", "2", &third.1]);
     until("vm3 has moved", || workers() == [0, 1, 0, 2]);

@@ -54,7 +54,7 @@ fn signals_are_forwarded_and_the_exit_status_returned() {
     }
 }
 
-/// systemd sends the signal to the server process as well. Both copies count as one: a second
+/// A signal that supervisor and server process both receive, as from systemd, counts once: a second
 /// signal would end the server without waiting for its disks.
 #[test]
 fn a_signal_to_all_processes_counts_once() {
@@ -119,7 +119,7 @@ fn a_crash_loop_ends_the_supervisor() {
     while server.is_alive() {
         let worker = children(server.pid()).first().copied();
         if let Some(worker) = worker.filter(|worker| !killed.contains(worker)) {
-            // Kills the process when it serves.
+            // The process is killed when it serves.
             let socket = server.socket();
             until("its socket", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
             attach(&socket, &AttachOptions::default());
@@ -132,7 +132,8 @@ fn a_crash_loop_ends_the_supervisor() {
     assert_eq!(killed.len(), 8);
     assert_eq!(server.wait().code(), Some(1));
     server.wait_for_log("after 8 deaths within a minute it is not restarted");
-    // The first restarts recover the clients, whose state may be the cause; later ones do not.
+    // The first restarts recover the clients. Later ones do not, because the clients' state may be
+    // the cause of the deaths.
     server.wait_for_log("has recovered the clients");
     server.wait_for_log("have lost their controllers");
 }
@@ -172,8 +173,8 @@ fn a_server_process_ends_with_its_supervisor() {
     assert_eq!(server.wait().signal(), Some(9));
     until("the worker's end", || has_ended(worker));
     server.wait_for_log("the supervisor has ended, so this process ends too");
-    // The server process ends in good order. It cannot remove the socket file, which the next
-    // server replaces.
+    // The server process ends in good order, but cannot remove the socket file. The next server
+    // replaces the file.
     let error = std::os::unix::net::UnixStream::connect(server.socket()).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
     server.wait_for_log("ended");
@@ -201,13 +202,13 @@ fn a_supervisor_is_small_and_idle() {
     let server = start(&["mem:1MiB"], &[]);
     let status = |key: &str| crate::idle::status_of(server.pid(), "shadowbell-serv", key);
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    // One thread handles requests for images, and one for sockets. After an upgrade, one closes
-    // descriptors.
+    // The supervisor has its main thread, a broker for images and one for sockets. After an
+    // upgrade, a fourth thread closes descriptors.
     assert!((3..=4).contains(&threads), "{threads}");
-    // Other tests that look for a supervisor send requests to this one, too, and wake it.
+    // Other tests that search for a supervisor send requests to this supervisor too, and wake it.
     until("a second without a wakeup", || {
         let before = status("voluntary_ctxt_switches");
-        // Time in which a thread with a timer, or one that polls, would wake up.
+        // A thread that has a timer or polls would wake up during this time.
         std::thread::sleep(std::time::Duration::from_secs(1));
         status("voluntary_ctxt_switches") == before
     });
@@ -220,10 +221,10 @@ fn a_supervisor_is_small_and_idle() {
         |pid| crate::idle::status_of(pid, "shadowbell-serv", "FDSize").parse::<u64>().unwrap();
     assert!(its(server.pid()) >= limit && its(worker(&server)) >= limit);
     println!("resident: {} KiB of its own, {} KiB of files", kib("RssAnon"), kib("RssFile"));
-    // Pages of the program's file belong to the page cache and depend on the build.
-    // Parsing the command line and the configuration leaves some pages.
+    // Only anonymous memory is limited: pages of the program's file belong to the page cache and
+    // depend on the build. Parsing the command line and the configuration leaves some pages.
     assert!(kib("RssAnon") < 3072, "{} KiB", kib("RssAnon"));
-    // The supervisor has little memory of its own after it has worked for a client, too.
+    // After the supervisor has handled a client, its anonymous memory is still small.
     drop(server.attach());
     until("the supervisor is small", || kib("RssAnon") < 3072);
 }

@@ -15,7 +15,7 @@ fn server(disks: &[&str], options: &[&str]) -> (Server, PathBuf) {
     (server, control)
 }
 
-/// A `top` that runs until it is killed.
+/// `shadowbell top`, which runs until the test kills it.
 struct Top(ProcessGroup, BufReader<ChildStdout>);
 
 impl Top {
@@ -77,7 +77,7 @@ fn top_shows_a_guests_activity() {
     let row = top.until("busy");
     let figure = |name: &str| row[name].as_f64().unwrap();
     assert!(figure("iops") > 0.0);
-    // Figures of one sample: 4 KiB for each read, and nothing written.
+    // The sample has 4 KiB for each read, and nothing written.
     assert_eq!((figure("read_bytes_per_second") / figure("iops")).round(), 4096.0);
     assert_eq!((figure("written_bytes_per_second"), &row["errors"]), (0.0, &0.into()));
     assert!((0.0..=1.0).contains(&figure("doorbells_saved")), "{row}");
@@ -108,7 +108,7 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
     };
     reads(1);
     let mut found = Value::Null;
-    // Reads of the second namespace alone, which has figures of its own.
+    // Only the second namespace is read, so only its values are not zero.
     until("a sample of its namespaces", || {
         reads(2);
         found = top.controller();
@@ -122,7 +122,7 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
     assert_eq!((figure("read_bytes_per_second") / figure("iops")).round(), 4096.0);
     assert!(0.0 < figure("p50_ns") && figure("p50_ns") <= figure("p99_ns"), "{two}");
     assert_eq!(found["p99_ns"], two["p99_ns"]);
-    // The text table has the namespaces, too.
+    // The text table has a line for each namespace.
     let mut command = program();
     command.arg("top").arg(&control).args(["--interval", "50ms", "--count", "1"]);
     let (status, text, complaint) = finish(command);

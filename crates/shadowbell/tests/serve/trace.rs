@@ -21,7 +21,7 @@ fn trace(file: &Path, options: &[&str]) -> String {
 /// Events of a time line, without metadata events.
 struct TimeLine {
     events: Vec<Value>,
-    /// Names of processes and threads.
+    /// Names of process and thread, by their ids.
     tracks: HashMap<(u64, u64), (String, String)>,
 }
 
@@ -35,7 +35,7 @@ fn read(text: &str) -> TimeLine {
     let number = |event: &Value, name: &str| {
         event[name].as_u64().unwrap_or_else(|| panic!("{name} of {event}"))
     };
-    // Nanoseconds; the format has microseconds with three decimals.
+    // Converts to nanoseconds. The format has microseconds with three decimals.
     let time = |event: &Value, name: &str| {
         let us = event[name].as_f64().unwrap_or_else(|| panic!("{name} of {event}"));
         assert!(us >= 0.0, "{event}");
@@ -60,7 +60,7 @@ fn read(text: &str) -> TimeLine {
         assert!(!name.0.is_empty() && !name.1.is_empty() && names.insert(name), "{name:?}");
     }
     let (mut last, mut arrows, mut ended) = (0, HashMap::new(), HashSet::new());
-    // Last slice of each track.
+    // Begin and end of the last slice of each track.
     let mut slices: HashMap<_, (u64, u64)> = HashMap::new();
     for event in &time_line.events {
         let (at, track) = (time(event, "ts"), (number(event, "pid"), number(event, "tid")));
@@ -95,7 +95,8 @@ fn read(text: &str) -> TimeLine {
 }
 
 impl TimeLine {
-    /// Number of events of phase `ph` whose name begins with `name`, on a track of this name.
+    /// Number of events of phase `ph` on the tracks with the name `track`. The events' names begin
+    /// with `name`.
     fn count(&self, ph: &str, track: &str, name: &str) -> usize {
         let matches = |event: &&Value| {
             let key = (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap());
@@ -114,7 +115,7 @@ fn work(server: &Server) {
     reads(server, 20, || until("the I/O thread's sleep", is_asleep));
 }
 
-/// Reads `count` blocks at depth 1.
+/// Reads `count` blocks at depth 1, and calls `wait` before each.
 fn reads(server: &Server, count: u64, wait: impl Fn()) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
@@ -159,7 +160,7 @@ fn a_time_line_shows_commands_doorbells_sleeps_and_interrupts() {
         let rings = time_line.count("X", "SQ 1 doorbell", "rang (MMIO)");
         if doorbells == "mmio" {
             assert_eq!(rings, 20, "{what}");
-            // The I/O thread does not always fall asleep in time.
+            // The I/O thread does not always sleep when the command is submitted.
             let woken = time_line.count("s", "SQ 1 doorbell", "wakes");
             assert!((1..=20).contains(&woken), "{what}: {woken}");
             assert_eq!(time_line.count("f", "worker 0", "wakes"), woken, "{what}");
@@ -177,8 +178,8 @@ fn a_time_line_shows_commands_doorbells_sleeps_and_interrupts() {
     }
 }
 
-/// Without a pause, many commands arrive while the I/O thread goes to sleep: the check after
-/// arming EventIdx finds them.
+/// Without a pause between commands, many arrive while the I/O thread goes to sleep. The thread
+/// finds them by its check after arming EventIdx.
 #[test]
 fn commands_found_after_arming_eventidx_are_in_the_time_line() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
@@ -198,7 +199,7 @@ fn every_excerpt_of_a_trace_converts() {
     work(&server);
     assert!(server.stop().success());
     let file = server.directory().join("trace");
-    // Every excerpt is valid, whatever its first record and whatever is filtered out.
+    // The time line of every excerpt is valid: with any first record, and with any filter.
     for last in 1..120 {
         read(&trace(&file, &["--last", &last.to_string(), "--perfetto", "-"]));
     }
@@ -233,8 +234,8 @@ fn json_lines_have_all_records() {
     assert!(of("command-seen").iter().all(read));
     assert!(of("completion-posted").iter().all(|line| line["status"] == 0 && line["cq"] == 1));
     assert!(lines.iter().all(|line| line["time_ns"].is_u64()));
-    // In the admin queue, Identify Controller has a completion with its command identifier, which
-    // is not earlier than the command.
+    // In the admin queue, Identify Controller has a completion with the same command identifier,
+    // whose time is not earlier than that of the command.
     let commands = part("command-seen", true);
     let identify = commands.iter().find(|line| line["opcode"] == 6).unwrap();
     let posted = part("completion-posted", true);
@@ -255,7 +256,7 @@ fn an_unwritable_trace_output_is_refused() {
     assert!(errors.contains("cannot write the time line to no/such/picture.json"), "{errors}");
 }
 
-/// Without `--trace`: tracing is turned on and off at run time, in a sandbox, and after an
+/// Without `--trace`, tracing can be turned on and off at run time, in a sandbox, and after an
 /// upgrade.
 #[test]
 fn tracing_is_turned_on_and_off_at_run_time() {
@@ -306,18 +307,18 @@ fn tracing_is_turned_on_and_off_at_run_time() {
     assert_eq!((&after["on"], &after["records"]), (&json!(true), &json!(1024)), "{after}");
     work(&server);
     assert_eq!(save(), 20);
-    // Tracing that is off stays off in the next process.
+    // If tracing is off, it stays off in the next process.
     assert_eq!(ctl(&server, &["trace", "off"]).0, Some(0));
     assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
     assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));
-    // More records than allowed.
+    // A number of records above the limit is refused.
     let (status, _, errors) = ctl(&server, &["trace", "on", "--records", "16777216"]);
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("too large"), "{errors}");
     assert!(server.stop().success());
 }
 
-/// A trace into a file can be saved and ended, too.
+/// A trace into a file (`--trace`) can be saved and ended by `ctl`.
 #[test]
 fn a_trace_into_a_file_is_saved_and_ended() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);

@@ -1,4 +1,4 @@
-//! Upgrades: restart in another process, and failed upgrades that change nothing.
+//! Upgrades of the server process, and failed upgrades, which change nothing.
 
 use crate::harness::{Server, complete, finish, image, program, program_with_sighup, run, until};
 use crate::supervisor::{children, has_ended, signal, worker};
@@ -14,20 +14,21 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Runs `shadowbell upgrade`: exit status, output, errors.
+/// Runs `shadowbell upgrade`, to the program `binary` if given. Returns exit status, output and
+/// errors.
 pub(crate) fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, String, String) {
     let binary = binary.map(|path| ["--binary", path.to_str().unwrap()]);
     upgrade_with(target, binary.as_slice().as_flattened())
 }
 
-/// Runs `shadowbell upgrade` with options: exit status, output, errors.
+/// Runs `shadowbell upgrade` with options. Returns exit status, output and errors.
 pub(crate) fn upgrade_with(target: &str, options: &[&str]) -> (Option<i32>, String, String) {
     let mut command = program();
     command.args(["upgrade", target]).args(options);
     finish(command)
 }
 
-/// A server of several controllers under a supervisor, each with a file and a memory disk.
+/// Starts a server with a supervisor and several controllers, each with a file and a memory disk.
 pub(crate) fn server(controllers: usize, options: &[&str]) -> Server {
     server_with(controllers, options, &[])
 }
@@ -72,7 +73,7 @@ impl Load {
         // `--force` skips the check of the disk's contents, so the load attaches once.
         command.args(["verify", &target, "--runtime", "3600", "--iodepth", "32", "--json"]);
         command.arg("--force");
-        // Half of the disk; the rest is for other clients.
+        // The load uses half of the disk. The other half is for other clients.
         command.args(["--size", "8MiB", "--timeout", "300"]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Self(ProcessGroup::spawn(&mut command).unwrap())
@@ -131,7 +132,7 @@ impl Client {
         run(&mut self.queue, command, Some(buffer)).status
     }
 
-    /// The queue, and the controller for its commands.
+    /// Returns the queue and the controller.
     pub(crate) fn parts(&mut self) -> (&mut QueuePair, &Controller) {
         (&mut self.queue, &self.controller)
     }
@@ -150,7 +151,7 @@ impl Client {
         self.shared.extend(pools);
     }
 
-    /// Unshares `count` pieces from `from` on, and shares as many new ones.
+    /// Unmaps `count` shared pieces of memory from index `from` on, and shares as many new ones.
     pub(crate) fn replace_shared(&mut self, from: usize, count: usize) {
         drop(self.shared.drain(from..from + count));
         self.share(count);
@@ -226,15 +227,15 @@ fn a_verifying_load_survives_twenty_upgrades() {
     }
 }
 
-/// A command that is in flight at a sleeping server, or is submitted while no process serves,
-/// is not lost.
+/// A command completes if it is in flight during an upgrade, or is submitted while no process
+/// serves.
 #[test]
 fn a_command_in_flight_during_an_upgrade_completes() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     let pool = client.controller.buffers(8, 4096).unwrap();
     for _ in 0..5 {
-        // Clients are served again before the supervisor is notified of the upgrade's end.
+        // Commands complete during the whole upgrade, whose requester gets the result later.
         let target = server.pid().to_string();
         let asker = std::thread::spawn(move || upgrade(&target, None));
         let read = client.controller.namespace(1).unwrap().read(0, 8).unwrap();
@@ -248,7 +249,7 @@ fn a_command_in_flight_during_an_upgrade_completes() {
     }
 }
 
-/// A program that runs `script`.
+/// Creates a program that runs `script`.
 pub(crate) fn fake(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("fake");
     std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
@@ -256,11 +257,12 @@ pub(crate) fn fake(server: &Server, script: &str) -> PathBuf {
     path
 }
 
-/// Environment variable that makes this test program a new server process, with its behaviour.
+/// Environment variable that makes this test program the server process of an upgrade. Value:
+/// messages to send, and how the process then behaves.
 const FAKE: &str = "SHADOWBELL_TEST_FAKE_WORKER";
 
-/// Entry point of a child process, not a test of its own: a new server process that sends these
-/// messages, and then hangs or dies.
+/// Entry point of a child process, not a test of its own: a server process of an upgrade that sends
+/// the messages in [`FAKE`], and then hangs or dies.
 #[test]
 fn fake_worker() {
     let Ok(how) = std::env::var(FAKE) else { return };
@@ -282,7 +284,8 @@ fn fake_worker() {
     std::process::abort();
 }
 
-/// Script of a new program that starts well: it sends these messages, then hangs or dies.
+/// Script of a new program that starts without an error, sends the messages in `how`, and then
+/// hangs or dies.
 pub(crate) fn fake_worker_script(how: &str) -> String {
     let test = std::env::current_exe().unwrap();
     let test = test.display();
@@ -317,7 +320,7 @@ fn a_new_program_that_fails_changes_nothing() {
     assert!(server.stop().success());
 }
 
-/// The new program fails after the old process has quiesced: the old program recovers from the
+/// If the new program fails after the old process has quiesced, the old program recovers from the
 /// same checkpoint.
 #[test]
 fn the_previous_program_recovers_if_the_new_one_ends_or_hangs() {
@@ -421,8 +424,8 @@ fn a_server_process_killed_during_an_upgrade_is_restarted() {
         if !has_ended(before) {
             signal(before, Signal::KILL);
         }
-        // A next process that was about to take over when the old one died has the sockets for a
-        // moment, and then ends.
+        // A next process that was prepared when the old one died may have the sockets for a moment
+        // before it ends.
         until("one worker that stays", || {
             let worker = |all: &[u32]| all.len() == 1 && all != [before];
             let serves = || {

@@ -1,4 +1,4 @@
-//! Upgrades of servers with disks that the next process has to open anew.
+//! Upgrades of servers with disks that the next process has to open again.
 
 use crate::disk_recovery::{Export, is_consistent, supervisor};
 use crate::harness::{Server, image, until};
@@ -41,7 +41,8 @@ fn a_server_with_an_nbd_disk_is_upgraded_under_load() {
     replaced(&mut supervisor(&below.uri("&settle=50ms")));
 }
 
-/// All requests of a process that has quiesced were answered, so an upgrade needs no settle time.
+/// An upgrade of a server with an NBD disk needs no settle time, because all requests of a process
+/// that has quiesced were answered.
 #[test]
 fn an_nbd_disk_without_settle_is_upgraded_under_load() {
     let directory = tempfile::tempdir().unwrap();
@@ -90,7 +91,7 @@ fn the_old_program_continues_if_the_new_one_cannot_recover() {
     is_consistent(&path);
 }
 
-/// A program that does not start leaves clients undisturbed.
+/// If the new program does not start, the old process continues to serve its clients.
 #[test]
 fn a_program_that_does_not_start_leaves_the_process_running() {
     let directory = tempfile::tempdir().unwrap();
