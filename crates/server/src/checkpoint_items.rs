@@ -31,8 +31,8 @@ pub(super) fn port(index: usize) -> String {
     format!("port/{index}")
 }
 
-/// Key prefix of the items with a client's memory files, if they are separate from the item of its
-/// port.
+/// Key prefix of the items with a client's memory files, if these are separate from the item of its
+/// socket ([`port`]).
 pub(super) fn client_files(index: usize) -> String {
     format!("file/{index}.")
 }

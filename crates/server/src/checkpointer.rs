@@ -352,7 +352,7 @@ impl Checkpointer {
     pub(super) fn delete_old(&self, keys: &[String]) {
         if self.is_possible() {
             let changes: Vec<_> = keys.iter().map(|key| Change::Delete { key }).collect();
-            // The store logs its errors.
+            // The error is ignored, because the store has logged it.
             let _ = self.store.change(&changes);
         }
     }
@@ -360,7 +360,7 @@ impl Checkpointer {
     /// Ends the recovery, and removes the fence of the dead process from the checkpoint.
     pub(super) fn end_recovery(&self) {
         if self.is_possible() {
-            // The store logs its errors.
+            // The error is ignored, because the store has logged it.
             let _ = self.store.put(FENCE, &[], &[self.fence.as_fd()]);
         }
     }
@@ -509,7 +509,7 @@ impl Checkpointer {
     /// changes again.
     pub(super) fn delete_quiesced(&self) {
         for key in [ENDPOINTS, QUIESCED] {
-            // The store logs its errors.
+            // The error is ignored, because the store has logged it.
             let _ = self.store.delete(key);
         }
     }
@@ -550,7 +550,7 @@ impl Checkpointer {
             exports: state.exports.clone(),
         };
         // The lock is held while the list is sent, so that lists are sent in the order of the
-        // changes. The store logs its errors.
+        // changes. The error is ignored, because the store has logged it.
         let _ = self.store.put_state(COMPLETE, &complete, &Descriptors::default());
     }
 
@@ -600,7 +600,7 @@ impl Checkpointer {
         let (store, weak, key) = (self.store.clone(), Arc::downgrade(disk), key.to_owned());
         disk.on_change(Box::new(move || {
             if let Some(disk) = weak.upgrade() {
-                // The store logs its errors.
+                // The error is ignored, because the store has logged it.
                 let _ = put_disk(&store, &key, &*disk);
             }
         }));
@@ -630,7 +630,7 @@ impl Checkpointer {
     /// Sends the descriptor of `/dev/fuse` of an export.
     pub(super) fn put_fuse_device(&self, id: &str, device: BorrowedFd<'_>) {
         if self.is_possible() {
-            // The store logs its errors.
+            // The error is ignored, because the store has logged it.
             let _ = self.store.put(&checkpoint_items::fuse_device(id), &[], &[device]);
         }
     }
@@ -684,7 +684,7 @@ struct Record {
 
 impl Recorder for Record {
     fn record(&self, state: &SavedController, fds: Descriptors) {
-        // The store logs its errors.
+        // The error is ignored, because the store has logged it.
         let _ = self.store.put_state(&self.key, state, &fds);
     }
 }
@@ -721,7 +721,7 @@ impl PortRecord {
         let files = files.iter().map(|(key, fds)| Change::Put { key, body: &[], fds });
         let deleted = removed.iter().map(|key| Change::Delete { key });
         let changes: Vec<_> = deleted.chain(files).chain([port]).collect();
-        // The store logs its errors.
+        // The error is ignored, because the store has logged it.
         let _ = self.checkpointer.store.change(&changes);
         drop(changes);
         let mut state = self.checkpointer.state.lock();

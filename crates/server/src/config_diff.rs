@@ -140,7 +140,8 @@ fn steps(
         && before.controller.is_same_but_disks(&with_ana_of(before, after));
     let ana = states(before, after);
     let (before, after) = (disks(before), disks(after));
-    // A controller always has a namespace, so one of them must exist before and after.
+    // One namespace must exist both before and after the steps, because a controller always has a
+    // namespace.
     if !is_same || !after.keys().any(|nsid| before.contains_key(nsid)) {
         return None;
     }
@@ -317,7 +318,7 @@ mod tests {
     fn changes_that_a_guest_can_follow_keep_the_controller() {
         let before = "disks = [\"/a.img\", \"/b.img?direct=on&iops=5\"]";
         assert_eq!(between(before, before), Some(vec![]));
-        // The same configuration, written differently.
+        // The same configuration in another notation needs no step.
         let same = "disks = [\"/a.img?read-only=off\", \"/b.img?iops=5&direct=on\"]";
         assert_eq!(between(before, same), Some(vec![]));
         let after = "disks = [\"/a.img?read-only=on\", { disk = \"/c.img\", nsid = 4 }]";

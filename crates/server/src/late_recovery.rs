@@ -156,7 +156,7 @@ fn serve(
     let (begun, begins) = channel();
     let controller = served.controller.clone();
     // The reactor sends the first checkpoint of the socket, and with it the list names the new
-    // items. The controller must not execute commands before.
+    // items. Before that, the controller must not execute commands.
     let port = handle.restore(port, checkpoint.port_recorder(served.index), move || {
         controller.resume();
         changing.iter().for_each(|nsid| controller.announce_namespace(*nsid));

@@ -216,7 +216,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let supervisor_pid = link.and_then(|_| rustix::process::getppid());
     let supervisor_pid = supervisor_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
     phases.ended("configuration");
-    // These files are opened before the sandbox forbids it.
+    // The files of subsystems and certificates are opened before the sandbox forbids it.
     let places =
         config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
     subsystems::open(places).map_err(exit::bad_input)?;
@@ -363,7 +363,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
 
 /// Warns if the `mem:` disks together are larger than the memory of the machine.
 fn warn_of_memory(config: &ServerConfig) {
-    // A named disk of a controller is in both lists, so only the unattached disks are added.
+    // The named disks that a controller uses are among the controllers' disks, so only the other
+    // named disks are added.
     let attached = config.controllers.iter().flat_map(|served| &served.controller.disks);
     let unattached = config.unattached().map(|disk| &disk.spec);
     let disks = attached.map(|disk| &disk.disk).chain(unattached);

@@ -36,7 +36,7 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 pub(super) enum NamespaceChange {
     /// Size of the disk. A file that is too short is extended.
     Size(Size),
-    /// Disk specification.
+    /// Specification of a disk that replaces the current one.
     Disk(String),
     /// True to make the disk read-only, false to make it writable.
     ReadOnly(bool),

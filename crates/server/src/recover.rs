@@ -48,7 +48,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
-/// Time without progress after which the recovered controllers are served without the others.
+/// Time without progress after which the recovered controllers are served, and the others later.
 const PROGRESS: Duration = Duration::from_millis(20);
 /// Time after which the process serves although no controller is recovered yet.
 const FIRST: Duration = Duration::from_millis(100);
@@ -229,9 +229,9 @@ struct Plan {
     /// Groups of jobs, the busiest controllers first. The controllers of a subsystem form one
     /// group, because they share disks.
     jobs: VecDeque<Vec<Job>>,
-    /// Index of the next controller.
+    /// Index that the next added controller gets.
     next: usize,
-    /// Number of the last disk item.
+    /// Number in the key of the dead process's last disk item.
     disks: u64,
 }
 
@@ -251,7 +251,8 @@ impl Plan {
         let disks = items.keys("disk/");
         let disks = disks.iter().filter_map(|key| checkpoint_items::number(key)).max();
         let disks = disks.unwrap_or_default();
-        // New indices differ from those of the dead process, and so do the keys of the items.
+        // Controllers get indices that the dead process did not use, so that the keys of their
+        // items differ.
         let next = complete.controllers.iter().map(|entry| entry.index + 1).max().unwrap_or(0);
         let mut jobs = Vec::new();
         let mut attached = HashSet::new();

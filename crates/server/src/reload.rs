@@ -69,7 +69,7 @@ fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Res
     early.try_for_each(|disk| changes.put_disk(disk).map(drop))
 }
 
-/// Ids of the exports that the configuration does not contain unchanged.
+/// Ids of the exports that the configuration does not contain, or contains with other properties.
 fn dropped(changes: &Changes, wanted: &[ExportConfig]) -> Vec<String> {
     let now = changes.exports().wanted().into_iter();
     // FUSE exports stay. They are never in a configuration, because `ctl` mounts them.
@@ -78,8 +78,8 @@ fn dropped(changes: &Changes, wanted: &[ExportConfig]) -> Vec<String> {
     gone.map(|export| export.id).collect()
 }
 
-/// Removes the unattached disks that the configuration does not name, and adds or replaces the
-/// others. Returns the errors.
+/// Removes the unattached disks that the configuration does not name, and adds or replaces those
+/// that it names. Returns the errors.
 fn match_unattached(changes: &Changes, named: &[NamedDisk]) -> Vec<anyhow::Error> {
     let now: Vec<_> = changes.unattached().lock().keys().cloned().collect();
     let gone = now.iter().filter(|id| named.iter().all(|disk| disk.id != **id));

@@ -376,12 +376,12 @@ mod tests {
         let ends = || ends.load(Ordering::Relaxed);
         let end = |id: &str| exports.on_end(id, String::new())();
         end("fuse");
-        // An export that is added later ends several times.
+        // An export that is added later is expected to end as well. Its second end is not counted.
         exports.set_wanted(vec![export("nbd"), export("fuse"), export("more")]);
         end("more");
         end("more");
         assert_eq!(ends(), 0);
-        // An export that has ended is started again.
+        // The export has been started again, so the server waits for its end again.
         let more = exports.on_end("more", String::new());
         end("nbd");
         assert_eq!(ends(), 0);

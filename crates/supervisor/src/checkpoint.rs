@@ -71,9 +71,9 @@ pub enum Change<'a> {
 /// Stored item.
 #[derive(Debug)]
 pub struct Item {
-    /// Body.
+    /// Body of the item.
     pub body: Body,
-    /// Descriptors.
+    /// Descriptors of the item.
     pub fds: Vec<OwnedFd>,
 }
 
@@ -266,7 +266,7 @@ pub struct Checkpoint {
     pub all: BTreeMap<String, Arc<Item>>,
     /// Changes of the unfinished transaction; `None` removes an item.
     pub staged: Vec<(String, Option<Arc<Item>>)>,
-    /// The last packet did not end its transaction.
+    /// True if the last packet did not end its transaction.
     pub is_open: bool,
     /// Estimated memory of the changes and the items, in bytes. It includes items that were
     /// replaced or removed since the last exact count ([`memory`](Self::memory)).

@@ -138,7 +138,7 @@ impl SupervisorClient {
     /// checkpoint of the running one, and ends.
     ///
     /// # Errors
-    /// The clients that an upgrade would disconnect, one a line; or the reason why an upgrade
+    /// The clients that an upgrade would disconnect, one per line; or the reason why an upgrade
     /// would fail.
     pub fn check_upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
         self.request(question::CHECK, program)

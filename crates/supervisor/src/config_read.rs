@@ -25,7 +25,7 @@ pub(super) type Config = (Option<String>, anyhow::Result<Permitted>);
 
 /// Purpose of a read of the configuration file.
 pub(super) enum Purpose {
-    /// Reload of the server process.
+    /// Reload of the configuration by the server process.
     Reload,
     /// Upgrade, or only its check, that a client of the supervisor requests.
     Upgrade { program: Option<PathBuf>, asker: Option<OwnedFd>, is_check: bool },

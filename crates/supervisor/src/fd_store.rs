@@ -66,7 +66,7 @@ pub(super) struct FdStore {
     write: OwnedFd,
     read: OwnedFd,
     counters: SavedFdStore,
-    /// A snapshot must be written before the next change.
+    /// True if a snapshot must be written before the next change.
     is_wanted: bool,
     /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot.
     opened: u64,

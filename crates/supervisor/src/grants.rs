@@ -178,8 +178,8 @@ impl Grants {
         self.changes += 1;
         if let Some(known) = self.images.iter_mut().find(|image| image.id == id) {
             known.is_writable |= is_writable;
-            // A new use of the image begins. It must not be released when a checkpoint no longer
-            // contains the earlier use.
+            // A new use of the image begins. The end of the previous use, which may still be in a
+            // checkpoint, must not release the image.
             known.was_stored = false;
             if is_current {
                 (known.path, known.is_current) = (path, true);

@@ -23,9 +23,9 @@
 //!
 //! # Upgrade and crash of the supervisor
 //!
-//! After an upgrade the supervisor executes the new program too (`self_exec`). If a service
-//! manager stores descriptors for the supervisor, the supervisor may be killed, and the next one
-//! continues (`fd_store`, `adopt`). Both use a snapshot of the supervisor's state
+//! After an upgrade the supervisor executes the new program too (`self_exec`). If a service manager
+//! stores descriptors for the supervisor, the supervisor may be killed, and the next one continues
+//! (`fd_store`, `adopt`). The supervisor's state is passed as a snapshot in both cases
 //! (`snapshot`).
 //!
 //! [`checkpoint`]: crate::checkpoint
@@ -342,8 +342,8 @@ impl Supervisor {
         if deferred_close::is_behind() && !is_last {
             return;
         }
-        // The messages of the current server process come before those of the next one of an
-        // upgrade.
+        // The messages of the current server process are handled before those of an upgrade's next
+        // process.
         for is_new in [false, true] {
             let until = Instant::now() + TURN;
             for _ in 0..most {

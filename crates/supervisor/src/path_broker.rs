@@ -65,7 +65,7 @@ impl<E: Into<io::Error>> From<E> for Failure {
 /// Answer to a request: type, body and descriptors. `None`: the request has no answer.
 pub(super) type Answer = Option<(u8, Vec<u8>, Vec<OwnedFd>)>;
 
-/// Answers a request.
+/// Carries out a request, and returns the answer.
 pub(super) fn answer(packet: &Packet) -> Answer {
     let is_answered = packet.code != REMOVE_UNANSWERED;
     let answer = match outcome(packet) {

@@ -49,8 +49,8 @@ pub enum Kind {
 /// Socket that was created, or is to be removed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Made {
-    /// Absolute path.
+    /// Absolute path of the socket file.
     pub path: Bytes,
-    /// Device and inode number.
+    /// Device and inode number of the socket file, if they are known.
     pub file: Option<(u64, u64)>,
 }

@@ -24,7 +24,7 @@ impl Supervisor {
             self.replacement_exited(status);
         }
         let Some((status, pid)) = old else { return };
-        // One of these messages may have made the next process of an upgrade the current one.
+        // A message may have made the next process of an upgrade the current server process.
         let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
         if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::Ending) {
             log_line(&format!("process {pid} was ended; another process recovers its clients"));

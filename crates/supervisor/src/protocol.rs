@@ -114,7 +114,7 @@ pub mod to_supervisor {
     /// The process has started its threads and waits for a checkpoint.
     pub const PREPARED: u8 = b'P';
     /// The process can recover from the checkpoint that it was to check. Body: the clients that
-    /// cannot be recovered, a sentence each, one a line.
+    /// cannot be recovered, a sentence each, one per line.
     pub const CHECKED: u8 = b'K';
     /// The process has not quiesced, and resumes, because its checkpoint is incomplete. Body: the
     /// reason.
@@ -122,14 +122,15 @@ pub mod to_supervisor {
     /// A client was not recovered, or waits for its disks. Body: a sentence.
     pub const WARNING: u8 = b'W';
     /// The process has quiesced and does not resume, so it can be killed. Body: empty if it has
-    /// released its locks, otherwise the clients that did not quiesce, a sentence each, one a line.
+    /// released its locks, otherwise the clients that did not quiesce, a sentence each, one per
+    /// line.
     pub const QUIESCED: u8 = b'Z';
     /// The process cannot serve. Body: the reason.
     pub const FAILED: u8 = b'X';
     /// Checkpoint change, for recovery after the process's death: see
     /// [`checkpoint`](crate::checkpoint).
     pub const CHECKPOINT: u8 = b'I';
-    /// The process has recovered, and its own checkpoint is valid from now on.
+    /// The process has recovered. From this message on, only its own checkpoint is valid.
     pub const RECOVERED: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: socket that receives the result.
     pub const UPGRADE: u8 = b'U';

@@ -63,7 +63,7 @@ pub(super) struct Supervisor {
     pub(super) config_reads: Vec<ConfigRead>,
     /// Time at which images of removed disks are released.
     pub(super) release: Option<Instant>,
-    /// Trims this process's memory when it is idle.
+    /// Timer that trims the memory of this process while it is idle.
     pub(super) trim_timer: TrimTimer,
     /// Watchdog of the service manager, if it is enabled.
     pub(super) watchdog: Option<Watchdog>,

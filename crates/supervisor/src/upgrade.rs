@@ -93,7 +93,7 @@ impl Supervisor {
         upgrade.new.send_checkpoint(&checked);
     }
 
-    /// Handles the result of the check: `lost` names the clients that cannot be recovered, one a
+    /// Handles the result of the check: `lost` names the clients that cannot be recovered, one per
     /// line.
     pub(super) fn checked(&mut self, lost: &str) {
         let Some(upgrade) = &mut self.upgrade else { return };
@@ -125,7 +125,7 @@ impl Supervisor {
     }
 
     /// Ends the server process after its answer to a quiesce. `unfinished` names the clients that
-    /// did not quiesce, one a line. If it is empty, no request is in flight at a disk, and the
+    /// did not quiesce, one per line. If it is empty, no request is in flight at a disk, and the
     /// locks are released.
     pub(super) fn has_quiesced(&mut self, unfinished: &str) {
         if !unfinished.is_empty() {
@@ -141,7 +141,7 @@ impl Supervisor {
         self.replace(left);
     }
 
-    /// Kills the old process, some of whose clients did not quiesce. `why`: the reasons, one a
+    /// Kills the old process, some of whose clients did not quiesce. `why`: the reasons, one per
     /// line. `reap_children` handles its exit and the changes that it has sent before.
     fn end_old(&mut self, why: &str) {
         if let Some(upgrade) = &mut self.upgrade {
@@ -244,15 +244,15 @@ impl Supervisor {
         }
     }
 
-    /// Records warnings of the next process, one a line, for the requester of the upgrade.
+    /// Records warnings of the next process, one per line, for the requester of the upgrade.
     pub(super) fn record_warnings(&mut self, lines: &str) {
         if let Some(replacement) = &mut self.replacement {
             add_warnings(&mut replacement.warnings, lines);
         }
     }
 
-    /// Makes the new program that of later restarts, because only it is known to read the
-    /// checkpoint of the new process, which has recovered.
+    /// Sets the new program for later restarts. The new process has recovered, so only a program
+    /// that can read its checkpoint can continue.
     pub(super) fn replacement_recovered(&mut self) {
         if let Some(replacement) = &self.replacement {
             self.program.clone_from(&replacement.program);

@@ -40,12 +40,14 @@ pub(super) struct Left {
 /// it.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Death {
-    /// The process that wrote the checkpoint died by a fault, so a command that was in flight may
-    /// be the cause.
+    /// True if the process that wrote the checkpoint died by a fault, which a command in flight may
+    /// have caused.
     pub(super) by_fault: bool,
-    /// The process that wrote the checkpoint had quiesced, so none of its I/O is in flight.
+    /// True if the process that wrote the checkpoint had quiesced, so that none of its I/O is in
+    /// flight.
     pub(super) is_quiesced: bool,
-    /// The last process died by a fault: the one that wrote it, or one that was to recover from it.
+    /// True if the last process died by a fault: the one that wrote the checkpoint, or one that was
+    /// to recover from it.
     #[serde(default)]
     pub(super) last_by_fault: bool,
 }
@@ -59,15 +61,16 @@ pub(super) struct Worker {
     pub(super) program: PathBuf,
     /// Time at which the process reported that it serves.
     pub(super) serves_since: Option<Instant>,
-    /// The process has recovered, and reported that its own checkpoint is valid from then on.
+    /// True if the process has reported that it has recovered, so that only its own checkpoint is
+    /// valid.
     pub(super) has_taken: bool,
     /// Reason that the process reported for a failure.
     pub(super) why: Option<String>,
     /// Checkpoint that the process has sent so far.
     pub(super) items: Checkpoint,
-    /// The checkpoint is unusable: a change could not be stored.
+    /// True if the checkpoint is unusable, because a change could not be stored.
     pub(super) is_broken: bool,
-    /// The checkpoint has changed since images were released.
+    /// True if the checkpoint has changed since images were released.
     pub(super) has_changed: bool,
     /// Parts of another process's checkpoint that are still to be sent.
     pub(super) parts: VecDeque<Part>,
@@ -75,9 +78,9 @@ pub(super) struct Worker {
     pub(super) later: RefCell<VecDeque<Packet>>,
     /// True if the next packet in the socket was handled and is to be removed.
     pub(super) is_seen: bool,
-    /// A checkpoint change of several packets has begun, and a snapshot records that. If the
-    /// supervisor is killed after it has removed some of the packets from the socket, the change
-    /// is known to be lost.
+    /// True if a checkpoint change of several packets has begun, which a snapshot records. If the
+    /// supervisor is killed after it has removed some of the packets from the socket, the change is
+    /// known to be lost.
     pub(super) in_parts: bool,
 }
 

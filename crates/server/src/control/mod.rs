@@ -86,7 +86,7 @@ pub(super) struct ControlListeners {
     began: Instant,
     /// Number of records per I/O thread of the in-memory trace, if one was on.
     tracing: Option<u32>,
-    /// True if the previous process measured latency. `None` if there was none.
+    /// True if the previous process measured latency. `None` if there was no previous process.
     measures: Option<bool>,
 }
 

@@ -15,7 +15,7 @@ pub(super) struct Seats {
     changed: Arc<Notify>,
 }
 
-/// Seat of one connection: its right to exist, until it is evicted.
+/// Seat of one connection, which holds it until the connection ends or is evicted.
 pub(super) struct Seat {
     /// True while a request is executed.
     is_busy: AtomicBool,

@@ -14,7 +14,7 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_brk,
         libc::SYS_memfd_create,
     ],
-    // Open files.
+    // Access to open files.
     &[
         libc::SYS_read,
         libc::SYS_write,
@@ -68,7 +68,7 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_clock_nanosleep,
         libc::SYS_restart_syscall,
     ],
-    // Threads.
+    // Threads and scheduling.
     &[
         libc::SYS_clone,
         libc::SYS_set_robust_list,
@@ -85,7 +85,7 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_gettid,
         libc::SYS_getpid,
     ],
-    // Faults and exit.
+    // Signals, faults and exit.
     &[
         libc::SYS_rt_sigaction,
         libc::SYS_rt_sigprocmask,

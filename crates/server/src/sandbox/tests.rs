@@ -161,7 +161,7 @@ fn no_path_is_reached_and_no_file_is_changed() {
 
 #[test]
 fn sockets_of_no_family_are_created() {
-    // The kernel has 46 families.
+    // The kernel has 46 address families, so these numbers include all of them.
     let families = |kind: i32| (0..48).map(move |family| (family, kind));
     let kinds = [libc::SOCK_STREAM, libc::SOCK_RAW];
     let all: Vec<_> = kinds.into_iter().flat_map(families).collect();

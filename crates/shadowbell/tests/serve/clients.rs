@@ -216,9 +216,8 @@ fn clients_leave_no_thread_or_descriptor_behind() {
         twenty_come_and_go(20 * round);
     }
     // Sixty more clients must leave no thread and no descriptor behind. A thread may keep up to
-    // four descriptors for its next client, of which three are io_urings that signal eventfds. When
-    // `before` was counted, descriptors of the twentieth client may still have been open, so a
-    // smaller number than `before` is no error.
+    // four descriptors for its next client, of which three are io_urings that signal eventfds. The
+    // number may be smaller than `before`, which may include descriptors that were being closed.
     let (before_threads, (before_rings, before_others)) = before;
     let is_left = || {
         let (rings, others) = descriptors();

@@ -59,7 +59,7 @@ fn a_stalled_log_reader_does_not_block_io() {
     command.stdout(writer.try_clone().unwrap()).stderr(writer);
     let mut server = Server::spawn_to(command, directory, &["good.sock", "bad.sock"]);
     let client = connect_bad(&server);
-    // More lines than the log's queue holds.
+    // The client causes more log lines than the log's queue holds.
     send_invalid_maps(&client, 5000);
     let good = server.directory().join("good.sock");
     let mut controller = attach(&good, &AttachOptions::default());

@@ -95,7 +95,7 @@ fn namespaces_created_by_a_guest_outlive_the_server() {
     assert_eq!((before.bytes(), before.block_size()), (8 << 20, 4096));
     guest.write(1, 2047, 7);
     drop(guest);
-    // The file is sparse.
+    // The namespace's file is sparse.
     let file = std::fs::metadata(server.directory().join("pool/namespace-001")).unwrap();
     assert_eq!(file.len(), 8 << 20);
     assert!(file.blocks() * 512 < 1 << 20, "{}", file.blocks());

@@ -1,4 +1,4 @@
-//! `shadowbell top`.
+//! `shadowbell top`: JSON samples, text table and terminal interface.
 
 use crate::harness::{Server, finish, program, run, until};
 use serde_json::Value;
@@ -137,7 +137,7 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
 #[test]
 fn top_on_a_terminal_redraws_until_q_is_pressed() {
     let (server, control) = server(&["mem:4MiB"], &[]);
-    // `script` provides a terminal.
+    // The program `script` provides a pseudo-terminal.
     let mut command = std::process::Command::new("script");
     let line = format!("stty cols 80 rows 24; {} top {}", program_path(), control.display());
     command.args(["--quiet", "--return", "--command", &line, "/dev/null"]).env("TERM", "xterm");
