@@ -100,7 +100,7 @@ impl PoolExecutor {
         self.changes.find(&self.id)
     }
 
-    /// Locks the pool, which the previous process may hold for a while.
+    /// Locks the pool, which may take a while, until the previous process has unlocked it.
     fn wait_for_lock(&self) {
         let mut is_logged = false;
         while let Err(error) = self.pool.lock() {

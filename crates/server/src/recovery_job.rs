@@ -456,7 +456,7 @@ impl<'a> DiskWait<'a> {
 /// Reason for the loss of a client whose state is not in the checkpoint.
 const NOT_SAVED: &str = "it is being migrated, or its state could not be saved";
 
-/// True if the port has a client whose state is not in the checkpoint.
+/// True if the socket's client has no state in the checkpoint.
 fn is_lost(port: &SavedPort) -> bool {
     port.device().is_null()
 }

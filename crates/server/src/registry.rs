@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct ServedController {
     /// Index of the controller, which is never reused.
     pub(super) index: usize,
-    /// Current configuration.
+    /// Current configuration of the controller.
     requested: RwLock<Arc<SocketConfig>>,
     /// Id of the controller's socket in the reactor.
     port: OnceLock<PortId>,
@@ -63,7 +63,7 @@ impl ServedController {
         }
     }
 
-    /// Current configuration.
+    /// Current configuration of the controller.
     pub(super) fn requested(&self) -> Arc<SocketConfig> {
         Arc::clone(&self.requested.read())
     }

@@ -269,7 +269,7 @@ pub struct Checkpoint {
     /// True if the last packet did not end its transaction.
     pub is_open: bool,
     /// Estimated memory of the changes and the items, in bytes. It includes items that were
-    /// replaced or removed since the last exact count ([`memory`](Self::memory)).
+    /// replaced or removed since the last exact count.
     pub bytes: usize,
 }
 

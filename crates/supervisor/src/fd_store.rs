@@ -76,7 +76,7 @@ pub(super) struct FdStore {
     took: Duration,
 }
 
-/// State that a dead supervisor has left.
+/// State of a dead supervisor in the fd store.
 pub(super) struct Found {
     pub(super) record: PartialSnapshot,
     /// Changes since the snapshot, each with the process id of its server process.
@@ -342,7 +342,7 @@ mod tests {
         FdStore::from_saved(write, read, SavedFdStore { generation: 1, number: 1, unsaved: 0 })
     }
 
-    /// A snapshot with the value `says` and these descriptors.
+    /// Creates a snapshot with the value `says` and these descriptors.
     fn record(says: u32, fds: &[OwnedFd]) -> Snapshot<'_> {
         let mut parcel = Parcel::new();
         parcel.add("says", true, &says).unwrap();

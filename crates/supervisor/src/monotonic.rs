@@ -47,7 +47,8 @@ mod tests {
                 Instant::now() - Duration::from_millis(700),
             ]
         {
-            // On a busy machine the thread may be interrupted between its reads of the two clocks.
+            // The comparison is repeated, because on a busy machine the thread may be interrupted
+            // between its reads of the two clocks.
             shadowbell_testing::wait::until("clocks that agree", || {
                 let read = Monotonic::read_clock().read(clock.write(moment));
                 let apart = read.max(moment) - read.min(moment);

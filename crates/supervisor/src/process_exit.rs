@@ -16,7 +16,7 @@ impl Supervisor {
         self.leaving.retain_mut(|worker| worker.ended().is_none());
         let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
         let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
-        // The process may have sent messages between the last read and its exit.
+        // Messages that the process has sent between the last read and its exit are handled first.
         if new.is_some() || old.is_some() {
             self.receive_from_workers(QUEUED);
         }

@@ -222,7 +222,7 @@ impl Supervisor {
 /// Reads the answer of a program that has ended.
 fn answer_of(child: &mut Child) -> String {
     let Some(output) = child.stdout.take() else { return String::new() };
-    // A child of the program may still hold the pipe open: the read must not block.
+    // The read must not block, because a child of the program may still hold the pipe open.
     let _ = rustix::io::ioctl_fionbio(&output, true);
     let mut answer = [0; 512];
     let len = { output }.read(&mut answer).unwrap_or_default();

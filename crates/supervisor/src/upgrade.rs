@@ -315,7 +315,7 @@ impl Supervisor {
             let limit = RECOVERS.as_secs();
             format!("the new process did not recover within {limit} s")
         });
-        // `reap_children` sees the exit and falls back.
+        // `reap_children` handles the exit, and falls back to the old program.
         worker.kill();
     }
 }

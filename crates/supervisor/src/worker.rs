@@ -325,7 +325,7 @@ impl Worker {
                 }
             }
         }
-        // The socket may have more packets.
+        // The caller tries again, because the socket may have more packets.
         Some(Packet { code: 0, body: Vec::new(), fds: Vec::new() })
     }
 

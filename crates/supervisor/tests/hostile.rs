@@ -223,7 +223,7 @@ fn stranger(supervisor: &std::ffi::OsStr) -> ExitCode {
         let socket = socket.expect("a socket");
         connect(&socket, address.as_ref().expect("an address")).expect("a supervisor");
         let body = supervisor.as_encoded_bytes();
-        // The supervisor may have closed the connection already.
+        // An error is ignored, because the supervisor may have closed the connection already.
         let _ = send_bytes(&socket, code, body, &[], false);
         let answer = protocol::receive(&socket, false);
         if matches!(answer, Ok(Some(_))) {

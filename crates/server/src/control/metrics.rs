@@ -83,7 +83,7 @@ struct Text(String);
 impl Text {
     /// Begins a metric family. If its name ends in a unit, the unit is declared.
     fn family(&mut self, kind: Kind, name: &'static str, help: &str) -> Family<'_> {
-        // Writing to a string cannot fail.
+        // Errors are ignored, because writing to a string cannot fail.
         let _ = writeln!(self.0, "# TYPE {name} {}", kind.name());
         if let Some(unit) = ["bytes", "seconds"].iter().find(|unit| name.ends_with(*unit)) {
             let _ = writeln!(self.0, "# UNIT {name} {unit}");
@@ -119,7 +119,7 @@ impl Family<'_> {
     /// Writes a histogram with a bucket for each power of two of nanoseconds.
     fn distribution(&mut self, labels: &str, latency: &Distribution) {
         let mut below = 0_u64;
-        // Writing to a string cannot fail.
+        // Errors are ignored, because writing to a string cannot fail.
         for (bucket, count) in latency.counts.iter().enumerate() {
             below = below.saturating_add(*count);
             let end = bucket_end(bucket);
@@ -137,7 +137,7 @@ impl Family<'_> {
 
     /// Writes a sample with a fractional value.
     fn real(&mut self, labels: &str, value: f64) {
-        // Writing to a string cannot fail.
+        // Errors are ignored, because writing to a string cannot fail.
         let end = if labels.is_empty() { "" } else { "}" };
         let _ = writeln!(self.text, "{}{}{labels}{end} {value}", self.name, self.kind.suffix());
     }

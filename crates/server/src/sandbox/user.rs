@@ -92,7 +92,8 @@ pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<
         });
         given.with_context(|| own.display().to_string())?;
     }
-    // Root may lock memory without a limit, and io_uring needs locked memory.
+    // io_uring needs locked memory, which root may use without a limit, so the limit is removed for
+    // the user.
     let all = Rlimit { current: None, maximum: None };
     let _ = setrlimit(Resource::Memlock, all);
     let (uid, gid, groups) = user.ids(config);

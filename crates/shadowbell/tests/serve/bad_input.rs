@@ -48,7 +48,7 @@ fn invalid_images_are_refused_with_advice() {
     assert!(!at.join("vm.sock").exists());
 }
 
-/// The message says that the image is named twice, and not that another program has locked it.
+/// The error says that the image is named twice, and not that another program has locked it.
 #[test]
 fn an_image_named_twice_is_refused() {
     let directory = tempfile::tempdir().unwrap();

@@ -119,8 +119,8 @@ fn a_stopped_server_disconnects_its_client() {
 #[test]
 fn sigint_and_sighup_end_the_server_like_sigterm() {
     for signal in [Signal::INT, Signal::HUP] {
-        // The shell may have set these signals to be ignored, as it does for commands started with
-        // `&`.
+        // `env` restores the default of these signals, because a shell ignores them for commands
+        // started with `&`.
         let mut command = Command::new("env");
         command.arg("--default-signal=INT,HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
         command.args(["serve", "mem:4MiB", "--socket", "vm.sock"]);
@@ -183,7 +183,7 @@ fn malformed_messages_do_not_block_the_next_client() {
     garbage.push(later);
     for (n, bytes) in garbage.iter().enumerate() {
         let mut stream = UnixStream::connect(server.socket()).unwrap();
-        // The server may have disconnected before all bytes were sent.
+        // An error is ignored, because the server may have disconnected before all bytes were sent.
         let _ = stream.write_all(bytes);
         drop(stream);
         assert!(server.is_alive(), "{n}");

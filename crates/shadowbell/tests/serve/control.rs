@@ -47,7 +47,8 @@ impl Drop for SetOnDrop<'_> {
 /// Sends an HTTP request. Returns status and body of the response.
 pub(crate) fn http_request(server: &Server, request: &str) -> (u16, String) {
     let mut stream = UnixStream::connect(control_socket(server)).unwrap();
-    // The server may respond and disconnect before it has read the whole request.
+    // An error is ignored, because the server may respond and disconnect before it has read the
+    // whole request.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -208,7 +209,7 @@ fn control_requests_during_upgrades_are_all_answered() {
     let is_over = AtomicBool::new(false);
     let ask = || {
         let mut asked = 0;
-        // A client may connect long before it sends its request.
+        // Each connection is made one round before its request is sent.
         let mut waiting = UnixStream::connect(control_socket(&server)).unwrap();
         while !is_over.load(Ordering::Relaxed) {
             let fresh = UnixStream::connect(control_socket(&server)).unwrap();
@@ -250,7 +251,8 @@ fn control_requests_during_upgrades_are_all_answered() {
     assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
     let program = server.directory().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &program).unwrap();
-    // A child process of another test may hold the copy open for a moment (ETXTBSY).
+    // The upgrade is tried again, because a child process of another test may hold the copy open
+    // for a moment (ETXTBSY).
     until("an upgrade to the copy", || {
         ctl(&server, &["upgrade", "--binary", program.to_str().unwrap()]).0 == Some(0)
     });
@@ -404,7 +406,8 @@ fn top_finds_the_servers_that_run() {
 
 #[test]
 fn controller_sockets_have_the_configured_mode_and_group() {
-    // A user other than root can only give files to its own group.
+    // Only root can give files to other groups, so for another user the group is that of the
+    // process.
     let is_root = rustix::process::geteuid().is_root();
     let group = if is_root { 7 } else { rustix::process::getegid().as_raw() };
     let options = ["--socket-mode", "0624", "--socket-group", &group.to_string()];

@@ -12,7 +12,8 @@ fn a_driver_recovers_from_injected_faults() {
     let server = Server::start(&["mem:4MiB"], &["--faults", faults]);
     // A short timeout, so that hung commands are aborted soon; slow commands may be aborted, too.
     let timeouts = Timeouts { io: Duration::from_millis(20), ..Timeouts::default() };
-    // On a busy machine a command may time out several times.
+    // The driver repeats commands often enough, because on a busy machine a command may time out
+    // several times.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };
     let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
     let mut controller = server.attach_with(&options);

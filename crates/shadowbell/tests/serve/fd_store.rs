@@ -35,7 +35,8 @@ const FIRST_IN_TRANSIT: i32 = 50;
 struct FdStore {
     fds: Vec<(String, OwnedFd)>,
     is_ready: bool,
-    /// Number of messages that the manager itself has sent to this socket and received.
+    /// Number of messages that the manager has sent to its own socket and received, to know that
+    /// all earlier messages are received.
     own: u32,
 }
 

@@ -67,7 +67,8 @@ impl Server {
         command.stdin(Stdio::null()).current_dir(directory.path()).env_remove("RUST_LOG");
         // The control socket is in this directory, too.
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
-        // On a loaded machine, the end of a server may take longer than the default.
+        // The stop timeout is raised, because on a loaded machine the end of a server may take
+        // longer than the default.
         let has = |word: &str| command.get_args().any(|argument| argument == word);
         if (has("serve") || has("export")) && !has("--stop-timeout") && !has("--") {
             command.args(["--stop-timeout", "600"]);
@@ -116,7 +117,7 @@ impl Server {
     /// Waits until `words` are in the server's log.
     #[track_caller]
     pub(crate) fn wait_for_log(&self, words: &str) {
-        // A panic shows the whole log of the server.
+        // If the words do not appear, `until` panics, and the drop of the server prints its log.
         until(words, || self.stderr().contains(words));
     }
 

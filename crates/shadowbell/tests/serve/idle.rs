@@ -125,7 +125,7 @@ fn shadow_doorbells_wake_the_io_thread_without_the_reactor() {
         (sleeps_of(worker(&server), "sb-reactor"), sleeps_of(worker(&server), "sb-worker0"));
     const COMMANDS: u64 = 200;
     for _ in 0..COMMANDS {
-        // On a busy CPU the driver may submit before the I/O thread sleeps.
+        // The test waits, because on a busy CPU the driver may submit before the I/O thread sleeps.
         until("the worker's sleep", || {
             status_of(worker(&server), "sb-worker0", "State").starts_with('S')
         });

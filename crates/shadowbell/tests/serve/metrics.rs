@@ -225,7 +225,8 @@ fn namespace_latencies_are_measured_on_request() {
         let of = |metrics: &Metrics, what: &str, nsid, kind| {
             metrics.get(what, &[("nsid", nsid), ("kind", kind)])
         };
-        // The guest may receive the last completion before the server counts it.
+        // The test waits for the count, because the guest may receive the last completion before
+        // the server counts it.
         let count = |metrics: &Metrics, nsid, kind| {
             of(metrics, "shadowbell_namespace_latency_seconds_count", nsid, kind)
         };

@@ -433,7 +433,8 @@ fn a_controller_with_a_locked_image_waits_alone() {
         let words = "process: vm1.sock, commands in flight";
         let recovered = log_count(&server, words);
         let mut output = String::new();
-        // On a busy machine the next process may be faster than the thief.
+        // The death is repeated until the thief has the lock, because on a busy machine the next
+        // process may be faster.
         until("the lock of the thief", || {
             // During this time, the thief starts to wait for the lock in the kernel. The time is
             // also long enough that the deaths are not a crash loop.

@@ -450,7 +450,8 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
         assert_eq!(status, Some(0), "{errors}");
         assert_eq!(mode("two.sock"), 0o620);
         drop(Client::attach(&two));
-        // The server may notice the end of the client a moment later.
+        // The removal is tried again, because the server may notice the end of the client a moment
+        // later.
         until("the controller's end", || {
             let (status, _, errors) = ctl(&server, &["controller", "remove", "two", "--force"]);
             assert!(status == Some(0) || errors.contains("has a client"), "{errors}");

@@ -62,7 +62,7 @@ fn a_signal_to_all_processes_counts_once() {
         let mut server = start(&["mem:1MiB"], &[]);
         let worker = worker(&server);
         server.signal(Signal::TERM);
-        // The server process may have ended already.
+        // An error is ignored, because the server process may have ended already.
         let _ = kill_process(Pid::from_raw(worker as i32).unwrap(), Signal::TERM);
         assert_eq!(server.wait().code(), Some(0), "{}", server.stderr());
         server.wait_for_log("ended");
@@ -184,7 +184,7 @@ fn a_server_process_ends_with_its_supervisor() {
 fn a_second_signal_ends_the_server_at_once() {
     let mut server = start(&["mem:1MiB"], &[]);
     let worker = worker(&server);
-    // A stopped process cannot end.
+    // The stopped server process cannot end, so the supervisor waits for it.
     signal(worker, Signal::STOP);
     server.signal(Signal::TERM);
     // Two signals that are pending at the same time count as one.

@@ -163,7 +163,7 @@ fn top_on_a_terminal_redraws_until_q_is_pressed() {
     keys.write_all(b"\x1b[Bq").unwrap();
     assert!(child.wait().success());
     reader.join().unwrap();
-    // The alternate screen is left at the end.
+    // `top` has entered the alternate screen, and has left it at the end.
     assert!(shows("\x1b[?1049h") && shows("\x1b[?1049l"));
     drop(server);
 }
