@@ -128,8 +128,8 @@ fn takes_writes(served: &ServedController, nsid: u32) -> bool {
     found.is_some_and(|(_, namespace)| namespace.disk.with_writes(true).is_ok())
 }
 
-/// Returns the steps that change a controller without a disconnect of its client. `None` if there
-/// are none.
+/// Returns the steps that change a controller without a disconnect of its client. `None` if that is
+/// not possible.
 fn steps(
     before: &SocketConfig,
     after: &SocketConfig,

@@ -156,7 +156,7 @@ mod tests {
             let why = process.first(&path(name)).unwrap_err();
             assert!(why.contains("--allow"), "{name}: {why}");
         };
-        // The error is the same for files that do not exist.
+        // The refusal is the same for files that do not exist.
         let all = ["other", "none", "image", "below/link", "below/../other", "."];
         all.into_iter().for_each(refused);
         assert_eq!(process.first(&path("below")), Err(format!("errno {}", libc::EISDIR)));
