@@ -38,7 +38,7 @@ const GONE: Duration = Duration::from_secs(5);
 /// Time for which an upgrade waits for the end of a running change. Guests wait meanwhile.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Adds and removes controllers.
+/// Changes of controllers, namespaces, disks and exports at run time, and the state that they need.
 pub(super) struct Changes {
     pool: Pool,
     events: EventSender,

@@ -31,9 +31,8 @@ pub(super) const ATTEMPTS: &str = "attempts";
 
 /// Number of deaths after which a controller is recovered without its client.
 pub(super) const LIMIT: u8 = 3;
-/// Difference between the supervisor's count of deaths and that of a suspect: if it is larger, more
-/// deaths are assumed for the suspect. So the clients of suspects are dropped two deaths before the
-/// supervisor discards the checkpoint.
+/// A suspect is assumed to have caused all deaths in the supervisor's count except this number. So
+/// the clients of suspects are dropped two deaths before the supervisor discards the checkpoint.
 const OTHERS: u8 = 2;
 /// Flag bit of an item's byte: its recovery is in progress.
 const MARK: u8 = 0x80;
