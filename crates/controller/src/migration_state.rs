@@ -73,7 +73,8 @@ fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
     let SavedController { control, admin, parts, pending_vectors, .. } = saved;
     check_control(control, cx)?;
     let vectors = cx.shared.irqs.len();
-    if !pending_vectors.iter().all(|vector| usize::from(*vector) < vectors) {
+    let are_valid = pending_vectors.iter().all(|vector| usize::from(*vector) < vectors);
+    if !are_valid || pending_vectors.len() > vectors {
         return Err("an interrupt vector");
     }
     match (admin, control.enabled) {
@@ -142,7 +143,8 @@ fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static st
         return Err("the asynchronous events");
     }
     let vectors = cx.shared.irqs.len();
-    if features.coalescing_disabled.iter().any(|vector| usize::from(*vector) >= vectors) {
+    let disabled = &features.coalescing_disabled;
+    if disabled.len() > vectors || disabled.iter().any(|vector| usize::from(*vector) >= vectors) {
         return Err("an interrupt vector");
     }
     Ok(())

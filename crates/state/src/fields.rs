@@ -3,6 +3,7 @@
 use crate::error::StateError;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
+use std::io::{self, Read};
 
 /// First character of the name of a field that a reader may skip if it does not know the field.
 const SKIPPABLE: char = '?';
@@ -45,6 +46,52 @@ where
 /// Those of [`read_fields`], and bytes after the value.
 pub fn read_json<T: DeserializeOwned>(name: &str, json: &[u8]) -> Result<T, StateError> {
     let mut json = serde_json::Deserializer::from_slice(json);
+    let value = read_fields(name, &mut json)?;
+    json.end().map_err(|source| StateError::Section { name: name.to_owned(), source })?;
+    Ok(value)
+}
+
+/// Number of bytes of a state that [`Pieces`] supplies at once.
+const PIECE: usize = 64 << 10;
+
+/// Reader of a state that calls a function after each 64 KiB, so that the parser pauses.
+pub(crate) struct Pieces<'a> {
+    bytes: &'a [u8],
+    /// Number of bytes until the next call.
+    left: usize,
+    pause: &'a mut dyn FnMut(),
+}
+
+impl<'a> Pieces<'a> {
+    pub(crate) fn of(bytes: &'a [u8], pause: &'a mut dyn FnMut()) -> Self {
+        Self { bytes, left: PIECE, pause }
+    }
+}
+
+impl Read for Pieces<'_> {
+    fn read(&mut self, room: &mut [u8]) -> io::Result<usize> {
+        if self.left == 0 && !self.bytes.is_empty() {
+            (self.pause)();
+            self.left = PIECE;
+        }
+        let most = room.len().min(self.left);
+        let len = self.bytes.read(&mut room[..most])?;
+        self.left -= len;
+        Ok(len)
+    }
+}
+
+/// Reads a value as [`read_json`] does, in pieces of at most 64 KiB. `pause` is called between two
+/// of them.
+///
+/// # Errors
+/// Those of [`read_json`].
+pub(crate) fn read_json_in_pieces<T: DeserializeOwned>(
+    name: &str,
+    json: &[u8],
+    pause: &mut dyn FnMut(),
+) -> Result<T, StateError> {
+    let mut json = serde_json::Deserializer::from_reader(Pieces::of(json, pause));
     let value = read_fields(name, &mut json)?;
     json.end().map_err(|source| StateError::Section { name: name.to_owned(), source })?;
     Ok(value)

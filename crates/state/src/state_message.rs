@@ -3,7 +3,7 @@
 use crate::channel::{receive_bytes, receive_fds, send_bytes, send_fds};
 use crate::descriptors::Descriptors;
 use crate::error::StateError;
-use crate::fields::read_json;
+use crate::fields::{Pieces, read_json, read_json_in_pieces};
 use crate::version::{READABLE, VERSION};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -80,6 +80,20 @@ impl Parcel {
         read_json(name, section.body.get().as_bytes()).map(Some)
     }
 
+    /// Takes a section out as [`take`](Self::take) does, and parses it in pieces of at most 64 KiB.
+    /// `pause` is called between two of them.
+    ///
+    /// # Errors
+    /// Those of [`take`](Self::take).
+    pub fn take_in_pieces<T: DeserializeOwned>(
+        &mut self,
+        name: &str,
+        pause: &mut dyn FnMut(),
+    ) -> Result<Option<T>, StateError> {
+        let Some(section) = self.sections.remove(name) else { return Ok(None) };
+        read_json_in_pieces(name, section.body.get().as_bytes(), pause).map(Some)
+    }
+
     /// Checks that the sections that were not taken are optional.
     ///
     /// # Errors
@@ -117,21 +131,34 @@ impl Parcel {
     ///
     /// [`StateError`] if the bytes are not a state that this program supports.
     pub fn decode(bytes: &[u8], fds: Vec<OwnedFd>) -> Result<Self, StateError> {
-        let (head, body) =
-            bytes.split_first_chunk().ok_or(StateError::NotAState("it is too short"))?;
-        let head = Head::of(head)?;
-        if head.bytes != body.len() as u64 {
-            return Err(StateError::NotAState("its length differs from its header"));
-        }
+        let (head, body) = Head::split(bytes)?;
         if !fds.is_empty() && head.fds != fds.len() as u64 {
             return Err(StateError::NotAState("a descriptor is missing"));
         }
         Self::read(body, fds)
     }
 
+    /// Decodes a state without descriptors, in pieces of at most 64 KiB. `pause` is called between
+    /// two of them.
+    ///
+    /// # Errors
+    ///
+    /// [`StateError`] if the bytes are not a state that this program supports.
+    pub fn decode_in_pieces(bytes: &[u8], pause: &mut dyn FnMut()) -> Result<Self, StateError> {
+        let (_, body) = Head::split(bytes)?;
+        Self::of(serde_json::from_reader(Pieces::of(body, pause)), Vec::new())
+    }
+
     fn read(body: &[u8], fds: Vec<OwnedFd>) -> Result<Self, StateError> {
-        let sections: Vec<Section> = serde_json::from_slice(body)
-            .map_err(|source| StateError::Section { name: "list".into(), source })?;
+        Self::of(serde_json::from_slice(body), fds)
+    }
+
+    fn of(
+        sections: serde_json::Result<Vec<Section>>,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Self, StateError> {
+        let sections =
+            sections.map_err(|source| StateError::Section { name: "list".into(), source })?;
         let mut parcel = Self { sections: BTreeMap::new(), descriptors: Descriptors::from(fds) };
         for section in sections {
             parcel.put(section)?;
@@ -180,6 +207,17 @@ struct Head {
 }
 
 impl Head {
+    /// Header and body of a state.
+    fn split(bytes: &[u8]) -> Result<(Self, &[u8]), StateError> {
+        let (head, body) =
+            bytes.split_first_chunk().ok_or(StateError::NotAState("it is too short"))?;
+        let head = Self::of(head)?;
+        match head.bytes == body.len() as u64 {
+            true => Ok((head, body)),
+            false => Err(StateError::NotAState("its length differs from its header")),
+        }
+    }
+
     fn of(head: &[u8; HEAD]) -> Result<Self, StateError> {
         let word =
             |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
@@ -273,6 +311,35 @@ mod tests {
         ] {
             assert!(matches!(wrong, Err(StateError::NotAState(_))));
         }
+    }
+
+    /// No more than 64 KiB are parsed without a pause, and the result is the same.
+    #[test]
+    fn a_state_is_decoded_in_pieces() {
+        let lists = vec![[1, 2, 3]; 100_000];
+        let mut parcel = Parcel::new();
+        parcel.add("lists", true, &lists).unwrap();
+        let bytes = parcel.encode(0).unwrap();
+        let body = bytes.len() - HEAD;
+        let mut pauses = 0;
+        let mut parcel = Parcel::decode_in_pieces(&bytes, &mut || pauses += 1).unwrap();
+        assert_eq!(pauses, (body - 1) / (64 << 10));
+        let mut pauses = 0;
+        let taken = parcel.take_in_pieces("lists", &mut || pauses += 1).unwrap();
+        assert_eq!(taken, Some(lists));
+        assert!(pauses >= (body - 100) / (64 << 10), "{pauses}");
+        assert_eq!(parcel.take_in_pieces::<u32>("lists", &mut || ()).unwrap(), None);
+        // Errors are those of a state that is decoded at once.
+        for wrong in [&bytes[..7], &bytes[..bytes.len() - 1], &[&bytes[..], b" "].concat()] {
+            let error = Parcel::decode_in_pieces(wrong, &mut || ()).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                Parcel::decode(wrong, Vec::new()).unwrap_err().to_string()
+            );
+        }
+        let mut wrong = bytes;
+        *wrong.last_mut().unwrap() = b'!';
+        assert!(Parcel::decode_in_pieces(&wrong, &mut || ()).is_err());
     }
 
     #[test]
