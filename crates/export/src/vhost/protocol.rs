@@ -293,6 +293,9 @@ impl Session<'_> {
             request::SET_VRING_CALL => {
                 let (ring, call) = self.ring_and_event(message)?;
                 ring.set_call(call);
+                // The queue's thread may have signalled the previous eventfd after the frontend
+                // looked at it last, as QEMU does when the guest unmasks the vector.
+                ring.signal();
             }
             // Errors of a queue are only logged.
             request::SET_VRING_ERR => drop(self.ring_and_event(message)?),

@@ -7,6 +7,7 @@ use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// Guest address of a request's header. `TABLE` is that of its indirect descriptor table.
 const HEADER: u64 = 0x60_0000;
@@ -118,6 +119,24 @@ fn a_running_queue_survives_new_memory_and_eventfds() {
             rig.end(0);
         });
     }
+}
+
+/// A frontend that replaces the call eventfd cannot know whether the last answer was signalled to
+/// the previous one after it looked. So the new one is signalled.
+#[test]
+fn a_new_call_eventfd_is_signalled() {
+    short_blocks(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 2, 0);
+        assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
+        let call = EventFd::new(EFD_NONBLOCK).unwrap();
+        guest.frontend.set_vring_call(0, &call).unwrap();
+        // Messages are processed in order.
+        assert!(guest.is_served());
+        assert_eq!(call.read().unwrap(), 1);
+        drop(guest);
+        rig.end(0);
+    });
 }
 
 /// A frontend stops a queue repeatedly while the queue's thread begins to poll it. The thread stops
