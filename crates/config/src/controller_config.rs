@@ -469,6 +469,7 @@ mod tests {
         let refused = |config: ControllerConfig| config.open("x").unwrap_err();
         let missing = refused(ControllerConfig::of(&["/nonexistent/disk.img"])).into_error();
         assert_eq!(exit::status(&missing), exit::BAD_INPUT, "{missing}");
+        assert_eq!(exit::status(&exit::for_service(missing)), exit::FAILED);
         let mut config = ControllerConfig::of(&["mem:1MiB"]);
         config.serial = Some("x".repeat(21));
         assert!(refused(config).to_string().contains("serial number"));

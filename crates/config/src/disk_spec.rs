@@ -36,6 +36,7 @@ impl DiskSpecError {
             Self::Kind { error, .. } | Self::Other(error) => error,
             Self::Disk(OpenError::Memory { bytes, .. }) if bytes <= MAX_MEMORY => self.into(),
             Self::Disk(OpenError::System { .. } | OpenError::Ring { .. }) => self.into(),
+            Self::Disk(ref error) if error.can_pass() => exit::unavailable(self),
             Self::Disk(_) => exit::bad_input(self),
         }
     }

@@ -176,14 +176,29 @@ pub enum OpenError {
         source: io::Error,
     },
 }
+impl OpenError {
+    /// True if the same disk may be usable later: its file is missing, or in use.
+    #[must_use]
+    pub fn can_pass(&self) -> bool {
+        match self {
+            Self::Missing { path } => !is_form_of_qemu(path),
+            Self::Busy { .. } => true,
+            _ => false,
+        }
+    }
+}
+
+/// True for a disk as QEMU's command line has it: `driver=raw,file.filename=PATH`,
+/// `PATH,format=raw`.
+fn is_form_of_qemu(path: &str) -> bool {
+    const KEYS: [&str; 7] = ["driver", "file", "filename", "file.filename", "format", "if", "id"];
+    path.split(',').filter_map(|part| part.split_once('=')).any(|(key, _)| KEYS.contains(&key))
+}
+
 /// Remedy for a path without a file. For QEMU's forms `driver=raw,file.filename=PATH` and
 /// `PATH,format=raw`, it is the specification of the same disk in this program.
 fn missing_hint(path: &str) -> String {
-    const KEYS: [&str; 7] = ["driver", "file", "filename", "file.filename", "format", "if", "id"];
-    let mut pairs = path.split(',').map(|part| part.split_once('=').ok_or(part));
-    let is_qemu =
-        |pair: &Result<(&str, &str), &str>| pair.is_ok_and(|(key, _)| KEYS.contains(&key));
-    if !pairs.any(|pair| is_qemu(&pair)) {
+    if !is_form_of_qemu(path) {
         return missing_file_hint(path);
     }
     let mut pairs = path.split(',').map(|part| part.split_once('=').unwrap_or(("file", part)));

@@ -42,8 +42,9 @@ impl ExitStatus {
         match self {
             Self::Success => "success; `serve`: ended by a signal",
             Self::Failed => {
-                "failure during execution; `serve`: the service has failed, or a disk may have lost \
-                 data"
+                "failure during execution; `serve`: the service has failed, a disk may have lost \
+                 data, or it could not start for a cause that can pass: a disk or a directory is \
+                 missing, or a disk, a socket or an address is in use"
             }
             Self::BadInput => {
                 "unusable input: the command line, a configuration file, or a disk or a path that \
@@ -91,12 +92,15 @@ struct WithStatus {
     status: u8,
     /// True if `--force` overrides the refusal.
     needs_force: bool,
+    /// The same input may be usable later.
+    is_transient: bool,
     error: anyhow::Error,
 }
 
 impl WithStatus {
     fn error(status: u8, error: impl Into<anyhow::Error>) -> anyhow::Error {
-        anyhow::Error::new(Self { status, needs_force: false, error: error.into() })
+        let error = error.into();
+        anyhow::Error::new(Self { status, needs_force: false, is_transient: false, error })
     }
 }
 
@@ -130,7 +134,61 @@ pub fn conflict(error: impl Into<anyhow::Error>) -> anyhow::Error {
 
 /// Marks an error as a refusal that `--force` overrides. The exit status is [`CONFLICT`].
 pub fn needs_force(error: impl Into<anyhow::Error>) -> anyhow::Error {
-    anyhow::Error::new(WithStatus { status: CONFLICT, needs_force: true, error: error.into() })
+    let error = error.into();
+    let status = CONFLICT;
+    anyhow::Error::new(WithStatus { status, needs_force: true, is_transient: false, error })
+}
+
+/// Marks an error of the user's input whose cause can pass without a change of the input: a file
+/// is missing or in use. The exit status is [`BAD_INPUT`], and [`FAILED`] for a
+/// [service](for_service).
+pub fn unavailable(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    let error = error.into();
+    let status = BAD_INPUT;
+    anyhow::Error::new(WithStatus { status, needs_force: false, is_transient: true, error })
+}
+
+/// Marks an error of the user's input by its cause: as [`unavailable`] if an error of the system
+/// can pass, otherwise as [`bad_input`].
+pub fn unusable(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    let error = error.into();
+    let is_transient = error.chain().filter_map(|cause| cause.downcast_ref()).any(can_pass);
+    if is_transient { unavailable(error) } else { bad_input(error) }
+}
+
+/// True if a retry of the same operation may succeed.
+fn can_pass(error: &io::Error) -> bool {
+    use io::ErrorKind;
+    let is_limit = || {
+        use rustix::io::Errno;
+        let errno = Errno::from_io_error(error);
+        matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NODEV))
+    };
+    matches!(
+        error.kind(),
+        ErrorKind::NotFound
+            | ErrorKind::AddrInUse
+            | ErrorKind::AddrNotAvailable
+            | ErrorKind::ResourceBusy
+            | ErrorKind::WouldBlock
+            | ErrorKind::TimedOut
+            | ErrorKind::StorageFull
+            | ErrorKind::ConnectionRefused
+            | ErrorKind::ConnectionReset
+            | ErrorKind::HostUnreachable
+            | ErrorKind::NetworkUnreachable
+            | ErrorKind::NetworkDown
+    ) || is_limit()
+}
+
+/// Converts the error of a service: if its cause can pass, the exit status is [`FAILED`], because
+/// the units do not restart a service that ends with [`BAD_INPUT`].
+#[must_use]
+pub fn for_service(error: anyhow::Error) -> anyhow::Error {
+    match error.downcast_ref::<WithStatus>() {
+        Some(WithStatus { is_transient: true, .. }) => WithStatus::error(FAILED, error),
+        _ => error,
+    }
 }
 
 /// True if `--force` overrides the refusal.
@@ -210,6 +268,27 @@ mod tests {
         assert_eq!(status(&error), BAD_INPUT);
         assert_eq!(format!("{error:#}"), "controller vm0: no such disk");
         assert_eq!(status(&anyhow::anyhow!("no more memory")), FAILED);
+    }
+
+    #[test]
+    fn a_service_is_restarted_after_a_cause_that_can_pass() {
+        use io::ErrorKind::{AddrInUse, NotFound, PermissionDenied, ResourceBusy};
+        let of = |kind| unusable(anyhow::Error::new(io::Error::from(kind)).context("export a"));
+        for (error, expected) in [
+            (of(AddrInUse), FAILED),
+            (of(ResourceBusy), FAILED),
+            (of(NotFound), FAILED),
+            (of(PermissionDenied), BAD_INPUT),
+            (unavailable(anyhow::anyhow!("in use")), FAILED),
+            (bad_input(anyhow::anyhow!("no such option")), BAD_INPUT),
+        ] {
+            let error = error.context("vm.toml:3");
+            let line = line(&error);
+            assert_eq!(status(&error), BAD_INPUT, "{line}");
+            let error = for_service(error);
+            assert_eq!(status(&error), expected, "{line}");
+            assert_eq!(super::line(&error), line);
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use shadowbell_config::uuid_text::uuid_text;
 use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
-use shadowbell_process::exit::bad_input;
+use shadowbell_process::exit::{bad_input, unavailable};
 use shadowbell_storage::{disk_kinds, disk_open};
 use shadowbell_supervisor::path_protocol::Kind;
 use shadowbell_vfio_user::server::{BindError, Listener};
@@ -99,6 +99,7 @@ pub(super) fn bind_one(served: &SocketConfig) -> anyhow::Result<Listener> {
 pub(super) fn bind_socket(path: &Path) -> anyhow::Result<Listener> {
     path_broker::listen(path, Kind::Controller).map_err(|error| match error {
         BindError::System { .. } => error.into(),
+        _ if error.can_pass() => unavailable(error),
         _ => bad_input(error),
     })
 }

@@ -141,9 +141,11 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if let Some(file) = &args.check {
         return check(file);
     }
-    let Some(role) = args.service.as_worker else { return serve(args, None) };
+    let Some(role) = args.service.as_worker else {
+        return serve(args, None).map_err(exit::for_service);
+    };
     let link = WorkerLink::take()?;
-    let outcome = serve(args, Some((role, &link)));
+    let outcome = serve(args, Some((role, &link))).map_err(exit::for_service);
     if let Err(error) = &outcome {
         link.send(to_supervisor::FAILED, &exit::line(error));
     }

@@ -27,12 +27,15 @@ pub fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
             let transport = VfioUser::connect(socket, CONNECT_TIMEOUT).map_err(|error| {
                 let why = missing_server(socket).or_else(|| client_of(socket));
                 let why = why.unwrap_or_else(|| error.to_string());
-                exit::bad_input(anyhow!("no controller behind {}: {why}", socket.display()))
+                exit::unavailable(anyhow!("no controller behind {}: {why}", socket.display()))
             })?;
             Ok(Arc::new(transport))
         }
         Target::Vfio { address, .. } => {
-            Ok(Arc::new(Vfio::open(*address).map_err(exit::bad_input)?))
+            Ok(Arc::new(Vfio::open(*address).map_err(|error| match error {
+                VfioError::Busy { .. } => exit::unavailable(error),
+                _ => exit::bad_input(error),
+            })?))
         }
         Target::Local { .. } => bail!("{target} is a controller in this process"),
     }

@@ -25,7 +25,7 @@ use index::{Index, MAX_NAMESPACES, VACANT};
 use parking_lot::Mutex;
 use shadowbell_controller::{NamespacePool, PoolCallback, PoolOrder, PoolPort, PoolState};
 use shadowbell_disk_file::ImageFile;
-use shadowbell_process::exit::bad_input;
+use shadowbell_process::exit::{bad_input, unusable};
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
@@ -71,7 +71,7 @@ impl HostPool {
         create_missing(&spec.directory)?;
         let path = spec.directory.join(INDEX);
         let file = locked.then(|| ImageFile::open(&path, false)).transpose();
-        let file = file.map_err(bad_input)?;
+        let file = file.map_err(unusable)?;
         let reader = File::open(&path)?;
         let (number, index) = index::read(&reader)?;
         let (orders, waiting) = channel();
@@ -202,7 +202,7 @@ fn file_of(directory: &Path, nsid: u32) -> PathBuf {
 fn create_missing(directory: &Path) -> anyhow::Result<()> {
     let here = || format!("the pool {}", directory.display());
     if !directory.exists() {
-        DirBuilder::new().mode(0o700).create(directory).with_context(here).map_err(bad_input)?;
+        DirBuilder::new().mode(0o700).create(directory).with_context(here).map_err(unusable)?;
     }
     let create = |path: &Path| {
         let mut how = OpenOptions::new();
@@ -211,7 +211,7 @@ fn create_missing(directory: &Path) -> anyhow::Result<()> {
     let path = directory.join(INDEX);
     if !path.exists() {
         let new = directory.join("index.new");
-        let file = create(&new).map_err(bad_input)?;
+        let file = create(&new).map_err(unusable)?;
         // Writing both slots once allocates their storage.
         for number in 0..2 {
             index::write(&file, number, &Index::default())?;
@@ -222,7 +222,7 @@ fn create_missing(directory: &Path) -> anyhow::Result<()> {
     for nsid in 1..=MAX_NAMESPACES {
         let path = file_of(directory, nsid);
         if !path.exists() {
-            create(&path).map_err(bad_input)?.set_len(VACANT)?;
+            create(&path).map_err(unusable)?.set_len(VACANT)?;
         }
     }
     File::open(directory)?.sync_all()?;

@@ -50,7 +50,7 @@ use crate::path_broker;
 use anyhow::{Context, anyhow};
 use serde::{Deserialize, Serialize};
 use shadowbell_config::socket_path::{self, SocketPath};
-use shadowbell_process::exit::bad_input;
+use shadowbell_process::exit::{bad_input, unavailable, unusable};
 use shadowbell_process::logging;
 use shadowbell_state::{Descriptors, FdRef};
 use shadowbell_supervisor::path_protocol::Kind;
@@ -267,12 +267,13 @@ impl ControlListeners {
 
 fn listen_tcp(address: SocketAddr) -> anyhow::Result<(TcpListener, SocketAddr)> {
     let listener = path_broker::listen_tcp(address);
-    listener.map_err(|error| bad_input(anyhow!("--metrics {address}: {error}")))
+    listener.with_context(|| format!("--metrics {address}")).map_err(unusable)
 }
 
 fn refused(error: BindError) -> anyhow::Error {
     match error {
         BindError::System { .. } => error.into(),
+        _ if error.can_pass() => unavailable(error),
         _ => bad_input(error),
     }
 }

@@ -3,6 +3,7 @@
 
 use crate::harness::{Server, finish, image, program, until};
 use crate::supervisor::has_ended;
+use shadowbell_process::exit::ExitStatus;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -10,10 +11,21 @@ use std::path::Path;
 /// all of `words`.
 #[track_caller]
 fn refused(directory: &Path, arguments: &[&str], words: &[&str]) {
+    refused_with(ExitStatus::BadInput, directory, arguments, words);
+}
+
+/// Like [`refused`], for a cause that can pass: a unit starts the service again.
+#[track_caller]
+fn unavailable(directory: &Path, arguments: &[&str], words: &[&str]) {
+    refused_with(ExitStatus::Failed, directory, arguments, words);
+}
+
+#[track_caller]
+fn refused_with(expected: ExitStatus, directory: &Path, arguments: &[&str], words: &[&str]) {
     let mut command = program();
     command.arg("serve").args(arguments).current_dir(directory);
     let (status, stdout, stderr) = finish(command);
-    assert_eq!(status, Some(2), "{arguments:?}: {stderr}");
+    assert_eq!(status, Some(expected as i32), "{arguments:?}: {stderr}");
     assert_eq!(stdout, "", "{arguments:?}");
     for word in words {
         // clap wraps its messages, so their lines are joined.
@@ -31,7 +43,6 @@ fn invalid_images_are_refused_with_advice() {
     image(at, "odd4k.img", 512 * 9);
     std::fs::create_dir(at.join("dir")).unwrap();
     for (disk, words) in [
-        ("missing.img", ["missing.img: there is no such file", "truncate -s"]),
         ("empty.img", ["empty.img: it is empty", "truncate -s"]),
         ("odd.img", ["odd.img: its 1000 bytes are no multiple", "512"]),
         ("odd4k.img?block-size=4096", ["no multiple of the block size of 4096", "block-size=512"]),
@@ -45,6 +56,9 @@ fn invalid_images_are_refused_with_advice() {
         // The command is also refused if the invalid disk follows a valid one.
         refused(at, &["mem:1MiB", disk, "--socket", "vm.sock"], &words);
     }
+    let words = ["missing.img: there is no such file", "truncate -s"];
+    unavailable(at, &["missing.img", "--socket", "vm.sock"], &words);
+    unavailable(at, &["mem:1MiB", "missing.img", "--socket", "vm.sock"], &words);
     assert!(!at.join("vm.sock").exists());
 }
 
@@ -118,7 +132,7 @@ fn an_image_locked_by_another_server_is_refused() {
     let path = image(directory.path(), "disk.img", 1 << 20);
     let server = Server::start_in(directory, &["disk.img"], &[]);
     let disk = path.to_str().unwrap();
-    refused(
+    unavailable(
         server.directory(),
         &[disk, "--socket", "other.sock"],
         &["has it open", "stop what uses it"],
@@ -132,7 +146,8 @@ fn invalid_socket_paths_are_refused() {
     let serve =
         |socket: &str, words: &[&str]| refused(at, &["mem:1MiB", "--socket", socket], words);
     serve(&format!("{}.sock", "x".repeat(104)), &["has 109 bytes", "107", "choose a shorter one"]);
-    serve("no/such/dir/vm.sock", &["is in no directory", "create no/such/dir first"]);
+    let words = ["is in no directory", "create no/such/dir first"];
+    unavailable(at, &["mem:1MiB", "--socket", "no/such/dir/vm.sock"], &words);
     std::fs::write(at.join("file"), "precious").unwrap();
     serve("file", &["exists and is not a socket"]);
     assert_eq!(std::fs::read_to_string(at.join("file")).unwrap(), "precious");
@@ -153,7 +168,7 @@ fn a_live_servers_socket_is_kept_and_a_stale_one_replaced() {
     let directory = tempfile::tempdir().unwrap();
     let mut server = Server::start_in(directory, &["mem:1MiB"], &[]);
     let socket = server.socket();
-    refused(
+    unavailable(
         server.directory(),
         &["mem:1MiB", "--socket", socket.to_str().unwrap()],
         &["in use by a running server", "choose another path"],
@@ -161,7 +176,7 @@ fn a_live_servers_socket_is_kept_and_a_stale_one_replaced() {
     // The same error is reported while a client is attached, during which the server does not
     // answer other clients.
     let controller = server.attach();
-    refused(
+    unavailable(
         server.directory(),
         &["mem:1MiB", "--socket", "vm.sock"],
         &["in use by a running server"],

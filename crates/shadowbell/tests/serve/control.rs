@@ -171,9 +171,9 @@ fn a_default_name_in_use_gets_a_suffix() {
     let by_socket = ctl_json(&first, &["status", "-s", second.to_str().unwrap()]);
     assert_eq!((&by_socket["name"], &by_socket["pid"]), (&json!(name), &json!(child.id())));
     let (code, _, errors) = finish(other(&["third.sock", "--name", "vm"]));
-    assert!(code == Some(2) && errors.contains("in use by a running server"), "{errors}");
+    assert!(code == Some(1) && errors.contains("in use by a running server"), "{errors}");
     let (code, _, errors) = finish(other(&["third.sock", "--control-socket", "/nowhere/x"]));
-    assert!(code == Some(2) && errors.contains("create /nowhere first"), "{errors}");
+    assert!(code == Some(1) && errors.contains("create /nowhere first"), "{errors}");
     assert_eq!(ctl(&first, &["shutdown", "-s", &name]).0, Some(0));
     assert!(child.wait().success());
     assert!(first.stop().success());

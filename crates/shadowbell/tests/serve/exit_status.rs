@@ -49,18 +49,19 @@ fn a_wrong_option_has_one_status_in_all_verbs() {
     }
 }
 
-/// A target that does not exist is unusable input; a missing server, or a missing object of a
-/// server, is "not found".
+/// A target that does not exist is unusable input; a server or an object of it is not found. A
+/// service, which its unit restarts, fails.
 #[test]
 fn what_does_not_exist_has_one_status_in_all_verbs() {
     let directory = tempfile::tempdir().unwrap();
     let (bad, missing) = (ExitStatus::BadInput, ExitStatus::NotFound);
+    let may_pass = ExitStatus::Failed;
     let mut checked = Vec::new();
     for (words, expected) in [
-        (&["serve", "no.img", "--socket", "x.sock"][..], bad),
-        (&["serve", "mem:1MiB", "--socket", "nowhere/x.sock"], bad),
+        (&["serve", "no.img", "--socket", "x.sock"][..], may_pass),
+        (&["serve", "mem:1MiB", "--socket", "nowhere/x.sock"], may_pass),
         (&["serve", "--check", "no.toml"], bad),
-        (&["export", "no.img", "--nbd", "unix:x.sock"], bad),
+        (&["export", "no.img", "--nbd", "unix:x.sock"], may_pass),
         (&["bench", "no.img"], bad),
         (&["verify", "no.img"], bad),
         (&["list", "no.img"], bad),
@@ -125,6 +126,39 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         let (status, _, errors) = ctl(&server, words);
         assert_eq!(status, Some(missing as i32), "{words:?}: {errors}");
     }
+}
+
+/// A service fails by causes that can pass, and its unit restarts it; unusable input ends it for
+/// good.
+#[test]
+fn a_service_is_restarted_only_after_a_cause_that_can_pass() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "a.img", 1 << 20);
+    image(directory.path(), "odd.img", 1000);
+    let mut server = Server::start_in(directory, &["a.img"], &[]);
+    let at = server.directory().to_owned();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = port.local_addr().unwrap().to_string();
+    let tcp = format!("tcp:{address}");
+    let mem = ["serve", "mem:1MiB", "--socket"];
+    let (failed, bad) = (ExitStatus::Failed, ExitStatus::BadInput);
+    for (words, expected) in [
+        (&["serve", "a.img", "--socket", "x.sock"][..], failed),
+        (&[&mem[..], &["vm.sock"]].concat(), failed),
+        (&[&mem[..], &["x.sock", "--metrics", &address]].concat(), failed),
+        (&["export", "mem:1MiB", "--nbd", &tcp], failed),
+        (&["export", "vfio-user:no.sock/1", "--nbd", "unix:x.sock"], failed),
+        (&["serve", "odd.img", "--socket", "x.sock"], bad),
+        (&["serve", "a.img?no=1", "--socket", "x.sock"], bad),
+        (&[&mem[..], &["x.sock", "--serial", "a serial number of 33 characters"]].concat(), bad),
+    ] {
+        let (status, errors) = run(&at, words);
+        assert_eq!(status, Some(expected as i32), "{words:?}: {errors}");
+        let supervised = [words, &["--supervisor"]].concat();
+        let (status, errors) = run(&at, &supervised);
+        assert_eq!(status, Some(expected as i32), "{supervised:?}: {errors}");
+    }
+    assert!(server.stop().success());
 }
 
 /// Each verb accepts the name, a process ID or a socket of a server. A server's name takes

@@ -112,6 +112,22 @@ pub enum BindError {
     },
 }
 
+impl BindError {
+    /// True if the same path may be usable later: its directory is missing, or a server that may
+    /// end listens there.
+    #[must_use]
+    pub fn can_pass(&self) -> bool {
+        match self {
+            // A file cannot become a directory, and `unix:PATH` is no path.
+            Self::NoDirectory { path, directory } => {
+                !directory.exists() && !path.to_string_lossy().starts_with("unix:")
+            }
+            Self::InUse { .. } => true,
+            _ => false,
+        }
+    }
+}
+
 /// Serialization of a system error as its error number.
 mod error_number {
     use serde::{Deserialize, Deserializer, Serializer};
