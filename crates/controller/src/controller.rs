@@ -729,14 +729,22 @@ impl Controller {
     }
 
     /// I/O commands in flight at disks, from the journal. Empty without a
-    /// [recorder](Self::record_with). The call does not involve I/O threads.
+    /// [recorder](Self::record_with). The call does not involve I/O threads. While a reset waits for
+    /// commands, these are the commands from before the reset.
     ///
     /// # Errors
     /// The journal cannot be read.
     pub fn in_flight(&self) -> io::Result<Vec<InFlightCommand>> {
         let Some(journal) = self.0.context.shared.journal() else { return Ok(Vec::new()) };
-        let generation = self.0.control().generation();
+        let generation = self.0.control().commands_generation();
         journal.in_flight(generation)
+    }
+
+    /// True if the controller was reset after the command with this
+    /// [identifier](InFlightCommand::id) was in flight, and does not wait for it.
+    #[must_use]
+    pub fn has_dropped(&self, id: u64) -> bool {
+        !crate::journal::is_of(id, self.0.control().commands_generation())
     }
 
     /// Recovers the controller of a dead process from its [checkpoint](Self::record_with). All

@@ -10,9 +10,9 @@ use super::disks::ListedDisk;
 use super::in_flight::InFlight;
 use super::reconfigure::Changes;
 use super::server::Server;
-use shadowbell_controller::{notify_activity, wait_for_activity};
+use shadowbell_controller::{InFlightCommand, notify_activity, wait_for_activity};
 use shadowbell_disk_layers::LimitedDisk;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -77,94 +77,160 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>, limit: Duration) {
 /// Key of a request: index of its controller, and the request's identifier in that controller.
 type RequestKey = (usize, u64);
 
+/// Request in flight: its disk, and the time when it was seen first.
+#[derive(Clone)]
+struct Seen {
+    disk: String,
+    since: Instant,
+    /// True if the storage may work on it for long: its age says nothing about the storage.
+    is_long: bool,
+}
+
+/// Requests in flight of a disk.
+struct Requests {
+    count: u64,
+    /// Time when the oldest was seen first.
+    since: Instant,
+    /// As `since`, without requests that the storage may work on for long. `None` if there are
+    /// no others.
+    since_short: Option<Instant>,
+}
+
+/// Stalled disk.
+struct Stall {
+    /// Time since when it does not answer.
+    since: Instant,
+    /// Time when that was logged.
+    logged: Instant,
+}
+
 #[derive(Default)]
 struct Scanner {
     limit: Duration,
-    /// Requests of the last scan: id of the disk, and time when the request was seen first.
-    seen: HashMap<RequestKey, (String, Instant)>,
-    /// Time when cancelled writes of a disk were seen first.
-    orphans: HashMap<String, Instant>,
+    /// Requests of the last scan.
+    seen: HashMap<RequestKey, Seen>,
+    /// Cancelled writes of a disk in the last scan, and the time when some were seen first.
+    orphans: HashMap<String, (u64, Instant)>,
     /// Time of the last scan in which a request of the disk had ended.
     progress: HashMap<String, Instant>,
-    /// Ids of the stalled disks, and time when the oldest unanswered request of each was seen
-    /// first.
-    stalled: BTreeMap<String, Instant>,
+    /// Time of the last scan in which all requests of the disk waited for its limits.
+    limited: HashMap<String, Instant>,
+    stalled: BTreeMap<String, Stall>,
 }
 
 impl Scanner {
     /// Finds the requests in flight at all disks, and logs disks that stall or answer again.
     fn scan(&mut self, changes: &Changes, now: Instant) -> BTreeMap<String, InFlight> {
-        let mut requests: Vec<(RequestKey, u32)> = Vec::new();
+        let mut requests: Vec<(RequestKey, InFlightCommand)> = Vec::new();
+        let busy: HashSet<usize> = self.seen.keys().map(|(index, _)| *index).collect();
+        let mut controllers = HashMap::new();
         for served in changes.registry().all() {
+            // Without a client, only a reset can still wait for commands, which were seen before.
+            if !served.has_client() && !busy.contains(&served.index) {
+                continue;
+            }
             // An error only affects this scan: the requests of the controller are missing.
             let commands = served.controller.in_flight().unwrap_or_default();
-            requests.extend(commands.iter().map(|one| ((served.index, one.id), one.nsid)));
+            requests.extend(commands.into_iter().map(|one| ((served.index, one.id), one)));
+            controllers.insert(served.index, served);
         }
         let has_orphans = changes.has_orphans();
         if requests.is_empty() && self.seen.is_empty() && self.stalled.is_empty() && !has_orphans {
             self.orphans.clear();
             self.progress.clear();
+            self.limited.clear();
             return BTreeMap::new();
         }
         let disks = changes.disks();
         let ids = ids_by_namespace(&disks);
-        let mut in_flight: HashMap<RequestKey, String> = HashMap::new();
-        for ((index, id), nsid) in requests {
-            let disk = match nsid {
+        let mut in_flight: HashMap<RequestKey, (String, bool)> = HashMap::new();
+        for ((index, id), command) in requests {
+            let disk = match command.nsid {
                 ALL => ids.iter().find(|((of, _), _)| *of == index).map(|(_, id)| id),
                 nsid => ids.get(&(index, nsid)),
             };
             if let Some(disk) = disk {
-                in_flight.insert((index, id), disk.clone());
+                in_flight.insert((index, id), (disk.clone(), command.may_take_long()));
             }
         }
         let orphans = disks.iter().map(|disk| (disk.id.clone(), disk.open.disk.orphans() as u64));
         let orphans: BTreeMap<_, _> = orphans.filter(|(_, count)| *count != 0).collect();
-        let all = self.update(in_flight, &orphans, now);
+        let has_dropped = |(index, id): &RequestKey| {
+            controllers.get(index).is_none_or(|served| served.controller.has_dropped(*id))
+        };
+        let all = self.update(in_flight, has_dropped, &orphans, now);
         let mut found = BTreeMap::new();
-        for (id, (requests, since)) in all {
-            let limited = disks.iter().any(|disk| disk.id == id && is_limited(disk));
-            // Requests of a rate-limited disk wait for the limit, so a disk of which other requests
-            // end is not stalled.
-            let moved =
-                self.progress.get(&id).filter(|_| limited).map_or(since, |at| since.max(*at));
-            let stalled = now.saturating_duration_since(moved) >= self.limit;
+        for (id, requests) in all {
+            let limits = disks.iter().find(|disk| disk.id == id).and_then(limits);
+            let stalled = self.is_stalled(&id, &requests, limits.map(LimitedDisk::waiting), now);
+            let Requests { count: requests, since, .. } = requests;
             found.insert(id, InFlight { requests, since, stalled });
         }
         self.report(&found, &disks, now);
         found
     }
 
-    /// Compares the requests in flight with those of the last scan: number of requests and time of
-    /// the oldest, by disk.
+    /// True if the storage of a disk has not answered a request for long. `waiting` is the number
+    /// of requests that wait for the disk's limits, if it has any: they are not at the storage.
+    fn is_stalled(
+        &mut self,
+        id: &str,
+        requests: &Requests,
+        waiting: Option<u64>,
+        now: Instant,
+    ) -> bool {
+        if waiting.is_some_and(|waiting| waiting >= requests.count) {
+            self.limited.insert(id.to_owned(), now);
+        }
+        let Some(since) = requests.since_short else { return false };
+        // It is unknown which request has waited for the limits, and for how long.
+        let known = [self.limited.get(id), self.progress.get(id).filter(|_| waiting.is_some())];
+        let since = known.into_iter().flatten().copied().fold(since, Instant::max);
+        now.saturating_duration_since(since) >= self.limit
+    }
+
+    /// Compares the requests in flight with those of the last scan. Resets of controllers may have
+    /// dropped some of those, whether the storage has answered or not.
     fn update(
         &mut self,
-        in_flight: HashMap<RequestKey, String>,
+        in_flight: HashMap<RequestKey, (String, bool)>,
+        has_dropped: impl Fn(&RequestKey) -> bool,
         orphans: &BTreeMap<String, u64>,
         now: Instant,
-    ) -> BTreeMap<String, (u64, Instant)> {
-        for (key, (disk, _)) in &self.seen {
-            if !in_flight.contains_key(key) {
+    ) -> BTreeMap<String, Requests> {
+        for (key, Seen { disk, .. }) in &self.seen {
+            if !in_flight.contains_key(key) && !has_dropped(key) {
                 self.progress.insert(disk.clone(), now);
             }
         }
-        let seen = in_flight.into_iter().map(|(key, disk)| {
-            let since = self.seen.get(&key).map_or(now, |(_, since)| *since);
-            (key, (disk, since))
+        let seen = in_flight.into_iter().map(|(key, (disk, is_long))| {
+            let since = self.seen.get(&key).map_or(now, |seen| seen.since);
+            (key, Seen { disk, since, is_long })
         });
         self.seen = seen.collect();
-        self.orphans.retain(|disk, _| orphans.contains_key(disk));
-        let mut all: BTreeMap<String, (u64, Instant)> = BTreeMap::new();
-        for (disk, since) in self.seen.values() {
-            let (count, oldest) = all.entry(disk.clone()).or_insert((0, *since));
-            *count += 1;
-            *oldest = (*oldest).min(*since);
+        for (disk, (before, _)) in &self.orphans {
+            if orphans.get(disk).is_none_or(|count| count < before) {
+                self.progress.insert(disk.clone(), now);
+            }
         }
-        for (disk, orphans) in orphans {
-            let since = *self.orphans.entry(disk.clone()).or_insert(now);
-            let (count, oldest) = all.entry(disk.clone()).or_insert((0, since));
-            *count += orphans;
-            *oldest = (*oldest).min(since);
+        self.orphans.retain(|disk, _| orphans.contains_key(disk));
+        let mut all: BTreeMap<String, Requests> = BTreeMap::new();
+        let mut add = |disk: &str, count: u64, since: Instant, is_long: bool| {
+            let empty = Requests { count: 0, since, since_short: None };
+            let requests = all.entry(disk.to_owned()).or_insert(empty);
+            requests.count += count;
+            requests.since = requests.since.min(since);
+            if !is_long {
+                requests.since_short = Some(requests.since_short.map_or(since, |at| at.min(since)));
+            }
+        };
+        self.seen.values().for_each(|seen| add(&seen.disk, 1, seen.since, seen.is_long));
+        for (disk, count) in orphans {
+            // The writes of a stalled disk were in flight before they were cancelled.
+            let first = self.stalled.get(disk).map_or(now, |stall| stall.since);
+            let (before, since) = self.orphans.entry(disk.clone()).or_insert((*count, first));
+            *before = *count;
+            add(disk, *count, *since, false);
         }
         all
     }
@@ -183,15 +249,23 @@ impl Scanner {
                     source(id),
                     if *requests == 1 { "" } else { "s" }
                 );
-                self.stalled.insert(id.clone(), *since);
+                self.stalled.insert(id.clone(), Stall { since: *since, logged: now });
             }
         }
         let is_over = |id: &&String| found.get(*id).is_none_or(|disk| !disk.stalled);
         let over: Vec<String> = self.stalled.keys().filter(is_over).cloned().collect();
         for id in over {
-            let Some(since) = self.stalled.remove(&id) else { continue };
+            let Some(Stall { since, logged }) = self.stalled.remove(&id) else { continue };
             let seconds = now.saturating_duration_since(since).as_secs();
-            warn!("the disk {id} ({}) answers again, after {seconds} s", source(&id));
+            let source = source(&id);
+            if self.progress.get(&id).is_some_and(|at| *at >= logged) {
+                warn!("the disk {id} ({source}) answers again, after {seconds} s");
+            } else {
+                warn!(
+                    "the disk {id} ({source}) has no request in flight after {seconds} s: a reset \
+                     of its controller has cancelled them, and the storage has not answered"
+                );
+            }
         }
     }
 }
@@ -205,31 +279,62 @@ fn ids_by_namespace(disks: &[ListedDisk]) -> BTreeMap<(usize, u32), String> {
     disks.iter().flat_map(of).collect()
 }
 
-fn is_limited(disk: &ListedDisk) -> bool {
-    LimitedDisk::of(&*disk.open.disk).is_some()
+fn limits(disk: &ListedDisk) -> Option<&LimitedDisk> {
+    LimitedDisk::of(&*disk.open.disk)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn of(ids: &[u64]) -> HashMap<RequestKey, (String, bool)> {
+        ids.iter().map(|id| ((0, *id), ("a".to_owned(), false))).collect()
+    }
+
     #[test]
     fn the_age_of_a_request_begins_when_it_is_seen_first() {
         let (mut scanner, start) = (Scanner::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
-        let of = |ids: &[u64]| ids.iter().map(|id| ((0, *id), "a".to_owned())).collect();
-        let none = BTreeMap::new();
-        assert_eq!(scanner.update(of(&[1, 2]), &none, at(0))["a"], (2, at(0)));
-        assert_eq!(scanner.update(of(&[2, 3, 4]), &none, at(1))["a"], (3, at(0)));
+        let (none, kept) = (BTreeMap::new(), |_: &RequestKey| false);
+        let of_disk =
+            |all: &BTreeMap<String, Requests>, disk: &str| (all[disk].count, all[disk].since);
+        assert_eq!(of_disk(&scanner.update(of(&[1, 2]), kept, &none, at(0)), "a"), (2, at(0)));
+        assert_eq!(of_disk(&scanner.update(of(&[2, 3, 4]), kept, &none, at(1)), "a"), (3, at(0)));
         assert_eq!(scanner.progress["a"], at(1));
         // Requests 2 and 4 have ended, and request 5 is new.
-        assert_eq!(scanner.update(of(&[3, 5]), &none, at(2))["a"], (2, at(1)));
+        assert_eq!(of_disk(&scanner.update(of(&[3, 5]), kept, &none, at(2)), "a"), (2, at(1)));
         // A cancelled write is a request in flight, although no command waits for it.
         let orphans = BTreeMap::from([("a".to_owned(), 1), ("b".to_owned(), 2)]);
-        let all = scanner.update(of(&[]), &orphans, at(3));
-        assert_eq!((all["a"], all["b"]), ((1, at(3)), (2, at(3))));
-        let all = scanner.update(of(&[6]), &orphans, at(9));
-        assert_eq!((all["a"], all["b"]), ((2, at(3)), (2, at(3))));
-        assert!(scanner.update(of(&[]), &none, at(10)).is_empty());
+        let all = scanner.update(of(&[]), kept, &orphans, at(3));
+        assert_eq!((of_disk(&all, "a"), of_disk(&all, "b")), ((1, at(3)), (2, at(3))));
+        let all = scanner.update(of(&[6]), kept, &orphans, at(9));
+        assert_eq!((of_disk(&all, "a"), of_disk(&all, "b")), ((2, at(3)), (2, at(3))));
+        assert!(scanner.update(of(&[]), kept, &none, at(10)).is_empty());
+    }
+
+    #[test]
+    fn a_request_that_a_reset_has_dropped_is_no_answer() {
+        let (mut scanner, start) = (Scanner::default(), Instant::now());
+        scanner.update(of(&[1]), |_| false, &BTreeMap::new(), start);
+        let later = start + Duration::from_secs(9);
+        scanner.update(of(&[]), |_| true, &BTreeMap::new(), later);
+        assert!(!scanner.progress.contains_key("a"));
+    }
+
+    #[test]
+    fn requests_that_wait_for_a_limit_or_take_long_do_not_make_a_disk_stalled() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut scanner = Scanner { limit: Duration::from_secs(5), ..Scanner::default() };
+        let requests = |since_short| Requests { count: 4, since: start, since_short };
+        let short = requests(Some(start));
+        assert!(scanner.is_stalled("a", &short, None, at(5)));
+        assert!(!scanner.is_stalled("a", &short, None, at(4)));
+        assert!(!scanner.is_stalled("a", &requests(None), None, at(1000)), "a long discard");
+        // Nothing has ended for 1000 s, because all requests wait for a low limit.
+        assert!(!scanner.is_stalled("b", &short, Some(4), at(1000)));
+        // Then the storage has one of them.
+        assert!(!scanner.is_stalled("b", &short, Some(3), at(1004)));
+        assert!(scanner.is_stalled("b", &short, Some(3), at(1005)));
     }
 }

@@ -256,9 +256,11 @@ impl Control {
         AdminCommands::data_length(sqe)
     }
 
-    /// Number of resets.
-    pub(crate) fn generation(&self) -> u64 {
-        self.lifecycle.generation
+    /// Number of resets before the commands in flight were fetched. While a reset waits for them,
+    /// it is not counted.
+    pub(crate) fn commands_generation(&self) -> u64 {
+        let is_waiting = self.lifecycle.phase == Phase::Resetting;
+        self.lifecycle.generation.wrapping_sub(u64::from(is_waiting))
     }
 
     /// True if the admin queue server has orders.

@@ -42,6 +42,8 @@ pub(super) const VALID: u64 = 1 << 63;
 pub(super) const WAITS: u64 = 1 << 47;
 /// Key flag: the entry contains a decision about the command.
 pub(super) const DECIDED: u64 = 1 << 46;
+/// Position of the number of controller resets in the key.
+pub(super) const GENERATION_SHIFT: u32 = 48;
 /// Position of the crash count in the key: three bits that are free, because queue identifiers are
 /// small.
 const CRASHES_SHIFT: u32 = 40;
@@ -49,7 +51,7 @@ const MAX_CRASHES: u8 = 7;
 
 /// Key of a record: command number `count` of queue `sqid` after `generation` controller resets.
 pub(super) fn key(generation: u64, sqid: u16, count: u32) -> u64 {
-    VALID | (generation & 0x7fff) << 48 | u64::from(sqid) << 32 | u64::from(count)
+    VALID | (generation & 0x7fff) << GENERATION_SHIFT | u64::from(sqid) << 32 | u64::from(count)
 }
 
 /// Key bits for the number of processes that have crashed with a command.

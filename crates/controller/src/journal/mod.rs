@@ -55,13 +55,14 @@ pub(crate) use layout::{BURST, Decision, Position, QUEUES, RecoveredCommand};
 
 use crate::saved::CauseOfDeath;
 use layout::{
-    BEYOND_QUOTA, CQ, CQ_DOORBELL, DECIDED, DECISION_AT, LINE, POSITIONS, RECORD, SQ, SQ_COVERS,
-    SQ_DOORBELL, TRYING, VALID, WAITS, covers, key, map, pack_crashes, pack_trying, table_bytes,
-    unpack, unpack_doorbell, unpack_trying,
+    BEYOND_QUOTA, CQ, CQ_DOORBELL, DECIDED, DECISION_AT, GENERATION_SHIFT, LINE, POSITIONS, RECORD,
+    SQ, SQ_COVERS, SQ_DOORBELL, TRYING, VALID, WAITS, covers, key, map, pack_crashes, pack_trying,
+    table_bytes, unpack, unpack_doorbell, unpack_trying,
 };
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use shadowbell_doorbell::{DoorbellState, RingSize};
 use shadowbell_memory::{FileStatus, SharedBytes};
+use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::{Cqe, Sqe};
 use std::collections::BTreeMap;
 use std::io;
@@ -447,17 +448,42 @@ pub struct InFlightCommand {
     pub id: u64,
     /// Namespace identifier; FFFFFFFFh for a command for all namespaces.
     pub nsid: u32,
+    /// Opcode.
+    pub opcode: u8,
+}
+
+impl InFlightCommand {
+    /// True if the storage may work on the command for long, because its range or the amount of
+    /// data has no bound in the size of a transfer: Dataset Management, Write Zeroes, Verify, Copy
+    /// and Zone Management Send.
+    #[must_use]
+    pub fn may_take_long(&self) -> bool {
+        matches!(
+            NvmOpcode::try_from(self.opcode),
+            Ok(NvmOpcode::DatasetManagement
+                | NvmOpcode::WriteZeroes
+                | NvmOpcode::Verify
+                | NvmOpcode::Copy
+                | NvmOpcode::ZoneManagementSend)
+        )
+    }
+}
+
+/// True if the command with this identifier was fetched after `generation` resets.
+pub(crate) fn is_of(id: u64, generation: u64) -> bool {
+    id >> GENERATION_SHIFT == key(generation, 0, 0) >> GENERATION_SHIFT
 }
 
 /// Decodes a record. `None` unless it belongs to an I/O command that was started.
 fn in_flight(record: &[u8], generation: u64) -> Option<InFlightCommand> {
     let word = u64::from_le_bytes(*record.first_chunk()?);
     let (sqid, count, _) = unpack(word, generation, CauseOfDeath::Killed)?;
-    let nsid = record.get(8 + NSID_AT..)?.first_chunk()?;
+    let (opcode, nsid) = (record.get(8)?, record.get(8 + NSID_AT..)?.first_chunk()?);
     let is_started = word & WAITS == 0 && sqid != 0;
     is_started.then(|| InFlightCommand {
         id: key(generation, sqid, count),
         nsid: u32::from_le_bytes(*nsid),
+        opcode: *opcode,
     })
 }
 

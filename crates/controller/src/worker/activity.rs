@@ -5,8 +5,8 @@
 //! thread reads one flag when it wakes, and nothing per command.
 
 use parking_lot::{Condvar, Mutex};
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, fence};
 use std::time::Duration;
 
 /// True while a scanner waits for an I/O thread to wake.
@@ -18,6 +18,9 @@ static WOKEN: Condvar = Condvar::new();
 /// at once if `is_active`, which is called after the flag is set.
 pub fn wait_for_activity(limit: Duration, is_active: impl FnOnce() -> bool) {
     WAITS.store(true, SeqCst);
+    // The fences here and in `note_wake` order each side's store before its load: either the
+    // thread sees the flag, or `is_active` sees that the thread is awake.
+    fence(SeqCst);
     // Called without the lock: the call may drop the last reference to the I/O threads, and these
     // take the lock.
     let is_active = is_active();
@@ -35,9 +38,10 @@ pub fn notify_activity() {
     WOKEN.notify_all();
 }
 
-/// Called by an I/O thread that has slept.
+/// Called by an I/O thread that has slept, after it has stored that it is awake.
 #[inline]
 pub(super) fn note_wake() {
+    fence(SeqCst);
     if WAITS.load(Relaxed) {
         notify_activity();
     }

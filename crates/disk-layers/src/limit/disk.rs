@@ -15,8 +15,16 @@ pub struct LimitedDisk {
     inner: Arc<dyn Disk>,
     /// Limiter of the disk, followed by the limiter of its group.
     limiters: Arc<[Arc<Limiter>]>,
+    counts: Counts,
+}
+
+/// Requests that wait for the limits, counted by the queues.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Counts {
     /// Number of requests that had to wait.
-    delayed: Arc<AtomicU64>,
+    pub(super) delayed: Arc<AtomicU64>,
+    /// Number of requests that wait.
+    pub(super) waiting: Arc<AtomicU64>,
 }
 
 impl LimitedDisk {
@@ -24,7 +32,7 @@ impl LimitedDisk {
     #[must_use]
     pub fn new(disk: Arc<dyn Disk>, own: Arc<Limiter>, group: Option<Arc<Limiter>>) -> Self {
         let limiters = [own].into_iter().chain(group).collect();
-        Self { inner: disk, limiters, delayed: Arc::default() }
+        Self { inner: disk, limiters, counts: Counts::default() }
     }
 
     /// Returns the rate-limit layer of `disk`. If a disk has one, it is the outermost layer.
@@ -38,6 +46,12 @@ impl LimitedDisk {
     #[must_use]
     pub fn limiters(&self) -> &[Arc<Limiter>] {
         &self.limiters
+    }
+
+    /// Number of requests that wait for the limits: the storage does not have them.
+    #[must_use]
+    pub fn waiting(&self) -> u64 {
+        self.counts.waiting.load(Ordering::Relaxed)
     }
 
     /// The disk below the rate limits.
@@ -57,8 +71,8 @@ impl Disk for LimitedDisk {
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        let (limiters, delayed) = (Arc::clone(&self.limiters), Arc::clone(&self.delayed));
-        Ok(Box::new(LimitedQueue::new(self.inner.queue()?, limiters, delayed)?))
+        let (limiters, counts) = (Arc::clone(&self.limiters), self.counts.clone());
+        Ok(Box::new(LimitedQueue::new(self.inner.queue()?, limiters, counts)?))
     }
 
     fn inner(&self) -> Option<&Arc<dyn Disk>> {
@@ -77,7 +91,7 @@ impl Disk for LimitedDisk {
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
         let mut counters = self.inner.counters();
-        counters.push(("delayed", self.delayed.load(Ordering::Relaxed)));
+        counters.push(("delayed", self.counts.delayed.load(Ordering::Relaxed)));
         counters
     }
 

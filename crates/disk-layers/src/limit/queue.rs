@@ -4,6 +4,7 @@
 //! requests, only the next one has taken a start time from the limiter, so other users of the limit
 //! alternate with this queue.
 
+use super::disk::Counts;
 use super::limiter::Limiter;
 use super::timer::Timer;
 use shadowbell_disk::{DiskError, Lists, Metadata, Op, Queue, Request, Submitted, Tasks, merge};
@@ -11,7 +12,7 @@ use shadowbell_memory::{DmaTable, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 /// Index of the list of submission queues in [`LimitedQueue::sources`].
 const SOURCES: u32 = 0;
@@ -49,15 +50,14 @@ pub(super) struct LimitedQueue {
     cancelled: Vec<(u32, Segments)>,
     /// True if all waiting requests are to be submitted without limits.
     is_urgent: bool,
-    /// Number of requests that had to wait.
-    delayed: Arc<AtomicU64>,
+    counts: Counts,
 }
 
 impl LimitedQueue {
     pub(super) fn new(
         inner: Box<dyn Queue>,
         limiters: Arc<[Arc<Limiter>]>,
-        delayed: Arc<AtomicU64>,
+        counts: Counts,
     ) -> io::Result<Self> {
         let timer = Arc::new(Timer::new()?);
         limiters.iter().for_each(|limiter| limiter.add(&timer));
@@ -74,7 +74,7 @@ impl LimitedQueue {
             source: 0,
             cancelled: Vec::new(),
             is_urgent: false,
-            delayed,
+            counts,
         })
     }
 
@@ -99,7 +99,8 @@ impl LimitedQueue {
 
     fn wait(&mut self, tag: u32, request: &Request, metadata: Option<&Metadata>, data: Segments) {
         let source = self.source;
-        self.delayed.fetch_add(1, Ordering::Relaxed);
+        self.counts.delayed.fetch_add(1, Ordering::Relaxed);
+        self.counts.waiting.fetch_add(1, Ordering::Relaxed);
         let key = self
             .waiting
             .insert(tag, Waiting { request: *request, metadata: metadata.copied(), data, source });
@@ -130,6 +131,7 @@ impl LimitedQueue {
     /// Removes a waiting request.
     fn take(&mut self, key: u32) -> Option<(u32, Waiting)> {
         let (tag, waiting) = self.waiting.remove(key)?;
+        self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
         self.by_source.remove(key);
         if self.by_source.is_empty(waiting.source) {
             self.sources.remove(waiting.source);
@@ -205,6 +207,12 @@ impl LimitedQueue {
         }
         self.wait(tag, request, metadata, data.take());
         Submitted::Pending
+    }
+}
+
+impl Drop for LimitedQueue {
+    fn drop(&mut self) {
+        self.counts.waiting.fetch_sub(self.waiting.len() as u64, Ordering::Relaxed);
     }
 }
 

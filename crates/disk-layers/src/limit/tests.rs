@@ -1,5 +1,6 @@
 //! Tests of rate limits with a simulated clock.
 
+use super::disk::Counts;
 use super::queue::LimitedQueue;
 use super::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -389,7 +390,7 @@ fn a_delayed_request_is_in_flight_when_it_starts() {
     let limiter = Limiter::with_clock(limits(&[("iops", "100:1")]), hands.clock());
     let uncommitted = Arc::<AtomicU64>::default();
     let inner = Box::new(Uncommitted(Arc::clone(&uncommitted)));
-    let mut queue = LimitedQueue::new(inner, Arc::new([limiter]), Arc::default()).unwrap();
+    let mut queue = LimitedQueue::new(inner, Arc::new([limiter]), Counts::default()).unwrap();
     let request = Request { op: READ, offset: 0, len: 512 };
     for tag in 0..2 {
         let submitted = queue.submit(tag, &request, &mut Segments::new());

@@ -330,23 +330,48 @@ fn a_disk_is_stalled_until_its_storage_answers() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
+/// A reset that cancels the requests of a stalled disk is no answer of its storage.
+#[test]
+fn a_disk_is_stalled_over_a_reset_until_its_storage_answers() {
+    let storage = Export::start("mem:16MiB");
+    let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stalled-after", "1"];
+    let mut server = Server::start(&[&storage.uri("&settle=50ms"), "mem:1MiB"], &options);
+    let disk = || ctl_json(&server, &["disk", "ls"])[0].clone();
+    let recovery = Recovery { repeats: 0, ..Recovery::default() };
+    let mut guest = Guest::attach(&server, AttachOptions { recovery, ..AttachOptions::default() });
+    storage.stall();
+    guest.submit_many();
+    until("a stalled disk", || disk()["stalled"] == true && disk()["in_flight"] == PAGES);
+    guest.controller.reset().unwrap();
+    assert_eq!(guest.settle(&[Status::ABORTED_BY_HOST]), PAGES);
+    let is_seen = |now: &serde_json::Value| now["in_flight"].as_u64().unwrap() < PAGES as u64;
+    until("a scan after the reset", || is_seen(&disk()));
+    assert!(disk()["stalled"] == true && disk()["in_flight"] != 0, "{}", disk());
+    assert!(!server.stderr().contains("answers again"), "{}", server.stderr());
+    storage.resume();
+    server.wait_for_log("answers again, after");
+    guest.assert_no_loss();
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
 /// A disk whose requests wait for a rate limit is not stalled.
 #[test]
 fn a_throttled_disk_is_not_stalled() {
-    let options = ["--supervisor", "--workers", "1", "--stalled-after", "4"];
-    let mut server = Server::start(&["mem:1MiB?iops=2:1"], &options);
+    let options = ["--supervisor", "--workers", "1", "--stalled-after", "1"];
+    // Each request waits for two seconds, in which no other one ends.
+    let mut server = Server::start(&["mem:1MiB?bandwidth=2KiB:1"], &options);
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();
     let pool = guest.buffers(16, 4096).unwrap();
     let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
-    for _ in 0..16 {
+    for _ in 0..4 {
         queue.submit(read, pool.take()).unwrap();
     }
     queue.ring().unwrap();
     let disk = || ctl_json(&server, &["disk", "ls"])[0].clone();
-    until("a request of some age", || disk()["oldest_ms"].as_u64().unwrap() > 4500);
+    until("a request of some age", || disk()["oldest_ms"].as_u64().unwrap() > 2500);
     assert!(disk()["stalled"] == false && !server.stderr().contains("stalled"));
-    (0..16).for_each(|_| assert_eq!(complete(&mut queue).status, Status::SUCCESS));
+    (0..4).for_each(|_| assert_eq!(complete(&mut queue).status, Status::SUCCESS));
     drop((queue, pool, guest));
     assert!(server.stop().success(), "{}", server.stderr());
 }
