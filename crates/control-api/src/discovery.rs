@@ -3,6 +3,7 @@
 use super::api::{Controller, Status};
 use super::client::Client;
 use anyhow::anyhow;
+use rustix::net::sockopt::socket_peercred;
 use shadowbell_config::server_config::canonical_path;
 use shadowbell_config::socket_path;
 use shadowbell_process::exit;
@@ -16,10 +17,16 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// No server is found, or several are.
 pub fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
-    let directory = socket_path::directory();
+    server_in(socket_path::directory(), wanted)
+}
+
+fn server_in(directory: Option<PathBuf>, wanted: Option<&str>) -> anyhow::Result<Client> {
     let Some(wanted) = wanted else { return only(directory.as_deref()) };
     if !wanted.contains('/') {
-        let Some(directory) = directory else { return Err(no_directory()) };
+        let Some(directory) = directory else {
+            let is_there = Path::new(wanted).exists();
+            return if is_there { Ok(at(Path::new(wanted))) } else { Err(no_directory()) };
+        };
         let socket = socket_path::socket(&directory, wanted);
         if !socket.exists() {
             if let Some(client) = with_process(&directory, wanted) {
@@ -47,11 +54,30 @@ fn at(path: &Path) -> Client {
 /// Server whose server process or supervisor has this process ID.
 fn with_process(directory: &Path, pid: &str) -> Option<Client> {
     let pid: u32 = pid.parse().ok()?;
-    let clients = running(directory).into_iter().map(|(_, socket)| Client::new(&socket));
-    clients.into_iter().find(|client| {
+    let sockets = running(directory).into_iter().map(|(_, socket)| socket);
+    let is_of = |socket: &PathBuf| listening_process(socket).is_some_and(|of| is_part(of, pid));
+    sockets.filter(is_of).map(|socket| Client::new(&socket)).find(|client| {
         let status = client.get::<Status>("/v1/status").ok();
         status.is_some_and(|status| status.pid == pid || status.supervisor_pid == Some(pid))
     })
+}
+
+/// Process that listens at a socket, by the kernel: the supervisor, or the server process if there
+/// is none. What a server reports is not enough, because it may be compromised.
+fn listening_process(socket: &Path) -> Option<u32> {
+    let stream = UnixStream::connect(socket).ok()?;
+    let pid = socket_peercred(&stream).ok()?.pid.as_raw_pid();
+    u32::try_from(pid).ok()
+}
+
+/// True if the process `pid` is `listening`, or was started by it, or if `listening` has ended,
+/// and passed its socket to another process.
+fn is_part(listening: u32, pid: u32) -> bool {
+    let of = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+    // The name in parentheses may contain spaces. The state and the parent follow.
+    let parent = |stat: &str| stat.rsplit_once(')')?.1.split(' ').nth(2)?.parse::<u32>().ok();
+    let is_child = || of(pid).as_deref().and_then(parent) == Some(listening);
+    listening == pid || is_child() || of(listening).is_none()
 }
 
 /// Server that serves `socket`, and its description of the controller there. Only servers with a
@@ -113,4 +139,46 @@ fn names(servers: &[(String, PathBuf)]) -> String {
     }
     let names: Vec<_> = servers.iter().map(|(name, _)| name.as_str()).collect();
     format!("; running servers: {}", names.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_socket_in_the_working_directory_needs_no_usual_directory() {
+        let client = server_in(None, Some("Cargo.toml")).unwrap();
+        assert_eq!(client.socket(), Path::new("Cargo.toml"));
+        for wanted in [Some("no-such-server"), None] {
+            assert_eq!(exit::status(&server_in(None, wanted).unwrap_err()), exit::NOT_FOUND);
+        }
+    }
+
+    /// A server that reports another process as its supervisor is not found by its ID.
+    #[test]
+    fn a_server_is_not_believed_about_its_processes() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir(directory.path().join("vm")).unwrap();
+        let listener = UnixListener::bind(socket_path::socket(directory.path(), "vm")).unwrap();
+        let (own, other) = (std::process::id(), 1);
+        let body = format!(
+            "{{\"name\":\"vm\",\"version\":\"1\",\"pid\":{own},\"supervisor_pid\":{other},\
+             \"uptime_seconds\":1,\"workers\":1,\"controllers\":0,\"clients\":0,\
+             \"log_filter\":\"info\",\"upgrade_error\":null}}"
+        );
+        std::thread::spawn(move || {
+            while let Ok((mut stream, _)) = listener.accept() {
+                if stream.read(&mut [0; 4096]).is_ok_and(|count| count > 0) {
+                    let length = body.len();
+                    let answer =
+                        format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{body}");
+                    let _ = stream.write_all(answer.as_bytes());
+                }
+            }
+        });
+        assert!(with_process(directory.path(), &other.to_string()).is_none());
+        assert!(with_process(directory.path(), &own.to_string()).is_some());
+    }
 }
