@@ -29,7 +29,8 @@ impl BlockDevice {
         if info.zoned.is_some() {
             return Err(OpenError::Zoned { disk: disk.name() });
         }
-        Ok(Self(Arc::new(DeviceShared::new(disk, options, Arc::default(), Arc::default()))))
+        let (locks, queries, traffic) = Default::default();
+        Ok(Self(Arc::new(DeviceShared::new(disk, options, locks, queries, traffic))))
     }
 
     /// Creates another block device on the same disk, with its own options and counters. The two
@@ -38,7 +39,23 @@ impl BlockDevice {
     pub fn with_options(&self, options: &BlockOptions) -> Self {
         let Self(shared) = self;
         let (locks, queries) = (Arc::clone(&shared.locks), Arc::clone(&shared.queries));
-        Self(Arc::new(DeviceShared::new(Arc::clone(&shared.disk), options, locks, queries)))
+        let disk = Arc::clone(&shared.disk);
+        Self(Arc::new(DeviceShared::new(disk, options, locks, queries, Arc::default())))
+    }
+
+    /// Creates the block device that replaces this one after a change of its disk, for example of
+    /// the size. Both share the options, the counters and the locks of written ranges.
+    ///
+    /// # Errors
+    /// [`OpenError`] if the disk has zones.
+    pub fn with_disk(&self, disk: Arc<dyn Disk>) -> Result<Self, OpenError> {
+        let Self(shared) = self;
+        if disk.info().zoned.is_some() {
+            return Err(OpenError::Zoned { disk: disk.name() });
+        }
+        let (locks, queries) = (Arc::clone(&shared.locks), Arc::clone(&shared.queries));
+        let (options, traffic) = (&shared.options, Arc::clone(&shared.traffic));
+        Ok(Self(Arc::new(DeviceShared::new(disk, options, locks, queries, traffic))))
     }
 
     /// The disk.

@@ -18,7 +18,7 @@ pub(crate) struct DeviceShared {
     /// True if the disk can zero ranges by itself and has not refused to do so.
     pub(crate) write_zeroes: AtomicBool,
     pub(crate) queries: Arc<ExtentQueries>,
-    pub(crate) traffic: TrafficCounters,
+    pub(crate) traffic: Arc<TrafficCounters>,
 }
 
 impl DeviceShared {
@@ -27,10 +27,10 @@ impl DeviceShared {
         options: &BlockOptions,
         locks: Arc<RangeLocks>,
         queries: Arc<ExtentQueries>,
+        traffic: Arc<TrafficCounters>,
     ) -> Self {
         let geometry = Geometry::of(&disk.info(), options.read_only);
         let write_zeroes = AtomicBool::new(geometry.write_zeroes);
-        let traffic = TrafficCounters::default();
         Self { disk, geometry, options: *options, locks, write_zeroes, queries, traffic }
     }
 

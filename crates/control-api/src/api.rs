@@ -570,19 +570,14 @@ impl LimitSpec {
 
     /// Converts from the limits of a disk.
     pub fn of(limits: &DiskLimits) -> Self {
-        let mut spec = Self { group: limits.group.clone(), ..Self::default() };
-        for (name, text) in limits.own.texts() {
-            let field = match name {
-                "iops" => &mut spec.iops,
-                "read-iops" => &mut spec.read_iops,
-                "write-iops" => &mut spec.write_iops,
-                "bandwidth" => &mut spec.bandwidth,
-                "read-bandwidth" => &mut spec.read_bandwidth,
-                _ => &mut spec.write_bandwidth,
-            };
-            *field = Some(text);
-        }
-        spec
+        let text = |name| {
+            let mut texts = limits.own.texts();
+            texts.find(|(other, _)| *other == name).map(|(_, text)| text)
+        };
+        let [iops, read_iops, write_iops, bandwidth, read_bandwidth, write_bandwidth] =
+            Limits::NAMES.map(text);
+        let group = limits.group.clone();
+        Self { iops, read_iops, write_iops, bandwidth, read_bandwidth, write_bandwidth, group }
     }
 }
 
@@ -654,6 +649,10 @@ pub struct Plan {
     /// Controllers with a client that would lose the controller or one of its namespaces: the plan
     /// needs `force`.
     pub busy: Vec<String>,
+    /// Losses of connected clients of controllers and exports, one sentence each: the plan needs
+    /// `force` if there are any.
+    #[serde(default)]
+    pub losses: Vec<String>,
     /// Changes of controllers that exist before and after, and of limit groups.
     #[serde(default)]
     pub differences: Vec<Difference>,

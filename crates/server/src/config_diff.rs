@@ -4,8 +4,10 @@
 //! A controller of which only namespaces differ keeps its client, if each difference can be applied
 //! while a guest runs: an added or removed namespace, other limits, or a change of read-only.
 
+use super::disks::ListedDisk;
 use super::guard::Loss;
-use super::namespaces::{NamespaceChange, explicit};
+use super::namespaces::{NamespaceChange, effect_of, explicit};
+use super::reconfigure::Changes;
 use super::registry::{Registry, ServedController};
 use bytesize::ByteSize;
 use clap::ValueEnum;
@@ -33,7 +35,7 @@ pub(super) struct Plan {
     pub(super) unchanged: usize,
     /// Ids of controllers whose connected client would lose its controller or a namespace.
     pub(super) busy: Vec<String>,
-    /// Controllers and namespaces that connected clients would lose.
+    /// Losses of connected clients.
     pub(super) lost: Vec<Loss>,
     /// Differences of controllers that are in both configurations, and of limit groups.
     pub(super) differences: Vec<Difference>,
@@ -115,9 +117,33 @@ impl Plan {
     fn loses(&mut self, served: &ServedController, what: String) {
         let Some(loss) = Loss::of_controller(served, what) else { return };
         self.lost.push(loss);
-        if self.busy.last() != Some(&served.id) {
+        if !self.busy.contains(&served.id) {
             self.busy.push(served.id.clone());
         }
+    }
+
+    /// Records what clients lose by the changes of namespaces, and clients of exports by the
+    /// removal of the exports `dropped`.
+    pub(super) fn add_losses(&mut self, changes: &Changes, dropped: &[String]) {
+        let disks = changes.disks();
+        for (id, steps) in self.change.clone() {
+            for step in steps {
+                let Step::Change(nsid, change) = step else { continue };
+                let is_it = |disk: &&ListedDisk| {
+                    let mut namespaces = disk.namespaces.iter();
+                    namespaces.any(|(served, other)| served.id == id && *other == nsid)
+                };
+                let Some(disk) = disks.iter().find(is_it) else { continue };
+                let effect = effect_of(&disk.open.spec, &disk.open.disk, &change);
+                let losses = changes.losses(disk, &effect);
+                let has_client = disk.namespaces.iter().any(|(served, _)| served.has_client());
+                if has_client && effect.on_namespace(nsid).is_some() && !self.busy.contains(&id) {
+                    self.busy.push(id.clone());
+                }
+                self.lost.extend(losses);
+            }
+        }
+        self.lost.extend(dropped.iter().filter_map(|id| changes.exports().loss(id)));
     }
 }
 

@@ -5,7 +5,7 @@
 //! open: while no controller has it,
 //! [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
-use super::guard::{DiskGuard, Loss};
+use super::guard::{DiskGuard, Effect, Loss};
 use super::namespaces::{ChangeResult, NamespaceChange, apply_change};
 use super::open_disk::{OpenDisk, check_group, derived_id, id_of};
 use super::reconfigure::Changes;
@@ -207,29 +207,36 @@ impl Changes {
     ) -> anyhow::Result<bool> {
         let _guard = self.change_lock();
         let disk = self.disk(id)?;
-        let losses = |what: &str| {
-            let namespaces = disk.namespaces.iter().filter_map(|(served, nsid)| {
-                Loss::of_controller(served, format!("would find {what} in namespace {nsid}"))
-            });
-            namespaces.chain(self.exports().losses(&disk.id, what)).collect()
-        };
-        let guard = DiskGuard { losses: &losses, forced };
+        let losses = |effect: &Effect| self.losses(&disk, effect);
+        let is_exported = !self.exports().of(&disk.id).is_empty();
+        let guard = DiskGuard { losses: &losses, forced, is_exported };
         if let Some((served, nsid)) = disk.namespaces.first() {
             return self.change_namespace(served, *nsid, change, &guard);
         }
         let id = disk.id.clone();
         let open = |spec: &str| self.open(spec).map_err(DiskSpecError::into_error);
         let before = self.unattached().lock().get(&id).cloned().ok_or_else(|| missing(&id))?;
-        let (spec, disk) =
-            match apply_change(&before.spec, &before.disk, change, Some(&guard), open)? {
+        let (spec, disk, effect) =
+            match apply_change(&before.spec, &before.disk, change, &guard, open)? {
                 ChangeResult::Same => return Ok(false),
-                ChangeResult::InPlace(spec) => (spec, before.disk),
-                ChangeResult::Disk(spec, disk) => (spec, disk),
+                ChangeResult::InPlace(spec) => (spec, before.disk, None),
+                ChangeResult::Disk(spec, disk, effect) => (spec, disk, Some(effect)),
             };
         info!("disk {id}: {spec}");
-        self.add_unattached(&id, OpenDisk { spec, disk });
-        self.renew_exports(&id);
+        self.add_unattached(&id, OpenDisk { spec, disk: Arc::clone(&disk) });
+        if let Some(effect) = effect {
+            self.update_exports(&id, &disk, &effect);
+        }
         Ok(true)
+    }
+
+    /// Losses of the clients of a disk by a change with this effect.
+    pub(super) fn losses(&self, disk: &ListedDisk, effect: &Effect) -> Vec<Loss> {
+        let namespaces = disk
+            .namespaces
+            .iter()
+            .filter_map(|(served, nsid)| Loss::of_controller(served, effect.on_namespace(*nsid)?));
+        namespaces.chain(self.exports().losses(&disk.id, effect)).collect()
     }
 
     /// Replaces disk ids in a configuration by the specifications of these disks.

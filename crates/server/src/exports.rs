@@ -12,7 +12,7 @@
 
 use super::builder::bind_socket;
 use super::disks::ListedDisk;
-use super::guard;
+use super::guard::{self, Effect};
 use super::open_files;
 use super::path_broker;
 use super::reconfigure::Changes;
@@ -21,12 +21,14 @@ use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_config::export_config::{ExportConfig, Protocol, UblkConfig};
+use shadowbell_disk::Disk;
 use shadowbell_export::fuse::{self, Session};
 use shadowbell_export::nbd::{Address, Listener, Options, Server};
 use shadowbell_export::ublk::{self, Ublk, WhyCopied};
 use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::{debug, info, warn};
@@ -167,17 +169,82 @@ impl Changes {
         Ok(())
     }
 
-    /// Restarts the exports of a disk after a change of the disk. Their clients have to connect
-    /// again.
-    pub(super) fn renew_exports(&self, disk: &str) {
-        for id in self.exports().of(disk) {
+    /// Makes the exports of the disk `id` serve `disk`, which is the disk after a change with this
+    /// effect. Sockets, addresses and mounts stay. Clients that lose something are disconnected.
+    pub(super) fn update_exports(&self, id: &str, disk: &Arc<dyn Disk>, effect: &Effect) {
+        for id in self.exports().of(id) {
             let Some(export) = self.exports().running.lock().remove(&id) else { continue };
-            let RunningExport { config, device, .. } = export;
-            let _ = device.stop();
-            if let Err(error) = self.serve_export(config, false) {
-                warn!("export {id} is not served any more: {}", exit::line(&error));
+            match self.update_export(export, Arc::clone(disk), effect) {
+                Ok(export) => drop(self.exports().running.lock().insert(id, export)),
+                Err(error) => warn!("export {id} is not served any more: {}", exit::line(&error)),
             }
         }
+    }
+
+    fn update_export(
+        &self,
+        export: RunningExport,
+        disk: Arc<dyn Disk>,
+        effect: &Effect,
+    ) -> anyhow::Result<RunningExport> {
+        let RunningExport { config, block: old, device } = export;
+        let disconnects = effect.on_export(config.read_only).is_some();
+        let block = old.with_disk(disk).map_err(exit::bad_input)?;
+        let device = match device {
+            ExportDevice::Nbd(server) => {
+                server.replace_disk(block.clone(), disconnects);
+                ExportDevice::Nbd(server)
+            }
+            ExportDevice::VhostUserBlk(device) => {
+                device.replace_disk(block.clone(), disconnects);
+                ExportDevice::VhostUserBlk(device)
+            }
+            ExportDevice::Fuse(session, path) => {
+                let _ = session.stop();
+                ExportDevice::Fuse(self.start_session(&config, &block, &path)?, path)
+            }
+            ExportDevice::Ublk(device) if !disconnects => {
+                let path = device.path().display();
+                info!("{path} is as before the change until its export is added again");
+                return Ok(RunningExport {
+                    config,
+                    block: old,
+                    device: ExportDevice::Ublk(device),
+                });
+            }
+            ExportDevice::Ublk(device) => {
+                let wanted =
+                    UblkConfig { id: Some(device.id()), ..config.ublk.unwrap_or_default() };
+                let _ = device.stop();
+                let device = self.start_ublk_export(&config, &block, wanted)?;
+                ExportDevice::Ublk(Box::new(device))
+            }
+        };
+        Ok(RunningExport { config, block, device })
+    }
+
+    fn start_session(
+        &self,
+        config: &ExportConfig,
+        block: &BlockDevice,
+        path: &Path,
+    ) -> anyhow::Result<Session> {
+        let device = self.fuse_device(&config.id)?;
+        let mut options = fuse::Options::default();
+        options.owner = config.owner;
+        let ended = self.exports().on_end(&config.id, format!("{} was unmounted", path.display()));
+        Session::start(block, device, &options, ended).map_err(exit::unusable)
+    }
+
+    fn start_ublk_export(
+        &self,
+        config: &ExportConfig,
+        block: &BlockDevice,
+        wanted: UblkConfig,
+    ) -> anyhow::Result<Ublk> {
+        let is_shared = self.exports().wanted().len() > 1;
+        let why = "the block device was removed by another program".to_owned();
+        start_ublk(block, wanted, is_shared, self.exports().on_end(&config.id, why))
     }
 
     /// Refuses an export that would be a second writer of its disk, unless both writers permit it
@@ -271,7 +338,7 @@ impl Changes {
                     name => name,
                 };
                 let device = VhostUserBlk::start(block.clone(), listener, serial);
-                ExportDevice::VhostUserBlk(device.map_err(exit::bad_input)?)
+                ExportDevice::VhostUserBlk(device.map_err(exit::unusable)?)
             }
             Protocol::Fuse(path) => {
                 let device = self.fuse_device(&config.id)?;
@@ -282,19 +349,11 @@ impl Changes {
                         config.id
                     );
                 }
-                let mut options = fuse::Options::default();
-                options.owner = config.owner;
-                let why = format!("{} was unmounted", path.display());
-                let ended = self.exports().on_end(&config.id, why);
-                let session = Session::start(&block, device, &options, ended);
-                ExportDevice::Fuse(session.map_err(exit::bad_input)?, path.to_owned())
+                drop(device);
+                ExportDevice::Fuse(self.start_session(&config, &block, path)?, path.to_owned())
             }
             Protocol::Ublk(wanted) => {
-                let is_shared = self.exports().wanted().len() > 1;
-                let why = "the block device was removed by another program".to_owned();
-                let ended = self.exports().on_end(&config.id, why);
-                let device = start_ublk(&block, wanted, is_shared, ended)?;
-                ExportDevice::Ublk(Box::new(device))
+                ExportDevice::Ublk(Box::new(self.start_ublk_export(&config, &block, wanted)?))
             }
         };
         info!(
@@ -319,11 +378,14 @@ impl Changes {
         options: &BlockOptions,
     ) -> anyhow::Result<BlockDevice> {
         let running = self.exports().running.lock();
-        let mut others = running.values().map(|export| &export.block);
-        match others.find(|other| Arc::ptr_eq(other.disk(), &disk.open.disk)) {
-            Some(other) => Ok(other.with_options(options)),
-            None => BlockDevice::new(Arc::clone(&disk.open.disk), options).map_err(exit::bad_input),
-        }
+        let other = running.values().find(|export| export.config.disk == disk.id);
+        let now = Arc::clone(&disk.open.disk);
+        let block = match other.map(|export| export.block.with_options(options)) {
+            // The other one may serve the disk as it was before a change.
+            Some(block) => block.with_disk(now),
+            None => BlockDevice::new(now, options),
+        };
+        block.map_err(exit::bad_input)
     }
 
     /// Duplicates an export's descriptor of `/dev/fuse`.
@@ -376,11 +438,11 @@ fn start_nbd(
         Address::Tcp(address) => {
             let (listener, address) = path_broker::listen_tcp(address)
                 .with_context(|| format!("cannot listen on {address}"))
-                .map_err(exit::bad_input)?;
+                .map_err(exit::unusable)?;
             (Listener::Tcp(listener), Address::Tcp(address))
         }
     };
-    Server::start(block, listener, address, &options).map_err(exit::bad_input)
+    Server::start(block, listener, address, &options).map_err(exit::unusable)
 }
 
 /// Creates a ublk device on a disk, or recovers it.
@@ -393,7 +455,7 @@ fn start_ublk(
     let mut options = ublk::Options::default();
     (options.id, options.recover, options.copy) = (wanted.id, wanted.recover, wanted.copy);
     options.shared = is_shared;
-    let device = Ublk::start(block, options, ended).map_err(exit::bad_input)?;
+    let device = Ublk::start(block, options, ended).map_err(exit::unusable)?;
     let path = device.path().display();
     if device.was_recovered() {
         info!("{path}: recovered");

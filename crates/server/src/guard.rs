@@ -1,7 +1,7 @@
 //! Guard of destructive changes: a change that takes something from a connected client needs
 //! `force`. Requests of the control socket, `ctl apply` and SIGHUP all use this rule.
 
-use super::registry::ServedController;
+use super::registry::{ServedController, WaitingController};
 use anyhow::anyhow;
 use shadowbell_process::exit;
 use std::fmt;
@@ -26,6 +26,12 @@ impl Loss {
     /// Returns the loss of a controller's client. `None` if the controller has no client.
     pub(super) fn of_controller(served: &ServedController, what: String) -> Option<Self> {
         served.has_client().then(|| Self { client: served.id.clone(), what })
+    }
+
+    /// Loss of the client of a controller that waits for its disks.
+    pub(super) fn of_waiting(waiting: &WaitingController) -> Self {
+        let what = "would lose the controller, which waits for its disks".to_owned();
+        Self { client: waiting.requested.id(), what }
     }
 
     /// Loss of the clients of the export `id`.
@@ -54,22 +60,60 @@ pub(super) fn check(losses: &[Loss], forced: bool) -> anyhow::Result<()> {
     )))
 }
 
-/// Function that returns the losses of a disk's clients. Its argument is what they find after the
-/// change: `4 KiB instead of 1 MiB`.
-type Losses<'a> = dyn Fn(&str) -> Vec<Loss> + 'a;
+/// Effect of a change of a disk on its connected clients.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// Clients lose nothing. Those of exports see the change when they connect again.
+    None,
+    /// Clients find something else: `4 KiB instead of 1 MiB`.
+    Content(String),
+    /// Clients cannot write any more.
+    ReadOnly,
+    /// Clients of exports are disconnected, and can connect again. Those of controllers lose
+    /// nothing.
+    Reconnect,
+}
+
+impl Effect {
+    /// Loss of a controller's client.
+    pub(super) fn on_namespace(&self, nsid: u32) -> Option<String> {
+        match self {
+            Self::None | Self::Reconnect => None,
+            Self::Content(what) => Some(format!("would find {what} in namespace {nsid}")),
+            Self::ReadOnly => Some(format!("could not write namespace {nsid} any more")),
+        }
+    }
+
+    /// Loss of the clients of an export, which may be read-only.
+    pub(super) fn on_export(&self, is_read_only: bool) -> Option<String> {
+        match self {
+            Self::None => None,
+            Self::Content(what) => Some(format!("would find {what}")),
+            Self::ReadOnly => {
+                (!is_read_only).then(|| "could not write the disk any more".to_owned())
+            }
+            Self::Reconnect => Some("would be disconnected".to_owned()),
+        }
+    }
+}
+
+/// Function that returns the losses of a disk's clients by a change with this effect.
+type Losses<'a> = dyn Fn(&Effect) -> Vec<Loss> + 'a;
 
 /// Guard of a change of one disk.
 pub(super) struct DiskGuard<'a> {
     pub(super) losses: &'a Losses<'a>,
     pub(super) forced: bool,
+    /// True if the disk has exports.
+    pub(super) is_exported: bool,
 }
 
 impl DiskGuard<'_> {
-    /// Refuses a change after which each client of the disk finds `what`.
+    /// Refuses a change of the disk with this effect, unless it is forced.
     ///
     /// # Errors
     /// The change has to be forced.
-    pub(super) fn check(&self, what: &str) -> anyhow::Result<()> {
-        check(&(self.losses)(what), self.forced)
+    pub(super) fn check(&self, effect: &Effect) -> anyhow::Result<()> {
+        check(&(self.losses)(effect), self.forced)
     }
 }

@@ -4,7 +4,7 @@
 //! the checkpoint has both the old and the new state of the namespace.
 
 use super::builder::isolate;
-use super::guard::{self, DiskGuard, Loss};
+use super::guard::{self, DiskGuard, Effect, Loss};
 use super::open_disk::{check_group, id_of, missing_group};
 use super::reconfigure::Changes;
 use super::registry::ServedController;
@@ -261,11 +261,10 @@ impl Changes {
         guard: &DiskGuard<'_>,
     ) -> anyhow::Result<bool> {
         check_pool(&served.requested(), nsid)?;
-        self.apply_namespace_change(served, nsid, change, Some(guard))
+        self.apply_namespace_change(served, nsid, change, guard)
     }
 
     /// Like [`change_namespace`](Self::change_namespace), but the namespace may belong to a pool.
-    /// Without a `guard`, the caller has checked the losses of clients.
     ///
     /// # Errors
     /// As for [`change_namespace`](Self::change_namespace).
@@ -274,7 +273,7 @@ impl Changes {
         served: &ServedController,
         nsid: u32,
         change: &NamespaceChange,
-        guard: Option<&DiskGuard<'_>>,
+        guard: &DiskGuard<'_>,
     ) -> anyhow::Result<bool> {
         check_no_subsystem(served)?;
         let requested = explicit(served);
@@ -284,14 +283,14 @@ impl Changes {
             return Err(exit::conflict(why));
         }
         let open = |spec: &str| self.open_spec_for(served, spec);
-        let (spec, disk) =
+        let (spec, disk, effect) =
             match apply_change(&found.disk.disk, &found.namespace.disk, change, guard, open)? {
                 ChangeResult::Same => return Ok(false),
                 ChangeResult::InPlace(spec) => {
                     self.update_spec(served, requested, found.at, nsid, spec);
                     return Ok(true);
                 }
-                ChangeResult::Disk(spec, disk) => (spec, disk),
+                ChangeResult::Disk(spec, disk, effect) => (spec, disk, effect),
             };
         let own = DiskConfig { disk: spec, ..found.disk.clone() };
         let mut after = requested.clone();
@@ -305,7 +304,7 @@ impl Changes {
         })?;
         let name = config.disk.name();
         info!("{}: namespace {nsid} is {name}{}", served.name, describe(&*config.disk, &own.disk));
-        self.renew_exports(&id_of(&served.id, nsid, &own));
+        self.update_exports(&id_of(&served.id, nsid, &own), &config.disk, &effect);
         Ok(true)
     }
 
@@ -437,8 +436,9 @@ pub(super) enum ChangeResult {
     Same,
     /// The open disk was changed. This is its new specification.
     InPlace(String),
-    /// Specification of the changed disk, and the disk itself, which replaces the old one.
-    Disk(String, Arc<dyn Disk>),
+    /// Specification of the changed disk, the disk itself, which replaces the old one, and the
+    /// effect on clients.
+    Disk(String, Arc<dyn Disk>, Effect),
 }
 
 /// Changes a property of the disk `old`, whose specification is `spec`. `open` opens a disk that
@@ -450,12 +450,11 @@ pub(super) fn apply_change(
     spec: &str,
     old: &Arc<dyn Disk>,
     change: &NamespaceChange,
-    guard: Option<&DiskGuard<'_>>,
+    guard: &DiskGuard<'_>,
     open: impl FnOnce(&str) -> anyhow::Result<Arc<dyn Disk>>,
 ) -> anyhow::Result<ChangeResult> {
     let info = old.info();
-    let check = |what: String| guard.map_or(Ok(()), |guard| guard.check(&what));
-    Ok(match change {
+    let (spec, disk, effect) = match change {
         NamespaceChange::Size(size) => {
             let bytes = match size {
                 Size::Whole => None,
@@ -466,20 +465,24 @@ pub(super) fn apply_change(
             if disk.info().blocks == info.blocks {
                 return Ok(ChangeResult::Same);
             }
-            if disk.info().blocks < info.blocks {
-                check(format!(
+            let effect = match disk.info().blocks < info.blocks {
+                true => Effect::Content(format!(
                     "{} instead of {}",
                     ByteSize(disk.info().bytes()).display().iec(),
                     ByteSize(info.bytes()).display().iec()
-                ))?;
-            }
-            ChangeResult::Disk(disk_spec::with_size(spec, disk.info().bytes()), disk)
+                )),
+                false => Effect::None,
+            };
+            (disk_spec::with_size(spec, disk.info().bytes()), disk, effect)
         }
-        NamespaceChange::ReadOnly(wanted) if *wanted == info.read_only => ChangeResult::Same,
+        NamespaceChange::ReadOnly(wanted) if *wanted == info.read_only => {
+            return Ok(ChangeResult::Same);
+        }
         NamespaceChange::ReadOnly(wanted) => {
             let disk = old.with_writes(!wanted).map_err(refused)?;
             let value = if *wanted { "on" } else { "off" };
-            ChangeResult::Disk(disk_spec::with_option(spec, "read-only", value), disk)
+            let with_option = disk_spec::with_option(spec, "read-only", value);
+            (with_option, disk, effect_of(spec, old, change))
         }
         NamespaceChange::LimitChange(given) => {
             let (_, before) = DiskLimits::split(spec).unwrap_or_default();
@@ -498,23 +501,41 @@ pub(super) fn apply_change(
             let limited = LimitedDisk::of(&**old);
             if let Some(own) = limited.and_then(|limited| limited.limiters().first())
                 && wanted.group == before.group
-                && !wanted.is_none()
+                // The clients of exports would be disconnected if the layer was removed.
+                && (!wanted.is_none() || guard.is_exported)
             {
                 own.set(wanted.own);
                 return Ok(ChangeResult::InPlace(spec));
             }
             let bare = limited.map_or(old, LimitedDisk::unlimited);
-            ChangeResult::Disk(spec, wanted.limit(Arc::clone(bare)))
+            (spec, wanted.limit(Arc::clone(bare)), Effect::Reconnect)
         }
         NamespaceChange::Disk(new) => {
             if disk_spec::with_absolute_paths(new) == disk_spec::with_absolute_paths(spec) {
                 return Ok(ChangeResult::Same);
             }
             check_group(new)?;
-            check(format!("the content of {new} instead of {}", old.name()))?;
-            ChangeResult::Disk(new.clone(), open(new)?)
+            let effect = Effect::Content(format!("the content of {new} instead of {}", old.name()));
+            // Before the disk is opened, which may take long.
+            guard.check(&effect)?;
+            return Ok(ChangeResult::Disk(new.clone(), open(new)?, effect));
         }
-    })
+    };
+    guard.check(&effect)?;
+    Ok(ChangeResult::Disk(spec, disk, effect))
+}
+
+/// Effect of a change that a configuration file can ask for: limits, or read-only.
+pub(super) fn effect_of(spec: &str, disk: &Arc<dyn Disk>, change: &NamespaceChange) -> Effect {
+    match change {
+        NamespaceChange::ReadOnly(true) => Effect::ReadOnly,
+        NamespaceChange::Limits(wanted) => {
+            let (_, before) = DiskLimits::split(spec).unwrap_or_default();
+            let is_in_place = LimitedDisk::of(&**disk).is_some() && wanted.group == before.group;
+            if is_in_place { Effect::None } else { Effect::Reconnect }
+        }
+        _ => Effect::None,
+    }
 }
 
 /// Callback for the end of a change.

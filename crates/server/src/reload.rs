@@ -2,7 +2,7 @@
 
 use super::args::Args;
 use super::config_diff::{Plan, Step};
-use super::guard;
+use super::guard::{self, DiskGuard};
 use super::reconfigure::{Changes, Prepared};
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
@@ -31,19 +31,18 @@ pub(super) fn apply(
     changes.registry().check_waiting(None)?;
     let (named, exports) = (config.disks, config.exports);
     let mut plan = Plan::of(changes.registry(), config.controllers, &config.groups);
+    let dropped = dropped(changes, &exports);
+    plan.add_losses(changes, &dropped);
     if dry_run {
         return Ok(plan);
     }
-    let mut losses = std::mem::take(&mut plan.lost);
-    losses.extend(dropped(changes, &exports).iter().filter_map(|id| changes.exports().loss(id)));
-    guard::check(&losses, forced)?;
+    guard::check(&plan.lost, forced)?;
     add_early(changes, &named, &plan).map_err(|error| error.context("nothing was changed"))?;
     let prepared =
         PreparedPlan::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
-    let dropped = dropped(changes, &exports);
     let dropped = dropped.iter().filter_map(|id| changes.drop_export(id).err());
     let mut failed: Vec<_> = dropped.collect();
-    failed.extend(prepared.execute(changes, &plan));
+    failed.extend(prepared.execute(changes, &plan, forced));
     failed.extend(match_unattached(changes, &named));
     failed.extend(exports.into_iter().filter_map(|export| changes.put_export(export, None).err()));
     for group in config.groups {
@@ -152,7 +151,7 @@ impl<'a> PreparedPlan<'a> {
     }
 
     /// Carries out the plan and returns the errors.
-    fn execute(self, changes: &Changes, plan: &Plan) -> Vec<anyhow::Error> {
+    fn execute(self, changes: &Changes, plan: &Plan, forced: bool) -> Vec<anyhow::Error> {
         let mut failed = Vec::new();
         let mut before = Vec::new();
         for ((served, nsid, wanted), disk) in self.namespaces {
@@ -164,7 +163,10 @@ impl<'a> PreparedPlan<'a> {
                     Step::Add(..) => Ok(()),
                     Step::Remove(nsid) => changes.take_namespace(&served, *nsid),
                     Step::Change(nsid, change) => {
-                        changes.apply_namespace_change(&served, *nsid, change, None).map(drop)
+                        // The losses were checked for the whole plan.
+                        let is_exported = !changes.exports().is_empty();
+                        let guard = DiskGuard { losses: &|_| Vec::new(), forced, is_exported };
+                        changes.apply_namespace_change(&served, *nsid, change, &guard).map(drop)
                     }
                     Step::Ana(group, state) => {
                         changes.apply_ana_state(&served, *group, *state).map(drop)

@@ -1,6 +1,6 @@
 //! Running exports, and the exports of the configuration that are to run.
 
-use super::guard::Loss;
+use super::guard::{Effect, Loss};
 use anyhow::anyhow;
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_block::BlockDevice;
@@ -152,7 +152,7 @@ impl OwnMounts {
                 }
                 mounted => mounted,
             };
-            let (mount, device) = mounted.map_err(exit::bad_input)?;
+            let (mount, device) = mounted.map_err(exit::unusable)?;
             export.fuse = Some(mount.path().to_owned());
             export.mounted = Mounted::ByServer { created: mount.has_created() };
             devices.insert(export.id.clone(), device);
@@ -230,7 +230,7 @@ pub(super) fn read_certificates(exports: &[ExportConfig]) -> anyhow::Result<()> 
 }
 
 fn certificates(directory: &Path, any_client: bool) -> anyhow::Result<ServerTls> {
-    ServerTls::load(directory, any_client).map_err(exit::bad_input)
+    ServerTls::load(directory, any_client).map_err(exit::unusable)
 }
 
 /// Returns the certificates of an export. The files are read again if possible, because they may
@@ -299,12 +299,19 @@ impl Exports {
         its.map(|export| export.config.id.clone()).collect()
     }
 
-    /// Losses of the clients of a disk's exports, if they find `what` after a change.
-    pub(super) fn losses(&self, disk: &str, what: &str) -> Vec<Loss> {
+    /// Losses of the clients of the disk's exports by a change with this effect.
+    pub(super) fn losses(&self, disk: &str, effect: &Effect) -> Vec<Loss> {
         let running = self.running.lock();
         let its = running.values().filter(|export| export.config.disk == disk);
         let its = its.filter(|export| export.has_client());
-        its.map(|export| Loss::of_export(&export.config.id, format!("would find {what}"))).collect()
+        let loss = |export: &RunningExport| {
+            // The mount stays while its session is replaced.
+            let stays =
+                *effect == Effect::Reconnect && matches!(export.device, ExportDevice::Fuse(..));
+            let what = effect.on_export(export.config.read_only).filter(|_| !stays)?;
+            Some(Loss::of_export(&export.config.id, what))
+        };
+        its.filter_map(loss).collect()
     }
 
     /// Loss of the clients of the export `id` by its removal.

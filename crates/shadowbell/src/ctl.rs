@@ -82,7 +82,7 @@ enum Verb {
         /// Show the changes without applying them
         #[arg(long)]
         dry_run: bool,
-        /// Remove controllers, namespaces and exports even if they have clients
+        /// Apply it even if clients lose controllers, namespaces, exports or writes
         #[arg(long)]
         force: bool,
     },
@@ -193,6 +193,10 @@ struct LimitArgs {
     /// Limit group whose limits the disk shares as well, or `none`
     #[arg(long, value_name = "NAME")]
     group: Option<String>,
+    /// Change them even if clients of an export have to connect again for it: for the first limit
+    /// of a disk, and for another group
+    #[arg(long)]
+    force: bool,
 }
 
 #[derive(Clone, Debug, Subcommand)]
@@ -577,7 +581,11 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
     let now = match is_change {
         true => {
             let change = DiskChange { limits: Some(limits), ..DiskChange::default() };
-            vec![client.send::<Disk>(&Method::PATCH, &disk_path(id), &change)?]
+            vec![client.send::<Disk>(
+                &Method::PATCH,
+                &forced(&disk_path(id), args.force),
+                &change,
+            )?]
         }
         false => match is_disk(client, &canonical_id(id))? {
             true => vec![client.get(&disk_path(id))?],

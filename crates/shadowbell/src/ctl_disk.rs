@@ -62,6 +62,9 @@ pub(crate) enum DiskVerb {
         /// on: read-only; off: writable
         #[arg(value_enum)]
         switch: Switch,
+        /// Make it read-only even if it has a client that may write
+        #[arg(long)]
+        force: bool,
     },
 }
 
@@ -134,9 +137,9 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
             let source = Some(absolute(source));
             change(disk, DiskChange { source, ..DiskChange::default() }, *force)?
         }
-        DiskVerb::ReadOnly { disk, switch } => {
+        DiskVerb::ReadOnly { disk, switch, force } => {
             let read_only = Some(*switch == Switch::On);
-            change(disk, DiskChange { read_only, ..DiskChange::default() }, false)?
+            change(disk, DiskChange { read_only, ..DiskChange::default() }, *force)?
         }
     };
     show(&now, json, disks)

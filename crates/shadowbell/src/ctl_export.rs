@@ -77,8 +77,10 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
     let now = match verb {
         ExportVerb::Ls => client.get("/v1/exports")?,
         ExportVerb::Remove { id, force } => {
+            // The server has to know the export, before its file is unmounted.
+            let _: Export = client.get(&path(id))?;
             // The server may be compromised, so the path that it reports is not used.
-            Mount::of_source(&source(client, id)).iter().for_each(Mount::unmount);
+            Mount::of_source(&source(client, id)).iter().try_for_each(unmount)?;
             return client.send::<()>(&Method::DELETE, &forced(&path(id), *force), &());
         }
         ExportVerb::Add {
@@ -149,6 +151,18 @@ fn source(client: &Client, id: &str) -> String {
     let socket = socket.canonicalize().or_else(|_| std::path::absolute(socket));
     let socket = socket.unwrap_or_else(|_| client.socket().to_owned());
     format!("shadowbell:{id}@{}", socket.display())
+}
+
+/// Unmounts the file of an export, which no program may use.
+fn unmount(mount: &Mount) -> anyhow::Result<()> {
+    let path = mount.path().display();
+    mount.unmount_unused().map_err(|error| match error.kind() {
+        io::ErrorKind::ResourceBusy => exit::conflict(anyhow!(
+            "programs use {path}, the file of the export, so nothing was changed: end them \
+             (`fuser -v {path}` lists them), and remove the export again"
+        )),
+        _ => anyhow::Error::new(error).context(format!("cannot unmount {path}")),
+    })
 }
 
 /// Export at `path` of the API. `None` if it does not exist, or is not served.

@@ -22,6 +22,11 @@ pub(crate) fn plan_lines(out: &mut dyn Write, plan: &Plan) -> io::Result<()> {
     for difference in plan.differences.iter().filter(|one| one.controller.is_none()) {
         writeln!(out, "* {}", line(difference))?;
     }
+    if !plan.applied {
+        for loss in &plan.losses {
+            writeln!(out, "needs --force: {loss}")?;
+        }
+    }
     if plan.later {
         writeln!(
             out,

@@ -139,6 +139,37 @@ impl Mount {
         &self.path
     }
 
+    /// Unmounts the file system, unless programs use it. Has no effect on file systems of other
+    /// types.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::ResourceBusy`] if programs use the file.
+    pub fn unmount_unused(&self) -> io::Result<()> {
+        let path = &self.path;
+        if !is_fuse_file(path) {
+            return Ok(());
+        }
+        let (_directory, at) = without_links(path)?;
+        match unmount(&at, UnmountFlags::NOFOLLOW) {
+            Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
+            Err(Errno::PERM) => {
+                let helper = Command::new(HELPER).args(["-u", "--"]).arg(path).output()?;
+                // The helper fails as well if another program has unmounted the file.
+                if helper.status.success() || !is_fuse_file(path) {
+                    return Ok(());
+                }
+                let why = String::from_utf8_lossy(&helper.stderr).trim().to_owned();
+                let is_busy = why.contains("busy");
+                Err(if is_busy {
+                    io::ErrorKind::ResourceBusy.into()
+                } else {
+                    io::Error::other(why)
+                })
+            }
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
     /// Unmounts the file system. Programs that have the file open can still use it.
     ///
     /// A file system of another type stays mounted, because a server process, which is not trusted,

@@ -18,12 +18,12 @@ use super::negotiate::negotiate;
 use super::replies::{Replies, Reply, Sent};
 use super::reply_coalescing::ReplyCoalescing;
 use super::request::{Action, Checked, Completed, EXTENTS, Job, check, execute, number};
-use super::shared::ServerShared;
+use super::shared::{Offer, Registered, ServerShared};
 use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT, INPUT};
 use crate::data::{Data, DataMemory};
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
-use shadowbell_block::{BlockDevice, BlockError, BlockQueue};
+use shadowbell_block::{BlockError, BlockQueue};
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::reply::Head;
 use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
@@ -120,20 +120,21 @@ struct Connection<F> {
     last: bool,
     /// True if the client has closed the connection.
     hung_up: bool,
+    /// The last field: the queue of the disk is closed before the thread counts as ended.
+    registered: Registered,
 }
 
-/// Serves the client of `socket` until it disconnects or [`ServerShared::is_ending`].
+/// Serves the client of `socket` until it disconnects or [`Registered::is_ending`].
 pub(super) fn serve(
     socket: OwnedFd,
     new: NewClient,
-    disk: BlockDevice,
     shared: &Arc<ServerShared>,
 ) -> Result<(), ConnectionError> {
     let event = EventFd::new()?;
-    let _registered = shared.register(event.try_clone()?);
+    let (registered, Offer { disk, export, .. }) = shared.register_client(event.try_clone()?);
     let mut io = IoThread::new(SLOTS, event)?;
     let mut socket = ClientSocket::new(socket, &io)?;
-    let outcome = negotiate(&mut socket, &mut io, shared, new.peer)?;
+    let outcome = negotiate(&mut socket, &mut io, export, &registered, new.peer)?;
     let Some((agreed, _admission)) = outcome else { return Ok(()) };
     drop(new);
     // The queue of the disk is opened after the admission, so that a refused client uses none.
@@ -156,6 +157,7 @@ pub(super) fn serve(
         broken: false,
         last: false,
         hung_up: false,
+        registered,
     };
     connection.run(&execute)
 }
@@ -184,10 +186,11 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if self.broken && is_sent {
                 return Err(ConnectionError::Broken);
             }
-            if self.shared.is_ending() && !self.last {
+            let is_ending = self.registered.is_ending();
+            if is_ending && !self.last {
                 self.last = true;
             }
-            if self.shared.is_ending() && drain_deadline.is_none() {
+            if is_ending && drain_deadline.is_none() {
                 drain_deadline = Some(Instant::now() + DRAIN_TIMEOUT);
             }
             let in_flight = self.io.tasks().reserved();
@@ -239,7 +242,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         // time.
         takes
             && !self.socket.blocked
-            && !self.shared.is_ending()
+            && !self.registered.is_ending()
             && self.replies.have_no_data()
             && self.coalescing.holds(self.replies.len())
     }

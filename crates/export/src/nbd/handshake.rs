@@ -1,5 +1,6 @@
 //! Server side of the NBD handshake, without a socket: a state machine on bytes.
 
+use shadowbell_block::BlockDevice;
 use shadowbell_nbd::wire::{
     BASE_ALLOCATION, MAGIC, MAX_PAYLOAD, MAX_STRING, OPTION_MAGIC, Reader, answer, handshake, info,
     option, put_answer, put_string, transmission,
@@ -28,6 +29,33 @@ pub struct Export {
     pub preferred: u32,
     /// [`transmission`] flags, without those that depend on the client.
     pub flags: u16,
+}
+
+impl Export {
+    /// Properties of `disk`.
+    #[must_use]
+    pub fn of(disk: &BlockDevice, name: &str, description: &str) -> Self {
+        let geometry = disk.geometry();
+        let mut flags = transmission::SEND_FLUSH
+            | transmission::SEND_FUA
+            | transmission::CAN_MULTI_CONN
+            | transmission::SEND_CACHE;
+        if geometry.read_only {
+            flags |= transmission::READ_ONLY;
+        } else {
+            flags |= transmission::SEND_WRITE_ZEROES | transmission::SEND_FAST_ZERO;
+            if geometry.discard {
+                flags |= transmission::SEND_TRIM;
+            }
+        }
+        Self {
+            name: name.to_owned(),
+            description: description.to_owned(),
+            size: geometry.bytes,
+            preferred: geometry.block_size.max(4096),
+            flags,
+        }
+    }
 }
 
 /// Result of the negotiation.

@@ -1,8 +1,8 @@
 //! Handshake with a client over its socket.
 
 use super::admission::{Admission, Peer};
-use super::handshake::{Agreed, Handshake, Security, Step};
-use super::shared::ServerShared;
+use super::handshake::{Agreed, Export, Handshake, Security, Step};
+use super::shared::{Registered, ServerShared};
 use super::socket::{ClientSocket, ConnectionError, NEGOTIATION_TIMEOUT};
 use crate::io_thread::IoThread;
 use crate::vectors::Part;
@@ -16,12 +16,14 @@ use std::time::Instant;
 pub(super) fn negotiate<F: Future>(
     socket: &mut ClientSocket,
     io: &mut IoThread<F>,
-    shared: &ServerShared,
+    export: Arc<Export>,
+    registered: &Registered,
     peer: Peer,
 ) -> Result<Option<(Agreed, Admission)>, ConnectionError> {
     let deadline = Instant::now() + NEGOTIATION_TIMEOUT;
+    let shared = registered.server();
     let security = if shared.tls.is_some() { Security::Required } else { Security::None };
-    let mut handshake = Handshake::new(Arc::clone(&shared.export), security);
+    let mut handshake = Handshake::new(export, security);
     let mut out = Handshake::greeting();
     let mut over: Option<Step> = None;
     let mut admission = None;
@@ -76,7 +78,7 @@ pub(super) fn negotiate<F: Future>(
                 }
             }
         }
-        if shared.is_ending() {
+        if registered.is_ending() {
             return Ok(None);
         }
         if Instant::now() >= deadline {

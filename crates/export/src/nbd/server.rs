@@ -3,7 +3,6 @@
 use super::address::Address;
 use super::admission::{Clients, NewClient, Peer};
 use super::connection;
-use super::handshake::Export;
 use super::options::Options;
 use super::shared::{Registered, ServerShared};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -11,7 +10,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketAddrAny, SocketFlags, acceptfrom_with};
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
-use shadowbell_nbd::wire::{MAX_STRING, transmission};
+use shadowbell_nbd::wire::MAX_STRING;
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -75,34 +74,13 @@ impl Server {
         if options.name.len() > MAX_STRING {
             return Err(StartError::Name { len: options.name.len() });
         }
-        let geometry = disk.geometry();
-        let mut flags = transmission::SEND_FLUSH
-            | transmission::SEND_FUA
-            | transmission::CAN_MULTI_CONN
-            | transmission::SEND_CACHE;
-        if geometry.read_only {
-            flags |= transmission::READ_ONLY;
-        } else {
-            flags |= transmission::SEND_WRITE_ZEROES | transmission::SEND_FAST_ZERO;
-            if geometry.discard {
-                flags |= transmission::SEND_TRIM;
-            }
-        }
-        let export = Export {
-            name: options.name.clone(),
-            description: options.description.clone(),
-            size: geometry.bytes,
-            preferred: geometry.block_size.max(4096),
-            flags,
-        };
-        let shared = Arc::new(ServerShared::new(export, options));
+        let shared = Arc::new(ServerShared::new(disk, options));
         let event = EventFd::new().map_err(StartError::System)?;
         let waker = event.try_clone().map_err(StartError::System)?;
         let registered = shared.register(waker);
         let accept = Accept {
             listener,
             event,
-            disk,
             shared: Arc::clone(&shared),
             clients: Clients::default(),
             count: 0,
@@ -119,6 +97,13 @@ impl Server {
     #[must_use]
     pub fn address(&self) -> &Address {
         &self.address
+    }
+
+    /// Offers another disk, or another size of the disk, to the clients that connect from now on.
+    /// Connected clients keep the disk that they have, because the protocol has no message for a
+    /// change. If `disconnects`, their requests in flight are completed, and they are disconnected.
+    pub fn replace_disk(&self, disk: BlockDevice, disconnects: bool) {
+        self.shared.replace_disk(disk, disconnects);
     }
 
     /// Number of requests that failed because of the disk.
@@ -151,7 +136,6 @@ impl Drop for Server {
 struct Accept {
     listener: Listener,
     event: EventFd,
-    disk: BlockDevice,
     shared: Arc<ServerShared>,
     clients: Clients,
     count: usize,
@@ -207,13 +191,12 @@ impl Accept {
         }
         let number = self.count;
         self.count = self.count.wrapping_add(1);
-        let disk = self.disk.clone();
         let shared = Arc::clone(&self.shared);
         let added = self.clients.add(new, |new| {
             let thread = std::thread::Builder::new().name(format!("nbd-{number}"));
             thread.spawn(move || {
                 tracing::debug!(client = number, "connected");
-                match connection::serve(socket, new, disk, &shared) {
+                match connection::serve(socket, new, &shared) {
                     Ok(()) => tracing::debug!(client = number, "gone"),
                     Err(why) => shared.log.warn(format_args!("client {number}: {why}")),
                 }

@@ -4,8 +4,8 @@ use super::admission::Admitted;
 use super::handshake::Export;
 use super::options::Options;
 use crate::failures::FailureCount;
-use parking_lot::Mutex;
-use shadowbell_block::BlockError;
+use parking_lot::{Condvar, Mutex};
+use shadowbell_block::{BlockDevice, BlockError};
 use shadowbell_memory::EventFd;
 use shadowbell_tls::ServerTls;
 use shadowbell_vfio_user::LogLimit;
@@ -13,13 +13,32 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-pub(super) struct ServerShared {
+/// Disk for the clients that connect from now on, and its properties on the wire.
+#[derive(Clone)]
+pub(super) struct Offer {
+    pub(super) disk: BlockDevice,
     pub(super) export: Arc<Export>,
+    /// Number of the disks that were offered before.
+    number: u64,
+}
+
+/// Current offer, and the threads of the server.
+struct State {
+    offer: Offer,
+    /// Events that end the sleep of the threads, with the number of the client's offer. The
+    /// listening thread has the highest one.
+    threads: BTreeMap<u64, (u64, EventFd)>,
+}
+
+pub(super) struct ServerShared {
     /// TLS configuration, if clients need TLS.
     pub(super) tls: Option<ServerTls>,
     ending: AtomicBool,
-    /// Events that end the sleep of the threads, one for each thread.
-    wakers: Mutex<BTreeMap<u64, EventFd>>,
+    state: Mutex<State>,
+    /// Notified when a thread ends.
+    left: Condvar,
+    /// Number of the oldest offer whose clients may stay connected.
+    oldest: AtomicU64,
     next: AtomicU64,
     pub(super) failures: FailureCount,
     pub(super) admitted: Arc<Admitted>,
@@ -31,22 +50,40 @@ pub(super) struct ServerShared {
 pub(super) struct Registered {
     shared: Arc<ServerShared>,
     number: u64,
+    /// Number of the client's offer.
+    offer: u64,
+}
+
+impl Registered {
+    /// State of the server.
+    pub(super) fn server(&self) -> &ServerShared {
+        &self.shared
+    }
+
+    /// True if the connection must end, because the server ends or its disk was replaced.
+    pub(super) fn is_ending(&self) -> bool {
+        self.shared.is_ending() || self.offer < self.shared.oldest.load(Ordering::SeqCst)
+    }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.shared.wakers.lock().remove(&self.number);
+        self.shared.state.lock().threads.remove(&self.number);
+        self.shared.left.notify_all();
     }
 }
 
 impl ServerShared {
     /// Creates the state from the options.
-    pub(super) fn new(export: Export, options: &Options) -> Self {
+    pub(super) fn new(disk: BlockDevice, options: &Options) -> Self {
+        let export = Arc::new(Export::of(&disk, &options.name, &options.description));
+        let offer = Offer { disk, export, number: 0 };
         Self {
-            export: Arc::new(export),
             tls: options.tls.clone(),
             ending: AtomicBool::new(false),
-            wakers: Mutex::default(),
+            state: Mutex::new(State { offer, threads: BTreeMap::new() }),
+            left: Condvar::new(),
+            oldest: AtomicU64::new(0),
             next: AtomicU64::new(0),
             failures: FailureCount::default(),
             admitted: Admitted::new(options.max_clients),
@@ -59,11 +96,40 @@ impl ServerShared {
         self.ending.load(Ordering::SeqCst)
     }
 
-    /// Registers `waker`, which [`end`](Self::end) signals.
+    /// Registers the `waker` of the listening thread, which [`end`](Self::end) signals.
     pub(super) fn register(self: &Arc<Self>, waker: EventFd) -> Registered {
+        self.insert(&mut self.state.lock(), u64::MAX, waker)
+    }
+
+    /// Registers the `waker` of a client's thread, and returns the disk for the client.
+    pub(super) fn register_client(self: &Arc<Self>, waker: EventFd) -> (Registered, Offer) {
+        let mut state = self.state.lock();
+        let offer = state.offer.clone();
+        (self.insert(&mut state, offer.number, waker), offer)
+    }
+
+    fn insert(self: &Arc<Self>, state: &mut State, offer: u64, waker: EventFd) -> Registered {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        self.wakers.lock().insert(number, waker);
-        Registered { shared: Arc::clone(self), number }
+        state.threads.insert(number, (offer, waker));
+        Registered { shared: Arc::clone(self), number, offer }
+    }
+
+    /// Offers another `disk` to the clients that connect from now on. The others keep theirs; or
+    /// if `disconnects`, their requests in flight are completed, and they are disconnected.
+    pub(super) fn replace_disk(&self, disk: BlockDevice, disconnects: bool) {
+        let mut state = self.state.lock();
+        let Export { name, description, .. } = &*state.offer.export;
+        let export = Arc::new(Export::of(&disk, name, description));
+        let number = state.offer.number + 1;
+        state.offer = Offer { disk, export, number };
+        if !disconnects {
+            return;
+        }
+        self.oldest.store(number, Ordering::SeqCst);
+        state.threads.values().for_each(|(_, waker)| waker.signal());
+        while state.threads.values().any(|(offer, _)| *offer < number) {
+            self.left.wait(&mut state);
+        }
     }
 
     /// Counts a failed request, unless the request itself was invalid.
@@ -75,6 +141,6 @@ impl ServerShared {
 
     pub(super) fn end(&self) {
         self.ending.store(true, Ordering::SeqCst);
-        self.wakers.lock().values().for_each(EventFd::signal);
+        self.state.lock().threads.values().for_each(|(_, waker)| waker.signal());
     }
 }

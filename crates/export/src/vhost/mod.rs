@@ -43,7 +43,7 @@ pub mod testing;
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;
 use device::Device;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
@@ -66,18 +66,62 @@ const RETRY: Duration = Duration::from_secs(1);
 struct ServerShared {
     ending: Arc<AtomicBool>,
     event: EventFd,
-    /// Socket of the connected frontend.
-    frontend: Mutex<Option<UnixStream>>,
+    state: Mutex<State>,
+    /// Notified when a session has ended.
+    left: Condvar,
     failures: Arc<FailureCount>,
+}
+
+/// Disk for the next frontend, and the connected one.
+struct State {
+    disk: BlockDevice,
+    /// Socket of the connected frontend.
+    frontend: Option<UnixStream>,
+    /// Number of the sessions that have ended.
+    sessions: u64,
 }
 
 impl ServerShared {
     fn end(&self) {
         self.ending.store(true, Ordering::SeqCst);
         self.event.signal();
-        if let Some(socket) = self.frontend.lock().take() {
+        if let Some(socket) = &self.state.lock().frontend {
             let _ = socket.shutdown(Shutdown::Both);
         }
+    }
+
+    /// Offers another `disk` to the next frontend. If `disconnects`, the requests in flight of the
+    /// connected one are completed, and it is disconnected.
+    fn replace_disk(&self, disk: BlockDevice, disconnects: bool) {
+        let mut state = self.state.lock();
+        state.disk = disk;
+        let Some(socket) = state.frontend.as_ref().filter(|_| disconnects) else { return };
+        let _ = socket.shutdown(Shutdown::Both);
+        let session = state.sessions;
+        while state.sessions == session {
+            self.left.wait(&mut state);
+        }
+    }
+}
+
+/// Frontend that counts as connected until its session has ended.
+struct Connected<'a>(&'a ServerShared);
+
+impl<'a> Connected<'a> {
+    /// Registers the frontend at the other end of `socket`. Also returns its disk.
+    fn new(shared: &'a ServerShared, socket: UnixStream) -> (Self, BlockDevice) {
+        let mut state = shared.state.lock();
+        state.frontend = Some(socket);
+        (Self(shared), state.disk.clone())
+    }
+}
+
+impl Drop for Connected<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.frontend = None;
+        state.sessions += 1;
+        self.0.left.notify_all();
     }
 }
 
@@ -105,14 +149,14 @@ impl VhostUserBlk {
         let shared = Arc::new(ServerShared {
             ending: Arc::default(),
             event: EventFd::new()?,
-            frontend: Mutex::default(),
+            state: Mutex::new(State { disk, frontend: None, sessions: 0 }),
+            left: Condvar::new(),
             failures: Arc::default(),
         });
         let (ours, id) = (Arc::clone(&shared), id.to_owned());
-        let offered = Offered { disk, id };
         let thread = std::thread::Builder::new()
             .name("vhost-user-blk".into())
-            .spawn(move || accept(&listener, &offered, &ours))?;
+            .spawn(move || accept(&listener, &id, &ours))?;
         Ok(Self { shared, thread: Some(thread), path })
     }
 
@@ -120,6 +164,13 @@ impl VhostUserBlk {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Offers another disk, or another size of the disk, to the next frontend. A connected one
+    /// keeps the disk that it has. If `disconnects`, its requests in flight are completed, and it is
+    /// disconnected.
+    pub fn replace_disk(&self, disk: BlockDevice, disconnects: bool) {
+        self.shared.replace_disk(disk, disconnects);
     }
 
     /// Number of requests that failed because of the disk.
@@ -147,14 +198,8 @@ impl Drop for VhostUserBlk {
     }
 }
 
-/// Disk of the server, and its serial number.
-struct Offered {
-    disk: BlockDevice,
-    id: String,
-}
-
-/// Serves frontends one after the other.
-fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: &ServerShared) {
+/// Serves frontends one after the other. `id` is the serial number of the disk.
+fn accept(listener: &shadowbell_vfio_user::Listener, id: &str, shared: &ServerShared) {
     let closer = Arc::default();
     loop {
         let mut fds = [
@@ -171,21 +216,22 @@ fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: 
         let outcome = if Closer::is_overloaded(&closer) {
             Err("files that an earlier one sent are still being closed".into())
         } else {
-            accept_one(listener, offered, shared, &closer)
+            accept_one(listener, id, shared, &closer)
         };
-        let session = match outcome {
+        let (connected, session) = match outcome {
             Ok(None) => continue,
-            Ok(Some(session)) => session,
+            Ok(Some(accepted)) => accepted,
             Err(error) => {
                 tracing::warn!("a frontend cannot be accepted, trying again: {error}");
                 let _ = shared.event.wait(Some(RETRY));
                 continue;
             }
         };
-        match session.serve(shared) {
+        match session.serve() {
             Ok(()) => tracing::debug!("the frontend has disconnected"),
             Err(error) => tracing::warn!("a frontend was disconnected: {error}"),
         }
+        drop(connected);
     }
 }
 
@@ -201,12 +247,12 @@ struct Session {
 }
 
 /// Accepts the next frontend, if there is one.
-fn accept_one(
+fn accept_one<'a>(
     listener: &shadowbell_vfio_user::Listener,
-    offered: &Offered,
-    shared: &ServerShared,
+    id: &str,
+    shared: &'a ServerShared,
     closer: &Arc<Closer>,
-) -> Result<Option<Session>, Failed> {
+) -> Result<Option<(Connected<'a>, Session)>, Failed> {
     let socket = match accept_with(listener, SocketFlags::CLOEXEC) {
         Ok(socket) => socket,
         Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(None),
@@ -216,26 +262,23 @@ fn accept_one(
     let socket = UnixStream::from(frontend.as_fd().try_clone_to_owned()?);
     let failures = Arc::clone(&shared.failures);
     let ends = (socket.try_clone()?, Arc::clone(&shared.ending));
-    let Offered { disk, id } = offered;
-    let device = Arc::new(Device::new(disk, id, failures, ends)?);
+    let (connected, disk) = Connected::new(shared, socket.try_clone()?);
+    if shared.ending.load(Ordering::SeqCst) {
+        shared.end();
+    }
+    let device = Arc::new(Device::new(&disk, id, failures, ends)?);
     let mut session = Session { device, threads: Vec::new(), frontend, socket };
     for queue in 0..session.device.queues() {
         let device = Arc::clone(&session.device);
         let thread = std::thread::Builder::new().name(format!("vhost-queue{queue}"));
         session.threads.push(thread.spawn(move || device.run_queue(queue))?);
     }
-    Ok(Some(session))
+    Ok(Some((connected, session)))
 }
 
 impl Session {
-    fn serve(mut self, shared: &ServerShared) -> Result<(), Failed> {
-        *shared.frontend.lock() = Some(self.socket.try_clone()?);
-        if shared.ending.load(Ordering::SeqCst) {
-            shared.end();
-        }
-        let outcome = protocol::serve(&mut self.frontend, &self.socket, &self.device);
-        shared.frontend.lock().take();
-        Ok(outcome?)
+    fn serve(mut self) -> Result<(), Failed> {
+        Ok(protocol::serve(&mut self.frontend, &self.socket, &self.device)?)
     }
 }
 

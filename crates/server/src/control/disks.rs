@@ -101,7 +101,7 @@ pub(super) fn remove_disk(state: &ServerState, id: &str) -> Result<(), Problem> 
 #[utoipa::path(patch, path = "/v1/disks/{id}", operation_id = "change_disk", tag = "disks",
     params(
         ("id" = String, Path, description = "The disk's `id`"),
-        ("force" = Option<bool>, Query, description = "Shrink or replace the disk although a client is connected")
+        ("force" = Option<bool>, Query, description = "Change the disk although connected clients lose something by it")
     ),
     request_body = DiskChange,
     responses(

@@ -77,6 +77,7 @@ pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem
         change: plan.change.into_iter().map(|(id, _)| id).collect(),
         unchanged: plan.unchanged,
         busy: plan.busy,
+        losses: plan.lost.iter().map(Loss::to_string).collect(),
         differences: plan.differences,
         later,
     })
@@ -229,6 +230,8 @@ pub(super) fn shutdown(state: &ServerState, force: bool) -> Result<Status, Probl
     let losses = all.iter().filter_map(|served| Loss::of_controller(served, lost.clone()));
     let exports = state.changes.exports();
     let exports = exports.map(|export| export.config.id.clone());
+    let waiting = state.controllers.waiting();
+    let losses = losses.chain(waiting.iter().map(Loss::of_waiting));
     let losses = losses.chain(exports.iter().filter_map(|id| state.changes.exports().loss(id)));
     guard::check(&losses.collect::<Vec<_>>(), force).map_err(problem)?;
     info!("shutdown was requested at the control socket");

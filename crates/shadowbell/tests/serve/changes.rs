@@ -150,6 +150,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     let image = server.directory().canonicalize().unwrap().join("0.img");
     let expected = format!(
         "~ vm0 (has a client)\n    namespace 1: {} -> mem:1MiB\n\
+         needs --force: the client of vm0 would lose the controller\n\
          0 added, 0 removed, 1 replaced, 0 changed, 2 unchanged; not applied\n",
         image.display()
     );
@@ -203,18 +204,19 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     let (code, printed, errors) = apply(&["--dry-run"]);
     let at = server.directory().canonicalize().unwrap().display().to_string();
     let expected = format!(
-        "* vm0\n    namespace 1: mem:4MiB -> mem:4MiB?limit-group=db\n    \
+        "* vm0 (has a client)\n    namespace 1: mem:4MiB -> mem:4MiB?limit-group=db\n    \
          namespace 2: {at}/a.img -> {at}/a.img?read-only=on\n    \
          namespace 3: none -> {at}/b.img\n\
          * limit group db: none -> iops=5000\n\
+         needs --force: the client of vm0 could not write namespace 2 any more\n\
          0 added, 0 removed, 0 replaced, 1 changed, 0 unchanged; not applied\n"
     );
     assert_eq!((code, &printed[..], &errors[..]), (Some(0), &expected[..], ""));
     assert_eq!(disks(), ["1 mem:4MiB false null", "2 a.img false null"]);
-    let plan = ctl_json(&server, &["apply", "vms.toml"]);
+    let plan = ctl_json(&server, &["apply", "vms.toml", "--force"]);
     assert_eq!(
         (&plan["change"], &plan["busy"]),
-        (&serde_json::json!(["vm0"]), &serde_json::json!([]))
+        (&serde_json::json!(["vm0"]), &serde_json::json!(["vm0"]))
     );
     let now = ["1 mem:4MiB false \"db\"", "2 a.img true null", "3 b.img false null"];
     assert_eq!(disks(), now);

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// NBD client of the default export. The server sends simple replies.
-pub(crate) struct Nbd(UnixStream);
+pub(crate) struct Nbd(UnixStream, u64);
 
 impl Nbd {
     /// Waits until the server listens, and connects.
@@ -30,14 +30,24 @@ impl Nbd {
             stream = UnixStream::connect(socket).ok();
             stream.is_some()
         });
-        let mut nbd = Self(stream.unwrap());
+        let mut nbd = Self(stream.unwrap(), 0);
         assert_eq!(nbd.take::<18>()[..16], *b"NBDMAGICIHAVEOPT");
         nbd.0.write_all(&3_u32.to_be_bytes()).unwrap();
         // Requests the export with an empty name (NBD_OPT_EXPORT_NAME). The answer is size and
         // flags.
         nbd.0.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
-        nbd.take::<10>();
+        nbd.1 = u64::from_be_bytes(nbd.take::<10>()[..8].try_into().unwrap());
         nbd
+    }
+
+    /// Size of the disk when the client connected.
+    pub(crate) fn size(&self) -> u64 {
+        self.1
+    }
+
+    /// True if the server has disconnected the client.
+    pub(crate) fn is_disconnected(&mut self) -> bool {
+        matches!(self.0.read(&mut [0]), Ok(0) | Err(_))
     }
 
     fn take<const N: usize>(&mut self) -> [u8; N] {
@@ -59,14 +69,14 @@ impl Nbd {
         u32::from_be_bytes(reply[4..8].try_into().unwrap())
     }
 
-    fn read(&mut self) -> u8 {
+    pub(crate) fn read(&mut self) -> u8 {
         assert_eq!(self.request(0, &[]), 0);
         let data = self.take::<512>();
         assert_eq!(data, [data[0]; 512]);
         data[0]
     }
 
-    fn write(&mut self, byte: u8) -> u32 {
+    pub(crate) fn write(&mut self, byte: u8) -> u32 {
         self.request(1, &[byte; 512])
     }
 }
@@ -319,8 +329,14 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     // A program that has the file open prevents the removal of the export.
     let remove = ["export", "remove", "f"];
     let (code, _, errors) = ctl(&server, &remove);
-    assert!(code == Some(4) && errors.contains("in use"), "{errors}");
+    assert!(code == Some(4) && errors.contains("programs use"), "{errors}");
     file.write_all_at(b"still", 0).unwrap();
+    // The refused removal has not unmounted it, and the other changes keep the mount.
+    let size = || std::fs::metadata(&path).unwrap().len();
+    assert_eq!(size(), BLOCK * BLOCKS);
+    ctl_json(&server, &["limit", "data", "--iops", "100000"]);
+    file.write_all_at(b"still", 0).unwrap();
+    assert_eq!(size(), BLOCK * BLOCKS);
     drop(file);
     assert_eq!(ctl(&server, &remove).0, Some(0), "{}", server.stderr());
     assert_eq!(std::fs::metadata(&path).unwrap().len(), 0, "the file below the mount");

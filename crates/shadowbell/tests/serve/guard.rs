@@ -5,6 +5,8 @@ use crate::exports::Nbd;
 use crate::harness::{Server, image, program, until};
 use crate::upgrade::Client;
 use serde_json::{Value, json};
+use std::io::{ErrorKind, Read};
+use std::os::unix::net::UnixStream;
 
 /// Starts the server `vm` with the controller `vm0`, which has the disks `a.img` and `b.img` of 4
 /// MiB.
@@ -15,6 +17,8 @@ fn server() -> Server {
     image(directory.path(), "c.img", 4 << 20);
     let file = "name = \"vm\"\n\
                 [[disk]]\nid = \"data\"\nsource = \"c.img\"\n\
+                [[export]]\nid = \"t\"\ndisk = \"data\"\nnbd = \"tcp:127.0.0.1:0\"\n\
+                read-only = true\n\
                 [[controller]]\nid = \"vm0\"\nsocket = \"vm.sock\"\n\
                 disks = [\"a.img\", \"b.img\"]\n";
     std::fs::write(directory.path().join("vm.toml"), file).unwrap();
@@ -104,6 +108,79 @@ fn an_export_with_a_client_is_not_removed_without_force() {
     assert_eq!(ctl(&server, &["disk", "resize", "data", "4096"]).0, Some(0));
     assert_eq!(disk(&server, "data")["bytes"], 4096);
     assert!(server.stop().success());
+}
+
+/// Address of an export, as `export ls` shows it.
+fn address(server: &Server, id: &str) -> Value {
+    let all = ctl_json(server, &["export", "ls"]);
+    all.as_array().unwrap().iter().find(|export| export["id"] == id).unwrap()["nbd"].clone()
+}
+
+#[test]
+fn an_exported_disk_grows_under_its_clients_and_nothing_disconnects_them_without_force() {
+    let mut server = server();
+    let directory = server.directory().canonicalize().unwrap();
+    let (nbd, vhost) = (directory.join("nbd.sock"), directory.join("vhost.sock"));
+    let share = "--share";
+    let unix = format!("unix:{}", nbd.display());
+    ctl_json(&server, &["export", "add", "e", "data", "--nbd", &unix, share]);
+    let add = ["export", "add", "v", "data", "--vhost-user-blk", vhost.to_str().unwrap(), share];
+    ctl_json(&server, &add);
+    let port = address(&server, "t");
+    let mut client = Nbd::connect(&nbd);
+    let mut vmm = UnixStream::connect(&vhost).unwrap();
+    vmm.set_nonblocking(true).unwrap();
+    let stays = |vmm: &mut UnixStream| matches!(vmm.read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock);
+    assert_eq!((client.size(), client.write(3)), (4 << 20, 0));
+    ctl_json(&server, &["disk", "resize", "data", "+4MiB"]);
+    assert_eq!((client.read(), client.write(4), Nbd::connect(&nbd).size()), (3, 0, 8 << 20));
+    assert!(stays(&mut vmm));
+    until("one client", || ctl_json(&server, &["export", "ls"])[0]["queues"] == 1);
+
+    refused(&server, &["limit", "data", "--iops", "90000"], "the export e would be disconnected");
+    refused(&server, &["disk", "read-only", "data", "on"], "e could not write the disk any more");
+    // A configuration without the export.
+    std::fs::write(directory.join("none.toml"), "name = \"vm\"\ncontroller = []\n").unwrap();
+    let (code, plan, _) = ctl(&server, &["apply", "none.toml", "--dry-run"]);
+    assert!(code == Some(0), "{plan}");
+    assert!(
+        plan.contains("needs --force: the client of the export e would lose the disk"),
+        "{plan}"
+    );
+    assert_eq!((client.read(), client.write(5)), (4, 0));
+
+    ctl_json(&server, &["limit", "data", "--iops", "90000", "--force"]);
+    assert!(client.is_disconnected());
+    let mut client = Nbd::connect(&nbd);
+    // Other limits change at once, and without a disconnect.
+    ctl_json(&server, &["limit", "data", "--iops", "80000"]);
+    ctl_json(&server, &["limit", "data", "--none"]);
+    assert_eq!((disk(&server, "data")["limits"].clone(), client.read()), (Value::Null, 5));
+    ctl_json(&server, &["disk", "read-only", "data", "on", "--force"]);
+    assert!(client.is_disconnected());
+    let mut client = Nbd::connect(&nbd);
+    assert_ne!(client.write(6), 0);
+    // Its clients may write when they connect again.
+    ctl_json(&server, &["disk", "read-only", "data", "off"]);
+    assert_eq!((client.read(), Nbd::connect(&nbd).write(7)), (5, 0));
+    assert_eq!(address(&server, "t"), port, "the port that the system has chosen");
+    drop(client);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+#[test]
+fn a_writer_keeps_its_disk_writable_without_force() {
+    let mut server = server();
+    let mut guest = Client::attach(&server.directory().join("vm.sock"));
+    let words = "the client of vm0 could not write namespace 2 any more";
+    refused(&server, &["disk", "read-only", "vm0/2", "on"], words);
+    guest.write(2, 8, 3);
+    let read_only = ["disk", "read-only", "vm0/2", "on", "--force"];
+    assert_eq!(ctl_json(&server, &read_only)[0]["read_only"], true);
+    assert_eq!(ctl_json(&server, &["disk", "read-only", "vm0/2", "off"])[0]["read_only"], false);
+    assert_eq!(guest.read(2, 8), 3);
+    drop(guest);
+    assert!(server.stop().success(), "{}", server.stderr());
 }
 
 #[test]

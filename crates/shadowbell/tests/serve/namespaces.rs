@@ -92,7 +92,10 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     refused(&server, &["disk", "resize", "vm.sock/7"], 3, "there is no disk");
 
     // A namespace becomes read-only and writable again.
-    assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "on"])["read_only"], true);
+    assert_eq!(
+        done(&server, &["disk", "read-only", "vm.sock/3", "on", "--force"])["read_only"],
+        true
+    );
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "on"])["read_only"], true);
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "off"])["read_only"], false);
 
@@ -165,7 +168,7 @@ fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
     done(&server, &["namespace", "attach", vm, "7", "b.img"]);
     check(&server, &mut guest, &mut other);
     assert_eq!(done(&server, &["disk", "resize", "vm0.sock/2", "32MiB"])["bytes"], 32 << 20);
-    done(&server, &["disk", "read-only", "vm0.sock/7", "on"]);
+    done(&server, &["disk", "read-only", "vm0.sock/7", "on", "--force"]);
     check(&server, &mut guest, &mut other);
     done(&server, &["disk", "replace", "vm0.sock/7", "mem:1MiB", "--force"]);
     let uuid = ctl_json(&server, &["namespaces"])[2]["uuid"].clone();

@@ -468,6 +468,8 @@ fn a_controller_with_a_locked_image_waits_alone() {
             states.filter(|one| one["state"] == "waiting").count() == 1
         });
         assert_eq!(ctl_json(&server, &["status"])["waiting"], 1);
+        let (code, _, errors) = crate::control::ctl(&server, &["shutdown"]);
+        assert!(code == Some(4) && errors.contains("which waits for its disks"), "{errors}");
         // The process serves for a while, so that its death is not part of a crash loop.
         std::thread::sleep(Duration::from_millis(80));
         kill(&server, Signal::KILL);
