@@ -102,10 +102,26 @@ impl Export {
     /// Runs an export that must not start: exit status 2, and `words` in its message.
     #[track_caller]
     fn refused(directory: TempDir, arguments: &[&str], words: &str) -> TempDir {
+        Self::refused_with(2, directory, arguments, words)
+    }
+
+    /// As [`refused`](Self::refused), for a cause that can pass: exit status 1.
+    #[track_caller]
+    fn unavailable(arguments: &[&str], words: &str) {
+        Self::refused_with(1, tempfile::tempdir().unwrap(), arguments, words);
+    }
+
+    #[track_caller]
+    fn refused_with(
+        expected: i32,
+        directory: TempDir,
+        arguments: &[&str],
+        words: &str,
+    ) -> TempDir {
         let mut export = Self::run(directory, arguments);
         let status = export.wait();
         let said = export.stderr();
-        assert_eq!(status.code(), Some(2), "{said}");
+        assert_eq!(status.code(), Some(expected), "{said}");
         assert!(said.contains(words), "{said}");
         let keep = tempfile::tempdir().unwrap();
         std::mem::replace(&mut export.directory, keep)
@@ -320,10 +336,12 @@ fn invalid_export_arguments_are_refused_with_the_reason() {
     };
     refused(&["mem:1MiB"], "required arguments");
     refused(&["mem:1MiB", "--nbd", "DIR/nbd"], "neither `unix:PATH` nor `tcp:ADDRESS`");
-    refused(&["mem:1MiB", "--nbd", "unix:DIR/no/such/nbd"], "in no directory");
-    refused(&["local:DIR/none", "--nbd", "unix:DIR/nbd"], "none");
-    refused(&["vfio-user:DIR/none", "--nbd", "unix:DIR/nbd"], "no controller behind");
-    refused(&["vfio-user:DIR/none/7", "--nbd", "unix:DIR/nbd"], "no controller behind");
+    let nowhere = ["mem:1MiB", "--nbd", "unix:DIR/no/such/nbd"];
+    Export::unavailable(&nowhere, "in no directory");
+    Export::unavailable(&["local:DIR/none", "--nbd", "unix:DIR/nbd"], "none");
+    for target in ["vfio-user:DIR/none", "vfio-user:DIR/none/7"] {
+        Export::unavailable(&[target, "--nbd", "unix:DIR/nbd"], "no controller behind");
+    }
     refused(&["mem:1MiB", "--nbd", "unix:DIR/nbd", "--queues=0"], "0 is not in the range 1 to 64");
     refused(&["mem:1MiB", "--fuse", "DIR"], "is not a regular file");
     refused(&["mem:1MiB", "--vhost-user-blk", "DIR"], "is a directory");
@@ -333,7 +351,7 @@ fn invalid_export_arguments_are_refused_with_the_reason() {
 fn a_socket_in_use_is_not_replaced() {
     let export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd"]);
     let address = format!("unix:{}", export.path("nbd").display());
-    Export::refused(tempfile::tempdir().unwrap(), &["mem:1MiB", "--nbd", &address], "in use");
+    Export::unavailable(&["mem:1MiB", "--nbd", &address], "in use");
     assert_eq!(write_by_nbd(&mut connect_by_nbd(&export.path("nbd")), 0, b"data"), 0);
     export.stop();
 }

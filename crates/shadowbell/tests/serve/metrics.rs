@@ -311,7 +311,7 @@ fn the_tcp_endpoint_serves_only_metrics() {
     command.current_dir(server.directory());
     command.env("SHADOWBELL_RUN_DIR", server.directory());
     let (status, _, complaint) = crate::harness::finish(command);
-    assert!(status == Some(2) && complaint.contains("--metrics"), "{status:?}: {complaint}");
+    assert!(status == Some(1) && complaint.contains("--metrics"), "{status:?}: {complaint}");
 }
 
 /// The TCP endpoint refuses other host names, because a web page can make its own name resolve to
