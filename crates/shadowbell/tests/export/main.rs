@@ -112,12 +112,7 @@ impl Export {
     }
 
     #[track_caller]
-    fn refused_with(
-        expected: i32,
-        directory: TempDir,
-        arguments: &[&str],
-        words: &str,
-    ) -> TempDir {
+    fn refused_with(expected: i32, directory: TempDir, arguments: &[&str], words: &str) -> TempDir {
         let mut export = Self::run(directory, arguments);
         let status = export.wait();
         let said = export.stderr();
