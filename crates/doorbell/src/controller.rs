@@ -17,9 +17,9 @@ pub enum Truth {
     /// The doorbell register: there is no shadow entry, or the entry still has the value of its
     /// snapshot.
     Register,
-    /// The last value seen. The queue used a shadow entry; a second Doorbell Buffer Config replaced
-    /// it by an entry with another value, which the host has not changed since then. The register
-    /// is out of date, too.
+    /// The last value seen. A second Doorbell Buffer Config has replaced the shadow entry in use by
+    /// an entry with another value, which the host has not changed since then. The register is out
+    /// of date, too.
     Last,
     /// The shadow entry, for the rest of the queue's lifetime.
     Shadow,
@@ -40,8 +40,8 @@ pub struct DoorbellState {
     pub snapshot: Option<u32>,
 }
 
-/// Value of a register that the host has not written since a second Doorbell Buffer Config. It is
-/// outside of every ring.
+/// Value that the controller stores in the register at a second Doorbell Buffer Config. It is
+/// outside of every ring, so a later write of the host can be recognized.
 const UNWRITTEN: u32 = u32::MAX;
 
 /// Shadow entry and EventIdx, while the host's pages with them are mapped.
@@ -182,8 +182,9 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
     /// once per turn. So EventIdx follows behind the host: it moves whenever the host is a quarter
     /// of the ring ahead. The new position is one before the value that the host moved from. It is
     /// not one before the new value, because the host may have stored that value and not yet read
-    /// EventIdx, which must not be in the interval of this update. An update of more than an eighth
-    /// of the ring is not protected, because the distance ahead of the host is also needed.
+    /// EventIdx, which must not be in the interval of this update. After an update of more than an
+    /// eighth of the ring, EventIdx is in the interval: if it were further behind, the host would
+    /// pass it too soon.
     #[inline]
     fn run_ahead(&mut self, moved: u32) {
         let Some(shadow) = &mut self.shadow else { return };
@@ -411,8 +412,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     }
 
     /// Value that [`poll`](Self::poll) would return now. The value is not accepted, so it is only a
-    /// hint for prefetches. Returns the last value if the current one is invalid or its source is
-    /// not decided.
+    /// hint for prefetches. Returns the last value if the current one is invalid, or if it is
+    /// undecided whether the register or the shadow entry is its source.
     #[inline]
     pub fn peek(&self) -> u16 {
         let doorbell = &self.doorbell;

@@ -147,7 +147,8 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         self.publish_with(Predicate::Linux, new)
     }
 
-    /// As [`publish`](Self::publish), with the predicate of another host.
+    /// As [`publish`](Self::publish), but decides with `predicate`, for example that of SPDK,
+    /// whether the host rings.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn publish_with(&mut self, predicate: Predicate, new: u16) -> bool {

@@ -22,7 +22,7 @@ impl Random {
 
 #[derive(Debug)]
 struct Cost {
-    /// Number of MMIO writes after the first update, which is always one.
+    /// Number of MMIO writes, without that of the first update, which always needs one.
     mmio: u64,
     event_idx_stores: u64,
     entries: u64,

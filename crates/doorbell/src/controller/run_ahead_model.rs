@@ -60,8 +60,8 @@ impl Model {
         State { fetched: 0, unseen: 0, visible: 1, published: 1, unfinished: 0 }
     }
 
-    /// True if the host rings for the update that moved the tail by `moved` entries, up to
-    /// `unseen`.
+    /// True if the host rings for the update that moved the tail by `moved` entries, to `unseen`
+    /// entries after the last value seen.
     fn rings(&self, state: &State, moved: u32) -> bool {
         let last = self.origin;
         let new = self.size.forward(last, state.unseen);
@@ -99,8 +99,8 @@ impl Model {
         let quiet = |next| Step { next, entries: 0, rang: false };
         let outstanding = state.fetched + state.unseen;
         if state.unfinished > 0 {
-            // The controller may have seen the new tail in the meantime. In both cases, the tail is
-            // `unseen` entries after the last value seen (0 if it was seen).
+            // The controller may have seen the new tail in the meantime; then `unseen` is 0.
+            // Otherwise the tail is `unseen` entries after the last value seen.
             let rang = self.rings(&state, state.unfinished);
             visit(Step { rang, ..quiet(State { unfinished: 0, ..state }) });
         } else {
@@ -237,8 +237,8 @@ fn the_quiet_depth_is_independent_of_the_ring_position() {
 
 #[test]
 fn the_promise_is_exact_and_the_model_can_fail() {
-    // At a greater depth, a poll can see the tail a quarter of the ring past EventIdx, and one
-    // entry more than promised makes the tail pass EventIdx again.
+    // EventIdx does not move while it is at most a quarter of the ring behind the last value seen.
+    // From there, one command more than `quiet_depth` makes the tail pass it.
     for entries in [4, 5, 8, 12, 16, 32] {
         for predicate in PREDICATES {
             let depth = quiet_depth(predicate, entries) + 1;

@@ -68,7 +68,7 @@ fn the_register_stays_the_truth_until_the_entry_departs() {
     assert_eq!(cells.event_idx(), 6, "in step until the entry departs");
     cells.shadow(7);
     assert_eq!(tail.poll(), Ok(7));
-    // From now on a register write is only a wakeup. A late write does not change the value.
+    // After that, a register write is only a wakeup. A late write does not change the value.
     cells.ring(4);
     assert_eq!(tail.poll(), Ok(7));
     // The entry remains the source even if it returns to the value of its snapshot.
@@ -104,7 +104,8 @@ fn an_invalid_tail_is_reported_once_and_ends_the_queue() {
             cells.shadow(value);
             cells.ring(value);
             assert_eq!((tail.poll(), tail.peek()), (Ok(3), 3));
-            // Neither another Doorbell Buffer Config nor another process changes the tail.
+            // After an invalid value, neither another Doorbell Buffer Config nor a resumption in
+            // another process changes the tail.
             tail.enable(&cells.shadow, &cells.event_idx).unwrap();
             assert_eq!(tail.poll(), Ok(3));
         }
@@ -374,7 +375,8 @@ fn a_peek_returns_the_next_value_without_consuming_it() {
     cells.ring(5);
     assert_eq!((tail.peek(), tail.last()), (5, 0));
     assert_eq!(tail.poll(), Ok(5));
-    // While the source of the value is undecided, a peek returns the last value.
+    // Between Doorbell Buffer Config and the next poll, it is undecided whether the register or the
+    // shadow entry is the source of the value. A peek then returns the last value.
     cells.shadow(3);
     tail.enable(&cells.shadow, &cells.event_idx).unwrap();
     cells.ring(6);

@@ -34,7 +34,7 @@ pub(crate) fn relocated(twice: bool) {
         })
     };
     owner.store(1, Ordering::Release);
-    // A message with the queue reaches the new owner; the model leaves the message out.
+    // In the shipped code, a message passes the queue to the new owner. The model omits it.
     let mut tail = SqTail::new(size, register);
     serve(&mut tail, &memory, 1, &mut sleeper, &wake);
     host.join().unwrap();
