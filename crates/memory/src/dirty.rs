@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Page size of a log, as a power of two.
 const PAGE_SHIFT: u32 = 12;
-/// Words per chunk, and pages per chunk.
+/// Number of words, and of pages, in a chunk: a bitmap of consecutive pages.
 const WORDS: usize = 8;
 const CHUNK: u64 = WORDS as u64 * 64;
 /// Largest number of chunks of all logs of the process: the pages of 2 TiB, in about 260 MiB. A log
@@ -21,7 +21,7 @@ const CHUNK: u64 = WORDS as u64 * 64;
 /// as written.
 const MAX_CHUNKS: usize = 1 << 20;
 
-/// Quota of chunks, which all logs share.
+/// Limit for the chunks of several logs together, and their number.
 #[derive(Debug)]
 struct Quota {
     max: usize,

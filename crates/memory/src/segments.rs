@@ -275,8 +275,8 @@ impl Segments {
         }
     }
 
-    /// Stores parts of the data in `into`, in order: `count` parts, each of the given (offset,
-    /// length) within its `stride`. `None` if the data is too short.
+    /// Stores parts of the data in `into`, in order: from each of the first `count` strides (of
+    /// `stride` bytes), the `len` bytes from `offset` on. `None` if the data is too short.
     #[must_use]
     pub fn select(
         &self,
