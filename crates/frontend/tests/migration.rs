@@ -385,8 +385,8 @@ fn a_state_is_parsed_on_another_thread() {
     let own = shadowbell_state::Parcel::new().encode(0).unwrap();
     let stream = [&own[..16], &(body.len() as u64).to_le_bytes(), body.as_bytes()].concat();
     let (sender, outcomes) = std::sync::mpsc::channel();
-    // Parsing takes longer than a call of `load_state`, unless this thread is suspended between two
-    // calls.
+    // Parsing takes longer than a call of `load_state`, so some of the twenty calls find a parser
+    // at work, unless this thread is suspended between the calls.
     let all = (0..20).map(|_| {
         let sender = sender.clone();
         migration.load_state(stream.clone(), Completer::new(move |end| sender.send(end).unwrap()));

@@ -31,7 +31,8 @@ impl ControllerDevice {
         parcel.encode(0).map_err(|e| text(&e))
     }
 
-    /// Continues with a state that was parsed.
+    /// Restores a parsed state in the function and the controller. Returns the interrupts that are
+    /// to be raised when the device runs.
     fn use_parsed(&mut self, parsed: Parsed) -> Result<Announcement, String> {
         let Parsed { function, controller } = parsed;
         let text = |error: &dyn std::fmt::Display| error.to_string();
@@ -91,7 +92,7 @@ impl Migration for ControllerDevice {
         let parses = Arc::new(());
         self.parser = Arc::downgrade(&parses);
         let parse = move || {
-            // The receiver waits in `use_state`, unless the device was reset meanwhile.
+            // `use_state` receives the result. If the device was reset meanwhile, the send fails.
             let _ = sender.send(Parsed::of(&stream));
             drop((stream, parses));
             done.ok();
