@@ -63,7 +63,8 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<InfoReply, Stri
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
             true => Ok(InfoReply::Needs(info.argsz)),
-            // The reply exceeds the maximum, or the size that the first reply announced.
+            // The size exceeds `MAX_SIZE`, or (in the second reply) the size that the first reply
+            // announced.
             false => Err(format!("it needs {} bytes to list descriptors", info.argsz)),
         };
     }

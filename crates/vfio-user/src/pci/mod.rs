@@ -58,7 +58,8 @@ pub enum Power {
     D3Hot,
 }
 
-/// Changes of registers with side effects by one write. `None` and `false` mean unchanged.
+/// Register changes of one write to which the caller has to react. `None` and `false` mean
+/// unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Effects {
     /// New command register.

@@ -50,8 +50,8 @@
 //! * If the session is not in the slot, or the lock is taken, the second thread requests a turn
 //!   too: the reactor may have emptied the socket before the message arrived, and be about to put
 //!   the session back.
-//! * If the second thread stops polling, it requests a turn *after* it has marked the share as
-//!   ended. In that turn, the reactor sees the mark, removes the socket from the other epoll
+//! * If the second thread stops polling, it requests a turn *after* it has marked the sharing
+//!   as ended. In that turn, the reactor sees the mark, removes the socket from the other epoll
 //!   instance, and watches for input again, which reports data that are already in the socket.
 //!
 //! A request for a turn also wakes a reactor that sleeps or is about to sleep (see `inbox`).
@@ -78,10 +78,11 @@ const SHARED_WATCH: EventFlags = EventFlags::IN.union(EventFlags::ET).union(Even
 pub(super) struct Attachment {
     port: PortId,
     epoll: Arc<OwnedFd>,
-    /// Session; `None` while it is in the share's slot.
+    /// Session; `None` while it is in the slot of `shared`.
     session: Option<Box<Session>>,
     shared: Option<Arc<SharedSession>>,
-    /// True if the reactor's epoll instance is the second one at the socket.
+    /// True if the reactor's epoll instance was added to the socket after the second thread's, so
+    /// that the kernel tries it second.
     is_second: bool,
     /// Events for which the reactor watches the socket.
     watch: EventFlags,
@@ -141,7 +142,7 @@ impl Attachment {
     }
 
     /// Puts the session into the slot for the second thread, after a turn that left the session
-    /// idle. If there is no share yet, creates one if the device requests it.
+    /// idle. If it is not shared yet, first shares it if the device requests that.
     pub(super) fn share_if_idle(&mut self, device: &mut dyn Device, inbox: &Arc<Inbox>) {
         let Some(session) = self.session.take_if(|session| session.is_idle()) else { return };
         if let Some(shared) = &self.shared {
@@ -215,8 +216,9 @@ struct SharedSession {
 struct Slot {
     /// Session; present only while it is idle.
     session: Option<Box<Session>>,
-    /// Duplicate of the socket; `None` after the end of the share. It is necessary because an epoll
-    /// instance accepts each descriptor only once, and the reactor watches the socket in two ways.
+    /// Duplicate of the socket; `None` after the sharing has ended. It is necessary because an
+    /// epoll instance accepts each descriptor only once, and the reactor watches the socket in two
+    /// ways.
     socket: Option<OwnedFd>,
     /// Epoll instance of the second thread, which the kernel tries first.
     first: Option<Arc<OwnedFd>>,

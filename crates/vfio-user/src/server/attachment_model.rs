@@ -19,11 +19,11 @@ enum Defect {
     NoRequestForRemaining,
     /// The second thread requests no turn when it stops polling.
     NoRequestOnLeaving,
-    /// The second thread requests the turn before it marks the share as ended.
+    /// The second thread requests the turn before it marks the sharing as ended.
     RequestBeforeMark,
     /// The reactor does not read in a requested turn.
     TurnWithoutReading,
-    /// The reactor does not watch for input again after the end of the share.
+    /// The reactor does not watch for input again after the sharing has ended.
     EndWithoutWatching,
     /// The reactor becomes the second instance before the first one is added.
     SecondBeforeFirst,
@@ -51,7 +51,7 @@ enum Other {
     /// The second thread holds the lock.
     Reads,
     Requests,
-    /// The second thread has marked the share or requested the turn, but has not done both.
+    /// The second thread has marked the sharing as ended or requested the turn, but not both.
     Leaves,
     /// The second thread sleeps in the same epoll instance, but no longer reads the socket.
     Stopped,
@@ -103,8 +103,8 @@ impl State {
     fn sends(mut self) -> Option<Self> {
         self.to_send = self.to_send.checked_sub(1)?;
         self.in_socket += 1;
-        // Exclusive items are tried in order. A sleeping thread consumes the wakeup, so later items
-        // are not tried.
+        // The kernel tries the items with `EPOLLEXCLUSIVE` in order. A sleeping thread consumes the
+        // wakeup, so later items are not tried.
         let mut kept = false;
         if self.first {
             self.first_marked = true;

@@ -10,6 +10,6 @@ pub trait PortRecorder: Send {
     /// Stores a checkpoint, which replaces the previous one. `fds` are the descriptors to which
     /// `state` refers. Replies that depend on the stored state are sent after this method returns.
     /// The method is called on the reactor's thread, only for infrequent changes: not for reads,
-    /// and not for writes to the first region.
+    /// and not for writes to BAR0.
     fn record(&mut self, state: &SavedPort, fds: Descriptors);
 }

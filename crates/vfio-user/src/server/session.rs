@@ -313,8 +313,8 @@ impl Session {
         }
         // Data that a second thread has received (`recv`) are not part of the saved session, so
         // `recv` must be empty when another process takes over. Data that are still in the socket
-        // are discarded here. Of other data, the descriptors are inspected, and the decoder gets
-        // the data.
+        // are dropped from `recv`. Other data go to the decoder, after their descriptors are
+        // inspected.
         self.discard_peeked()?;
         match self.recv.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
             Some(Received::Closed) => return Err(EndReason::Closed),
