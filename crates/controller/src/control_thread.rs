@@ -622,8 +622,8 @@ mod tests {
             request_turn(&thread, &stuck);
             assert_eq!(turns.recv_timeout(LIMIT), Ok(name));
             gates.push((open, stuck));
-            // No request follows: the standby thread must detect without one that a task waits when
-            // the turn exceeds its time limit.
+            // No further request wakes the standby thread. It must detect by itself that `quick`
+            // waits and that the turn of `stuck` exceeds its time limit.
             let quick = counting(100 + name, 2, &reported, None);
             request_turn(&thread, &quick);
             assert_eq!(turns.recv_timeout(LIMIT), Ok(100 + name));

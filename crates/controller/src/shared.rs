@@ -61,8 +61,8 @@ pub(crate) struct ControllerShared {
     /// I/O thread that serves a queue, by register index: the number of the thread plus 1, or 0 if
     /// there is none.
     owners: Vec<AtomicU8>,
-    /// Park state of the controller on each I/O thread. It is read for each doorbell write that is
-    /// delivered.
+    /// Park state of the controller on each I/O thread: whether the thread polls the controller, or
+    /// a doorbell write has to wake it. It is read for each doorbell write that is delivered.
     park_states: Vec<Arc<AtomicU32>>,
     /// True if a sleeping I/O thread waits for a new head of the completion queue; by queue
     /// identifier.

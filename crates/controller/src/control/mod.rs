@@ -445,7 +445,7 @@ impl Control {
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
             Operation::LbaStatus { cid } => self.commands.lba_status_ended(cx, port, cid),
             // For Set Features (Volatile Write Cache): the cache is already off, and the flush was
-            // for writes from before.
+            // for the writes from before it was switched off.
             Operation::Flush { cid } | Operation::Feature { cid } if status.is_success() => {
                 port.complete(cid, status, 0);
             }

@@ -101,8 +101,8 @@ pub(super) fn fields(
 }
 
 /// Quota weight of a command's data pieces, and the number of memory locations touched for them.
-/// `weight` is the weight of a piece in a span that was not touched before; `None` if touches are
-/// not counted.
+/// `weight` is the weight of a piece in a span (the memory that one page table maps) that was not
+/// touched before; `None` if touches are not counted.
 pub(super) fn weigh_pieces(
     data: &Segments,
     spans: &mut TouchedSpans,

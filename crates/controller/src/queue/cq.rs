@@ -71,7 +71,7 @@ pub(crate) struct Cq {
     /// cache lines that they are written to.
     staged: Vec<[u64; 2]>,
     /// Journal records to free once their completions are posted. Each element is the number of
-    /// completions to be posted before that of the record, and the place of the record.
+    /// completions posted before that of the recorded command, and the slot of the record.
     recorded: VecDeque<(u64, u32)>,
     /// Record table that `recorded` refers to while the queue moves between two I/O threads.
     recorded_in: Option<Records>,
@@ -475,8 +475,8 @@ impl Cq {
         self.interrupt.posted(count);
         self.unlooked += count;
         if self.unlooked >= self.layout.size.entries() / 4 {
-            // The head is read regularly, so that EventIdx stays ahead of it even if no queue waits
-            // for room.
+            // The head is read regularly even if no queue waits for room, because EventIdx moves
+            // only then. Otherwise the host would pass EventIdx and ring.
             self.poll_head();
         }
         count != 0

@@ -383,7 +383,7 @@ mod tests {
         // A host that submits at once: the thread polls for it and never sleeps.
         let (awake, sleeps) = worker.simulate_host(1000, 15, 60);
         assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
-        // The host takes 400 us to submit again, as at first.
+        // The host takes 400 us again, so the thread stops polling, as in the first simulation.
         assert_eq!(worker.simulate_host(1000, 400, 60), (0.0, 2.0));
     }
 

@@ -50,8 +50,8 @@ const DORMANT_CHECK_WORK: u32 = 32;
 /// which every pass makes a visit, because the thread is idle anyway.
 const WORK_PER_PASS: u32 = 2;
 const STILL: u32 = 64;
-/// Work after which an awake thread checks descriptors: this number of idle passes or half as many
-/// commands, some tens of microseconds.
+/// Work after which an awake thread checks the eventfds of its parked controllers: this number of
+/// idle passes or half as many commands, some tens of microseconds.
 const CHECK_AFTER: u32 = 512;
 
 /// Controller in the poll group.
@@ -118,7 +118,8 @@ fn is_back(entry: &PollEntry) {
     entry.queues.set_skipped(false);
 }
 
-/// Number of idle passes between two checks of heads, for a thread that never sleeps.
+/// Number of idle passes between two checks of completion queue heads, for a thread that never
+/// sleeps.
 const CHECK_HEADS: u32 = 1 << 12;
 
 /// Controllers of an I/O thread.
@@ -131,11 +132,11 @@ pub(super) struct PollGroup {
     dormant: VecDeque<Box<PollEntry>>,
     /// True if the thread never sleeps.
     always: bool,
-    /// Idle passes since the last check of heads, while the thread never sleeps.
+    /// Idle passes since the last check of completion queue heads, if the thread never sleeps.
     idle_passes: u32,
     /// Number of parked controllers with doorbell eventfds.
     parked_with_eventfd: usize,
-    /// Work since the last check of descriptors, in the unit of [`CHECK_AFTER`].
+    /// Work since the last check of eventfds, in the unit of [`CHECK_AFTER`].
     unchecked: u32,
     /// Work since the last visit of a dormant controller, in the unit of [`DORMANT_CHECK_WORK`];
     /// and the number of consecutive idle passes.
@@ -340,19 +341,19 @@ impl PollGroup {
         if self.dormant.is_empty() { 0 } else { self.poll_dormant(work, unread, trace) }
     }
 
-    /// True if descriptors have to be checked now although the thread is awake.
+    /// True if eventfds have to be checked although the thread is awake.
     #[inline]
     pub(super) fn must_check_eventfds(&self) -> bool {
         self.unchecked >= CHECK_AFTER
     }
 
-    /// Records a check of descriptors. `all` is true if no signalled descriptor is left.
+    /// Records a check of eventfds. `all` is true if no signalled one is left.
     pub(super) fn checked(&mut self, all: bool) {
         self.unchecked = if all { 0 } else { CHECK_AFTER };
     }
 
-    /// Reads the heads of completion queues, also of those that no command causes this thread to
-    /// read.
+    /// Reads the heads of all completion queues, including those that no command causes the thread
+    /// to read.
     #[cold]
     fn check_heads(&mut self, trace: &mut Option<Observer>) {
         self.idle_passes = 0;

@@ -275,8 +275,8 @@ impl Relocated {
             let mut commands = journal.take(saved_sq.qid, state.0);
             let mut crashes = journal.crashes_with(saved_sq.qid, sq.fetched);
             if crashes >= DEADLY {
-                // The command is taken out of the queue here. If it were fetched normally, it would
-                // be executed.
+                // Too many processes have crashed with the next command, so it has to fail. It is
+                // taken out of the queue here. If it were fetched normally, it would be executed.
                 let (sqid, count) = (saved_sq.qid, sq.fetched);
                 let fetched = sq.fetch();
                 let decision = None;

@@ -9,7 +9,7 @@ use shadowbell_testing::wait;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Bits that make `submit_io` write.
+/// Bits of `random` in `submit_io` that select a write.
 const WRITES: u64 = BLOCKS << 50 | 1 << 40;
 
 /// Fills both queues. The commands for the blocks in `deadly` crash the process.
