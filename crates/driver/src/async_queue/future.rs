@@ -31,7 +31,7 @@ pub struct Io {
 }
 
 enum Stage {
-    /// Not polled yet, or waiting for a free op. A waiting future has a `ticket`.
+    /// Not polled yet, or waiting for a free `Op`. A waiting future has a `ticket`.
     New {
         command: Command,
         buffer: Option<Buffer>,
@@ -39,7 +39,7 @@ enum Stage {
     },
     /// Like `New`, for a command with metadata.
     NewWithMetadata(Box<(MetadataCommand, Option<Buffer>, Option<u64>)>),
-    /// Queued or in flight as the op with this index.
+    /// Queued or in flight. The shared state of the command is the `Op` with this index.
     Active(u32),
     /// Not submitted, because the request was invalid or its memory was not available.
     Refused(IoError),
@@ -64,7 +64,7 @@ impl Io {
     }
 
     /// Enters the queue like [`enter`](Self::enter), for a command with metadata. The metadata part
-    /// is stored under the op's index.
+    /// is stored under the index of the `Op`.
     fn enter_with_metadata(
         &mut self,
         (command, buffer, ticket): (MetadataCommand, Option<Buffer>, Option<u64>),
@@ -83,8 +83,9 @@ impl Io {
         outcome
     }
 
-    /// Takes a free op and puts it into the inbox, or waits for a free op. For a command with
-    /// metadata, `store_metadata` stores the metadata part under the op's index.
+    /// Takes a free `Op` (the shared state of a command) and puts its index into the inbox of the
+    /// queue thread, or waits for a free `Op`. For a command with metadata, `store_metadata` stores
+    /// the metadata part under the same index.
     fn enter(
         &mut self,
         command: Command,
@@ -129,7 +130,7 @@ impl Io {
         if let Some(op) = state.op(index) {
             op.opcode = command.opcode;
             op.state = OpState::Queued(command, buffer);
-            // A free op has no waker, so this assignment does not drop a waker while the lock is
+            // A free `Op` has no waker, so this assignment does not drop a waker while the lock is
             // held.
             op.waker = Some(waker);
         }
@@ -141,7 +142,7 @@ impl Io {
         Poll::Pending
     }
 
-    /// Takes the result of the op, if it is complete.
+    /// Takes the result of the command, if it has completed.
     fn take_outcome(
         &mut self,
         index: u32,
@@ -156,7 +157,7 @@ impl Io {
         let outcome = match std::mem::replace(&mut op.state, OpState::Free) {
             OpState::Completed(outcome) => outcome,
             OpState::Expired => {
-                // The op remains in use until the controller completes the command.
+                // The `Op` remains in use until the controller completes the command.
                 op.state = OpState::Abandoned;
                 drop(state);
                 self.stage = Stage::Finished;
@@ -184,20 +185,20 @@ impl Io {
         Poll::Ready(outcome.and_then(|completion| finish(opcode, completion)))
     }
 
-    /// Abandons the op of a dropped future.
+    /// Abandons the command of a dropped future.
     fn abandon(&self, index: u32) {
         let mut state = self.handle.shared().lock();
         let Some(op) = state.op(index) else { return };
         let stale = op.waker.take();
         let (unsent, done, freed) = match std::mem::replace(&mut op.state, OpState::Abandoned) {
             OpState::Queued(_, buffer) => {
-                // The op is still in the inbox. The queue thread frees the op when it reads the
-                // inbox.
+                // The command is still in the inbox. The queue thread frees its `Op` when it reads
+                // the inbox.
                 op.state = OpState::Cancelled;
                 (buffer, None, None)
             }
             OpState::Completed(outcome) => (None, Some(outcome), Some(state.free_op(index))),
-            // The command is in flight: its completion frees the op and the buffer.
+            // The command is in flight: its completion frees the `Op` and the buffer.
             _ => (None, None, None),
         };
         drop(state);
@@ -238,7 +239,7 @@ impl Drop for Io {
     fn drop(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::Finished) {
             Stage::New { ticket: ticket @ Some(_), .. } => {
-                // If a free op was meant for this future, the next waiter gets it.
+                // If a free `Op` was meant for this future, the next waiter gets it.
                 let mut state = self.handle.shared().lock();
                 let freed = state.remove_waiter(ticket);
                 drop(state);

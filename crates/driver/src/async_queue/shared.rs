@@ -17,8 +17,8 @@ use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-/// State of one command, from the first poll of its future until its completion. There are as many
-/// ops as slots of the queue.
+/// State of one command, from the first poll of its future until its completion. There is one for
+/// each slot of the queue.
 pub(super) struct Op {
     pub(super) state: OpState,
     pub(super) waker: Option<Waker>,
@@ -31,8 +31,8 @@ pub(super) enum OpState {
     Free,
     /// The command is in the inbox.
     Queued(Command, Option<Buffer>),
-    /// The command is in the inbox, but the future was dropped: the queue thread frees the op when
-    /// it reads the inbox.
+    /// The command is in the inbox, but the future was dropped: the queue thread frees the [`Op`]
+    /// when it reads the inbox.
     Cancelled,
     /// The command is in flight.
     Submitted,
@@ -57,7 +57,7 @@ pub(super) struct AsyncState {
     pub(super) ops: Box<[Op]>,
     pub(super) free: Vec<u32>,
     pub(super) inbox: VecDeque<u32>,
-    /// Metadata part of commands in the inbox, by op index.
+    /// Metadata part of commands in the inbox, by the index of their [`Op`].
     pub(super) with_metadata: BTreeMap<u32, MetadataCommand>,
     pub(super) waiters: VecDeque<Waiter>,
     pub(super) next_ticket: u64,

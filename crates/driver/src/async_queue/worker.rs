@@ -24,7 +24,7 @@ const POLLS_PER_CLOCK_READ: u32 = 64;
 pub(super) struct Worker {
     queue: QueuePair,
     sleeper: Sleeper<Arc<AtomicU32>>,
-    /// Index of the op whose command is in each slot.
+    /// For each slot of the queue, the index of the `Op` whose command is in the slot.
     op_of_slot: Box<[u32]>,
     // Vectors that are kept for their capacity, so that a batch allocates no memory.
     batch: Vec<(u32, Command, Option<Buffer>)>,
@@ -37,7 +37,7 @@ pub(super) struct Worker {
     closing: Option<Instant>,
     /// Start of a wait for a completion that took longer than the spin.
     waiting: Option<Instant>,
-    /// True if futures waited for a free op at the last check.
+    /// True if futures waited for a free `Op` at the last check.
     waiters: bool,
     /// True if the queue has failed, and with it every future.
     failed: bool,
@@ -183,7 +183,7 @@ impl Worker {
     }
 
     /// Fails futures whose commands are in flight beyond their deadline, and futures that waited
-    /// too long for a free op.
+    /// too long for a free `Op`.
     fn expire(&mut self, shared: &AsyncShared) {
         let Some(scan) = self.next_scan else { return };
         if self.queue.outstanding() == 0 && !self.waiters {
@@ -307,7 +307,7 @@ impl Worker {
     }
 }
 
-/// Submits the command with metadata of the op `index`.
+/// Submits the command with metadata whose state is the `Op` with this index.
 #[cold]
 fn submit_op_with_metadata(
     queue: &mut QueuePair,
@@ -317,7 +317,7 @@ fn submit_op_with_metadata(
 ) -> Result<Token, Refused> {
     match shared.lock().with_metadata.remove(&index) {
         Some(command) => queue.submit_with_metadata(&command, buffer),
-        // This case is unreachable: the metadata are stored before the op is put into the inbox.
+        // This case is unreachable: the metadata are stored before the index is put into the inbox.
         None => Err(Refused { reason: QueueError::Detached { qid: shared.qid }, buffer }),
     }
 }

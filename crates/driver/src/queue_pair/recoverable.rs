@@ -1,5 +1,5 @@
-//! Reaction of a queue pair to a change of the state epoch: timeout ticks, a controller reset, a
-//! failed controller. See [`recovery`](crate::recovery).
+//! Reaction of a queue pair to a change of the state epoch, a word that every state change of the
+//! controller and every timeout tick changes. See [`recovery`](crate::recovery).
 
 use crate::admin::AdminCommands;
 use crate::attached_controller::AttachedController;
@@ -14,7 +14,7 @@ use shadowbell_memory::EventFd;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::Abort;
 
-/// A value that the state epoch never has.
+/// Value of `handled_epoch` that the controller's epoch word never has.
 const EPOCH_UNHANDLED: u32 = u32::MAX;
 /// Number of controller resets that are tried for a queue that cannot be created again.
 const TRIES: u32 = 6;
@@ -28,9 +28,10 @@ pub(super) struct RecoverableQueue {
     pub(super) layout: QueueLayout,
     /// Eventfd that the queue's interrupt signals.
     pub(super) event: EventFd,
-    /// Last handled state epoch. If the current epoch differs, it must be handled.
+    /// Value of the controller's epoch word when its state was last handled. If the word differs,
+    /// the state must be handled again.
     pub(super) handled_epoch: u32,
-    /// Last state epoch whose tick was counted.
+    /// Value of the controller's epoch word when the last timeout tick was counted.
     ticked_epoch: u32,
     /// Number of completed controller resets at the time when the queues were created.
     generation: u32,

@@ -209,7 +209,7 @@ fn excess_requests_wait_in_order() {
                 }
                 Poll::Pending => true,
             });
-            // No future gets the completion of the dropped future's command.
+            // Command 3 completes as well, but its future was dropped, so no future ends.
             if futures.len() < before || order.last() == Some(&3) {
                 break;
             }

@@ -27,7 +27,7 @@ const BLOCKS: u64 = 8192;
 /// Number of commands in flight of each program.
 const DEPTH: u32 = 128;
 
-/// Minimum number of times that each later recovery step must occur.
+/// Minimum number of recreated queues, and of controller resets.
 const TAKEN: u64 = 12;
 
 /// Runs until `faults` faults were injected.

@@ -143,7 +143,7 @@ mod tests {
         let mut space = IovaSpace::new([0x10_0000..=0x5f_ffff], 4096);
         assert_eq!(space.take(4096), Some(0x10_0000));
         assert_eq!(space.take(LARGE), Some(0x20_0000));
-        // The remaining free range of this size is not aligned to it.
+        // The longest free range, from 40_0000h on, has only `LARGE` bytes.
         assert_eq!(space.take(LARGE + 4096), None);
         assert_eq!(space.take(LARGE), Some(0x40_0000));
         assert_eq!(space.take(0xf_f000), Some(0x10_1000));
