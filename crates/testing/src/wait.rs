@@ -57,8 +57,8 @@ pub fn readable(what: &str, fd: impl AsFd) {
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let began = Instant::now();
     let ready = retry_on_intr(|| poll(&mut fds, Some(&limit))).expect("a poll");
-    // If the wakeup of a sleeping thread is lost, the poll ends at the limit and still finds a
-    // readable descriptor.
+    // If the wakeup is lost, `poll` returns only at the limit, but finds the descriptor readable.
+    // So the elapsed time is checked too.
     let is_woken = ready == 1 && began.elapsed() < LIMIT;
     assert!(is_woken, "not within {} s: {what}", LIMIT.as_secs());
 }
