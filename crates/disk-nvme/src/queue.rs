@@ -40,7 +40,7 @@ pub(crate) struct NvmeQueue {
     small: BufferPool,
     large: BufferPool,
     dma: DmaShare,
-    /// Buffers of the driver that described guest memory, for reuse.
+    /// Driver buffers of ended zero-copy commands. Their allocations are reused.
     used: Vec<Buffer>,
     /// Requests. A request in the waiting list has commands to submit.
     tasks: Tasks<Task>,
