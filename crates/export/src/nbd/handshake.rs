@@ -88,8 +88,8 @@ pub enum Step {
     BeginTls,
     /// The transmission phase starts.
     Transmission(Agreed),
-    /// The session ends after the pending replies were sent. If an error is the cause, it is the
-    /// reason.
+    /// The session ends after the pending replies were sent. The value is the reason, if an error
+    /// has ended the session.
     Over(Option<String>),
 }
 

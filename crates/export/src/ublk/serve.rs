@@ -55,7 +55,8 @@ pub(super) struct Work {
 /// Serves a queue until the device is stopped. When the kernel has all tags of the queue, or after
 /// an error, sends a report by `started`.
 ///
-/// A call fails that the queue needs. The kernel then still has tags of the queue.
+/// Returns an error if a system call fails that the queue needs. The kernel may then still have
+/// tags of the queue.
 pub(super) fn serve(
     work: Work,
     status: &QueueStatus,

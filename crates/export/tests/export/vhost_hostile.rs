@@ -271,7 +271,7 @@ fn an_invalid_available_index_keeps_no_thread_busy() {
         guest.rings[0].promise(20_000);
         drop(guest);
         assert_served(rig);
-        // After the guest has corrected the index, the device serves it again.
+        // After the guest has corrected the index, the device serves the guest again.
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         guest.rings[0].promise(20_000);
