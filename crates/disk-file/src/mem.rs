@@ -308,8 +308,8 @@ impl Queue for MemQueue {
         // An offset beyond the address space is also beyond the disk. There, prefetching has no
         // effect.
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        // Cache lines that will be partly written need no other kind of prefetch. No other CPU
-        // caches them, so they arrive in exclusive state.
+        // The same prefetch serves writes of parts of cache lines (no PREFETCHW is needed): no
+        // other CPU caches these lines, so they arrive in exclusive state.
         if distance > 1 {
             self.bytes.prefetch_range(offset, len.min(PREFETCH_STEP));
         } else if len > PREFETCH_STEP {

@@ -130,8 +130,8 @@ pub(super) fn zeroes() -> Result<SharedBytes, OpenError> {
     Ok(mapping.bytes())
 }
 
-/// Selects the engine. If it is the threads although the caller did not request them, also returns
-/// the reason.
+/// Selects the I/O engine. If threads are selected although `aio` does not request them, also
+/// returns the reason.
 pub(super) fn engine(
     aio: Aio,
     uring: impl FnOnce() -> io::Result<()>,

@@ -96,8 +96,8 @@ impl FileQueue {
         self.ring.prepare(key, next.call, next.skip, next.offset, next.len)
     }
 
-    /// Assigns the bounce buffer to a task whose stage needs one. If the piece is to be written,
-    /// fills the buffer. Returns false if no buffer is free.
+    /// Assigns a bounce buffer, or the shared buffer of zeroes, to a task whose stage needs it. If
+    /// the piece is to be written, fills the bounce buffer. Returns false if none is free.
     fn equip(&mut self, key: Key) -> bool {
         let Some((task, data, own)) = self.ring.get(key) else {
             return true;

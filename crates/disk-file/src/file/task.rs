@@ -249,7 +249,8 @@ impl Task {
                 }
                 (progress, wanted)
             }
-            // NVMe commands report the length of the range that they covered.
+            // The result of an NVMe command is the length of the range that it covered. `fallocate`
+            // covers the whole range, and its result is 0.
             Stage::Deallocate | Stage::Punch | Stage::ZeroRange if moved != 0 => {
                 self.done += moved.min(self.left());
                 (moved, self.left() + moved)

@@ -530,7 +530,8 @@ fn a_disk_is_no_longer_full_after_the_refused_request_succeeds() {
 
 #[test]
 fn an_unexpected_end_of_file_is_an_io_error() {
-    // The end of this type of file cannot move, but the file is shorter than the disk.
+    // The state marks the file as not regular, so its end counts as fixed. Nevertheless the file
+    // is shorter than the disk.
     let mut queue = disk(shared(memfd(4096), MIB)).queue().unwrap();
     assert_eq!(run(&mut *queue, Op::Read, 4096), Ok(()));
     assert_eq!(run(&mut *queue, Op::Read, 8192), Err(DiskError::Io(libc::EIO)));
@@ -586,7 +587,8 @@ fn the_zeroes_that_are_written_stay_zeroes() {
         let read = request(Op::Read);
         assert_eq!(run_at(&mut *queue, read, &mut Segments::from_bytes(&bytes)), Ok(()));
         assert_eq!(bytes.read::<[u8; 4096]>(0), Some([0; 4096]), "before {op:?}");
-        // The test would detect a request that uses the shared buffer of zeroes as its own buffer.
+        // If these requests used the shared buffer of zeroes as their own buffer, they would store
+        // the byte 7 in it, and the next Write Zeroes would write this byte.
         bytes.fill(0, 4096, 7).unwrap();
         for op in [Op::Write { fua: false }, op] {
             let data = &mut Segments::from_bytes(&bytes);

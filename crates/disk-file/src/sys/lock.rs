@@ -14,9 +14,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// Number of the byte for permission 0 among those in use.
+/// Number of the byte by which a program locks permission 0 as one that it uses.
 const USED: i64 = 100;
-/// Number of the byte for permission 0 among those that are not shared.
+/// Number of the byte by which a program locks permission 0 as one that it does not share.
 const UNSHARED: i64 = 200;
 /// Byte of the fence, on which a writer holds a write lock.
 const FENCE: Range<i64> = 300..301;

@@ -491,7 +491,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Alarm of the thread's ring. `None` for threads.
+    /// [`Alarm`] of the thread's io_uring. `None` for the engine of threads.
     fn alarm(&self) -> Option<&Alarm> {
         match &self.engine {
             Engine::Uring(it) => Some(it.alarm()),
@@ -509,7 +509,7 @@ impl<T> Ring<T> {
     }
 
     /// Makes the descriptor readable again if [`quieten`](Self::quieten) has ended the wake-up of
-    /// another queue of the thread. Called after the answers of this queue were taken.
+    /// another queue of the thread. Called after the results for this queue were taken.
     pub(crate) fn wake_others(&self) {
         if let Some(alarm) = self.alarm() {
             alarm.ring_if_due();
@@ -641,7 +641,8 @@ mod tests {
             assert_eq!(results(&mut a), vec![512; reads_of_a]);
             assert_eq!(is_readable(&a), reads_of_b != 0);
             if round % 2 == 0 {
-                // A further completion arrives after others were moved to the inboxes.
+                // A further completion of `a` arrives while completions of `b` are in the inbox of
+                // `b` (see `uring.rs`).
                 read(&mut a);
                 submit(&mut a, 1 + usize::from(reads_of_b != 0));
                 assert_eq!(results(&mut a), [512]);

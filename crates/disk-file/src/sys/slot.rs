@@ -31,7 +31,7 @@ pub(crate) enum Call {
 pub(crate) enum Memory {
     /// The command's data.
     Data,
-    /// The buffer of the queue that is assigned to the slot.
+    /// The buffer that the queue has assigned to the slot: a bounce buffer, or the zeroes.
     Own,
 }
 

@@ -94,7 +94,7 @@ pub(super) trait Shape: squeue::EntryMarker + From<Entry> + 'static {
     /// Type of the completions.
     type Completion: cqueue::EntryMarker;
 
-    /// Reserve of rings of this type.
+    /// Reserve of rings of this type, from which a sandboxed process takes them ([`prepare`]).
     fn reserve() -> &'static Reserve<Self, Self::Completion>;
 
     /// Ring of the calling thread.

@@ -26,7 +26,7 @@ impl Waker {
         Self::None
     }
 
-    /// Announces an answer that the owner has to take.
+    /// Announces a result (of a sync, or of a wait for a range) that the owner has to take.
     pub(crate) fn wake(&self) {
         match self {
             Self::Alarm(alarm) => {
@@ -39,7 +39,7 @@ impl Waker {
         }
     }
 
-    /// Records that `count` announced answers were taken.
+    /// Records that `count` announced results were taken.
     pub(crate) fn taken(&self, count: usize) {
         if let Self::Alarm(alarm) = self {
             alarm.due.fetch_sub(count, Ordering::SeqCst);
@@ -50,7 +50,7 @@ impl Waker {
 /// Timer whose descriptor becomes readable when it expires. The queues of a thread share it.
 pub(crate) struct Alarm {
     timer: OwnedFd,
-    /// Number of announced answers that were not taken yet.
+    /// Number of announced results that were not taken yet.
     due: AtomicUsize,
 }
 
@@ -80,7 +80,7 @@ impl Alarm {
         let _ = rustix::io::read(&self.timer, &mut [0; 8]);
     }
 
-    /// Sets the timer if an answer was not taken: [`quieten`](Self::quieten) may have been called
+    /// Sets the timer if a result was not taken: [`quieten`](Self::quieten) may have been called
     /// for another queue.
     pub(super) fn ring_if_due(&self) {
         if self.due.load(Ordering::SeqCst) != 0 {
