@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Queue of completions. Any thread [pushes](Self::push) them; the owner of a disk queue
 /// [takes](Self::take) them in batches.
 ///
-/// The eventfd of this queue is the disk queue's [wake descriptor](crate::Queue::wake_fd), or a
-/// part of it.
+/// The eventfd of this queue is the disk queue's [wake descriptor](crate::Queue::wake_fd), or one
+/// of the descriptors that the wake descriptor merges.
+///
 /// The first completion after a `take` makes the descriptor readable, and the next `take` makes it
 /// unreadable again, so it may be watched level-triggered. Further completions before that `take`
 /// make no system call, and a `take` without a signal makes none. Neither `push` nor `take` makes a
