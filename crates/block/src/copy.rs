@@ -131,7 +131,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// A copy in pieces, in this order, has the same result as a copy of all bytes at once.
+        /// A copy in pieces, in the order of `CopyOrder`, has the result of a copy at once.
         #[test]
         fn the_order_is_right(
             from in 0usize..64,

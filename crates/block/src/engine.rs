@@ -32,7 +32,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-/// Number of turns between two timeout checks, while requests are in flight.
+/// Number of [turns](Engine::turn) between two timeout checks, while requests are in flight.
 const TURNS: u32 = 1 << 14;
 /// Interval of completion checks during the drop of a queue.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -113,7 +113,7 @@ struct Core {
     /// Number of requests that the disk has.
     pending: usize,
     reaped: Vec<(u32, Result<(), DiskError>, Segments)>,
-    /// Lists that a turn uses, kept for their capacity.
+    /// Lists that each [turn](Engine::turn) fills and empties. They are kept for their capacity.
     wakers: Vec<Waker>,
     ended: Vec<InFlight>,
     turns: u32,

@@ -3,9 +3,9 @@
 /// A byte range, and the blocks that it includes completely or partially.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockRange {
-    /// First byte of the first of these blocks.
+    /// First byte of the first block that the range touches.
     pub(crate) start: u64,
-    /// First byte after the last of these blocks.
+    /// First byte after the last block that the range touches.
     pub(crate) end: u64,
     /// Start of the first block that is completely in the range. Equal to `end_whole` if there is
     /// none.
