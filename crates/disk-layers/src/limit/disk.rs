@@ -80,8 +80,8 @@ impl Disk for LimitedDisk {
     }
 
     fn queue_files(&self) -> u64 {
-        // This layer adds an eventfd or timer, and an epoll descriptor that merges it with the
-        // inner queue's.
+        // This layer adds a timer, and an epoll descriptor that merges it with the timer of the
+        // inner queue.
         self.inner.queue_files() + 2
     }
 

@@ -1,10 +1,10 @@
 //! Rate limiter: decides when the next request may start.
 //!
 //! Each limit is a virtual clock, in [ticks](TICKS), that holds the start time of the next request.
-//! A request takes that time and advances the clock by its cost: one second divided by the rate. If
-//! the clock is more than one burst in the past, it is first set to one burst ago. Requests of all
-//! users of the limit thus start in the order in which they took their times. A request that starts
-//! earlier than its time reduces the later allowance.
+//! A request takes that time and advances the clock by its cost: its number of units (one request,
+//! or its bytes) divided by the rate. If the clock is more than one burst in the past, it is first
+//! set to one burst ago. Requests of all users of the limit thus start in the order in which they
+//! took their times. A request that starts earlier than its time reduces the later allowance.
 
 use super::rates::Limits;
 use super::timer::{TICKS, Timer};

@@ -368,7 +368,7 @@ fn a_sleeping_thread_is_woken_at_the_start_time() {
     assert!(!is_readable(&load, Duration::ZERO), "no request waits");
 }
 
-/// Queue that counts the requests that no commit has passed on.
+/// Queue that counts the requests that were submitted and not committed.
 struct Uncommitted(Arc<AtomicU64>);
 
 impl Queue for Uncommitted {

@@ -11,8 +11,8 @@ use shadowbell_memory::SharedBytes;
 /// Maximum number of cached metadata bytes per disk. They cover 8 GiB of data, with blocks of 4096
 /// bytes that have 8 bytes of metadata each.
 const BYTES: u64 = 16 << 20;
-/// Maximum number of metadata blocks of a read that are added to the cache. A longer read adds
-/// none.
+/// Maximum number of metadata blocks (not of zones) of a read that are added to the cache. A longer
+/// read adds none.
 const MAX_ZONES: usize = 8;
 /// Block number of an empty line.
 const NONE: u64 = u64::MAX;

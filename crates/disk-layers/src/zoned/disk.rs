@@ -88,8 +88,8 @@ impl Disk for ZonedDisk {
     }
 
     fn queue_files(&self) -> u64 {
-        // This layer adds an eventfd or timer, and an epoll descriptor that merges it with the
-        // inner queue's.
+        // This layer adds an eventfd, and an epoll descriptor that merges it with the timer of the
+        // inner queue.
         self.inner.queue_files() + 2
     }
 

@@ -7,7 +7,7 @@ use shadowbell_spec::zns::ZoneState;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-/// Zone in memory.
+/// State of a zone in memory: its record of the stored table, and its requests in flight.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Zone {
     pub(super) record: Record,

@@ -106,7 +106,8 @@ impl ZoneSet {
         Ok(())
     }
 
-    /// Starts the reset of the zone that starts at `at`. The request has this serial number.
+    /// Starts the reset of the zone that starts at `at`. If the reset has to wait, `bell` is rung
+    /// later with `serial`, the serial number of the request.
     pub(super) fn begin_reset(
         &self,
         at: u64,

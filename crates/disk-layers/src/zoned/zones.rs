@@ -63,8 +63,8 @@ impl ZoneSet {
         Self { state: Mutex::new(state), queues: Mutex::new(0), table, damaged }
     }
 
-    /// Registers a queue. The first queue of this process reloads the table, because the previous
-    /// process may have changed it until then.
+    /// Registers a queue. The first queue of this process loads the table again, because the
+    /// previous process may have changed it after this process had opened the disk.
     pub(super) fn enter(&self) {
         let mut queues = self.queues.lock();
         if *queues == 0 {
