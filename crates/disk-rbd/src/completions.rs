@@ -41,8 +41,8 @@ impl Completions {
         self.ended(id);
     }
 
-    /// Makes a call that writes this range an orphan. Returns false if the disk has too many
-    /// orphans.
+    /// Turns the call `id`, a write of this range, into an orphan. Returns false if the disk has
+    /// too many orphans.
     pub(crate) fn adopt(&self, id: u64, offset: u64, len: u64) -> bool {
         let Some(orphan) = self.disk.adopt(offset, len) else { return false };
         self.orphans.lock().insert(id, orphan);

@@ -55,7 +55,7 @@ impl Calls {
     }
 }
 
-/// Task of a call, and its bytes of the request.
+/// Call of librbd in flight: its task, and the range of the task's request that it covers.
 struct Subrequest {
     task: u32,
     /// Number of the task. It shows whether the key still belongs to the same task: a cancelled
@@ -481,7 +481,7 @@ mod tests {
         complete(&queue.completions, id, 512);
         queue.cancel(1);
         assert_eq!(orphans.len(), 1);
-        // A call in flight keeps the completions.
+        // The clone stands for the reference of a call in flight to the completions.
         let completions = Arc::clone(&queue.completions);
         drop(queue);
         assert!(orphans.is_empty());

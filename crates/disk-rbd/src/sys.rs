@@ -232,7 +232,7 @@ extern "C" fn on_completion(completion: Handle, argument: *mut c_void) {
 }
 
 fn c_text(text: impl AsRef<[u8]>) -> CString {
-    // A specification contains no NUL.
+    // The conversion cannot fail, because a specification contains no NUL.
     CString::new(text.as_ref()).unwrap_or_default()
 }
 
@@ -381,7 +381,7 @@ impl Image {
         }
     }
 
-    /// Sets the flag that the size may have changed, without a notification from Ceph.
+    /// Sets the flag of a possible size change, as a notification from Ceph does.
     pub(crate) fn set_changed(&self) {
         self.has_changed.store(true, Ordering::Release);
         notify_resize();

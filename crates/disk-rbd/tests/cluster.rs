@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::Command;
 
 const MIB: u64 = 1 << 20;
-/// Environment variable with which the test program runs as the child process that ends.
+/// Environment variable of the child process of `a_process_ends_when_its_images_are_closed`.
 const CHILD_EXITS: &str = "SHADOWBELL_TEST_RBD_ENDS";
 
 /// Configuration file of the cluster, if there is a cluster.
@@ -336,8 +336,8 @@ fn durable_writes_wait_for_a_hung_cluster() {
     };
     let write = |fua| Op::Write { fua };
     let zeroes = |fua| Op::WriteZeroes { fua, deallocate: false };
-    // Parameters of a disk: how it is opened, the image's own settings, and whether the disk is
-    // recoverable.
+    // Parameters of a disk: true for `open_recoverable`, the image's own settings, and true if
+    // `checkpoint` is called.
     let cached = (false, &[][..], false);
     let kept_late = (false, &[][..], true);
     let own = &[("rbd_cache", "true")][..];
