@@ -1,4 +1,4 @@
-//! Kinds of disks: one table of scheme, options, parser, opening, recovery, and effect on the
+//! Kinds of disks: one table of scheme, options, parser, opening, recovery, and conflict with the
 //! sandbox. A new kind is a crate and a row.
 
 use crate::nvme_disk;
@@ -56,7 +56,7 @@ pub(crate) struct DiskKind {
     pub(crate) recover: fn(&str, Recovery<'_, '_>) -> Opened,
     /// Reason why a sandboxed process cannot open the disk.
     sandbox_conflict: fn(&str) -> Option<&'static str>,
-    /// True if a disk of this kind is read-only only if its specification says so.
+    /// True if only the specification, and never the storage, makes such a disk read-only.
     pub(crate) states_read_only: bool,
     /// True if an I/O thread may have to wait for the disk.
     may_block: bool,

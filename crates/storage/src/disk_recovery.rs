@@ -30,8 +30,8 @@ pub fn recover(
     disk_open::wrap_disk(&spec, (&layers, true), disk)
 }
 
-/// True if the disk with this checkpoint can only be recovered after the end of all I/O of its
-/// process, because no lock of its image shows the end of the disk's own I/O.
+/// True for the checkpoint of an image that has no exclusive lock as its fence. The image can be
+/// recovered only after all I/O of the dead process has ended, including I/O of other disks.
 #[must_use]
 pub fn needs_process_fence(state: &Value) -> bool {
     let Value::Object(fields) = state else { return false };

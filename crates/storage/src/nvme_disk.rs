@@ -33,7 +33,7 @@ pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     Ok(Arc::new(disk.map_err(DiskSpecError::Other)?))
 }
 
-/// Parses a disk that is a namespace of a controller: target and options.
+/// Parses the specification of a disk that is a namespace of a controller: target and options.
 ///
 /// # Errors
 /// [`DiskSpecError`].
