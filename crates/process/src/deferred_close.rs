@@ -67,8 +67,8 @@ pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
     }
 }
 
-/// Closes descriptors on closing threads, in each process. Until then they count towards its limit
-/// of open files.
+/// Closes descriptors on closing threads, even if [`enable`] was not called. Descriptors that wait
+/// to be closed count towards the limit of open files.
 pub fn defer(fds: impl IntoIterator<Item = OwnedFd>) {
     fds.into_iter().for_each(|fd| CLOSER.close(fd));
 }
@@ -154,7 +154,7 @@ mod tests {
         let (slow, reader) = slow();
         closer.close(slow);
         assert_eq!(closer.waiting.load(Ordering::Acquire), 1, "it was closed here");
-        // Another thread closes later descriptors.
+        // The first closing thread is blocked, so another one closes the next descriptors.
         let (mut read, write) = io::pipe().unwrap();
         (0..MANY / THREADS).for_each(|_| closer.close(write.try_clone().unwrap().into()));
         closer.close(write.into());

@@ -215,8 +215,8 @@ impl EndSignals {
             }
             match self.signals.next() {
                 Some(signal) if self.ends.contains(&signal) => {
-                    // The signal handler sets `ending`, possibly later, because it may run on
-                    // another thread.
+                    // `ending` is not set here: the signal handler sets it. The handler may run on
+                    // another thread, and later than this code.
                     debug!(signal, "ending");
                     return Ok(Wake::End);
                 }
