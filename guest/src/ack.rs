@@ -1,10 +1,10 @@
 //! Acknowledged writes of a guest, and the check that the disk contains them.
 //!
-//! A program in the guest overwrites a few thousand slots of the disk repeatedly, and reports each
-//! write on a separate serial port *after* the write has returned. QEMU copies the port to a file,
-//! so the list survives a crash of the guest. Afterwards each sector of an acknowledged slot must
-//! be complete, and must come from the acknowledged write of this slot or from a later one. An
-//! older sector means a lost write, or a stale write that was executed late.
+//! A program in the guest repeatedly overwrites a few thousand slots of the disk, of 4 KiB each.
+//! It reports each write on a separate serial port *after* the write has returned. QEMU copies the
+//! port to a file, so the list survives a crash of the guest. Afterwards each sector of an
+//! acknowledged slot must be complete, and must come from the acknowledged write of this slot or
+//! from a later one. An older sector means a lost write, or a stale write that was executed late.
 
 pub mod sector;
 

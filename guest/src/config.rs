@@ -6,9 +6,9 @@ use std::str::FromStr;
 
 use serde_json::json;
 
-/// Path of the run's directory of files, inside QEMU's root.
+/// Path inside QEMU's chroot of [`RunDir::files`](crate::rundir::RunDir::files).
 pub(crate) const FILES: &str = "/run/shadowbell/files";
-/// Path of the run's directory of sockets, inside QEMU's root.
+/// Path inside QEMU's chroot of [`RunDir::sockets`](crate::rundir::RunDir::sockets).
 pub const SOCKETS: &str = "/run/shadowbell/sockets";
 
 /// Kernel of the guest.
@@ -132,7 +132,7 @@ pub fn pci_address(index: usize) -> String {
 pub const KERNEL_WORDS: &str =
     "console=ttyS0 rdinit=/init quiet panic=-1 tsc=reliable mitigations=off";
 
-/// Paths of the files that QEMU opens, inside QEMU's root.
+/// Paths inside QEMU's chroot of the files that QEMU opens.
 #[derive(Debug, Clone)]
 pub(crate) struct Inside {
     pub(crate) kernel: PathBuf,

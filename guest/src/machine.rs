@@ -17,7 +17,7 @@ use crate::qmp::Qmp;
 use crate::roots::Roots;
 use crate::rundir::RunDir;
 
-/// Path of `target/guest` inside QEMU's root.
+/// Path of `target/guest` inside QEMU's chroot.
 const KEPT_DIR: &str = "/run/shadowbell/kept";
 
 /// A running Linux guest under QEMU. Dropping it kills QEMU.

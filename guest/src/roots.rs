@@ -1,5 +1,5 @@
-//! Downloads from Debian, kept under `target/guest/` of the repository: one root with QEMU and the
-//! guest's programs, and one root for each guest kernel.
+//! Root file systems that are downloaded from Debian and kept under `target/guest/` of the
+//! repository: one root with QEMU and the guest's programs, and one root for each guest kernel.
 //!
 //! Each root has a stamp that identifies its recipe. If the stamp is missing or different, the root
 //! is built again in another directory and then replaced, so an interrupted download leaves the old
@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 use crate::config::Kernel;
 use crate::host;
 
-/// Recipe of a root.
+/// Recipe of a root file system.
 struct Recipe {
     name: &'static str,
     what: &'static str,

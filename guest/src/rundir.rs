@@ -11,8 +11,9 @@ const SOCKETS: &str = "shadowbell-guest-";
 /// Lock file of a run's directory, locked as long as the run lasts.
 const LOCK: &str = "lock";
 
-/// Two temporary directories. The one for large files is beside the roots. The one for sockets has
-/// a short path, because `sun_path` has 108 bytes and the repository's path may be longer.
+/// Two temporary directories. The one for large files is beside the downloaded
+/// [roots](crate::roots). The one for sockets has a short path, because `sun_path` has 108 bytes
+/// and the repository's path may be longer.
 #[derive(Debug)]
 pub struct RunDir {
     files: TempDir,

@@ -34,11 +34,11 @@ pub struct Serve<'a> {
     pub binary: &'a Path,
     /// Name of the socket in the run's directory of sockets, and of the log, `serve-<name>.log`.
     pub name: &'a str,
-    /// Disk strings.
+    /// Disk specifications.
     pub disks: &'a [String],
     /// Additional options.
     pub options: &'a [&'a str],
-    /// Serves an image from a file system with too little space.
+    /// Small file system to create for an image. `disks` names the image.
     pub small: Option<Small<'a>>,
 }
 
