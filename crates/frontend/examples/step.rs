@@ -62,8 +62,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (pool, mut turns) = Pool::driven(Polling::Never)?;
     let controller = Controller::new(config, pool, Carrier::default())?;
     let transport = Arc::new(InProcess::new(controller, "local:null:1TiB".into()));
-    // Another thread attaches, because it waits for the controller, and the controller runs in
-    // `turn` on this thread.
+    // Another thread attaches, because `attach` waits for the controller, which runs in `turn` on
+    // this thread.
     let options = AttachOptions { queue_pairs: 1, interrupts: false, ..AttachOptions::default() };
     let attaching =
         std::thread::spawn(move || shadowbell_driver::Controller::attach(transport, &options));
