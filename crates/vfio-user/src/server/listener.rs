@@ -162,8 +162,8 @@ pub struct Listener {
     path: PathBuf,
     /// Device and inode number of the socket file, if the drop has to remove it.
     file: Option<(u64, u64)>,
-    /// True if another process accepts clients on the same socket. The drop must then not end the
-    /// socket.
+    /// True if another process accepts clients on the same socket. The drop must then not shut down
+    /// the socket or remove its file.
     is_lent: bool,
 }
 

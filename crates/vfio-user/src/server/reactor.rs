@@ -85,8 +85,8 @@ struct Port {
     timer: Option<Instant>,
     /// Checkpoint sink, for crash recovery.
     recorder: Option<Box<dyn PortRecorder>>,
-    /// True if a client of a dead process has disconnected, and the device has not yet released
-    /// that client.
+    /// True if a client of a dead server process has disconnected, and the device has not yet
+    /// released that client.
     leaving: bool,
 }
 
