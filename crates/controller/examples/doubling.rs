@@ -222,8 +222,8 @@ fn unmap(field: &mut Field, count: u16) {
     });
 }
 
-/// Runs the I/O thread until `done` returns a value. The sleep for the subsystem's own thread costs
-/// no instructions.
+/// Runs the I/O thread until `done` returns a value. The sleep lets the subsystem's own thread
+/// work, and costs no instructions.
 fn turns_until<T>(turns: &mut Turns, mut done: impl FnMut() -> Option<T>) -> T {
     loop {
         while turns.turn() {}

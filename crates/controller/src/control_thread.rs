@@ -41,7 +41,7 @@ pub(crate) enum Turn {
     /// More work is pending. The next turn runs after those of the tasks that wait in the run
     /// queue.
     Requeue,
-    /// More work is pending, but not before this time.
+    /// More work is due at this time. The next turn runs then, or earlier if one is requested.
     At(Instant),
 }
 

@@ -28,8 +28,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Interval of checks for orphans (writes whose submitter is released) while a quiesce waits for
-/// them.
+/// Interval of checks for orphans (cancelled writes that the storage may still execute), while a
+/// quiesce waits for their end.
 const ORPHANS: Duration = Duration::from_millis(5);
 
 /// Save and restore of a quiesced controller.

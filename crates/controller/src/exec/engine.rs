@@ -47,9 +47,9 @@ const WRITE: u8 = NvmOpcode::Write as u8;
 /// Outcome of starting a command.
 #[derive(Debug)]
 pub(crate) enum Started {
-    /// Success, of a short command: the caller charges its cost ([`Engine::charge`]).
+    /// Success of a short command. The caller charges its cost ([`Engine::charge`]).
     Done(Permit),
-    /// Success, of a long command, whose cost is charged already: the caller rechecks the budget.
+    /// Success of a long command. Its cost is charged already, so the caller rechecks the budget.
     DoneLong(Permit),
     /// In flight: [`Engine::reap`] reports the end and the status.
     Pending,

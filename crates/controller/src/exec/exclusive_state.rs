@@ -47,7 +47,8 @@ pub(super) enum FusedProgress {
     Submitted,
     /// Possibly submitted by a dead process.
     MaybeSubmitted,
-    /// Possibly submitted by a dead process; the blocks differ from the Compare data now.
+    /// Possibly submitted by a dead process. Then this process has submitted it, and the blocks
+    /// differed from the Compare data.
     Differs,
 }
 

@@ -11,7 +11,7 @@ pub enum Fault {
     DropBefore,
     /// Completion lost after the execution.
     DropAfter,
-    /// Command that hangs until it is aborted, or until this time, when it ends with an error.
+    /// Command that hangs until it is aborted, or for this time, after which it ends with an error.
     Hang(Option<Duration>),
     /// Execution delayed by this time. A write writes the data that are in memory at the time of
     /// execution.

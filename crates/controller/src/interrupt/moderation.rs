@@ -48,7 +48,8 @@ impl HoldLimit {
     pub(crate) const NONE: Self = Self { grace: Duration::ZERO, max_hold: Duration::ZERO };
 
     /// Limits for an I/O thread that polls for up to `window`: a tenth of the window after each
-    /// completion, the whole window in total. A thread with a long window expects an active host.
+    /// completion, the whole window in total. A long window means that the host is expected to be
+    /// active.
     pub(crate) fn of(window: Duration) -> Self {
         Self { grace: window / 10, max_hold: window }
     }
