@@ -770,9 +770,9 @@ const LOST: u64 = common::BASE + (32 << 20);
 /// Size of the host's memory after its truncation; the queues are below.
 const TRUNCATED: u64 = 16 << 20;
 
-/// The command that finds the lost memory fails, and so do all later commands. Commands end on the
-/// I/O thread, or later, after a transfer by the kernel, which reports the loss as an error of that
-/// transfer.
+/// The command that finds the lost memory fails, and so do all later commands. With a memory disk,
+/// the I/O thread itself accesses the memory. With a file, the kernel does, and reports the loss as
+/// an error of the transfer.
 #[test]
 fn no_command_in_truncated_memory_succeeds() {
     let image = tempfile::NamedTempFile::new().unwrap();

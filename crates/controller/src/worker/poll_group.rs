@@ -34,9 +34,9 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// Number of consecutive sleeps for which a controller was armed in vain before it is parked. The
-/// next command of a parked controller needs a doorbell write even while the thread is awake; the
-/// next command of one that is merely armed, only while the thread sleeps.
+/// Number of consecutive sleeps for which a controller is armed without getting work, before it is
+/// parked. The next command for a parked controller needs a doorbell write even if the thread is
+/// awake. The next command for an armed one needs a doorbell write only if the thread sleeps.
 const PARK_AFTER: u32 = 8;
 /// Idle time after which a controller is parked or becomes dormant while the thread stays awake.
 /// Its host thus needs at most one doorbell write per this time.
@@ -69,7 +69,8 @@ pub(super) struct PollEntry {
 }
 
 impl PollEntry {
-    /// Counts a sleep of the thread. True if the controller was idle for more than [`PARK_AFTER`].
+    /// Counts a sleep of the thread. True if the controller has made no progress in more than
+    /// [`PARK_AFTER`] sleeps.
     fn is_idle(&mut self) -> bool {
         let done = self.queues.progress();
         self.idle_streak = if done == self.done { self.idle_streak.saturating_add(1) } else { 0 };
@@ -275,7 +276,7 @@ impl PollGroup {
     }
 
     /// Prepares a sleep: activates dormant controllers, so that their doorbells are armed, and
-    /// parks controllers that were armed in vain for a while. One controller always stays active:
+    /// parks controllers that got no work in the last sleeps. One controller always stays active:
     /// the only controller of a thread is never parked.
     pub(super) fn park_idle(&mut self, trace: &mut Option<Observer>) {
         self.active.extend(self.dormant.drain(..).inspect(|entry| is_back(entry)));
