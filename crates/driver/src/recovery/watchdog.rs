@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId, current};
 use std::time::{Duration, Instant};
 
-/// A watched object.
+/// Controller that a [`Watchdog`] watches.
 pub(crate) trait WatchedController: Send + Sync {
     /// Called for every tick. Returns true to request a status check, because a command takes long
     /// or memory pages were lost.
@@ -29,12 +29,12 @@ pub(crate) struct WatchIntervals {
 struct WatchdogControl {
     stopped: Mutex<bool>,
     changed: Condvar,
-    /// Locked while the thread has a strong reference to the watched object.
+    /// Locked while the thread has a strong reference to the watched controller.
     watching: Mutex<()>,
 }
 
-/// Watches an object until the watchdog is dropped. While the thread sleeps, it holds only a weak
-/// reference, so it does not keep the watched object alive.
+/// Watches a controller until the watchdog is dropped. While the thread sleeps, it holds only a
+/// weak reference, so it does not keep the controller alive.
 pub(crate) struct Watchdog {
     control: Arc<WatchdogControl>,
     thread: Mutex<Option<JoinHandle<()>>>,

@@ -456,7 +456,7 @@ fn a_resubmitted_command_keeps_its_tags() {
         controller.recovery_stats().resets != 0 && fake.state().held.len() == 4
     });
     assert_eq!(entries(), before);
-    // The test is repeated with other commands in the slots.
+    // The commands that use the slots next do not get the tags of these commands.
     for _ in 0..4 {
         fake.complete(0);
     }
