@@ -34,7 +34,7 @@ const OVER: &str = "STALLED_OVER";
 /// Environment variable: if set, fsync is answered as not implemented.
 const NO_SYNCS: &str = "STALLED_NO_SYNCS";
 
-/// Name of the only file of the file system. Tests share it as guest memory, or open it as an image.
+/// Name of the only file. Tests share it as guest memory, or open it as an image.
 const NAME: &str = "memory";
 const FILE: INodeNo = INodeNo(2);
 const SIZE: u64 = 1 << 20;
