@@ -101,7 +101,8 @@ impl Server {
 
     /// Offers another disk, or another size of the disk, to the clients that connect from now on.
     /// Connected clients keep the disk that they have, because the protocol has no message for a
-    /// change. If `disconnects`, their requests in flight are completed, and they are disconnected.
+    /// change. If `disconnects` is true, the requests of these clients are completed, and then the
+    /// clients are disconnected.
     pub fn replace_disk(&self, disk: BlockDevice, disconnects: bool) {
         self.shared.replace_disk(disk, disconnects);
     }

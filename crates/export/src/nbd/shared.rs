@@ -114,8 +114,9 @@ impl ServerShared {
         Registered { shared: Arc::clone(self), number, offer }
     }
 
-    /// Offers another `disk` to the clients that connect from now on. The others keep theirs; or
-    /// if `disconnects`, their requests in flight are completed, and they are disconnected.
+    /// Offers another `disk` to the clients that connect from now on. The connected clients keep
+    /// the disk that they have. If `disconnects` is true, the requests of these clients are
+    /// completed, and then the clients are disconnected.
     pub(super) fn replace_disk(&self, disk: BlockDevice, disconnects: bool) {
         let mut state = self.state.lock();
         let Export { name, description, .. } = &*state.offer.export;

@@ -83,8 +83,9 @@ struct State {
     // State of the disk.
     blocks: [Option<u8>; 3],
     in_hand: Vec<(u8, u16, u8)>,
-    // State that the frontend keeps when a process dies.
+    /// Tracking memory, which the frontend keeps when a process dies.
     words: [u64; WORDS],
+    /// Number of processes that have been started.
     processes: u8,
     process: Option<Process>,
     /// Requests that were marked and have not been answered since, in the order of the marks.
