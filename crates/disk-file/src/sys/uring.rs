@@ -566,8 +566,8 @@ target!(types::Fd);
 /// `IORING_SETUP_DEFER_TASKRUN` is not used, because the descriptor of such a ring does not wake a
 /// thread that sleeps on it in `poll` or `epoll_wait`. (Observed with Linux 6.18: only commits to
 /// the completion queue wake the thread, and such a ring defers these commits.)
-/// `IORING_SETUP_SINGLE_ISSUER` is not used, because the thread that creates the ring is another
-/// one than those that use it.
+/// `IORING_SETUP_SINGLE_ISSUER` is not used, because one thread creates the ring, and other threads
+/// use it.
 pub(super) fn build<S: Shape>(opcodes: &'static [u8]) -> io::Result<IoUring<S, S::Completion>> {
     let allowed =
         Allowed { opcodes, flags: squeue::Flags::FIXED_FILE, registers: &[register::FILES_UPDATE] };
