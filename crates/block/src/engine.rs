@@ -134,7 +134,7 @@ pub(crate) struct Engine {
     pending: Cell<usize>,
     /// True if the queue must be checked for completions even if no request is in flight.
     must_look: Cell<bool>,
-    /// True if requests were submitted since the last turn.
+    /// True if requests were submitted since the last call of [`turn`](Self::turn).
     uncommitted: Cell<bool>,
     traffic: Arc<QueueTraffic>,
 }
@@ -305,7 +305,8 @@ impl Engine {
         any
     }
 
-    /// True if the thread may sleep: every submitted request was passed to the disk by a turn.
+    /// True if the thread may sleep: [`turn`](Self::turn) has passed every submitted request to the
+    /// disk.
     pub(crate) fn may_sleep(&self) -> bool {
         !self.uncommitted.get()
     }
