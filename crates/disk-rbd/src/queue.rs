@@ -114,8 +114,8 @@ impl RbdQueue {
         })
     }
 
-    /// Selects how the durability of `op` is achieved. The first flag is true if its calls have to
-    /// be durable when they complete; the second is true if a flush has to follow them.
+    /// Selects how `op` becomes durable. The first flag is true if each librbd call of `op` has to
+    /// be durable when it completes. The second flag is true if a flush has to follow these calls.
     fn is_durable(&self, op: Op) -> (bool, bool) {
         let fua = match op {
             Op::Write { fua } | Op::CompareAndWrite { fua } | Op::WriteZeroes { fua, .. } => fua,
