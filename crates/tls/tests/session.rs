@@ -207,7 +207,7 @@ fn each_failed_handshake_has_its_message() {
     let [client, server] = faults(&good, &old, "localhost");
     assert_eq!(client, Some(SessionError::Expired));
     assert_eq!(server, Some(SessionError::Refused("it has expired")));
-    // Both ends have certificates of different CAs.
+    // The certificate of the server is of another CA than the certificate of the client.
     let strange = Place::new(|path| stranger.write_all(path));
     let [client, server] = faults(&good, &strange, "localhost");
     assert_eq!(client, Some(SessionError::Issuer));
