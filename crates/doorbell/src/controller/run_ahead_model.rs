@@ -51,7 +51,7 @@ struct Model {
     /// True if events may happen between the host's store to the shadow entry and its load of
     /// EventIdx.
     caught: bool,
-    /// Position in the ring at which the shipped code is executed.
+    /// Position in the ring of the last value seen. The shipped code is executed with it.
     origin: u16,
 }
 

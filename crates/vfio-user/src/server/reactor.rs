@@ -83,7 +83,7 @@ struct Port {
     retry: Option<Instant>,
     /// Deadline of this port in the reactor's timers.
     timer: Option<Instant>,
-    /// Checkpoint sink, for crash recovery.
+    /// Storage for checkpoints of the port, for crash recovery; `None` if checkpoints are off.
     recorder: Option<Box<dyn PortRecorder>>,
     /// True if a client of a dead server process has disconnected, and the device has not yet
     /// released that client.
