@@ -268,7 +268,7 @@ pub enum RequestError {
     Unusable {
         /// Namespace identifier.
         nsid: u32,
-        /// Unsupported property, which completes "the namespace ...".
+        /// Unsupported property, in words that follow "namespace N" in the message.
         what: &'static str,
     },
     /// The namespace has no metadata, or a metadata format that this driver does not support.
