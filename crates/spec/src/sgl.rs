@@ -37,9 +37,9 @@ pub const TYPE_TRANSPORT_DATA_BLOCK: u8 = 0x5;
 /// Type Fh: vendor specific.
 pub const TYPE_VENDOR: u8 = 0xf;
 
-/// Subtype 0h: `address` is an address.
+/// Subtype 0h: the field `address` is a memory address.
 pub const SUBTYPE_ADDRESS: u8 = 0x0;
-/// Subtype 1h: `address` is an offset into the command capsule.
+/// Subtype 1h: the field `address` is an offset into the command capsule.
 pub const SUBTYPE_OFFSET: u8 = 0x1;
 
 impl SglDescriptor {
