@@ -64,7 +64,7 @@ pub enum OpenError {
     Unusable {
         /// Namespace identifier.
         nsid: u32,
-        /// Unsupported feature, which completes "namespace ...".
+        /// Unsupported feature, in words that follow "namespace N" in the message.
         what: &'static str,
     },
     /// The block size is neither 512 nor 4096 bytes.
