@@ -224,8 +224,9 @@ pub(super) struct Queue {
     calls: usize,
     /// True if the image's file is registered with the ring.
     has_image: bool,
-    /// True while the event is polled. `ticking` is true while the timer runs.
+    /// True while the descriptor that was passed to [`arm`](Self::arm) is polled.
     armed: bool,
+    /// True while the timer for timeout checks runs.
     ticking: bool,
 }
 
