@@ -161,7 +161,7 @@ pub struct PersistentEvent {
 zero_default!(PersistentEvent);
 
 impl PersistentEvent {
-    /// EHL: number of bytes of the header after the field.
+    /// Value of the field `ehl`: number of bytes of the header after this field.
     pub const EHL: u8 = 24 - 3;
 }
 
