@@ -342,7 +342,7 @@ impl Handshake {
     ) -> Option<(u32, String)> {
         let set = option == option::SET_META_CONTEXT;
         if set {
-            // The option replaces the previous selection, even if it fails.
+            // Even if the option fails, contexts that an earlier option selected are deselected.
             self.agreed.allocation = false;
         }
         if !self.agreed.structured {

@@ -25,8 +25,8 @@ pub(super) struct Offer {
 /// Current offer, and the threads of the server.
 struct State {
     offer: Offer,
-    /// Events that end the sleep of the threads, with the number of the client's offer. The
-    /// listening thread has the highest one.
+    /// Events that end the sleep of the threads, with the number of the offer that the thread's
+    /// client got. The listening thread has `u64::MAX` instead.
     threads: BTreeMap<u64, (u64, EventFd)>,
 }
 
@@ -50,7 +50,7 @@ pub(super) struct ServerShared {
 pub(super) struct Registered {
     shared: Arc<ServerShared>,
     number: u64,
-    /// Number of the client's offer.
+    /// Number of the offer that the thread's client got.
     offer: u64,
 }
 

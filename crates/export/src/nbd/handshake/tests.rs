@@ -152,7 +152,7 @@ fn the_allocation_context_requires_structured_replies() {
     let kinds = client.kinds(option::SET_META_CONTEXT, &ask);
     assert_eq!(kinds, [answer::META_CONTEXT, answer::ACK]);
     assert!(client.handshake.agreed.allocation);
-    // Each selection replaces the previous one.
+    // Each selection of metadata contexts replaces the previous one.
     assert_eq!(client.kinds(option::SET_META_CONTEXT, &list(&[])), [answer::ACK]);
     assert!(!client.handshake.agreed.allocation);
     client.kinds(option::SET_META_CONTEXT, &ask);
