@@ -37,7 +37,7 @@ pub(super) struct Flusher {
     work_added: Condvar,
     /// Signalled when the sync thread exits or starts a sync.
     thread_ended: Condvar,
-    /// Function of a test that returns the result of a sync instead of the system.
+    /// Replaces the system call of a sync in tests. Returns 0 or a negative error number.
     #[cfg(any(test, feature = "scripted"))]
     pub(super) scripted_result: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
 }
