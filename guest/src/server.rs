@@ -49,7 +49,7 @@ pub struct Small<'a> {
     pub directory: &'a Path,
     /// Size of the file system in bytes.
     pub room: u64,
-    /// Size of `disk.img` on it in bytes.
+    /// Size in bytes of the image on the file system, `disk.img`.
     pub image: u64,
 }
 
