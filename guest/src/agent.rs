@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::frame::{self, Lines, Message};
 
-/// Maximum time of a blocking read, after which the caller's check runs again.
+/// Maximum time of a blocking read. Between two reads, the caller's `check` function is called.
 const TICK: Duration = Duration::from_millis(50);
 
 /// Result of a command in the guest.
@@ -81,7 +81,8 @@ impl Agent {
         Ok(Self { stream, lines: Lines::default(), sequence: 0, boot_id, lost: false })
     }
 
-    /// Waits until the agent of a new boot is ready.
+    /// Waits until the agent of a new boot is ready. Calls `check` repeatedly. An error of `check`
+    /// ends the wait.
     pub fn wait_hello(
         &mut self,
         timeout: Duration,
@@ -100,7 +101,8 @@ impl Agent {
         }
     }
 
-    /// Runs a shell command in the guest.
+    /// Runs a shell command in the guest. While it waits, calls `check` repeatedly. An error of
+    /// `check` ends the wait.
     ///
     /// # Errors
     ///
