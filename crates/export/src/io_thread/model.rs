@@ -22,7 +22,7 @@ use std::time::Instant;
 /// Violation of a rule of the wakeup protocol, to show that the model detects it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Defect {
-    /// The thread sleeps although it has submitted a request since the last round.
+    /// The thread sleeps although it has submitted a request since the last `run_once`.
     SleepWithSubmission,
     /// `reap` submits a request that it does not commit.
     UncommittedByReap,
@@ -274,7 +274,7 @@ impl Loop {
                 ended.push(slot);
             });
             ended.into_iter().for_each(|slot| self.io.tasks().release(slot));
-            // A request may arrive between the round and the sleep.
+            // A request may arrive between `run_once` and the sleep.
             if self.arrives() {
                 let slot = self.io.tasks().reserve().unwrap();
                 assert!(self.io.tasks().start_now(slot, flush()).is_none());

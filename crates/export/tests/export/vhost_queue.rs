@@ -16,7 +16,8 @@ const TABLE: u64 = 0x60_1000;
 const PIECES: [(u64, u32); 4] =
     [(0x10_0000, 300_001), (0x20_0003, 7), (0x30_0000, 400_000), (0x40_0100, 349_592)];
 
-/// Submits a request with indirect descriptors. The segments already contain the data of a write.
+/// Submits a request for the data segments [`PIECES`], with indirect descriptors. For a write, the
+/// segments already contain the data.
 fn scatter(ring: &mut Ring, kind: u32, sector: u64) {
     const NEXT: u16 = 1;
     const INDIRECT: u16 = 4;
