@@ -34,8 +34,8 @@ pub(super) struct FileQueue {
     /// Scratch buffer for completions. It is kept, so that a batch allocates nothing.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
-    /// Number of answers that the queue still has to process: of the flusher for syncs, and of the
-    /// range locks for requests that waited for their range.
+    /// Number of completions that `requester` still has to receive, or that the queue has not yet
+    /// taken from it: of the flusher for syncs, and of the range locks for requests that wait.
     notifications: usize,
     requester: Arc<Requester>,
 }
@@ -284,8 +284,8 @@ impl Queue for FileQueue {
             self.ring.quieten();
         }
         self.ring.collect(&mut completions);
-        // The answers are taken after `quieten`: a later answer then makes the descriptor readable
-        // again.
+        // The completions of `requester` are taken after `quieten`: a later completion then makes
+        // the descriptor readable again.
         if self.notifications != 0 {
             let before = completions.len();
             self.requester.take(&mut completions);

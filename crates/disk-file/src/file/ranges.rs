@@ -119,8 +119,8 @@ impl Ranges {
         &self.lists[(list % LISTS) as usize].0
     }
 
-    /// Enters the range of a request. Returns false if the request has to wait. Then `of` will
-    /// receive an answer when the request may start.
+    /// Enters the range of a request. Returns false if the request has to wait. When the request
+    /// may start, `of` then receives a completion with `key`.
     pub(super) fn enter(&self, request: &Request, key: Key, of: &Arc<Requester>) -> bool {
         let Some(mut entry) = Entry::new(request, key, of) else { return true };
         let (first, count) = entry.units();
@@ -144,7 +144,7 @@ impl Ranges {
     }
 
     /// Removes the range of a request that has ended. Returns true if the request was still
-    /// waiting. Then it will receive no answer.
+    /// waiting. Then `of` receives no completion with `key`.
     pub(super) fn leave(&self, request: &Request, key: Key, of: &Arc<Requester>) -> bool {
         let Some(entry) = Entry::new(request, key, of) else { return false };
         let (first, count) = entry.units();
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Receiver of answers, in place of a queue.
+    /// Receiver of completions, in place of a disk queue.
     struct Queue(Arc<Requester>);
 
     impl Queue {
