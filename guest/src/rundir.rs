@@ -22,8 +22,8 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// Makes both directories, and removes those of killed runs. `parent` is the directory of
-    /// large files.
+    /// Makes the two directories, and removes the directories of killed runs. The directory for
+    /// large files is made in `parent`.
     pub fn new(parent: &Path) -> Result<Self> {
         let runs = parent.join("run");
         fs::create_dir_all(&runs).with_context(|| runs.display().to_string())?;
