@@ -381,7 +381,8 @@ impl Guest {
         (target, stream, moved)
     }
 
-    /// Resumes the guest with the device behind `client`, which gets this memory and this state.
+    /// Resumes the guest with the device behind `client`, which gets `memory` and the device state
+    /// `stream`.
     ///
     /// # Errors
     ///

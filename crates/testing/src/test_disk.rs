@@ -47,7 +47,7 @@ impl TestDisk {
     ///
     /// # Panics
     ///
-    /// If the shape is invalid.
+    /// If the number of blocks or the block size is invalid.
     #[must_use]
     pub fn new(blocks: u64, block_size: u32) -> Self {
         let mem = MemDisk::new(blocks, block_size).unwrap();
@@ -58,7 +58,7 @@ impl TestDisk {
     ///
     /// # Panics
     ///
-    /// If the shape is invalid.
+    /// If the number of blocks or the block size is invalid.
     #[must_use]
     pub fn sparse(blocks: u64, block_size: u32) -> Self {
         let mem = MemDisk::recoverable(blocks, block_size).unwrap();
