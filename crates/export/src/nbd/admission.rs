@@ -94,8 +94,8 @@ impl Drop for Admission {
     }
 }
 
-/// Client in the handshake, with a duplicate of its socket, by which it can be evicted. Dropping
-/// the value ends this state and closes the duplicate.
+/// Client in the handshake, with a duplicate of its socket, by which it can be evicted. When the
+/// handshake has ended, the value is dropped, which closes the duplicate.
 pub(super) struct NewClient {
     pub(super) peer: Peer,
     socket: Arc<Mutex<Option<OwnedFd>>>,
