@@ -31,8 +31,8 @@ pub(super) struct Prepared<'a> {
 
 /// Number of the lowest bits in the id of a call, which contain the number of its slot.
 pub(super) const INDEX_BITS: u32 = 28;
-/// Number of the next bits in the id of a call, which an engine may use, and which are otherwise
-/// zero. The bits above them contain the generation of the slot.
+/// Number of the bits directly above those of the slot number. An engine may use them; otherwise
+/// they are zero. The bits above them contain the generation of the slot.
 pub(super) const QUEUE_BITS: u32 = 16;
 
 /// Id of a wake-up, which has no slot.
