@@ -361,8 +361,8 @@ impl Core {
         let published = self.outstanding() as u32 - unpublished.min(self.outstanding() as u32);
         let due = unpublished >= (published / UNPUBLISHED_DIVISOR).min(MAX_UNPUBLISHED)
             && unpublished != 0;
-        // The results of these functions are returned in registers: see
-        // `shadowbell_memory::SqeBatch`.
+        // Each of the three functions returns its result in a register. For the cost of further
+        // stores to memory, see `shadowbell_memory::SqeBatch`.
         if !due {
             self.ring_cq_doorbell_if_short()?;
         } else if published >= MAX_UNPUBLISHED {

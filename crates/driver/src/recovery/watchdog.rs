@@ -91,7 +91,7 @@ fn watch(
         }
         drop(stopped);
         // A paused watchdog skips this tick, because the last handle may be about to be dropped.
-        // The guard is declared before the strong reference, so it is dropped after it.
+        // `_watching` is declared before the strong reference `target`, so it is dropped later.
         let Some(_watching) = control.watching.try_lock() else { continue };
         let Some(target) = target.upgrade() else { return };
         let is_due = target.tick();
