@@ -156,7 +156,8 @@ mod tests {
         }
     }
 
-    /// A server that reports another process as its supervisor is not found by its ID.
+    /// A server that reports an unrelated process as its supervisor is not found by the ID of that
+    /// process.
     #[test]
     fn a_server_is_not_believed_about_its_processes() {
         let directory = tempfile::tempdir().unwrap();

@@ -117,7 +117,7 @@ pub(crate) fn check(
         if read_u32(cell, CRC_AT) != Some(crc) {
             return bad(Fault::Corrupt);
         }
-        // The checksum matches, so the other fields are valid.
+        // The checksum matches, so the other fields are those that `fill` has written.
         let low = read_u32(cell, OFFSET_AT).unwrap_or_default();
         let high = read_u32(cell, OFFSET_AT + 4).unwrap_or_default();
         let written = u64::from(low) | u64::from(high) << 32;

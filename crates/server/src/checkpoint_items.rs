@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 use shadowbell_config::controller_config::ControllerConfig;
 use shadowbell_config::server_config::{ServerConfig, SocketConfig};
 
-/// Key of the item with the management endpoints, which exists while the server quiesces for an
-/// upgrade.
+/// Key of the item with the management endpoints. The item exists only while the server quiesces
+/// for an upgrade.
 pub(super) const ENDPOINTS: &str = "endpoints";
 
 /// Key of the item that names the controllers that have quiesced for an upgrade.
@@ -72,7 +72,8 @@ pub(super) fn served_of<'a>(requested: impl Iterator<Item = &'a SocketConfig>) -
     all.collect()
 }
 
-/// Explains why the new process cannot continue for the old one, if the lists differ.
+/// Returns an error text with the first difference between the controllers of the old and of the
+/// new process. `None` if the lists are equal.
 pub(super) fn difference(old: &[Served], new: &[Served]) -> Option<String> {
     if old.len() != new.len() {
         return Some(format!(

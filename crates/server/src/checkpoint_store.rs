@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use tracing::error;
 
-/// Key of the item that marks a checkpoint as outdated. Its descriptor, an eventfd, is signalled as
-/// soon as a change could not be sent. A message to the supervisor would not suffice, because the
-/// supervisor may not read its socket, and die before it does.
+/// Key of the item that marks a checkpoint as outdated. Its descriptor is an eventfd, which is
+/// signalled as soon as a change could not be sent. A message to the supervisor would not suffice:
+/// a hung supervisor may die before it reads the message.
 const OUTDATED: &str = "old";
 
 /// Sender of checkpoint changes, usable from any thread. A change of several items is atomic.
@@ -106,8 +106,8 @@ impl CheckpointStore {
         if *state == State::Valid {
             let Err(error) = self.send(changes, false) else { return Ok(()) };
             *state = State::Lost;
-            // The signal precedes all further actions of the caller, which the checkpoint does not
-            // contain.
+            // The eventfd is signalled before the caller continues, because the checkpoint does not
+            // contain the caller's change.
             self.0.outdated.signal();
             // The death of the supervisor is reported by the main loop.
             if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) {

@@ -1,5 +1,5 @@
-//! Comparison of a configuration with a running server: the steps that lead to it, and the
-//! differences for the operator.
+//! Comparison of a running server with a new configuration: the steps that make the server match
+//! the configuration, and the differences for the operator.
 //!
 //! A controller of which only namespaces differ keeps its client, if each difference can be applied
 //! while a guest runs: an added or removed namespace, other limits, or a change of read-only.

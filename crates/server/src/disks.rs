@@ -261,8 +261,8 @@ impl Changes {
         Ok(())
     }
 
-    /// Returns the disk with this id if no controller has it, for a controller that is `read_only`
-    /// or not.
+    /// Returns the disk with this id if no controller has it. With `read_only`, a writable disk is
+    /// made read-only.
     ///
     /// # Errors
     /// The disk cannot be made read-only.

@@ -51,8 +51,8 @@ struct Guest {
     name: String,
     /// The controller. The reference is weak, so that a removed controller is freed.
     served: Weak<ServedController>,
-    /// Counters at the last disconnect, which are those at the next connect. At the connect itself
-    /// they would be read too late, perhaps after the first commands.
+    /// Counters at the last disconnect, from which the next client's commands are counted. Counters
+    /// that were read at the connect might include that client's first commands.
     before: Counts,
     /// Number of queues in the last log line.
     queues: usize,

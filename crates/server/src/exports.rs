@@ -381,7 +381,7 @@ impl Changes {
         let other = running.values().find(|export| export.config.disk == disk.id);
         let now = Arc::clone(&disk.open.disk);
         let block = match other.map(|export| export.block.with_options(options)) {
-            // The other one may serve the disk as it was before a change.
+            // The other export's block device may hold the disk as it was before a change.
             Some(block) => block.with_disk(now),
             None => BlockDevice::new(now, options),
         };

@@ -37,7 +37,7 @@ impl FenceWait {
         self.is_cancelled.load(Ordering::Acquire)
     }
 
-    /// Waits until the process and all its io_urings have ended. Calls `waits` repeatedly
+    /// Waits until the dead process and all its io_urings have ended. Calls `waits` repeatedly
     /// meanwhile. Returns false if the wait is cancelled.
     pub(super) fn wait_for_end(&self, mut waits: impl FnMut()) -> bool {
         let timeout = Timespec::try_from(POLL[1]).ok();

@@ -195,7 +195,8 @@ mod tests {
     use shadowbell_supervisor::protocol;
     use shadowbell_testing::wait::LIMIT;
 
-    /// A recovery that is not tried any more has a result, so the next jobs of its group are run.
+    /// A job that is given up still has a result ([`Recovered::Nothing`]), so the next job of its
+    /// group is run.
     #[test]
     fn an_item_that_crashes_every_process_does_not_block_its_group() {
         let (ours, _theirs) = protocol::pair().unwrap();

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Socket name in a directory, as in SPDK.
 const IN_DIRECTORY: &str = "cntrl";
 
-/// Socket of a controller, with what SPDK needs.
+/// Socket of a controller, with the data for SPDK's command line.
 struct Endpoint {
     socket: PathBuf,
     /// Directory for SPDK, and whether doorbells are mapped as SPDK's client requires.

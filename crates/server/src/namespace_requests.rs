@@ -100,7 +100,7 @@ impl PoolExecutor {
         self.changes.find(&self.id)
     }
 
-    /// Locks the pool, which may take a while, until the previous process has unlocked it.
+    /// Locks the pool. Waits until the previous process has unlocked it, which may take a while.
     fn wait_for_lock(&self) {
         let mut is_logged = false;
         while let Err(error) = self.pool.lock() {

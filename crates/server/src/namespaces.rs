@@ -501,7 +501,8 @@ pub(super) fn apply_change(
             let limited = LimitedDisk::of(&**old);
             if let Some(own) = limited.and_then(|limited| limited.limiters().first())
                 && wanted.group == before.group
-                // The clients of exports would be disconnected if the layer was removed.
+                // The layer with the limits stays if the disk has exports, because its removal
+                // would disconnect their clients.
                 && (!wanted.is_none() || guard.is_exported)
             {
                 own.set(wanted.own);
@@ -516,7 +517,7 @@ pub(super) fn apply_change(
             }
             check_group(new)?;
             let effect = Effect::Content(format!("the content of {new} instead of {}", old.name()));
-            // Before the disk is opened, which may take long.
+            // The guard is checked before the disk is opened, because the open may take long.
             guard.check(&effect)?;
             return Ok(ChangeResult::Disk(new.clone(), open(new)?, effect));
         }

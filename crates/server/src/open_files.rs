@@ -21,7 +21,8 @@ fn of_queues(disks: impl IntoIterator<Item = Arc<dyn Disk>>, threads: u64) -> u6
 
 /// Number of open files that the guest of a controller may still need, on `threads` I/O threads.
 pub(super) fn of_controller(served: &ServedController, threads: usize) -> u64 {
-    // The own files of a connected client are open already, but perhaps not those of its queues.
+    // The sockets and memory files of a connected client are open already. The files of its disk
+    // queues may not be.
     let client = if served.has_client() { 0 } else { OF_CLIENT };
     client + of_queues(served.disks(), threads as u64)
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Interval at which the thread checks whether it was dropped.
+/// Interval at which the thread checks whether its [`ParentWatch`] was dropped.
 const POLL: Duration = Duration::from_millis(100);
 
 /// Time within which the process may end by itself after the death of its supervisor. The kill

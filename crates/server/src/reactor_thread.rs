@@ -73,7 +73,7 @@ impl ReactorThread {
         match std::mem::replace(&mut *state, State::Gone) {
             State::Paused(reactor) => Some(*reactor),
             State::Serving { .. } => {
-                // If the reactor pauses after this timeout, the thread resumes it.
+                // If the reactor pauses after this timeout, `Shared::serve` runs it again.
                 *state = State::Serving { pause: false };
                 self.handle.thaw();
                 None
@@ -108,7 +108,7 @@ impl Shared {
                         std::thread::park();
                     }
                 }
-                // The pause has timed out, so the reactor continues.
+                // The reactor has paused (`Frozen`) after `pause` had given up, so it continues.
                 Ok(RunEnd::Frozen) => {}
                 Ok(RunEnd::Stopped) | Err(_) => {
                     *state = State::Gone;

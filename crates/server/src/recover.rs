@@ -319,7 +319,8 @@ impl Plan {
 }
 
 /// Sorts controllers, the busiest first: in the order that a process that had quiesced has
-/// recorded, or else by the counters in the checkpoint. Suspects come last.
+/// recorded, or else by the counters in the checkpoint. Controllers whose earlier recovery may have
+/// crashed a process come last.
 fn sort(jobs: &mut [ControllerJob], quiesced: &Quiesced, attempts: &Attempts) {
     if !quiesced.controllers.is_empty() {
         let place: HashMap<_, _> = (0..).zip(&quiesced.controllers).map(|(n, i)| (*i, n)).collect();
@@ -358,8 +359,8 @@ fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<Vec<Str
         let slot = Slot::of_controller(entry.index);
         let checked = recovery_job::check_deaths(attempts.deaths(slot));
         if let Err(why) = checked.and_then(|()| recovery_job::check(entry, &its)) {
-            // A state of an unsupported release refuses the upgrade, because it would lose all
-            // clients.
+            // If the state has the format of an unsupported release, the upgrade is refused,
+            // because it would lose all clients.
             if why.downcast_ref::<StateError>().is_some_and(StateError::is_of_another_release) {
                 return Err(why);
             }

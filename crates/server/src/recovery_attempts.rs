@@ -129,8 +129,8 @@ impl Attempts {
         }
     }
 
-    /// Excludes an item from all further recoveries, because the fence that they would need is not
-    /// kept.
+    /// Excludes an item from all further recoveries. They would have to wait for its fence, which
+    /// no checkpoint contains any more.
     pub(super) fn give_up(&self, slot: Slot) {
         self.set(slot, LIMIT + 1);
     }

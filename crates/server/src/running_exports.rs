@@ -305,7 +305,7 @@ impl Exports {
         let its = running.values().filter(|export| export.config.disk == disk);
         let its = its.filter(|export| export.has_client());
         let loss = |export: &RunningExport| {
-            // The mount stays while its session is replaced.
+            // Clients of a FUSE file lose nothing: the mount stays while its session is replaced.
             let stays =
                 *effect == Effect::Reconnect && matches!(export.device, ExportDevice::Fuse(..));
             let what = effect.on_export(export.config.read_only).filter(|_| !stays)?;

@@ -82,7 +82,8 @@ type RequestKey = (usize, u64);
 struct Seen {
     disk: String,
     since: Instant,
-    /// True if the storage may work on it for long: its age says nothing about the storage.
+    /// True if the storage may take long to execute the request, so that its age is no sign of a
+    /// stall.
     is_long: bool,
 }
 
@@ -91,16 +92,16 @@ struct Requests {
     count: u64,
     /// Time when the oldest was seen first.
     since: Instant,
-    /// As `since`, without requests that the storage may work on for long. `None` if there are
-    /// no others.
+    /// As `since`, but only for requests that the storage executes quickly. `None` if there are
+    /// none.
     since_short: Option<Instant>,
 }
 
 /// Stalled disk.
 struct Stall {
-    /// Time since when it does not answer.
+    /// Time since which the disk has not answered.
     since: Instant,
-    /// Time when that was logged.
+    /// Time of the last log line about the stall.
     logged: Instant,
 }
 
@@ -125,7 +126,8 @@ impl Scanner {
         let busy: HashSet<usize> = self.seen.keys().map(|(index, _)| *index).collect();
         let mut controllers = HashMap::new();
         for served in changes.registry().all() {
-            // Without a client, only a reset can still wait for commands, which were seen before.
+            // A controller without a client gets no new commands. Commands for which a reset still
+            // waits were in the last scan (`busy`).
             if !served.has_client() && !busy.contains(&served.index) {
                 continue;
             }
@@ -226,7 +228,8 @@ impl Scanner {
         };
         self.seen.values().for_each(|seen| add(&seen.disk, 1, seen.since, seen.is_long));
         for (disk, count) in orphans {
-            // The writes of a stalled disk were in flight before they were cancelled.
+            // The cancelled writes of a stalled disk were in flight before, so their age counts
+            // from the begin of the stall.
             let first = self.stalled.get(disk).map_or(now, |stall| stall.since);
             let (before, since) = self.orphans.entry(disk.clone()).or_insert((*count, first));
             *before = *count;
@@ -333,7 +336,7 @@ mod tests {
         assert!(!scanner.is_stalled("a", &requests(None), None, at(1000)), "a long discard");
         // Nothing has ended for 1000 s, because all requests wait for a low limit.
         assert!(!scanner.is_stalled("b", &short, Some(4), at(1000)));
-        // Then the storage has one of them.
+        // From 1000 s on, three requests wait for the limit, so the storage has the fourth one.
         assert!(!scanner.is_stalled("b", &short, Some(3), at(1004)));
         assert!(scanner.is_stalled("b", &short, Some(3), at(1005)));
     }

@@ -99,7 +99,7 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
             let absolute = |path: &Path| {
                 std::path::absolute(path).map(|path| path.to_string_lossy().into_owned())
             };
-            // Canonical, so that the path equals that in the mount table.
+            // The path is made canonical, so that it equals the path in the mount table.
             let canonical = |path: &Path| match path.canonicalize() {
                 Ok(path) => Ok(path.to_string_lossy().into_owned()),
                 Err(_) => absolute(path),

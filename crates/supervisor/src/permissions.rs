@@ -22,7 +22,8 @@ pub struct Permissions {
     pub images: Vec<Bytes>,
     /// Paths of images that are only opened for reading.
     pub read_only_images: Vec<Bytes>,
-    /// Directories below which all files are permitted as images, and single files.
+    /// Paths of directories and files. All files below such a directory, and each such file, are
+    /// permitted as images.
     pub image_directories: Vec<Bytes>,
     /// Paths of sockets. A socket file that a dead server left at such a path is replaced.
     pub sockets: Vec<Bytes>,

@@ -51,9 +51,11 @@ impl Supervisor {
                 }
                 self.worker_has_died(&what, worker.has_served(), is_killed(status));
             }
-            // The server process has logged its error, if there was one, and the service ends. But
-            // a process that was started after a death is started again (next arm), because I/O of
-            // the dead process may still hold locks of a disk.
+            // The service ends with the server process if the process had served, if no earlier
+            // process has died (`died`), or if the service was ending anyway (`ended`). The process
+            // has logged its error, if there was one. A process that failed to start after a death
+            // is instead replaced by another one, because I/O of the dead process may still hold
+            // locks of a disk.
             Some(code)
                 if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
             {

@@ -31,8 +31,7 @@ struct SavedSupervisor {
     deaths: Vec<u64>,
     died: Option<u64>,
     restart: Option<u64>,
-    /// Pending reload: the outer option is set if one is pending, the inner one has the process
-    /// id of the server process that received the request.
+    /// Pending reload of the configuration.
     reading: Option<Reading>,
     worker: Option<SavedWorker>,
     upgrade: Option<SavedUpgrade>,

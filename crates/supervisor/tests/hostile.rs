@@ -358,7 +358,7 @@ fn give(socket: &OwnedFd, code: u8, body: &[u8], fds: &[BorrowedFd<'_>]) {
     let _ = send_bytes(socket, code, body, fds, false);
 }
 
-/// A descriptor of each kind.
+/// Descriptors of different types: files, a directory, a device, sockets, a pipe and others.
 fn descriptors() -> Vec<OwnedFd> {
     let secret = directory().join("secret");
     let (pipe, _write) = io::pipe().expect("a pipe");
@@ -404,7 +404,7 @@ fn put(link: &OwnedFd, key: &str, body: &[u8], fds: &[BorrowedFd<'_>]) {
     }
 }
 
-/// Socket whose close does not end (SO_LINGER), because the peer does not read.
+/// Socket whose close blocks (SO_LINGER), because the peer does not read.
 fn slow_to_close() -> (OwnedFd, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
     set_socket_recv_buffer_size(&listener, 4096).expect("a socket");
@@ -415,7 +415,7 @@ fn slow_to_close() -> (OwnedFd, TcpStream) {
     writer.set_nonblocking(true).expect("a socket");
     while writer.write(&[0; 65536]).is_ok() {}
     writer.set_nonblocking(false).expect("a socket");
-    // The close takes this long. The value is no limit of the test.
+    // The close would block for this time, which is longer than any limit of the test.
     set_socket_linger(&writer, Some(LIMIT * 100)).expect("a socket");
     (writer.into(), reader)
 }

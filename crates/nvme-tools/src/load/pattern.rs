@@ -2,7 +2,7 @@
 
 use crate::rng::Rng;
 
-/// I/O: position in the job's share, in units of its size, and direction.
+/// I/O: its position in the job's share, in multiples of the I/O size, and its direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Io {
     pub(super) index: u64,

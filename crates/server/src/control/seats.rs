@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::Notify;
 
-/// Seats of the connections at one socket, whose number is limited.
+/// Limit of the connections at one socket. Each connection holds one of `limit` seats.
 pub(super) struct Seats {
     limit: usize,
     /// Seats of the current connections, the oldest first.
@@ -15,7 +15,7 @@ pub(super) struct Seats {
     changed: Arc<Notify>,
 }
 
-/// Seat of one connection, which holds it until the connection ends or is evicted.
+/// Seat that one connection holds until the connection ends or is evicted.
 pub(super) struct Seat {
     /// True while a request is executed.
     is_busy: AtomicBool,

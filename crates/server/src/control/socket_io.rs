@@ -260,7 +260,7 @@ mod tests {
     use std::io::{IoSlice, Write};
     use std::net::{TcpListener, TcpStream as TcpSocket};
 
-    /// Socket whose close does not end (SO_LINGER) until the peer, which does not read, is dropped.
+    /// Socket whose close blocks (SO_LINGER) until the peer, which does not read, is dropped.
     fn slow() -> (OwnedFd, TcpSocket) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         set_socket_recv_buffer_size(&listener, 4096).unwrap();
@@ -283,7 +283,8 @@ mod tests {
         sendmsg(socket, &bytes, &mut control, SendFlags::empty()).unwrap();
     }
 
-    /// The descriptors are replaced by later ones, more than one in a message, or never received.
+    /// A client passes descriptors that are slow to close: one that the next one replaces, two in
+    /// one message, and one that the server never receives.
     #[test]
     fn a_slow_close_of_a_clients_descriptor_does_not_block_the_server() {
         let (client, server) = std::os::unix::net::UnixStream::pair().unwrap();

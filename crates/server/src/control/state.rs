@@ -31,7 +31,7 @@ pub(crate) struct ServerState {
     /// Reason why the last upgrade failed, if it did.
     pub(crate) upgrade_error: Arc<Mutex<Option<String>>>,
     pub(crate) tracer: Arc<Tracer>,
-    /// Requests upgrades of the supervisor, for a sandboxed process.
+    /// Requester that asks the supervisor for an upgrade, for a sandboxed process.
     pub(crate) upgrade_requester: Option<UpgradeRequester>,
 }
 

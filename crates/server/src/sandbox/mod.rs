@@ -10,7 +10,7 @@
 //! | user | `--user` | `user` |
 //! | capabilities | `capset`, the bounding set | `capabilities` |
 //! | gain of privileges | `PR_SET_NO_NEW_PRIVS` | |
-//! | files, TCP, signals to others | Landlock; images by the supervisor | `files`, `opening` |
+//! | files, TCP, signals to others | Landlock; images by the supervisor | `files`, `open_broker` |
 //! | system calls | seccomp filter; a forbidden call ends the process | `calls`, `filter` |
 //! | io_uring | restricted instances, created before the filter closes | `rings` |
 //! | core dumps, more descriptors, priorities | resource limits | `enter` |

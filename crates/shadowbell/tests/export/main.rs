@@ -105,7 +105,7 @@ impl Export {
         Self::refused_with(2, directory, arguments, words)
     }
 
-    /// As [`refused`](Self::refused), for a cause that can pass: exit status 1.
+    /// As [`refused`](Self::refused), for a temporary cause: exit status 1.
     #[track_caller]
     fn unavailable(arguments: &[&str], words: &str) {
         Self::refused_with(1, tempfile::tempdir().unwrap(), arguments, words);

@@ -85,8 +85,9 @@ fn fill(block: usize, salt: usize) -> u8 {
     (block * 31 + salt * 7) as u8
 }
 
-/// A client changes between many requests in flight and one at a time, without another client and
-/// beside one of either kind. At the end, the server stops while clients are connected.
+/// A client with many requests in flight reads and writes: first alone, then beside another such
+/// client. Then it reads with one request at a time, and again with many. At the end, the server
+/// stops while a client is connected.
 fn check_changing_clients(target: &str) {
     let export = Export::start(&[target, "--nbd", "unix:DIR/nbd"]);
     let socket = export.path("nbd");
@@ -103,7 +104,7 @@ fn check_changing_clients(target: &str) {
     client.check(0..REQUESTS, 1, 3);
     client.write(0..2 * REQUESTS, DEPTH, 4);
     client.check(0..2 * REQUESTS, DEPTH, 4);
-    // The next client can use the disk after one disconnects with requests in flight.
+    // After a client has disconnected with requests in flight, the next client can use the disk.
     let unread = (0..DEPTH).flat_map(|block| Client::request(1, block, &[fill(block, 4); BLOCK]));
     client.0.write_all(&unread.collect::<Vec<u8>>()).unwrap();
     drop((client, other));

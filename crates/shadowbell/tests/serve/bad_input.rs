@@ -14,7 +14,8 @@ fn refused(directory: &Path, arguments: &[&str], words: &[&str]) {
     refused_with(ExitStatus::BadInput, directory, arguments, words);
 }
 
-/// Like [`refused`], for a cause that can pass: a unit starts the service again.
+/// Like [`refused`], for a temporary cause. With its exit status, a systemd unit restarts the
+/// service.
 #[track_caller]
 fn unavailable(directory: &Path, arguments: &[&str], words: &[&str]) {
     refused_with(ExitStatus::Failed, directory, arguments, words);

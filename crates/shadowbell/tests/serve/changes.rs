@@ -284,7 +284,7 @@ fn check_validates_a_file_without_opening_disks() {
         (controller("a.img").replace("\"a\"", "\"a b\""), "vms.toml:2: `a b` is no id"),
         (controller("a.img").repeat(2), "vms.toml:"),
         ("workers = 0\n".to_owned(), "vms.toml:1"),
-        // Each error has the line of its key.
+        // Each error names the line of the configuration key that is wrong.
         (controller("no:x"), "vms.toml:4:"),
         (controller("mem:1"), "vms.toml:4:"),
         (controller("a.img") + "serial = \"123456789012345678901\"\n", "vms.toml:5: the serial"),

@@ -105,7 +105,8 @@ fn a_bad_file_is_refused_as_a_whole() {
     ] {
         refused(at, &second(lines), words);
     }
-    // These can be there later, so a unit starts the service again.
+    // A missing file or directory may exist later, so with this exit status a systemd unit restarts
+    // the service.
     for (lines, words) in [
         ("socket = \"b.sock\"\ndisks = [\"none.img\"]", "none.img: there is no such file"),
         ("socket = \"no/b.sock\"\ndisks = [\"mem:1MiB\"]", "is in no directory"),

@@ -49,8 +49,8 @@ fn a_wrong_option_has_one_status_in_all_verbs() {
     }
 }
 
-/// A target that does not exist is unusable input; a server or an object of it is not found. A
-/// service, which its unit restarts, fails.
+/// The exit status is that of bad input for a missing target, of "not found" for a missing server
+/// or an object of a server, and of a failure for a service, which a systemd unit then restarts.
 #[test]
 fn what_does_not_exist_has_one_status_in_all_verbs() {
     let directory = tempfile::tempdir().unwrap();
@@ -128,8 +128,8 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
     }
 }
 
-/// A service fails by causes that can pass, and its unit restarts it; unusable input ends it for
-/// good.
+/// After a temporary cause, a service has an exit status with which a systemd unit restarts it.
+/// After bad input, it has another one, with which the unit does not.
 #[test]
 fn a_service_is_restarted_only_after_a_cause_that_can_pass() {
     let directory = tempfile::tempdir().unwrap();

@@ -144,7 +144,8 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
     assert!(!socket.exists());
 }
 
-/// Starts a server with a sandbox, with this configuration and an image of the machine's size.
+/// Starts a server with a sandbox, with this configuration and an image `disk.img` for the disk of
+/// [`Machine`].
 fn start(file: &str, sockets: &[&str]) -> Server {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("vm.toml"), file).unwrap();

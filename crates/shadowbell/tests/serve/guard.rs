@@ -152,7 +152,7 @@ fn an_exported_disk_grows_under_its_clients_and_nothing_disconnects_them_without
     ctl_json(&server, &["limit", "data", "--iops", "90000", "--force"]);
     assert!(client.is_disconnected());
     let mut client = Nbd::connect(&nbd);
-    // Other limits change at once, and without a disconnect.
+    // Once the disk has limits, changes of their values take effect without a disconnect.
     ctl_json(&server, &["limit", "data", "--iops", "80000"]);
     ctl_json(&server, &["limit", "data", "--none"]);
     assert_eq!((disk(&server, "data")["limits"].clone(), client.read()), (Value::Null, 5));
@@ -160,7 +160,7 @@ fn an_exported_disk_grows_under_its_clients_and_nothing_disconnects_them_without
     assert!(client.is_disconnected());
     let mut client = Nbd::connect(&nbd);
     assert_ne!(client.write(6), 0);
-    // Its clients may write when they connect again.
+    // When the disk is writable again, a new client may write.
     ctl_json(&server, &["disk", "read-only", "data", "off"]);
     assert_eq!((client.read(), Nbd::connect(&nbd).write(7)), (5, 0));
     assert_eq!(address(&server, "t"), port, "the port that the system has chosen");

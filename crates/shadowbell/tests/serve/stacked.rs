@@ -95,9 +95,9 @@ fn a_dead_lower_controller_gives_the_guest_an_error() {
     server.stop();
 }
 
-/// A controller with a disk on an SSD gets an I/O thread of its own, unless the configuration
-/// assigns one. A hung SSD blocks the thread for ten seconds at a time, for which other controllers
-/// must not wait.
+/// A controller whose disk is a namespace of another controller (`ssd`) gets an I/O thread of its
+/// own, unless the configuration assigns one. If the other controller hangs, it blocks the thread
+/// for ten seconds at a time, and controllers without such a disk must not wait meanwhile.
 #[test]
 fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
     let (below, other_below) = (ssd("mem:1MiB"), ssd("mem:1MiB"));
@@ -131,7 +131,7 @@ fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
         [0, 1, 2, 3].map(|n| stats["controllers"][n]["workers"][0]["worker"].clone())
     };
     assert_eq!(workers(), [0, 1, 0, 0]);
-    // When a disk on an SSD is attached later, its controller moves to an I/O thread of its own.
+    // A controller to which such a disk is attached later moves to an I/O thread of its own.
     let third = ssd("mem:1MiB");
     ctl_json(&server, &["namespace", "attach", "vm3", "2", &third.1]);
     until("vm3 has moved", || workers() == [0, 1, 0, 2]);
@@ -153,7 +153,7 @@ fn a_missing_lower_controller_is_refused_as_bad_input() {
     let directory = tempfile::tempdir().unwrap();
     let other = uri.strip_suffix("/1").unwrap().to_owned() + "/2";
     for (disk, words, expected) in [
-        // It may be served later.
+        // The socket may exist later, so the exit status is 1: a systemd unit restarts the service.
         ("vfio-user:/nonexistent/ssd.sock/1", "no controller behind /nonexistent/ssd.sock", 1),
         (other.as_str(), "there is no namespace 2", 2),
         ("nvme://0000:ff:1f.7/1", "0000:ff:1f.7", 2),
