@@ -75,7 +75,7 @@ struct Guest {
     /// Expected contents of all memory: the contents at the last call of `remember`, with the
     /// guest's later writes. `check` compares the parts that the controller must not write.
     image: Vec<u8>,
-    /// Buffer of the same length, into which all memory is read.
+    /// Buffer of the same length as `image`, into which all memory is read.
     snapshot: Cell<Vec<u8>>,
     /// True between the end of a reset and the next possible enable, when the controller must not
     /// write.

@@ -1,9 +1,9 @@
 //! A hostile host's doorbell values, in a register or in a shadow entry, and a model of their
 //! validation.
 //!
-//! After each look this body checks that the position is that of the last valid value; that an
-//! invalid value is reported, once, and does not permit a sleep; that a submission queue has
-//! stopped after an invalid tail; and that EventIdx is a position of the ring.
+//! After each read of the doorbell (a look) this body checks that the position is that of the last
+//! valid value; that an invalid value is reported, once, and does not permit a sleep; that a
+//! submission queue has stopped after an invalid tail; and that EventIdx is a position of the ring.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -62,7 +62,7 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// Checks one look, which may have ended in a sleep.
+/// Checks the result of one read of the doorbell, after which the thread may have slept.
 fn check(cells: &Cells, entries: u32, (look, slept): (Look, bool), expected: Look) {
     assert_eq!(look, expected);
     assert!(look.is_ok() || !slept, "the thread sleeps with an error to report");

@@ -7,7 +7,7 @@ use shadowbell_disk_layers::{MetadataDisk, ZonedDisk};
 use shadowbell_spec::Sqe;
 use std::sync::Arc;
 
-/// NSIDs of these disks.
+/// NSIDs of the disk with metadata and of the zoned disk.
 pub(crate) const WITH_METADATA: u32 = 3;
 pub(crate) const ZONED: u32 = 4;
 

@@ -111,7 +111,7 @@ struct Guest {
     admin: BTreeMap<u16, Kind>,
     /// Contents of all memory when the controller was disabled.
     image: Vec<u8>,
-    /// Buffer of the same length, into which all memory is read.
+    /// Buffer of the same length as `image`, into which all memory is read.
     snapshot: Cell<Vec<u8>>,
     /// Unmap of the memory for data, if there is one: the flag that is set when the unmap is
     /// confirmed, and then the contents of that memory.

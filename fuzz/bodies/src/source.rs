@@ -50,7 +50,7 @@ impl<'a> Source<'a> {
         choices[self.below(choices.len())]
     }
 
-    /// At most `most` bytes. The input has their number first.
+    /// At most `most` bytes. In the input, their number precedes them.
     pub(crate) fn bytes(&mut self, most: usize) -> Vec<u8> {
         let len = self.below(most + 1);
         self.exactly(len)

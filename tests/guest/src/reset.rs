@@ -15,8 +15,8 @@ use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 256 << 20;
 
-/// Starts large reads behind the writer's slots, so that DMA to the guest is always in flight.
-/// These reads may fail during a reset.
+/// Starts large reads at offsets after the slots of the [`Writer`], so that DMA to the guest is
+/// always in flight. These reads may fail during a reset.
 fn start_reads(guest: &mut Guest, dev: &str) -> Result<()> {
     guest
         .sh(

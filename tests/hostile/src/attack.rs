@@ -71,7 +71,7 @@ pub enum Kind {
     /// Hostile attack that is evaluated by counts: the bounds of the victim's latency do not apply.
     /// The server process may be replaced.
     Counted,
-    /// Attack on an export that is judged by counts, like [`Kind::Counted`].
+    /// Attack on an export that is evaluated by counts, like [`Kind::Counted`].
     CountedExport,
     /// Control measurement: the same load on this machine, without an attack on the server.
     Control,

@@ -135,7 +135,8 @@ impl Victim {
                 seen.register = seen.register.max(took);
                 seen.served_register = seen.served_register.max(took.saturating_sub(waited));
             }
-            // The pace of the victim: a rate. A delayed read delays the following ones.
+            // The pace of the victim: the next read is due one interval after the previous one was
+            // due, but not in the past. So a delayed read delays the following ones.
             due = (due + Duration::from_secs(1) / PER_SECOND).max(Instant::now());
             // The sleep ends when the next read is due.
             sleep(due.saturating_duration_since(Instant::now()));

@@ -11,7 +11,7 @@ use shadowbell_hostile::attack::{Attack, Clock, Field, Kind};
 use shadowbell_hostile::attacks;
 use shadowbell_hostile::server::LogReader;
 
-/// Duration of an attack, and the pause until the next.
+/// Duration of an attack.
 const ATTACK: Duration = Duration::from_secs(2);
 // Pause until the next attack.
 const PAUSE: Duration = Duration::from_millis(250);

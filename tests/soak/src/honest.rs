@@ -30,11 +30,12 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 const CONNECTION_CHECK_AFTER: Duration = Duration::from_secs(1);
 /// Polling interval of each guest.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Number of slots of a disk, and number of blocks of the largest slot.
+/// Number of slots of a disk, and distance between the starts of two slots in blocks. A slot has 1
+/// to `SLOT_BLOCKS` blocks.
 const SLOTS: u64 = 32;
 const SLOT_BLOCKS: u64 = 32;
 const BLOCK: u64 = 512;
-/// Size of a disk with these slots.
+/// Size of the disk of a guest, as an option and in bytes. The slots are in its first half.
 pub(crate) const DISK: &str = "1MiB";
 pub(crate) const DISK_BYTES: u64 = SLOTS * SLOT_BLOCKS * BLOCK * 2;
 /// Memory size of a guest: rings and three buffers.

@@ -15,7 +15,8 @@ pub(super) const BLOCKS: u64 = 1 << 16;
 /// Maximum number of commands that the driver may submit in a program.
 const COMMANDS: usize = 20_000;
 
-/// Rest of the script. After its end the controller behaves correctly.
+/// Rest of the script, the input bytes that choose how the controller misbehaves. After the end of
+/// the script, the controller behaves correctly.
 #[derive(Default)]
 pub(super) struct Script(VecDeque<u8>);
 

@@ -111,7 +111,7 @@ pub(super) struct Host {
     memory: SharedBytes,
     /// Expected contents of the guest's memory.
     image: Vec<u8>,
-    /// Buffer of the same length, into which all memory is read.
+    /// Buffer of the same length as `image`, into which all memory is read.
     snapshot: Vec<u8>,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,

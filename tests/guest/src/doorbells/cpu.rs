@@ -26,8 +26,8 @@ use shadowbell_testing::wait::LIMIT;
 
 // Duration of a measurement, not a limit.
 const TIME: Duration = Duration::from_millis(2000);
-/// Duration of the short run, whose CPU time is subtracted. Most of this CPU time is for the start
-/// and the end of fio, which take almost a second in this guest.
+/// Duration of the short run, whose CPU time is subtracted from that of the long run. Most of it is
+/// for the start and the end of fio, which take almost a second in this guest.
 const SHORT_RUN: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
 /// Number of attempts to measure one turn.

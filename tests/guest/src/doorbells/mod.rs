@@ -185,7 +185,7 @@ fn count(guest: &mut Guest, contestant: &mut Contestant, depth: u32) -> Result<C
         Ok::<u64, anyhow::Error>(of(&after)?.saturating_sub(of(&before)?))
     };
     let (commands, total) = (grown("commands")?, fio.total);
-    // The kernel may read the disk as well as fio does, but only a little.
+    // Besides fio, the kernel may read the disk too, but only a little.
     let close = commands >= total && commands <= total + total / 50 + 20;
     ensure!(close, "the server counted {commands} commands where fio did {total} I/Os");
     let (doorbell_writes, interrupts) = (grown("doorbell_mmio_writes")?, grown("interrupts")?);

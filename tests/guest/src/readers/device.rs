@@ -67,7 +67,6 @@ impl Export {
 
     /// Ends the server as an operator does. Its log must report the end without a warning, and the
     /// device must disappear.
-    /// 0.
     pub(crate) fn stop(self, guest: &mut Guest) -> Result<()> {
         self.signal(guest, "TERM")?;
         let said = self.ended(guest)?;

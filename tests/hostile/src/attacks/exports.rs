@@ -274,7 +274,7 @@ const VMS: u64 = 16;
 
 /// Each VM kicks random chains a few times, and disconnects with requests in flight.
 fn vhost_random(field: &mut Field) -> Result<()> {
-    // The victim's blocks are before these.
+    // The victim's blocks are before these sectors.
     let sectors = (1 << 20) / 512..(16 << 20) / 512;
     let mut random = Random::new(1);
     for vm in 1.. {

@@ -60,7 +60,7 @@ impl SlowFile {
         let options = std::ffi::CString::new(options)?;
         let flags = MountFlags::NOSUID | MountFlags::NODEV;
         mount("slow", &path, "fuse", flags, options.as_c_str()).context("mounting a FUSE file")?;
-        // Valid also if a build has replaced the file of this program.
+        // This path is valid even if a build has replaced the file of this program.
         let ourselves = format!("/proc/{}/exe", std::process::id());
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).arg(ourselves);

@@ -11,7 +11,7 @@ use super::tree::NQN;
 use crate::server::{child, output};
 use crate::settings::Settings;
 
-/// MiB of huge pages for its queues and buffers.
+/// MiB of huge pages for the queues and buffers of `spdk_nvme_perf`.
 const MEMORY: u32 = 256;
 
 /// Random reads of the controller with the socket `cntrl` in `directory`, on the driver's CPU.

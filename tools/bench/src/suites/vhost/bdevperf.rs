@@ -11,7 +11,7 @@ use super::super::spdk::HugePages;
 use crate::server::{child, output};
 use crate::settings::Settings;
 
-/// MiB of huge pages for its queues and buffers.
+/// MiB of huge pages for the queues and buffers of `bdevperf`.
 const MEMORY: u32 = 256;
 
 /// Runs a load on the device behind a socket, on the driver's CPU. Returns a row with the field

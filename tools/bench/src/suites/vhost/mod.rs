@@ -1,5 +1,5 @@
-//! vhost-user-blk: shadowbell, SPDK and qemu-storage-daemon, with SPDK's virtio initiator in
-//! turn.
+//! vhost-user-blk: shadowbell, SPDK and qemu-storage-daemon, measured in turn with SPDK's virtio
+//! initiator as the client.
 //!
 //! The client polls on one CPU, and the server has the other.
 
