@@ -47,7 +47,7 @@ pub(crate) enum Loss {
     Silent,
 }
 
-/// Queue that is receiving: its number on the connection, and the list for its completions.
+/// Queue that receives replies: its number on the connection, and the list for its completions.
 pub(crate) type CallerResults<'a> = (u32, &'a mut Vec<SubrequestResult>);
 
 struct Connection {
@@ -377,8 +377,9 @@ impl Link {
             self.in_flight -= 1;
             self.bytes -= part.cost();
             if error == wire::NbdError::Shutdown as u32 {
-                // The server ends and has not executed the request, which waits for the next
-                // connection. This connection stays until its other requests have ended.
+                // The server is about to end and has not executed the request, so the request is
+                // sent again on the next connection. This connection stays until its other requests
+                // have ended.
                 is_ending = true;
                 self.resubmit(part, shared);
                 continue;

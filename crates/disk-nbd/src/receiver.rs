@@ -271,7 +271,8 @@ fn payload(
         }
         chunk::OFFSET_HOLE => {
             let len = head.get(8..).and_then(|rest| Reader(rest).u32()).ok_or(wrong)?;
-            // A hole without a byte would not bring the reply nearer to its end.
+            // Empty holes are refused, because a server could send them without end and the reply
+            // would never be complete.
             let at = place(len).filter(|_| len != 0).ok_or(Violation::Range)?;
             let hole = part.data.get_mut(at..at + len as usize).ok_or(Violation::Range)?;
             hole.fill(0);

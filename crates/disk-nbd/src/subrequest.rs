@@ -42,8 +42,8 @@ pub(crate) struct Subrequest {
     /// Number of connections that ended by a protocol violation while this subrequest was in
     /// flight.
     pub(crate) breaks: u32,
-    /// For a flush: end of the unflushed writes that it makes durable, as a number of
-    /// [`Unflushed`](crate::unflushed::Unflushed).
+    /// For a flush: end of the unflushed writes that it makes durable. It is the number of an entry
+    /// in [`Unflushed`](crate::unflushed::Unflushed).
     pub(crate) flushes: u64,
     /// Sequence number, by which subrequests are ordered.
     pub(crate) number: u64,

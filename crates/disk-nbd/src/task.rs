@@ -130,7 +130,8 @@ impl Task {
             (Action::Flush, None) if self.is_barrier && self.outcome.is_ok() => {
                 Request { op: Op::Flush, offset: 0, len: 0 }
             }
-            // Any operation with a range waits for the same orphans.
+            // Every operation with a range waits for the same orphans, so a read stands for all of
+            // them.
             (_, Some(next)) => Request { op: Op::Read, offset: next.offset, len: next.len.into() },
             (_, None) => return false,
         };

@@ -398,8 +398,8 @@ fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
     }
 }
 
-/// The automatic flush keeps the unflushed writes below the limit of `replay`, beyond which writes
-/// wait for it.
+/// Writes more than the option `replay` allows to be unflushed. The disk then sends flushes
+/// automatically, and writes beyond the limit wait for such a flush.
 #[test]
 fn an_automatic_flush_that_an_ending_server_refuses_is_sent_again() {
     let fake = Fake::new(MIB, ALL);
@@ -427,8 +427,8 @@ fn requests_survive_frequent_disconnects() {
         let fresh = random.bytes(4096);
         model[at..at + 4096].copy_from_slice(&fresh);
         write(&mut *queue, at as u64, &fresh).unwrap();
-        // A connection must have room for the unflushed requests, so they are flushed every few
-        // rounds.
+        // Each new connection begins with a replay of the unflushed writes and ends after 9
+        // requests, so a flush keeps their number below 9.
         if round % 4 == 0 {
             flush(&mut *queue).unwrap();
         }
@@ -476,7 +476,8 @@ fn requests_are_cancelled_without_a_server() {
     }
     fake.change(|manner| manner.condition = false);
     fake.start();
-    // The orphan is sent again, because nothing else shows when the server has executed it.
+    // The orphan (the cancelled write) is sent again, because only a reply shows that the server
+    // has executed it.
     assert_eq!(flush(&mut *queue), Ok(()));
     assert_eq!((fake.count(command::WRITE), disk.orphans()), (1, 0));
     assert_eq!(read(&mut *queue, 0, MIB), Ok([vec![9; 512], vec![0; MIB - 512]].concat()));

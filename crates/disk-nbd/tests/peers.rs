@@ -134,7 +134,8 @@ fn nbdkit_with_errors() {
     assert_eq!(disk.counters()[1], ("connections_lost", 0));
 }
 
-/// The server dies during one of several requests. It has answered others before.
+/// Reads from a server that kills itself during every eighth read on average and is started again
+/// each time.
 #[test]
 fn requests_survive_repeated_crashes_of_nbdkit() {
     let script = r#"
@@ -228,8 +229,8 @@ fn tcp() {
             None => false,
         };
         if !is_alive(&mut server) {
-            // The port was free a moment ago. If another program uses it by now, the test tries
-            // again.
+            // Another program may take the port between the moment when it is found free and the
+            // start of `nbdkit`. Then `nbdkit` ends, and the test tries again.
             let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
             let mut command = Command::new("nbdkit");
             command.args(["--foreground", "--exit-with-parent", "--ipaddr=127.0.0.1", "--port"]);

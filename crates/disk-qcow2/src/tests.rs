@@ -308,7 +308,7 @@ fn crashes_with_subclusters() {
     crashes(|path| create_overlay(path, "extended_l2=on,cluster_size=32k"));
 }
 
-/// The refcount table grows.
+/// Uses clusters and refcounts of a size at which the writes enlarge the refcount table.
 #[test]
 fn crashes_with_wide_counts() {
     crashes(|path| create(path, "cluster_size=512,refcount_bits=64", &[]));

@@ -360,7 +360,8 @@ impl Format {
         let bytes = first << layout.bits..(end << layout.bits).min(layout.size);
         close(bytes.clone());
         if let Some(data_file) = &self.data_file {
-            // The locations in a data file are fixed.
+            // A cluster has the same offset in the data file as in the disk, so it is zeroed in
+            // place.
             data_file.zero(bytes.start, bytes.end - bytes.start)?;
         }
         let mut old = Vec::with_capacity((end - first) as usize);

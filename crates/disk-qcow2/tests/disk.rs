@@ -390,8 +390,8 @@ fn count_far_away(path: &Path, bits: u32, clusters: u64, nth: u64) -> u64 {
     len
 }
 
-/// An entry cannot hold the offset of too large a cluster number, and would refer to another
-/// cluster.
+/// Opens an image whose refcount blocks count clusters so far away that a table entry has too few
+/// bits for their offsets. With such an offset, the entry would refer to another cluster.
 #[test]
 fn counts_beyond_the_largest_offset_are_refused() {
     let directory = directory();

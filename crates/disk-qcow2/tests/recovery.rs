@@ -34,8 +34,8 @@ fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
     (state, fds)
 }
 
-/// Recovers the image. A child process that another test has just forked may hold the lock until it
-/// executes its program, so this is repeated.
+/// Recovers the image. A child process that another test has just forked may hold the image's lock
+/// until it executes its program, so the recovery waits for the lock.
 fn recover(path: &Path, (state, mut fds): (serde_json::Value, Descriptors)) -> Qcow2Disk {
     let deadline = wait::deadline();
     let wait = || Instant::now() < deadline;

@@ -232,7 +232,7 @@ fn a_file_shorter_than_its_tables_is_only_read() {
         assert_eq!(held, wanted, "{n}");
     }
     drop((queue, disk));
-    // The remedy that the message names.
+    // The error message names a command that enlarges the file, and the test does the same.
     assert!(error.contains(&format!("truncate -s {len} ")), "{error}");
     file.set_len(len).unwrap();
     let disk = open_soon(&path, "");

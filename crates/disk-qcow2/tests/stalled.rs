@@ -30,7 +30,8 @@ fn hung_storage_delays_no_other_image() {
     let slow = open(&mount.path(), "");
     let good = open(&good, "");
     let (mut waits, mut goes) = (slow.queue().unwrap(), good.queue().unwrap());
-    // Moved here so that it is dropped first. Dropping the mount ends the waiting requests.
+    // `mount` is declared again after the disks and queues, so that it is dropped before them.
+    // Dropping it ends the requests that wait for the stalled storage.
     let mount = mount;
     // From now on, the map contains the first clusters, so reads of them take the fast path.
     assert_eq!(read(&mut *waits, 0, 4096), Ok(vec![7; 4096]));

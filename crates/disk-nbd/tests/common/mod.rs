@@ -36,9 +36,10 @@ pub(crate) struct Manner {
     pub(crate) violation: Option<Violation>,
     /// Error code for each command that has to fail.
     pub(crate) errors: BTreeMap<u16, u32>,
-    /// True if requests are accepted and not answered.
+    /// True if all requests are received but neither executed nor answered.
     pub(crate) condition: bool,
-    /// Function that selects further requests that are accepted and not answered.
+    /// Function that selects the requests that are received but neither executed nor answered if
+    /// `condition` is false.
     pub(crate) holds: Option<fn(&Request) -> bool>,
     /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
