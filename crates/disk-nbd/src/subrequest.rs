@@ -109,7 +109,8 @@ pub(crate) struct Subrequests {
     slots: Vec<(u32, Option<Subrequest>)>,
     free: Vec<u32>,
     next: u64,
-    /// Places of the subrequests, by queue number. Each request of a queue has its own list.
+    /// Lists of indexes into `slots`, by queue number. Each request of a queue has its own list,
+    /// which contains its subrequests.
     owned: Vec<Lists>,
 }
 

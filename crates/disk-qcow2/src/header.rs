@@ -28,13 +28,13 @@ const EXTENSION_FEATURES: u32 = 0x6803_f857;
 const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 const FEATURE_LEN: usize = 48;
 
-/// Incompatible features.
+/// Bits of the incompatible features in the header.
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 1 << 1;
 const DATA_FILE: u64 = 1 << 2;
 const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
-/// Autoclear features.
+/// Bit of the autoclear features in the header: the data file has the format of a raw image.
 const RAW_DATA_FILE: u64 = 1 << 1;
 /// Offsets of the header fields that this crate changes.
 const REFCOUNT_TABLE_AT: u64 = 48;

@@ -11,7 +11,8 @@ const IN_DIRECTORY: &str = "cntrl";
 /// Socket of a controller, with the data for SPDK's command line.
 struct Endpoint {
     socket: PathBuf,
-    /// Directory for SPDK, and whether doorbells are mapped as SPDK's client requires.
+    /// Directory of the socket, by which SPDK addresses the controller, and whether doorbells are
+    /// mapped as SPDK's client requires. `None` if the socket is not in a directory for SPDK.
     spdk: Option<(PathBuf, bool)>,
 }
 

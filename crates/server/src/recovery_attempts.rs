@@ -198,7 +198,8 @@ impl Attempt<'_> {
         *self.alone.borrow_mut() = None;
     }
 
-    /// Calls `open`, which opens storage, without the mark once this process serves.
+    /// Calls `open`, which opens storage of the item. Once this process serves, the item is not
+    /// marked during the call.
     pub(super) fn open<T>(&self, open: impl FnOnce() -> T) -> T {
         self.opens.set(true);
         let serves = match &mut *self.attempts.opening.lock() {
@@ -220,7 +221,7 @@ impl Attempt<'_> {
         opened
     }
 
-    /// Calls `wait`, which waits for storage, without the mark.
+    /// Calls `wait`, which waits for storage. The item is not marked during the call.
     pub(super) fn pause<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.unmark();
         let waited = wait();
@@ -307,7 +308,8 @@ mod tests {
             let is_dropped = attempts.deaths(slots[0]) >= LIMIT;
             assert_eq!(is_dropped, all >= 5, "{all} deaths");
         }
-        // The seventh death would discard the checkpoint, so nothing of the item is accessed.
+        // After the sixth death, the item is not accessed at all, because after a seventh death the
+        // supervisor would discard the checkpoint.
         assert_eq!(slots.map(|slot| attempts.deaths(slot)), [LIMIT + 1, 0]);
     }
 

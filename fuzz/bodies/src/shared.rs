@@ -210,8 +210,8 @@ impl Connection {
         assert!(alive, "the reactor was not stopped");
     }
 
-    /// Takes a turn of the second thread: it takes at most `most` writes to the doorbell, and stops
-    /// at any other message.
+    /// Runs the reader of the second thread once. It takes at most `most` doorbell writes, and
+    /// stops at any other message.
     fn poll(&mut self, most: u32) {
         let mut seen = self.seen.lock();
         let Some(socket) = seen.socket.take() else { return };
@@ -293,7 +293,7 @@ impl Connection {
         panic!("the server takes no more bytes");
     }
 
-    /// A numbered write, with or without a request for a reply.
+    /// Message of the next numbered write, with or without a request for a reply.
     fn ring(&mut self, source: &mut Source<'_>) -> Vec<u8> {
         let access = messages::access(0, DOORBELL, 4);
         let flags = if source.bool() { 0x10 } else { 0 };

@@ -98,8 +98,8 @@ fn attach(socket: &Path) -> Result<(Guest, [Buffer; 3])> {
 }
 
 impl HonestGuest {
-    /// Attaches to a controller. The first turns of all guests are spread evenly over the length of
-    /// one turn.
+    /// Attaches to a controller. The guests begin their first turns at different times, spread
+    /// evenly over the length of a turn, so that their load is even.
     pub(crate) fn attach(number: u64, socket: PathBuf) -> Result<Self> {
         let (guest, buffers) = attach(&socket)?;
         let now = Instant::now();

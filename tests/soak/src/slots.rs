@@ -255,7 +255,7 @@ mod tests {
             slots.completed(op, &[]).unwrap();
         };
         slots.content(second, &mut new);
-        // Generations are checked block by block.
+        // While the second write is in flight, each block that is read may be old or new.
         let mut half = new.clone();
         half[..BLOCK].copy_from_slice(&old[..BLOCK]);
         for found in [&old, &new, &half] {
