@@ -153,7 +153,8 @@ fn the_locks_of_an_image_are_those_of_qemu() {
             for second_is_ours in [true, false] {
                 let seconds = if second_is_ours { &ours[..] } else { &qemus[..] };
                 for second in seconds.iter().copied() {
-                    // Two users of one overlay do not share the overlay itself.
+                    // Both programs would write the same overlay, so the locks of the overlay would
+                    // exclude one of them, not those of the base image.
                     if (first, second) == (Use::Base, Use::Base) {
                         continue;
                     }

@@ -23,18 +23,18 @@ impl fmt::Display for Loss {
 }
 
 impl Loss {
-    /// Returns the loss of a controller's client. `None` if the controller has no client.
+    /// Returns what the client of a controller loses. `None` if the controller has no client.
     pub(super) fn of_controller(served: &ServedController, what: String) -> Option<Self> {
         served.has_client().then(|| Self { client: served.id.clone(), what })
     }
 
-    /// Loss of the client of a controller that waits for its disks.
+    /// Returns what the client of a controller loses that waits for its disks.
     pub(super) fn of_waiting(waiting: &WaitingController) -> Self {
         let what = "would lose the controller, which waits for its disks".to_owned();
         Self { client: waiting.requested.id(), what }
     }
 
-    /// Loss of the clients of the export `id`.
+    /// Returns what the clients of the export `id` lose.
     pub(super) fn of_export(id: &str, what: String) -> Self {
         Self { client: format!("the export {id}"), what }
     }
@@ -75,7 +75,8 @@ pub(super) enum Effect {
 }
 
 impl Effect {
-    /// Loss of a controller's client.
+    /// Describes what the client of a controller with the disk as namespace `nsid` loses. `None` if
+    /// it loses nothing.
     pub(super) fn on_namespace(&self, nsid: u32) -> Option<String> {
         match self {
             Self::None | Self::Reconnect => None,
@@ -84,7 +85,7 @@ impl Effect {
         }
     }
 
-    /// Loss of the clients of an export, which may be read-only.
+    /// Describes what the clients of an export of the disk lose. `None` if they lose nothing.
     pub(super) fn on_export(&self, is_read_only: bool) -> Option<String> {
         match self {
             Self::None => None,
