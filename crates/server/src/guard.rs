@@ -7,7 +7,7 @@ use shadowbell_process::exit;
 use std::fmt;
 use tracing::warn;
 
-/// Loss of a connected client: `the client of vm0 would lose namespace 2`.
+/// What a connected client would lose by a change: `the client of vm0 would lose namespace 2`.
 #[derive(Debug)]
 pub(super) struct Loss {
     /// Controller or export of the client.

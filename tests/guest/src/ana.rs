@@ -142,9 +142,8 @@ pub(crate) fn check(
         for which in [0, 1] {
             control.set(which, "non-optimized")?;
             wait_for_ana_state(guest, &names[which], "non-optimized")?;
-            // The commands in flight on this path have ended, so its counter must not change any
-            // more.
-            // The time in which the path must receive no command.
+            // The commands in flight on this path have ended. In these two seconds, the path must
+            // receive no further command, and the other path must receive the load.
             let counts = control.commands_within(Duration::from_secs(2))?;
             ensure!(
                 counts[which] == 0 && counts[1 - which] > 50,
