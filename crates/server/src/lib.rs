@@ -11,6 +11,7 @@
 //! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
 //! | `reconfigure` | addition and removal of controllers at run time |
 //! | `namespaces` | addition, removal and change of namespaces at run time |
+//! | `ana` | ANA state changes at run time |
 //! | `disks` | disks by id |
 //! | `open_disk` | open disks that no controller has |
 //! | `open_files` | limit of open files |
@@ -31,6 +32,7 @@
 //! | `checkpointer`, `checkpoint_store` | checkpoint at the supervisor, for recovery |
 //! | `recover`, `late_recovery` | recovery after the death of a server process |
 //! | `recovery_job`, `fence_wait` | recovery of one controller, and its wait for the disks |
+//! | `recovery_attempts` | number of deaths during the recovery of each item |
 //! | `path_broker` | sockets and output files, created by the supervisor |
 //! | `startup_timing` | start-up timing |
 //! | `liveness` | liveness checks for a service manager |
@@ -39,12 +41,17 @@
 //! | `guard` | refusal of changes that take something from a client, without `force` |
 //! | `sandbox` | restriction of the process before it reads guest data |
 //! | `worker_link` | connection to the supervisor |
+//! | `parent_watch` | end of this process after the death of its supervisor |
+//! | `stop_limit` | time limit of the end of this process |
+//! | `tracer` | doorbell trace and latency measurement |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
 //! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines for
 //! events; one that writes the log, so that a blocked terminal cannot block a guest (see
-//! `shadowbell_process::logging`); one for the control socket; one that polls disks for new sizes;
-//! and the main thread, which waits for signals. Without clients no thread wakes up by a timer.
+//! `shadowbell_process::logging`); one for the control socket; one that resizes disks whose storage
+//! reports a new size; one that searches for stalled disks; and the main thread, which waits for
+//! signals. Without clients no thread wakes up by a timer, except the search for stalled disks,
+//! once a minute.
 #![forbid(unsafe_code)]
 
 mod ana;

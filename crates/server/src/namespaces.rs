@@ -351,7 +351,7 @@ impl Changes {
         Ok(true)
     }
 
-    /// Changes the limits of a group and returns them: limits that are not given stay.
+    /// Changes the limits of a group and returns all of its limits. Limits that are not given stay.
     ///
     /// # Errors
     /// The group does not exist, or a limit is invalid.

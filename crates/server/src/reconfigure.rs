@@ -115,7 +115,7 @@ impl Changes {
         let _ = self.checkpoint.set(checkpoint);
     }
 
-    /// Blocks changes until the result is dropped. `None` if a running change takes too long.
+    /// Blocks changes until the result is dropped. `None` if a change in progress takes too long.
     pub(super) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
         self.change_lock.try_lock_for(PAUSE)
     }

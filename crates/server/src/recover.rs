@@ -64,7 +64,7 @@ pub(super) struct Recovery {
     pub(super) late: Option<LateRecovery>,
 }
 
-/// Recovers the controllers of the dead process. `None`: the service is to end.
+/// Recovers the controllers of the dead process. `None` if the service has to end.
 ///
 /// # Errors
 /// The recovery fails. The supervisor then starts without a checkpoint, and clients are lost.

@@ -103,7 +103,7 @@ pub(super) struct RecoveredController {
     pub(super) replays: usize,
     /// Keys of the dead process's items.
     pub(super) old: Vec<String>,
-    /// Reason why the client was dropped, if it was.
+    /// Reason why the client was dropped, if it was dropped.
     pub(super) lost: Option<String>,
 }
 

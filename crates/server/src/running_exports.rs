@@ -356,7 +356,7 @@ impl Exports {
         }
     }
 
-    /// Ends all exports: requests in flight are completed, and clients disconnected.
+    /// Ends all exports. Requests in flight are completed, and clients are disconnected.
     pub(super) fn stop(&self) {
         let running = std::mem::take(&mut *self.running.lock());
         for (id, export) in running {

@@ -51,7 +51,7 @@ impl Supervisor {
             }
         }
         // The service manager may have killed the processes already. Their queued messages and
-        // their exit are handled as usual.
+        // their exits are handled as usual.
         all.iter().for_each(|worker| worker.process.signal(Signal::KILL));
         if self.worker.is_none() && self.restart.is_none() && self.upgrade.is_none() {
             self.restart = Some(Instant::now());

@@ -536,7 +536,8 @@ mod tests {
             ],
         );
         assert_eq!(sent, 4, "all those descriptors need as many packets");
-        // Sends all items to a second process, which changes one, then to a third.
+        // All items are sent to a second process, which changes one item, and from there to a third
+        // process.
         for _ in 0..2 {
             let mut next = Checkpoint::default();
             let parts = items.parts();

@@ -66,7 +66,8 @@ impl SupervisorClient {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
             None => (question::SERVES, canonical_path(server).into_os_string()),
         };
-        // The supervisor with this process id is asked first, so that others need not wake up.
+        // The supervisor with this process id is asked first, so that other supervisors need not
+        // wake up.
         let own = format!("{}{}/", protocol::NAME, server.display());
         let (until, mut bad) = (Instant::now() + SEARCH, BTreeSet::new());
         let mut others = 0;
@@ -118,7 +119,7 @@ impl SupervisorClient {
     }
 
     /// Working directory of the supervisor, from which the server's relative paths start. `None` if
-    /// another user could have chosen it.
+    /// another user could have chosen the directory.
     pub fn working_directory(&self) -> Option<PathBuf> {
         let pid = socket_peercred(&self.0).ok()?.pid.as_raw_pid();
         let directory = PathBuf::from(format!("/proc/{pid}/cwd")).read_link().ok()?;

@@ -381,8 +381,8 @@ impl Supervisor {
                             answer_to(asker, answer::NO, "the server process has ended");
                         }
                     }
-                    // Upgrade to the current program only: a server process must not choose a
-                    // program.
+                    // A server process must not choose a program, so it can only request an upgrade
+                    // to the current one.
                     to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
                     to_supervisor::WARNING => self.record_warnings(&packet.text()),
                     to_supervisor::RESUMES => {

@@ -195,7 +195,7 @@ mod tests {
         std::fs::rename(path("secret"), path("image")).unwrap();
         let why = process.read(o_path(&path("image")).as_fd(), "w").unwrap_err();
         assert!(why.contains("--allow"), "{why}");
-        // The configured path was resolved once, until the configuration is read again.
+        // The configured path is resolved again only when the configuration is read again.
         assert_eq!(process.first(&path("image")), Ok(b'i'));
         permit(&[&path("image")], &[]);
         assert_eq!(process.first(&path("image")), Ok(b's'));

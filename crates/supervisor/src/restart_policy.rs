@@ -15,8 +15,8 @@ const MAX_RECOVERIES: usize = 6;
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 /// A process that is killed from outside counts as a death only if it served for less than this.
 const MIN_SERVICE: Duration = Duration::from_millis(50);
-/// A process that ends by a fault counts as a death only if it served for less than this; after a
-/// longer time, the cause is not that of the death before.
+/// A process that ends by a fault counts as a death only if it served for less than this. After a
+/// longer time, the death before had another cause.
 const STABLE_SERVICE: Duration = Duration::from_secs(10);
 
 /// Times of the counted deaths, oldest first.
@@ -43,9 +43,9 @@ impl FromIterator<Instant> for RestartPolicy {
 impl RestartPolicy {
     /// Records a death at `now` and returns the reaction.
     ///
-    /// `served`: time of service, if the process served. `is_killed`: the signal came from
-    /// outside ([`is_killed`](super::worker::is_killed)). `is_left`: there is a complete
-    /// checkpoint.
+    /// `served` is the time of service, if the process served. `is_killed` is true if the signal
+    /// came from outside ([`is_killed`](super::worker::is_killed)). `is_left` is true if there is a
+    /// complete checkpoint.
     pub(super) fn add(
         &mut self,
         now: Instant,

@@ -150,7 +150,7 @@ impl Supervisor {
         let text = |error: &dyn std::fmt::Display| error.to_string();
         if !matches!(pending_exec.step, Step::Can(before) if identity(&pending_exec.program).is_ok_and(|now| now == before))
         {
-            // The file was replaced again, so it is checked again.
+            // The file was replaced after the check, so the new file is checked.
             pending_exec.step = Step::Wanted;
             return Ok(());
         }

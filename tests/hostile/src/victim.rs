@@ -47,7 +47,7 @@ pub struct Seen {
     /// Longest read of a register, which the reactor serves, and the same without waits for a CPU.
     pub register: Duration,
     pub served_register: Duration,
-    /// A read was lost.
+    /// True if a read was lost.
     pub lost: bool,
 }
 

@@ -144,7 +144,7 @@ static BY_ITSELF: &[&[c_long]] = &[
     ],
 ];
 
-/// Further system calls for signals to eventfds if the kernel is too old for io_uring.
+/// Further system calls for signals to eventfds on kernels that are too old for io_uring.
 pub(super) static AIO: &[c_long] = &[libc::SYS_io_submit, libc::SYS_io_getevents];
 
 /// Returns all allowed system calls. `by_itself`: the process creates sockets and files itself.

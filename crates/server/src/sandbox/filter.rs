@@ -72,7 +72,7 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
     };
     let only = |condition| Ok(vec![SeccompRule::new(vec![condition])?]);
     match call {
-        // No executable mappings.
+        // Memory must not be executable.
         libc::SYS_mmap | libc::SYS_mprotect => only(without(2, libc::PROT_EXEC as u64)?),
         // Only threads can be created, no processes.
         libc::SYS_clone => only(with(0, libc::CLONE_THREAD as u64)?),

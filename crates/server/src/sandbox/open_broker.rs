@@ -25,7 +25,7 @@ struct Opening {
 
 static OPENING: OnceLock<Opening> = OnceLock::new();
 
-/// Opener of images that uses [`OPENING`].
+/// Opener of images that uses the connection to the supervisor.
 struct BySupervisor(&'static Opening);
 
 /// Sets the open broker, at the other end of this socket, that opens all further images.
