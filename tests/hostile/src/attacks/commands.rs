@@ -281,7 +281,7 @@ fn sgl_mem(field: &mut Field) -> Result<()> {
 
 fn bad_sgl(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(QUEUES, 64)?;
-    // An SGL segment whose last descriptor points to the segment itself. All others are bit buckets
+    // An SGL segment whose last descriptor points to the segment itself. All others are data blocks
     // of zero bytes.
     let at = Guest::address(guest.alloc(4096)?);
     let mut list: Vec<SglDescriptor> = (0..255).map(|_| SglDescriptor::data_block(at, 0)).collect();
