@@ -47,9 +47,44 @@ pub(super) fn root(directory: &Path) -> Result<PathBuf> {
     Ok(root)
 }
 
+/// Path, in the container, of a block device, if this machine has loop devices.
+pub(super) const BLOCK_DEVICE: &str = "/dev/disk0";
+
+/// Loop device over a file. Detached when dropped.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    /// Creates the device over the new file `file`. `None` if this machine has no loop devices.
+    fn over(file: &Path) -> Option<Self> {
+        File::create(file).and_then(|file| file.set_len(64 << 20)).ok()?;
+        let mut command = Command::new("losetup");
+        let printed = output(command.args(["--find", "--show"]).arg(file)).ok()?;
+        Some(Self(PathBuf::from(printed.trim())))
+    }
+
+    /// Creates another node of the device, whose owner the container can change.
+    fn make_node(&self, node: &Path) -> Result<()> {
+        let name = self.0.file_name().context("a loop device has a name")?;
+        let numbers = fs::read_to_string(Path::new("/sys/class/block").join(name).join("dev"))?;
+        let numbers = numbers.trim().split(':');
+        if node.exists() {
+            fs::remove_file(node)?;
+        }
+        output(Command::new("mknod").arg(node).arg("b").args(numbers)).map(drop)
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = output(Command::new("losetup").arg("--detach").arg(&self.0));
+    }
+}
+
 /// Running container. Shut down when dropped.
 pub(super) struct Machine {
     nspawn: Child,
+    /// Block device of the container. It is detached after the container's end.
+    _device: Option<LoopDevice>,
     /// Process id, on this machine, of the container's first process.
     leader: u32,
 }
@@ -65,10 +100,18 @@ impl Machine {
         command.args(["--private-network", "--boot", "--directory"]).arg(root);
         command.arg(format!("--bind-ro={}:/shared", shared.display()));
         // Exports of files use FUSE.
-        command.arg("--bind=/dev/fuse");
+        if Path::new("/dev/fuse").exists() {
+            command.arg("--bind=/dev/fuse");
+        }
+        let device = LoopDevice::over(&shared.join("disk0.img"));
+        if let Some(device) = &device {
+            let node = shared.join("disk0");
+            device.make_node(&node)?;
+            command.arg(format!("--bind={}:{BLOCK_DEVICE}", node.display()));
+        }
         command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
         let nspawn = command.spawn().context("systemd-nspawn")?;
-        let mut machine = Self { nspawn, leader: 0 };
+        let mut machine = Self { nspawn, _device: device, leader: 0 };
         let until = Instant::now() + BOOT;
         while !machine.is_up() {
             if machine.nspawn.try_wait()?.is_some() || Instant::now() > until {

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use super::boot::{self, Machine};
+use super::boot::{self, BLOCK_DEVICE, Machine};
 use super::tools::directory;
 use shadowbell_harness::Report;
 
@@ -52,7 +52,7 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
         ("a newer package upgrades the server without an error of a client", check_upgrade),
         ("an instance of shadowbell@.service serves one virtual machine", check_instance),
         (
-            "exports by NBD over TCP and by FUSE, and metrics, survive a killed supervisor",
+            "a block device, exports by NBD over TCP and by FUSE, and metrics survive a killed supervisor",
             check_exports,
         ),
         ("removal stops the services, and purging keeps images", check_removal),
@@ -260,30 +260,53 @@ fn check_exports(machine: &Machine) -> Result<()> {
         "setpriv --reuid=shadowbell --regid=shadowbell --clear-groups \
          truncate --size 64M /var/lib/shadowbell/data.img /var/lib/shadowbell/more.img",
     )?;
-    machine.run(&write("/etc/shadowbell/vm2.toml", EXPORTED))?;
+    // The machine that runs the container may have no such devices.
+    let has = |device: &str| machine.run(&format!("test -e {device}")).is_ok();
+    let (has_device, has_fuse) = (has(BLOCK_DEVICE), has("/dev/fuse"));
+    println!("         block device: {has_device}, FUSE: {has_fuse}");
+    let mut config = EXPORTED.to_owned();
+    if has_device {
+        machine.run(&format!("chown shadowbell:shadowbell {BLOCK_DEVICE}"))?;
+        config = config.replace("\"mem:16MiB\"", &format!("\"mem:16MiB\", {BLOCK_DEVICE:?}"));
+    }
+    machine.run(&write("/etc/shadowbell/vm2.toml", &config))?;
     machine.run("systemctl start shadowbell@vm2")?;
     let metrics = "bash -c 'exec 3<>/dev/tcp/127.0.0.1/9477; printf \"GET /metrics HTTP/1.1\\r\\n\
                    Host: localhost\\r\\nConnection: close\\r\\n\\r\\n\" >&3; cat <&3'";
     let check = || {
+        if has_device {
+            let target = "vfio-user:/run/shadowbell/vm2.sock/2";
+            machine.run(&format!("shadowbell verify --force --number-ios 2000 {target}"))?;
+            // The data are on the device.
+            machine.run(&format!(
+                "tr -d '\\0' <{BLOCK_DEVICE} | head --bytes 1 | wc --bytes | grep 1"
+            ))?;
+            machine
+                .run(&format!("dd if=/dev/zero of={BLOCK_DEVICE} bs=1M count=64 status=none"))?;
+        }
         let target = "nbd://127.0.0.1:10809";
         machine.run(&format!("{OUTSIDER} shadowbell verify --force --number-ios 2000 {target}"))?;
         expect_output(machine, metrics, "shadowbell_export_requests_total")
     };
     check()?;
-    // `ctl` mounts the file, and passes the descriptor of /dev/fuse to the service.
-    machine.run("shadowbell ctl --server vm2 export add file more --fuse /run/more.disk")?;
-    machine.run("head --bytes 4M /dev/urandom >/run/data")?;
-    machine.run("dd if=/run/data of=/run/more.disk bs=1M conv=notrunc,fsync status=none")?;
+    if has_fuse {
+        // `ctl` mounts the file, and passes the descriptor of /dev/fuse to the service.
+        machine.run("shadowbell ctl --server vm2 export add file more --fuse /run/more.disk")?;
+        machine.run("head --bytes 4M /dev/urandom >/run/data")?;
+        machine.run("dd if=/run/data of=/run/more.disk bs=1M conv=notrunc,fsync status=none")?;
+    }
     let main = main_pid_of(machine, "shadowbell@vm2")?;
     machine.run(&format!("kill -KILL {main}"))?;
     wait(machine, "systemctl show --property NRestarts shadowbell@vm2 | grep '=1$'")?;
     wait(machine, "systemctl is-active shadowbell@vm2")?;
     ensure!(main_pid_of(machine, "shadowbell@vm2")? != main, "the same process is there");
     check()?;
-    machine.run("echo 3 >/proc/sys/vm/drop_caches || true")?;
-    machine.run("cmp --bytes 4194304 /run/data /run/more.disk")?;
-    machine.run("shadowbell ctl --server vm2 export remove file")?;
-    machine.run("! grep ' /run/more.disk ' /proc/self/mountinfo")?;
+    if has_fuse {
+        machine.run("echo 3 >/proc/sys/vm/drop_caches || true")?;
+        machine.run("cmp --bytes 4194304 /run/data /run/more.disk")?;
+        machine.run("shadowbell ctl --server vm2 export remove file")?;
+        machine.run("! grep ' /run/more.disk ' /proc/self/mountinfo")?;
+    }
     machine.run("systemctl stop shadowbell@vm2")?;
     expect_output(machine, "systemctl show --property Result shadowbell@vm2", "Result=success")
 }
