@@ -108,7 +108,7 @@ impl Supervisor {
             Next::GiveUp => {
                 log_line(&format!(
                     "error: {what}; after {} deaths within a minute it is not restarted",
-                    self.deaths.count()
+                    self.deaths.times.len()
                 ));
                 self.exit_code = Some(exit::FAILED);
             }
@@ -122,7 +122,7 @@ impl Supervisor {
         match Worker::start(program, &self.arguments, how, None) {
             Ok(mut worker) => {
                 if let Some(left) = &self.left {
-                    worker.recovers_from(left, self.deaths.count());
+                    worker.recovers_from(left, self.deaths.failed);
                 }
                 worker.program.clone_from(&self.program);
                 self.worker = Some(worker);

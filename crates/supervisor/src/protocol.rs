@@ -93,7 +93,7 @@ pub mod to_worker {
     /// The last process that wrote the checkpoint, or was to recover from it, died by a fault and
     /// was not killed. Sent before the checkpoint.
     pub const LAST_BY_FAULT: u8 = b'D';
-    /// Number of deaths, in decimal, that count towards the limit after which the supervisor
+    /// Number of deaths in a row, in decimal, that count towards the limit after which the supervisor
     /// discards the checkpoint. Sent before the checkpoint.
     pub const DEATHS: u8 = b'N';
     /// Checkpoint of the previous server process (see [`checkpoint`](crate::checkpoint)), in one

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 const DEATH_WINDOW: Duration = Duration::from_secs(60);
 /// Number of deaths in the window at which the supervisor ends the service.
 const MAX_DEATHS: usize = 8;
-/// Maximum number of deaths in the window after which the checkpoint is still used. Beyond it the
-/// next process starts without the checkpoint, which may be the cause of the crashes.
+/// Maximum number of deaths in a row, of processes that did not serve, after which the checkpoint
+/// is still used. Beyond it the next process starts without the checkpoint, which may be the cause.
 const MAX_RECOVERIES: usize = 6;
 /// Delay of the restart after the first counted death that is not followed by an immediate restart.
 /// The delay doubles with each further death.
@@ -19,9 +19,15 @@ const MIN_SERVICE: Duration = Duration::from_millis(50);
 /// longer time, the death before had another cause.
 const STABLE_SERVICE: Duration = Duration::from_secs(10);
 
-/// Times of the counted deaths, oldest first.
+/// Deaths of server processes that count.
 #[derive(Default)]
-pub(super) struct RestartPolicy(VecDeque<Instant>);
+pub(super) struct RestartPolicy {
+    /// Times of the deaths in the window, oldest first. At [`MAX_DEATHS`] the service ends.
+    pub(super) times: VecDeque<Instant>,
+    /// Number of deaths in a row of processes that did not serve. After the checkpoint was
+    /// discarded, each death counts.
+    pub(super) failed: usize,
+}
 
 /// Reaction to a death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,12 +38,6 @@ pub(super) enum Next {
     Start(Duration),
     /// Too many deaths: end the service.
     GiveUp,
-}
-
-impl FromIterator<Instant> for RestartPolicy {
-    fn from_iter<T: IntoIterator<Item = Instant>>(times: T) -> Self {
-        Self(times.into_iter().collect())
-    }
 }
 
 impl RestartPolicy {
@@ -53,33 +53,34 @@ impl RestartPolicy {
         is_killed: bool,
         is_left: bool,
     ) -> Next {
-        while self.0.front().is_some_and(|then| now.duration_since(*then) >= DEATH_WINDOW) {
-            self.0.pop_front();
+        let Self { times, failed } = self;
+        while times.front().is_some_and(|then| now.duration_since(*then) >= DEATH_WINDOW) {
+            times.pop_front();
         }
+        *failed = match served {
+            _ if times.is_empty() => usize::from(served.is_none()),
+            Some(_) if *failed <= MAX_RECOVERIES => 0,
+            _ => *failed + 1,
+        };
         let enough = if is_killed { MIN_SERVICE } else { STABLE_SERVICE };
         if is_left && served.is_some_and(|served| served >= enough) {
             // The process recovered and served, so the checkpoint did not cause the previous death,
             // which is removed from the count.
-            self.0.pop_front();
+            times.pop_front();
             return Next::Recover(Duration::ZERO);
         }
-        self.0.push_back(now);
+        times.push_back(now);
         let wait = |before: usize| FIRST_DELAY * (1 << before);
-        match self.0.len() {
-            1 if is_left => Next::Recover(Duration::ZERO),
+        if is_left && *failed <= MAX_RECOVERIES {
+            // The delay grows no further, and the service does not end: a process that serves can
+            // be recovered.
+            times.drain(..times.len().saturating_sub(MAX_RECOVERIES));
+            return Next::Recover(times.len().checked_sub(2).map_or(Duration::ZERO, wait));
+        }
+        match times.len() {
             count if count >= MAX_DEATHS => Next::GiveUp,
-            count if is_left && count <= MAX_RECOVERIES => Next::Recover(wait(count - 2)),
             count => Next::Start(wait(count - 1)),
         }
-    }
-
-    pub(super) fn count(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Times of the counted deaths.
-    pub(super) fn times(&self) -> impl Iterator<Item = Instant> {
-        self.0.iter().copied()
     }
 }
 
@@ -100,7 +101,7 @@ mod tests {
         assert_eq!(waits, [100, 200, 400, 800, 1600, 3200, 6400]);
         assert!(now - begin < DEATH_WINDOW, "else nothing would ever be too much");
         assert_eq!(deaths.add(now + DEATH_WINDOW, None, false, false), Next::Start(FIRST_DELAY));
-        assert_eq!(deaths.count(), 1);
+        assert_eq!(deaths.times.len(), 1);
     }
 
     #[test]
@@ -108,11 +109,47 @@ mod tests {
         let now = Instant::now();
         let mut deaths = RestartPolicy::default();
         let mut waits = Vec::new();
-        while let Next::Recover(wait) = deaths.add(now, Some(FIRST_DELAY), false, true) {
+        while let Next::Recover(wait) = deaths.add(now, None, false, true) {
             waits.push(wait.as_millis());
         }
         assert_eq!(waits, [0, 100, 200, 400, 800, 1600]);
+        // The process without the checkpoint has a checkpoint of its own.
+        assert_eq!(deaths.add(now, Some(FIRST_DELAY), false, true), Next::GiveUp);
+        // Much later, all is as in the beginning.
+        let later = now + DEATH_WINDOW;
+        assert_eq!(deaths.add(later, None, false, true), Next::Recover(Duration::ZERO));
+        assert_eq!((deaths.times.len(), deaths.failed), (1, 1));
+    }
+
+    /// The checkpoint of a process that has served is never discarded, whatever ends the process.
+    #[test]
+    fn a_process_that_serves_can_be_recovered() {
+        let now = Instant::now();
+        let mut deaths = RestartPolicy::default();
+        for _ in 0..3 {
+            let mut waits = Vec::new();
+            for _ in 0..100 {
+                let Next::Recover(wait) = deaths.add(now, Some(FIRST_DELAY), false, true) else {
+                    panic!("it is not recovered");
+                };
+                waits.push(wait.as_millis());
+                assert_eq!(deaths.failed, 0);
+            }
+            assert_eq!(waits.last(), Some(&1600));
+            // Failed recoveries in between.
+            for failed in 1..=MAX_RECOVERIES {
+                assert!(matches!(deaths.add(now, None, false, true), Next::Recover(_)));
+                assert_eq!(deaths.failed, failed);
+            }
+        }
+        // Without a checkpoint the service ends.
+        assert!(matches!(deaths.add(now, Some(FIRST_DELAY), false, false), Next::Start(_)));
         assert_eq!(deaths.add(now, Some(FIRST_DELAY), false, false), Next::GiveUp);
+    }
+
+    #[test]
+    fn kills_from_outside_have_no_limit() {
+        let now = Instant::now();
         // Recovery after kills from outside has no limit, if the processes served for
         // `MIN_SERVICE`.
         let mut deaths = RestartPolicy::default();
@@ -120,7 +157,7 @@ mod tests {
             let next = deaths.add(now, Some(MIN_SERVICE), true, true);
             assert_eq!(next, Next::Recover(Duration::ZERO));
         }
-        assert_eq!(deaths.count(), 0);
+        assert_eq!(deaths.times.len(), 0);
         for _ in 0..20 {
             assert_eq!(deaths.add(now, None, true, true), Next::Recover(Duration::ZERO));
             assert_eq!(deaths.add(now, None, true, true), Next::Recover(FIRST_DELAY));

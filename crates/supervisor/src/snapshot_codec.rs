@@ -162,7 +162,7 @@ impl Supervisor {
             program: bytes_of(&self.program),
             sockets: self.sockets.iter().map(|path| bytes_of(path)).collect(),
             is_ready: self.is_ready,
-            deaths: self.deaths.times().map(|time| clock.write(time)).collect(),
+            deaths: self.deaths.times.iter().map(|time| clock.write(*time)).collect(),
             died: self.died.map(|time| clock.write(time)),
             restart: self.restart.map(|time| clock.write(time)),
             reading: self.reading,
@@ -236,7 +236,7 @@ impl Supervisor {
         self.worker = serves;
         self.program = path_of(&saved.program.0);
         self.sockets = saved.sockets.iter().map(|path| path_of(&path.0)).collect();
-        self.deaths = saved.deaths.iter().map(|time| clock.read(*time)).collect();
+        self.deaths.times = saved.deaths.iter().map(|time| clock.read(*time)).collect();
         self.died = saved.died.map(|time| clock.read(time));
         self.restart = saved.restart.map(|time| clock.read(time));
         GRANTS.lock().restore(grants, fds)?;

@@ -182,7 +182,7 @@ impl Supervisor {
                 .fall_back(replacement, "the checkpoint of the running process is incomplete");
         };
         permitted.into_iter().for_each(|permitted| GRANTS.lock().permit(permitted));
-        new.recovers_from(left, self.deaths.count());
+        new.recovers_from(left, self.deaths.failed);
         self.worker = Some(new);
         self.replacement = Some(replacement);
         // The snapshot precedes the checkpoint, which `run` sends.

@@ -2,9 +2,11 @@
 
 use crate::harness::{Server, attach, finish, image, program, program_with_sighup, run, until};
 use crate::recover::kill;
+use crate::upgrade::Client;
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
+use shadowbell_state::AbortPoint;
 use shadowbell_testing::stalled::Mount;
 use shadowbell_testing::wait::{pause, short_pause};
 use std::os::unix::process::ExitStatusExt;
@@ -111,31 +113,45 @@ fn a_dead_server_process_is_restarted() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
+/// A process that recovers the clients and then crashes is replaced without end, and no client
+/// loses its controller.
+#[test]
+fn a_crash_loop_in_service_costs_no_client_its_controller() {
+    let mut server = start(&["mem:1MiB"], &[]);
+    let mut client = Client::attach(&server.socket());
+    client.write(1, 0, 7);
+    for _ in 0..9 {
+        let before = worker(&server);
+        signal(before, Signal::ABORT);
+        until("another process", || children(server.pid()).iter().any(|pid| *pid != before));
+        assert_eq!(server.with_hang_report(|| client.read(1, 0)), 7);
+    }
+    let log = server.stderr();
+    assert!(!log.contains("have lost their controllers"), "{log}");
+    drop(client);
+    assert!(server.stop().success(), "{log}");
+}
+
+/// If the processes that are to recover the clients crash again and again, the checkpoint is
+/// discarded, and at last the supervisor ends.
 #[test]
 fn a_crash_loop_ends_the_supervisor() {
-    let mut server = start(&["mem:1MiB"], &[]);
-    let mut killed = Vec::new();
-    // The delays between restarts grow to some seconds.
-    while server.is_alive() {
-        let worker = children(server.pid()).first().copied();
-        if let Some(worker) = worker.filter(|worker| !killed.contains(worker)) {
-            // The process is killed when it serves.
-            let socket = server.socket();
-            until("its socket", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
-            attach(&socket, &AttachOptions::default());
-            killed.push(worker);
-            signal(worker, Signal::ABORT);
-        }
-        assert!(killed.len() <= 8);
-        pause();
-    }
-    assert_eq!(killed.len(), 8);
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = program();
+    command.args(["serve", "--supervisor", "mem:1MiB", "--socket", "vm.sock"]);
+    // Each process that recovers the clients crashes.
+    command.env("SHADOWBELL_ABORT_AT", AbortPoint::Rebuilt.name());
+    let mut server = Server::spawn(command, directory, &["vm.sock"]);
+    let first = worker(&server);
+    attach(&server.socket(), &AttachOptions::default());
+    signal(first, Signal::ABORT);
+    server.wait_for_log("have lost their controllers");
+    let socket = server.socket();
+    until("its socket", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
+    attach(&socket, &AttachOptions::default());
+    signal(worker(&server), Signal::ABORT);
     assert_eq!(server.wait().code(), Some(1));
     server.wait_for_log("after 8 deaths within a minute it is not restarted");
-    // The first restarts recover the clients. Later ones do not, because the clients' state may be
-    // the cause of the deaths.
-    server.wait_for_log("has recovered the clients");
-    server.wait_for_log("have lost their controllers");
 }
 
 /// The supervisor answers, although a read of the configuration file hangs.
