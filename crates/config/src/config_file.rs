@@ -42,6 +42,7 @@ const MAX_BYTES: u64 = 1 << 20;
 struct File {
     name: Option<Spanned<String>>,
     control_socket: Option<PathBuf>,
+    state_dir: Option<PathBuf>,
     socket_mode: Option<Spanned<String>>,
     socket_group: Option<Spanned<String>>,
     metrics: Option<SocketAddr>,
@@ -394,6 +395,7 @@ impl Check<'_> {
             measure: file.measure,
             control: SocketPath { name, path: file.control_socket },
             default_name: String::new(),
+            state_dir: file.state_dir,
             metrics: file.metrics,
             metrics_hosts: file.metrics_hosts,
             groups,

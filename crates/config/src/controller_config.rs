@@ -2,6 +2,7 @@
 //! crate.
 
 use crate::disk_spec::{self, DiskSpecError};
+use crate::disk_uuids;
 pub use crate::doorbell_mode::OfferedDoorbells;
 use crate::pool::{self, PoolSpec};
 use crate::subsystems::{self, Membership};
@@ -277,13 +278,17 @@ impl<'a> Uuids<'a> {
         Self { serial, taken: HashSet::new() }
     }
 
-    /// UUID of a disk: `given`, or a UUID that is derived from the name of the disk; for a disk in
-    /// memory, also from the serial number.
+    /// UUID of a disk: `given`, or the one in the [state directory](disk_uuids), or a UUID that is
+    /// derived from the name of the disk; for a disk in memory, also from the serial number.
     fn of(&mut self, disk: &dyn Disk, given: Option<[u8; 16]>) -> [u8; 16] {
         let uuid = given.unwrap_or_else(|| {
             let name = identity(disk);
             // The name of a memory disk is not unique, so the serial number is added.
             let is_memory = name.starts_with("mem:") || name.starts_with("null:");
+            let stored = if is_memory { None } else { disk_uuids::uuid_of(&name) };
+            if let Some(stored) = stored.filter(|uuid| !self.taken.contains(uuid)) {
+                return stored;
+            }
             let name = if is_memory { format!("{}/{name}", self.serial) } else { name };
             // Several disks in memory may have the same name. Their position then distinguishes
             // them.

@@ -7,6 +7,7 @@ pub mod controller_config;
 pub mod cpu_list;
 pub mod disk_layers;
 pub mod disk_spec;
+pub mod disk_uuids;
 pub mod doorbell_mode;
 pub mod export_config;
 pub mod limits;

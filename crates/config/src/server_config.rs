@@ -43,6 +43,8 @@ pub struct ServerConfig {
     pub control: SocketPath,
     /// Name of the server if no name is configured.
     pub default_name: String,
+    /// Directory of the disks' UUIDs. `None` for the default.
+    pub state_dir: Option<PathBuf>,
     /// TCP address of the metrics.
     pub metrics: Option<SocketAddr>,
     /// Host names by which clients may address the metrics, besides IP addresses and localhost.

@@ -126,7 +126,8 @@ pub enum OpenError {
     },
     /// Another process uses the file.
     #[error(
-        "{path}: {what}; stop what uses it{}",
+        "{path}: {what}; stop what uses it (`fuser -v {}` lists it){}",
+        shell_word(path),
         if *.writable { ", or open it `read-only=on`" } else { "" }
     )]
     Busy {
@@ -213,17 +214,22 @@ fn missing_file_hint(path: &str) -> String {
     if path.starts_with("/dev/") {
         return "`lsblk` lists block devices".to_owned();
     }
-    let is_plain = |c: char| c.is_alphanumeric() || "/._-+:@%".contains(c);
-    let word = match path.chars().all(is_plain) {
-        true => path.to_owned(),
-        false => format!("'{}'", path.replace('\'', "'\\''")),
-    };
+    let word = shell_word(path);
     if path.ends_with(".qcow2") {
         return format!(
             "correct the path, or make an image with `qemu-img create -f qcow2 {word} 10G`"
         );
     }
     format!("correct the path, or make an image of zeroes with `truncate -s 10G {word}`")
+}
+
+/// Path as a word of a shell command.
+fn shell_word(path: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+:@%".contains(c);
+    match path.chars().all(is_plain) {
+        true => path.to_owned(),
+        false => format!("'{}'", path.replace('\'', "'\\''")),
+    }
 }
 
 #[cfg(test)]

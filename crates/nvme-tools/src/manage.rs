@@ -188,6 +188,26 @@ fn number(text: &str) -> Result<u32, String> {
     parsed.map_err(|_| format!("`{text}` is no number of 32 bits"))
 }
 
+/// Refuses a namespace command for a controller without namespace management.
+fn check_management(target: &Target, session: &Session) -> anyhow::Result<()> {
+    match session.controller.identity().oacs.namespace_management() {
+        true => Ok(()),
+        false => Err(bad_input(anyhow!(
+            "{target}: this controller has no namespace management; serve it with `--pool DIRECTORY`"
+        ))),
+    }
+}
+
+/// Refuses `format` for a controller without that command.
+fn check_format(target: &Target, session: &Session) -> anyhow::Result<()> {
+    match session.controller.identity().oacs.format_nvm() {
+        true => Ok(()),
+        false => Err(bad_input(anyhow!(
+            "{target}: this controller cannot be formatted; serve it with `--pool DIRECTORY`"
+        ))),
+    }
+}
+
 fn attach_to(target: &Target) -> anyhow::Result<Session> {
     let options = AttachOptions { queue_pairs: 1, queue_depth: 2, ..AttachOptions::default() };
     Session::attach(target, &options)
@@ -226,6 +246,7 @@ fn format_of(identity: &IdentifyNamespace, block_size: u64) -> anyhow::Result<u8
 /// Errors of the driver or the controller.
 pub fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
     let session = attach_to(&args.target)?;
+    check_management(&args.target, &session)?;
     let common = with_target(&args.target, session.controller.admin().identify_namespace(u32::MAX));
     let common = common.context("checking for namespace management")?;
     let format = match (args.flbas, args.block_size) {
@@ -270,6 +291,7 @@ pub fn delete(args: &DeleteArgs) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id;
     args.force.check(&format!("namespace {nsid} of {}", args.target))?;
     let session = attach_to(&args.target)?;
+    check_management(&args.target, &session)?;
     with_target(&args.target, session.controller.admin().delete_namespace(nsid))?;
     session.detach()?;
     println!("delete-ns: Success, deleted nsid:{nsid}");
@@ -283,6 +305,7 @@ pub fn delete(args: &DeleteArgs) -> anyhow::Result<ExitCode> {
 pub fn attach(args: &AttachArgs, attached: bool) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id;
     let session = attach_to(&args.target)?;
+    check_management(&args.target, &session)?;
     let own = [session.controller.identity().cntlid];
     let cntlids = if args.controllers.is_empty() { &own[..] } else { &args.controllers };
     with_target(
@@ -302,6 +325,7 @@ pub fn format(args: &FormatArgs) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id.unwrap_or_else(|| args.target.nsid());
     args.force.check(&format!("what namespace {nsid} of {} holds", args.target))?;
     let session = attach_to(&args.target)?;
+    check_format(&args.target, &session)?;
     let lbaf = match (args.lbaf, args.block_size) {
         (Some(index), _) => index,
         (None, Some(block_size)) => format_of(&identify(&session, nsid)?, block_size)?,

@@ -30,6 +30,15 @@ pub fn start_thread(
     started.map(drop)
 }
 
+/// Makes a write beyond `ulimit -f` fail, as on a full disk, instead of ending the process.
+///
+/// # Errors
+/// The signal cannot be handled.
+pub fn survive_file_size_limit() -> io::Result<()> {
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
+    Ok(())
+}
+
 /// Returns a flag that SIGINT and SIGTERM set, for loops that check it. A second signal exits the
 /// process immediately.
 pub fn stop_flag() -> io::Result<Arc<AtomicBool>> {
@@ -178,9 +187,7 @@ impl EndSignals {
         for signal in &ends {
             set_or_exit(*signal, &ending)?;
         }
-        // By default, a write beyond `ulimit -f` would end the process. It must fail instead, as on
-        // a full disk.
-        signal_hook::flag::register(SIGXFSZ, Arc::default())?;
+        survive_file_size_limit()?;
         Ok(Self { signals, ends, ending })
     }
 

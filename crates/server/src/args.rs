@@ -89,6 +89,11 @@ pub(super) struct ServiceArgs {
     #[arg(long, value_name = "PATH")]
     control_socket: Option<PathBuf>,
 
+    /// Directory of the UUIDs that are generated for disks without `uuid` [default:
+    /// /var/lib/shadowbell, or $XDG_STATE_HOME/shadowbell for a user other than root]
+    #[arg(long, value_name = "DIRECTORY")]
+    state_dir: Option<PathBuf>,
+
     /// Mode of the controllers' sockets, as in 0660 [default: set by the umask]
     #[arg(long, value_name = "MODE", value_parser = socket_access::parse_mode)]
     socket_mode: Option<u32>,
@@ -204,7 +209,7 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
 
   read-only=on|off        refuse writes; with off, fail if the file is not writable
   block-size=512|4096     block size in bytes
-  uuid=UUID               UUID that guests see [default: derived from the path]
+  uuid=UUID               UUID that guests see [default: see --state-dir]
   direct=on|off|auto      of a file: bypass the page cache
   aio=io_uring|threads    of a file: I/O method [default: io_uring if available]
   format=raw|qcow2        of a file: image format, instead of detection by its first bytes
@@ -237,6 +242,7 @@ A configuration file:
   socket-mode = \"0660\"                      # of the controllers' sockets
   socket-group = \"kvm\"
   metrics = \"127.0.0.1:9477\"
+  state-dir = \"/var/lib/shadowbell\"          # UUIDs that were generated for disks
   metrics-hosts = [\"node1.example\"]          # names in URLs, besides IP addresses and localhost
   workers = 2                                # number of I/O threads
   pin = [2, 3]                               # CPUs to pin them to
@@ -397,6 +403,7 @@ impl Args {
         config.default_name = default_name;
         let service = self.service;
         config.allow.extend(service.allow);
+        config.state_dir = service.state_dir.or(config.state_dir);
         config.metrics = service.metrics.or(config.metrics);
         config.metrics_hosts.extend(service.metrics_host);
         let SocketAccess { mode, group } = config.socket_access;

@@ -129,7 +129,14 @@ pub(super) fn summary(served: &ServedController) -> String {
         })
         .collect();
     let uuids: Vec<_> = namespaces.iter().map(|(_, disk)| uuid_text(&disk.uuid)).collect();
-    let (disks, uuids) = (disks.join(", "), uuids.join(", "));
+    let model = &served.controller.config().model;
     let serial = &served.controller.config().serial;
-    format!("{}: serving {disks}; serial {serial}, UUID {uuids}", served.name)
+    if disks.is_empty() {
+        return format!(
+            "{}: serving no namespace yet; serial {serial}, model {model}",
+            served.name
+        );
+    }
+    let (disks, uuids) = (disks.join(", "), uuids.join(", "));
+    format!("{}: serving {disks}; serial {serial}, model {model}, UUID {uuids}", served.name)
 }

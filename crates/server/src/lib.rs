@@ -119,6 +119,7 @@ use resize_watch::ResizeWatch;
 use running_exports::OwnMounts;
 use server::Server;
 use shadowbell_config::disk_spec;
+use shadowbell_config::disk_uuids;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::{config_file, socket_access};
 use shadowbell_config::{limits, pool, subsystems};
@@ -177,6 +178,26 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Refuses directories for requests that do not exist.
+fn check_allowed(config: &ServerConfig) -> anyhow::Result<()> {
+    match config.allow.iter().find(|path| !path.exists()) {
+        None => Ok(()),
+        Some(path) => Err(exit::unavailable(anyhow!(
+            "--allow {}: there is no such directory; create it, or leave it out",
+            path.display()
+        ))),
+    }
+}
+
+/// Opens the file of the disks' UUIDs. Without it, they are derived from the disks' names.
+fn open_disk_uuids(config: &ServerConfig) {
+    let directory = config.state_dir.clone().or_else(disk_uuids::default_directory);
+    let Some(directory) = directory else { return };
+    if let Err(error) = disk_uuids::open(&directory) {
+        disk_uuids::warn_of(&directory, &error);
+    }
+}
+
 fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
     #[cfg(feature = "faults")]
     let faults = args.service.faults.clone();
@@ -198,6 +219,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         is_first,
     )?;
     config.add_attached()?;
+    if is_first {
+        check_allowed(&config)?;
+    }
     // The number of CPUs is read here, because the sandbox forbids the system call.
     config.pool.workers = config.pool.count();
     descriptor_limit::raise();
@@ -229,6 +253,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let places =
         config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
     subsystems::open(places).map_err(exit::bad_input)?;
+    if !ends_unused {
+        open_disk_uuids(&config);
+    }
     running_exports::read_certificates(&config.exports)?;
     // The sandbox is entered before other threads are started and before any untrusted data is
     // read.

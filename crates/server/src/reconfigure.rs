@@ -8,6 +8,7 @@ use super::builder::{
     assign_io_thread, bind_one, carrier, client_events, open_one, summary, with_origin,
 };
 use super::checkpointer::Checkpointer;
+use super::disks::ListedDisk;
 use super::event::EventSender;
 use super::flush::flush;
 use super::guard::{self, Loss};
@@ -22,12 +23,13 @@ use shadowbell_config::controller_config::nsids;
 use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::server_config::{SocketConfig, duplicate_disk};
 use shadowbell_controller::{Controller, Pool};
-use shadowbell_disk::Disk;
+use shadowbell_disk::{Disk, OpenError};
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_process::exit;
-use shadowbell_storage::disk_open;
+use shadowbell_storage::{disk_files, disk_open};
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::Handle;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -208,7 +210,27 @@ impl Changes {
     /// # Errors
     /// The disk cannot be opened.
     pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
-        if self.recoverable { disk_open::open_recoverable(spec) } else { disk_open::open(spec) }
+        let open = if self.recoverable { disk_open::open_recoverable } else { disk_open::open };
+        open(spec).map_err(|error| match error {
+            DiskSpecError::Disk(OpenError::Busy { .. }) => self.own_disk(spec).unwrap_or(error),
+            error => error,
+        })
+    }
+
+    /// Error for an image that is a disk of this server already. `None` if it is not.
+    fn own_disk(&self, spec: &str) -> Option<DiskSpecError> {
+        let here = Path::new("");
+        let files = disk_files::files(spec, here);
+        let is_it = |disk: &ListedDisk| {
+            files.iter().any(|file| disk_files::uses(&disk.open.spec, here, &file.path))
+        };
+        let disk = self.disks().into_iter().find(is_it)?;
+        Some(DiskSpecError::Other(exit::conflict(anyhow!(
+            "{}: this server has it open as the disk {}; export or attach that disk, or remove it \
+             first",
+            disk.open.disk.name(),
+            disk.id
+        ))))
     }
 
     /// Opens everything that a controller needs, without serving it.

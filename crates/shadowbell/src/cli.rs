@@ -2,12 +2,12 @@
 
 use crate::{ctl, ls, manual, top, upgrade};
 use clap::error::ErrorKind;
-use clap::{Parser, Subcommand};
+use clap::{FromArgMatches, Parser, Subcommand};
 use shadowbell_nvme_tools::{
     attach_many, bench, bind, demo, inspect, manage, trace, transfer, verify,
 };
 use shadowbell_process::error_text::without_rust_terms;
-use shadowbell_process::{exit, logging};
+use shadowbell_process::{exit, logging, signals};
 use shadowbell_supervisor::permissions::Permissions;
 use std::ffi::OsString;
 use std::io::{self, IsTerminal};
@@ -35,6 +35,36 @@ enum Verb {
     Demo(demo::Args),
     Bench(bench::Args),
     Verify(verify::Args),
+    Read(transfer::ReadArgs),
+    Write(transfer::WriteArgs),
+    Copy(transfer::CopyArgs),
+    Export(Box<shadowbell_server::ExportArgs>),
+    Bind(bind::BindArgs),
+    Unbind(bind::UnbindArgs),
+    #[command(visible_aliases = ["ps", "info"])]
+    Ls(ls::Args),
+    Status(ctl::StatusArgs),
+    Stop(ctl::StopArgs),
+    Ctl(ctl::Args),
+    Upgrade(upgrade::Args),
+    Top(top::Args),
+    Trace(trace::Args),
+    AttachMany(attach_many::Args),
+    #[command(visible_alias = "completion")]
+    Completions(manual::CompletionArgs),
+    #[command(visible_alias = "man")]
+    Manual(manual::Args),
+    /// Query and change NVMe controllers and namespaces, with the verbs of nvme-cli
+    #[command(subcommand)]
+    Nvme(NvmeVerb),
+    /// The same verbs without the group.
+    #[command(flatten)]
+    Ungrouped(NvmeVerb),
+}
+
+/// Verbs of nvme-cli.
+#[derive(Debug, Subcommand)]
+enum NvmeVerb {
     List(inspect::ListArgs),
     /// Show the Identify Controller data of a controller
     IdCtrl(inspect::Args),
@@ -63,34 +93,11 @@ enum Verb {
     /// Show the ANA log of a controller (Asymmetric Namespace Access)
     AnaLog(inspect::Args),
     WriteUncor(manage::UncorrectableArgs),
-    Read(transfer::ReadArgs),
-    Write(transfer::WriteArgs),
-    Copy(transfer::CopyArgs),
-    Export(Box<shadowbell_server::ExportArgs>),
-    Bind(bind::BindArgs),
-    Unbind(bind::UnbindArgs),
-    Ls(ls::Args),
-    Ctl(ctl::Args),
-    Upgrade(upgrade::Args),
-    Top(top::Args),
-    Trace(trace::Args),
-    AttachMany(attach_many::Args),
-    #[command(hide = true)]
-    Manual(manual::Args),
 }
 
-impl Verb {
-    /// True for verbs that run until they are stopped, so that their log lines need timestamps.
-    fn is_service(&self) -> bool {
-        matches!(self, Self::Serve(_) | Self::Export(_))
-    }
-
+impl NvmeVerb {
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
-            Self::Serve(args) => shadowbell_server::run(*args),
-            Self::Demo(args) => demo::run(&args),
-            Self::Bench(args) => bench::run(&args),
-            Self::Verify(args) => verify::run(&args),
             Self::List(args) => inspect::list(&args),
             Self::IdCtrl(args) => inspect::id_ctrl(&args),
             Self::IdNs(args) => inspect::id_ns(&args),
@@ -110,6 +117,32 @@ impl Verb {
             Self::SanitizeLog(args) => inspect::sanitize_log(&args),
             Self::AnaLog(args) => inspect::ana_log(&args),
             Self::WriteUncor(args) => manage::write_uncorrectable(&args),
+        }
+    }
+}
+
+/// Command line. The verbs of the group `nvme` are hidden outside of it, except `list`.
+fn command() -> clap::Command {
+    let grouped = NvmeVerb::augment_subcommands(clap::Command::new("nvme"));
+    let names = grouped.get_subcommands().map(|verb| verb.get_name().to_owned());
+    let hidden = names.filter(|name| name != "list");
+    hidden.fold(<Cli as clap::CommandFactory>::command(), |command, name| {
+        command.mut_subcommand(name, |verb| verb.hide(true))
+    })
+}
+
+impl Verb {
+    /// True for verbs that run until they are stopped, so that their log lines need timestamps.
+    fn is_service(&self) -> bool {
+        matches!(self, Self::Serve(_) | Self::Export(_))
+    }
+
+    fn run(self) -> anyhow::Result<ExitCode> {
+        match self {
+            Self::Serve(args) => shadowbell_server::run(*args),
+            Self::Demo(args) => demo::run(&args),
+            Self::Bench(args) => bench::run(&args),
+            Self::Verify(args) => verify::run(&args),
             Self::Read(args) => transfer::read(&args),
             Self::Write(args) => transfer::write(&args),
             Self::Copy(args) => transfer::copy(&args),
@@ -117,12 +150,16 @@ impl Verb {
             Self::Bind(args) => bind::bind(&args),
             Self::Unbind(args) => bind::unbind(&args),
             Self::Ls(args) => ls::run(&args),
+            Self::Status(args) => ctl::status(&args),
+            Self::Stop(args) => ctl::stop(&args),
             Self::Ctl(args) => ctl::run(&args),
             Self::Upgrade(args) => upgrade::run(&args),
             Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),
             Self::AttachMany(args) => attach_many::run(&args),
-            Self::Manual(args) => manual::run(&args, <Cli as clap::CommandFactory>::command()),
+            Self::Completions(args) => manual::completions(&args, command()),
+            Self::Manual(args) => manual::run(&args, command()),
+            Self::Nvme(verb) | Self::Ungrouped(verb) => verb.run(),
         }
     }
 }
@@ -155,7 +192,8 @@ pub fn main() -> ExitCode {
     if let Some(status) = supervise(&arguments) {
         return status;
     }
-    let cli = match Cli::try_parse_from(arguments) {
+    let matches = command().try_get_matches_from(arguments);
+    let cli = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
@@ -165,6 +203,8 @@ pub fn main() -> ExitCode {
     // then.
     if !verb.is_service() {
         logging::start_thread();
+        // Without the handler, such a write ends the process; that is no reason to refuse a verb.
+        let _ = signals::survive_file_size_limit();
     }
     warn_of_filter(started);
     finish(verb.run())
@@ -252,7 +292,7 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        <Cli as clap::CommandFactory>::command().debug_assert();
+        command().debug_assert();
         <ServeCli as clap::CommandFactory>::command().debug_assert();
     }
 }

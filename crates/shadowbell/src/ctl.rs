@@ -8,6 +8,7 @@ use crate::ctl_export::{ExportVerb, export};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::grant::grant;
+use crate::ls;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
@@ -315,6 +316,51 @@ enum ControllerVerb {
         #[arg(long)]
         force: bool,
     },
+}
+
+/// Show the state of a server
+///
+/// Without SERVER, it shows the only server, or lists all.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct StatusArgs {
+    /// Server: its name, its process ID, its control socket, or the socket of a controller
+    server: Option<String>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Runs `shadowbell status`.
+///
+/// # Errors
+/// The server is not found.
+pub(crate) fn status(args: &StatusArgs) -> anyhow::Result<ExitCode> {
+    let StatusArgs { server, output } = args.clone();
+    if server.is_none() && discovery::running(&discovery::directory()?).len() != 1 {
+        return ls::run(&ls::Args::all(output));
+    }
+    run(&Args { server, output, what: Verb::Status })
+}
+
+/// Stop a server, as SIGTERM does
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct StopArgs {
+    /// Server: its name, its process ID, its control socket, or the socket of a controller
+    /// [default: the only running server]
+    server: Option<String>,
+    /// Stop it even if it has clients, which lose their disks
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Runs `shadowbell stop`.
+///
+/// # Errors
+/// The server is not found, or has clients.
+pub(crate) fn stop(args: &StopArgs) -> anyhow::Result<ExitCode> {
+    let StopArgs { server, force, output } = args.clone();
+    run(&Args { server, output, what: Verb::Shutdown { force } })
 }
 
 /// Runs the verb.

@@ -24,6 +24,13 @@ pub(crate) struct Args {
     output: Output,
 }
 
+impl Args {
+    /// All servers.
+    pub(crate) fn all(output: Output) -> Self {
+        Self { server: None, output }
+    }
+}
+
 /// A running server and its objects.
 #[derive(Serialize)]
 struct Listed {

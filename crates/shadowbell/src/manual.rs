@@ -1,4 +1,4 @@
-//! `shadowbell manual`: generates manual pages and shell completions, for packagers.
+//! `shadowbell manual` and `shadowbell completions`: generate manual pages and shell completions.
 
 use anyhow::Context;
 use clap_complete::Shell;
@@ -19,6 +19,28 @@ const WIDTH: usize = 73;
 pub(crate) struct Args {
     /// Output directory, for `man/shadowbell*.1` and `completions/` (bash, zsh, fish)
     directory: PathBuf,
+}
+
+/// Print the completions for a shell: `shadowbell completions bash`
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct CompletionArgs {
+    /// Shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+/// Prints the completions for `command`, the program's command line.
+///
+/// # Errors
+/// Standard output cannot be written.
+pub(crate) fn completions(
+    args: &CompletionArgs,
+    mut command: clap::Command,
+) -> anyhow::Result<ExitCode> {
+    let mut text = Vec::new();
+    clap_complete::generate(args.shell, &mut command, "shadowbell", &mut text);
+    io::stdout().lock().write_all(&text)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Runs the verb for `command`, the program's command line.

@@ -3,7 +3,7 @@
 use anyhow::{anyhow, bail};
 use shadowbell_config::target::Target;
 use shadowbell_control_api::discovery;
-use shadowbell_driver::{Transport, Vfio, VfioError, VfioUser};
+use shadowbell_driver::{Transport, TransportError, Vfio, VfioError, VfioUser};
 use shadowbell_process::exit;
 use shadowbell_vfio_user::client::ClientError;
 use std::io::ErrorKind;
@@ -16,6 +16,8 @@ use std::time::Duration;
 /// Maximum time for connecting to a server. It is long, because a server serves one client at a
 /// time.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time in which a client that has just ended is disconnected, and a busy server answers.
+const SHORT_WAIT: Duration = Duration::from_secs(1);
 
 /// Connects to the controller that `target` names: a PCI function, or one behind a socket.
 ///
@@ -24,7 +26,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 pub fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
     match target {
         Target::VfioUser { socket, .. } => {
-            let transport = VfioUser::connect(socket, CONNECT_TIMEOUT).map_err(|error| {
+            let transport = connect(socket).map_err(|error| {
                 let why = missing_server(socket).or_else(|| client_of(socket));
                 let why = why.unwrap_or_else(|| error.to_string());
                 exit::unavailable(anyhow!("no controller behind {}: {why}", socket.display()))
@@ -39,6 +41,23 @@ pub fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
         }
         Target::Local { .. } => bail!("{target} is a controller in this process"),
     }
+}
+
+/// Connects to a controller. If another client is connected, the wait ends soon: a client that
+/// waited for long would get the disk at the moment when a guest restarts.
+fn connect(socket: &Path) -> Result<VfioUser, TransportError> {
+    match VfioUser::connect(socket, SHORT_WAIT) {
+        Err(error) if is_timeout(&error) && client_of(socket).is_none() => {
+            tracing::warn!("waiting for {}, which another client may use", socket.display());
+            VfioUser::connect(socket, CONNECT_TIMEOUT)
+        }
+        outcome => outcome,
+    }
+}
+
+fn is_timeout(error: &TransportError) -> bool {
+    let cause = std::error::Error::source(error).and_then(|cause| cause.downcast_ref());
+    matches!(cause, Some(ClientError::Timeout { .. }))
 }
 
 /// True if the controller was in use by another client, so that a retry may succeed.
@@ -86,6 +105,9 @@ fn missing_server(path: &Path) -> Option<String> {
         Ok(_) => match UnixStream::connect(&path) {
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 Some(format!("its server has ended; restart it, for example with {serve}"))
+            }
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+                Some("this user may not connect to it; ask as root or as its owner".to_owned())
             }
             _ => None,
         },

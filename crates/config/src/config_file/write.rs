@@ -25,6 +25,7 @@ pub struct Settings {
     trace: Option<(PathBuf, u32)>,
     measure: bool,
     control_socket: Option<PathBuf>,
+    state_dir: Option<PathBuf>,
     metrics: Option<SocketAddr>,
     metrics_hosts: Vec<String>,
     access: SocketAccess,
@@ -39,6 +40,7 @@ impl Settings {
             trace: config.trace.clone(),
             measure: config.measure,
             control_socket: config.control.path.clone(),
+            state_dir: config.state_dir.clone(),
             metrics: config.metrics,
             metrics_hosts: config.metrics_hosts.clone(),
             access: config.socket_access.clone(),
@@ -65,6 +67,7 @@ impl Settings {
             || differs(self.trace.as_ref(), now.trace.as_ref())
             || (self.measure && !now.measure)
             || differs(self.control_socket.as_ref(), now.control_socket.as_ref())
+            || differs(self.state_dir.as_ref(), now.state_dir.as_ref())
             || differs(self.metrics.as_ref(), now.metrics.as_ref())
             || (!self.metrics_hosts.is_empty() && self.metrics_hosts != now.metrics_hosts)
             || differs(self.access.mode.as_ref(), now.access.mode.as_ref())
@@ -90,7 +93,7 @@ pub fn write(
     controllers: &[Arc<SocketConfig>],
     exports: &[ExportConfig],
 ) -> String {
-    let Settings { pool, trace, control_socket, .. } = settings;
+    let Settings { pool, trace, control_socket, state_dir, .. } = settings;
     let Settings { measure, metrics, metrics_hosts, access, allow, .. } = settings;
     let (poll, poll_max_us) = match pool.polling {
         Polling::Always => (Some(Poll::Always), None),
@@ -101,6 +104,7 @@ pub fn write(
     let file = File {
         name: Some(at(name.to_owned())),
         control_socket: control_socket.as_deref().map(absolute),
+        state_dir: state_dir.as_deref().map(absolute),
         socket_mode: access.mode.map(|mode| at(format!("{mode:04o}"))),
         socket_group: access.group.clone().map(at),
         metrics: *metrics,

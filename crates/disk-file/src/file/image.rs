@@ -115,7 +115,8 @@ impl ImageFile {
             io::ErrorKind::WouldBlock => OpenError::Busy {
                 path: name(),
                 what: "another program (a server, or QEMU) has it open",
-                writable: !read_only,
+                // A writer excludes readers, too.
+                writable: !read_only && sys::lock_image(&file, false).is_ok(),
             },
             _ => system("locking it")(source),
         })?;

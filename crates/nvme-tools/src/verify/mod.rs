@@ -172,6 +172,7 @@ pub fn verify(
     let (found, outcome) = work(jobs, &is_done)?;
     Ok(VerifyReport {
         seconds: began.elapsed().as_secs_f64(),
+        interrupted: stop.load(Ordering::Relaxed),
         recovery: session.controller.recovery_stats(),
         doorbells: doorbells_name(session.controller.doorbells()),
         device: session.device(),

@@ -15,6 +15,8 @@ pub struct VerifyReport {
     pub(super) doorbells: &'static str,
     pub(super) device: String,
     pub(super) found: JobResult,
+    /// True if a signal ended the load early.
+    pub(super) interrupted: bool,
     /// Error that ended the run early.
     pub(super) outcome: anyhow::Result<()>,
 }
@@ -72,6 +74,7 @@ impl VerifyReport {
             "iodepth": args.iodepth,
             "numjobs": args.numjobs,
             "seconds": self.seconds,
+            "interrupted": self.interrupted,
             "commands": self.total(),
             "by_kind": by_kind,
             "verified_blocks": found.checked,
@@ -85,7 +88,11 @@ impl VerifyReport {
         })
     }
 
-    pub(super) fn print(&self, out: &mut impl Write) -> io::Result<()> {
+    /// Prints the report as text.
+    ///
+    /// # Errors
+    /// `out` cannot be written.
+    pub fn print(&self, out: &mut impl Write) -> io::Result<()> {
         let found = &self.found;
         let total = self.total();
         writeln!(
@@ -109,6 +116,9 @@ impl VerifyReport {
         }
         if found.retried + found.failed != 0 {
             writeln!(out, "  errors: {} retried, {} failed", found.retried, found.failed)?;
+        }
+        if self.interrupted {
+            writeln!(out, "  interrupted: only the writes until then were verified")?;
         }
         writeln!(out, "  verify: {} blocks checked, {} bad", found.checked, found.bad)
     }

@@ -26,10 +26,28 @@ fn run(defect: Defect, at: u64) -> (u64, String) {
     let mut session = Session::over(args.target.clone(), transport, &options).unwrap();
     let report = verify(&mut session, &args, &AtomicBool::new(false)).unwrap();
     let row = report.json(&args);
+    assert_eq!(row["interrupted"], false);
     assert!(row["verified_blocks"].as_u64() > Some(1000), "{row}");
     assert!(row["commands"].as_u64() >= Some(5900), "{row}");
     session.detach().unwrap();
     (report.bad_blocks(), report.described().join("; "))
+}
+
+#[test]
+fn an_interrupted_verification_says_so() {
+    let args =
+        Line::parse_from("verify local:memory --max-bs 4k --size 64k".split_whitespace()).args;
+    let disk = Arc::new(MemDisk::new(128, 512).unwrap());
+    let transport = connect(disk, false).unwrap();
+    let options = shadowbell_driver::AttachOptions::default();
+    let mut session = Session::over(args.target.clone(), transport, &options).unwrap();
+    let report = verify(&mut session, &args, &AtomicBool::new(true)).unwrap();
+    assert_eq!(report.json(&args)["interrupted"], true);
+    let mut text = Vec::new();
+    report.print(&mut text).unwrap();
+    let text = String::from_utf8(text).unwrap();
+    assert!(text.contains("interrupted: only the writes until then were verified"), "{text}");
+    session.detach().unwrap();
 }
 
 #[test]

@@ -8,6 +8,7 @@ use crate::supervisor::worker;
 use crate::upgrade::Client;
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use shadowbell_testing::process_group::ProcessGroup;
 
 /// Entry of the disk `id` in the output of `ctl disk ls`.
 fn disk(server: &Server, id: &str) -> Value {
@@ -86,5 +87,73 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     assert_eq!(disk(&server, "spare"), Value::Null);
     assert_eq!(disk(&server, "data")["read_only"], false);
     restart(&server, true);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// The message about an image that this server has open names its disk.
+#[test]
+fn an_image_of_this_server_is_named_by_its_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "a.img", 1 << 20);
+    let mut server = Server::start_in(directory, &["a.img"], &["--supervisor", "--allow", "."]);
+    for words in
+        [&["namespace", "attach", "vm.sock", "2", "a.img"][..], &["disk", "add", "d", "a.img"]]
+    {
+        let (code, _, errors) = ctl(&server, words);
+        let text = "this server has it open as the disk";
+        assert!(code == Some(4) && errors.contains(text), "{words:?}: {errors}");
+    }
+    assert!(server.stop().success());
+}
+
+/// The UUID of a disk is random, and in the state directory, from which each process takes it.
+#[test]
+fn a_disk_keeps_its_uuid_in_the_state_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "a.img", 1 << 20);
+    image(directory.path(), "b.img", 1 << 20);
+    let options = ["--supervisor", "--state-dir", "state", "--allow", "."];
+    let mut server = Server::start_in(directory, &["a.img"], &options);
+    let at = server.directory().to_owned();
+    ctl_json(&server, &["namespace", "attach", "vm.sock", "2", "b.img"]);
+    let uuids = || {
+        let all = ctl_json(&server, &["namespaces"]);
+        let uuids = all.as_array().unwrap().iter().map(|one| one["uuid"].as_str().unwrap());
+        uuids.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let before = uuids();
+    assert!(before.len() == 2 && before[0] != before[1], "{before:?}");
+    let stored = std::fs::read_to_string(at.join("state/disk-uuids")).unwrap();
+    assert!(before.iter().all(|uuid| stored.contains(&uuid[..])), "{stored}");
+    assert!(server.stderr().contains(&format!("UUID {}", before[0])), "{}", server.stderr());
+    let process = worker(&server);
+    kill(&server, Signal::KILL);
+    until("another process", || worker(&server) != process);
+    assert_eq!(uuids(), before);
+    assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "2", "--force"]).0, Some(0));
+    // Another server with that state directory, and one that cannot write its own.
+    for (state, is_kept) in [("state", true), ("b.img", false)] {
+        let mut other = program();
+        other.args([
+            "serve",
+            "b.img",
+            "--socket",
+            "o.sock",
+            "--name",
+            "other",
+            "--state-dir",
+            state,
+        ]);
+        other.args(["--stop-timeout", "5"]).current_dir(&at);
+        let other = ProcessGroup::spawn(other.env("SHADOWBELL_RUN_DIR", at.join("run"))).unwrap();
+        let mut now = serde_json::Value::Null;
+        until("the other server", || {
+            let (status, output, _) = ctl(&server, &["-s", "other", "namespaces", "--json"]);
+            now = serde_json::from_str(&output).unwrap_or_default();
+            status == Some(0)
+        });
+        assert_eq!(now[0]["uuid"] == before[1], is_kept, "{now}");
+        drop(other);
+    }
     assert!(server.stop().success(), "{}", server.stderr());
 }

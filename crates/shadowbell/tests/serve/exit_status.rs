@@ -91,7 +91,12 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         (&["demo", "--runtime", "never"], bad),
         (&["bind", "0000:zz:00.0"], bad),
         (&["unbind", "0000:zz:00.0"], bad),
+        (&["nvme", "id-ctrl", "no.img"], bad),
+        (&["completions", "no-shell"], bad),
+        (&["manual", "/dev/null/x"], may_pass),
         (&["ls", "no-server"], missing),
+        (&["status", "no-server"], missing),
+        (&["stop", "no-server"], missing),
         (&["top", "no-server"], missing),
         (&["top", "nowhere/x.sock"], missing),
         (&["upgrade", "no-server"], missing),
@@ -126,6 +131,38 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         let (status, _, errors) = ctl(&server, words);
         assert_eq!(status, Some(missing as i32), "{words:?}: {errors}");
     }
+}
+
+/// A command that a controller does not have, a directory that does not exist, and a file size
+/// limit are answered in words.
+#[test]
+fn messages_name_the_remedy() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    image(at, "out.img", 4 << 20);
+    let pool = "serve it with `--pool DIRECTORY`";
+    for (words, expected, text) in [
+        (&["create-ns", "mem:1MiB", "--nsze", "1MiB"][..], ExitStatus::BadInput, pool),
+        (&["delete-ns", "mem:1MiB", "--namespace-id", "1", "--force"], ExitStatus::BadInput, pool),
+        (&["attach-ns", "mem:1MiB", "--namespace-id", "1"], ExitStatus::BadInput, pool),
+        (&["format", "mem:1MiB", "--force"], ExitStatus::BadInput, pool),
+        (
+            &["serve", "mem:1MiB", "--socket", "x.sock", "--allow", "nope"],
+            ExitStatus::Failed,
+            "--allow nope: there is no such directory",
+        ),
+    ] {
+        let (status, errors) = run(at, words);
+        assert_eq!(status, Some(expected as i32), "{words:?}: {errors}");
+        assert!(errors.contains(text), "{words:?}: {errors}");
+    }
+    let mut limited = std::process::Command::new("sh");
+    limited.args(["-c", "ulimit -f 8; exec \"$0\" read mem:1MiB -o out.raw"]);
+    let (status, _, errors) = finish({
+        limited.arg(program().get_program()).current_dir(at);
+        limited
+    });
+    assert!(status == Some(1) && errors.contains("File too large"), "{status:?} {errors}");
 }
 
 /// After a temporary cause, a service has an exit status with which a systemd unit restarts it.
@@ -181,6 +218,9 @@ fn a_server_is_named_alike_in_each_verb() {
         for words in [
             &["ctl", "-s", name, "status"][..],
             &["ls", name],
+            &["ps", name],
+            &["info", name],
+            &["status", name],
             &["top", name, "--count", "1", "--interval", "50ms"],
             &["upgrade", name],
         ] {
@@ -188,6 +228,13 @@ fn a_server_is_named_alike_in_each_verb() {
             assert_eq!(status, Some(0), "{words:?}: {errors}");
         }
     }
+    for words in [&["status"][..], &["ps"], &["nvme", "id-ctrl", &socket], &["completions", "bash"]]
+    {
+        let (status, errors) = run(&at, words);
+        assert_eq!(status, Some(0), "{words:?}: {errors}");
+    }
+    let (status, errors) = run(&at, &["stop", "vm"]);
+    assert!(status == Some(4) && errors.contains("--force"), "{errors}");
     // Without a verb, the servers and their objects are listed, in 80 columns.
     let mut command = program();
     command.current_dir(&at).env("SHADOWBELL_RUN_DIR", "run");

@@ -1,0 +1,166 @@
+//! UUIDs of disks whose configuration gives none: generated at random once, and stored in a file
+//! of the state directory.
+//!
+//! The file has a line for each disk, with its UUID and its name. Servers that share it only append
+//! to it. Of several lines for a disk, the first one counts, so no lock is needed.
+
+use crate::uuid_text::{parse_uuid, uuid_text};
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// File in the state directory.
+const FILE: &str = "disk-uuids";
+/// Maximum size of the file that is read.
+const MAX_BYTES: u64 = 64 << 20;
+
+/// Open file of this process. `None` if the UUIDs are derived from the disks' names.
+static STORE: OnceLock<Option<Store>> = OnceLock::new();
+
+/// Default state directory: that of the systemd unit, `/var/lib/shadowbell` for root if it exists,
+/// and `$XDG_STATE_HOME/shadowbell` for other users.
+#[must_use]
+pub fn default_directory() -> Option<PathBuf> {
+    let is_root = rustix::process::geteuid().is_root();
+    default_for(is_root, |name| std::env::var_os(name).map(PathBuf::from))
+}
+
+fn default_for(is_root: bool, variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    if let Some(of_unit) = variable("STATE_DIRECTORY") {
+        return Some(of_unit).filter(|path| path.is_absolute());
+    }
+    if is_root {
+        return Some(PathBuf::from("/var/lib/shadowbell")).filter(|path| path.is_dir());
+    }
+    let given = variable("XDG_STATE_HOME").filter(|path| path.is_absolute());
+    let state = given.or_else(|| Some(variable("HOME")?.join(".local/state")))?;
+    Some(state.join("shadowbell"))
+}
+
+/// Opens the file in `directory`, before the process enters its sandbox. Later calls of
+/// [`uuid_of`] use it.
+///
+/// # Errors
+/// The directory or the file cannot be created.
+pub fn open(directory: &Path) -> io::Result<()> {
+    let store = Store::open(directory)?;
+    let _ = STORE.set(Some(store));
+    Ok(())
+}
+
+/// UUID of the disk with this name. `None` without an [open](open) file, or if it cannot be
+/// written, which is logged.
+#[must_use]
+pub fn uuid_of(name: &str) -> Option<[u8; 16]> {
+    let store = STORE.get()?.as_ref()?;
+    store.uuid_of(name).map_err(|error| warn_of(&store.path, &error)).ok()
+}
+
+/// Logs that UUIDs are derived from the names of disks.
+pub fn warn_of(path: &Path, error: &io::Error) {
+    tracing::warn!(
+        "UUIDs of disks are derived from their paths, because {} cannot be written: {error}; give \
+         another `state-dir`, or the disks their `uuid`",
+        path.display()
+    );
+}
+
+struct Store {
+    file: File,
+    path: PathBuf,
+}
+
+impl Store {
+    fn open(directory: &Path) -> io::Result<Self> {
+        if !directory.is_dir() {
+            DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+        }
+        let path = directory.join(FILE);
+        let mut options = OpenOptions::new();
+        options.read(true).append(true).create(true).mode(0o600);
+        let flags = rustix::fs::OFlags::NOFOLLOW.bits();
+        let file = options.custom_flags(flags.cast_signed()).open(&path)?;
+        Ok(Self { file, path })
+    }
+
+    fn uuid_of(&self, name: &str) -> io::Result<[u8; 16]> {
+        // Quoted, so that a name has no line breaks.
+        let name = format!("{name:?}");
+        if let Some(uuid) = self.find(&name)? {
+            return Ok(uuid);
+        }
+        let uuid = random_uuid();
+        (&self.file).write_all(format!("{} {name}\n", uuid_text(&uuid)).as_bytes())?;
+        self.file.sync_data()?;
+        // Another server may have written a line for the disk before.
+        Ok(self.find(&name)?.unwrap_or(uuid))
+    }
+
+    fn find(&self, name: &str) -> io::Result<Option<[u8; 16]>> {
+        let length = self.file.metadata()?.len();
+        if length > MAX_BYTES {
+            return Err(io::Error::other("the file is too large"));
+        }
+        let mut text = vec![0; usize::try_from(length).unwrap_or(0)];
+        self.file.read_exact_at(&mut text, 0)?;
+        let text = String::from_utf8_lossy(&text);
+        let mut lines = text.lines().filter_map(|line| line.split_once(' '));
+        Ok(lines.find(|(_, other)| *other == name).and_then(|(uuid, _)| parse_uuid(uuid)))
+    }
+}
+
+/// Random UUID of version 4 (RFC 9562, 5.4). A guess does no harm, so the random hash keys of the
+/// standard library suffice.
+fn random_uuid() -> [u8; 16] {
+    let random = || u128::from(RandomState::new().hash_one(0_u8));
+    let mut uuid = (random() << 64 | random()).to_be_bytes();
+    uuid[6] = uuid[6] & 0x0f | 0x40;
+    uuid[8] = uuid[8] & 0x3f | 0x80;
+    uuid
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_keeps_its_random_uuid() {
+        let directory = tempfile::tempdir().unwrap();
+        let state = directory.path().join("a/state");
+        let store = Store::open(&state).unwrap();
+        let first = store.uuid_of("/srv/a.img").unwrap();
+        let other = store.uuid_of("/srv/a.img\n").unwrap();
+        assert_ne!(first, other);
+        assert_eq!((first[6] >> 4, first[8] >> 6), (4, 2), "version 4");
+        // Another server with the same directory, and one with another.
+        let again = Store::open(&state).unwrap();
+        assert_eq!(again.uuid_of("/srv/a.img").unwrap(), first);
+        assert_eq!(store.uuid_of("/srv/a.img\n").unwrap(), other);
+        let elsewhere = Store::open(directory.path()).unwrap();
+        assert_ne!(elsewhere.uuid_of("/srv/a.img").unwrap(), first);
+        // Of two lines for a disk, the first one counts.
+        let line = format!("{} \"/srv/a.img\"\n", uuid_text(&other));
+        (&store.file).write_all(line.as_bytes()).unwrap();
+        assert_eq!(store.uuid_of("/srv/a.img").unwrap(), first);
+    }
+
+    #[test]
+    fn each_user_has_a_state_directory() {
+        let of = |is_root, variables: &[(&str, &str)]| {
+            default_for(is_root, |name| {
+                let found = variables.iter().find(|(other, _)| *other == name);
+                found.map(|(_, value)| PathBuf::from(value))
+            })
+        };
+        let path = |text: &str| Some(PathBuf::from(text));
+        assert_eq!(of(false, &[("HOME", "/home/u")]), path("/home/u/.local/state/shadowbell"));
+        let both = [("HOME", "/home/u"), ("XDG_STATE_HOME", "/state")];
+        assert_eq!(of(false, &both), path("/state/shadowbell"));
+        assert_eq!(of(true, &[("STATE_DIRECTORY", "/var/lib/x")]), path("/var/lib/x"));
+        assert_eq!(of(true, &[("STATE_DIRECTORY", "")]), None);
+        assert_eq!(of(false, &[]), None);
+    }
+}
