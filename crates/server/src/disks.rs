@@ -213,6 +213,9 @@ impl Changes {
         if let Some((served, nsid)) = disk.namespaces.first() {
             return self.change_namespace(served, *nsid, change, &guard);
         }
+        if *change == NamespaceChange::ReadOnly(false) {
+            self.check_made_writable(&disk)?;
+        }
         let id = disk.id.clone();
         let open = |spec: &str| self.open(spec).map_err(DiskSpecError::into_error);
         let before = self.unattached().lock().get(&id).cloned().ok_or_else(|| missing(&id))?;

@@ -297,6 +297,32 @@ impl Changes {
         }
     }
 
+    /// Refuses that a disk becomes writable, if several of its users would then write and not all
+    /// of them permit another writer.
+    ///
+    /// # Errors
+    /// The disk would have several writers.
+    pub(super) fn check_made_writable(&self, disk: &ListedDisk) -> anyhow::Result<()> {
+        let running = self.exports().running.lock();
+        let exports = running.values().map(|export| &export.config);
+        let exports = exports.filter(|config| config.disk == disk.id && !config.read_only);
+        let exports = exports.map(|config| (format!("the export {}", config.id), config.share));
+        let namespace = disk.namespaces.first();
+        let namespace = namespace
+            .map(|(served, nsid)| (format!("namespace {nsid} of {}", served.name), disk.share));
+        let writers: Vec<_> = namespace.into_iter().chain(exports).collect();
+        match &writers[..] {
+            [(one, _), (other, _), ..] if writers.iter().any(|(_, share)| !share) => {
+                Err(exit::conflict(anyhow!(
+                    "the disk {} would be written by {one} and {other}: remove one of them, or set \
+                     `share` for all, if the programs that write can share a disk",
+                    disk.id
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn drop_fuse_device(&self, id: &str) {
         if self.exports().devices().remove(id).is_some()
             && let Some(checkpoint) = self.checkpoint()

@@ -282,6 +282,9 @@ impl Changes {
             let why = anyhow!("{} is configured as read-only", served.name);
             return Err(exit::conflict(why));
         }
+        if *change == NamespaceChange::ReadOnly(false) {
+            self.check_made_writable(&self.disk(&id_of(&served.id, nsid, &found.disk))?)?;
+        }
         let open = |spec: &str| self.open_spec_for(served, spec);
         let (spec, disk, effect) =
             match apply_change(&found.disk.disk, &found.namespace.disk, change, guard, open)? {

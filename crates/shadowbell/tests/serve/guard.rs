@@ -107,6 +107,17 @@ fn an_export_with_a_client_is_not_removed_without_force() {
     drop(client);
     assert_eq!(ctl(&server, &["disk", "resize", "data", "4096"]).0, Some(0));
     assert_eq!(disk(&server, "data")["bytes"], 4096);
+    // Exports of a read-only disk may not become two writers.
+    ctl_json(&server, &["disk", "read-only", "data", "on"]);
+    let other = format!("unix:{}", server.directory().join("other.sock").display());
+    ctl_json(&server, &["export", "add", "one", "data", "--nbd", &address]);
+    ctl_json(&server, &["export", "add", "two", "data", "--nbd", &other]);
+    let (code, _, errors) = ctl(&server, &["disk", "read-only", "data", "off"]);
+    let words = "would be written by the export one and the export two";
+    assert!(code == Some(4) && errors.contains(words), "{errors}");
+    assert_eq!(disk(&server, "data")["read_only"], true);
+    assert_eq!(ctl(&server, &["export", "remove", "two"]).0, Some(0));
+    assert_eq!(ctl(&server, &["disk", "read-only", "data", "off"]).0, Some(0));
     assert!(server.stop().success());
 }
 
