@@ -16,6 +16,8 @@ use shadowbell_config::disk_spec::{self, DiskSpecError};
 use shadowbell_config::server_config::NamedDisk;
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
+use shadowbell_storage::disk_files;
+use std::path::Path;
 use std::sync::Arc;
 use tracing::info;
 
@@ -231,6 +233,22 @@ impl Changes {
             self.update_exports(&id, &disk, &effect);
         }
         Ok(true)
+    }
+
+    /// Error for an image that is a disk of this server already. `None` if it is not.
+    pub(super) fn own_disk(&self, spec: &str) -> Option<DiskSpecError> {
+        let here = Path::new("");
+        let files = disk_files::files(spec, here);
+        let is_it = |disk: &ListedDisk| {
+            files.iter().any(|file| disk_files::uses(&disk.open.spec, here, &file.path))
+        };
+        let disk = self.disks().into_iter().find(is_it)?;
+        Some(DiskSpecError::Other(exit::conflict(anyhow!(
+            "{}: this server has it open as the disk {}; export or attach that disk, or remove it \
+             first",
+            disk.open.disk.name(),
+            disk.id
+        ))))
     }
 
     /// Losses of the clients of a disk by a change with this effect.

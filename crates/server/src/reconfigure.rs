@@ -8,7 +8,6 @@ use super::builder::{
     assign_io_thread, bind_one, carrier, client_events, open_one, summary, with_origin,
 };
 use super::checkpointer::Checkpointer;
-use super::disks::ListedDisk;
 use super::event::EventSender;
 use super::flush::flush;
 use super::guard::{self, Loss};
@@ -26,10 +25,9 @@ use shadowbell_controller::{Controller, Pool};
 use shadowbell_disk::{Disk, OpenError};
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_process::exit;
-use shadowbell_storage::{disk_files, disk_open};
+use shadowbell_storage::disk_open;
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::Handle;
-use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -215,22 +213,6 @@ impl Changes {
             DiskSpecError::Disk(OpenError::Busy { .. }) => self.own_disk(spec).unwrap_or(error),
             error => error,
         })
-    }
-
-    /// Error for an image that is a disk of this server already. `None` if it is not.
-    fn own_disk(&self, spec: &str) -> Option<DiskSpecError> {
-        let here = Path::new("");
-        let files = disk_files::files(spec, here);
-        let is_it = |disk: &ListedDisk| {
-            files.iter().any(|file| disk_files::uses(&disk.open.spec, here, &file.path))
-        };
-        let disk = self.disks().into_iter().find(is_it)?;
-        Some(DiskSpecError::Other(exit::conflict(anyhow!(
-            "{}: this server has it open as the disk {}; export or attach that disk, or remove it \
-             first",
-            disk.open.disk.name(),
-            disk.id
-        ))))
     }
 
     /// Opens everything that a controller needs, without serving it.

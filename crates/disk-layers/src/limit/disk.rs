@@ -1,5 +1,6 @@
 //! Layer that limits the rates of a disk.
 
+use super::counts::Counts;
 use super::limiter::Limiter;
 use super::queue::LimitedQueue;
 use shadowbell_disk::{Disk, DiskInfo, Queue, ResizeError};
@@ -7,7 +8,7 @@ use shadowbell_memory::SharedBytes;
 use std::any::Any;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 /// Disk with rate limits on another disk.
 #[derive(Clone, Debug)]
@@ -16,15 +17,6 @@ pub struct LimitedDisk {
     /// Limiter of the disk, followed by the limiter of its group.
     limiters: Arc<[Arc<Limiter>]>,
     counts: Counts,
-}
-
-/// Requests that wait for the limits, counted by the queues.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Counts {
-    /// Number of requests that had to wait.
-    pub(super) delayed: Arc<AtomicU64>,
-    /// Number of requests that wait.
-    pub(super) waiting: Arc<AtomicU64>,
 }
 
 impl LimitedDisk {

@@ -9,9 +9,11 @@
 //! | `rates` | the limits and their text form |
 //! | `limiter` | start times of requests; shared by disks, queues and threads |
 //! | `timer` | wakes a thread at a start time |
+//! | `counts` | counters of waiting requests |
 //! | `queue` | waiting requests of one queue |
 //! | `disk` | the layer around a disk |
 
+mod counts;
 mod disk;
 mod limiter;
 mod queue;

@@ -4,7 +4,7 @@
 //! requests, only the next one has taken a start time from the limiter, so other users of the limit
 //! alternate with this queue.
 
-use super::disk::Counts;
+use super::counts::Counts;
 use super::limiter::Limiter;
 use super::timer::Timer;
 use shadowbell_disk::{DiskError, Lists, Metadata, Op, Queue, Request, Submitted, Tasks, merge};

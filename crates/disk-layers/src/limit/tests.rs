@@ -1,6 +1,6 @@
 //! Tests of rate limits with a simulated clock.
 
-use super::disk::Counts;
+use super::counts::Counts;
 use super::queue::LimitedQueue;
 use super::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
