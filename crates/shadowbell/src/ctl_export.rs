@@ -10,8 +10,14 @@ use shadowbell_process::exit::{self, bad_input};
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
 use shadowbell_storage::disk_files;
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Time in which a program that has just closed the file, or only looks at it, has released it.
+const USERS: Duration = Duration::from_secs(1);
+/// Interval of the attempts to unmount a file.
+const RETRY: Duration = Duration::from_millis(50);
 
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum ExportVerb {
@@ -156,8 +162,17 @@ fn source(client: &Client, id: &str) -> String {
 /// Unmounts the file of an export, which no program may use.
 fn unmount(mount: &Mount) -> anyhow::Result<()> {
     let path = mount.path().display();
-    mount.unmount_unused().map_err(|error| match error.kind() {
-        io::ErrorKind::ResourceBusy => exit::conflict(anyhow!(
+    let until = Instant::now() + USERS;
+    let outcome = loop {
+        match mount.unmount_unused() {
+            Err(error) if error.kind() == ErrorKind::ResourceBusy && Instant::now() < until => {
+                std::thread::sleep(RETRY);
+            }
+            outcome => break outcome,
+        }
+    };
+    outcome.map_err(|error| match error.kind() {
+        ErrorKind::ResourceBusy => exit::conflict(anyhow!(
             "programs use {path}, the file of the export, so nothing was changed: end them \
              (`fuser -v {path}` lists them), and remove the export again"
         )),

@@ -66,7 +66,12 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
         4,
         "namespace 1 exists already",
     );
-    refused(&server, &["namespace", "attach", "vm.sock", "2", "b.img"], 2, "b.img");
+    refused(
+        &server,
+        &["namespace", "attach", "vm.sock", "2", "b.img"],
+        4,
+        "this server has it open",
+    );
     refused(&server, &["namespace", "attach", "vm.sock", "2", "no.img"], 2, "no.img");
     refused(&server, &["namespace", "attach", "vm.sock", "257", "c.img"], 2, "257");
     refused(&server, &["namespace", "attach", "vm7", "2", "c.img"], 3, "no controller `vm7`");

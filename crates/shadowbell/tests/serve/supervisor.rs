@@ -76,7 +76,7 @@ fn command_line_errors_are_reported_once() {
     let mut command = program();
     command.args(["serve", "--supervisor", "/nonexistent.img", "--socket", "/tmp/never.sock"]);
     let (status, _, errors) = finish(command);
-    assert_eq!(status, Some(2), "{errors}");
+    assert_eq!(status, Some(1), "{errors}");
     assert_eq!(errors.matches("there is no such file").count(), 1, "{errors}");
     let mut command = program();
     command.args(["serve", "--help"]);
