@@ -8,6 +8,7 @@ use crate::controller_config::{
     nsids,
 };
 use crate::cpu_list;
+use crate::disk_spec;
 use crate::export_config::{ExportConfig, Mounted};
 use crate::limits::{self, DiskLimits, Group};
 use crate::pool::PoolSpec;
@@ -538,8 +539,36 @@ impl Check<'_> {
         let named = self.disks.iter().map(|disk| disk.id.clone());
         let disks: HashSet<_> = named.chain(of_controllers).collect();
         let mut ids = HashSet::new();
+        // Writers of each disk: the text that names the writer, and whether it permits another one.
+        let mut writers: HashMap<String, (String, bool)> = HashMap::new();
+        for served in controllers.iter().filter(|served| !served.controller.read_only) {
+            let disks = &served.controller.disks;
+            for (nsid, disk) in nsids(disks).zip(disks) {
+                let id = disk.id.clone().unwrap_or_else(|| format!("{}/{nsid}", served.id()));
+                let writer = format!("namespace {nsid} of {}", served.id());
+                writers.entry(id).or_insert((writer, disk.share));
+            }
+        }
         for table in &tables {
-            let ExportConfig { id, disk, .. } = table.get_ref();
+            let ExportConfig { id, disk, read_only, share, .. } = table.get_ref();
+            let spec = self.disks.iter().find(|known| known.id == *disk).map(|known| &known.spec);
+            let is_read_only = spec.is_some_and(|spec| {
+                let (_, value) = disk_spec::take_option(spec, "read-only");
+                value.is_some_and(|value| ["on", "true"].contains(&&value[..]))
+            });
+            if !*read_only && !is_read_only {
+                let own = (format!("the export {id}"), *share);
+                match writers.get(disk).filter(|(_, shared)| !(*shared && *share)) {
+                    Some((writer, _)) => {
+                        let why = format!(
+                            "the disk `{disk}` is written by {writer}: give one of them `read-only`, \
+                             or set `share` for both, if the programs that write can share a disk"
+                        );
+                        self.refuse(table, why);
+                    }
+                    None => drop(writers.entry(disk.clone()).or_insert(own)),
+                }
+            }
             if let Err(why) = check_id(id) {
                 self.refuse(table, why);
             }

@@ -4,6 +4,7 @@
 //! A controller of which only namespaces differ keeps its client, if each difference can be applied
 //! while a guest runs: an added or removed namespace, other limits, or a change of read-only.
 
+use super::disk_plan::DiskPlan;
 use super::disks::ListedDisk;
 use super::guard::Loss;
 use super::namespaces::{NamespaceChange, effect_of, explicit};
@@ -122,9 +123,9 @@ impl Plan {
         }
     }
 
-    /// Records what clients lose by the changes of namespaces, and clients of exports by the
-    /// removal of the exports `dropped`.
-    pub(super) fn add_losses(&mut self, changes: &Changes, dropped: &[String]) {
+    /// Records what clients lose by the changes of namespaces and by the plan for disks and exports,
+    /// and the differences of the latter.
+    pub(super) fn add_losses(&mut self, changes: &Changes, of_disks: &mut DiskPlan) {
         let disks = changes.disks();
         for (id, steps) in self.change.clone() {
             for step in steps {
@@ -143,7 +144,8 @@ impl Plan {
                 self.lost.extend(losses);
             }
         }
-        self.lost.extend(dropped.iter().filter_map(|id| changes.exports().loss(id)));
+        self.lost.append(&mut of_disks.lost);
+        self.differences.append(&mut of_disks.differences);
     }
 }
 
@@ -210,7 +212,7 @@ fn states(before: &SocketConfig, after: &SocketConfig) -> Vec<Step> {
 
 /// Returns the changes that turn a namespace's disk `before` into `after`. `None` if the namespace
 /// cannot be changed so at run time.
-fn changes(
+pub(super) fn changes(
     before: &DiskConfig,
     after: &DiskConfig,
     takes_writes: impl FnOnce() -> bool,

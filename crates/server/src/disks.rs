@@ -208,8 +208,24 @@ impl Changes {
         forced: bool,
     ) -> anyhow::Result<bool> {
         let _guard = self.change_lock();
+        let losses = |disk: &ListedDisk, effect: &Effect| self.losses(disk, effect);
+        self.alter_disk(id, change, &losses, forced)
+    }
+
+    /// Like [`change_disk`](Self::change_disk), for a caller that holds the lock of changes.
+    /// `losses`: the losses that `forced` is required for.
+    ///
+    /// # Errors
+    /// As for [`change_disk`](Self::change_disk).
+    pub(super) fn alter_disk(
+        &self,
+        id: &str,
+        change: &NamespaceChange,
+        losses: &dyn Fn(&ListedDisk, &Effect) -> Vec<Loss>,
+        forced: bool,
+    ) -> anyhow::Result<bool> {
         let disk = self.disk(id)?;
-        let losses = |effect: &Effect| self.losses(&disk, effect);
+        let losses = |effect: &Effect| losses(&disk, effect);
         let is_exported = !self.exports().of(&disk.id).is_empty();
         let guard = DiskGuard { losses: &losses, forced, is_exported };
         if let Some((served, nsid)) = disk.namespaces.first() {

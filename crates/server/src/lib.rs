@@ -62,6 +62,7 @@ mod checkpoint_store;
 mod checkpointer;
 mod config_diff;
 mod control;
+mod disk_plan;
 mod disks;
 mod endpoints;
 mod event;

@@ -180,8 +180,9 @@ impl ControllerJob {
             None => self.entry.config_with(&disks),
         };
         let is_final = Cell::new(false);
+        let seen = as_seen(&requested, &disks);
         let config = wait.until_open(|| {
-            let opened = requested.controller.open_by(&location(&requested), |nth, spec| {
+            let opened = seen.controller.open_by(&location(&requested), |nth, spec| {
                 if mode == RecoveryMode::Socket || is_final.get() {
                     return wait.open(spec);
                 }
@@ -209,7 +210,7 @@ impl ControllerJob {
         loop {
             let configured = match config.take() {
                 Some(config) => Ok(config),
-                None => self.configure(&requested, disks.clone()),
+                None => self.configure(&seen, disks.clone()),
             };
             let built = configured.and_then(|config| {
                 self.build(wait.context, &requested, config, mode, &drop_client)
@@ -459,6 +460,16 @@ const NOT_SAVED: &str = "it is being migrated, or its state could not be saved";
 /// True if the socket's client has no state in the checkpoint.
 fn is_lost(port: &SavedPort) -> bool {
     port.device().is_null()
+}
+
+/// Configuration of a controller with the UUIDs that its guest has seen, where it gives none. A UUID
+/// that is derived from the path of an image would change when the image is renamed or deleted.
+fn as_seen(requested: &SocketConfig, disks: &[&DiskEntry]) -> SocketConfig {
+    let mut seen = requested.clone();
+    for (disk, entry) in seen.controller.disks.iter_mut().zip(disks) {
+        disk.uuid = disk.uuid.or(entry.config().uuid);
+    }
+    seen
 }
 
 fn location(requested: &SocketConfig) -> String {

@@ -2,13 +2,13 @@
 
 use super::args::Args;
 use super::config_diff::{Plan, Step};
+use super::disk_plan::DiskPlan;
 use super::guard::{self, DiskGuard};
 use super::reconfigure::{Changes, Prepared};
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
 use shadowbell_config::config_file::write::Settings;
 use shadowbell_config::controller_config::DiskConfig;
-use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::server_config::{NamedDisk, ServerConfig, SocketConfig};
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
@@ -31,20 +31,21 @@ pub(super) fn apply(
     changes.registry().check_waiting(None)?;
     let (named, exports) = (config.disks, config.exports);
     let mut plan = Plan::of(changes.registry(), config.controllers, &config.groups);
-    let dropped = dropped(changes, &exports);
-    plan.add_losses(changes, &dropped);
+    let mut disks = DiskPlan::of(changes, &named, &exports);
+    plan.add_losses(changes, &mut disks);
     if dry_run {
         return Ok(plan);
     }
     guard::check(&plan.lost, forced)?;
-    add_early(changes, &named, &plan).map_err(|error| error.context("nothing was changed"))?;
-    let prepared =
-        PreparedPlan::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
-    let dropped = dropped.iter().filter_map(|id| changes.drop_export(id).err());
-    let mut failed: Vec<_> = dropped.collect();
+    let early = disks.check(changes).and_then(|()| add_early(changes, &named, &plan));
+    let early = early.and_then(|()| disks.start_early(changes));
+    let prepared = early.and_then(|()| PreparedPlan::of(changes, &plan));
+    let prepared = prepared.map_err(|error| error.context("nothing was changed"))?;
+    let before = changes.exports().wanted();
+    let mut failed = disks.stop_exports(changes);
     failed.extend(prepared.execute(changes, &plan, forced));
-    failed.extend(match_unattached(changes, &named));
-    failed.extend(exports.into_iter().filter_map(|export| changes.put_export(export, None).err()));
+    failed.extend(disks.change_disks(changes, &named));
+    failed.extend(disks.start_exports(changes, &exports, &before));
     for group in config.groups {
         changes.put_limit_group(&group.name, group.limits);
     }
@@ -66,36 +67,6 @@ fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Res
     let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
     let mut early = early.filter(|disk| !in_use.contains(&exclusive_resources(&disk.spec)));
     early.try_for_each(|disk| changes.put_disk(disk).map(drop))
-}
-
-/// Ids of the exports that the configuration does not contain, or contains with other properties.
-fn dropped(changes: &Changes, wanted: &[ExportConfig]) -> Vec<String> {
-    let now = changes.exports().wanted().into_iter();
-    // FUSE exports stay. They are never in a configuration, because `ctl` mounts them.
-    let now = now.filter(|now| now.fuse.is_none());
-    let gone = now.filter(|now| !wanted.iter().any(|export| export.is_same(now)));
-    gone.map(|export| export.id).collect()
-}
-
-/// Removes the unattached disks that the configuration does not name, and adds or replaces those
-/// that it names. Returns the errors.
-fn match_unattached(changes: &Changes, named: &[NamedDisk]) -> Vec<anyhow::Error> {
-    let now: Vec<_> = changes.unattached().lock().keys().cloned().collect();
-    let gone = now.iter().filter(|id| named.iter().all(|disk| disk.id != **id));
-    let mut failed: Vec<_> = gone.filter_map(|id| changes.drop_disk(id).err()).collect();
-    for disk in named {
-        let there = changes.disk(&disk.id).ok();
-        let outcome = match there {
-            Some(there) if !there.namespaces.is_empty() => Ok(()),
-            Some(there) if !there.is_same(&disk.spec) => {
-                drop(there);
-                changes.drop_disk(&disk.id).and_then(|()| changes.put_disk(disk).map(drop))
-            }
-            _ => changes.put_disk(disk).map(drop),
-        };
-        failed.extend(outcome.err());
-    }
-    failed
 }
 
 /// A namespace to add: its controller, its NSID, and its disk.

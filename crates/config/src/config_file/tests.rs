@@ -122,9 +122,14 @@ fn an_error_is_reported_with_its_line() {
         ),
         (
             &format!(
-                "{ok}[[export]]\nid = \"e\"\ndisk = \"/run/a/1\"\nnbd = \"unix:/e\"\nowner = [0, 0]"
+                "{ok}[[export]]\nid = \"e\"\ndisk = \"/run/a/1\"\nnbd = \"unix:/e\"\n\
+                 read-only = true\nowner = [0, 0]"
             ),
             "vms.toml:4: `mounted` and `owner` are no keys",
+        ),
+        (
+            &format!("{ok}[[export]]\nid = \"e\"\ndisk = \"/run/a/1\"\nnbd = \"unix:/e\"\n"),
+            "vms.toml:4: the disk `/run/a/1` is written by namespace 1 of /run/a: give one",
         ),
         (&format!("pin = [1000000]\n{ok}"), "vms.toml:1: this process has no processor"),
         (

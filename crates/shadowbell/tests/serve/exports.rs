@@ -2,7 +2,7 @@
 //! and after crashes and upgrades.
 
 use crate::control::{ctl, ctl_json};
-use crate::harness::{Server, program, until};
+use crate::harness::{Server, image, program, until};
 use crate::machine::{BLOCK, BLOCKS, Machine};
 use crate::metrics::scrape;
 use crate::recover::kill;
@@ -15,7 +15,7 @@ use std::fs::OpenOptions;
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -227,6 +227,73 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
     assert!(code == Some(2) && errors.contains("`vhost-user-blk`"), "{errors}");
     let (_, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(saved.contains("vhost-user-blk = "), "{saved}");
+}
+
+/// `ctl apply` shows what it changes of disks and exports, asks before a client is disconnected, and
+/// finds an address in use before it changes anything.
+#[test]
+fn applying_a_file_changes_disks_and_exports() {
+    let file = |disk: &str, rest: &str| {
+        format!(
+            "name = \"vm\"\n\
+             [[disk]]\nid = \"data\"\nsource = \"{disk}\"\n\
+             [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n\
+             [[export]]\nid = \"a\"\ndisk = \"data\"\nnbd = \"unix:a.sock\"\n{rest}"
+        )
+    };
+    let server = start(&file("disk.img?iops=5000", ""), &["vm0.sock", "a.sock"]);
+    image(server.directory(), "other.img", BLOCK * BLOCKS);
+    let apply = |text: &str, options: &[&str]| {
+        std::fs::write(server.directory().join("new.toml"), text).unwrap();
+        ctl(&server, &[&["apply", "new.toml"], options].concat())
+    };
+    let mut client = Nbd::connect(&server.directory().join("a.sock"));
+    assert_eq!(client.write(3), 0);
+
+    // Limits change in place, so the client stays connected.
+    let limited = file("disk.img?iops=9000", "");
+    let (code, plan, _) = apply(&limited, &["--dry-run"]);
+    let at = server.directory().canonicalize().unwrap().display().to_string();
+    assert_eq!(code, Some(0));
+    assert!(plan.contains("* disk data: ") && plan.contains("iops=9000"), "{plan}");
+    assert!(!plan.contains("needs --force"), "{plan}");
+    let (code, _, errors) = apply(&limited, &[]);
+    assert_eq!((code, &errors[..]), (Some(0), ""));
+    assert_eq!(client.read(), 3);
+    let disks = ctl_json(&server, &["disk", "ls"]);
+    let data = disks.as_array().unwrap().iter().find(|disk| disk["id"] == "data").unwrap();
+    assert_eq!(data["limits"]["iops"], 9000, "{data}");
+
+    // The address of another server is found before the limits change.
+    let _other = UnixListener::bind(server.directory().join("b.sock")).unwrap();
+    let more = "[[export]]\nid = \"b\"\ndisk = \"data\"\nnbd = \"unix:b.sock\"\n\
+                read-only = true\n";
+    let (code, _, errors) = apply(&file("disk.img?iops=9000", more), &[]);
+    assert!(code.is_some_and(|code| code != 0), "{errors}");
+    assert!(errors.contains("nothing was changed") && errors.contains("b.sock"), "{errors}");
+    assert_eq!(ctl_json(&server, &["export", "ls"]).as_array().unwrap().len(), 1);
+    assert_eq!(client.read(), 3);
+
+    // Another source disconnects the client.
+    let other = file("other.img", "");
+    let (code, plan, _) = apply(&other, &["--dry-run"]);
+    assert!(
+        code == Some(0) && plan.contains("needs --force: the client of the export a"),
+        "{plan}"
+    );
+    let (code, _, errors) = apply(&other, &[]);
+    assert!(code == Some(4) && errors.contains("--force"), "{code:?} {errors}");
+    assert_eq!(client.read(), 3);
+    let (code, _, errors) = apply(&other, &["--force"]);
+    assert_eq!((code, &errors[..]), (Some(0), ""));
+    assert_eq!(Nbd::connect(&server.directory().join("a.sock")).read(), 0);
+
+    // A source that cannot be opened leaves the disk and the export as they were.
+    let (code, _, errors) = apply(&file("missing.img", ""), &["--force"]);
+    assert!(code.is_some_and(|code| code != 0) && errors.contains("missing.img"), "{errors}");
+    assert_eq!(Nbd::connect(&server.directory().join("a.sock")).read(), 0);
+    let plan = ctl_json(&server, &["apply", "new.toml", "--dry-run"]);
+    assert_eq!(plan["differences"].as_array().unwrap().len(), 1, "{plan} {at}");
 }
 
 #[test]

@@ -541,6 +541,27 @@ fn a_controller_with_a_hung_image_waits_alone() {
 /// The supervisor is stopped for so long that the server process continues without sending it
 /// changes. The next server process detects that the supervisor's checkpoint is outdated, and
 /// starts without it.
+/// A UUID that is derived from the path of an image does not change for a guest that has seen it,
+/// even if the image was deleted.
+#[test]
+fn a_guest_keeps_a_namespace_whose_image_was_deleted() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = image(directory.path(), "a.img", 1 << 20);
+    let mut command = program();
+    command.args(["serve", "a.img", "--socket", "vm0.sock"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock"]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.write(1, 0, 7);
+    std::fs::remove_file(image).unwrap();
+    kill(&server, Signal::KILL);
+    assert_eq!(client.read(1, 0), 7);
+    assert_eq!(upgrade(&socket(&server, 0).display().to_string(), None).0, Some(0));
+    assert_eq!(client.read(1, 0), 7);
+    assert_no_loss(&server);
+    drop(client);
+    assert!(server.stop().success());
+}
+
 #[test]
 fn an_outdated_checkpoint_is_not_recovered() {
     let server = server(1, &[]);
