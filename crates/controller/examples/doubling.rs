@@ -28,7 +28,8 @@ use shadowbell_spec::{Sqe, Status, regs};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Entries of the I/O queue: more than any COUNT used.
+/// Number of entries of the I/O queue: more than the largest number of commands, which is an
+/// argument of this program.
 const ENTRIES: u32 = 2048;
 
 struct Field {

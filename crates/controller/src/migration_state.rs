@@ -118,7 +118,7 @@ fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static st
     if csts.shst() == SHST_OCCURRING {
         return Err("a shutdown in progress");
     }
-    // A controller that is shut down has no queues.
+    // A controller that is shut down has no queues, so it does not count as enabled.
     let is_ready = csts.rdy() && csts.shst() == SHST_NORMAL;
     let is_enabled = Cc::from_bits(registers.cc).en();
     if control.resetting.is_some() || control.enabled != is_ready || control.enabled && !is_enabled

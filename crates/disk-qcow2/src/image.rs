@@ -334,8 +334,9 @@ impl Image {
         Ok(())
     }
 
-    /// Updates the out-of-space state. A request that fails for lack of space sets it, and a
-    /// successful write to the same offset clears it. Raw images do the same.
+    /// Updates the out-of-space state. A request that fails for lack of space sets it to the offset
+    /// of the request (a flush: the size of the disk). A successful write of a range with this
+    /// offset, or a successful flush, clears it. Raw images do the same.
     pub(crate) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
         let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
         match result {

@@ -22,7 +22,7 @@ pub(crate) struct CallResult {
 pub(crate) struct Completions {
     pub(crate) queue: CompletionQueue<CallResult>,
     disk: Arc<Orphans>,
-    /// Orphans of cancelled writes, by the id of the call in flight.
+    /// Writes that were cancelled while librbd still executes their calls, by the id of the call.
     orphans: Mutex<HashMap<u64, Orphan>>,
 }
 

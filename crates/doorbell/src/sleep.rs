@@ -198,8 +198,8 @@ impl<C: Cell, F: Fence> Waker<C, F> {
         self.kick()
     }
 
-    /// Wakes the sleeper after the caller has stored something that the sleeper checks. Returns
-    /// true if the caller must signal the sleeper.
+    /// Ends the sleep of the sleeper, or prevents it, after the caller has stored something that
+    /// the sleeper checks. Returns true if the caller must signal the sleeper to wake it.
     #[inline]
     #[must_use = "signal the sleeper if this is true"]
     pub fn kick(&self) -> bool {

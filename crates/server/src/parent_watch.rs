@@ -15,9 +15,9 @@ const POLL: Duration = Duration::from_millis(100);
 /// after that loses no data: with a supervisor, completed writes survive a kill of this process.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
 
-/// Watch thread that ends the process when the supervisor dies. A drop ends the thread. At the
-/// start and at the end of the process, the main thread may wait for a remote disk that does not
-/// answer.
+/// Thread that ends the process when the supervisor dies. A drop ends the thread. The main thread
+/// cannot do this itself at the start and at the end of the process, because it may wait for a
+/// remote disk that does not answer.
 pub(super) struct ParentWatch(Arc<AtomicBool>);
 
 impl ParentWatch {

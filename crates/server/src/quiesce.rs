@@ -1,10 +1,12 @@
-//! Quiesce, the old process's part of an upgrade, from which it does not resume: no command is in
-//! flight at a disk, and no message of a client is half handled. The checkpoint at the supervisor
-//! then has all state that the next process needs, which recovers as after a crash.
+//! Quiesce: the last step of the old process in an upgrade, which it does not survive. Afterwards
+//! no command is in flight at a disk, and no message of a client is half handled. The checkpoint at
+//! the supervisor then has all state that the next process needs. The next process recovers as
+//! after a crash, but it repeats no command and waits for no I/O of the old process.
 //!
-//! No client can refuse an upgrade: the quiesce has a time limit. Clients that have not quiesced
-//! by then are recovered as after a kill of this process, whose I/O is fenced. The item
-//! [`QUIESCED`] in the checkpoint names the controllers that have quiesced.
+//! No client can block an upgrade: the quiesce has a time limit. A client that has not quiesced by
+//! then is recovered as if this process had crashed: its commands are repeated, after the I/O of
+//! this process has ended. The item [`QUIESCED`] in the checkpoint names the controllers that have
+//! quiesced.
 
 use super::checkpoint_items::{QUIESCED, Quiesced};
 use super::endpoints::Endpoints;

@@ -98,7 +98,8 @@ struct SavedImage {
     was_stored: bool,
 }
 
-/// Held images whose descriptors a snapshot contains.
+/// Images that the supervisor holds open, whose descriptors belong to its saved state. The saved
+/// state refers to them by position.
 pub(super) struct HeldImages(Vec<Image>);
 
 impl HeldImages {

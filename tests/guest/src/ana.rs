@@ -65,8 +65,8 @@ impl Control<'_> {
         Ok([after[0] - before[0], after[1] - before[1]])
     }
 
-    /// Waits until a controller has executed 20 more commands. There is no rate to check, because
-    /// the guest may be slow.
+    /// Waits until a controller has executed 20 more commands. No rate is required, because the
+    /// guest may be slow.
     fn wait_for_commands(&self, which: usize) -> Result<()> {
         let (before, until) = (self.counts()?[which], Instant::now() + LIMIT);
         while self.counts()?[which] < before + 20 {

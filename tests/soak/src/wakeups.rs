@@ -148,7 +148,7 @@ impl Request {
     }
 }
 
-/// Measures the requests of the calling thread, one at a time.
+/// Measures how long each request of the calling thread takes, one request at a time.
 struct Requests {
     own: Threads,
     all: Vec<Request>,

@@ -387,7 +387,8 @@ impl AdminCommands {
         Ok(Outcome::Pending)
     }
 
-    /// Completes Abort; `status` is Command Abort Requested if the command was aborted.
+    /// Completes an Abort command. `status` is that of the command to abort: Command Abort
+    /// Requested if it was aborted.
     pub(super) fn abort_ended(&mut self, port: &mut AdminPort, cid: u16, status: Status) {
         self.aborts = self.aborts.saturating_sub(1);
         let aborted = status.code() == Status::ABORT_REQUESTED;

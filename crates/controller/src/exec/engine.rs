@@ -55,7 +55,7 @@ pub(crate) enum Started {
     Pending,
     /// Failure with this status.
     Failed(Permit, Status),
-    /// Not started, because FUSE marks the command as half of a fused operation.
+    /// Not started, because the FUSE field of the command marks it as half of a fused operation.
     Fused(Permit),
 }
 

@@ -751,7 +751,8 @@ impl Engine {
         data.write_from(0, &report[..report.len().min(len)]).ok_or(Status::INTERNAL)
     }
 
-    /// Ends the command of this ticket, which the subsystem has executed.
+    /// Marks the command of this ticket, which the subsystem has executed, as ended. The next pass
+    /// of [`reap`](Self::reap) completes it, with `status` if that is an error.
     pub(crate) fn reservation_ended(&mut self, ticket: u64, status: Status) {
         if let Some(tag) = self.reservations.end(ticket)
             && !status.is_success()

@@ -107,8 +107,8 @@ impl InterruptPolicy {
         }
     }
 
-    /// Decides about posted completions if the host has set no coalescing. The caller has just read
-    /// the host's head.
+    /// Decides whether posted completions raise the interrupt, if the host has set no coalescing.
+    /// The caller has just read the host's completion queue head.
     pub(crate) fn decide(&mut self) -> Decision {
         if self.is_unconsumed() {
             self.suppressed.get_or_insert_with(Instant::now);

@@ -9,7 +9,7 @@ pub struct FileOptions {
     pub block_size: Option<u32>,
     /// True to refuse writes even if the file allows them.
     pub read_only: bool,
-    /// Page cache mode.
+    /// Use of direct I/O, which bypasses the page cache.
     pub direct: Direct,
     /// I/O engine.
     pub aio: Aio,
@@ -51,6 +51,6 @@ pub enum Direct {
     Auto,
     /// Direct I/O; opening fails without it.
     On,
-    /// Page cache.
+    /// No direct I/O: reads and writes go through the page cache.
     Off,
 }

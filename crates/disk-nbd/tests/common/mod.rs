@@ -316,7 +316,7 @@ fn transmit(
         *store.counts.entry(request.command).or_default() += 1;
         served += 1;
         if store.manner.hangs_up_after == Some(served) {
-            // The last request was executed and gets no reply.
+            // This request was executed, but the connection is cut before its reply.
             state.changed.notify_all();
             return socket.shutdown(Shutdown::Both);
         }

@@ -374,7 +374,8 @@ fn futures_transfer_metadata() {
     let disk = AsyncQueue::start(queue).unwrap().open(&namespace);
     let mut buffer = pool.take().unwrap();
     buffer.fill(3);
-    // Commands without explicit metadata transfer only data, with PRACT.
+    // A write without metadata sets PRACT: the host transfers only data, and the controller inserts
+    // the protection information.
     let buffer = block_on(disk.write(16, buffer)).unwrap();
     let read =
         namespace.read_with_metadata(16, 4, fields(PRINFO_GUARD | PRINFO_REFTAG, 16)).unwrap();

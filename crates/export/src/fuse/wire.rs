@@ -333,7 +333,8 @@ mod tests {
         assert_eq!(u64::from(u32_at(bytes, 28)), init::INIT_EXT | init::WANTED & 0xffff_ffff);
         assert_eq!(u64::from(u32_at(bytes, 48)), init::WANTED >> 32);
         assert_eq!(u32_at(bytes, 36), MAX_REQUEST);
-        // An older kernel has neither the second field nor the newer flags.
+        // A kernel with protocol 7.31 knows neither `flags2` nor the newer bits of `flags`, so the
+        // reply has none of them.
         let reply = init([7, 31, 0, 1 << 5, u32::MAX]);
         let bytes = reply.bytes();
         assert_eq!((u32_at(bytes, 20), u32_at(bytes, 28), u32_at(bytes, 48)), (31, 1 << 5, 0));

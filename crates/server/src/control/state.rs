@@ -31,7 +31,8 @@ pub(crate) struct ServerState {
     /// Reason why the last upgrade failed, if it did.
     pub(crate) upgrade_error: Arc<Mutex<Option<String>>>,
     pub(crate) tracer: Arc<Tracer>,
-    /// Requester that asks the supervisor for an upgrade, for a sandboxed process.
+    /// Requester that asks the supervisor for an upgrade, which a sandboxed process cannot begin
+    /// itself. `None` without a sandbox.
     pub(crate) upgrade_requester: Option<UpgradeRequester>,
 }
 

@@ -175,7 +175,7 @@ impl Files {
 /// Applied Landlock rules. The value must live as long as the process.
 pub(super) struct Held {
     pub(super) held: &'static str,
-    /// Open paths of the rules. A rule applies to an inode, and the kernel would recreate an inode
-    /// of /proc that is not in use.
+    /// Paths of the rules, kept open. A rule applies to an inode. The kernel drops an unused inode
+    /// of /proc and creates another one for the same path, to which the rule would not apply.
     _known: Vec<PathFd>,
 }

@@ -262,7 +262,7 @@ fn applying_a_file_changes_disks_and_exports() {
     assert_eq!(client.read(), 3);
     let disks = ctl_json(&server, &["disk", "ls"]);
     let data = disks.as_array().unwrap().iter().find(|disk| disk["id"] == "data").unwrap();
-    assert_eq!(data["limits"]["iops"], 9000, "{data}");
+    assert_eq!(data["limits"]["iops"], "9000", "{data}");
 
     // The address of another server is found before the limits change.
     let _other = UnixListener::bind(server.directory().join("b.sock")).unwrap();
