@@ -7,7 +7,7 @@
 //! |---|---|
 //! | `endpoints` | management endpoint: the control socket |
 //! | `reload` | reconfiguration of a running server from a configuration |
-//! | `config_diff` | comparison of a configuration with what is served |
+//! | `config_diff`, `disk_plan` | comparison of a configuration with what is served |
 //! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
 //! | `reconfigure` | addition and removal of controllers at run time |
 //! | `namespaces` | addition, removal and change of namespaces at run time |
