@@ -729,8 +729,8 @@ impl Controller {
     }
 
     /// I/O commands in flight at disks, from the journal. Empty without a
-    /// [recorder](Self::record_with). The call does not involve I/O threads. While a reset waits for
-    /// commands, these are the commands from before the reset.
+    /// [recorder](Self::record_with). The call does not involve I/O threads. While a reset waits
+    /// for commands, these are the commands from before the reset.
     ///
     /// # Errors
     /// The journal cannot be read.

@@ -122,7 +122,8 @@ fn invalid_files_are_refused_with_the_reason() {
     let pipe = directory.path().join("pipe");
     let made = std::process::Command::new("mkfifo").arg(&pipe).status();
     if made.is_ok_and(|status| status.success()) {
-        expect_message(&refused(&pipe, ""), &pipe, &["a pipe"]); // and opening the pipe does not block
+        // Opening the pipe does not block.
+        expect_message(&refused(&pipe, ""), &pipe, &["a pipe"]);
     }
 
     let empty = image(directory.path(), 0);
@@ -365,7 +366,8 @@ fn writes_on_a_full_file_system_fail_with_no_space() {
         return;
     }
     let _unmount = Undo("umount", vec!["-l".into(), mount.into()]);
-    let path = image(directory.path(), 16 * MIB); // the image is sparse, and larger than the file system
+    // The image is sparse, and larger than the file system.
+    let path = image(directory.path(), 16 * MIB);
     let disk = open(&path, "");
     let mut queue = disk.queue().unwrap();
     let queue = &mut *queue;
