@@ -10,7 +10,7 @@ use crate::locks::RangeGuard;
 use crate::range::BlockRange;
 use crate::shared::DeviceShared;
 use shadowbell_disk::{Op, Request};
-use shadowbell_memory::{DmaTable, MapError};
+use shadowbell_memory::{MapError, View};
 use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -145,8 +145,8 @@ impl BlockQueue {
     }
 
     /// Announces the memory that requests with [segments](Self::read_to) use from now on.
-    pub fn memory_changed(&self, table: &DmaTable) {
-        self.engine().with_queue_mut(|queue| queue.memory_changed(table));
+    pub fn memory_changed(&self, view: &View) {
+        self.engine().with_queue_mut(|queue| queue.memory_changed(view));
     }
 
     /// True if the queue benefits from [`prefetch_hint`](Self::prefetch_hint).

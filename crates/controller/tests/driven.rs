@@ -7,7 +7,7 @@ use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Turns,
 };
 use shadowbell_disk::{Disk, DiskInfo, Request, Submitted};
-use shadowbell_memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
+use shadowbell_memory::{DmaError, Mapping, Segments, SharedBytes, View};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -160,7 +160,7 @@ impl shadowbell_disk::Queue for WritingQueue {
         }
     }
 
-    fn memory_changed(&mut self, _: &DmaTable) {
+    fn memory_changed(&mut self, _: &View) {
         self.0.1.fetch_add(1, Ordering::Relaxed);
     }
 

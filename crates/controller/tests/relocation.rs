@@ -11,7 +11,7 @@ use shadowbell_controller::{
     Carrier, Config, Controller, Event, NamespaceConfig, Polling, Pool, PoolOptions, RelocateError,
 };
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Request, Submitted};
-use shadowbell_memory::{DmaTable, Segments};
+use shadowbell_memory::{Segments, View};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -297,8 +297,8 @@ impl shadowbell_disk::Queue for SlowSubmitQueue {
         self.0.reap(done);
     }
 
-    fn memory_changed(&mut self, table: &DmaTable) {
-        self.0.memory_changed(table);
+    fn memory_changed(&mut self, view: &View) {
+        self.0.memory_changed(view);
     }
 }
 

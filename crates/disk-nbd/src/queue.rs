@@ -7,7 +7,7 @@ use crate::task::Task;
 use crate::user::{SubrequestResult, User};
 use parking_lot::Mutex;
 use shadowbell_disk::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks};
-use shadowbell_memory::{DmaTable, Segments};
+use shadowbell_memory::{AfterChange, Segments, View, ViewChange};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -132,6 +132,34 @@ impl NbdQueue {
         }
         link.pump(&connections.shared, Some((*number, ended)));
     }
+
+    /// Ends a request early with `error`. Its sent reads are cut off, and its sent writes become
+    /// orphans, unless there are too many. Then it ends when these have ended.
+    fn end_early(&mut self, key: u32, error: DiskError) {
+        let connections = &self.handle.0;
+        let (Some(task), Some(link)) = (self.tasks.get_mut(key), connections.links.get(self.link))
+        else {
+            return;
+        };
+        let mut link = link.lock();
+        let (count, bytes) = link.cancel(self.number, key, &connections.shared);
+        drop(link);
+        self.parts = self.parts.saturating_sub(count);
+        self.bytes = self.bytes.saturating_sub(bytes);
+        if count == 0 && task.next(connections.part).is_none() && !task.is_barrier {
+            // The request cannot be cancelled: it has ended, or its writes are in flight and there
+            // are too many orphans.
+            return;
+        }
+        task.in_flight = task.in_flight.saturating_sub(count);
+        task.outcome = task.outcome.and(Err(error));
+        let is_finished = task.is_finished(connections.part);
+        self.tasks.stop_waiting(key);
+        if is_finished && self.tasks.finish(key) {
+            // `reap` will end the request. The signal makes the I/O thread call it.
+            self.user.completions.signal();
+        }
+    }
 }
 
 impl Queue for NbdQueue {
@@ -182,37 +210,18 @@ impl Queue for NbdQueue {
     }
 
     fn cancel(&mut self, tag: u32) {
-        let Some(key) = self.tasks.find(tag) else { return };
-        let connections = &self.handle.0;
-        let (Some(task), Some(link)) = (self.tasks.get_mut(key), connections.links.get(self.link))
-        else {
-            return;
-        };
-        let mut link = link.lock();
-        let (count, bytes) = link.cancel(self.number, key, &connections.shared);
-        drop(link);
-        self.parts = self.parts.saturating_sub(count);
-        self.bytes = self.bytes.saturating_sub(bytes);
-        if count == 0 && task.next(connections.part).is_none() && !task.is_barrier {
-            // The request cannot be cancelled: it has ended, or its writes are in flight and there
-            // are too many orphans.
-            return;
-        }
-        task.in_flight = task.in_flight.saturating_sub(count);
-        task.outcome = task.outcome.and(Err(DiskError::Cancelled));
-        let is_finished = task.is_finished(connections.part);
-        self.tasks.stop_waiting(key);
-        if is_finished && self.tasks.finish(key) {
-            // `reap` will end the request. The signal makes the I/O thread call it.
-            self.user.completions.signal();
+        if let Some(key) = self.tasks.find(tag) {
+            self.end_early(key, DiskError::Cancelled);
         }
     }
 
-    fn memory_changed(&mut self, _: &DmaTable) {
+    fn memory_changed(&mut self, view: &View) {
+        let mut change = ViewChange::new(view);
         let keys: Vec<_> = self.tasks.keys().collect();
         for key in keys {
-            if let Some(task) = self.tasks.get_mut(key) {
-                task.release_memory();
+            let state = self.tasks.get_mut(key).map(|task| task.change_memory(&mut change));
+            if state == Some(AfterChange::Unmapped) {
+                self.end_early(key, DiskError::BadBuffer);
             }
         }
     }

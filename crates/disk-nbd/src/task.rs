@@ -2,7 +2,7 @@
 
 use crate::export::Export;
 use shadowbell_disk::{DiskError, Op, Orphans, Request};
-use shadowbell_memory::Segments;
+use shadowbell_memory::{AfterChange, Segments, ViewChange};
 use shadowbell_nbd::wire::{command, flag, transmission};
 use std::task::Waker;
 
@@ -195,10 +195,12 @@ impl Task {
     }
 
     /// Releases guest memory that is not accessed any more: that of a write whose data were copied.
-    pub(crate) fn release_memory(&mut self) {
+    /// Moves other data to the new view.
+    pub(crate) fn change_memory(&mut self, change: &mut ViewChange) -> AfterChange {
         if self.action == Action::Write && self.started == self.len {
             self.data.release_view();
         }
+        self.data.move_to(change)
     }
 
     /// Processes the end of the subrequest at `at`. `data` are the data that it has read.

@@ -563,12 +563,62 @@ fn an_unmap_does_not_wait_for_writes_on_a_hung_server() {
     drop(view);
     assert!(!watch.is_idle());
     space.unmap(0, 4096).unwrap();
-    queue.memory_changed(space.table());
+    queue.memory_changed(&View::new(Arc::clone(space.table())));
     assert!(watch.is_idle(), "the memory waits for the server");
     bytes.write_from(0, &[7; 4096]).unwrap();
     fake.change(|manner| manner.condition = false);
     assert_eq!(wait_completed(&mut *queue), [(1, Ok(()))]);
     assert_eq!(fake.cache()[..4096], [8; 4096]);
+}
+
+/// An unmap does not wait for reads on a hung server, nor for requests that wait for an orphan.
+/// Those in other memory continue, and those in the unmapped memory end.
+#[test]
+fn an_unmap_does_not_wait_for_reads_on_a_hung_server() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[8; 8192]).unwrap();
+    fake.change(|manner| manner.condition = true);
+    submit_write(&mut *queue, 0, 4096, 9);
+    queue.cancel(0);
+    assert_eq!(wait_completed(&mut *queue), [(0, Err(DiskError::Cancelled))]);
+    let (stays, leaves) = (memory(4096), memory(4096));
+    let mut space = DmaSpace::default();
+    space.map(0, 4096, &stays).unwrap();
+    space.map(8192, 4096, &leaves).unwrap();
+    let view = View::new(Arc::clone(space.table()));
+    let segments = |at, reads| {
+        let mut data = Segments::new();
+        view.resolve_prps(at, 0, 2048, 4096, reads, &mut data).unwrap();
+        data
+    };
+    // The second half of the requests waits for the orphan.
+    for (tag, offset) in [(1, 0), (2, 4096)] {
+        submit(&mut *queue, tag, Op::Read, offset, 2048, segments(0, true));
+        submit(&mut *queue, 2 + tag, Op::Read, offset, 2048, segments(8192, true));
+        submit(&mut *queue, 4 + tag, Op::Compare, offset, 2048, segments(8192, false));
+    }
+    submit(&mut *queue, 7, Op::Write { fua: false }, 4096, 2048, segments(8192, false));
+    let watch = view.watch();
+    drop(view);
+    space.unmap(8192, 4096).unwrap();
+    queue.memory_changed(&View::new(Arc::clone(space.table())));
+    let mut ended = Vec::new();
+    wait(&*queue);
+    queue.reap(&mut |tag, result, _| ended.push((tag, result)));
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    assert_eq!(ended, [3, 4, 5, 6, 7].map(|tag| (tag, Err(DiskError::BadBuffer))));
+    assert!(watch.is_idle(), "the memory waits for the server");
+    fake.change(|manner| manner.condition = false);
+    let mut ended = wait_completed(&mut *queue);
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    assert_eq!(ended, [(1, Ok(())), (2, Ok(()))]);
+    let mut read = [0; 2048];
+    stays.read_into(0, &mut read).unwrap();
+    assert!(read == [8; 2048] || read[..512] == [9; 512]);
+    leaves.read_into(0, &mut read).unwrap();
+    assert_eq!(read, [0; 2048], "a read wrote to unmapped memory");
 }
 
 /// On a server without flushes, a flush waits for orphans as well.

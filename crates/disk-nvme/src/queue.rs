@@ -7,7 +7,7 @@ use crate::transfer_stats::{QueueTransferStats, TransferStats};
 use rustix::io::Errno;
 use shadowbell_disk::{Bounds, DiskError, Queue, Request, Submitted, Tasks};
 use shadowbell_driver::{Buffer, BufferPool, Completion, QueuePair};
-use shadowbell_memory::{DmaTable, EventFd, Segments};
+use shadowbell_memory::{EventFd, Segments, View};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -331,9 +331,9 @@ impl Queue for NvmeQueue {
         self.check_finished(key);
     }
 
-    fn memory_changed(&mut self, table: &DmaTable) {
+    fn memory_changed(&mut self, view: &View) {
         self.used.clear();
-        self.dma.retain(table);
+        self.dma.retain(view.table());
     }
 
     fn pending(&self) -> usize {

@@ -4,7 +4,7 @@ use crate::completions::{CallResult, Completions};
 use crate::shared::Shared;
 use crate::sys::{Cache, Call};
 use shadowbell_disk::{Bounds, DiskError, Op, Queue, Request, Submitted, Tasks};
-use shadowbell_memory::{DmaTable, Segments};
+use shadowbell_memory::{AfterChange, Segments, View, ViewChange};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -238,6 +238,37 @@ impl RbdQueue {
             self.tasks.wait(key);
         }
     }
+
+    /// Ends a request early with `error`. Its started reads are cut off, and its started writes
+    /// become orphans, unless there are too many. Then it ends when these have ended.
+    fn end_early(&mut self, key: u32, error: DiskError) {
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
+        if task.is_cancelled {
+            return;
+        }
+        let mut released = 0;
+        for id in task.calls.iter() {
+            let Some(call) = self.subrequests.get_mut(&id) else { continue };
+            // A later write of the host must take effect after a write whose call was started, so
+            // the call becomes an orphan.
+            let offset = task.request.offset + call.at;
+            let has_range = !reads && call.len != 0;
+            if !has_range || self.completions.adopt(id, offset, call.len) {
+                call.number = RELEASED;
+                released += 1;
+            }
+        }
+        if released == 0 && task.is_all_submitted() {
+            return;
+        }
+        task.is_cancelled = true;
+        task.outcome = task.outcome.and(Err(error));
+        task.in_flight -= released;
+        self.tasks.wait_first(key);
+        // `reap` will end the request. The signal makes the I/O thread call it.
+        self.completions.queue.signal();
+    }
 }
 
 /// Disk error for the return value of a call.
@@ -326,45 +357,25 @@ impl Queue for RbdQueue {
     }
 
     fn cancel(&mut self, tag: u32) {
-        let Some(key) = self.tasks.find(tag) else { return };
-        let Some(task) = self.tasks.get_mut(key) else { return };
-        let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
-        if task.is_cancelled {
-            return;
+        if let Some(key) = self.tasks.find(tag) {
+            self.end_early(key, DiskError::Cancelled);
         }
-        let mut released = 0;
-        for id in task.calls.iter() {
-            let Some(call) = self.subrequests.get_mut(&id) else { continue };
-            // A later write of the host must take effect after a write whose call was started, so
-            // the call becomes an orphan.
-            let offset = task.request.offset + call.at;
-            let has_range = !reads && call.len != 0;
-            if !has_range || self.completions.adopt(id, offset, call.len) {
-                call.number = RELEASED;
-                released += 1;
-            }
-        }
-        if released == 0 && task.is_all_submitted() {
-            return;
-        }
-        task.is_cancelled = true;
-        task.outcome = task.outcome.and(Err(DiskError::Cancelled));
-        task.in_flight -= released;
-        self.tasks.wait_first(key);
-        // `reap` will end the request. The signal makes the I/O thread call it.
-        self.completions.queue.signal();
     }
 
-    fn memory_changed(&mut self, _: &DmaTable) {
+    fn memory_changed(&mut self, view: &View) {
+        let mut change = ViewChange::new(view);
         let keys: Vec<_> = self.tasks.keys().collect();
         for key in keys {
+            let Some(task) = self.tasks.get_mut(key) else { continue };
             // If all calls of a write were started, its data were copied, and its buffer can be
             // released.
-            if let Some(task) = self.tasks.get_mut(key)
-                && matches!(task.request.op, Op::Write { .. } | Op::CompareAndWrite { .. })
+            if matches!(task.request.op, Op::Write { .. } | Op::CompareAndWrite { .. })
                 && task.submitted == task.request.len
             {
                 task.data.release_view();
+            }
+            if task.data.move_to(&mut change) == AfterChange::Unmapped {
+                self.end_early(key, DiskError::BadBuffer);
             }
         }
     }

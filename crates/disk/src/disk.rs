@@ -7,7 +7,7 @@ use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
 use crate::zoned::Zones;
-use shadowbell_memory::{DmaTable, Segments, SharedBytes};
+use shadowbell_memory::{Segments, SharedBytes, View};
 use shadowbell_state::Descriptors;
 use std::any::Any;
 use std::os::fd::BorrowedFd;
@@ -310,12 +310,14 @@ pub trait Queue {
         }
     }
 
-    /// Announces a new table of guest memory. The queue must drop everything that it caches about
+    /// Announces a new view of guest memory. The queue must drop everything that it caches about
     /// other memory, except the buffers of pending requests. It may release the buffer of a pending
-    /// write whose data it has copied ([`Segments::release_view`]).
-    fn memory_changed(&mut self, table: &DmaTable) {
+    /// write whose data it has copied ([`Segments::release_view`]), and move other buffers to the
+    /// new view ([`Segments::move_to`]). A request whose buffer is not mapped any more then ends
+    /// with [`DiskError::BadBuffer`].
+    fn memory_changed(&mut self, view: &View) {
         if let Some(inner) = self.inner_mut() {
-            inner.memory_changed(table);
+            inner.memory_changed(view);
         }
     }
 

@@ -5,7 +5,9 @@ use crate::error::{DmaError, Fault};
 use crate::mapping::Mapping;
 use crate::page_tables;
 use crate::shared::SharedBytes;
+use crate::view_change::Ranges;
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::ptr::NonNull;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
@@ -23,6 +25,12 @@ impl Entry {
     /// neighbouring memory.
     fn reach(&self) -> u64 {
         page_tables::reach(self.last - self.start)
+    }
+
+    /// Addresses of the memory in this process.
+    fn host_range(&self) -> (usize, usize) {
+        let start = self.bytes.base().as_ptr() as usize;
+        (start, start + self.bytes.len())
     }
 }
 
@@ -120,6 +128,33 @@ impl DmaTable {
         let len = len.min((entry.last - iova).saturating_add(1));
         let offset = usize::try_from(iova - entry.start).ok()?;
         entry.bytes.slice(offset, usize::try_from(len).ok()?)
+    }
+
+    /// True if writes are logged.
+    pub(crate) fn is_logged(&self) -> bool {
+        self.log.is_some()
+    }
+
+    /// Memory of maps that `later` does not contain.
+    pub(crate) fn removed_by(&self, later: &Self) -> Ranges {
+        let kept: HashSet<_> = later.chunks.iter().map(Arc::as_ptr).collect();
+        let changed = self.chunks.iter().filter(|chunk| !kept.contains(&Arc::as_ptr(chunk)));
+        let is_same = |entry: &Entry, other: &Entry| {
+            entry.last == other.last
+                && entry.bytes.base() == other.bytes.base()
+                && entry.bytes.is_writable() == other.bytes.is_writable()
+        };
+        let removed = changed.flat_map(|chunk| chunk.iter()).filter(|entry| {
+            let other = later.find(entry.start).filter(|other| other.start == entry.start);
+            !other.is_some_and(|other| is_same(entry, other))
+        });
+        Ranges::new(removed.map(Entry::host_range).collect())
+    }
+
+    /// Memory of all maps.
+    pub(crate) fn host_ranges(&self) -> Ranges {
+        let entries = self.chunks.iter().flat_map(|chunk| chunk.iter());
+        Ranges::new(entries.map(Entry::host_range).collect())
     }
 
     fn find(&self, iova: u64) -> Option<&Entry> {

@@ -57,6 +57,7 @@ pub mod sigsys;
 mod sqe_batch;
 mod thread_usage;
 mod trim;
+mod view_change;
 mod yield_backoff;
 
 pub use abort::{AbortOnPanic, contain_panic, is_panic_contained};
@@ -78,4 +79,5 @@ pub use shared::{SharedBytes, SharedU32};
 pub use sqe_batch::SqeBatch;
 pub use thread_usage::ThreadUsage;
 pub use trim::trim_program_pages;
+pub use view_change::{AfterChange, ViewChange};
 pub use yield_backoff::YieldBackoff;

@@ -5,6 +5,7 @@ use crate::dma::View;
 use crate::error::Fault;
 use crate::mapping::Mapping;
 use crate::shared::SharedBytes;
+use crate::view_change::{AfterChange, ViewChange};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -112,6 +113,23 @@ impl Segments {
         if matches!(self.owner, Owner::View(_)) {
             self.clear();
         }
+    }
+
+    /// Moves the data to the view of `change`. Data in other memory stay. If a part of the data is
+    /// not mapped any more, the data are removed.
+    pub fn move_to(&mut self, change: &mut ViewChange) -> AfterChange {
+        let Owner::View(old) = &self.owner else { return AfterChange::Moved };
+        if old.is(change.view()) {
+            return AfterChange::Moved;
+        }
+        let pieces = self.list.iter().map(|piece| (piece.address(), piece.len));
+        let state = change.state(old, pieces);
+        match state {
+            AfterChange::Moved => self.owner = Owner::View(change.view().clone()),
+            AfterChange::Unmapped => self.clear(),
+            AfterChange::Unknown => {}
+        }
+        state
     }
 
     /// Removes the data but keeps the view, for the next command that uses the same view.

@@ -209,6 +209,14 @@ impl Decoder {
         Ok(Some(Message { header, payload, fds }))
     }
 
+    /// True if [`decode`](Self::decode) would return a message or an error.
+    pub(crate) fn has_message(&self) -> bool {
+        let is_complete = |header: Header| {
+            self.buffered() >= header.size as usize || header.size as usize > self.max_message
+        };
+        self.failed.is_some() || self.header().is_some_and(is_complete)
+    }
+
     /// Header and payload of the message that [`decode`](Self::decode) would return, if it is
     /// complete and no descriptors are pending.
     pub fn peek(&self) -> Option<(Header, &[u8])> {

@@ -4,12 +4,14 @@ mod common;
 
 use shadowbell_testing::wait;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::*;
-use shadowbell_vfio_user::Errno;
-use shadowbell_vfio_user::server::Limits;
+use shadowbell_state::Descriptors;
+use shadowbell_vfio_user::server::{Limits, PortRecorder, SavedPort};
 use shadowbell_vfio_user::wire::{self, command, header_flags};
+use shadowbell_vfio_user::{Errno, Listener, Reactor};
 use zerocopy::IntoBytes;
 
 fn unmap() -> wire::DmaUnmap {
@@ -26,9 +28,8 @@ fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
     // All requests are sent in one piece, so the server has received the later ones when it handles
     // the first.
     let write = access(0, 0, 1);
-    let mut stream = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
+    let mut stream = raw.message(command::DEVICE_RESET, 0, &[]);
     stream.extend(raw.message(command::REGION_WRITE, 0, &[write.as_bytes(), &[7]]));
-    stream.extend(raw.message(command::DEVICE_RESET, 0, &[]));
     stream.extend(raw.message(command::REGION_READ, 0, &[write.as_bytes()]));
     raw.send(&stream);
     let done = shared.wait_held();
@@ -37,21 +38,118 @@ fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
     let late = raw.message(command::REGION_READ, 0, &[write.as_bytes()]);
     raw.send(&late);
     raw.assert_silent();
-    assert_eq!(shared.log()[1..], ["unmap 0x1000+0x1000"]);
+    assert_eq!(shared.log()[1..], ["reset"]);
     for n in 0..100 {
         other.write(n, &[1]).ok();
     }
 
-    std::thread::spawn(|| done.ok()).join().unwrap();
-    assert_eq!(raw.reply().ok(), unmap().as_bytes());
-    assert_eq!(raw.reply().ok(), write.as_bytes());
-    raw.assert_silent();
-    assert_eq!(shared.log()[2..], ["reset"]);
-    shared.wait_held().complete(Err(Errno::BUSY));
+    std::thread::spawn(|| done.complete(Err(Errno::BUSY))).join().unwrap();
     let reply = raw.reply();
     assert_eq!((reply.header.command, reply.errno()), (command::DEVICE_RESET, Errno::BUSY));
+    assert_eq!(raw.reply().ok(), write.as_bytes());
     assert_eq!(raw.reply().ok()[16..], [7]);
     assert_eq!(raw.reply().ok()[16..], [7]);
+}
+
+/// An unmap can wait for commands in flight on slow storage. Later messages are handled meanwhile,
+/// whether they have arrived before or after the unmap began to wait.
+#[test]
+fn messages_do_not_wait_behind_an_unmap_of_the_same_client() {
+    let (_server, path, shared) = Server::with_device(Limits::default());
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let mut stream = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
+    let write = access(0, 0, 1);
+    stream.extend(raw.message(command::REGION_WRITE, 0, &[write.as_bytes(), &[7]]));
+    raw.send(&stream);
+    assert_eq!(raw.reply().ok(), write.as_bytes());
+    let done = shared.wait_held();
+    assert_eq!(raw.read(0, 1).ok()[16..], [7]);
+    let irqs = wire::SetIrqs { argsz: 20, flags: 4 | 32, index: 2, start: 0, count: 2 };
+    raw.request_with_fds(command::DEVICE_SET_IRQS, &[irqs.as_bytes()], &eventfds(2)).ok();
+    // A second unmap waits as well, and a reset does not wait for either.
+    let second = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
+    raw.send(&second);
+    let second = shared.wait_held();
+    let reset = raw.message(command::DEVICE_RESET, 0, &[]);
+    raw.send(&reset);
+    shared.wait_held().ok();
+    assert_eq!(raw.reply().header.command, command::DEVICE_RESET);
+    second.complete(Err(Errno::BUSY));
+    assert_eq!(raw.reply().errno(), Errno::BUSY);
+    assert_eq!(raw.read(0, 1).ok()[16..], [7]);
+    std::thread::spawn(|| done.ok()).join().unwrap();
+    assert_eq!(raw.reply().ok(), unmap().as_bytes());
+    assert_eq!(raw.read(0, 1).ok()[16..], [7]);
+}
+
+/// Recorder that stores the last checkpoint.
+#[derive(Clone, Default)]
+struct Last(Arc<Mutex<Option<(SavedPort, Descriptors)>>>);
+
+impl PortRecorder for Last {
+    fn record(&mut self, port: &SavedPort, fds: Descriptors) {
+        *self.0.lock().unwrap() = Some((port.clone(), fds));
+    }
+}
+
+/// An unmap that was overtaken is in the checkpoint. The accesses for which it has waited end with
+/// the process, so the next process replies to it.
+#[test]
+fn the_next_process_replies_to_an_unmap_that_was_overtaken() {
+    let server = Server::start(Limits::default());
+    let path = server.directory.path().join("device");
+    let (device, shared) = TestDevice::new();
+    let last = Last::default();
+    let listener = Listener::bind(&path).unwrap();
+    server.handle.add_recorded(listener, device, Box::new(last.clone()));
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let message = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
+    raw.send(&message);
+    // Another message arrives while the unmap waits.
+    let _held = shared.wait_held();
+    raw.write(0, &[7]).ok();
+
+    let (saved, mut fds) = last.0.lock().unwrap().take().unwrap();
+    let mut next = Server::start(Limits::default());
+    next.handle.freeze();
+    let _ = next.frozen();
+    let mut reactor = Reactor::new(next.limits).unwrap();
+    let port = reactor.restore(saved, &mut fds, TestDevice::of(&shared)).unwrap();
+    reactor.record_with(port, Box::new(last.clone()));
+    next.run(reactor);
+    assert_eq!(raw.reply().ok(), unmap().as_bytes());
+    raw.assert_silent();
+    eventually("a checkpoint without the unmap", || {
+        let last = last.0.lock().unwrap();
+        let saved = last.as_ref().map(|(saved, _)| serde_json::to_string(saved).unwrap());
+        saved.is_some_and(|saved| !saved.contains("unmaps"))
+    });
+}
+
+/// The number of unmaps that wait is bounded, and the client can disconnect while they wait.
+#[test]
+fn a_client_with_many_waiting_unmaps_waits_itself() {
+    let (_server, path, shared) = Server::with_device(Limits::default());
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    for _ in 0..=64 {
+        let message = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
+        raw.send(&message);
+    }
+    let mut waiting = shared.wait_all_held(65);
+    let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
+    raw.send(&read);
+    raw.assert_silent();
+    waiting.pop().unwrap().ok();
+    assert_eq!(raw.reply().ok(), unmap().as_bytes());
+    assert_eq!(raw.reply().header.command, command::REGION_READ);
+    drop(raw);
+    shared.wait_held().ok();
+    assert_eq!(shared.log().last().unwrap(), "disconnected");
+    drop(waiting);
+    Raw::attach(&path).write(0, &[1]).ok();
 }
 
 #[test]
@@ -75,10 +173,14 @@ fn a_waiting_posted_request_keeps_its_order() {
     stream.extend(raw.message(command::DEVICE_RESET, posted, &[]));
     stream.extend(raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]));
     raw.send(&stream);
-    shared.wait_held().ok();
-    shared.wait_held().complete(Err(Errno::IO));
+    let mut held = shared.wait_all_held(2);
+    let (reset, unmapped) = (held.pop().unwrap(), held.pop().unwrap());
+    raw.assert_silent();
+    reset.complete(Err(Errno::IO));
     assert_eq!(raw.reply().header.command, command::REGION_READ);
     assert_eq!(shared.log()[1..], ["unmap 0x1000+0x1000", "reset"]);
+    unmapped.ok();
+    raw.assert_silent();
 }
 
 #[test]
@@ -253,4 +355,17 @@ fn a_stop_has_a_timeout() {
     shared.wait_held().ok();
     drop(raw);
     assert_eq!(std::sync::Arc::strong_count(&shared), 1);
+}
+
+/// Runs all of these tests again, with servers that store checkpoints.
+#[test]
+fn all_tests_pass_with_recorded_servers() {
+    if is_recorded() {
+        return;
+    }
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .env("SHADOWBELL_TEST_RECORDED", "1")
+        .status()
+        .unwrap();
+    assert!(status.success());
 }

@@ -3,8 +3,9 @@
 //!
 //! The reactor, the I/O thread and the client take turns on one thread. Besides panics, this body
 //! checks that
-//! * a complete message that requests a reply gets exactly one, in order, with its id and command,
-//!   and with an errno other than 0 if it failed;
+//! * a complete message that requests a reply gets exactly one, with its id and command, and with an
+//!   errno other than 0 if it failed; replies are in order, except that later messages overtake an
+//!   unmap;
 //! * a client with valid framing is not disconnected;
 //! * no descriptor of a disconnected client remains open.
 

@@ -315,7 +315,8 @@ impl Engine {
     pub(crate) fn change_view(&mut self, view: View) -> View {
         self.scratch.clear();
         let queues = self.namespaces.iter_mut().chain(self.draining.iter_mut());
-        queues.for_each(|ns| ns.queue.memory_changed(view.table()));
+        queues.for_each(|ns| ns.queue.memory_changed(&view));
+        self.fua_reads.memory_changed(&view, &mut self.in_flight);
         let old = std::mem::replace(&mut self.view, view);
         self.measure_memory();
         old

@@ -20,7 +20,7 @@ use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::namespace::{NamespaceQueue, status_of};
 use super::quota::cost;
 use shadowbell_disk::{Metadata, Op, Request, Submitted};
-use shadowbell_memory::Segments;
+use shadowbell_memory::{AfterChange, Segments, View, ViewChange};
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 
@@ -404,6 +404,17 @@ impl FuaReads {
             !is_finished
         });
         over
+    }
+
+    /// Moves the data of commands whose request is not submitted yet to the new view. Commands
+    /// whose data are not mapped any more fail.
+    pub(super) fn memory_changed(&mut self, view: &View, in_flight: &mut InFlightTable) {
+        let mut change = ViewChange::new(view);
+        for command in &mut self.0 {
+            if command.data.move_to(&mut change) == AfterChange::Unmapped {
+                in_flight.fail(command.parent, Status::DATA_XFER_ERROR);
+            }
+        }
     }
 
     /// Cancels the commands for which `which` is true: their unsubmitted requests are dropped.

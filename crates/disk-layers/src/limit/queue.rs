@@ -8,7 +8,7 @@ use super::counts::Counts;
 use super::limiter::Limiter;
 use super::timer::Timer;
 use shadowbell_disk::{DiskError, Lists, Metadata, Op, Queue, Request, Submitted, Tasks, merge};
-use shadowbell_memory::{DmaTable, Segments};
+use shadowbell_memory::{AfterChange, Segments, View, ViewChange};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -23,6 +23,8 @@ struct Waiting {
     data: Segments,
     /// Submission queue of the host that the request came from.
     source: u32,
+    /// True if memory of the data has been unmapped.
+    is_unmapped: bool,
 }
 
 /// Start time that was taken for the next request.
@@ -101,9 +103,16 @@ impl LimitedQueue {
         let source = self.source;
         self.counts.delayed.fetch_add(1, Ordering::Relaxed);
         self.counts.waiting.fetch_add(1, Ordering::Relaxed);
-        let key = self
-            .waiting
-            .insert(tag, Waiting { request: *request, metadata: metadata.copied(), data, source });
+        let key = self.waiting.insert(
+            tag,
+            Waiting {
+                request: *request,
+                metadata: metadata.copied(),
+                data,
+                source,
+                is_unmapped: false,
+            },
+        );
         self.by_source.push_back(source, key);
         if !self.sources.contains(source) {
             self.sources.push_back(SOURCES, source);
@@ -163,9 +172,12 @@ impl LimitedQueue {
                 }
                 continue;
             }
-            let Some((tag, Waiting { request, metadata, mut data, .. })) = self.pop() else {
-                return;
-            };
+            let Some((tag, waiting)) = self.pop() else { return };
+            let Waiting { request, metadata, mut data, is_unmapped, .. } = waiting;
+            if is_unmapped {
+                done(tag, Err(DiskError::BadBuffer), data);
+                continue;
+            }
             match self.forward(tag, &request, metadata.as_ref(), &mut data) {
                 Submitted::Done(outcome) => done(tag, outcome, data),
                 Submitted::Pending => {}
@@ -272,11 +284,20 @@ impl Queue for LimitedQueue {
         self.inner.cancel(tag);
     }
 
-    fn memory_changed(&mut self, table: &DmaTable) {
-        self.inner.memory_changed(table);
+    fn memory_changed(&mut self, view: &View) {
+        self.inner.memory_changed(view);
         // The caller completes a change of guest memory only when no request uses the old memory.
-        // Waiting requests are therefore submitted without limits.
-        if !self.waiting.is_empty() {
+        // If a waiting request may use it, the waiting requests are submitted without limits.
+        let mut change = ViewChange::new(view);
+        let keys: Vec<_> = self.waiting.keys().collect();
+        let mut must_end = false;
+        for key in keys {
+            let Some(waiting) = self.waiting.get_mut(key) else { continue };
+            let state = waiting.data.move_to(&mut change);
+            waiting.is_unmapped |= state == AfterChange::Unmapped;
+            must_end |= state == AfterChange::Unknown;
+        }
+        if must_end {
             self.is_urgent = true;
             self.timer.fire();
         }

@@ -6,7 +6,7 @@ use super::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_disk_file::MemDisk;
-use shadowbell_memory::{DmaSpace, Mapping, Segments};
+use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
 use shadowbell_testing::wait::LIMIT;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -305,33 +305,61 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     assert_eq!(queue.pending(), 0);
 }
 
-/// A change of guest memory and quiescing end the wait of limited requests. These requests are
-/// counted, and reduce the later allowance.
+/// Quiescing ends the wait of limited requests. These requests are counted, and reduce the later
+/// allowance.
 #[test]
-fn memory_changes_and_quiescing_release_limited_requests() {
-    for is_memory in [true, false] {
-        let hands = Hands::new();
-        let (disk, limiter) = disk(&hands, &[("iops", "100:1")]);
-        let mut load = Load::new(&disk, &[(50, READ, 512)]);
-        load.pass();
-        assert!(load.queue.pending() > 40);
-        let space = DmaSpace::default();
-        match is_memory {
-            true => load.queue.memory_changed(space.table()),
-            false => limiter.open(true),
-        }
-        let mut ended = 0;
-        load.queue.reap(&mut |_, _, _| ended += 1);
-        assert!(ended > 40 && load.queue.pending() == 0);
-        limiter.open(false);
-        let mut parsed = Load::new(&disk, &[(50, READ, 512)]);
-        hands.advance(400 * MS);
-        parsed.pass();
-        assert_eq!(parsed.total(), 0, "these were had already");
-        hands.advance(200 * MS);
-        parsed.pass();
-        assert!(parsed.total() > 0);
+fn quiescing_releases_limited_requests() {
+    let hands = Hands::new();
+    let (disk, limiter) = disk(&hands, &[("iops", "100:1")]);
+    let mut load = Load::new(&disk, &[(50, READ, 512)]);
+    load.pass();
+    assert!(load.queue.pending() > 40);
+    limiter.open(true);
+    let mut ended = 0;
+    load.queue.reap(&mut |_, _, _| ended += 1);
+    assert!(ended > 40 && load.queue.pending() == 0);
+    limiter.open(false);
+    let mut parsed = Load::new(&disk, &[(50, READ, 512)]);
+    hands.advance(400 * MS);
+    parsed.pass();
+    assert_eq!(parsed.total(), 0, "these were had already");
+    hands.advance(200 * MS);
+    parsed.pass();
+    assert!(parsed.total() > 0);
+}
+
+/// An unmap does not wait for limited requests: those in other memory wait on, and those in the
+/// unmapped memory end.
+#[test]
+fn an_unmap_does_not_wait_for_limited_requests() {
+    let hands = Hands::new();
+    let (disk, _) = disk(&hands, &[("iops", "100:1")]);
+    let mut queue = disk.queue().unwrap();
+    let mut space = DmaSpace::default();
+    for iova in [0, 8192] {
+        space.map(iova, 4096, &Mapping::anonymous(4096).unwrap().bytes()).unwrap();
     }
+    let view = View::new(Arc::clone(space.table()));
+    let request = Request { op: READ, offset: 0, len: 512 };
+    for (tag, iova) in [(1, 0), (2, 0), (3, 8192)] {
+        let mut data = Segments::new();
+        data.resolve_ranges(&view, &[(iova, 512)], true).unwrap();
+        queue.submit(tag, &request, &mut data);
+    }
+    let watch = view.watch();
+    drop(view);
+    space.unmap(8192, 4096).unwrap();
+    queue.memory_changed(&View::new(Arc::clone(space.table())));
+    assert!(watch.is_idle(), "a limited request holds the memory");
+    let mut ended = Vec::new();
+    hands.advance(5 * MS);
+    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    assert!(!ended.iter().any(|(tag, _)| *tag == 2), "{ended:?}");
+    hands.advance(100 * MS);
+    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    ended.retain(|(tag, _)| *tag != 1);
+    assert_eq!(ended, [(2, Ok(())), (3, Err(DiskError::BadBuffer))]);
 }
 
 /// A sleeping thread is woken at the start time of a request, and not repeatedly. Uses the real

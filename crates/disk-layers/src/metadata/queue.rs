@@ -9,7 +9,7 @@ use shadowbell_disk::{
     Bounds, DiskError, DiskInfo, Metadata, MetadataBuffer, Op, Queue, Request, Submitted, Tasks,
     merge,
 };
-use shadowbell_memory::{DmaTable, Mapping, Segments, SharedBytes};
+use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
 use shadowbell_spec::nvm::PRINFO_PRACT;
 use std::io;
 use std::ops::Range;
@@ -464,9 +464,9 @@ impl Queue for MetadataQueue {
         }
     }
 
-    fn memory_changed(&mut self, table: &DmaTable) {
+    fn memory_changed(&mut self, view: &View) {
         self.lists.clear();
-        self.inner.memory_changed(table);
+        self.inner.memory_changed(view);
     }
 
     fn pending(&self) -> usize {

@@ -7,7 +7,7 @@ use crate::metadata::Bell;
 use shadowbell_disk::{
     Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks, Zones, merge,
 };
-use shadowbell_memory::{DmaTable, Segments};
+use shadowbell_memory::{Segments, View};
 use shadowbell_spec::zns::ZoneAction;
 use std::collections::HashMap;
 use std::io;
@@ -498,9 +498,9 @@ impl Queue for ZonedQueue {
         }
     }
 
-    fn memory_changed(&mut self, table: &DmaTable) {
+    fn memory_changed(&mut self, view: &View) {
         self.pooled.clear();
-        self.inner.memory_changed(table);
+        self.inner.memory_changed(view);
     }
 
     fn pending(&self) -> usize {

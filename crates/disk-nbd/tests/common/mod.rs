@@ -60,6 +60,8 @@ struct Store {
     manner: Manner,
     /// Number of executed requests, by command.
     counts: BTreeMap<u16, u64>,
+    /// Number of received requests.
+    received: u64,
     sockets: Vec<UnixStream>,
     /// Number of negotiated connections.
     connections: u64,
@@ -88,6 +90,7 @@ impl Fake {
                 epoch: 0,
                 manner,
                 counts: BTreeMap::new(),
+                received: 0,
                 sockets: Vec::new(),
                 connections: 0,
                 open: 0,
@@ -122,6 +125,11 @@ impl Fake {
 
     pub(crate) fn count(&self, command: u16) -> u64 {
         self.state.store.lock().counts.get(&command).copied().unwrap_or(0)
+    }
+
+    /// Number of received requests, executed or not.
+    pub(crate) fn received(&self) -> u64 {
+        self.state.store.lock().received
     }
 
     pub(crate) fn connections(&self) -> u64 {
@@ -286,6 +294,7 @@ fn transmit(
         let mut data = vec![0; request.payload() as usize];
         socket.read_exact(&mut data)?;
         let mut store = state.store.lock();
+        store.received += 1;
         while (store.manner.condition || store.manner.holds.is_some_and(|holds| holds(&request)))
             && store.epoch == epoch
         {

@@ -137,7 +137,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     ) -> io::Result<Self> {
         let mut io = IoThread::new(SLOTS, context.vring.event().try_clone()?)?;
         let disk = io.open(disk)?;
-        disk.memory_changed(table);
+        let view = View::new(Arc::clone(table));
+        disk.memory_changed(&view);
         let kick = context.vring.kick();
         if let Some(kick) = &kick {
             io.add_fd(kick.as_fd(), FIRST, EventFlags::IN)?;
@@ -146,7 +147,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             rules: context.device.rules(),
             began: ring.places(),
             ring,
-            view: View::new(Arc::clone(table)),
+            view,
             ready: disk.uses_prefetch_hints().then(|| VecDeque::with_capacity(SLOTS)),
             io,
             disk,

@@ -790,11 +790,9 @@ impl Reactor {
         match &mut port.state {
             State::Attached(attachment) => {
                 let session = attachment.busy_session();
-                let Some(session) = session.filter(|s| s.link.awaits() == Some(sequence)) else {
-                    return;
-                };
-                session.link.completed(outcome);
-                self.queue(id);
+                if session.is_some_and(|session| session.link.completed(sequence, outcome)) {
+                    self.queue(id);
+                }
             }
             State::Unfinished { sequence: awaited } if *awaited == sequence => {
                 self.notify_disconnect(id)
@@ -822,7 +820,8 @@ impl Reactor {
             }
             _ => port.log.warn(format_args!("the client of device {} is dropped: {why}", id.0)),
         }
-        let awaited = session.link.awaits();
+        // The device releases the client's memory as a whole, so an unmap is not waited for.
+        let awaited = session.link.awaits().filter(|_| !session.link.is_unmapping());
         let agreed = session.link.is_agreed();
         drop(session);
         match awaited {

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use shadowbell_state::{Descriptors, StateError};
+use shadowbell_state::{Bytes, Descriptors, StateError};
 
 use tracing::debug;
 use zerocopy::{FromBytes, IntoBytes};
@@ -38,12 +38,25 @@ pub(super) enum NextStep {
     Reset,
 }
 
+/// Maximum number of unmaps whose reply waits while later messages are handled.
+const MAX_UNMAPS: usize = 64;
+
+/// Unmap whose reply waits for accesses in flight, while later messages are handled.
+struct PostponedUnmap {
+    sequence: u64,
+    header: Header,
+    unmap: wire::DmaUnmap,
+    outcome: Option<Result<(), Errno>>,
+}
+
 /// Protocol state of a connection: negotiated limits, unsent replies, outstanding requests.
 #[derive(Default)]
 pub(super) struct Link {
     pub(super) out: SendQueue,
     pub(super) agreed: Option<Agreed>,
     pub(super) waiting: Option<Waiting>,
+    /// Unmaps without a reply that later messages have overtaken.
+    unmaps: Vec<PostponedUnmap>,
     /// Request whose rest is executed in the next turn.
     pub(super) unfinished: Option<Unfinished>,
     pub(super) migrating: Migrating,
@@ -87,16 +100,55 @@ impl Link {
     }
 
     /// Number of the outstanding [`Completer`]. It has to complete before the next request is
-    /// handled.
+    /// handled, unless that request [overtakes](Self::postpone) it.
     pub(super) fn awaits(&self) -> Option<u64> {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
+    }
+
+    /// True if the waiting request is an unmap. The device has executed it except for the end of
+    /// accesses in flight, which can wait for slow storage.
+    pub(super) fn is_unmapping(&self) -> bool {
+        let next_step = self.waiting.as_ref().map(|waiting| &waiting.next_step);
+        matches!(next_step, Some(NextStep::Unmapped(_)))
+    }
+
+    /// True if later messages may overtake the waiting request.
+    pub(super) fn can_postpone(&self) -> bool {
+        self.is_unmapping() && self.unmaps.len() < MAX_UNMAPS
+    }
+
+    /// Lets later messages overtake the waiting unmap, if
+    /// [`can_postpone`](Self::can_postpone) returns true.
+    pub(super) fn postpone(&mut self) {
+        if let Some(waiting) = self.waiting.take_if(|_| self.unmaps.len() < MAX_UNMAPS) {
+            let Waiting { sequence, header, next_step } = waiting;
+            match next_step {
+                NextStep::Unmapped(unmap) => {
+                    let outcome = None;
+                    self.unmaps.push(PostponedUnmap { sequence, header, unmap, outcome });
+                }
+                next_step => self.waiting = Some(Waiting { sequence, header, next_step }),
+            }
+        }
+    }
+
+    /// Queues the replies to postponed unmaps that have ended. Returns false if there are none.
+    pub(super) fn reply_to_unmaps(&mut self) -> bool {
+        let ended = self.unmaps.extract_if(.., |unmap| unmap.outcome.is_some());
+        let ended: Vec<_> = ended.collect();
+        for PostponedUnmap { header, unmap, outcome, .. } in &ended {
+            match outcome {
+                Some(Err(errno)) => self.refuse(header, *errno),
+                _ => self.out.put_reply(header, &[unmap.as_bytes()]),
+            }
+        }
+        !ended.is_empty()
     }
 
     /// True if the version is negotiated, and no reply is unsent and no request outstanding or
     /// partly executed.
     pub(super) fn is_idle(&self) -> bool {
-        let waits = self.waiting.is_some() || self.unfinished.is_some();
-        self.agreed.is_some() && !waits && self.out.is_empty()
+        self.agreed.is_some() && self.is_quiesced() && self.out.is_empty()
     }
 
     /// Returns whether state for the checkpoint has changed, and clears the flag.
@@ -104,20 +156,35 @@ impl Link {
         std::mem::take(&mut self.changed)
     }
 
-    /// True if no request is partly executed.
+    /// True if no request is partly executed, and no unmap waits for accesses in flight.
     pub(super) fn is_quiesced(&self) -> bool {
+        self.is_between_requests() && self.unmaps.is_empty()
+    }
+
+    /// True if no request is partly executed, except for postponed unmaps.
+    pub(super) fn is_between_requests(&self) -> bool {
         self.waiting.is_none() && self.unfinished.is_none()
     }
 
-    /// Serializes a link. No request may be partly executed.
+    /// Serializes a link. No request may be partly executed, except for postponed unmaps.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedLink> {
-        Ok(SavedLink { out: self.out.save(fds)?, agreed: self.agreed })
+        let unmaps = self.unmaps.iter().map(|PostponedUnmap { header, unmap, .. }| {
+            (Bytes(header.as_bytes().to_vec()), Bytes(unmap.as_bytes().to_vec()))
+        });
+        Ok(SavedLink { out: self.out.save(fds)?, agreed: self.agreed, unmaps: unmaps.collect() })
     }
 
-    /// Restores a link of [`save`](Self::save).
+    /// Restores a link of [`save`](Self::save). The accesses for which its unmaps have waited have
+    /// ended with the previous process.
     pub(super) fn restore(saved: SavedLink, fds: &mut Descriptors) -> Result<Self, StateError> {
-        let SavedLink { out, agreed } = saved;
-        Ok(Self { out: SendQueue::restore(out, fds)?, agreed, ..Self::default() })
+        let SavedLink { out, agreed, unmaps } = saved;
+        let unmaps = unmaps.iter().filter_map(|(header, unmap)| {
+            let header = Header::read_from_bytes(&header.0).ok()?;
+            let unmap = wire::DmaUnmap::read_from_bytes(&unmap.0).ok()?;
+            Some(PostponedUnmap { sequence: 0, header, unmap, outcome: Some(Ok(())) })
+        });
+        let (out, unmaps) = (SendQueue::restore(out, fds)?, unmaps.collect());
+        Ok(Self { out, agreed, unmaps, ..Self::default() })
     }
 
     /// Negotiated maximum of bytes per data transfer.
@@ -212,9 +279,17 @@ impl Link {
         taken
     }
 
-    /// Handles the completion of the awaited [`Completer`].
-    pub(super) fn completed(&mut self, outcome: Result<(), Errno>) {
-        let Some(Waiting { header, next_step, .. }) = self.waiting.take() else { return };
+    /// Handles the completion of the [`Completer`] with number `sequence`. Returns false if no
+    /// request waits for it.
+    pub(super) fn completed(&mut self, sequence: u64, outcome: Result<(), Errno>) -> bool {
+        let is_it =
+            |unmap: &&mut PostponedUnmap| unmap.sequence == sequence && unmap.outcome.is_none();
+        if let Some(unmap) = self.unmaps.iter_mut().find(is_it) {
+            unmap.outcome = Some(outcome);
+            return true;
+        }
+        let waiting = self.waiting.take_if(|waiting| waiting.sequence == sequence);
+        let Some(Waiting { header, next_step, .. }) = waiting else { return false };
         match (outcome, next_step) {
             (Err(errno), NextStep::Next(Remaining::State { to, .. })) => {
                 self.migrating.failed(to);
@@ -236,6 +311,7 @@ impl Link {
                 self.unfinished = Some(Unfinished { header, remaining });
             }
         }
+        true
     }
 
     fn refuse(&mut self, header: &Header, errno: Errno) {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::listener::SavedListener;
 use crate::codec::{SavedDecoder, SavedQueue};
 use crate::device::DeviceInfo;
-use shadowbell_state::FdRef;
+use shadowbell_state::{Bytes, FdRef};
 
 /// Serialized device with its sockets and its client, from [`Reactor::save`](super::Reactor::save)
 /// to [`Reactor::restore`](super::Reactor::restore). Descriptors are passed separately.
@@ -78,6 +78,9 @@ impl Handled {
 pub(super) struct SavedLink {
     pub(super) out: SavedQueue,
     pub(super) agreed: Option<Agreed>,
+    /// Header and payload of each unmap that has no reply yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) unmaps: Vec<(Bytes, Bytes)>,
 }
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]

@@ -111,6 +111,9 @@ struct Intake {
     /// removes the message, the message is still at the start of the socket's data, and its reply
     /// is in the link's queue.
     pending: Option<Handled>,
+    /// Message whose request waits. It is hashed before more data are received, because these
+    /// overwrite it in the decoder.
+    waiting: Option<Handled>,
 }
 
 /// Callback that stores a checkpoint of the session and the device. The descriptors belong to that
@@ -139,7 +142,8 @@ impl Session {
         let closer = session.inspector.closer();
         session.decoder = Decoder::restore(received, max, fds, closer)?;
         session.link = link;
-        session.intake = recorded.then_some(Intake { consumed: 0, pending: handled });
+        session.intake =
+            recorded.then_some(Intake { consumed: 0, pending: handled, waiting: None });
         Ok(session)
     }
 
@@ -166,7 +170,7 @@ impl Session {
             && !self.decoder.is_partial()
             && peek_from(self.socket.as_fd(), 0).is_ok()
         {
-            self.intake = Some(Intake { consumed, pending: None });
+            self.intake = Some(Intake { consumed, pending: None, waiting: None });
         }
         self.intake.is_some()
     }
@@ -185,13 +189,16 @@ impl Session {
         exchange: Option<&mut Exchange>,
     ) -> Result<(), EndReason> {
         let Some(intake) = &mut self.intake else { return Ok(()) };
-        if !self.link.is_quiesced() {
+        let len = (self.decoder.position() - intake.consumed) as usize;
+        let handled = |decoder: &Decoder| (len != 0).then(|| Handled::new(decoder.consumed(len)));
+        if !self.link.is_between_requests() {
+            intake.waiting = intake.waiting.or_else(|| handled(&self.decoder));
             return Ok(());
         }
-        let len = (self.decoder.position() - intake.consumed) as usize;
         abort_point(AbortPoint::MessageHandled);
+        let waited = intake.waiting.take();
         if self.link.take_changed() {
-            let handled = (len != 0).then(|| Handled::new(self.decoder.consumed(len)));
+            let handled = waited.or_else(|| handled(&self.decoder));
             intake.pending = handled.or(intake.pending);
             let mut fds = Descriptors::default();
             record(self.describe(device, &mut fds), fds);
@@ -306,6 +313,7 @@ impl Session {
         record: Record<'_>,
     ) -> Result<Turn, EndReason> {
         self.catch_up(context.exchange.as_deref_mut())?;
+        self.reply_to_unmaps(device, record)?;
         if self.link.awaits().is_none() {
             self.link.resume(device, context);
             device.publish();
@@ -396,6 +404,7 @@ impl Session {
         self.catch_up(context.exchange.as_deref_mut())?;
         self.discard_peeked()?;
         loop {
+            self.reply_to_unmaps(device, record)?;
             // With checkpoints, messages are handled one at a time, each after the previous reply
             // was sent.
             let is_recorded = self.is_recorded();
@@ -415,13 +424,22 @@ impl Session {
             self.flush()?;
             let emptied = outcome?;
             let most = if is_recorded { 0 } else { HIGH_WATER };
-            if self.link.awaits().is_some() || self.link.out.len() > most {
+            if self.link.out.len() > most {
+                return Ok(Turn::Wait);
+            }
+            let waits = self.link.awaits().is_some();
+            if waits && !self.link.can_postpone() {
                 return Ok(Turn::Wait);
             }
             if left == 0 || self.link.is_unfinished() || context.slice.is_over() {
                 return Ok(Turn::Requeue);
             }
-            if !emptied {
+            if waits && self.decoder.has_message() {
+                self.link.postpone();
+                self.commit(device, record, context.exchange.as_deref_mut())?;
+                continue;
+            }
+            if !waits && !emptied {
                 continue;
             }
             if !self.readable {
@@ -459,6 +477,25 @@ impl Session {
                 Err(errno) => return Err(errno.into()),
             }
         }
+    }
+
+    /// Sends the replies to postponed unmaps that have ended. With checkpoints, the next one no
+    /// longer contains these unmaps. A process that dies in between sends a reply twice.
+    fn reply_to_unmaps(
+        &mut self,
+        device: &mut dyn Device,
+        record: Record<'_>,
+    ) -> Result<(), EndReason> {
+        let is_recorded = self.is_recorded();
+        if is_recorded && !self.link.is_between_requests() || !self.link.reply_to_unmaps() {
+            return Ok(());
+        }
+        self.flush()?;
+        if is_recorded {
+            let mut fds = Descriptors::default();
+            record(self.describe(device, &mut fds), fds);
+        }
+        Ok(())
     }
 
     /// True if no data are partly received or partly sent, and no request is outstanding.

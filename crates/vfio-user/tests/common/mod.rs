@@ -83,6 +83,12 @@ impl TestDeviceState {
         done.unwrap()
     }
 
+    /// Waits until the device has stored `count` completion callbacks, and returns them in order.
+    pub(crate) fn wait_all_held(&self, count: usize) -> Vec<Completer> {
+        eventually("completion handles are held", || self.held.lock().unwrap().len() == count);
+        std::mem::take(&mut self.held.lock().unwrap())
+    }
+
     pub(crate) fn wait_log(&self, line: &str) {
         eventually(line, || self.log.lock().unwrap().iter().any(|seen| seen == line));
     }

@@ -1,0 +1,182 @@
+//! Change of the DMA map under requests in flight: see [`ViewChange`].
+
+use crate::dma::View;
+
+/// Host memory as sorted, disjoint ranges of addresses of this process.
+#[derive(Debug, Default)]
+pub(crate) struct Ranges(Vec<(usize, usize)>);
+
+impl Ranges {
+    /// Sorts and merges ranges, each from its first address to the address after its last.
+    pub(crate) fn new(mut ranges: Vec<(usize, usize)>) -> Self {
+        ranges.sort_unstable();
+        ranges.dedup_by(|next, last| {
+            let overlaps = next.0 <= last.1;
+            if overlaps {
+                last.1 = last.1.max(next.1);
+            }
+            overlaps
+        });
+        Self(ranges)
+    }
+
+    /// True if `[start, end)` overlaps a range.
+    pub(crate) fn overlap(&self, start: usize, end: usize) -> bool {
+        let after = self.0.partition_point(|range| range.1 <= start);
+        self.0.get(after).is_some_and(|range| range.0 < end)
+    }
+}
+
+/// State of a request's data after a change of the DMA map: see [`ViewChange::apply`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterChange {
+    /// The data is part of the new map, and no longer uses the old one.
+    Moved,
+    /// A part of the data is not mapped any more.
+    Unmapped,
+    /// The data uses the old map as before, because it is not known whether the new one contains
+    /// it.
+    Unknown,
+}
+
+/// Change of a queue's [`View`], which moves the data of requests in flight to the new view.
+///
+/// The owner of unmapped memory waits until no request uses an older view. A request that waits for
+/// hung storage would hold its view, and with it every unmap of any memory. A disk that copies the
+/// data of its requests moves them, and ends those whose memory is unmapped.
+#[derive(Debug)]
+pub struct ViewChange {
+    view: View,
+    /// Older view, and the memory that is in its map only.
+    old: Option<(View, Ranges)>,
+    /// Memory of the new map.
+    mapped: Option<Ranges>,
+}
+
+impl ViewChange {
+    /// Creates the change to `view`.
+    #[must_use]
+    pub fn new(view: &View) -> Self {
+        Self { view: view.clone(), old: None, mapped: None }
+    }
+
+    /// View after the change.
+    pub(crate) fn view(&self) -> &View {
+        &self.view
+    }
+
+    /// State of the memory `pieces` (address and length), which is resolved through `old`.
+    pub(crate) fn state(
+        &mut self,
+        old: &View,
+        mut pieces: impl Iterator<Item = (usize, usize)>,
+    ) -> AfterChange {
+        // A log needs the I/O virtual addresses of later writes, which only the old view has.
+        if self.view.table().is_logged() {
+            return AfterChange::Unknown;
+        }
+        let Self { view, old: known, mapped } = self;
+        let (_, removed) = match known {
+            Some(known) if known.0.is(old) => known,
+            known => known.insert((old.clone(), old.table().removed_by(view.table()))),
+        };
+        let Some((start, len)) = pieces.find(|(at, len)| removed.overlap(*at, at + len)) else {
+            return AfterChange::Moved;
+        };
+        // Memory that was mapped twice can still be mapped once. The request may use either map.
+        let mapped = mapped.get_or_insert_with(|| view.table().host_ranges());
+        let is_mapped = |(at, len): (usize, usize)| mapped.overlap(at, at + len);
+        let mut unmapped = std::iter::once((start, len)).chain(pieces);
+        match unmapped.any(|piece| removed.overlap(piece.0, piece.0 + piece.1) && !is_mapped(piece))
+        {
+            true => AfterChange::Unmapped,
+            false => AfterChange::Unknown,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DmaSpace, Mapping, Segments};
+    use std::sync::Arc;
+
+    #[test]
+    fn ranges_are_merged_and_searched() {
+        let ranges = Ranges::new(vec![(30, 40), (0, 10), (10, 12), (5, 7), (60, 70)]);
+        assert_eq!(ranges.0, [(0, 12), (30, 40), (60, 70)]);
+        let overlapping = [(0, 1), (11, 12), (12, 31), (39, 100), (0, 100)];
+        assert!(overlapping.iter().all(|(start, end)| ranges.overlap(*start, *end)));
+        let free = [(12, 30), (40, 60), (70, 80), (13, 14)];
+        assert!(free.iter().all(|(start, end)| !ranges.overlap(*start, *end)));
+        assert!(!Ranges::default().overlap(0, usize::MAX));
+    }
+
+    /// Data in memory that stays mapped moves to the new view, so that the old one is released.
+    #[test]
+    fn data_follow_a_change_of_other_memory() {
+        let mut space = DmaSpace::default();
+        let pages = Mapping::anonymous(8 * 4096).unwrap().bytes();
+        for n in 0..8 {
+            let page = pages.slice(n * 4096, 4096).unwrap();
+            space.map(n as u64 * 8192, 4096, &page).unwrap();
+        }
+        let old = View::new(Arc::clone(space.table()));
+        let resolve = |view: &View, n: u64| {
+            let mut data = Segments::new();
+            data.resolve_ranges(view, &[(n * 8192 + 512, 1024)], true).unwrap();
+            data
+        };
+        let (mut first, mut third) = (resolve(&old, 0), resolve(&old, 2));
+        let watch = old.watch();
+        drop(old);
+        space.unmap(2 * 8192, 4096).unwrap();
+        let view = View::new(Arc::clone(space.table()));
+        let mut change = ViewChange::new(&view);
+        assert_eq!(first.move_to(&mut change), AfterChange::Moved);
+        assert_eq!(third.move_to(&mut change), AfterChange::Unmapped);
+        assert!(third.is_empty() && third.write_from(0, &[1]).is_none());
+        drop(change);
+        assert!(watch.is_idle(), "a request still uses the old map");
+        first.write_from(0, &[7; 1024]).unwrap();
+        assert_eq!(pages.read::<u8>(512), Some(7));
+        // The memory is held by the new view: it stays mapped until the request has ended.
+        let watch = view.watch();
+        drop(view);
+        space.clear();
+        assert!(!watch.is_idle());
+        first.write_from(0, &[8; 1024]).unwrap();
+        drop(first);
+        assert!(watch.is_idle());
+    }
+
+    /// Memory that is mapped twice and unmapped once: the request may use the map that is left.
+    #[test]
+    fn data_in_memory_with_two_maps_keep_the_old_view() {
+        let mut space = DmaSpace::default();
+        let page = Mapping::anonymous(4096).unwrap().bytes();
+        space.map(0, 4096, &page).unwrap();
+        space.map(8192, 4096, &page).unwrap();
+        let old = View::new(Arc::clone(space.table()));
+        let mut data = Segments::new();
+        data.resolve_ranges(&old, &[(8192, 512)], true).unwrap();
+        space.unmap(0, 4096).unwrap();
+        let change = |space: &DmaSpace| ViewChange::new(&View::new(Arc::clone(space.table())));
+        assert_eq!(data.move_to(&mut change(&space)), AfterChange::Unknown);
+        assert_eq!(data.len(), 512);
+        space.unmap(8192, 4096).unwrap();
+        assert_eq!(data.move_to(&mut change(&space)), AfterChange::Unmapped);
+    }
+
+    #[test]
+    fn data_do_not_move_to_a_logged_map() {
+        let mut space = DmaSpace::default();
+        space.map(0, 4096, &Mapping::anonymous(4096).unwrap().bytes()).unwrap();
+        let old = View::new(Arc::clone(space.table()));
+        let mut data = Segments::new();
+        data.resolve_ranges(&old, &[(0, 512)], true).unwrap();
+        space.start_log();
+        let view = View::new(Arc::clone(space.table()));
+        assert_eq!(data.move_to(&mut ViewChange::new(&view)), AfterChange::Unknown);
+    }
+}
