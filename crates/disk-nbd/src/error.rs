@@ -83,3 +83,45 @@ pub enum OpenError {
         source: io::Error,
     },
 }
+
+impl OpenError {
+    /// True if no server accepts connections at the address, or it closes new ones at once, as a
+    /// server that ends does. Other errors, such as a full table of open files, are not caused by
+    /// the server's end.
+    pub(crate) fn is_absence(&self) -> bool {
+        use io::ErrorKind::{ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
+        match self {
+            Self::Connect { source, .. } => {
+                matches!(source.kind(), ConnectionRefused | NotFound)
+            }
+            Self::Negotiation { why: NegotiationError::Io(error), .. } => {
+                matches!(error.kind(), UnexpectedEof | ConnectionReset)
+            }
+            _ => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_connection_is_an_absent_server_and_other_errors_are_not() {
+        let connect = |error: i32| OpenError::Connect {
+            disk: String::new(),
+            source: io::Error::from_raw_os_error(error),
+        };
+        assert!(
+            [libc::ECONNREFUSED, libc::ENOENT].iter().all(|error| connect(*error).is_absence())
+        );
+        let others = [libc::EMFILE, libc::EAGAIN, libc::ETIMEDOUT, libc::EHOSTUNREACH];
+        assert!(!others.iter().any(|error| connect(*error).is_absence()));
+        let handshake = |kind: io::ErrorKind| OpenError::Negotiation {
+            disk: String::new(),
+            why: NegotiationError::Io(kind.into()),
+        };
+        assert!(handshake(io::ErrorKind::UnexpectedEof).is_absence());
+        assert!(!handshake(io::ErrorKind::TimedOut).is_absence());
+    }
+}

@@ -171,7 +171,7 @@ fn reconnect(connections: &Connections) -> Result<(), Failure> {
     let losses = shared.losses.load(Ordering::SeqCst);
     let (stream, export) = connections.connector.connect(&shared.stop).map_err(|error| {
         // A server that does not accept connections may be ending, and wait for its last clients.
-        if shared.is_recovering() {
+        if shared.is_recovering() && error.is_absence() {
             disconnect_all(connections);
         }
         Failure { why: error.to_string(), max_pause: LONGEST }

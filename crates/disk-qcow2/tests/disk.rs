@@ -259,6 +259,36 @@ fn requests_wait_for_buffers() {
     assert!(content(&disk)[..64 * len].iter().all(|byte| *byte == 3));
 }
 
+/// An incomplete copy is refused with the reason, and is not extended. It is readable, as is an
+/// image that was not closed; neither is changed by a reader.
+#[test]
+fn incomplete_copies_are_named_and_readers_change_nothing() {
+    let directory = directory();
+    let path = image(directory.path(), 4 * MIB);
+    let mut queue = open(&path, "").queue().unwrap();
+    write(&mut *queue, 0, &vec![1; 1 << 20]).unwrap();
+    drop(queue);
+    // Bit 0 of the incompatible features marks an image that was not closed.
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.write_all_at(&[1], 79).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    let content = |path: &Path| {
+        let disk = try_open(path, "?read-only=on").unwrap();
+        read(&mut *disk.queue().unwrap(), 0, 4096).unwrap()
+    };
+    assert_eq!(content(&path), [1; 4096]);
+    assert!(std::fs::read(&path).unwrap() == whole, "a reader has changed the image");
+    for is_dirty in [1, 0] {
+        std::fs::write(&path, &whole[..whole.len() - (128 << 10)]).unwrap();
+        file.write_all_at(&[is_dirty], 79).unwrap();
+        let before = std::fs::read(&path).unwrap();
+        let error = try_open(&path, "").unwrap_err().to_string();
+        assert!(error.contains("its copy is not complete"), "{error}");
+        assert_eq!(content(&path), [1; 4096]);
+        assert!(std::fs::read(&path).unwrap() == before, "the copy was changed");
+    }
+}
+
 #[test]
 fn a_truncated_file_returns_errors_and_no_zeroes() {
     let directory = directory();

@@ -1,5 +1,6 @@
 //! Limit of open files, and size of the kernel's descriptor table.
 
+use rustix::fs::{AtFlags, StatxFlags, statx};
 use rustix::io::fcntl_dupfd_cloexec;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::fs::File;
@@ -16,6 +17,10 @@ const TABLE_ENTRIES: u64 = 1 << 16;
 /// Limit of open files after [`raise`]; `None` if there is none.
 static LIMIT: OnceLock<Option<u64>> = OnceLock::new();
 
+/// Directory `/proc/self/fd` after [`raise`]: the size of this directory is the number of open
+/// files. A sandboxed process cannot open it.
+static OPEN_FILES: OnceLock<Option<File>> = OnceLock::new();
+
 /// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
 /// guest with many queues needs a descriptor per interrupt. The soft limit is low by default for
 /// programs that use `select`, which this program does not.
@@ -28,6 +33,7 @@ pub fn raise() {
         debug!("the limit of open files stays at {current:?}: {errno}");
     }
     let limit = *LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current);
+    OPEN_FILES.get_or_init(open_files);
     let most = limit.unwrap_or(TABLE_ENTRIES).min(TABLE_ENTRIES);
     let last = i32::try_from(most.saturating_sub(1)).unwrap_or(0);
     // Opening one descriptor with a large number enlarges the table. The kernel never shrinks it.
@@ -58,12 +64,25 @@ pub fn room() -> Option<u64> {
 fn usage() -> Option<(u64, u64)> {
     // A sandboxed process must not query the limit, so the stored value is used.
     let limit = (*LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current))?;
-    // A new descriptor has the lowest free number, which is the number of those in use.
-    let in_use = match fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0) {
-        Ok(lowest) => lowest.as_raw_fd().unsigned_abs().into(),
-        Err(_) => limit,
-    };
-    Some((limit, in_use))
+    Some((limit, in_use().unwrap_or(limit)))
+}
+
+fn open_files() -> Option<File> {
+    File::open("/proc/self/fd").ok()
+}
+
+/// Number of open files; `None` if there is no room for another one.
+fn in_use() -> Option<u64> {
+    if let Some(directory) = OPEN_FILES.get_or_init(open_files)
+        && let Ok(status) = statx(directory, "", AtFlags::EMPTY_PATH, StatxFlags::SIZE)
+        && status.stx_size != 0
+    {
+        return Some(status.stx_size);
+    }
+    // Kernels before 6.2 do not count. A new descriptor has the lowest free number, which is the
+    // number of open files unless one with a lower number was closed before one with a higher one.
+    let lowest = fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0).ok()?;
+    Some(lowest.as_raw_fd().unsigned_abs().into())
 }
 
 /// Message if `limit` is too low for `needed` more files.
@@ -91,6 +110,18 @@ mod tests {
         check_room(1).unwrap();
         let error = check_room(u64::MAX).unwrap_err();
         assert!(error.to_string().contains("LimitNOFILE="), "{error}");
+    }
+
+    /// Closed files do not count, and open files with higher numbers do.
+    #[test]
+    fn open_files_are_counted_with_holes_between_them() {
+        let mut files: Vec<_> = (0..600).map(|_| File::open("/dev/null").unwrap()).collect();
+        // The lowest free number is then among the closed files.
+        files.drain(..200);
+        let (_, in_use) = usage().unwrap();
+        let listed = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        // Other tests of this process open and close files meanwhile.
+        assert!(in_use >= 400 && in_use.abs_diff(listed) < 100, "{in_use}, {listed}");
     }
 
     #[test]

@@ -148,7 +148,7 @@ impl ImageFile {
     /// True if the image is locked exclusively: the lock is then the fence of its requests.
     #[must_use]
     pub fn is_locked_exclusively(&self) -> bool {
-        sys::is_locked_exclusively(&self.file)
+        sys::is_locked_exclusively(&self.file, !self.is_read_only())
     }
 
     /// Releases the lock, although requests may follow. See

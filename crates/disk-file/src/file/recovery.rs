@@ -53,7 +53,7 @@ pub(super) fn checkpoint(
         info: shared.info.clone(),
         end: shared.end.load(Ordering::Relaxed),
         lost: shared.flusher.lost(),
-        locked: is_locked_exclusively(&shared.file),
+        locked: is_locked_exclusively(&shared.file, !shared.info.read_only),
     };
     Ok(serde_json::to_value(saved)?)
 }

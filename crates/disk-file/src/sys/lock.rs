@@ -69,11 +69,13 @@ fn lock(file: &File, writer: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// True if this open file holds the fence, and the file system supports locks.
-pub(crate) fn is_locked_exclusively(file: &File) -> bool {
-    // The lock is set again, which has no effect if this open file holds it. The call fails for a
-    // read-only open file, or if the file system has no locks.
-    call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE).is_ok()
+/// True if this open file, which a `writer` has [locked](lock_image), holds the fence, and the file
+/// system supports locks.
+pub(crate) fn is_locked_exclusively(file: &File, writer: bool) -> bool {
+    // The lock is set again, which has no effect if this open file holds it. The call fails if the
+    // file system has no locks. For a reader that has opened the file for writing, it would lock
+    // the fence.
+    writer && call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE).is_ok()
 }
 
 /// Releases the locks before the file is closed. Closing does not release them at once, because a
@@ -110,5 +112,23 @@ fn call(
         if error.kind() != io::ErrorKind::Interrupted {
             return Err(error);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_of_a_writable_file_does_not_take_the_fence() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let open = || File::options().read(true).write(true).open(file.path()).unwrap();
+        let (reader, writer) = (open(), open());
+        lock_image(&reader, false).unwrap();
+        assert!(!is_locked_exclusively(&reader, false));
+        call(&writer, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE).unwrap();
+        unlock_image(&reader);
+        lock_image(&writer, true).unwrap();
+        assert!(is_locked_exclusively(&writer, true));
     }
 }

@@ -58,6 +58,7 @@ impl Device {
                 socket,
                 over: AtomicBool::new(false),
                 ending,
+                is_loss_logged: AtomicBool::new(false),
             },
         })
     }

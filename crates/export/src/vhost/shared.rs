@@ -31,6 +31,8 @@ pub(super) struct DeviceShared {
     pub(super) over: AtomicBool,
     /// True once the server ends.
     pub(super) ending: Arc<AtomicBool>,
+    /// True once a loss of guest memory was logged.
+    pub(super) is_loss_logged: AtomicBool,
 }
 
 impl DeviceShared {
@@ -64,7 +66,8 @@ impl DeviceShared {
     pub(super) fn has_lost_memory(&self) -> bool {
         let lost = self.memory.read().is_poisoned()
             || self.inflight.get().is_some_and(|region| region.is_poisoned());
-        if lost {
+        // The check of each later request finds the loss again.
+        if lost && !self.is_loss_logged.swap(true, Ordering::Relaxed) {
             tracing::error!(
                 "guest memory was lost (its file was truncated, or no huge pages are left), so the \
                  frontend is disconnected"
