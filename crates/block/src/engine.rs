@@ -125,6 +125,8 @@ struct Core {
     /// Time of the next timeout check, in seconds since the start. No request exceeds a timeout
     /// before it.
     due: u32,
+    /// True if the timeout applies to held requests as well.
+    is_ending: bool,
 }
 
 /// One queue of the disk, with its requests.
@@ -162,6 +164,7 @@ impl Engine {
             started: Instant::now(),
             timeout: u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX),
             due: u32::MAX,
+            is_ending: false,
         };
         Self {
             core: RefCell::new(Some(core)),
@@ -328,6 +331,18 @@ impl Engine {
         }
     }
 
+    /// True if the disk holds requests of this queue after an error of its storage.
+    pub(crate) fn holds_requests(&self) -> bool {
+        self.core.borrow().as_ref().is_some_and(|core| core.queue.holds_requests())
+    }
+
+    /// Applies the timeout to held requests as well.
+    pub(crate) fn limit_holds(&self) {
+        if let Some(core) = self.core.borrow_mut().as_mut() {
+            core.is_ending = true;
+        }
+    }
+
     /// Time until the next timeout check, after which the thread must not sleep. `None` if no
     /// request is in flight.
     pub(crate) fn sleep_limit(&self) -> Option<Duration> {
@@ -423,8 +438,14 @@ impl Core {
     /// Cancels requests that exceed the timeout. If a request with a buffer of this process does
     /// not complete soon after its cancellation, it fails with a timeout. Its slot keeps the buffer
     /// and the lock until the disk completes the request.
+    ///
+    /// While the disk holds requests after an error of its storage, no request exceeds the timeout,
+    /// unless the queue [is to end](Self::is_ending).
     fn cancel_late(&mut self) {
         let (now, timeout) = (self.now, self.timeout);
+        if self.queue.holds_requests() && !self.is_ending {
+            self.restart_timeouts();
+        }
         self.cancel(|since| now.saturating_sub(since) > timeout);
         // A request that is submitted from now on does not exceed the timeout earlier.
         let (mut due, grace) = (late(now, timeout), CANCELLED.as_secs() as u32);
@@ -452,6 +473,18 @@ impl Core {
             }
         }
         self.due = due;
+    }
+
+    /// Restarts the timeout of all requests in flight.
+    fn restart_timeouts(&mut self) {
+        for slot in &mut self.slots {
+            if let State::Pending(in_flight)
+            | State::Late(in_flight)
+            | State::Abandoned(in_flight) = &mut slot.state
+            {
+                in_flight.since = self.now;
+            }
+        }
     }
 
     /// Cancels the requests whose submission time satisfies `fits`.
@@ -489,7 +522,8 @@ impl Drop for Engine {
                 std::mem::forget(core);
                 return;
             }
-            if waited > CANCELLED / 2 && !std::mem::replace(&mut is_cancelled, true) {
+            let is_due = waited > CANCELLED / 2 || core.queue.holds_requests();
+            if is_due && !std::mem::replace(&mut is_cancelled, true) {
                 core.cancel(|_| true);
             }
             std::thread::sleep(PAUSE);
@@ -500,11 +534,24 @@ impl Drop for Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::rc::Rc;
 
     /// A queue that never completes a request.
-    struct Mute;
+    #[derive(Default)]
+    struct Mute {
+        holds_requests: bool,
+        cancelled: Rc<Cell<u32>>,
+    }
 
     impl Queue for Mute {
+        fn holds_requests(&self) -> bool {
+            self.holds_requests
+        }
+
+        fn cancel(&mut self, _: u32) {
+            self.cancelled.set(self.cancelled.get() + 1);
+        }
+
         fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
             Submitted::Pending
         }
@@ -515,7 +562,7 @@ mod tests {
         // The test sets the engine's start time back instead of waiting for this timeout.
         let timeout = Duration::from_secs(1);
         let info = DiskInfo::new(512, 8);
-        let engine = Engine::new(Box::new(Mute), &info, timeout, Arc::default());
+        let engine = Engine::new(Box::new(Mute::default()), &info, timeout, Arc::default());
         let submit = || {
             let request = Request { op: Op::Flush, offset: 0, len: 0 };
             let begun = engine.submit(&request, Data::NONE, None, Waker::noop());
@@ -532,5 +579,32 @@ mod tests {
         assert!(limit <= 2 * timeout, "{limit:?}");
         // The drop of the engine would wait for the requests.
         std::mem::forget(engine);
+    }
+
+    #[test]
+    fn held_requests_do_not_exceed_the_timeout() {
+        for holds_requests in [false, true] {
+            let cancelled = Rc::default();
+            let queue = Mute { holds_requests, cancelled: Rc::clone(&cancelled) };
+            let (info, timeout) = (DiskInfo::new(512, 8), Duration::from_secs(1));
+            let engine = Engine::new(Box::new(queue), &info, timeout, Arc::default());
+            let request = Request { op: Op::Discard, offset: 0, len: 512 };
+            let begun = engine.submit(&request, Data::NONE, None, Waker::noop());
+            assert!(matches!(begun, Begun::Slot(_)));
+            // The request was submitted long ago.
+            if let Some(core) = engine.core.borrow_mut().as_mut() {
+                core.started -= Duration::from_secs(100);
+            }
+            engine.after_sleep();
+            assert_eq!(cancelled.get(), u32::from(!holds_requests));
+            // The timeout applies again if the client of the queue is gone.
+            engine.limit_holds();
+            if let Some(core) = engine.core.borrow_mut().as_mut() {
+                core.started -= Duration::from_secs(100);
+            }
+            engine.after_sleep();
+            assert_eq!(cancelled.get(), 2 - u32::from(holds_requests));
+            std::mem::forget(engine);
+        }
     }
 }

@@ -56,7 +56,8 @@
 //! A request that takes longer than [`BlockOptions::timeout`] is cancelled. If the disk does not
 //! complete it soon after the cancellation, it fails with [`BlockError::TimedOut`], and its range
 //! remains locked until the disk completes it. But a request with memory of the caller
-//! ([`BlockQueue::read_to`]) does not end before the disk completes it.
+//! ([`BlockQueue::read_to`]) does not end before the disk completes it. The timeout does not apply
+//! while the disk [holds](BlockQueue::holds_requests) requests after an error of its storage.
 //!
 //! # Not implemented
 //!

@@ -139,6 +139,19 @@ impl BlockQueue {
         self.engine().after_sleep();
     }
 
+    /// True if the disk holds requests of this queue after an error of its storage. They do not
+    /// exceed the timeout, except after [`limit_holds`](Self::limit_holds).
+    #[must_use]
+    pub fn holds_requests(&self) -> bool {
+        self.engine().holds_requests()
+    }
+
+    /// Applies the timeout to held requests as well, because no client waits for them, or because
+    /// the queue is to be closed.
+    pub fn limit_holds(&self) {
+        self.engine().limit_holds();
+    }
+
     /// Requests an early end of all requests in flight from the disk.
     pub fn cancel_all(&self) {
         self.engine().cancel_all();

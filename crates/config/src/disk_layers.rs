@@ -1,8 +1,8 @@
-//! Layers around a disk in a specification: metadata or zones, then rate limits.
+//! Layers around a disk in a specification: metadata or zones, error policy, rate limits.
 
 use crate::limits::{DiskLimits, GROUP};
 use shadowbell_disk::{Disk, MetadataFormat, ZoneFormat};
-use shadowbell_disk_layers::{Limits, MetadataDisk, ZonedDisk};
+use shadowbell_disk_layers::{ErrorPolicy, HoldingDisk, Limits, MetadataDisk, ZonedDisk};
 use std::sync::Arc;
 
 /// Layers around a disk.
@@ -12,6 +12,8 @@ pub struct Layers {
     pub metadata: Option<MetadataFormat>,
     /// Zones.
     pub zoned: Option<ZoneFormat>,
+    /// Policy for requests that fail because of the storage.
+    pub on_error: ErrorPolicy,
     /// Rate limits and limit group.
     pub limits: DiskLimits,
 }
@@ -36,21 +38,28 @@ impl Layers {
         let metadata =
             MetadataFormat::parse(metadata.iter().filter_map(|option| option.split_once('=')))?;
         let zoned = ZoneFormat::parse(zoned.iter().filter_map(|option| option.split_once('=')))?;
+        let (on_error, rest): (Vec<&str>, Vec<_>) =
+            rest.into_iter().partition(|option| is_of(&[ErrorPolicy::OPTION], option));
+        let on_error = on_error.first().and_then(|option| option.split_once('='));
+        let on_error = on_error.map_or(Ok(ErrorPolicy::Report), |(_, policy)| policy.parse())?;
         let rest = match &rest[..] {
             [] => disk.to_owned(),
             rest => format!("{disk}?{}", rest.join("&")),
         };
-        Ok((rest, Self { metadata, zoned, limits }))
+        Ok((rest, Self { metadata, zoned, on_error, limits }))
     }
 
     /// Names of the options that all disks have: those of layers, and the UUID of the namespace.
     pub fn options() -> impl Iterator<Item = &'static str> {
         let of_layers = MetadataFormat::OPTIONS.into_iter().chain(ZoneFormat::OPTIONS);
-        ["uuid"].into_iter().chain(Limits::NAMES).chain([GROUP]).chain(of_layers)
+        let others = [GROUP, ErrorPolicy::OPTION];
+        ["uuid"].into_iter().chain(Limits::NAMES).chain(others).chain(of_layers)
     }
 
     /// Wraps `disk` in the layers. Limits are the outermost layer: they count the I/O of the host,
-    /// without the I/O for metadata. `recovers` is true if this process recovers the disk of
+    /// without the I/O for metadata, and without repeated requests. Held requests are those of the
+    /// host, with their metadata; on a zoned disk, those below the zones, whose write pointers are
+    /// not affected by a failure then. `recovers` is true if this process recovers the disk of
     /// another process.
     ///
     /// # Errors
@@ -60,6 +69,7 @@ impl Layers {
             None => disk,
             Some(format) => Arc::new(MetadataDisk::new(disk, format)?),
         };
+        let disk = HoldingDisk::wrap(disk, self.on_error);
         let disk = match self.zoned {
             None => disk,
             Some(format) => {
@@ -109,6 +119,15 @@ mod tests {
         let (_, layers) = Layers::split("a?metadata=8&zoned=64KiB").unwrap();
         let both = layers.wrap_disk(shadowbell_disk_file::open("mem:4MiB").unwrap(), false);
         assert!(both.unwrap_err().contains("cannot have metadata"));
+        let (rest, layers) = Layers::split("mem:4MiB?on-error=stop&block-size=4096").unwrap();
+        assert_eq!((&rest[..], layers.on_error), ("mem:4MiB?block-size=4096", ErrorPolicy::Stop));
+        let disk = shadowbell_disk_file::open(&rest).unwrap();
+        let held = layers.wrap_disk(Arc::clone(&disk), false).unwrap();
+        assert!(held.inner().is_some_and(|inner| Arc::ptr_eq(inner, &disk)));
+        let (_, layers) = Layers::split("mem:4MiB?on-error=report").unwrap();
+        assert!(Arc::ptr_eq(&layers.wrap_disk(Arc::clone(&disk), false).unwrap(), &disk));
+        let why = Layers::split("a?on-error=halt").unwrap_err();
+        assert!(why.contains("`stop-on-full`, not `halt`"), "{why}");
         let (_, layers) = Layers::split("a?metadata=8&pi=1").unwrap();
         let small = shadowbell_disk_file::open("mem:512").unwrap();
         layers.wrap_disk(small, false).unwrap_err();

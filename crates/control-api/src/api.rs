@@ -37,6 +37,9 @@ pub struct Status {
     /// Number of stalled disks.
     #[serde(default)]
     pub stalled: usize,
+    /// Number of disks that are stopped by an error of their storage.
+    #[serde(default)]
+    pub stopped: usize,
     /// Number of files that further controllers, disks and exports may open, beyond those that
     /// clients may still need; absent without a limit.
     #[serde(default)]
@@ -340,6 +343,12 @@ pub struct Disk {
     /// True if the storage has not answered that request for the time `--stalled-after`.
     #[serde(default)]
     pub stalled: bool,
+    /// Error of the storage that stopped the disk, if the disk is stopped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stopped: Option<String>,
+    /// Number of held requests of a stopped disk.
+    #[serde(default)]
+    pub held: u64,
     /// `id` of each export of the disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exports: Vec<String>,

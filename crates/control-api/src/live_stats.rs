@@ -34,6 +34,9 @@ pub struct Row {
     /// True if a disk of the controller is stalled.
     #[serde(default)]
     pub stalled: bool,
+    /// True if a disk of the controller is stopped by an error of its storage.
+    #[serde(default)]
+    pub stopped: bool,
     /// Commands fetched.
     pub commands: u64,
     /// Bytes read.
@@ -123,6 +126,7 @@ impl Row {
             parked: !workers.is_empty() && stats.workers.iter().all(|sleep| sleep.parked),
             workers,
             stalled: false,
+            stopped: false,
             commands: sq.commands,
             bytes_read: stats.io.bytes_read,
             bytes_written: stats.io.bytes_written.saturating_add(stats.io.bytes_copied),

@@ -6,6 +6,7 @@ use crate::info::DiskInfo;
 use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
+use crate::stopped::Stopped;
 use crate::zoned::Zones;
 use shadowbell_memory::{Segments, SharedBytes, View};
 use shadowbell_state::Descriptors;
@@ -74,6 +75,18 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
     /// Must not block. Default: none.
     fn orphans(&self) -> usize {
         self.inner().map_or(0, |inner| inner.orphans())
+    }
+
+    /// State of a disk that holds requests after an error of its storage; `None` if it holds none.
+    /// Default: none.
+    fn stopped(&self) -> Option<Stopped> {
+        self.inner()?.stopped()
+    }
+
+    /// Submits the held requests of a [stopped](Self::stopped) disk to the storage again. Returns
+    /// false if the disk is not stopped. Must not block. Default: false.
+    fn resume(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.resume())
     }
 
     /// Reports the allocation state of `len` bytes from byte `offset` on: calls `report` with
@@ -324,6 +337,12 @@ pub trait Queue {
     /// Number of pending requests.
     fn pending(&self) -> usize {
         self.inner().map_or(0, |inner| inner.pending())
+    }
+
+    /// True if requests of this queue are held because the disk is [stopped](Disk::stopped). Their
+    /// age is then no sign of hung storage. Default: false.
+    fn holds_requests(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.holds_requests())
     }
 
     /// File descriptor that is readable while [`reap`](Self::reap) has completions to report;

@@ -32,6 +32,7 @@ mod request;
 mod request_table;
 mod resize;
 mod size;
+mod stopped;
 mod zoned;
 
 pub use bounds::Bounds;
@@ -52,6 +53,7 @@ pub use request::{DiskError, Op, Request, Submitted};
 pub use request_table::{NotIndexed, TagIndex, Tasks};
 pub use resize::{ResizeError, SizeChanges, notify_resize};
 pub use size::{format_size, parse_size};
+pub use stopped::Stopped;
 pub use zoned::{ZoneFormat, ZoneReport, Zones};
 
 #[cfg(doctest)]

@@ -93,8 +93,8 @@ pub enum ResizeError {
 static RESIZES: Mutex<u64> = Mutex::new(0);
 static CHANGED: Condvar = Condvar::new();
 
-/// Wakes all waiting threads, because a disk may have a new size or because a waiting thread has to
-/// end.
+/// Wakes all waiting threads. A disk may have a new size, its [stopped](crate::Disk::stopped) state
+/// may have changed, or a waiting thread has to end.
 pub fn notify_resize() {
     *RESIZES.lock() += 1;
     CHANGED.notify_all();

@@ -115,6 +115,22 @@ impl<F: Future> IoThread<F> {
         Ok(queue)
     }
 
+    /// Ends the requests that the disk holds after an error of its storage, if there are any.
+    #[cfg(feature = "nbd")]
+    pub(crate) fn cancel_held(&self) {
+        if let Some(queue) = self.queue.as_ref().filter(|queue| queue.holds_requests()) {
+            queue.cancel_all();
+        }
+    }
+
+    /// Applies the timeout to held requests as well, because the queue is to be closed.
+    #[cfg(any(feature = "fuse", feature = "ublk"))]
+    pub(crate) fn limit_holds(&self) {
+        if let Some(queue) = &self.queue {
+            queue.limit_holds();
+        }
+    }
+
     /// Requests in flight.
     pub(crate) fn tasks(&mut self) -> &mut Tasks<F> {
         &mut self.tasks

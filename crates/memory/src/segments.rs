@@ -1,7 +1,7 @@
 //! Data buffer of a command: a list of pieces of host memory.
 
 use crate::copy;
-use crate::dma::View;
+use crate::dma::{DmaTable, View};
 use crate::error::Fault;
 use crate::mapping::Mapping;
 use crate::shared::SharedBytes;
@@ -130,6 +130,15 @@ impl Segments {
             AfterChange::Unknown => {}
         }
         state
+    }
+
+    /// DMA table through which the data were resolved; `None` for data in other memory.
+    #[must_use]
+    pub fn table(&self) -> Option<&Arc<DmaTable>> {
+        match &self.owner {
+            Owner::View(view) => Some(view.table()),
+            Owner::Nothing | Owner::Bytes(_) => None,
+        }
     }
 
     /// Removes the data but keeps the view, for the next command that uses the same view.

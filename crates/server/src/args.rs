@@ -229,6 +229,8 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
   zero-copy=off           of nvme:// and vfio-user: copy data through memory of this process
   queue-pairs=N, timeout=SECONDS  of nvme:// and vfio-user: number of queue pairs [default: 8],
                           time limit of a command
+  on-error=report|stop|stop-on-full  requests that fail because the storage is full or fails: report
+                          the error to the guest, or hold them until `ctl disk resume`
   iops=N[:BURST], read-iops=, write-iops=, bandwidth=SIZE[:BURST], read-bandwidth=,
   write-bandwidth=        rate limits per second; requests beyond them wait
   limit-group=NAME        share the limits of this group

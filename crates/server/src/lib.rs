@@ -38,6 +38,7 @@
 //! | `liveness` | liveness checks for a service manager |
 //! | `resize_watch` | automatic resize of namespaces |
 //! | `stall_watch`, `in_flight` | scanner of requests in flight, for stalled disks |
+//! | `stop_watch` | log messages about disks that are stopped by an error of their storage |
 //! | `guard` | refusal of changes that take something from a client, without `force` |
 //! | `sandbox` | restriction of the process before it reads guest data |
 //! | `worker_link` | connection to the supervisor |
@@ -101,6 +102,7 @@ mod stall_watch;
 mod startup_timing;
 mod stats_report;
 mod stop_limit;
+mod stop_watch;
 mod tracer;
 mod worker_link;
 

@@ -3,11 +3,14 @@
 //! Only disks whose storage reports a size change are resized automatically
 //! (`Disk::take_size_change`). For all other disks the operator runs `ctl disk resize`, which
 //! performs the same operation.
+//!
+//! The same thread logs disks that are stopped by an error of their storage, or resumed.
 
 use super::disks::ListedDisk;
 use super::namespaces::NamespaceChange;
 use super::reconfigure::Changes;
 use super::server::Server;
+use super::stop_watch::StopWatch;
 use shadowbell_control_api::api::Size;
 use shadowbell_disk::{SizeChanges, notify_resize};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,6 +44,7 @@ impl Drop for ResizeWatch {
 
 fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
     let mut size_changes = SizeChanges::default();
+    let mut stops = StopWatch::default();
     loop {
         size_changes.wait();
         if is_over.load(Ordering::Acquire) {
@@ -48,6 +52,7 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
         }
         // While the thread waits, it holds only a weak reference, so that disks can be closed.
         let Some(changes) = changes.upgrade() else { return };
+        stops.report(&changes.disks());
         resize_changed(&changes);
     }
 }

@@ -163,8 +163,14 @@ impl Scanner {
         let all = self.update(in_flight, has_dropped, &orphans, now);
         let mut found = BTreeMap::new();
         for (id, requests) in all {
-            let limits = disks.iter().find(|disk| disk.id == id).and_then(limits);
-            let stalled = self.is_stalled(&id, &requests, limits.map(LimitedDisk::waiting), now);
+            let disk = disks.iter().find(|disk| disk.id == id);
+            // Held requests of a stopped disk are not at the storage.
+            let is_stopped = disk.is_some_and(|disk| disk.open.disk.stopped().is_some());
+            if is_stopped {
+                self.limited.insert(id.clone(), now);
+            }
+            let waiting = disk.and_then(limits).map(LimitedDisk::waiting);
+            let stalled = self.is_stalled(&id, &requests, waiting, now) && !is_stopped;
             let Requests { count: requests, since, .. } = requests;
             found.insert(id, InFlight { requests, since, stalled });
         }

@@ -452,6 +452,9 @@ fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
     if status.stalled != 0 {
         writeln!(out, "stalled      {} disks, see `shadowbell ctl disk ls`", status.stalled)?;
     }
+    if status.stopped != 0 {
+        writeln!(out, "stopped      {} disks, see `shadowbell ctl disk ls`", status.stopped)?;
+    }
     if status.stalled_writes != 0 {
         writeln!(out, "stalled      {} cancelled writes without an answer", status.stalled_writes)?;
     }

@@ -55,6 +55,11 @@ pub(crate) enum DiskVerb {
         #[arg(long)]
         force: bool,
     },
+    /// Repeat the held requests of a disk that is stopped by an error of its storage
+    Resume {
+        /// Id of the disk
+        disk: String,
+    },
     /// Make a disk read-only or writable
     ReadOnly {
         /// Id of the disk
@@ -137,6 +142,9 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
             let source = Some(absolute(source));
             change(disk, DiskChange { source, ..DiskChange::default() }, *force)?
         }
+        DiskVerb::Resume { disk } => {
+            vec![client.send(&Method::POST, &format!("{}/resume", disk_path(disk)), &())?]
+        }
         DiskVerb::ReadOnly { disk, switch, force } => {
             let read_only = Some(*switch == Switch::On);
             change(disk, DiskChange { read_only, ..DiskChange::default() }, *force)?
@@ -165,6 +173,14 @@ pub(crate) fn disks(out: &mut dyn Write, all: &Vec<Disk>) -> io::Result<()> {
         ]);
     }
     write!(out, "{table}")?;
+    for disk in all {
+        let Some(reason) = &disk.stopped else { continue };
+        let held = match disk.held {
+            1 => "1 request is".to_owned(),
+            count => format!("{count} requests are"),
+        };
+        writeln!(out, "{} is stopped: {reason}; {held} held", disk.id)?;
+    }
     for disk in all.iter().filter(|disk| disk.stalled) {
         writeln!(
             out,

@@ -75,11 +75,15 @@ impl Listed {
         let disks = self.disks.iter().map(|disk| {
             let users = disk.namespaces.iter();
             let users = users.map(|user| format!("{} namespace {}", user.controller, user.nsid));
-            let stalled = if disk.stalled { ", stalled" } else { "" };
+            let state = match disk {
+                Disk { stopped: Some(_), .. } => ", stopped",
+                Disk { stalled: true, .. } => ", stalled",
+                _ => "",
+            };
             [
                 "  disk".to_owned(),
                 disk.id.clone(),
-                format!("{}{stalled}", ByteSize(disk.bytes).display().iec()),
+                format!("{}{state}", ByteSize(disk.bytes).display().iec()),
                 users.collect::<Vec<_>>().join(", "),
             ]
         });

@@ -30,7 +30,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// | `timeout` | time in seconds after which a command counts as failed | the driver's |
 ///
 /// Options of all disks: metadata (`metadata=8&pi=1`):
-/// [`MetadataFormat`](shadowbell_disk::MetadataFormat); rate limits (`iops=1000`,
+/// [`MetadataFormat`](shadowbell_disk::MetadataFormat); error policy (`on-error=stop`):
+/// [`ErrorPolicy`](shadowbell_disk_layers::ErrorPolicy); rate limits (`iops=1000`,
 /// `write-bandwidth=100MiB:1GiB`) and a limit group (`limit-group=db`):
 /// [`Limits::set`](shadowbell_disk_layers::Limits::set).
 ///

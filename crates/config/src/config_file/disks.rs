@@ -4,7 +4,7 @@ use crate::limits::GROUP;
 use crate::server_config::NamedDisk;
 use serde::{Deserialize, Serialize};
 use shadowbell_disk::{MetadataFormat, ZoneFormat};
-use shadowbell_disk_layers::Limits;
+use shadowbell_disk_layers::{ErrorPolicy, Limits};
 use std::collections::BTreeMap;
 
 /// Table `[[disk]]`.
@@ -20,6 +20,9 @@ pub(super) struct NamedDiskTable {
     /// Options of the layers around the disk: metadata or zones.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     layers: BTreeMap<String, OptionValue>,
+    /// Policy for requests that fail because of the storage.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    on_error: Option<ErrorPolicy>,
     /// Rate limits by name; the key `group` has the limit group.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     limits: BTreeMap<String, OptionValue>,
@@ -48,11 +51,11 @@ impl NamedDiskTable {
     /// Table of a disk; its `source` contains all options.
     pub(super) fn of(disk: &NamedDisk) -> Self {
         let source = crate::disk_spec::with_absolute_paths(&disk.spec);
-        let (options, layers, limits) = Default::default();
-        Self { id: disk.id.clone(), source, options, layers, limits }
+        let (options, layers, on_error, limits) = Default::default();
+        Self { id: disk.id.clone(), source, options, layers, on_error, limits }
     }
 
-    /// Specification of the disk: source, options, layers and limits.
+    /// Specification of the disk: source, options, layers, error policy and limits.
     ///
     /// # Errors
     /// A sentence about an unknown limit or layer, or an option with `&`.
@@ -71,6 +74,8 @@ impl NamedDiskTable {
             }
             options.push(format!("{name}={}", value.text()));
         }
+        let on_error = self.on_error.iter();
+        options.extend(on_error.map(|policy| format!("{}={policy}", ErrorPolicy::OPTION)));
         for (name, value) in &self.limits {
             let name = match &name[..] {
                 "group" => GROUP,
@@ -104,7 +109,7 @@ mod tests {
         let config = parse(
             "[[limit-group]]\nname = \"db\"\n[[disk]]\nid = \"data\"\nsource = \"/d.img\"\n\
              options = { direct = true }\nlayers = { metadata = 8, pi = 1 }\nlimits = { iops = 500, group = \"db\" }\n\
-             [[disk]]\nid = \"spare\"\nsource = \"mem:1MiB?block-size=4096\"\n\
+             [[disk]]\nid = \"spare\"\nsource = \"mem:1MiB?block-size=4096\"\non-error = \"stop-on-full\"\n\
              [[controller]]\nsocket = \"/vm0.sock\"\n\
              disks = [\"/a.img\", { disk = \"data\", nsid = 5, share = true }]\n",
             "vms.toml",
@@ -114,8 +119,10 @@ mod tests {
         assert_eq!((&disks[0].id, &disks[0].disk[..]), (&None, "/a.img"));
         assert_eq!((disks[1].id.as_deref(), disks[1].share), (Some("data"), true));
         assert_eq!(disks[1].disk, "/d.img?direct=on&metadata=8&pi=1&limit-group=db&iops=500");
-        let unattached: Vec<_> = config.unattached().map(|disk| &disk.id[..]).collect();
-        assert_eq!(unattached, ["spare"]);
+        let unattached: Vec<_> =
+            config.unattached().map(|disk| (&disk.id[..], &disk.spec[..])).collect();
+        let spec = "mem:1MiB?block-size=4096&on-error=stop-on-full";
+        assert_eq!(unattached, [("spare", spec)]);
     }
 
     #[test]
@@ -128,6 +135,7 @@ mod tests {
             ("layers = { direct = true }\n", 1, "are metadata, "),
             ("options = { x = \"a&b\" }\n", 1, "has a `&`"),
             ("limits = { group = \"no\" }\n", 1, "no `[[limit-group]]` `no`"),
+            ("on-error = \"halt\"\n", 4, "unknown variant `halt`"),
             ("[[disk]]\nid = \"d\"\nsource = \"/e\"\n", 4, "the id `d` is that of another disk"),
             ("[[disk]]\nid = \"a/b\"\nsource = \"/e\"\n", 4, "`a/b` is no id"),
             (

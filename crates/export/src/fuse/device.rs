@@ -270,6 +270,9 @@ impl<F: Future<Output = Completed>> Device<F> {
             if is_over && self.io.tasks().reserved() == 0 {
                 return Ok(());
             }
+            if is_over {
+                self.io.limit_holds();
+            }
             let busy = self.collect();
             if any || busy {
                 continue;

@@ -193,6 +193,9 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if is_ending && drain_deadline.is_none() {
                 drain_deadline = Some(Instant::now() + DRAIN_TIMEOUT);
             }
+            if self.hung_up {
+                self.io.cancel_held();
+            }
             let in_flight = self.io.tasks().reserved();
             if self.last || self.hung_up {
                 // A partially received write was never started, so it is dropped.

@@ -186,6 +186,8 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 }
                 Event::TagDone { tag, error } => {
                     self.left = self.left.saturating_sub(1);
+                    // The driver returns a tag when the device is stopped.
+                    self.io.limit_holds();
                     if let Some(error) = error {
                         tracing::debug!(tag, "tag refused: {error}");
                         self.refused.get_or_insert(error);

@@ -478,6 +478,10 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                 break;
             }
             let now = Instant::now();
+            // The requests of a server that ends belong to the next process.
+            if self.disk.holds_requests() && !device.is_ending() {
+                self.disk.cancel_all();
+            }
             if now >= deadline {
                 // The thread waits longer for tracked requests, because the next session would
                 // execute them at the same time.

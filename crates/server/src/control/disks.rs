@@ -16,6 +16,7 @@ fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
     let limits = DiskLimits::split(&disk.open.spec).unwrap_or_default().1;
     let counters = disk.open.disk.counters().into_iter();
     let namespaces = disk.namespaces.iter();
+    let stopped = disk.open.disk.stopped();
     let in_flight = state.changes.in_flight().lock().get(&disk.id).cloned();
     Disk {
         id: disk.id.clone(),
@@ -31,6 +32,8 @@ fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
         in_flight: in_flight.as_ref().map_or(0, |now| now.requests),
         oldest_ms: in_flight.as_ref().map_or(0, |now| now.since.elapsed().as_millis() as u64),
         stalled: in_flight.as_ref().is_some_and(|now| now.stalled),
+        stopped: stopped.map(|stopped| stopped.reason.to_string()),
+        held: stopped.map_or(0, |stopped| stopped.held),
         exports: state.changes.exports().of(&disk.id),
         counters: counters.map(|(name, count)| (name.to_owned(), count)).collect(),
     }
@@ -92,6 +95,22 @@ pub(super) fn add_disk(
     ))]
 pub(super) fn remove_disk(state: &ServerState, id: &str) -> Result<(), Problem> {
     state.changes.remove_disk(id).map_err(problem)
+}
+
+/// Resume a stopped disk
+///
+/// Its held requests are submitted to the storage again. If they fail again, the disk is stopped
+/// again. If the disk is not stopped, nothing changes.
+#[utoipa::path(post, path = "/v1/disks/{id}/resume", operation_id = "resume_disk", tag = "disks",
+    params(("id" = String, Path, description = "The disk's `id`")),
+    responses(
+        (status = 200, description = "The disk, whose requests are repeated", body = Disk),
+        (status = 404, description = "No such disk", body = Problem)
+    ))]
+pub(super) fn resume_disk(state: &ServerState, id: &str) -> Result<Disk, Problem> {
+    let listed = state.changes.disk(id).map_err(problem)?;
+    listed.open.disk.resume();
+    disk(state, id)
 }
 
 /// Change a disk: its size, its source, read-only, or its limits

@@ -140,6 +140,7 @@ routes! {
     disks::change_disk: |r| {
         ok(disks::change_disk(r.state, r.id(), r.body()?, r.is_forced())?)
     };
+    disks::resume_disk: |r| ok(disks::resume_disk(r.state, r.id())?);
     disks::remove_disk: |r| removed(disks::remove_disk(r.state, r.id())?);
     exports::exports: |r| ok(exports::exports(r.state));
     exports::export: |r| ok(exports::export(r.state, r.id())?);

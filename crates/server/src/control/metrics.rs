@@ -458,6 +458,22 @@ fn disks(text: &mut Text, state: &ServerState) {
     for (labels, disk) in &all {
         stalled.sample(labels, disk.stalled.into());
     }
+    let mut stopped = text.family(
+        Kind::Gauge,
+        "shadowbell_disk_stopped",
+        "1 if a disk is stopped by an error of its storage.",
+    );
+    for (labels, disk) in &all {
+        stopped.sample(labels, disk.stopped.is_some().into());
+    }
+    let mut held = text.family(
+        Kind::Gauge,
+        "shadowbell_disk_requests_held",
+        "Requests that a stopped disk holds until it is resumed.",
+    );
+    for (labels, disk) in &all {
+        held.sample(labels, disk.held);
+    }
     let mut events = text.family(
         Kind::Counter,
         "shadowbell_disk_events",

@@ -11,7 +11,7 @@ use shadowbell_config::config_file;
 use shadowbell_config::config_file::write::{self, Settings};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_control_api::api::{
-    Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade,
+    Apply, Code, Configuration, Disk, LogLevel, Plan, Problem, Status, Upgrade,
 };
 use shadowbell_control_api::live_stats::{Row, Snapshot};
 use shadowbell_process::{exit, logging};
@@ -39,6 +39,7 @@ pub(super) fn status(state: &ServerState) -> Status {
         waiting: state.controllers.waiting().len(),
         stalled_writes: disks.iter().map(|disk| disk.stalled_writes).sum(),
         stalled: disks.iter().filter(|disk| disk.stalled).count(),
+        stopped: disks.iter().filter(|disk| disk.stopped.is_some()).count(),
         open_files_left: state.changes.files_left(),
         log_filter: logging::filter(),
         upgrade_error: state.upgrade_error.lock().clone(),
@@ -123,14 +124,15 @@ pub(super) fn stats(state: &ServerState) -> stats_report::Report {
 pub(super) fn snapshot(state: &ServerState) -> Snapshot {
     let at_ns = u64::try_from(state.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
     let rows = state.controllers.all();
-    let stalled: BTreeSet<String> = super::disks::disks(state)
-        .into_iter()
-        .filter(|disk| disk.stalled)
-        .flat_map(|disk| disk.namespaces)
-        .map(|user| user.controller)
-        .collect();
+    let disks = super::disks::disks(state);
+    let users = |is_it: fn(&Disk) -> bool| -> BTreeSet<&str> {
+        let found = disks.iter().filter(|disk| is_it(disk));
+        found.flat_map(|disk| &disk.namespaces).map(|user| &user.controller[..]).collect()
+    };
+    let (stalled, stopped) = (users(|disk| disk.stalled), users(|disk| disk.stopped.is_some()));
     let rows = rows.iter().map(|served| Row {
-        stalled: stalled.contains(&served.id),
+        stalled: stalled.contains(&served.id[..]),
+        stopped: stopped.contains(&served.id[..]),
         ..Row::of(&served.name, &served.controller)
     });
     Snapshot { at_ns, controllers: rows.collect(), exports: exports::exports(state) }

@@ -103,6 +103,7 @@ impl Rates {
             socket: now.socket.clone(),
             exported: None,
             state: match now {
+                Row { stopped: true, .. } => "stopped",
                 Row { stalled: true, .. } => "stalled",
                 _ if commands != 0 => "busy",
                 Row { queues: 0, .. } => "off",

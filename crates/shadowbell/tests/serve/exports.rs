@@ -8,6 +8,7 @@ use crate::metrics::scrape;
 use crate::recover::kill;
 use crate::supervisor::worker;
 use crate::upgrade::Client;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 use serde_json::json;
 use shadowbell_testing::programs::skipped;
@@ -56,17 +57,33 @@ impl Nbd {
         bytes
     }
 
-    /// Sends a request for 512 bytes. Returns the error of the reply.
-    fn request(&mut self, kind: u8, data: &[u8]) -> u32 {
+    /// Sends a request for 512 bytes from byte `offset` on.
+    pub(crate) fn send(&mut self, kind: u8, offset: u64, data: &[u8]) {
         let mut request = b"\x25\x60\x95\x13\0\0\0".to_vec();
         request.push(kind);
-        request.extend([[7; 8], [0; 8]].concat());
+        request.extend([[7; 8], offset.to_be_bytes()].concat());
         request.extend(512_u32.to_be_bytes());
         request.extend(data);
         self.0.write_all(&request).unwrap();
+    }
+
+    /// Waits for the reply to a request. Returns its error.
+    pub(crate) fn reply(&mut self) -> u32 {
         let reply = self.take::<16>();
         assert_eq!(reply[8..], [7; 8]);
         u32::from_be_bytes(reply[4..8].try_into().unwrap())
+    }
+
+    /// True if bytes of a reply have arrived.
+    pub(crate) fn has_reply(&self) -> bool {
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 1
+    }
+
+    /// Sends a request for the first 512 bytes. Returns the error of the reply.
+    fn request(&mut self, kind: u8, data: &[u8]) -> u32 {
+        self.send(kind, 0, data);
+        self.reply()
     }
 
     pub(crate) fn read(&mut self) -> u8 {

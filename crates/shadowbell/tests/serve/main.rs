@@ -45,6 +45,7 @@ mod self_exec;
 mod shared;
 mod stacked;
 mod stalling;
+mod stopped_disks;
 mod supervisor;
 mod top;
 mod trace;

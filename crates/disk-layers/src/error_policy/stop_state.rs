@@ -1,0 +1,91 @@
+//! Stopped state of a disk, which its queues and the control plane share.
+
+use parking_lot::Mutex;
+use shadowbell_disk::{CompletionQueue, DiskError, Stopped, notify_resize};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+/// Wake-up of one queue.
+pub(super) type Bell = CompletionQueue<()>;
+
+#[derive(Debug, Default)]
+struct State {
+    /// Error of the first request that was held since the disk was stopped.
+    reason: Option<DiskError>,
+    held: u64,
+    /// True from a resume until the next request is held.
+    is_resumed: bool,
+    times: u64,
+    /// Wake-ups of all queues.
+    bells: Vec<Weak<Bell>>,
+}
+
+/// Stopped state of a disk: the held requests of all queues.
+#[derive(Debug, Default)]
+pub(super) struct StopState {
+    state: Mutex<State>,
+    /// Number of resumes so far.
+    resumes: AtomicU64,
+}
+
+impl StopState {
+    /// Registers the wake-up of a queue.
+    pub(super) fn add(&self, bell: &Arc<Bell>) {
+        let mut state = self.state.lock();
+        state.bells.retain(|bell| bell.strong_count() != 0);
+        state.bells.push(Arc::downgrade(bell));
+    }
+
+    /// Records a request that is held. The first one stops the disk.
+    pub(super) fn hold(&self, error: DiskError) {
+        let mut state = self.state.lock();
+        let is_new = state.held == 0 || state.is_resumed;
+        state.held += 1;
+        if is_new {
+            (state.reason, state.is_resumed) = (Some(error), false);
+            state.times += 1;
+            drop(state);
+            notify_resize();
+        }
+    }
+
+    /// Records the end of `count` held requests: each was submitted again, or cancelled.
+    pub(super) fn release(&self, count: u64) {
+        let mut state = self.state.lock();
+        state.held = state.held.saturating_sub(count);
+        if state.held == 0 && count != 0 {
+            (state.reason, state.is_resumed) = (None, false);
+            drop(state);
+            notify_resize();
+        }
+    }
+
+    /// Stopped state; `None` if no request is held, or all of them are submitted again.
+    pub(super) fn stopped(&self) -> Option<Stopped> {
+        let state = self.state.lock();
+        let reason = state.reason.filter(|_| state.held != 0 && !state.is_resumed)?;
+        Some(Stopped { reason, held: state.held, times: state.times })
+    }
+
+    /// Instructs all queues to submit their held requests again. Returns false if the disk is not
+    /// stopped.
+    pub(super) fn resume(&self) -> bool {
+        let mut state = self.state.lock();
+        if state.held == 0 || state.is_resumed {
+            return false;
+        }
+        state.is_resumed = true;
+        self.resumes.fetch_add(1, Ordering::AcqRel);
+        let bells = std::mem::take(&mut state.bells);
+        bells.iter().filter_map(Weak::upgrade).for_each(|bell| bell.signal());
+        state.bells = bells;
+        drop(state);
+        notify_resize();
+        true
+    }
+
+    /// Number of resumes so far. A queue compares it with the number that it saw last.
+    pub(super) fn resumes(&self) -> u64 {
+        self.resumes.load(Ordering::Acquire)
+    }
+}
