@@ -4,7 +4,6 @@
 //! A controller of which only namespaces differ keeps its client, if each difference can be applied
 //! while a guest runs: an added or removed namespace, other limits, or a change of read-only.
 
-use super::disk_plan::DiskPlan;
 use super::disks::ListedDisk;
 use super::guard::Loss;
 use super::namespaces::{NamespaceChange, effect_of, explicit};
@@ -123,9 +122,8 @@ impl Plan {
         }
     }
 
-    /// Records what clients lose by the changes of namespaces and by the plan for disks and exports,
-    /// and the differences of the latter.
-    pub(super) fn add_losses(&mut self, changes: &Changes, of_disks: &mut DiskPlan) {
+    /// Records what clients lose by the changes of namespaces.
+    pub(super) fn add_losses(&mut self, changes: &Changes) {
         let disks = changes.disks();
         for (id, steps) in self.change.clone() {
             for step in steps {
@@ -144,8 +142,6 @@ impl Plan {
                 self.lost.extend(losses);
             }
         }
-        self.lost.append(&mut of_disks.lost);
-        self.differences.append(&mut of_disks.differences);
     }
 }
 

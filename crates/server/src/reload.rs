@@ -32,7 +32,9 @@ pub(super) fn apply(
     let (named, exports) = (config.disks, config.exports);
     let mut plan = Plan::of(changes.registry(), config.controllers, &config.groups);
     let mut disks = DiskPlan::of(changes, &named, &exports);
-    plan.add_losses(changes, &mut disks);
+    plan.add_losses(changes);
+    plan.lost.append(&mut disks.lost);
+    plan.differences.append(&mut disks.differences);
     if dry_run {
         return Ok(plan);
     }
