@@ -2,10 +2,10 @@
 
 use crate::dirty::{DirtyLog, ViewPages};
 use crate::error::{DmaError, Fault};
+use crate::host_ranges::Ranges;
 use crate::mapping::Mapping;
 use crate::page_tables;
 use crate::shared::SharedBytes;
-use crate::view_change::Ranges;
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::ptr::NonNull;

@@ -41,6 +41,7 @@ mod error;
 mod event;
 mod eventfd_signal;
 mod file_status;
+mod host_ranges;
 mod mapping;
 mod notifier;
 pub mod page_tables;
