@@ -8,7 +8,7 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use shadowbell_state::AbortPoint;
 use shadowbell_testing::stalled::Mount;
-use shadowbell_testing::wait::{pause, short_pause};
+use shadowbell_testing::wait::short_pause;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
