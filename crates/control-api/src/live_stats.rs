@@ -37,6 +37,10 @@ pub struct Row {
     /// True if a disk of the controller is stopped by an error of its storage.
     #[serde(default)]
     pub stopped: bool,
+    /// True if the controller is not served after a restart of the server process, because it
+    /// waits for its disks.
+    #[serde(default)]
+    pub waiting: bool,
     /// Commands fetched.
     pub commands: u64,
     /// Bytes read.
@@ -127,6 +131,7 @@ impl Row {
             workers,
             stalled: false,
             stopped: false,
+            waiting: false,
             commands: sq.commands,
             bytes_read: stats.io.bytes_read,
             bytes_written: stats.io.bytes_written.saturating_add(stats.io.bytes_copied),

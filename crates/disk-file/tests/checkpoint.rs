@@ -79,7 +79,7 @@ fn a_released_lock_lets_the_next_process_recover_at_once() {
         let (state, mut fds) = save_and_receive(&*old);
         assert!(is_locked(&spec));
         old.release_lock();
-        let new = recover(&spec, &state, &mut fds, &|| false).unwrap();
+        let new = recover(&spec, &state, &mut fds, &|_| false).unwrap();
         assert_eq!((new.info(), new.name()), (old.info(), old.name()));
         drop(old);
         assert!(is_locked(&spec), "the new disk holds the lock");
@@ -97,7 +97,7 @@ fn a_memory_disk_keeps_its_contents() {
             write(&*old, 9);
         }
         let (state, mut fds) = save_and_receive(&*old);
-        let new = recover(spec, &state, &mut fds, &|| false).unwrap();
+        let new = recover(spec, &state, &mut fds, &|_| false).unwrap();
         drop(old);
         assert_eq!(new.info().bytes(), open(spec).unwrap().info().bytes());
         if new.info().bytes() >= LEN as u64 {
@@ -106,11 +106,11 @@ fn a_memory_disk_keeps_its_contents() {
             assert_eq!(read(&*new), 0, "{spec}");
         }
         let (state, mut fds) = save_and_receive(&*new);
-        recover(spec, &state, &mut fds, &|| false).unwrap();
+        recover(spec, &state, &mut fds, &|_| false).unwrap();
     }
     let spec = "null:1TiB?read-zeroes=on";
     let (state, mut fds) = save_and_receive(&*open_recoverable(spec).unwrap());
-    assert_eq!(read(&*recover(spec, &state, &mut fds, &|| false).unwrap()), 0);
+    assert_eq!(read(&*recover(spec, &state, &mut fds, &|_| false).unwrap()), 0);
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn another_disk_or_a_private_one_is_refused() {
     let error = disk.checkpoint(&mut Descriptors::default()).unwrap_err();
     assert!(matches!(error, CheckpointError::Private { .. }), "{error}");
     let (state, mut fds) = save_and_receive(&*open_recoverable("mem:1MiB").unwrap());
-    let error = recover("mem:2MiB", &state, &mut fds, &|| false).unwrap_err().to_string();
+    let error = recover("mem:2MiB", &state, &mut fds, &|_| false).unwrap_err().to_string();
     let why = "its size, block size or write protection has changed";
     assert_eq!(error, format!("mem:2MiB cannot be taken over: {why}"));
 }

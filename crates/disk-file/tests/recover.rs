@@ -161,7 +161,7 @@ fn recovery_waits_for_a_write_of_the_dead_process() {
         "the write is still in flight"
     );
     let waited = Cell::new(0);
-    let wait = || {
+    let wait = |_: shadowbell_disk::WaitReason<'_>| {
         waited.set(waited.get() + 1);
         wait::pause();
         true
@@ -196,7 +196,7 @@ fn recovery_waits_for_the_lock_of_an_image() {
     std::fs::write(&path, vec![0xaa; MIB as usize]).unwrap();
     let holder = Cell::new(Some(open_recoverable(&spec).unwrap()));
     let waited = Cell::new(0);
-    let wait = || {
+    let wait = |_: shadowbell_disk::WaitReason<'_>| {
         waited.set(waited.get() + 1);
         wait::pause();
         if waited.get() == 700 {
@@ -214,7 +214,7 @@ fn recovery_waits_for_the_lock_of_an_image() {
     // If the callback returns false, recovery fails.
     let mut fds = Descriptors::default();
     let again = disk.checkpoint(&mut fds).unwrap();
-    let error = recover(&spec, &again, &mut fds, &|| false).unwrap_err();
+    let error = recover(&spec, &again, &mut fds, &|_| false).unwrap_err();
     assert!(matches!(error, OpenError::Busy { .. }), "{error}");
 }
 
@@ -230,7 +230,7 @@ fn recovery_keeps_a_loss_and_ignores_guest_data() {
     state["lost"] = 5.into();
     std::fs::write(&path, b"QFI\xfb\0\0\0\x03").unwrap();
     std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
-    let disk = recover(&spec, &state, &mut fds, &|| true).unwrap();
+    let disk = recover(&spec, &state, &mut fds, &|_| true).unwrap();
     assert!(disk.has_lost_writes());
     assert_eq!(disk.info().bytes(), MIB, "the guest's disk keeps its size");
     assert_eq!(first_byte(&*disk), b'Q');
@@ -241,7 +241,7 @@ fn recovery_keeps_a_loss_and_ignores_guest_data() {
     assert!(run_one(&mut *queue, Op::Flush, 0, 0, host.buffer(&[], true)).is_err());
     drop((queue, disk));
     // A checkpoint of another disk type is refused.
-    let error = recover("mem:1MiB", &state, &mut fds, &|| true).unwrap_err();
+    let error = recover("mem:1MiB", &state, &mut fds, &|_| true).unwrap_err();
     assert!(matches!(error, OpenError::NotThatDisk { .. }), "{error}");
 }
 
@@ -257,8 +257,8 @@ fn a_memory_disk_recovers_without_waiting() {
         assert_eq!(run_one(&mut *queue, write, 0, LEN as u64, data), Ok(()));
         let mut fds = Descriptors::default();
         let state = disk.checkpoint(&mut fds).unwrap();
-        let next =
-            recover(spec, &state, &mut fds, &|| panic!("recovery waits without a reason")).unwrap();
+        let next = recover(spec, &state, &mut fds, &|_| panic!("recovery waits without a reason"))
+            .unwrap();
         assert_eq!(first_byte(&*next), if spec.starts_with("mem") { 7 } else { 0 });
     }
 }

@@ -23,7 +23,7 @@
 use crate::error::OpenError;
 use crate::uri::NbdSpec;
 use serde::{Deserialize, Serialize};
-use shadowbell_disk::{DiskInfo, Wait};
+use shadowbell_disk::{DiskInfo, Wait, WaitReason};
 use shadowbell_state::{WrongOrder, is_wrong};
 use std::time::{Duration, Instant};
 
@@ -98,7 +98,7 @@ pub(crate) fn wait_for_server(
         return Ok(());
     }
     let Some(time) = spec.settle else { return Err(refused(spec, NO_SETTLE_TIME.to_owned())) };
-    sleep(spec, time, wait)
+    sleep(spec, time, wait, WaitReason::InFlight)
 }
 
 /// Opens the disk as soon as the server is reachable.
@@ -109,16 +109,24 @@ pub(crate) fn reach<T>(
 ) -> Result<T, OpenError> {
     loop {
         match open() {
-            Err(OpenError::Connect { .. }) => sleep(spec, RETRY_INTERVAL, wait)?,
+            Err(error @ OpenError::Connect { .. }) => {
+                let why = error.to_string();
+                sleep(spec, RETRY_INTERVAL, wait, WaitReason::Unavailable(&why))?;
+            }
             outcome => return outcome,
         }
     }
 }
 
-fn sleep(spec: &NbdSpec, time: Duration, wait: Wait<'_>) -> Result<(), OpenError> {
+fn sleep(
+    spec: &NbdSpec,
+    time: Duration,
+    wait: Wait<'_>,
+    reason: WaitReason<'_>,
+) -> Result<(), OpenError> {
     let since = Instant::now();
     while since.elapsed() < time {
-        if !wait() {
+        if !wait(reason) {
             return Err(refused(spec, "the wait was given up".to_owned()));
         }
     }

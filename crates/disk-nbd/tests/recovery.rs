@@ -19,7 +19,7 @@ fn saved(disk: &NbdDisk) -> serde_json::Value {
 fn recover(fake: &Fake, options: &str, state: &serde_json::Value) -> Result<NbdDisk, OpenError> {
     let spec = format!("nbd+unix:///x?socket={}&{options}", fake.socket().display());
     let deadline = wait::deadline();
-    NbdDisk::recover(&NbdSpec::parse(&spec)?, state, false, &|| {
+    NbdDisk::recover(&NbdSpec::parse(&spec)?, state, false, &|_| {
         wait::pause();
         Instant::now() < deadline
     })
@@ -34,7 +34,7 @@ fn a_disk_with_settle_is_recovered() {
     assert!(error.contains("add `settle=SECONDS`"), "{error}");
     // A process that has quiesced leaves no request at the server.
     let spec = NbdSpec::parse(&format!("nbd+unix:///x?socket={}", fake.socket().display()));
-    NbdDisk::recover(&spec.unwrap(), &saved(&disk), true, &|| true).unwrap();
+    NbdDisk::recover(&spec.unwrap(), &saved(&disk), true, &|_| true).unwrap();
     drop(disk);
     let disk = fake.open("settle=200ms");
     let mut queue = disk.queue().unwrap();
@@ -96,7 +96,7 @@ fn a_read_only_disk_recovers_after_its_server_restarts() {
     std::thread::scope(|scope| {
         let next = scope.spawn(|| {
             let spec = format!("nbd+unix:///x?socket={}", fake.socket().display());
-            NbdDisk::recover(&NbdSpec::parse(&spec).unwrap(), &state, false, &|| {
+            NbdDisk::recover(&NbdSpec::parse(&spec).unwrap(), &state, false, &|_| {
                 wait::pause();
                 !fake.socket().with_extension("given-up").exists()
             })

@@ -38,7 +38,7 @@ fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
 /// until it executes its program, so the recovery waits for the lock.
 fn recover(path: &Path, (state, mut fds): (serde_json::Value, Descriptors)) -> Qcow2Disk {
     let deadline = wait::deadline();
-    let wait = || Instant::now() < deadline;
+    let wait = |_: shadowbell_disk::WaitReason<'_>| Instant::now() < deadline;
     let options = file_options("?allow-backing=on");
     Qcow2Disk::recover(path, &options, &state, &mut fds, &wait).unwrap()
 }
@@ -48,7 +48,7 @@ fn try_recover(
     state: &serde_json::Value,
     fds: &mut Descriptors,
 ) -> Result<Qcow2Disk, OpenError> {
-    Qcow2Disk::recover(path, &file_options("?allow-backing=on"), state, fds, &|| false)
+    Qcow2Disk::recover(path, &file_options("?allow-backing=on"), state, fds, &|_| false)
 }
 
 #[test]

@@ -21,7 +21,7 @@
 use crate::error::OpenError;
 use crate::uri::RbdSpec;
 use serde::{Deserialize, Serialize};
-use shadowbell_disk::{DiskInfo, Wait};
+use shadowbell_disk::{DiskInfo, Wait, WaitReason};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -88,7 +88,9 @@ pub(crate) fn reach<T: Send + 'static>(
     wait: Wait<'_>,
     open: impl Fn() -> Result<T, OpenError> + Clone + Send + 'static,
 ) -> Result<T, OpenError> {
+    let mut last: Option<String> = None;
     loop {
+        let reason = last.as_deref().map_or(WaitReason::InFlight, WaitReason::Unavailable);
         let attempt_again = open.clone();
         let attempt = thread::Builder::new().name("sb-rbd-open".into()).spawn(attempt_again);
         let attempt = attempt.map_err(|source| OpenError::Ceph {
@@ -97,23 +99,24 @@ pub(crate) fn reach<T: Send + 'static>(
             source,
         })?;
         while !attempt.is_finished() {
-            check_wait(spec, wait)?;
+            check_wait(spec, wait, reason)?;
         }
         let outcome =
             attempt.join().unwrap_or_else(|_| Err(refused(spec, "opening it has failed")));
-        match outcome {
-            Err(error) if error.is_for_now() => {}
+        let why = match outcome {
+            Err(error) if error.is_for_now() => error.to_string(),
             outcome => return outcome,
-        }
+        };
         let since = Instant::now();
         while since.elapsed() < RETRY_INTERVAL {
-            check_wait(spec, wait)?;
+            check_wait(spec, wait, WaitReason::Unavailable(&why))?;
         }
+        last = Some(why);
     }
 }
 
-fn check_wait(spec: &RbdSpec, wait: Wait<'_>) -> Result<(), OpenError> {
-    if wait() { Ok(()) } else { Err(refused(spec, "the wait was given up")) }
+fn check_wait(spec: &RbdSpec, wait: Wait<'_>, reason: WaitReason<'_>) -> Result<(), OpenError> {
+    if wait(reason) { Ok(()) } else { Err(refused(spec, "the wait was given up")) }
 }
 
 /// Creates the error for a disk that cannot be recovered.

@@ -279,10 +279,10 @@ fn recovery_has_unflushed_writes_and_fences_the_dead_process() {
     // If `wait` returns false, recovery fails.
     let spec = RbdSpec::parse(&format!("rbd:rbd/kept?conf={conf}")).unwrap();
     let state = open(&conf, "kept").checkpoint(&mut Descriptors::default()).unwrap();
-    let refused = RbdDisk::recover(&spec, &state, &|| false).unwrap_err();
+    let refused = RbdDisk::recover(&spec, &state, &|_| false).unwrap_err();
     assert!(refused.to_string().contains("the wait was given up"), "{refused}");
     rbd(&conf, &["resize", "--no-progress", "--allow-shrink", "kept", "--size", "2M"]);
-    let refused = RbdDisk::recover(&spec, &state, &|| true).unwrap_err();
+    let refused = RbdDisk::recover(&spec, &state, &|_| true).unwrap_err();
     assert!(refused.to_string().contains("smaller than it was"), "{refused}");
 }
 

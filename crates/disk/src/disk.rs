@@ -15,9 +15,20 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::{fmt, io};
 
-/// Callback that waits a moment. It is called repeatedly while I/O of a dead process is in flight
-/// at a disk. Returns false if the caller has to stop waiting.
-pub type Wait<'a> = &'a dyn Fn() -> bool;
+/// Reason why the recovery of a disk waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitReason<'a> {
+    /// I/O of the dead process may be in flight at the storage.
+    InFlight,
+    /// The image is locked, by I/O of the dead process that is in flight or by another program.
+    Locked,
+    /// The storage cannot be used at present. The text is the last error.
+    Unavailable(&'a str),
+}
+
+/// Callback that waits a moment. It is called repeatedly while a disk cannot be recovered yet.
+/// Returns false if the caller has to stop waiting.
+pub type Wait<'a> = &'a dyn Fn(WaitReason<'_>) -> bool;
 
 /// A block device that a namespace stores its data on. Shared by all threads.
 ///

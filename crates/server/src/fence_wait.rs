@@ -57,6 +57,16 @@ impl FenceWait {
         true
     }
 
+    /// True if the dead process and all its io_urings have ended, so that none of its I/O is in
+    /// flight.
+    pub(super) fn has_ended(&self) -> bool {
+        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+        self.ends.iter().all(|end| {
+            let mut fds = [PollFd::from_borrowed_fd(end.as_fd(), PollFlags::IN)];
+            poll(&mut fds, Some(&zero)).is_ok_and(|ready| ready != 0)
+        })
+    }
+
     /// Sleeps before the next attempt to lock a disk. `since`: time of the first attempt. Returns
     /// false if the wait is cancelled.
     pub(super) fn wait_for_lock(&self, since: Instant) -> bool {
@@ -86,9 +96,10 @@ mod tests {
         let [(_, first), (_, second)] = pipes;
         drop(first);
         begun.recv().unwrap();
-        assert!(!wait.is_finished());
+        assert!(!wait.is_finished() && !fence.has_ended());
         drop(second);
         assert!(wait.join().unwrap());
+        assert!(fence.has_ended());
         assert!(fence.wait_for_lock(Instant::now()));
 
         let (read, _write) = io::pipe().unwrap();

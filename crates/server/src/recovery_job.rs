@@ -18,10 +18,10 @@ use rustix::net::sockopt;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use shadowbell_config::controller_config::ConfigureError;
-use shadowbell_config::disk_spec::DiskSpecError;
+use shadowbell_config::disk_spec::{self, DiskSpecError};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_controller::{CauseOfDeath, Config, Controller, Pool, SavedController};
-use shadowbell_disk::Disk;
+use shadowbell_disk::{Disk, WaitReason};
 use shadowbell_frontend::vfio_user::{ControllerDevice, check_memory};
 use shadowbell_process::exit;
 use shadowbell_state::{Descriptors, ItemFault, item_fault};
@@ -30,6 +30,7 @@ use shadowbell_supervisor::checkpoint::{Checkpoint, Item};
 use shadowbell_vfio_user::server::{Limits, Listener, RestoredPort, SavedPort};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -230,7 +231,7 @@ impl ControllerJob {
                     mode = RecoveryMode::Socket;
                 }
                 Err(why) => {
-                    wait.report_wait(&format!("waiting for its disks: {}", exit::line(&why)));
+                    wait.report_wait(&exit::line(&why));
                     if !wait.pause() {
                         return None;
                     }
@@ -381,12 +382,28 @@ impl<'a> DiskWait<'a> {
     }
 
     /// Records the reason for the wait, and logs each reason once.
-    fn report_wait(&self, what: &str) {
+    fn report_wait(&self, why: &str) {
         let mut reported = self.reported.borrow_mut();
-        if *reported != what {
-            what.clone_into(&mut reported);
-            warn!("{}: {what}", self.name);
-            self.context.registry.waits_for(self.index, what);
+        if *reported != why {
+            why.clone_into(&mut reported);
+            warn!("{}: waiting for its disks: {why}", self.name);
+            self.context.registry.waits_for(self.index, why);
+        }
+    }
+
+    /// Text of the reason why the disk `spec` cannot be recovered yet.
+    fn text_of(&self, spec: &str, reason: WaitReason<'_>) -> String {
+        match reason {
+            WaitReason::Unavailable(why) => why.to_owned(),
+            // The lock cannot be held by I/O of the dead process, because none is in flight.
+            WaitReason::Locked if self.context.fence.has_ended() => {
+                let path = disk_spec::file(spec).unwrap_or_else(|| PathBuf::from(spec));
+                let path = path.display();
+                format!("{path}: another program has it open (`fuser -v {path}`)")
+            }
+            WaitReason::Locked | WaitReason::InFlight => {
+                format!("I/O of the dead process may be in flight at {spec}")
+            }
         }
     }
 
@@ -409,9 +426,7 @@ impl<'a> DiskWait<'a> {
             match open() {
                 Ok(opened) => return Some(opened),
                 Err(_) if self.is_over() => return None,
-                Err(why) => {
-                    self.report_wait(&format!("waiting for its disks: {}", exit::line(&why)))
-                }
+                Err(why) => self.report_wait(&exit::line(&why)),
             }
             if !self.pause() {
                 return None;
@@ -434,19 +449,19 @@ impl<'a> DiskWait<'a> {
     ) -> Result<Arc<dyn Disk>, DiskSpecError> {
         let (state, mut fds): (Value, _) = decode(items, key).map_err(DiskSpecError::Other)?;
         let has_quiesced = death == CauseOfDeath::Planned;
-        let waits = |what: &str| {
+        let waits = |reason: WaitReason<'_>| {
             if self.since.elapsed() >= REPORT_DELAY {
-                self.report_wait(what);
+                self.report_wait(&self.text_of(spec, reason));
             }
         };
         if !has_quiesced && disk_recovery::needs_process_fence(&state) {
-            let what = "waiting for I/O of the dead process at its disks";
-            if !self.attempt.pause(|| self.context.fence.wait_for_end(|| waits(what))) {
+            let wait = || self.context.fence.wait_for_end(|| waits(WaitReason::InFlight));
+            if !self.attempt.pause(wait) {
                 return Err(DiskSpecError::Other(anyhow!("the service is shutting down")));
             }
         }
-        let wait = || {
-            waits(&format!("waiting for I/O of the dead process at {spec}"));
+        let wait = |reason: WaitReason<'_>| {
+            waits(reason);
             self.attempt.pause(|| self.context.fence.wait_for_lock(self.since))
         };
         let recover = || disk_recovery::recover(spec, &state, &mut fds, has_quiesced, &wait);

@@ -205,7 +205,7 @@ impl Registry {
             .map(|(index, requested)| WaitingController {
                 index,
                 requested: requested.clone(),
-                why: "its disks are being opened".to_owned(),
+                why: "they are being opened".to_owned(),
             })
             .collect();
         waiting.sort_by_key(|one| one.index);

@@ -277,7 +277,7 @@ enum ControllerVerb {
     Add {
         /// Id of the controller
         id: String,
-        /// Disks, one per namespace, as for `serve`
+        /// Disks, one per namespace: ids of disks that have no controller, or disks as for `serve`
         #[arg(value_name = "DISK", required = true)]
         disks: Vec<String>,
         /// Path of the socket to create
@@ -488,7 +488,13 @@ fn controllers(out: &mut dyn Write, all: &Vec<Controller>) -> io::Result<()> {
             ByteSize(bytes).display().iec().to_string(),
         ]);
     }
-    write!(out, "{table}")
+    write!(out, "{table}")?;
+    for controller in all {
+        if let Some(why) = &controller.waits_for {
+            writeln!(out, "{} waits for its disks: {why}", controller.id)?;
+        }
+    }
+    Ok(())
 }
 
 fn namespaces(out: &mut dyn Write, all: &Vec<Namespace>) -> io::Result<()> {
@@ -568,7 +574,12 @@ fn change_controllers(client: &Client, change: &ControllerVerb, json: bool) -> a
             read_only,
             worker,
         } => {
-            let disks = disks.iter().map(|disk| disk_spec::with_absolute_paths(disk));
+            let known: Vec<Disk> = client.get("/v1/disks")?;
+            let is_id = |id: &str| known.iter().any(|disk| disk.id == id);
+            let disks = disks.iter().map(|disk| match is_id(disk) {
+                true => disk.clone(),
+                false => disk_spec::with_absolute_paths(disk),
+            });
             let spec = ControllerSpec {
                 socket: std::path::absolute(socket)?.to_string_lossy().into_owned(),
                 disks: disks.map(|disk| DiskSpec { disk, uuid: None, nsid: None }).collect(),

@@ -66,9 +66,10 @@ impl Listed {
                 "  controller".to_owned(),
                 controller.id.clone(),
                 format!("{}{client}", state.as_str().unwrap_or_default()),
-                match controller.namespaces.len() {
-                    1 => "1 namespace".to_owned(),
-                    count => format!("{count} namespaces"),
+                match (&controller.waits_for, controller.namespaces.len()) {
+                    (Some(why), _) => format!("waits for its disks: {why}"),
+                    (None, 1) => "1 namespace".to_owned(),
+                    (None, count) => format!("{count} namespaces"),
                 },
             ]
         });

@@ -25,10 +25,11 @@ const SNAPSHOT: &str = "/v1/snapshot";
 
 /// Show live statistics of the controllers and exports of running servers
 ///
-/// Each controller has a line: its state (busy; idle; stalled: storage does not answer; parked: so
-/// quiet that the I/O threads no longer poll it; off: no I/O queues), its I/O threads (workers) and
-/// I/O queues, commands and bytes per second, doorbell writes per command, the share of new
-/// doorbell values that needed no doorbell write, interrupts per command, and failed commands.
+/// Each controller has a line: its state (busy; idle; stalled: storage does not answer; waiting:
+/// not served yet after a restart of the server process; parked: so quiet that the I/O threads no
+/// longer poll it; off: no I/O queues), its I/O threads (workers) and I/O queues, commands and
+/// bytes per second, doorbell writes per command, the share of new doorbell values that needed no
+/// doorbell write, interrupts per command, and failed commands.
 /// While latency is measured (`shadowbell ctl measure on`, `serve --measure`), each namespace has a
 /// line, and the median and 99th percentile of the latency are shown. Each export has a line with
 /// its requests to the disk; its queues are the open queues of the disk, one for each NBD client or

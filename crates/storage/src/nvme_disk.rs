@@ -6,7 +6,7 @@ use anyhow::{Context, anyhow, bail};
 use serde_json::Value;
 use shadowbell_config::disk_spec::{DiskSpecError, spec_error};
 use shadowbell_config::target::Target;
-use shadowbell_disk::{Disk, DiskOptions, Wait};
+use shadowbell_disk::{Disk, DiskOptions, Wait, WaitReason};
 use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_driver::Transport;
 use shadowbell_process::exit;
@@ -79,19 +79,22 @@ pub(crate) fn recover(
 /// Attaching resets the controller, which is the fence.
 fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecError> {
     let mut missing: Option<Instant> = None;
+    let mut last: Option<String> = None;
     loop {
-        let error = match attach_once(spec, wait) {
+        let reason = last.as_deref().map_or(WaitReason::InFlight, WaitReason::Unavailable);
+        let error = match attach_once(spec, &|| wait(reason)) {
             Ok(disk) => return Ok(Arc::new(disk)),
             Err(error) => error,
         };
-        if !transport::is_in_use(&error)
-            && missing.get_or_insert_with(Instant::now).elapsed() > MISSING
-        {
+        let is_in_use = transport::is_in_use(&error);
+        if !is_in_use && missing.get_or_insert_with(Instant::now).elapsed() > MISSING {
             return Err(DiskSpecError::Other(error));
         }
+        last = (!is_in_use).then(|| exit::line(&error));
+        let reason = last.as_deref().map_or(WaitReason::InFlight, WaitReason::Unavailable);
         let until = Instant::now() + RETRY_INTERVAL;
         while Instant::now() < until {
-            if !wait() {
+            if !wait(reason) {
                 return Err(DiskSpecError::Other(error));
             }
         }
@@ -100,7 +103,7 @@ fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecErr
 
 /// Tries once to attach. The attempt runs on a thread of its own, because it may block. If `wait`
 /// returns false, this function returns and the thread continues alone.
-fn attach_once(spec: &str, wait: Wait<'_>) -> anyhow::Result<NvmeDisk> {
+fn attach_once(spec: &str, wait: &dyn Fn() -> bool) -> anyhow::Result<NvmeDisk> {
     let (target, options) = parse(spec).map_err(DiskSpecError::into_error)?;
     let named = spec.to_owned();
     let attempt = thread::Builder::new().name("sb-attach".into()).spawn(move || {

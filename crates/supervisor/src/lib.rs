@@ -304,7 +304,7 @@ impl Supervisor {
         if self.ended > 1 {
             return self.kill_all(exit::FAILED);
         }
-        self.end_limit = Some(Instant::now() + command_line::stop_timeout(&self.arguments));
+        self.set_end_limit();
         notify::send(notify::STOPPING);
         match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
             None => {}
@@ -321,6 +321,11 @@ impl Supervisor {
             Some(worker) => worker.send(to_worker::END, "", None),
             None => self.exit_code = Some(exit::FAILED),
         }
+    }
+
+    /// Begins the time after which the service ends, even if the server process has not ended.
+    fn set_end_limit(&mut self) {
+        self.end_limit = Some(Instant::now() + command_line::stop_timeout(&self.arguments));
     }
 
     /// Ends the service at once with this exit status, and kills the server processes.
@@ -384,7 +389,14 @@ impl Supervisor {
                     // A server process must not choose a program, so it can only request an upgrade
                     // to the current one.
                     to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
-                    to_supervisor::WARNING => self.record_warnings(&packet.text()),
+                    to_supervisor::WARNING => {
+                        self.record_warnings(&packet.text());
+                        if let Some(worker) = &mut self.worker {
+                            worker.warned = true;
+                        }
+                    }
+                    to_supervisor::USED => self.end_limit = None,
+                    to_supervisor::UNUSED if self.ended > 0 => self.set_end_limit(),
                     to_supervisor::RESUMES => {
                         let upgrade = self.upgrade.as_ref();
                         if upgrade.is_some_and(|upgrade| upgrade.step == Step::Quiescing) {
@@ -406,8 +418,10 @@ impl Supervisor {
             worker.serves_since = Some(Instant::now());
             if let Some(died) = died.filter(|_| worker.has_taken) {
                 let (pid, took) = (worker.pid(), died.elapsed().as_millis());
+                let rest = if worker.warned { " (not all: see the warnings above)" } else { "" };
                 log_line(&format!(
-                    "process {pid} has recovered the clients, {took} ms after the crash"
+                    "process {pid} has recovered the clients, {took} ms after the previous \
+                     process ended{rest}"
                 ));
             }
         }

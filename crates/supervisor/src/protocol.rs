@@ -134,6 +134,11 @@ pub mod to_supervisor {
     pub const RECOVERED: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: socket that receives the result.
     pub const UPGRADE: u8 = b'U';
+    /// The process is to end, and waits until programs no longer use its mounted files and block
+    /// devices. The stop limit does not count this wait.
+    pub const USED: u8 = b'M';
+    /// The wait of [`USED`] is over, and the stop limit begins anew.
+    pub const UNUSED: u8 = b'N';
 }
 
 /// Requests of a sandboxed server process to the open broker, and the answers.

@@ -64,6 +64,8 @@ pub(super) struct Worker {
     /// True if the process has reported that it has recovered, so that only its own checkpoint is
     /// valid.
     pub(super) has_taken: bool,
+    /// True if the process has reported that it has not recovered a client, or not yet.
+    pub(super) warned: bool,
     /// Reason that the process reported for a failure.
     pub(super) why: Option<String>,
     /// Checkpoint that the process has sent so far.
@@ -134,6 +136,7 @@ impl Worker {
             program: program.to_owned(),
             serves_since: None,
             has_taken: false,
+            warned: false,
             why: None,
             items: Checkpoint::default(),
             is_broken: false,

@@ -91,7 +91,7 @@ pub(crate) fn open(
             }
         }
         Err(state) => {
-            shadowbell_disk_file::recover(&format!("mem:{}", BLOCKS * 512), state, fds, &|| true)
+            shadowbell_disk_file::recover(&format!("mem:{}", BLOCKS * 512), state, fds, &|_| true)
                 .unwrap()
         }
     }

@@ -8,7 +8,7 @@ use super::shared::Alignment;
 use crate::sys;
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
-use shadowbell_disk::{ImageFormat, OpenError, Wait};
+use shadowbell_disk::{ImageFormat, OpenError, Wait, WaitReason};
 use shadowbell_state::{WrongOrder, is_wrong};
 use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom};
@@ -426,7 +426,7 @@ fn retry_while<T>(
             (Err(e), LockWait::Short) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(10));
             }
-            (Err(e), LockWait::While(wait)) if e.kind() == passing && wait() => {}
+            (Err(e), LockWait::While(wait)) if e.kind() == passing && wait(WaitReason::Locked) => {}
             _ => return outcome,
         }
     }

@@ -200,6 +200,7 @@ pub(super) fn text(state: &ServerState) -> String {
         Text(String::with_capacity(8192 + counted.iter().map(Counted::text_bytes).sum::<usize>()));
     server(&mut text, state);
     controllers(&mut text, &counted);
+    waiting(&mut text, state, &counted);
     submission_queues(&mut text, &counted);
     completion_queues(&mut text, &counted);
     doorbells(&mut text, &counted);
@@ -301,6 +302,22 @@ fn controllers(text: &mut Text, all: &[Counted]) {
         "Doorbells rung by an eventfd instead of a register write.",
         |s| s.doorbell_events,
     );
+}
+
+/// Writes the controllers that wait for their disks, which have no other samples.
+fn waiting(text: &mut Text, state: &ServerState, all: &[Counted]) {
+    let mut family = text.family(
+        Kind::Gauge,
+        "shadowbell_controller_waiting",
+        "1 if the controller is not served after a restart of the server process, because it waits \
+         for its disks.",
+    );
+    for counted in all {
+        family.sample(&counted.labels, 0);
+    }
+    for one in state.controllers.waiting() {
+        family.sample(&labels(&[("controller", &one.requested.id())]), 1);
+    }
 }
 
 fn submission_queues(text: &mut Text, all: &[Counted]) {

@@ -135,7 +135,14 @@ pub(super) fn snapshot(state: &ServerState) -> Snapshot {
         stopped: stopped.contains(&served.id[..]),
         ..Row::of(&served.name, &served.controller)
     });
-    Snapshot { at_ns, controllers: rows.collect(), exports: exports::exports(state) }
+    let waiting = state.controllers.waiting();
+    let waiting = waiting.iter().map(|one| Row {
+        socket: one.requested.socket.display().to_string(),
+        waiting: true,
+        ..Row::default()
+    });
+    let controllers = rows.chain(waiting).collect();
+    Snapshot { at_ns, controllers, exports: exports::exports(state) }
 }
 
 /// Metrics for Prometheus: OpenMetrics 1.0

@@ -25,10 +25,11 @@ pub(super) const HEADINGS: [&str; 13] = [
 
 /// Rates of a server's controllers and exports between two snapshots.
 pub(super) fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
-    // The counters of a new controller cover an unknown time, so its rates are zero at first.
+    // The counters of a new or recovered controller cover an unknown time, so its rates are zero at
+    // first.
     let start = |now: &Row| {
         let mut rows = before.iter().flat_map(|before| &before.controllers);
-        rows.find(|before| before.socket == now.socket).unwrap_or(now).clone()
+        rows.find(|before| before.socket == now.socket && !before.waiting).unwrap_or(now).clone()
     };
     let since = before.map_or(now.at_ns, |before| before.at_ns);
     let seconds = now.at_ns.saturating_sub(since) as f64 / 1e9;
@@ -104,6 +105,7 @@ impl Rates {
             exported: None,
             state: match now {
                 Row { stopped: true, .. } => "stopped",
+                Row { waiting: true, .. } => "waiting",
                 Row { stalled: true, .. } => "stalled",
                 _ if commands != 0 => "busy",
                 Row { queues: 0, .. } => "off",

@@ -12,6 +12,7 @@ use rustix::process::Signal;
 use shadowbell_testing::stalled::Mount;
 use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::client::{Client as Peer, DmaRange, Options};
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -394,13 +395,13 @@ fn a_check_that_crashes_refuses_the_upgrade() {
 
 /// Another program, which waits for the lock of an image and gets it when the server process
 /// releases it.
-struct Thief {
-    locked: std::sync::mpsc::Receiver<()>,
-    release: std::sync::mpsc::Sender<()>,
+pub(crate) struct Thief {
+    pub(crate) locked: std::sync::mpsc::Receiver<()>,
+    pub(crate) release: std::sync::mpsc::Sender<()>,
 }
 
 impl Thief {
-    fn of(image: std::path::PathBuf) -> Self {
+    pub(crate) fn of(image: std::path::PathBuf) -> Self {
         let (lock, locked) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
@@ -412,6 +413,34 @@ impl Thief {
         });
         Self { locked, release }
     }
+}
+
+/// Checks that all views show the controller vm1.sock, which waits for its locked image, with the
+/// reason.
+fn check_visibility(server: &Server) {
+    let lists = |words: &[&str]| crate::control::ctl(server, words).1;
+    until("the reason", || {
+        let all = lists(&["controllers"]);
+        let mut lines = all.lines().filter(|line| line.contains("waits for its disks: "));
+        lines.any(|line| line.contains("1.img: another program has it open (`fuser -v "))
+    });
+    let disks = lists(&["disk", "ls"]);
+    assert!(disks.contains("the disks of 1 controllers that wait for them"), "{disks}");
+    let get = |path: &str| {
+        let control = server.directory().join("run/vms/control.sock");
+        let mut stream = UnixStream::connect(control).unwrap();
+        stream.write_all(crate::control::request("GET", path, "").as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer.split_once("\r\n\r\n").expect(&answer).1.to_owned()
+    };
+    let id = socket(server, 1).canonicalize().unwrap();
+    let sample = format!("shadowbell_controller_waiting{{controller=\"{}\"}} 1", id.display());
+    assert!(get("/metrics").lines().any(|line| line == sample), "{sample}");
+    let snapshot: serde_json::Value = serde_json::from_str(&get("/v1/snapshot")).unwrap();
+    let rows = snapshot["controllers"].as_array().unwrap().clone();
+    let waiting: Vec<_> = rows.iter().filter(|row| row["waiting"] == true).collect();
+    assert!(rows.len() == 3 && waiting.len() == 1, "{rows:?}");
 }
 
 /// Only the controller whose image another program has locked waits, also during further crashes
@@ -468,6 +497,8 @@ fn a_controller_with_a_locked_image_waits_alone() {
             states.filter(|one| one["state"] == "waiting").count() == 1
         });
         assert_eq!(ctl_json(&server, &["status"])["waiting"], 1);
+        check_visibility(&server);
+        server.wait_for_log("previous process ended (not all: see the warnings above)");
         let (code, _, errors) = crate::control::ctl(&server, &["shutdown"]);
         assert!(code == Some(4) && errors.contains("which waits for its disks"), "{errors}");
         // The process serves for a while, so that its death is not part of a crash loop.
