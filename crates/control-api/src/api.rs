@@ -250,7 +250,8 @@ pub struct ControllerSpec {
     /// Absolute path of the socket to create.
     #[schema(example = "/run/shadowbell/vm0.sock")]
     pub socket: String,
-    /// Disks in the order of the namespaces, in the syntax of `serve`.
+    /// Disks in the order of the namespaces: ids of disks without a controller, or disks in the
+    /// syntax of `serve`.
     #[schema(example = json!([{"disk": "/srv/vm0.img"}]))]
     pub disks: Vec<DiskSpec>,
     /// Serial number.
@@ -468,7 +469,7 @@ pub struct DiskChange {
     pub size: Option<Size>,
     /// New source with the same block size, in the syntax of `serve`. A guest gets a Namespace
     /// Attribute Changed event and sees the same UUID. It has to discard cached data of the old
-    /// source itself.
+    /// source itself. Rate limits and read-only stay, unless the new source names them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<String>,
     /// True to refuse writes.

@@ -31,6 +31,9 @@ use tracing::{info, warn};
 /// Time limit for I/O threads to release a disk.
 const IN_FLIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Option of a disk that refuses writes.
+const READ_ONLY: &str = "read-only";
+
 /// A change of one property of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum NamespaceChange {
@@ -484,7 +487,7 @@ pub(super) fn apply_change(
         NamespaceChange::ReadOnly(wanted) => {
             let disk = old.with_writes(!wanted).map_err(refused)?;
             let value = if *wanted { "on" } else { "off" };
-            let with_option = disk_spec::with_option(spec, "read-only", value);
+            let with_option = disk_spec::with_option(spec, READ_ONLY, value);
             (with_option, disk, effect_of(spec, old, change))
         }
         NamespaceChange::LimitChange(given) => {
@@ -515,11 +518,14 @@ pub(super) fn apply_change(
             (spec, wanted.limit(Arc::clone(bare)), Effect::Reconnect)
         }
         NamespaceChange::Disk(new) => {
+            let name = new;
+            let new = &with_kept_options(spec, new);
             if disk_spec::with_absolute_paths(new) == disk_spec::with_absolute_paths(spec) {
                 return Ok(ChangeResult::Same);
             }
             check_group(new)?;
-            let effect = Effect::Content(format!("the content of {new} instead of {}", old.name()));
+            let old = old.name();
+            let effect = Effect::Content(format!("the content of {name} instead of {old}"));
             // The guard is checked before the disk is opened, because the open may take long.
             guard.check(&effect)?;
             return Ok(ChangeResult::Disk(new.clone(), open(new)?, effect));
@@ -527,6 +533,21 @@ pub(super) fn apply_change(
     };
     guard.check(&effect)?;
     Ok(ChangeResult::Disk(spec, disk, effect))
+}
+
+/// Returns the source `new` of a disk with the rate limits and `read-only=on` of its old source
+/// `old`, unless `new` names them.
+fn with_kept_options(old: &str, new: &str) -> String {
+    let Ok((bare, named)) = DiskLimits::split(new) else { return new.to_owned() };
+    let (_, before) = DiskLimits::split(old).unwrap_or_default();
+    let limits = LimitSpec::of(&named).changed(&before).unwrap_or(named);
+    let is_named = disk_spec::take_option(&bare, READ_ONLY).1.is_some();
+    match disk_spec::take_option(old, READ_ONLY).1 {
+        Some(on) if !is_named && on == "on" => {
+            limits.joined(&disk_spec::with_option(&bare, READ_ONLY, &on))
+        }
+        _ => limits.joined(&bare),
+    }
 }
 
 /// Effect of a change that a configuration file can ask for: limits, or read-only.
@@ -625,5 +646,32 @@ fn impossible(error: NamespaceError) -> anyhow::Error {
         NamespaceError::Missing(_) => exit::not_found(error),
         NamespaceError::Open(_) => error.into(),
         _ => exit::conflict(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_replaced_source_keeps_limits_and_read_only_unless_the_new_one_names_them() {
+        let old = "/a.img?iops=100:200&read-only=on&limit-group=g&direct=on";
+        for (new, expected) in [
+            ("/b.img", "/b.img?read-only=on&iops=100:200&limit-group=g"),
+            ("/b.img?aio=threads", "/b.img?aio=threads&read-only=on&iops=100:200&limit-group=g"),
+            ("/b.img?iops=5&read-only=off", "/b.img?read-only=off&iops=5&limit-group=g"),
+            (
+                "/b.img?bandwidth=1MiB&limit-group=h",
+                "/b.img?read-only=on&iops=100:200&bandwidth=1MiB&limit-group=h",
+            ),
+        ] {
+            assert_eq!(with_kept_options(old, new), expected);
+        }
+        for old in ["/a.img", "/a.img?read-only=off&direct=on"] {
+            assert_eq!(
+                with_kept_options(old, "mem:1MiB?block-size=512"),
+                "mem:1MiB?block-size=512"
+            );
+        }
     }
 }

@@ -5,9 +5,10 @@ use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
 use shadowbell_config::disk_spec;
+use shadowbell_config::limits::{DiskLimits, GROUP};
 use shadowbell_config::parse;
 use shadowbell_config::server_config::canonical_path;
-use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, LimitSpec, Size};
+use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, LimitSpec, Size, Status};
 use shadowbell_control_api::client::{Client, forced, part};
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
@@ -46,6 +47,9 @@ pub(crate) enum DiskVerb {
         force: bool,
     },
     /// Replace the source of a disk, without a copy of the data
+    ///
+    /// Rate limits and read-only stay, unless the new source names them (`?iops=N`,
+    /// `?read-only=off`).
     Replace {
         /// Id of the disk
         disk: String,
@@ -75,7 +79,9 @@ pub(crate) enum DiskVerb {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Switch {
+    #[value(aliases = ["true", "yes"])]
     On,
+    #[value(aliases = ["false", "no"])]
     Off,
 }
 
@@ -122,7 +128,21 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
         Ok(vec![client.send(&Method::PATCH, &forced(&disk_path(id), force), &change)?])
     };
     let now = match verb {
-        DiskVerb::Ls => client.get("/v1/disks")?,
+        DiskVerb::Ls => {
+            let status: Status = client.get("/v1/status")?;
+            let all: Vec<Disk> = client.get("/v1/disks")?;
+            return show(&all, json, |out, all| {
+                disks(out, all)?;
+                match status.waiting {
+                    0 => Ok(()),
+                    count => writeln!(
+                        out,
+                        "the disks of {count} controllers that wait for them are not listed; \
+                         `shadowbell ctl controllers` shows the reason"
+                    ),
+                }
+            });
+        }
         DiskVerb::Add { id, source, read_only } => {
             let source = match read_only {
                 true => disk_spec::with_option(source, "read-only", "on"),
@@ -139,8 +159,18 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
             change(disk, DiskChange { size, ..DiskChange::default() }, *force)?
         }
         DiskVerb::Replace { disk, source, force } => {
-            let source = Some(absolute(source));
-            change(disk, DiskChange { source, ..DiskChange::default() }, *force)?
+            let before: Disk = client.get(&disk_path(disk))?;
+            let new = absolute(source);
+            let source = Some(new.clone());
+            let now = change(disk, DiskChange { source, ..DiskChange::default() }, *force)?;
+            return show(&now, json, |out, now| {
+                disks(out, now)?;
+                let kept = now.iter().flat_map(|now| kept(&before, now, &new)).collect::<Vec<_>>();
+                if !kept.is_empty() {
+                    writeln!(out, "kept from the old source: {}", kept.join(", "))?;
+                }
+                Ok(())
+            });
         }
         DiskVerb::Resume { disk } => {
             vec![client.send(&Method::POST, &format!("{}/resume", disk_path(disk)), &())?]
@@ -151,6 +181,21 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
         }
     };
     show(&now, json, disks)
+}
+
+/// Properties that a disk has kept at a replacement by the source `new`, which does not name them.
+fn kept(before: &Disk, now: &Disk, new: &str) -> Vec<String> {
+    let (bare, named) = DiskLimits::split(new).unwrap_or_default();
+    let limits = now.limits.as_ref().and_then(|spec| spec.parse().ok()).unwrap_or_default();
+    let is_named = |name: &str| named.own.texts().any(|(other, _)| other == name);
+    let own = limits.own.texts().filter(|(name, _)| !is_named(name));
+    let mut all: Vec<_> = own.map(|(name, text)| format!("{name}={text}")).collect();
+    let group = limits.group.filter(|_| named.group.is_none());
+    all.extend(group.map(|group| format!("{GROUP}={group}")));
+    if before.read_only && now.read_only && disk_spec::take_option(&bare, "read-only").1.is_none() {
+        all.push("read-only".to_owned());
+    }
+    all
 }
 
 /// Prints a table of disks.

@@ -76,6 +76,20 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     ctl_json(&server, &["limit", "data", "--iops", "5"]);
     restart(&server, true);
     assert_eq!(disk(&server, "data")["limits"], json!({"iops": "5"}));
+    // A replacement keeps them, and says so.
+    image(server.directory(), "other.img", 4 << 20);
+    let (code, text, errors) = ctl(&server, &["disk", "replace", "data", "other.img"]);
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(text.contains("kept from the old source: iops=5, read-only"), "{text}");
+    let replaced = disk(&server, "data");
+    assert_eq!(
+        (&replaced["limits"], &replaced["read_only"]),
+        (&json!({"iops": "5"}), &json!(true))
+    );
+    // A new controller can have it by its id.
+    let added = ctl_json(&server, &["controller", "add", "c", "data", "--socket", "c.sock"]);
+    assert_eq!(added[0]["namespaces"][0]["disk_id"], "data");
+    assert_eq!(ctl(&server, &["controller", "remove", "c"]).0, Some(0));
     assert_eq!(ctl(&server, &["disk", "remove", "data"]).0, Some(0));
     ctl_json(&server, &["disk", "add", "spare", "data.img"]);
     assert_eq!(disk(&server, "spare")["bytes"], 4 << 20);
