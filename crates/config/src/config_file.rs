@@ -57,14 +57,14 @@ struct File {
     pin: Option<Spanned<Vec<usize>>>,
     poll: Option<Spanned<Poll>>,
     poll_max_us: Option<Spanned<u32>>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     limit_group: Vec<Spanned<GroupTable>>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     subsystem: Vec<Spanned<SubsystemTable>>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     disk: Vec<Spanned<NamedDiskTable>>,
     controller: Option<Vec<Spanned<ControllerTable>>>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     export: Vec<Spanned<ExportConfig>>,
     paths: Option<PathsTable>,
 }

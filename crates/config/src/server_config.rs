@@ -279,8 +279,10 @@ pub fn duplicate_disk(controllers: &[SocketConfig]) -> Option<String> {
     for served in controllers {
         for disk in &served.controller.disks {
             let (name, options) = disk.disk.split_once('?').unwrap_or((&disk.disk, ""));
-            let path = process_env::absolute(Path::new(name)).canonicalize();
-            let Ok(path) = path else { continue };
+            let Some(path) = disk_spec::file(&disk.disk) else { continue };
+            // A missing image, which has no canonical path, may be created later.
+            let path = process_env::absolute(&path);
+            let path = path.canonicalize().unwrap_or(path);
             let is_asked = |option| ["read-only=on", "read-only=true"].contains(&option);
             let reads = served.controller.read_only || options.split('&').any(is_asked);
             let socket = || served.socket.display().to_string();

@@ -261,7 +261,7 @@ fn recovery_has_unflushed_writes_and_fences_the_dead_process() {
         for n in 0..16 {
             assert_eq!(write(&mut *old, n * 4096, &[n as u8 + 1; 4096]), Ok(()));
         }
-        let waited = || {
+        let waited = |_: shadowbell_disk::WaitReason<'_>| {
             wait::pause();
             true
         };

@@ -38,13 +38,18 @@ const POLL: Duration = Duration::from_micros(50);
 
 impl Changes {
     /// Starts the configured exports. If `is_required`, the first error is returned; otherwise
-    /// errors are logged, and the other exports are started.
+    /// errors are logged, and the other exports are started. An export whose disk is not recovered
+    /// yet is then started later, by [`start_missing_exports`](Self::start_missing_exports).
     ///
     /// # Errors
     /// An export cannot be served.
     pub(super) fn start_exports(&self, is_required: bool) -> anyhow::Result<()> {
         for export in self.exports().wanted() {
             let id = export.id.clone();
+            if !is_required && self.disk(&export.disk).is_err() {
+                info!("export {id} waits for the recovery of its disk {}", export.disk);
+                continue;
+            }
             match self.serve_export(export, !is_required) {
                 Err(error) if is_required => return Err(error.context(format!("export {id}"))),
                 Err(error) => warn!("export {id} is not served: {}", exit::line(&error)),
@@ -60,7 +65,8 @@ impl Changes {
         for export in self.exports().wanted() {
             let id = export.id.clone();
             let is_there = self.exports().running.lock().contains_key(&id);
-            if !is_there && let Err(error) = self.serve_export(export, true) {
+            let is_startable = !is_there && self.disk(&export.disk).is_ok();
+            if is_startable && let Err(error) = self.serve_export(export, true) {
                 info!("export {id} is not served: {}", exit::line(&error));
             }
         }
@@ -464,7 +470,8 @@ fn start_nbd(
         Address::Tcp(address) => {
             let (listener, address) = path_broker::listen_tcp(address)
                 .with_context(|| format!("cannot listen on {address}"))
-                .map_err(exit::unusable)?;
+                .map_err(exit::unusable)
+                .map_err(super::sandbox::explain_tcp)?;
             (Listener::Tcp(listener), Address::Tcp(address))
         }
     };

@@ -380,9 +380,22 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     drop(late);
     // The endpoints and exports remove their socket files.
     drop(running_endpoints.map(RunningEndpoints::stop));
-    mounts.end(server.changes().exports());
-    server.changes().exports().finish_files(contained.is_none());
-    server.changes().exports().stop();
+    drop(limit);
+    // The stop limit does not count this wait, because programs that use a mounted file or a block
+    // device may still have data to write to healthy storage.
+    let exports = server.changes().exports();
+    let wait_for_users = exports.have_local_users();
+    if let Some(link) = link.filter(|_| wait_for_users) {
+        link.send(to_supervisor::USED, "");
+    }
+    mounts.end(exports);
+    exports.finish_files(contained.is_none());
+    exports.stop_block_devices();
+    if let Some(link) = link.filter(|_| wait_for_users) {
+        link.send(to_supervisor::UNUSED, "");
+    }
+    let limit = StopLimit::start(&server, stop_timeout)?;
+    exports.stop();
     drop(stalls);
     let outcome = server.stop();
     drop(event_log);

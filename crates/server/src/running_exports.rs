@@ -356,6 +356,25 @@ impl Exports {
         }
     }
 
+    /// True if a file is mounted or a ublk device exists, so that programs of this machine may use
+    /// a disk.
+    pub(super) fn have_local_users(&self) -> bool {
+        let running = self.running.lock();
+        let mut devices = running.values().map(|export| &export.device);
+        devices.any(|device| matches!(device, ExportDevice::Fuse(..) | ExportDevice::Ublk(_)))
+    }
+
+    /// Waits until no program uses the ublk devices, and removes them.
+    pub(super) fn stop_block_devices(&self) {
+        let all = std::mem::take(&mut *self.running.lock());
+        for (id, export) in all {
+            match export.device {
+                ExportDevice::Ublk(device) => warn_of_failures(&id, device.stop()),
+                _ => drop(self.running.lock().insert(id, export)),
+            }
+        }
+    }
+
     /// Ends all exports. Requests in flight are completed, and clients are disconnected.
     pub(super) fn stop(&self) {
         let running = std::mem::take(&mut *self.running.lock());

@@ -102,8 +102,14 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} I/O commands, {} doorbell writes trapped, {} interrupts raised and {} suppressed",
-            self.commands, self.doorbell_mmio_writes, self.interrupts, self.interrupts_suppressed
+            "{} I/O commands, {} doorbell writes ({} trapped, {} by eventfd), {} interrupts raised \
+             and {} suppressed",
+            self.commands,
+            self.doorbell_mmio_writes.saturating_add(self.doorbell_events),
+            self.doorbell_mmio_writes,
+            self.doorbell_events,
+            self.interrupts,
+            self.interrupts_suppressed
         )
     }
 }

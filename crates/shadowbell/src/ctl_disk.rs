@@ -137,8 +137,8 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
                     0 => Ok(()),
                     count => writeln!(
                         out,
-                        "the disks of {count} controllers that wait for them are not listed; \
-                         `shadowbell ctl controllers` shows the reason"
+                        "controllers that wait for their disks: {count}; these disks are not listed, \
+                         and `shadowbell ctl controllers` shows the reason"
                     ),
                 }
             });

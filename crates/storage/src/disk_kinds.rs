@@ -256,7 +256,7 @@ fn open_nbd(spec: &str, lifetime: Lifetime) -> Opened {
     let name = disk.name();
     tracing::info!("{name}: {}", disk.describe());
     if let Some(why) = disk.unfenced().filter(|_| lifetime == Lifetime::Supervisor) {
-        tracing::info!("{name}: it cannot be recovered after a server crash: {why}");
+        tracing::warn!("{name}: it cannot be recovered after a server crash: {why}");
     }
     Ok(Arc::new(disk))
 }

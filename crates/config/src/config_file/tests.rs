@@ -210,6 +210,7 @@ fn a_written_file_parses_to_the_same_configuration() {
     let config = parse(text, "vms.toml").unwrap();
     let asked: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
     let written = write(&Settings::of(&config), "vms", &[], &asked, &[]);
+    assert!(!written.contains("[]"), "{written}");
     let again = parse(&written, "written.toml").unwrap();
     for (one, other) in config.controllers.iter().zip(&again.controllers) {
         assert!(one.is_same(other) && one.id() == other.id(), "{written}");
@@ -392,4 +393,16 @@ fn ana_groups_and_states_belong_to_a_subsystem() {
         let why = parse(&text.replacen(from, to, 1), "x").unwrap_err();
         assert!(why.contains(words), "{why}");
     }
+}
+
+#[test]
+fn a_missing_image_of_two_controllers_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("x.toml");
+    let controller = |n| format!("[[controller]]\nsocket = \"vm{n}.sock\"\ndisks = [\"no.img\"]\n");
+    std::fs::write(&path, controller(0) + &controller(1)).unwrap();
+    let error = check(&path, &|_| Ok(())).unwrap_err().to_string();
+    assert!(error.contains("no.img: it is named as a disk of"), "{error}");
+    std::fs::write(&path, controller(0)).unwrap();
+    check(&path, &|_| Ok(())).unwrap();
 }

@@ -137,15 +137,30 @@ static HOLDS_FOR_FILES: AtomicBool = AtomicBool::new(false);
 
 /// Adds a remedy to an error at a socket, if the sandbox may be the cause.
 pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
+    with_remedy(
+        why,
+        "the sandbox permits sockets only in the directories of those that the server was started \
+         with; restart `serve` with `--allow DIRECTORY` to permit others",
+    )
+}
+
+/// Adds a remedy to an error at a TCP address, if the sandbox may be the cause.
+pub(super) fn explain_tcp(why: anyhow::Error) -> anyhow::Error {
+    with_remedy(
+        why,
+        "the sandbox permits only the TCP addresses that the server was started with; use \
+         `--nbd unix:PATH`, or add the export to the configuration file and restart `serve`",
+    )
+}
+
+/// Adds a remedy to an error, if the sandbox may be the cause.
+fn with_remedy(why: anyhow::Error, remedy: &'static str) -> anyhow::Error {
     let mut causes = why.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
     let is_denied = causes.any(|cause| cause.kind() == io::ErrorKind::PermissionDenied);
     if !is_denied || !HOLDS_FOR_FILES.load(Ordering::Relaxed) {
         return why;
     }
-    why.context(
-        "the sandbox permits sockets only in the directories of those that the server was started \
-         with; restart `serve` with `--allow DIRECTORY` to permit others",
-    )
+    why.context(remedy)
 }
 
 /// Reason why the configuration cannot be served in a sandbox.

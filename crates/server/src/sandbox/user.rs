@@ -84,7 +84,10 @@ pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<
     if let (None, Some(directory)) = (&config.control.path, directory) {
         let name = config.control.name.as_ref().unwrap_or(&config.default_name);
         let own = directory.join(name);
-        let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&own);
+        let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&directory);
+        // As for the directory of a control socket without `--user`.
+        let made =
+            made.and_then(|()| std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&own));
         let given = made.and_then(|()| {
             let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
             let flags = AtFlags::SYMLINK_NOFOLLOW;

@@ -5,7 +5,7 @@ use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, image, program, until};
 use crate::machine::{BLOCK, BLOCKS, Machine};
 use crate::metrics::scrape;
-use crate::recover::kill;
+use crate::recover::{Thief, kill};
 use crate::supervisor::worker;
 use crate::upgrade::Client;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -19,6 +19,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 /// NBD client of the default export. The server sends simple replies.
 pub(crate) struct Nbd(UnixStream, u64);
@@ -164,12 +165,18 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
 /// Starts a server with a sandbox, with this configuration and an image `disk.img` for the disk of
 /// [`Machine`].
 fn start(file: &str, sockets: &[&str]) -> Server {
+    start_with(file, sockets, &[])
+}
+
+/// Like [`start`], with further options.
+fn start_with(file: &str, sockets: &[&str], options: &[&str]) -> Server {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("vm.toml"), file).unwrap();
     let image = std::fs::File::create(directory.path().join("disk.img")).unwrap();
     image.set_len(BLOCK * BLOCKS).unwrap();
     let mut command = program();
     command.args(["serve", "--supervisor", "--sandbox", "on", "--config", "vm.toml"]);
+    command.args(options);
     Server::spawn(command, directory, sockets)
 }
 
@@ -332,6 +339,10 @@ fn two_writers_of_a_disk_need_share_on_both() {
     assert_eq!(guest.read(1, 0), 6);
     let mut machine = Machine::new();
     machine.connect(&path("c.sock")).unwrap();
+    // The supervisor of a sandboxed server binds only the TCP addresses of the configuration.
+    let tcp = ["export", "add", "tcp", "data", "--read-only", "--nbd", "tcp:127.0.0.1:0"];
+    let (code, _, errors) = ctl(&server, &tcp);
+    assert!(code == Some(2) && errors.contains("the sandbox permits only the TCP"), "{errors}");
     // A third writer without `share` is refused, and accepted with it.
     let add = ["export", "add", "three", "data", "--vhost-user-blk", "d.sock"];
     let (code, _, errors) = ctl(&server, &add);
@@ -342,6 +353,31 @@ fn two_writers_of_a_disk_need_share_on_both() {
     assert_eq!(ctl(&server, &["controller", "remove", "a"]).0, Some(0), "{}", server.stderr());
     let (code, _, errors) = ctl(&server, &add);
     assert!(code == Some(4) && errors.contains("written by the export shared"), "{errors}");
+}
+
+/// After a crash, an export whose disk another program has locked is served when the disk is
+/// recovered.
+#[test]
+fn an_export_waits_for_the_recovery_of_its_disk() {
+    let file = "[[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\
+                [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n\
+                [[export]]\nid = \"e\"\ndisk = \"data\"\nnbd = \"unix:e.sock\"\n";
+    let server = start(file, &["vm0.sock"]);
+    // The answer shows that the server serves, and so has a checkpoint.
+    assert_eq!(ctl_json(&server, &["export", "ls"])[0]["id"], "e");
+    let thief = Thief::of(server.directory().join("disk.img"));
+    until("the lock of the thief", || {
+        // During this time, the thief starts to wait for the lock in the kernel.
+        std::thread::sleep(Duration::from_millis(100));
+        kill(&server, Signal::KILL);
+        thief.locked.try_recv().is_ok()
+    });
+    server.wait_for_log("export e waits for the recovery of its disk data");
+    thief.release.send(()).unwrap();
+    let socket = server.directory().join("e.sock");
+    until("the export", || UnixStream::connect(&socket).is_ok());
+    assert_eq!(Nbd::connect(&socket).read(), 0);
+    assert!(!server.stderr().contains("there is no disk"), "{}", server.stderr());
 }
 
 /// Unmounts a file at the end of a test, even if the test fails.
@@ -363,7 +399,7 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     }
     let file = "[[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\
                 [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n";
-    let mut server = start(file, &["vm0.sock"]);
+    let mut server = start_with(file, &["vm0.sock"], &["--stop-timeout", "1"]);
     let path = server.directory().join("file");
     let _unmount = Unmount(path.clone());
     let image = server.directory().join("disk.img");
@@ -431,8 +467,11 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     server.signal(Signal::TERM);
     server.wait_for_log("is mounted, waiting for its users");
+    // The stop limit of 1 s does not count the wait for users of a file.
+    std::thread::sleep(Duration::from_millis(1500));
     file.write_all_at(b"at the end", 0).unwrap();
     drop(file);
     rustix::mount::unmount(&path, rustix::mount::UnmountFlags::empty()).unwrap();
     assert_eq!(server.wait().code(), Some(0), "{}", server.stderr());
+    assert!(!server.stderr().contains("has not answered"), "{}", server.stderr());
 }

@@ -425,7 +425,7 @@ fn check_visibility(server: &Server) {
         lines.any(|line| line.contains("1.img: another program has it open (`fuser -v "))
     });
     let disks = lists(&["disk", "ls"]);
-    assert!(disks.contains("the disks of 1 controllers that wait for them"), "{disks}");
+    assert!(disks.contains("controllers that wait for their disks: 1;"), "{disks}");
     let get = |path: &str| {
         let control = server.directory().join("run/vms/control.sock");
         let mut stream = UnixStream::connect(control).unwrap();

@@ -545,6 +545,8 @@ fn a_server_process_runs_as_another_user() {
     let ids = |pid| status_of(pid, "Uid").split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(ids(worker(&server)), ["65534"; 4]);
     assert_eq!(status_of(worker(&server), "CapEff"), "0000000000000000");
+    let control = std::fs::metadata(server.directory().join("run/vm")).unwrap();
+    assert_eq!((control.uid(), control.mode() & 0o777), (user, 0o700));
     let mut guest = Client::attach(&server.socket());
     guest.write(1, 0, 1);
     kill(&server, Signal::KILL);
