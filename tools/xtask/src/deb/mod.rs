@@ -102,7 +102,7 @@ fn alerts() -> Result<()> {
 }
 
 /// Maximum exposure level of `systemd-analyze security`, from 0 to 10.
-const EXPOSURE: f64 = 2.0;
+const EXPOSURE: f64 = 1.6;
 
 fn exposure() -> Result<()> {
     need("systemd-analyze", "systemd")?;
