@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 /// Largest default number of queues.
-const MAX_DEFAULT_QUEUES: u16 = 4;
+pub const MAX_DEFAULT_QUEUES: u16 = 4;
 
 /// Export of a disk: exactly one of `nbd`, `vhost_user_blk`, `fuse` and `ublk`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -13,7 +13,6 @@
 use super::builder::bind_socket;
 use super::disks::ListedDisk;
 use super::guard::{self, Effect};
-use super::open_files;
 use super::path_broker;
 use super::reconfigure::Changes;
 use super::running_exports::{ExportDevice, RunningExport, tls_of};
@@ -107,7 +106,7 @@ impl Changes {
                 ))),
             };
         }
-        self.check_files(open_files::OF_CLIENT)?;
+        self.check_files_of_export(&wanted)?;
         if let Some(device) = device.filter(|_| wanted.fuse.is_some()) {
             if let Some(checkpoint) = self.checkpoint() {
                 checkpoint.put_fuse_device(&wanted.id, device.as_fd());

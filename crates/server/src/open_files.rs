@@ -3,6 +3,7 @@
 
 use super::reconfigure::Changes;
 use super::registry::ServedController;
+use shadowbell_config::export_config::{ExportConfig, MAX_DEFAULT_QUEUES};
 use shadowbell_disk::Disk;
 use shadowbell_process::{descriptor_limit, exit};
 use std::sync::Arc;
@@ -11,6 +12,9 @@ use std::sync::Arc;
 pub(super) const OF_REQUESTS: u64 = 16;
 /// Minimum number of open files of a client: sockets, memory, interrupts.
 pub(super) const OF_CLIENT: u64 = 16;
+/// Number of open files of an export's queue besides that of the disk: doorbell, interrupt, error
+/// and epoll.
+const OF_EXPORT_QUEUE: u64 = 4;
 /// Number of open files of a disk, without its queues.
 pub(super) const OF_DISK: u64 = 2;
 
@@ -27,17 +31,20 @@ pub(super) fn of_controller(served: &ServedController, threads: usize) -> u64 {
     client + of_queues(served.disks(), threads as u64)
 }
 
+/// Number of open files that the clients of an export may need. Each queue of a guest has a thread
+/// with a queue of the disk. So has each connection of an NBD client, which opens a few of them.
+fn of_export(export: &ExportConfig, disk: Option<Arc<dyn Disk>>) -> u64 {
+    let queues = u64::from(export.queues.unwrap_or(MAX_DEFAULT_QUEUES));
+    OF_CLIENT + queues * OF_EXPORT_QUEUE + of_queues(disk, queues)
+}
+
 impl Changes {
     /// Number of open files that clients of all controllers and exports may still need.
     fn needed_files(&self) -> u64 {
         let (threads, exports) = (self.workers(), self.exports().wanted());
         let controllers = self.registry().all();
         let controllers = controllers.iter().map(|served| of_controller(served, threads));
-        let of_export = |id: &str| {
-            let disk = self.disk(id).ok().map(|disk| disk.open.disk);
-            OF_CLIENT + of_queues(disk, 1)
-        };
-        let exports = exports.iter().map(|export| of_export(&export.disk));
+        let exports = exports.iter().map(|export| self.files_of_export(export));
         OF_REQUESTS + controllers.chain(exports).sum::<u64>()
     }
 
@@ -56,6 +63,19 @@ impl Changes {
         descriptor_limit::check_room(self.needed_files() + more).map_err(exit::conflict)
     }
 
+    /// Number of open files that the clients of an export may need.
+    fn files_of_export(&self, export: &ExportConfig) -> u64 {
+        of_export(export, self.disk(&export.disk).ok().map(|disk| disk.open.disk))
+    }
+
+    /// Checks that the limit leaves room for the clients of an export that is added.
+    ///
+    /// # Errors
+    /// As for [`check_files`](Self::check_files).
+    pub(super) fn check_files_of_export(&self, added: &ExportConfig) -> anyhow::Result<()> {
+        self.check_files(self.files_of_export(added))
+    }
+
     /// Checks that the limit leaves room for the guest of a controller that is added.
     ///
     /// # Errors
@@ -71,5 +91,20 @@ impl Changes {
     /// As for [`check_files`](Self::check_files).
     pub(super) fn check_files_of(&self, disk: &Arc<dyn Disk>) -> anyhow::Result<()> {
         self.check_files(of_queues([Arc::clone(disk)], self.workers() as u64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_disk_file::MemDisk;
+
+    /// Each queue of an export has a thread that opens a queue of the disk.
+    #[test]
+    fn the_queues_of_an_export_are_counted() {
+        let disk: Arc<dyn Disk> = Arc::new(MemDisk::new(8, 512).unwrap());
+        let export = |queues| ExportConfig { queues: Some(queues), ..ExportConfig::default() };
+        let of = |queues| of_export(&export(queues), Some(Arc::clone(&disk)));
+        assert_eq!(of(16) - of(1), 15 * (OF_EXPORT_QUEUE + disk.queue_files()));
     }
 }

@@ -26,8 +26,9 @@ impl Image {
         if can_run("qemu-img") { &[Self::Raw, Self::Qcow2, Self::Overlay] } else { &[Self::Raw] }
     }
 
-    /// Creates `disk.img` in the directory, whose content is zeroes.
-    fn create(self, directory: &Path, bytes: u64) {
+    /// Creates `disk.img` in the directory, whose content is zeroes. Returns the target of its
+    /// export, in which `DIR` stands for the directory.
+    pub(crate) fn create(self, directory: &Path, bytes: u64) -> &'static str {
         let raw = if self == Self::Overlay { "base.img" } else { "disk.img" };
         if self != Self::Qcow2 {
             File::create(directory.join(raw)).unwrap().set_len(bytes).unwrap();
@@ -41,6 +42,10 @@ impl Image {
                 let create = [&["create", "-q", "-fqcow2"], &backing[..], &["disk.img"]].concat();
                 qemu_img(directory, &create);
             }
+        }
+        match self {
+            Self::Overlay => "local:DIR/disk.img?allow-backing=on",
+            Self::Raw | Self::Qcow2 => "local:DIR/disk.img",
         }
     }
 
@@ -83,11 +88,7 @@ impl Service {
         variables: &[(&str, &str)],
     ) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        image.create(directory.path(), bytes);
-        let target = match image {
-            Image::Overlay => "local:DIR/disk.img?allow-backing=on",
-            Image::Raw | Image::Qcow2 => "local:DIR/disk.img",
-        };
+        let target = image.create(directory.path(), bytes);
         // A supervisor would start another server process, which would continue the export.
         let arguments = [target, "--no-supervisor"].into_iter().chain(arguments.iter().copied());
         let arguments = arguments.map(str::to_owned).collect();
@@ -153,10 +154,6 @@ impl Service {
 
     /// Ends the export with a signal, and expects success.
     pub(crate) fn stop(mut self) -> TempDir {
-        let mut export = self.export.take().unwrap();
-        export.signal(Signal::TERM);
-        let status = export.wait();
-        assert_eq!(status.code(), Some(0), "{}", export.stderr());
-        std::mem::replace(&mut export.directory, tempfile::tempdir().unwrap())
+        self.export.take().unwrap().end()
     }
 }

@@ -1,5 +1,6 @@
 //! Integration tests of `shadowbell export`.
 
+mod fuse_killed;
 mod killed;
 mod machine;
 mod nbd_deep;
@@ -93,10 +94,17 @@ impl Export {
     }
 
     #[track_caller]
-    fn stop(mut self) {
+    fn stop(self) {
+        self.end();
+    }
+
+    /// Ends the export with a signal, expects success, and returns its directory.
+    #[track_caller]
+    fn end(mut self) -> TempDir {
         self.signal(Signal::TERM);
         let status = self.wait();
         assert_eq!(status.code(), Some(0), "{}", self.stderr());
+        std::mem::replace(&mut self.directory, tempfile::tempdir().unwrap())
     }
 
     /// Runs an export that must not start: exit status 2, and `words` in its message.

@@ -1,0 +1,94 @@
+//! A file mounted by FUSE whose server process is killed again and again.
+
+use crate::killed::Image;
+use crate::{Export, skipped};
+use rustix::process::{Pid, Signal, kill_process};
+use shadowbell_testing::wait::until;
+use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+const BYTES: u64 = 16 << 20;
+const PAGE: usize = 4096;
+/// Variable with the number of kills, for long runs.
+const KILLS: &str = "SHADOWBELL_EXPORT_KILLS";
+
+/// Writes pages of the mounted file until `is_over`, and reads some back. Returns the number in
+/// each written page.
+fn write_pages(mounted: &Path, is_over: &AtomicBool) -> HashMap<u64, u64> {
+    let file = OpenOptions::new().read(true).write(true).open(mounted).unwrap();
+    let mut pages = HashMap::new();
+    let mut number = 0_u64;
+    while !is_over.load(Ordering::Relaxed) {
+        number += 1;
+        // Consecutive numbers are far apart, so that most writes of an image allocate clusters.
+        let page = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & (BYTES / PAGE as u64 - 1);
+        let content: Vec<u8> = number.to_le_bytes().repeat(PAGE / 8);
+        file.write_all_at(&content, page * PAGE as u64).unwrap();
+        pages.insert(page, number);
+        if number.is_multiple_of(16) {
+            let mut read = vec![0; PAGE];
+            file.read_exact_at(&mut read, page * PAGE as u64).unwrap();
+            assert!(read == content, "page {page} differs from write {number}");
+        }
+    }
+    pages
+}
+
+/// An answered write is in the image after any number of kills, for each kind of image.
+#[test]
+fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
+    let fuse = OpenOptions::new().read(true).write(true).open("/dev/fuse");
+    if !rustix::process::geteuid().is_root() || fuse.is_err() {
+        skipped("this takes root and /dev/fuse");
+        return;
+    }
+    let kills = std::env::var(KILLS).map_or(9, |kills| kills.parse::<usize>().unwrap());
+    let images = Image::all();
+    for image in images {
+        let directory = tempfile::tempdir().unwrap();
+        let target = image.create(directory.path(), BYTES);
+        let mut export = Export::run_with(directory, &[target, "--fuse", "DIR/mounted"], &[]);
+        until("the export", || {
+            let ended = export.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{ended:?}: {}", export.stderr());
+            export.stderr().contains("exporting")
+        });
+        let supervisor = export.child.id();
+        let server = || {
+            let children = format!("/proc/{supervisor}/task/{supervisor}/children");
+            let children = std::fs::read_to_string(children).unwrap();
+            children.split_whitespace().next().map(|pid| pid.parse::<i32>().unwrap())
+        };
+        let (is_over, mounted) = (AtomicBool::new(false), export.path("mounted"));
+        let pages = std::thread::scope(|scope| {
+            let load = scope.spawn(|| write_pages(&mounted, &is_over));
+            for nth in 0..kills.div_ceil(images.len()) as u64 {
+                // The kill comes at an arbitrary moment, but no process may die so soon that it is
+                // a crash loop.
+                std::thread::sleep(Duration::from_millis(70 + nth * 37 % 90));
+                if load.is_finished() {
+                    break;
+                }
+                let before = server().unwrap();
+                kill_process(Pid::from_raw(before).unwrap(), Signal::KILL).unwrap();
+                until("another server process", || server().is_some_and(|now| now != before));
+            }
+            is_over.store(true, Ordering::Relaxed);
+            load.join().unwrap()
+        });
+        assert!(!pages.is_empty());
+        let directory = export.end();
+        let content = image.content(directory.path());
+        for (page, number) in pages {
+            let found = &content[page as usize * PAGE..][..PAGE];
+            assert!(
+                found == number.to_le_bytes().repeat(PAGE / 8),
+                "{image:?}: page {page} is lost"
+            );
+        }
+    }
+}
