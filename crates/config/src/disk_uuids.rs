@@ -51,7 +51,7 @@ pub fn open(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// UUID of the disk with this name. `None` without an [open](open) file, or if it cannot be
+/// UUID of the disk with this name. `None` without an [open] file, or if it cannot be
 /// written, which is logged.
 #[must_use]
 pub fn uuid_of(name: &str) -> Option<[u8; 16]> {
