@@ -3,7 +3,8 @@
 use crate::dma::View;
 use crate::host_ranges::Ranges;
 
-/// State of a request's data after a change of the DMA map: see [`ViewChange::apply`].
+/// State of a request's data after a change of the DMA map, from
+/// [`Segments::move_to`](crate::Segments::move_to).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterChange {
     /// The data is part of the new map, and no longer uses the old one.
