@@ -74,7 +74,8 @@ fn run(host: &mut Host, addresses: &QueueAddresses, round: &Round) {
     }
     host.ring(&admin, 0);
     host.admin = admin;
-    // Asynchronous Event Requests remain outstanding, and an Abort of one may remain, too.
+    // Asynchronous Event Requests may remain outstanding until the reset, so the test does not wait
+    // for their completions.
     let stay = round.commands.iter().filter(|kind| **kind == 2).count();
     let wait_for = round.wait_for.min(round.commands.len() - stay);
     let until = Instant::now() + LIMIT;

@@ -138,7 +138,8 @@ fn an_ana_change_waits_for_commands_in_flight() {
     };
     assert_eq!((late.0, late.1), (6, Status::ANA_INACCESSIBLE));
     assert!(end.try_recv().is_err(), "the change waits for the write in flight");
-    // Hosts whose commands are refused already see the new state in the log page.
+    // The log page contains the new state before the change has ended, so a host whose command was
+    // refused finds the reason.
     assert_eq!(log(&mut one.host).groups[0].state, Some(AnaState::Inaccessible));
     held.instruct(|instructions| instructions.hold = false);
     loop {
@@ -303,7 +304,8 @@ fn a_successor_keeps_the_ana_count_and_reports_changes() {
     rests.recv_timeout(LIMIT).unwrap();
     let saved_fds = &mut Descriptors::default();
     let saved = controller.save(saved_fds).unwrap();
-    // The state was changed before the new process starts.
+    // Simulates a change of the ANA state while no process serves the controller: the configuration
+    // of the new process has another state than the checkpoint.
     let subsystem = Subsystem::new(None).unwrap();
     let disk = shadowbell_disk_file::open("mem:1MiB").unwrap();
     let mut config = shared::config(&disk, &subsystem);

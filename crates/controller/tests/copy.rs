@@ -24,7 +24,7 @@ use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
-/// Maximum number of blocks of 512 bytes in one Copy.
+/// Maximum size of one Copy (1 MiB) in blocks of 512 bytes.
 const MAX_RANGES: u64 = (1 << 20) / 512;
 
 fn host_with_held_disk(blocks: u64) -> (Host, Held) {
@@ -297,8 +297,8 @@ fn a_failed_copy_reports_its_range() {
     assert_eq!((status.code(), dw0), (Status::UNRECOVERED_READ, 0));
     assert!(held.seen().iter().all(|request| request.op == Op::Read));
     assert_eq!(held.marks(100, 16), (100..116).collect::<Vec<_>>());
-    // If a part of the destination cannot be written, the completion contains the number of its
-    // range.
+    // If a write to the destination fails, dword 0 of the completion contains the index of the
+    // source range whose data was being written.
     for (range, block) in [(0, 100), (2, 108), (3, 112)] {
         held.instruct(|instructions| instructions.fail_at = Some(block * 512));
         let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
@@ -358,7 +358,7 @@ fn copies_share_buffers_and_delay_no_other_command() {
         let mut queue = host.create(1, 256, false);
         let page = host.alloc(4096);
         held.instruct(|instructions| instructions.hold = true);
-        // Copies on both disks, more than there are buffers.
+        // 60 copies, alternately on the two disks. The controller has fewer copy buffers.
         for cid in 0..60u16 {
             let to = 32768 + u64::from(cid) * 16;
             let sqe = command(&mut host, 1 + u32::from(cid % 2), to, &[(u64::from(cid), 16)]);
@@ -395,8 +395,8 @@ fn long_copies_from_memory_yield_to_other_commands() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let config = common::config(&["mem:64MiB"]);
     let controller = Controller::new(config, pool, Carrier::default()).unwrap();
-    // The host runs on another thread, because it waits for the creation of a queue, which needs
-    // turns of the I/O thread.
+    // The host runs on another thread, because it blocks until its queues are created. This thread
+    // acts as the I/O thread, which creates them.
     let host = std::thread::spawn(move || {
         let mut host = Host::attach(controller);
         host.enable();
@@ -415,13 +415,13 @@ fn long_copies_from_memory_yield_to_other_commands() {
     }
     host.ring(&copying, 0);
     assert!(turns.turn());
-    // Each copy needs two turns: one per phase.
+    // Each copy needs two turns of the I/O thread: one to read, and one to write.
     for cid in 0..16 {
         host.submit(&mut reading, &Sqe::read(1, 0, 7, cid).with_prps(page, 0));
         assert!(!turns.sleep(), "there is something to do");
         assert!(turns.turn());
         assert_eq!(host.reap(&mut reading).map(|done| done.0), Some(cid), "in the same turn");
-        // The copies complete in order, at most one per two turns.
+        // The copies complete in order. In two turns, at most one copy completes.
         assert!(host.reap(&mut copying).is_none_or(|done| done.0 <= cid / 2));
     }
     while turns.turn() {}
@@ -429,7 +429,8 @@ fn long_copies_from_memory_yield_to_other_commands() {
     assert_eq!(copying.head, 8);
 }
 
-/// A guest determines the number of ranges, but not how many requests are in flight at a disk.
+/// The number of requests of a copy that are in flight at a disk is limited, even if the guest's
+/// command has many ranges.
 #[test]
 fn a_copy_has_few_requests_in_flight() {
     let held = Held::new(1024);

@@ -103,7 +103,8 @@ impl PoolOfHosts {
         host.reap(queue).is_some_and(|(_, status, _)| status.is_success())
     }
 
-    /// Submits a command, which the I/O thread finds before or during a sleep.
+    /// Submits a command when the I/O thread is about to sleep. The thread finds the command in its
+    /// last check, or is woken by it.
     fn submit_near_sleep(&mut self, who: usize) {
         self.submit(who);
         fall_asleep(&mut self.turns);
@@ -111,8 +112,8 @@ impl PoolOfHosts {
         assert!(self.reap(who));
     }
 
-    /// Parks all controllers but that of `who`. Twice, lets the thread sleep often enough for
-    /// parking; in the passes that follow, the thread notices earlier signals.
+    /// Parks all controllers except that of `who`, by a series of sleeps. Before, the thread sleeps
+    /// and runs passes in two rounds, in which it handles earlier signals.
     fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
             (0..SLEEPS_UNTIL_PARKED).for_each(|_| self.submit_near_sleep(who));
@@ -138,7 +139,8 @@ impl PoolOfHosts {
         run_beside(&mut self.turns, move || controller.stats())
     }
 
-    /// Number of reads of a submission queue's doorbell: in passes, and before sleeps.
+    /// Numbers of checks of a submission queue's doorbell: polls in passes, rechecks before sleeps,
+    /// and armings of EventIdx.
     fn polls(&mut self, who: usize) -> [u64; 3] {
         let sq = self.stats(who).io_queues().0.doorbell;
         [sq.polls, sq.rechecks, sq.event_idx_armed]
@@ -183,12 +185,12 @@ fn a_parked_controller_is_noticed_asleep_and_awake() {
             pool.submit(idle);
             assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: the host must ring");
             if round == 0 {
-                // The submission ends the sleep or prevents it.
+                // The submission wakes the I/O thread or prevents its sleep.
                 fall_asleep(&mut pool.turns);
                 pool.turns.turn();
             } else {
-                // The I/O thread stays awake: the other host is busy all the time, or the thread
-                // polls without work.
+                // The I/O thread does not sleep. In round 1, the other host keeps it busy; in round
+                // 2, it polls without work.
                 let mut turns = 0;
                 while pool.stats(idle).io_queues().0.commands != round + 1 {
                     turns += 1;
@@ -225,7 +227,7 @@ fn a_parked_controller_is_noticed_by_a_doorbell_source() {
     }
 }
 
-/// One epoll_wait returns fewer events than these hundred eventfds signal.
+/// Test with more signalled eventfds than one `epoll_wait` call returns.
 #[test]
 fn a_hundred_parked_controllers_are_all_noticed() {
     let mut pool = PoolOfHosts::new(ADAPTIVE);
@@ -385,7 +387,8 @@ fn a_parked_controllers_disk_completion_is_noticed() {
     assert_eq!(pool.polls(idle), before, "the controller is parked");
 }
 
-/// With an I/O thread that always polls, a host with shadow doorbells writes no doorbell registers.
+/// If the I/O thread always polls, hosts with shadow doorbells need not write doorbell registers,
+/// even for idle controllers.
 #[test]
 fn a_polling_io_thread_needs_no_doorbell_writes() {
     let mut pool = PoolOfHosts::new(Polling::Always);
@@ -395,7 +398,7 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
         pool.submit(*who);
         pool.complete_one(*who);
     });
-    // Waits until idle controllers are visited only occasionally instead of in every pass.
+    // Waits until the I/O thread polls idle controllers only occasionally instead of in every pass.
     let started = Instant::now();
     loop {
         let before = pool.polls(idle[7])[0];
@@ -473,8 +476,7 @@ fn run_host(pool: &Pool, n: u64, seed: u64) {
     let (mut host, mut queue) = attach(controller, kind);
     let buffer = host.alloc(4096);
     let (mut done, mut next) = (0, 2);
-    // The load lasts at least this long, and longer if the machine has not completed 20 commands by
-    // then.
+    // The load lasts 1.5 s, and longer on a slow machine: until 20 commands have completed.
     let end = Instant::now() + Duration::from_millis(1500);
     while Instant::now() < end || done < 20 {
         match random.below(40) {

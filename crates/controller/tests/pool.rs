@@ -447,7 +447,7 @@ fn invalid_namespace_creations_are_refused() {
     let fields = NamespaceManagement { sel: 2, csi: 0 };
     let (status, _) = ours.host.admin(Sqe::namespace_management(1, fields, 0));
     assert_eq!(status.code(), Status::INVALID_FIELD);
-    // A namespace may have the whole capacity. Then there is no room for another block.
+    // A namespace may have the whole capacity of the pool. Then not even one more block fits.
     assert_eq!(ours.create(&wanted(most, 0)), (Status::SUCCESS, 1));
     let (status, _) = ours.create(&wanted(1, 0));
     assert_eq!(status.code(), Status::NAMESPACE_INSUFFICIENT_CAPACITY);

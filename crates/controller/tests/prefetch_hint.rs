@@ -1,4 +1,5 @@
-//! Prefetch hints: a disk that requests them gets two hints for each command before its submission.
+//! Prefetch hints: a disk that requests them gets two hints for each later command of a burst,
+//! before the command is submitted.
 
 mod common;
 
@@ -12,7 +13,8 @@ use std::sync::{Arc, Mutex};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Seen {
-    /// Block, bytes, distance ahead.
+    /// Prefetch hint: first block, length in bytes, and number of commands until the command is
+    /// submitted.
     Hinted(u64, usize, u32),
     Started(u64),
 }
@@ -21,7 +23,8 @@ use Seen::{Hinted, Started};
 #[derive(Debug, Default)]
 struct Log {
     seen: Vec<Seen>,
-    /// Tail that the host stores while the first command is executed.
+    /// Write by the host while the disk executes the first command: memory, offset of the shadow
+    /// entry, and new tail.
     during_request: Option<(SharedBytes, usize, u32)>,
 }
 
@@ -68,8 +71,8 @@ fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
     let curious = RecordingDisk::default();
     let disk: Arc<dyn Disk> = Arc::new(curious.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
-    // The I/O thread always polls, so it has seen a change of the shadow entry before the six
-    // reads.
+    // The I/O thread always polls. During the two reads before the test, the shadow entry changes,
+    // so the thread already uses the entry when the six reads are submitted.
     let config = Config { namespaces, ..Config::default() };
     let mut host = Host::with(config, Polling::Always);
     if shadow {

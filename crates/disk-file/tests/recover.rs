@@ -51,7 +51,8 @@ fn child_process() {
     let mut queue = disk.queue().unwrap();
     let op = if op == "read" { Op::Read } else { Op::Write { fua: false } };
     let mut data = host.buffer(&[(0, LEN)], op == Op::Read);
-    // The first part of the disk may be in a cache, so a read is at another offset.
+    // The read is far from the start of the disk, which may be in a cache: a cached read would
+    // complete at once.
     let offset = if op == Op::Read { 8 * MIB } else { 0 };
     let request = Request { op, offset, len: LEN as u64 };
     let submitted = queue.submit(1, &request, &mut data);
@@ -92,7 +93,7 @@ fn first_byte(disk: &dyn Disk) -> u8 {
     host.bytes.read(0).unwrap()
 }
 
-/// Slow block device over a file. A test can examine the file.
+/// Slow block device whose data are in a file that the test can read.
 struct Slow {
     server: ProcessGroup,
     directory: tempfile::TempDir,
@@ -148,7 +149,7 @@ impl Drop for Slow {
     }
 }
 
-/// The process is dead, and its write is still in flight.
+/// Recovery of a dead process's disk waits until a write that is still in flight has ended.
 #[test]
 fn recovery_waits_for_a_write_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {
@@ -173,7 +174,8 @@ fn recovery_waits_for_a_write_of_the_dead_process() {
     assert_eq!(first_byte(&*disk), 0xaa);
 }
 
-/// A lock of a reader excludes no other reader. So recovery also has to wait for the fence.
+/// The lock of the image does not delay recovery here: a dead reader's lock does not exclude
+/// another reader. So recovery needs the fence to wait for the read.
 #[test]
 fn the_fence_waits_for_a_read_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {

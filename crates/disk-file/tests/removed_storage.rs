@@ -101,8 +101,8 @@ fn writes_and_reads(queue: &mut dyn Queue, host: &Host, byte: u8) {
     assert_eq!(read(queue, host, 0), Ok(byte));
 }
 
-/// The daemon of a FUSE file system is killed during I/O. Some requests wait for it, and some were
-/// cancelled. After a new mount, the image is opened again.
+/// The daemon of a FUSE file system is killed during I/O. Some requests wait for the daemon, and
+/// some of them were cancelled. After a new mount, the image is opened again.
 #[test]
 fn the_server_of_a_file_system_is_killed() {
     let directory = directory();
@@ -160,8 +160,9 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// The file system implements no fsync. Even after the death of its daemon, the kernel reports
-/// success for fsync. That must not count as a durable write, nor as a truncated image.
+/// The daemon of the FUSE file system does not implement fsync, so the kernel reports success for
+/// every fsync, even after the death of the daemon. A flush must fail nevertheless, and the disk
+/// must not conclude that the image was truncated.
 #[test]
 fn a_dead_file_system_without_fsync_returns_errors() {
     let directory = directory();
@@ -185,8 +186,9 @@ fn device(file: &Path) -> Option<(String, Undo)> {
     Some((device, detach))
 }
 
-/// The backing file of a device is truncated for a while. The image need not be opened again
-/// afterwards, unless completed writes were only in the page cache.
+/// The backing file of a loop device is empty for a while. When the file has its size again, the
+/// open image works again. The test flushes every write before: if a completed write were only in
+/// the page cache, it would be lost, and the image would have to be opened again.
 #[test]
 fn a_device_without_backing_storage_recovers() {
     let directory = directory();
@@ -249,19 +251,20 @@ fn a_file_system_is_shut_down() {
         };
         assert!(status.success());
         wait_all_ended(&mut *queue, &mut ended);
-        // Pages in the page cache can still be read, and a write that allocates nothing may reach
-        // the device. But no flush succeeds.
+        // After the shutdown, a read may be served from the page cache, and a write to allocated
+        // blocks may reach the device. But no flush may succeed.
         let mut statuses = vec![one(&mut *queue, &host, Op::Flush, 0)];
         statuses.push(write(&mut *queue, &host, 0, 99));
         statuses.push(one(&mut *queue, &host, Op::WriteZeroes { deallocate: true, fua: true }, 0));
         statuses.push(one(&mut *queue, &host, Op::Flush, 0));
-        // Once ext4 has aborted its journal, it is read-only.
+        // A write to ext4 may also fail with EROFS: after the shutdown, ext4 aborts its journal and
+        // becomes read-only.
         let has_failed =
             |status: &Result<_, _>| matches!(status, Err(DiskError::Io(libc::EIO | libc::EROFS)));
         assert!(statuses.iter().all(has_failed), "{options}: {statuses:?}");
         drop((queue, disk));
-        // Another test may just have forked a child process. It holds all open files until it
-        // executes its program, so the unmount is repeated.
+        // Another test may have forked a child process, which holds copies of all open descriptors
+        // until it executes its program. These would make the unmount fail, so it is repeated.
         wait::until("an unmount", || {
             Command::new("umount").arg(name).output().unwrap().status.success()
         });

@@ -1,4 +1,4 @@
-//! Rings of a process that is not allowed to create more: [`prepare_rings`].
+//! Process with a fixed number of io_uring instances, which [`prepare_rings`] creates in advance.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn read(queue: &mut dyn Queue) {
     run_one(queue, Op::Read, 0, 4096, data).unwrap();
 }
 
-/// The only test of its process, whose rings it counts.
+/// Single test of this test program, because it counts the rings of the whole process.
 #[test]
 fn threads_without_a_ring_serve_their_disks_and_rings_are_used_again() {
     if prepare_rings(1, 0) == 0 {

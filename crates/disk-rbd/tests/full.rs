@@ -125,9 +125,10 @@ fn reports_full(conf: &str) {
     assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![9; 4096]));
 }
 
-/// With Ceph's cache in this process, writes have completed for which the cluster has no room. They
-/// are not dropped: they wait, and so do later writes and flushes. Reads succeed, and requests that
-/// were not submitted can be cancelled. The same holds if the cluster's settings enable the cache.
+/// On a full cluster, writes may have completed into Ceph's cache in this process. Their data are
+/// not dropped: the cache writes them when the cluster has room, and later writes and flushes wait
+/// for that. Reads succeed, and requests that were not submitted to Ceph can be cancelled. The same
+/// holds for a recoverable disk whose image has the cache enabled in its settings in the cluster.
 fn waits_with_a_cache(conf: &str) {
     ceph(conf, "rbd", &["create", "own", "--size", "256M"]);
     ceph(conf, "rbd", &["config", "image", "set", "rbd/own", "rbd_cache", "true"]);
@@ -147,8 +148,8 @@ fn waits_with_a_cache(conf: &str) {
             let data = segments(&bytes, 0, len as usize);
             submit_pending(queue, tag, &Request { op, offset, len }, data);
         };
-        // There are more requests than the cache and the buffers of the queue have room for, so the
-        // last ones are not submitted.
+        // The requests exceed the cache and the queue's buffers, so the last ones are not submitted
+        // to Ceph.
         for n in 0..40 {
             let at = 4 * MIB * u64::from(n);
             submit(&mut **queue, n, Op::Write { fua: true }, at, 4 * MIB);

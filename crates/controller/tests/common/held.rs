@@ -1,5 +1,5 @@
-//! Memory disk that holds its requests as long as the test requires, and completes them in another
-//! order.
+//! Memory disk that holds its requests as long as the test requires, and completes the last
+//! submitted request first.
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
@@ -9,16 +9,17 @@ use shadowbell_memory::{EventFd, Segments};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 
-/// Instructions for a [`Held`] disk, and its requests.
+/// Instructions of the test for a [`Held`] disk, and a record of the requests that the disk
+/// received.
 #[derive(Debug, Default)]
 pub struct Instructions {
     pub hold: bool,
     /// Requests that start at this byte offset fail.
     pub fail_at: Option<u64>,
-    /// Simulates one write by another user of the storage after a Compare: block, and number at the
-    /// start of the block.
+    /// Write of another user of the storage, which the disk simulates once, directly after it has
+    /// executed a Compare: the block, and the number that is stored at the start of this block.
     pub after_compare: Option<(u64, u64)>,
-    /// True if compare-and-write requests are held.
+    /// True if compare-and-write requests remain held while the disk completes other requests.
     pub hold_both: bool,
     pub fail_both: bool,
     pub seen: Vec<Request>,
@@ -57,7 +58,7 @@ impl Held {
         self.instructions.lock().unwrap().cancelled
     }
 
-    /// Numbers at the start of these blocks.
+    /// Returns the number at the start of each of `count` blocks, from block `first` on.
     pub fn marks(&self, first: u64, count: u64) -> Vec<u64> {
         let read = |block| self.mem.bytes().read::<u64>((block * 512) as usize).unwrap();
         (first..first + count).map(read).collect()
@@ -168,7 +169,7 @@ impl shadowbell_disk::Queue for HeldQueue {
     }
 
     fn cancel(&mut self, _: u32) {
-        // A cancelled request is only counted; it completes normally.
+        // The disk counts a cancellation and ignores it, so the request completes normally.
         self.disk.instructions.lock().unwrap().cancelled += 1;
     }
 

@@ -1,5 +1,5 @@
-//! Host under full control of the test, which decides about each queue entry, doorbell write and
-//! shadow entry.
+//! Simulated host whose queue entries, doorbell writes and shadow entries are each written by the
+//! test.
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
-/// Runs `what` on another thread while this thread takes the turns of the I/O thread.
+/// Runs `what` on another thread while this thread acts as the I/O thread.
 pub fn run_beside<T: Send + 'static>(
     turns: &mut Turns,
     what: impl FnOnce() -> T + Send + 'static,
@@ -76,7 +76,7 @@ pub struct Host {
     pub admin: Queue,
     pub shadow: Option<(u64, u64)>,
     pub rings: u64,
-    /// Eventfds that the host signals instead of doorbell writes.
+    /// Eventfds that the host signals instead of writing doorbell registers.
     pub doorbell_eventfds: shadowbell_controller::DoorbellEventfds,
     /// True if the host writes doorbells in the mapped page.
     pub mapped: bool,
@@ -100,7 +100,7 @@ impl Host {
         host
     }
 
-    /// Creates a host that has only mapped its memory.
+    /// Creates a host and maps its memory. The controller is not enabled yet.
     pub fn attach(controller: Controller) -> Self {
         let memory = Mapping::shared("host", MEMORY).unwrap().bytes();
         controller.map_dma(BASE, MEMORY, &memory).unwrap();
@@ -401,7 +401,7 @@ pub fn create_sq(qid: u16, qsize0: u16, cqid: u16, at: u64) -> Sqe {
     command.encode(Sqe::new(0x01, 0, 0)).with_prps(at, 0)
 }
 
-/// Disk whose requests complete when the test decides, with the outcome that it decides.
+/// Disk that completes no request by itself: the test releases each request, with an outcome.
 pub mod slow {
     use shadowbell_disk::{Disk, DiskError, DiskInfo, Queue, Request, Submitted};
     use shadowbell_memory::{EventFd, Segments};
@@ -411,7 +411,7 @@ pub mod slow {
 
     #[derive(Debug, Default)]
     pub struct Gate {
-        /// Outcomes of requests that the test has released, for the oldest pending requests.
+        /// Outcomes that the disk will report. The first outcome is for the oldest pending request.
         pub release: Mutex<VecDeque<Result<(), DiskError>>>,
         /// Tags of pending requests, oldest first.
         pub pending: Mutex<Vec<u32>>,
@@ -423,7 +423,7 @@ pub mod slow {
     }
 
     impl Gate {
-        /// Completes the oldest pending request.
+        /// Makes the disk complete the oldest pending request with this outcome.
         pub fn end(&self, outcome: Result<(), DiskError>) {
             self.release.lock().unwrap().push_back(outcome);
             if let Some(wake) = &*self.wake.lock().unwrap() {

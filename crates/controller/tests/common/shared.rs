@@ -115,8 +115,8 @@ impl SharingHost {
         (head, all.map(|one| RegisteredController::read_from_bytes(one).unwrap()).collect())
     }
 
-    /// Runs every command that reads or writes. Returns for each: name, if it needs read access, if
-    /// it needs write access, and status.
+    /// Runs every command that reads or writes. Returns for each command: its name, true if it
+    /// needs read access, true if it needs write access, and its status.
     pub fn run_all_commands(&mut self) -> Vec<(&'static str, bool, bool, Status)> {
         let at = self.data;
         let range = |host: &Host, slba: u64| {
@@ -145,7 +145,7 @@ impl SharingHost {
         step("copy", true, true, self.run(plain(Sqe::copy(1, copy, 0))));
         step("write uncorrectable", false, true, self.run(Sqe::write_uncorrectable(1, 40, 0, 0)));
         step("make it good", false, true, self.run(plain(Sqe::write(1, 40, 0, 0))));
-        // Both commands of a fused operation. The first one succeeds if reading is allowed.
+        // A fused Compare and Write. If the host may read but not write, only the Compare succeeds.
         self.host.poke(at, &[0; 512]);
         let first = Sqe { flags: 1, ..plain(Sqe::compare(1, 50, 0, 1)) };
         let second = Sqe { flags: 2, ..plain(Sqe::write(1, 50, 0, 2)) };

@@ -1,4 +1,5 @@
-//! Doorbell source in memory, for tests: an I/O thread polls it.
+//! Doorbell channel in memory, for tests: the host sends doorbell writes, and an I/O thread polls
+//! for them.
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use shadowbell_controller::{DoorbellSource, PolledDoorbells};

@@ -1,4 +1,4 @@
-//! Commands that crash the process by which they are executed.
+//! Commands that crash the process that executes them.
 
 use crate::host::Host;
 use crate::process::{BLOCKS, Instructions};
@@ -24,7 +24,7 @@ fn run_with_deadly_commands(
     host.deadly = deadly.iter().copied().collect();
     host.begin();
     host.until_taken();
-    // The first queue has room for 15 commands, the other for 4.
+    // The commands fill both queues: the first one has room for 15, the other for 4.
     for lba in 100..115 {
         assert!(host.submit_io(0, lba | WRITES));
     }
@@ -34,7 +34,8 @@ fn run_with_deadly_commands(
     host.drain();
     assert_eq!(host.abandoned, host.deadly);
     let crashes = host.crashes;
-    // A process may crash because of two commands at the same time.
+    // One crash may count for two commands that were in flight together, so the number of crashes
+    // may be less than three per command.
     assert!((3..=3 * deadly.len() as u32).contains(&crashes), "{crashes} processes have died");
     // Later commands succeed, also if the process is killed.
     for round in 0..100 {
@@ -78,7 +79,8 @@ fn several_deadly_commands_are_distinguished() {
     run_with_deadly_commands(memory(), "start:103,start:109,start:202", &[103, 109, 202]);
 }
 
-/// A command may be in flight at any number of kills from outside. It is still executed.
+/// A kill from outside is not the fault of a command in flight, so any number of kills does not
+/// make the command fail.
 #[test]
 fn a_process_that_is_killed_from_outside_blames_no_command() {
     let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

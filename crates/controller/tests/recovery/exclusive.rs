@@ -17,11 +17,12 @@ const STEPS: &[(AbortPoint, u32)] = &[
     (AbortPoint::Fetched, 2),
     (AbortPoint::Recorded, 1),
     (AbortPoint::SqStored, 1),
-    // Ends: of the Compare, of the Write, and of the next command.
+    // The n-th end of an exclusive command: of the Compare, of the Write, of the next command.
     (AbortPoint::ExclusiveEnded, 1),
     (AbortPoint::ExclusiveEnded, 2),
     (AbortPoint::ExclusiveEnded, 3),
-    // Decisions in the journal: start of the Write, end of the Compare, end of the Write.
+    // The n-th decision that is written to the journal: the Write starts, the Compare ends, the
+    // Write ends.
     (AbortPoint::Decided, 1),
     (AbortPoint::Decided, 2),
     (AbortPoint::Decided, 3),
@@ -61,7 +62,7 @@ fn wait_for_crash(host: &mut Host) {
     }
 }
 
-/// Submits both commands with one doorbell write. Returns their identifiers.
+/// Submits both commands of a fused operation with one doorbell write. Returns their identifiers.
 fn submit_both(host: &mut Host, at: usize, first: Sqe, second: Sqe) -> (u16, u16) {
     let old = host.queues[at].tail;
     let mut put = |sqe: Sqe| {
@@ -93,7 +94,7 @@ fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, instructions: Instru
     host.begin();
     host.until_taken();
     let mut added = 0;
-    // Each crash point is tested with either queue as the first one to submit.
+    // Each crash point is tested twice, so that each of the two queues once submits first.
     for (step, first) in STEPS.iter().flat_map(|step| [(step, 0), (step, 1)]) {
         println!("{step:?} {first}");
         host.instructions.abort_at = Some(*step);
@@ -177,8 +178,8 @@ fn recovery_detects_writes_of_other_users() {
         ((AbortPoint::Decided, 1), 9, unknown, 9),
         ((AbortPoint::ExclusiveEnded, 2), 2, success, 2),
         ((AbortPoint::ExclusiveEnded, 2), 9, unknown, 9),
-        // Decisions about the end are in the journal: first only that of the Write, then also that
-        // of the Compare.
+        // The journal already contains the results: after the second decision that of the Write,
+        // after the third also that of the Compare. So recovery does not look at the block.
         ((AbortPoint::Decided, 2), 9, success, 9),
         ((AbortPoint::Decided, 3), 9, success, 9),
     ] {

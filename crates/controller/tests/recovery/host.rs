@@ -39,18 +39,19 @@ pub(crate) struct Host {
     pub(crate) instructions: Instructions,
     /// Time limit of waits for expected events.
     pub(crate) timeout: Duration,
-    /// Checkpoint for the next process.
+    /// Checkpoint from which the next process recovers the controller.
     pub(crate) record: Option<Parcel>,
-    /// True if the process that wrote the checkpoint died by a fault.
+    /// True if the process that wrote the checkpoint crashed, and was not killed by the test.
     pub(crate) by_fault: bool,
     pub(crate) doorbells: Option<SharedBytes>,
     pub(crate) shadow: bool,
     pub(crate) admin: Queue,
     pub(crate) queues: Vec<Queue>,
-    /// Last doorbell value by offset.
+    /// Last value written to each doorbell, by offset.
     pub(crate) last_doorbells: BTreeMap<u64, u32>,
     pub(crate) next_cid: u16,
-    /// Commands in flight by queue and identifier: the block, and the written value of a write.
+    /// Commands in flight, by queue and command identifier: the block, and for a write the value
+    /// that is written.
     pub(crate) in_flight: BTreeMap<(u16, u16), (u64, Option<u64>)>,
     pub(crate) written: BTreeMap<u64, u64>,
     /// Number of completions since the last kill.
@@ -134,8 +135,8 @@ impl Host {
         self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.instructions));
     }
 
-    /// Kills the process and starts another one. If the killed process has not recovered the
-    /// controller yet, the current checkpoint is that of an earlier process.
+    /// Kills the process and starts another one. If the killed process had not yet recovered the
+    /// controller, the next process starts from the same checkpoint.
     pub(crate) fn kill(&mut self) {
         let (records, by_fault) = self.process.take().unwrap().kill();
         if let Some(replays) = records.taken {
@@ -227,7 +228,8 @@ impl Host {
         Some(cqe)
     }
 
-    /// Runs an admin command. The process is killed whenever `kill` returns true.
+    /// Runs an admin command to its completion. Whenever `kill` returns true, the process is killed
+    /// and another one started.
     pub(crate) fn admin(&mut self, sqe: Sqe, kill: &mut dyn FnMut() -> bool) -> Cqe {
         let cid = self.submit(None, sqe);
         let began = Instant::now();
@@ -364,7 +366,7 @@ impl Host {
                 self.reap_io(at);
             }
             assert!(began.elapsed() < self.timeout, "these never end: {:?}", self.in_flight);
-            // Shorter than `wait::pause`, because there are many commands.
+            // This sleep is shorter than `wait::pause`, because it occurs once per few commands.
             std::thread::sleep(Duration::from_micros(20));
             if self.has_died() {
                 self.kill();

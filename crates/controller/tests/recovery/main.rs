@@ -1,8 +1,8 @@
 //! Crash recovery of a controller: processes are killed at random moments, and other processes
 //! recover the controller.
 //!
-//! This process is the host. It has the memory, the queues and the doorbells, and stores the
-//! checkpoints of the process with the controller. That process runs the same test program, and is
+//! The test process is the host. It has the memory, the queues and the doorbells, and stores the
+//! checkpoints. The controller is in a child process, which runs the same test program and is
 //! killed.
 
 mod crashing_commands;
@@ -38,8 +38,8 @@ fn kills(default: u32) -> u32 {
     asked.unwrap_or(default)
 }
 
-/// Lock that runs one test at a time: on busy CPUs, the kernel needs long to end a dead process's
-/// I/O.
+/// Lock that prevents parallel tests: on busy CPUs, the kernel needs long to end a dead process's
+/// I/O, for which recovery waits.
 static SERIAL: Mutex<()> = Mutex::new(());
 
 /// Submits writes and reads while the process is killed repeatedly.
@@ -80,7 +80,7 @@ fn work(host: &mut Host, random: &mut Random) {
             reaped |= host.reap_io(at);
         }
         if !reaped {
-            // Shorter than `wait::pause`, because there are many commands.
+            // This sleep is shorter than `wait::pause`, because it occurs once per few commands.
             std::thread::sleep(Duration::from_micros(20));
         }
         assert!(began.elapsed() < LIMIT, "no progress: {:?}", host.in_flight);
@@ -103,7 +103,7 @@ fn a_memory_disk_with_shadow_doorbells_survives_kills() {
     run_with_kills(memory(), false, false, 0x3333_4444);
 }
 
-/// Two I/O threads have served the queues, and one thread recovers them.
+/// Two I/O threads serve the queues of this controller, but one thread recovers them.
 #[test]
 fn an_isolated_controller_survives_kills() {
     let instructions = Instructions { isolated: true, ..Instructions::default() };

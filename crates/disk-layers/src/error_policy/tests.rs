@@ -1,4 +1,5 @@
-//! Tests of held requests with a scripted disk.
+//! Tests of the error policy `stop`, which holds failed requests, on a disk whose errors the test
+//! controls.
 
 use super::*;
 use crate::MetadataDisk;
@@ -15,7 +16,8 @@ const EIO: DiskError = DiskError::Io(5);
 /// Ended request: its tag and result.
 type Ended = (u32, Result<(), DiskError>);
 
-/// Queue of a disk with the policy `stop`, on a scripted disk.
+/// Queue of a disk with the error policy `stop`, above a test disk that fails or holds requests on
+/// demand.
 struct Fixture {
     storage: TestDisk,
     disk: Arc<dyn Disk>,
@@ -67,14 +69,14 @@ impl Fixture {
         all
     }
 
-    /// True if the thread of the queue would wake.
+    /// Returns true if the queue's timer descriptor is readable, which would wake the I/O thread.
     fn wakes(&self) -> bool {
         let fd = self.queue.timer_fd().unwrap();
         let mut fds = [PollFd::new(&fd, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 1
     }
 
-    /// First byte of the block at the storage.
+    /// First byte of the block that the write with this tag wrote to the storage.
     fn stored(&self, tag: u32) -> u8 {
         let bytes = self.storage.mem.map(64 * BLOCK).unwrap();
         let mut byte = [0];
@@ -101,7 +103,7 @@ fn requests_that_fail_are_held_until_the_disk_is_resumed() {
     let data = Segments::from_bytes(&fixture.memory.slice(4096, BLOCK as usize).unwrap());
     assert_eq!(fixture.submit(3, Op::Read, data), Submitted::Done(Ok(())));
 
-    // A repetition that fails is held again.
+    // A held request that fails again after `resume` is held again.
     assert!(fixture.disk.resume() && fixture.disk.stopped().is_none() && fixture.wakes());
     assert!(fixture.reap().is_empty() && !fixture.wakes());
     let stopped = fixture.disk.stopped().unwrap();
@@ -130,7 +132,7 @@ fn a_request_that_fails_later_is_held() {
     fixture.storage.instruct(|instructions| {
         (instructions.hold, instructions.fail) = (true, None);
     });
-    // The repetition is in flight at the storage.
+    // After `resume`, the held request was submitted to the storage again, and is in flight there.
     assert!(fixture.disk.resume() && fixture.reap().is_empty());
     assert_eq!((fixture.held(), fixture.queue.pending()), (0, 1));
     fixture.storage.instruct(|instructions| instructions.hold = false);
@@ -239,11 +241,12 @@ fn an_unmap_ends_requests_with_data_there() {
     assert!(fixture.wakes());
     assert_eq!(fixture.reap(), [(1, Err(DiskError::BadBuffer))]);
     assert_eq!(fixture.held(), 2);
-    // A request in flight that uses the old table is not held either.
+    // A request that was in flight before the change of the DMA table fails: its buffer uses the
+    // old table, so it cannot be held.
     fixture.storage.instruct(|instructions| instructions.hold_at = None);
     assert_eq!(fixture.reap(), [(4, Err(EIO))]);
     assert!(watch.is_idle(), "no request uses the old table");
-    // Data that were resolved through the present table are held.
+    // A failed request whose buffer uses the current DMA table is held.
     let mut data = Segments::new();
     data.resolve_ranges(&view, &[(BLOCK, BLOCK as usize)], false).unwrap();
     assert_eq!(fixture.submit(5, WRITE, data), Submitted::Pending);
@@ -261,7 +264,8 @@ fn a_resized_disk_has_the_same_held_requests() {
     assert!(read_only.inner().is_some(), "the layer is still there");
 }
 
-/// The layer is above the metadata, so that no data of an earlier DMA table stay in use there.
+/// The layer that holds requests is above the metadata layer. So no buffer that uses an old DMA
+/// table remains in use in the metadata layer while a request is held.
 #[test]
 fn a_write_with_metadata_is_held_as_a_whole() {
     let storage = TestDisk::new(64, 512);

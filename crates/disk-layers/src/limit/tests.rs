@@ -46,7 +46,7 @@ fn limits(texts: &[(&str, &str)]) -> Limits {
 struct Load {
     queue: Box<dyn Queue>,
     memory: Arc<Mapping>,
-    /// Repeated requests, each with its submission queue.
+    /// Requests that the guest repeats, each with the index of its submission queue.
     requests: Vec<(u32, Request)>,
     free: VecDeque<u32>,
     /// Number of completed requests, by submission queue.
@@ -178,7 +178,8 @@ fn requests_without_a_limit_are_not_delayed() {
     let mut load = Load::new(&disk, &[(1, Op::Flush, 0)]);
     (0..100).for_each(|_| load.pass());
     assert_eq!(load.total(), 100);
-    // A request without data costs no bandwidth, but counts as a write.
+    // A Discard transfers no data, so its length does not count for the bandwidth limit. But it
+    // counts as one write for `write-iops`.
     let mut load = Load::new(&disk, &[(1, Op::Discard, 1 << 20)]);
     load.pass();
     assert_eq!(load.total(), 1);
@@ -284,7 +285,8 @@ fn a_cancelled_request_ends_and_uses_no_allowance() {
     assert_eq!((ended.last(), queue.pending()), (Some(&(2, Ok(()))), 0));
 }
 
-/// Cancelling all requests takes linear time. With quadratic time, this test would not end.
+/// Cancelling all waiting requests takes time linear in their number. With quadratic time, this
+/// test would not end in acceptable time.
 #[test]
 fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -305,8 +307,8 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     assert_eq!(queue.pending(), 0);
 }
 
-/// Quiescing ends the wait of limited requests. These requests are counted, and reduce the later
-/// allowance.
+/// Quiescing starts all requests that wait for the rate limit. They still count, so that later
+/// requests wait longer.
 #[test]
 fn quiescing_releases_limited_requests() {
     let hands = Hands::new();
@@ -328,8 +330,8 @@ fn quiescing_releases_limited_requests() {
     assert!(parsed.total() > 0);
 }
 
-/// An unmap does not wait for limited requests: those in other memory wait on, and those in the
-/// unmapped memory end.
+/// An unmap of guest memory does not wait until the rate limit admits requests. Requests whose
+/// buffers are in the unmapped memory fail at once; other requests continue to wait.
 #[test]
 fn an_unmap_does_not_wait_for_limited_requests() {
     let hands = Hands::new();
@@ -362,8 +364,7 @@ fn an_unmap_does_not_wait_for_limited_requests() {
     assert_eq!(ended, [(2, Ok(())), (3, Err(DiskError::BadBuffer))]);
 }
 
-/// A sleeping thread is woken at the start time of a request, and not repeatedly. Uses the real
-/// clock.
+/// A sleeping thread is woken once at the start time of a request. The test uses the real clock.
 #[test]
 fn a_sleeping_thread_is_woken_at_the_start_time() {
     let limiter = Limiter::new(limits(&[("iops", "200:1")]));
@@ -396,7 +397,7 @@ fn a_sleeping_thread_is_woken_at_the_start_time() {
     assert!(!is_readable(&load, Duration::ZERO), "no request waits");
 }
 
-/// Queue that counts the requests that were submitted and not committed.
+/// Lower queue of the test, which counts the requests that were submitted and not committed.
 struct Uncommitted(Arc<AtomicU64>);
 
 impl Queue for Uncommitted {
@@ -410,8 +411,8 @@ impl Queue for Uncommitted {
     }
 }
 
-/// The thread may sleep after `reap`, so a request that waited for its start time must not wait for
-/// a commit.
+/// A request that starts in `reap` after a delay is committed there, because the thread may sleep
+/// after `reap` and not call `commit`.
 #[test]
 fn a_delayed_request_is_in_flight_when_it_starts() {
     let hands = Hands::new();

@@ -1,4 +1,5 @@
-//! Tests of the metadata cache: concurrent writers never leave it older than the disk.
+//! Tests of the metadata cache: concurrent writers never leave older metadata in it than on the
+//! disk.
 
 use super::MetadataDisk;
 use shadowbell_disk::{
@@ -18,7 +19,8 @@ fn on(disk: &Arc<dyn Disk>) -> MetadataDisk {
     MetadataDisk::new(Arc::clone(disk), format).unwrap()
 }
 
-/// Executes `op` from block `lba` on, and generates or checks protection information.
+/// Executes `op` from block `lba` on. PRACT is set, so the disk generates or checks the protection
+/// information.
 fn run(queue: &mut dyn Queue, op: Op, lba: u64, data: &mut Segments) {
     let mut metadata = Metadata { buffer: MetadataBuffer::None, ..Metadata::default() };
     let prinfo = PRINFO_PRACT | PRINFO_GUARD | PRINFO_REFTAG;
@@ -64,8 +66,8 @@ fn read(queue: &mut dyn Queue, lba: u64, blocks: u64) {
     }
 }
 
-/// Several queues write and read the same few blocks. The metadata of these blocks are in one or
-/// two blocks of the disk below.
+/// Writes and reads the same few blocks by several queues at once. The metadata of all these blocks
+/// are in one or two blocks of the lower disk, so the updates compete.
 fn race(below: &Arc<dyn Disk>) {
     const THREADS: u64 = 4;
     let disk = on(below);
@@ -80,7 +82,8 @@ fn race(below: &Arc<dyn Disk>) {
                     random ^= random >> 7;
                     random ^= random << 17;
                     let (lba, blocks) = (random >> 8 & 63, (random >> 16 & 7) + 1);
-                    // No other thread writes this byte value.
+                    // Byte value that is different for each thread, so that a mixture of two writes
+                    // is detected.
                     let byte = (turn % 60) as u8 * 4 + thread as u8 + 1;
                     match random & 3 {
                         0 => write(&mut *queue, lba, blocks, byte),

@@ -40,7 +40,7 @@ fn zone_options_are_parsed() {
     assert_eq!((whole.max_open, whole.max_active, whole.extension), (3, 5, 2));
     assert!(whole.read_across && whole.check(4096).is_ok());
     assert_eq!(format("zoned=64KiB").unwrap(), ZoneFormat::new(SIZE).unwrap());
-    // A limit of active zones implies the same limit of open zones.
+    // Without `max-open`, the limit of active zones is also the limit of open zones.
     assert_eq!(format("zoned=64KiB&max-active=4").unwrap().max_open, 4);
     assert_eq!(ZoneFormat::parse(std::iter::empty()), Ok(None));
     for (options, words) in [
@@ -115,7 +115,7 @@ fn a_disk_is_made_into_zones_once() {
     assert_eq!(run(Op::Read, 3), Submitted::Done(Err(DiskError::ZoneOffline)));
     assert_eq!(run(Op::Append { fua: false }, 3), Submitted::Done(Err(DiskError::ZoneOffline)));
     drop(queue);
-    // The header is damaged. Afterwards, other content replaces it.
+    // A damaged header is reported. Then the test overwrites the header with other data.
     let byte: u8 = disk.bytes().read(16).unwrap();
     disk.bytes().write(16, &!byte).unwrap();
     assert!(on("zoned=64KiB").unwrap_err().contains("is damaged"));
@@ -165,7 +165,8 @@ fn a_recovered_write_keeps_its_position_in_the_zone() {
     assert_eq!(zones.begin_write(0, 1024, false), Err(DiskError::ZoneFull));
     assert_eq!(zones.begin_write(0, 512, true), Ok(0));
     assert_eq!(zones.begin_write(0, 1536, true), Err(DiskError::ZoneFull));
-    // A write that the dead process has not executed takes its position as usual.
+    // A recovered write that the dead process had not executed takes the next position in its zone,
+    // like a new write.
     assert_eq!(zones.begin_write(SIZE, 512, true), Ok(1));
     assert_eq!(zones.begin_write(SIZE + 1024, 512, true), Err(DiskError::ZoneBoundary));
 }

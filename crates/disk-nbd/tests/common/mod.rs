@@ -1,4 +1,5 @@
-//! NBD server for tests, with configurable behaviour. If the server is killed, its cache is lost.
+//! NBD server for tests, with configurable behaviour. A kill of the server loses the unflushed
+//! data.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use parking_lot::{Condvar, Mutex};
@@ -36,23 +37,23 @@ pub(crate) struct Manner {
     pub(crate) violation: Option<Violation>,
     /// Error code for each command that has to fail.
     pub(crate) errors: BTreeMap<u16, u32>,
-    /// True if all requests are received but neither executed nor answered.
+    /// True if the server receives all requests, but neither executes nor answers them.
     pub(crate) condition: bool,
-    /// Function that selects the requests that are received but neither executed nor answered if
-    /// `condition` is false.
+    /// Function that returns true for a request that the server must receive but neither execute
+    /// nor answer. It is used if `condition` is false.
     pub(crate) holds: Option<fn(&Request) -> bool>,
     /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
-    /// True if requests are refused because the server ends.
+    /// True if the server refuses requests with ESHUTDOWN, as a server that is about to end.
     pub(crate) is_ending: bool,
-    /// Command whose next request is refused as by a server that ends.
+    /// Command whose next request is refused with ESHUTDOWN, once.
     pub(crate) refused_once: Option<u16>,
     /// Minimum and maximum size of requests in bytes.
     pub(crate) sizes: Option<(u32, u32)>,
 }
 
 struct Store {
-    /// Data that survive a kill of the server.
+    /// Data that remain after a kill of the server.
     durable: Vec<u8>,
     /// Current data, which reads return.
     cache: Vec<u8>,
@@ -161,7 +162,8 @@ impl Fake {
         store.sockets.drain(..).for_each(|socket| drop(socket.shutdown(Shutdown::Both)));
         drop(store);
         self.state.changed.notify_all();
-        // From now on, connecting fails and `accept` returns.
+        // The socket file is removed, so that new connections fail. The shutdown of the listening
+        // socket makes `accept` return.
         let _ = std::fs::remove_file(self.socket());
         let _ = rustix::net::shutdown(&listener, rustix::net::Shutdown::Both);
         drop(thread.join());
@@ -207,7 +209,8 @@ impl Fake {
                 }
                 store.sockets.push(socket.try_clone().unwrap());
                 drop(store);
-                // Errors are ignored, because the client under test has to detect them.
+                // The server ignores errors of a connection: the client under test has to handle
+                // them.
                 std::thread::spawn(move || drop(serve(socket, &state, epoch)));
             }
         });

@@ -31,7 +31,7 @@ fn size(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// Creates a tail at position `at`, whose shadow entry has already differed from its snapshot.
+/// Creates a tail at position `at`, for which the shadow entry is already the source of the value.
 fn departed(cells: &Cells, entries: u32, at: u16) -> SqTail<&AtomicU32> {
     let state = DoorbellState { last: at, truth: Truth::Shadow, snapshot: Some(u32::MAX) };
     cells.shadow(u32::from(at));
@@ -68,7 +68,8 @@ fn the_register_stays_the_truth_until_the_entry_departs() {
     assert_eq!(cells.event_idx(), 6, "in step until the entry departs");
     cells.shadow(7);
     assert_eq!(tail.poll(), Ok(7));
-    // After that, a register write is only a wakeup. A late write does not change the value.
+    // After the first change of the shadow entry, a register write is only a wakeup: even a late
+    // register write does not change the tail.
     cells.ring(4);
     assert_eq!(tail.poll(), Ok(7));
     // The entry remains the source even if it returns to the value of its snapshot.
@@ -104,8 +105,8 @@ fn an_invalid_tail_is_reported_once_and_ends_the_queue() {
             cells.shadow(value);
             cells.ring(value);
             assert_eq!((tail.poll(), tail.peek()), (Ok(3), 3));
-            // After an invalid value, neither another Doorbell Buffer Config nor a resumption in
-            // another process changes the tail.
+            // After an invalid value, the tail is constant: neither another Doorbell Buffer Config
+            // nor the recovery by another process changes it.
             tail.enable(&cells.shadow, &cells.event_idx).unwrap();
             assert_eq!(tail.poll(), Ok(3));
         }
@@ -155,7 +156,8 @@ fn a_head_cannot_pass_the_tail() {
     assert_eq!(head.poll(3), Err(InvalidDoorbell { value: 4 }));
     assert_eq!(head.poll(3), Ok(0));
     assert_eq!(head.poll(4), Ok(4), "posted meanwhile");
-    // A backward move counts as nearly a whole turn forward, which is past the tail.
+    // A head that moves backwards is interpreted as a move forwards by nearly the whole ring, which
+    // would pass the tail.
     cells.ring(3);
     assert_eq!(head.poll(6), Err(InvalidDoorbell { value: 3 }));
     cells.ring(6);
@@ -195,15 +197,15 @@ fn arming_sets_event_idx_and_disarming_restores_it() {
     assert_eq!(cells.event_idx(), 1);
     let mut fenced = arming.fence();
     assert_eq!(tail.recheck(&mut fenced), Ok(1));
-    // An additional poll within the round does not change EventIdx.
+    // A poll between arming and disarming does not change EventIdx.
     assert_eq!((tail.poll(), cells.event_idx()), (Ok(1), 1));
     let asleep = fenced.try_sleep();
     assert!(asleep.is_some());
     drop(asleep);
     tail.disarm(&sleeper);
     assert_eq!(cells.event_idx(), 0);
-    // The round is repeated at the end of the ring. Disarming moves EventIdx only if the host has
-    // not updated its value since.
+    // Repeats the sequence at the wrap of the ring. Only the first `disarm` after an `arm` moves
+    // EventIdx.
     cells.shadow(0);
     assert_eq!(tail.poll(), Ok(0));
     tail.arm(&mut sleeper.prepare());
@@ -287,7 +289,8 @@ fn new_buffers_for_a_queue_that_has_departed() {
 
 #[test]
 fn a_second_configuration_takes_over_the_pending_value() {
-    // The same entry is configured again, with a value that was not read yet.
+    // Doorbell Buffer Config selects the same entry again, while the entry has a value that the
+    // controller has not read.
     let cells = Cells::default();
     let mut tail = departed(&cells, 8, 5);
     cells.shadow(6);
@@ -295,7 +298,7 @@ fn a_second_configuration_takes_over_the_pending_value() {
     assert_eq!(tail.poll(), Ok(6));
     cells.shadow(7);
     assert_eq!(tail.poll(), Ok(7));
-    // Another entry is configured, whose value is zero.
+    // Doorbell Buffer Config selects another entry, whose value is zero.
     let new = Cells::default();
     cells.shadow(0);
     tail.enable(&new.shadow, &new.event_idx).unwrap();
@@ -387,7 +390,7 @@ fn a_peek_returns_the_next_value_without_consuming_it() {
     let (polls, event_idx) = (tail.stats().polls, cells.event_idx());
     assert_eq!((tail.peek(), tail.last()), (7, 2));
     assert_eq!((tail.stats().polls, cells.event_idx()), (polls, event_idx));
-    // A peek returns the last value for values that a poll would refuse.
+    // If a poll would refuse the value, a peek returns the last valid value.
     for invalid in [8, 0x1_0003, u32::MAX] {
         cells.shadow(invalid);
         assert_eq!((tail.peek(), tail.last()), (2, 2), "{invalid:#x}");

@@ -117,7 +117,7 @@ fn an_event_idx_outside_of_the_ring_requests_no_write() {
         (128, u32::MAX, 0),
         (128, 128, 0),
         (128, 0x7f, 3),
-        // Bits 31:16 of an entry are reserved.
+        // Bits 31:16 of an EventIdx entry are reserved, so they are ignored.
         (128, 0xffff_007f, 3),
         (2, 2, 0),
         (3, 1, 3),
@@ -139,7 +139,7 @@ fn an_event_idx_outside_of_the_ring_requests_no_write() {
             let written = if turn % 2 == 0 {
                 host.publish(at)
             } else {
-                // `publish_deferred` returns the result for the earlier update, and
+                // `publish_deferred` returns the result for the previous update, and
                 // `needs_notification` the result for this update.
                 assert!(!host.publish_deferred(at));
                 host.needs_notification()

@@ -26,7 +26,8 @@ fn the_controller_does_not_fence() {
     explore(None, || submit::<FullFence, NoFence, FullFence>(Predicate::Linux, 8, 0, 1));
 }
 
-/// SPDK's predicate rings more often, but this does not replace the controller's fence.
+/// SPDK's predicate requests more doorbell writes than that of Linux, but cannot replace the
+/// controller's fence.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_does_not_fence_against_an_inclusive_host() {
@@ -77,8 +78,9 @@ fn the_models_pass_without_a_defect() {
     after_polling(sleep_on);
 }
 
-/// The controller checks the tail before it arms EventIdx, so an update in between is lost. The
-/// types forbid this order; the model circumvents them with the token of a second sleeper.
+/// Defect: the controller checks the tail before it arms EventIdx, so an update between the two is
+/// lost. The types of the API prevent this order, so the model arms with the token of a second
+/// sleeper.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_checks_the_tail_before_arming() {
@@ -93,7 +95,7 @@ fn the_controller_checks_the_tail_before_arming() {
     });
 }
 
-/// The controller fences and checks again without arming EventIdx.
+/// Defect: the controller executes the fence and checks the tail again, but does not arm EventIdx.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_does_not_arm() {
@@ -106,16 +108,17 @@ fn the_controller_does_not_arm() {
     });
 }
 
-/// The controller sets EventIdx to the completion queue's tail while the queue is full. The host
-/// would ring only after it has consumed all entries and one more.
+/// Defect: while the completion queue is full, the controller sets EventIdx to its tail. The host
+/// would write the doorbell only after it has consumed all entries and one more.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_waits_for_room_with_event_idx_at_the_tail() {
     explore(None, || full::<FullFence, FullFence>(Predicate::Linux, 4, 1, 1, Request::AtTheTail));
 }
 
-/// The trap handler copies every value to the shadow entry. A posted write that arrives late moves
-/// the tail back, and the controller never sees the entry that was submitted in the meantime.
+/// Defect: the trap handler copies every register value to the shadow entry. A posted write that
+/// arrives late moves the tail back, and the controller never sees the entry that the host
+/// submitted in the meantime.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_trap_writes_the_shadow_entry() {
@@ -199,7 +202,8 @@ fn a_second_configuration_drops_the_pending_value_of_the_old_entry() {
     });
 }
 
-/// The old value is taken before the snapshot, so an update in between looks unchanged.
+/// Defect: the controller reads the old value before it takes the snapshot. An update between the
+/// two is part of the snapshot, so the entry seems unchanged and the update is lost.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn a_second_configuration_takes_the_pending_value_before_the_snapshot() {
@@ -212,8 +216,9 @@ fn a_second_configuration_takes_the_pending_value_before_the_snapshot() {
     });
 }
 
-/// The host stores an update in the new entry first, and the controller also reads the new entry
-/// first.
+/// Defect: the host stores an update in the new entry first, and the controller also reads the new
+/// entry first. So the controller can take a snapshot of the new entry that contains an update
+/// which the old entry does not contain yet, and the update is lost.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_host_updates_the_new_entry_before_the_old_one() {

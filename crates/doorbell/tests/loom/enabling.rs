@@ -1,5 +1,5 @@
-//! Doorbell Buffer Config with commands in flight, with hosts that shadow a queue and hosts that do
-//! not.
+//! Doorbell Buffer Config with commands in flight, for hosts that use shadow doorbells on the queue
+//! afterwards and for hosts that do not.
 
 use loom::sync::atomic::Ordering;
 use loom::thread;
@@ -13,8 +13,8 @@ use crate::rig::{
     ring, sleep_pair, word,
 };
 
-/// The Doorbell Buffer Config command, as two flags: submitted by the host, and completed by the
-/// controller.
+/// State of the Doorbell Buffer Config command, as two flags: the host has submitted it, and the
+/// controller has completed it.
 #[derive(Clone)]
 struct Config {
     submitted: Word,
@@ -32,17 +32,18 @@ impl Config {
     }
 }
 
-/// Executes the command for one doorbell.
+/// Function that executes Doorbell Buffer Config for one doorbell.
 type Enable = dyn Fn(SqTail<Word>, &DoorbellCells) -> SqTail<Word>;
 
-/// Executes the command as the shipped code does.
+/// Executes Doorbell Buffer Config as the shipped code does.
 pub(crate) fn enable(mut tail: SqTail<Word>, cells: &DoorbellCells) -> SqTail<Word> {
     tail.enable(cells.shadow.clone(), cells.event_idx.clone()).unwrap();
     tail
 }
 
-/// Controller that fetches `count` entries from `from` on, and executes the command when it
-/// arrives. Calls `progress` with the fetch position, and with true when the command is complete.
+/// Controller that fetches `count` entries from position `from` on, and executes Doorbell Buffer
+/// Config when it finds the command. Calls `progress` with the number of fetched entries, and with
+/// true once Doorbell Buffer Config is complete.
 struct Controller {
     cells: DoorbellCells,
     size: RingSize,
@@ -59,8 +60,8 @@ impl Controller {
         self.run_with(tail, &enable, sleeper, wake, progress);
     }
 
-    /// Variant of [`run`](Self::run) with the queue's tail before the command, and with the
-    /// function that executes the command.
+    /// Variant of [`run`](Self::run) in which the caller supplies the queue's tail as it is before
+    /// the command, and the function that executes the command.
     fn run_with(
         self,
         mut tail: SqTail<Word>,
@@ -100,7 +101,7 @@ impl Controller {
     }
 }
 
-/// Source of the old value in the predicate of a host other than this crate's.
+/// Source of the old value in the predicate of another host implementation.
 #[derive(Clone, Copy)]
 enum Old {
     /// The shadow entry, as in Linux and SPDK.
@@ -255,8 +256,9 @@ fn other_hosts_enable_under_load() {
     }
 }
 
-/// The shadow entry is zero, and the first update after the command wraps to zero. The entry does
-/// not change at all, but the host rings, because EventIdx has followed the tail.
+/// The new shadow entry is zero, and the first update after the command wraps to zero. So the entry
+/// does not change, and only the doorbell register shows the update. The host writes the register,
+/// because EventIdx has followed the tail.
 #[test]
 fn the_first_update_lands_on_a_stale_zero() {
     for predicate in PREDICATES {
@@ -295,8 +297,8 @@ fn the_first_update_lands_on_a_stale_zero() {
     }
 }
 
-/// The admin queue of Linux and SPDK: the command has been executed, but the host never shadows
-/// this queue.
+/// Admin queue with a host like Linux or SPDK: the controller has executed Doorbell Buffer Config,
+/// but the host never uses a shadow entry for this queue.
 #[test]
 fn a_host_that_never_shadows_the_queue() {
     for initial in [0, 2] {
@@ -332,23 +334,23 @@ pub(crate) enum Pages {
     Other,
 }
 
-/// Host during a second Doorbell Buffer Config.
+/// Doorbell updates of the host around a second Doorbell Buffer Config.
 #[derive(Clone, Copy)]
 pub(crate) enum Updates {
-    /// Updates the old entry first and the new one second, until the command is complete, like this
-    /// crate's host.
+    /// Until the command is complete, each update goes to the old entry first and to the new one
+    /// second, as in this crate's host.
     Both,
     /// Updates the new entry first.
     BothNewFirst,
     /// Updates the entry as if there were no command. Both pages are the same.
     InPlace,
-    /// Updates the old entry just before the command, and the next time when it is complete. The
-    /// new entry has the given value.
+    /// One update in the old entry directly before the command is submitted, and the next update
+    /// after its completion. Before the command, the new entry has the given value.
     Before(u16),
 }
 
-/// A second Doorbell Buffer Config for a queue in use. `entries` is the size of the ring, of which
-/// the host submits two entries from the position before its end on.
+/// Model of a second Doorbell Buffer Config for a queue in use. The host submits to the last two
+/// entries of a ring of `entries`, so that the tail ends at zero.
 pub(crate) fn configured_again(
     (entries, predicate): (u32, Predicate),
     pages: Pages,
@@ -359,7 +361,7 @@ pub(crate) fn configured_again(
     let from = size.back(0, 2);
     let old = DoorbellCells::at(size.back(from, 1));
     let (mut doorbell, tail) = in_use::<FullFence>(&old, size, from);
-    // The host has not written the register for a while.
+    // The register is outdated, because the host has recently updated only the shadow entry.
     old.register.store(0, Ordering::Relaxed);
     let cells = match pages {
         Pages::Same => old.clone(),
@@ -427,8 +429,8 @@ pub(crate) fn configured_again(
     let has_signalled = std::cell::Cell::new(false);
     let controller = Controller { cells, size, from, count: 2, config, entries: memory };
     controller.run_with(tail, enable, &mut sleeper, &wake, |fetched, enabled| {
-        // The host continues only after the controller has fetched all commands before the Doorbell
-        // Buffer Config command.
+        // The host learns of the completion of Doorbell Buffer Config only after the controller has
+        // fetched the commands that were submitted before it.
         if enabled && fetched >= 1 && !has_signalled.replace(true) {
             is_complete.signal();
         }
@@ -450,9 +452,9 @@ fn a_second_configuration_under_load_takes_over_the_pending_value() {
     }
 }
 
-/// The new entry is zero, or has the position that the host rang just before the command, or the
-/// position before that. The ring ends at zero, so the first update after the command may store the
-/// value that the entry has already; then the register shows the update.
+/// Before the command, the new entry is zero, or has the position that the host stored last, or the
+/// position before that. The host's first update after the command stores zero, because the ring
+/// ends there. If the entry already is zero, only the register shows the update.
 #[test]
 fn a_second_configuration_keeps_what_was_rung_just_before() {
     for predicate in PREDICATES {

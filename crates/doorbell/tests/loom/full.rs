@@ -5,13 +5,14 @@ use shadowbell_doorbell::{Fence, FullFence, Predicate};
 
 use crate::rig::{DoorbellCells, PREDICATES, explore, in_use, in_use_head, ring, sleep_pair};
 
-/// Kind of wakeup that the controller requests.
+/// Kind of doorbell notification that the controller requests from the host.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Request {
-    /// The request of this crate: arms EventIdx.
+    /// EventIdx set by this crate's arming, so that the host notifies when it consumes the next
+    /// completion.
     Arm,
-    /// EventIdx at the completion queue's tail. The wakeup comes only after the last completion was
-    /// consumed.
+    /// EventIdx set to the completion queue's tail. The host notifies too late: only after it has
+    /// consumed the last completion.
     AtTheTail,
 }
 

@@ -9,8 +9,8 @@ use crate::rig::{DoorbellCells, Wake, Word, explore, in_use, ring, sleep_pair, w
 /// A value outside of a ring of 8 entries.
 const INVALID: u16 = 9;
 
-/// Polls the tail, and sleeps between the polls, until an invalid value is reported. A lost wakeup
-/// is a deadlock.
+/// Polls the tail, and sleeps between the polls, until an invalid value is reported. If a wakeup is
+/// lost, the model ends in a deadlock.
 fn look_until_invalid(
     tail: &mut SqTail<Word>,
     sleeper: &mut shadowbell_doorbell::Sleeper<Word, FullFence>,

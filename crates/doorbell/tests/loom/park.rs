@@ -1,5 +1,5 @@
-//! A parked queue. The queue has a sleeper of its own while its thread serves other queues. A
-//! doorbell write for the queue is a message to the thread, which may also sleep.
+//! Parked queue: while its thread serves other queues, the queue has a sleeper of its own. A
+//! doorbell write for the queue sends a message to the thread, and wakes the thread if it sleeps.
 
 use loom::sync::Mutex;
 use loom::sync::atomic::Ordering;
@@ -11,12 +11,13 @@ use crate::rig::{
     DoorbellCells, PREDICATES, Wake, Word, explore, in_use, is_set, ring, sleep_pair, word,
 };
 
-/// Wakers for the host's doorbell write: of the queue's own sleeper, and of the thread, which gets
-/// a message as well.
+/// Wakers that a doorbell write of the host uses: that of the queue's own sleeper, and that of the
+/// thread, with the messages for the thread.
 struct Parking<F> {
     queue: Wake<F>,
     thread: Wake,
-    /// Number of doorbell writes for the queue. `pending` is set if there are any.
+    /// Number of doorbell writes for the queue that the thread has not handled. If there are any,
+    /// `pending` is set.
     messages: Arc<Mutex<u32>>,
     pending: Word,
 }
@@ -38,8 +39,8 @@ pub(crate) enum Without {
     Nothing,
     /// Wakeup of the thread after the message is stored.
     Kick,
-    /// Message that names the queue, for a doorbell write for a parked queue. The thread is only
-    /// woken.
+    /// Message about a doorbell write for a parked queue. The thread is woken, but does not learn
+    /// for which queue.
     Message,
     /// Wakeup of the thread, for a doorbell write for a queue that is not parked.
     Thread,
@@ -55,8 +56,8 @@ impl<F: Fence> Parking<F> {
         if !is_set(&self.pending) {
             return false;
         }
-        // The flag is cleared before the messages are read, so the next call finds a message that
-        // arrives in between.
+        // The flag is cleared before the messages are read: if a message arrives between the two,
+        // the flag is set again for the next call.
         self.pending.store(0, Ordering::Release);
         std::mem::take(&mut *self.messages.lock().unwrap()) != 0
     }
@@ -165,8 +166,8 @@ fn a_parked_queue_is_woken() {
     }
 }
 
-/// Two concurrent doorbell writes, one of which may rely on the message of the other. In between,
-/// the queue is woken and parked again.
+/// Two concurrent doorbell writes for a parked queue. One of them may send no message, because the
+/// message of the other is enough. Between them, the queue may be woken and parked again.
 #[test]
 fn two_doorbell_writes_for_a_parked_queue_lose_no_wakeup() {
     explore(Some(2), || {

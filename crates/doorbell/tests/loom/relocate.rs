@@ -17,7 +17,8 @@ use crate::rig::{Entries, Wake, explore, ring, serve, sleep_pair, word};
 pub(crate) fn relocated(twice: bool) {
     let (size, register, owner) = (ring(8), word(0), word(0));
     let memory = Entries::new(size);
-    // The old owner is awake until it has moved the queue, and then polls it no more.
+    // The old owner does not sleep before it has moved the queue, and does not poll the queue
+    // afterwards.
     let (_old, old_wake) = sleep_pair::<FullFence, FullFence>();
     let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
     let host = {
@@ -34,7 +35,8 @@ pub(crate) fn relocated(twice: bool) {
         })
     };
     owner.store(1, Ordering::Release);
-    // In the shipped code, a message passes the queue to the new owner. The model omits it.
+    // In the shipped code, the old owner sends the queue to the new owner in a message. The model
+    // omits the message, so that it does not rely on its synchronization.
     let mut tail = SqTail::new(size, register);
     serve(&mut tail, &memory, 1, &mut sleeper, &wake);
     host.join().unwrap();

@@ -1,7 +1,7 @@
 //! Building blocks of the models: cells, an eventfd, a host and a controller.
 //!
-//! `Arc` is that of the standard library, because its count is not a part of the models, and loom's
-//! `Arc` cannot be dropped while a model unwinds after a deadlock.
+//! `Arc` is that of the standard library: its reference count is not part of the models, and loom's
+//! `Arc` must not be dropped while a model unwinds after a deadlock.
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::AtomicU32;
@@ -21,8 +21,8 @@ impl Fence for NoFence {
     fn full() {}
 }
 
-/// Explores `f` with at most `preemptions` involuntary context switches, or with any number for
-/// `None`.
+/// Explores all executions of `f` with at most `preemptions` involuntary context switches. `None`
+/// means no limit.
 pub(crate) fn explore(preemptions: Option<usize>, f: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = preemptions;
