@@ -47,13 +47,14 @@ const LOOKUP_DIR: &str = "/run/shadowbell/program";
 pub struct Extra<'a> {
     /// Programs of the host for `/usr/sbin`, statically linked.
     pub programs: &'a [&'a Path],
-    /// Programs of the host whose shared libraries are taken from the tools root.
+    /// Dynamically linked programs of the host. The archive gets their shared libraries from the
+    /// tools root.
     pub linked: &'a [&'a Path],
     /// Kernel modules for [`MODULES`].
     pub modules: &'a [PathBuf],
     /// Other files: path relative to the root, and contents.
     pub files: &'a [(&'a str, &'a [u8])],
-    /// Script of the first process, instead of the agent.
+    /// Script that runs as the first process, instead of the agent.
     pub init: Option<&'a str>,
 }
 
@@ -115,7 +116,7 @@ pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8
     Ok(archive.finish())
 }
 
-/// Shared libraries of `programs`, according to the loader of the root.
+/// Paths of the shared libraries that `programs` need, as `ldd` of the root reports them.
 fn libraries(roots: &Roots, binds: &[(&Path, &str)], programs: &[&str]) -> Result<Vec<String>> {
     let output = roots.command(binds, "ldd")?.args(programs).output().context("ldd")?;
     if !output.status.success() {
@@ -140,7 +141,8 @@ fn parse_ldd(text: &str) -> Result<Vec<String>> {
     Ok(paths)
 }
 
-/// Path below the root with the links into `/usr` resolved.
+/// Returns `path` relative to the root. If it begins with a link into `/usr`, such as `/lib`, the
+/// link is resolved.
 fn merged(path: &str) -> String {
     let path = path.trim_start_matches('/');
     match path.split_once('/') {

@@ -34,9 +34,9 @@ pub struct Guest {
 impl Guest {
     /// Starts QEMU and waits until the guest's agent answers.
     ///
-    /// `initramfs` is an archive of [`crate::initramfs::pack`], in the run's directory of files.
-    /// The directory is for one guest at a time; a second guest, after the end of the first,
-    /// appends to its logs.
+    /// `initramfs` is the name of a file in the run's directory, with an archive from
+    /// [`crate::initramfs::pack`]. Only one guest at a time may use the directory. A second guest,
+    /// started after the end of the first, appends to the same logs.
     ///
     /// # Errors
     ///
@@ -72,7 +72,8 @@ impl Guest {
 
         let console = run.file("console.log");
         let mut check = || check(&mut process, &errors);
-        // QEMU opens the connections of its character devices in the order of its command line.
+        // QEMU connects to these sockets in the order of its command line: the agent's socket is
+        // before the socket for QMP.
         let mut agent = Agent::new(agent::accept(&agent_socket, LIMIT, &mut check)?)?;
         let qmp = Qmp::new(agent::accept(&qmp_socket, LIMIT, &mut check)?)?;
         agent

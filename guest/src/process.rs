@@ -56,7 +56,7 @@ impl Process {
         }
     }
 
-    /// Sends a signal, if the process is running.
+    /// Sends a signal. Fails if the process has ended.
     pub fn signal(&mut self, signal: Signal) -> Result<()> {
         if let Some(status) = self.ended()? {
             bail!("{} has ended already ({})", self.name, describe(status));

@@ -94,8 +94,8 @@ fn lock(directory: &Path) -> Result<File> {
         .context("the lock of this run")
 }
 
-/// Removes directories with this prefix whose lock is free. The kernel releases the lock of a
-/// killed run.
+/// Removes the directories in `parent` whose names have the prefix `prefix` and whose lock is free.
+/// The kernel releases the lock of a killed run.
 fn sweep(parent: &Path, prefix: &str) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let abandoned = || File::open(entry.path().join(LOCK)).is_ok_and(|f| f.try_lock().is_ok());

@@ -27,7 +27,7 @@ pub struct Counts {
     pub interrupts: u64,
 }
 
-/// A measurement with enabled events.
+/// Measurement in progress, for which QEMU logs the trace events.
 #[derive(Debug)]
 pub struct Stretch {
     start: u64,

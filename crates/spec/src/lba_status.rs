@@ -12,7 +12,8 @@ pub mod atype {
     /// Report the allocated LBAs. The controller announces support in AOCS
     /// ([`IdentifyNvmController::REPORTS_ALLOCATED`](crate::identify::IdentifyNvmController)).
     pub const ALLOCATED: u8 = 0x02;
-    /// Scan for potentially unrecoverable LBAs, and report them with those already known.
+    /// Scan for potentially unrecoverable LBAs. Report the LBAs that the scan finds and those
+    /// already known.
     pub const SCAN_UNRECOVERABLE: u8 = 0x10;
     /// Report the known potentially unrecoverable LBAs.
     pub const UNRECOVERABLE: u8 = 0x11;

@@ -63,7 +63,8 @@ pub const PMRMSCU: u64 = 0xe18;
 /// First doorbell: submission queue 0 tail. PCIe 1.1, "Submission Queue y Tail Doorbell".
 pub const DOORBELLS: u64 = 0x1000;
 
-/// Value of [`NSSR`] that resets the NVM subsystem: "NVMe". Base 2.1, 3.1.4.7.
+/// Value that a host writes to [`NSSR`] to reset the NVM subsystem: "NVMe" in ASCII. Base 2.1,
+/// 3.1.4.7.
 pub const NSSR_MAGIC: u32 = 0x4e56_4d65;
 
 /// Controller Capabilities. Base 2.1, 3.1.4.1.
@@ -107,7 +108,7 @@ pub struct Cap {
     pub cmbs: bool,
     /// NVM Subsystem Shutdown Supported.
     pub nsss: bool,
-    /// Controller Ready With Media Supported: mandatory from 2.0 on.
+    /// Controller Ready With Media Supported: mandatory as of NVMe 2.0.
     pub crwms: bool,
     /// Controller Ready Independent of Media Supported.
     pub crims: bool,

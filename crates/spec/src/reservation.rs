@@ -157,7 +157,8 @@ pub struct ReservationStatus {
     pub reserved10: [u8; 14],
 }
 
-/// Offset in bytes of the first controller in the extended structure.
+/// Offset in bytes of the first Registered Controller Extended data structure in the extended
+/// Reservation Status data structure.
 pub const EXTENDED_STATUS_HEAD: usize = 64;
 
 /// Registered Controller data structure.
@@ -179,7 +180,7 @@ pub struct RegisteredController {
 }
 
 impl RegisteredController {
-    /// CNTLID of a registrant without a controller.
+    /// Value of CNTLID if the registrant, a host, currently has no controller.
     pub const UNKNOWN: u16 = 0xffff;
 }
 

@@ -61,7 +61,7 @@ pub(crate) fn parse(spec: &str) -> Result<(Target, Options), DiskSpecError> {
 /// Recovers the disk `spec` of a dead process from its checkpoint.
 ///
 /// # Errors
-/// The controller is unreachable, or its namespace is another one.
+/// The controller is unreachable, or its namespace is not the one that the dead process used.
 pub(crate) fn recover(
     spec: &str,
     state: &Value,
@@ -75,8 +75,9 @@ pub(crate) fn recover(
     Ok(disk)
 }
 
-/// Attaches the controller of the dead process as soon as the kernel or its server has released it.
-/// Attaching resets the controller, which is the fence.
+/// Attaches the controller that the dead process used, as soon as the kernel (for a PCI function)
+/// or the controller's server (for a socket) has released it. Attaching resets the controller. The
+/// reset is the fence: it proves that all I/O of the dead process has ended.
 fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecError> {
     let mut missing: Option<Instant> = None;
     let mut last: Option<String> = None;
@@ -102,7 +103,8 @@ fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecErr
 }
 
 /// Tries once to attach. The attempt runs on a thread of its own, because it may block. If `wait`
-/// returns false, this function returns and the thread continues alone.
+/// returns false, this function returns an error without waiting for the thread, and the result of
+/// the attempt is discarded.
 fn attach_once(spec: &str, wait: &dyn Fn() -> bool) -> anyhow::Result<NvmeDisk> {
     let (target, options) = parse(spec).map_err(DiskSpecError::into_error)?;
     let named = spec.to_owned();

@@ -13,10 +13,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Maximum time for connecting to a server. It is long, because a server serves one client at a
-/// time.
+/// Maximum time for connecting to a server. It is long, because a server accepts a client only
+/// after it has released the previous one.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time in which a client that has just ended is disconnected, and a busy server answers.
+/// Limit of the first attempt to connect. It is long enough for a busy server to answer, and to
+/// release a client that has just ended.
 const SHORT_WAIT: Duration = Duration::from_secs(1);
 
 /// Connects to the controller that `target` names: a PCI function, or one behind a socket.
@@ -43,8 +44,9 @@ pub fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
     }
 }
 
-/// Connects to a controller. If another client is connected, the wait ends soon: a client that
-/// waited for long would get the disk at the moment when a guest restarts.
+/// Connects to a controller. Fails after [`SHORT_WAIT`] if the server reports that another client
+/// is connected. With a longer wait, this process could take the controller from a guest's VMM that
+/// disconnects only to restart.
 fn connect(socket: &Path) -> Result<VfioUser, TransportError> {
     match VfioUser::connect(socket, SHORT_WAIT) {
         Err(error) if is_timeout(&error) && client_of(socket).is_none() => {
@@ -60,7 +62,7 @@ fn is_timeout(error: &TransportError) -> bool {
     matches!(cause, Some(ClientError::Timeout { .. }))
 }
 
-/// True if the controller was in use by another client, so that a retry may succeed.
+/// True if `error` means that another client uses the controller, so that a retry may succeed.
 #[must_use]
 pub fn is_in_use(error: &anyhow::Error) -> bool {
     error.chain().any(|error| {
@@ -69,8 +71,8 @@ pub fn is_in_use(error: &anyhow::Error) -> bool {
     })
 }
 
-/// Connects to the controller of a dead process. The error keeps its type, which [`is_in_use`]
-/// needs.
+/// Connects to the controller that a dead process used. The error keeps its type, which
+/// [`is_in_use`] needs.
 ///
 /// # Errors
 /// As [`to`].

@@ -11,8 +11,8 @@ use shadowbell_state::StateError;
 use std::time::Instant;
 
 impl Supervisor {
-    /// Adopts the state of a killed supervisor, if there is one. Returns true if it was adopted:
-    /// a server process then exists or is going to be started.
+    /// Adopts the state of a killed supervisor, if the fd store contains one. Returns true if this
+    /// supervisor has adopted the state: a server process then runs or is about to be started.
     pub(super) fn resume(&mut self) -> bool {
         if !fd_store::is_wanted() {
             return false;

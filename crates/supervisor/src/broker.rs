@@ -19,8 +19,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 /// Lock that a broker holds for reading from the receipt of a request to its answer. While it is
-/// locked for writing ([`pause`]), no request is half done, and further requests stay in their
-/// sockets.
+/// locked for writing ([`pause`]), no broker is answering a request, and further requests stay in
+/// their sockets.
 static WORK: RwLock<()> = RwLock::new(());
 
 /// Maximum number of brokers of all server processes together.
@@ -113,7 +113,8 @@ impl Broker {
         deferred_close::close(packet.fds);
         let Some((code, body, fds)) = answer else { return true };
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        // The socket of a process that waits for an answer has room for it.
+        // The send does not need to block: the server process waits for this answer, so no earlier
+        // answer fills the socket buffer.
         let is_sent = protocol::send_bytes(&self.socket, code, &body, &borrowed, true).is_ok();
         deferred_close::close(fds);
         is_sent

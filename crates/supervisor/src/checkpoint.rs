@@ -221,8 +221,8 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Returns the last packet, or a new one if the last has no room for `bytes` more bytes and, if
-    /// `fds` is set, a descriptor.
+    /// Returns the last packet, or a new one if the last packet is too full: it needs room for
+    /// `bytes` more bytes and, if `fds` is true, for one more descriptor.
     fn packet(&mut self, bytes: usize, fds: bool) -> &mut Packet<'a> {
         let has_room = self.0.last().is_some_and(|last| {
             last.bytes.len() + bytes < MAX_PACKET && (!fds || last.fds.len() < MAX_FDS)
@@ -365,8 +365,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Returns whether the packet begins a transaction, and whether it ends one. A packet that does
-    /// both may be applied twice.
+    /// Returns whether the packet begins a transaction, and whether it ends one. Such a packet is a
+    /// complete transaction, and has the same effect if it is applied twice.
     pub fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
         let flags = bytes.first().copied().unwrap_or_default();
         (flags & FIRST != 0, flags & LAST != 0)
@@ -399,7 +399,7 @@ impl Checkpoint {
         Arc::into_inner(self.all.remove(key)?)
     }
 
-    /// Parts of a transaction that sends all items to another process.
+    /// Returns a transaction that sends all items to another process, as parts of one packet each.
     pub fn parts(&self) -> Vec<Part> {
         let mut parts: Vec<Part> = Vec::new();
         for (key, item) in &self.all {
@@ -426,7 +426,8 @@ impl Checkpoint {
     }
 }
 
-/// Item, or some of its descriptors, to send to another process.
+/// Content of one packet of `Checkpoint::parts`: an item with its first descriptors, more
+/// descriptors of the previous item, or nothing except the end of the transaction.
 pub struct Part {
     key: String,
     item: Option<Arc<Item>>,
@@ -499,7 +500,8 @@ mod tests {
         (0..count).map(|_| pipe()).collect()
     }
 
-    /// Sends these changes to `items`. Returns the number of packets.
+    /// Encodes `changes` as packets and applies the packets to `items`. Returns the number of
+    /// packets.
     fn change(items: &mut Checkpoint, changes: &[Change<'_>]) -> usize {
         let mut memory = Vec::new();
         let packets = packets(changes, &mut memory).unwrap();
@@ -536,8 +538,8 @@ mod tests {
             ],
         );
         assert_eq!(sent, 4, "all those descriptors need as many packets");
-        // All items are sent to a second process, which changes one item, and from there to a third
-        // process.
+        // Simulates two transfers: all items go to a second process, which changes one item, and
+        // then to a third process.
         for _ in 0..2 {
             let mut next = Checkpoint::default();
             let parts = items.parts();
@@ -581,7 +583,8 @@ mod tests {
         };
         assert_eq!(items.take(&packets[0].bytes, own(&packets[0])), Ok(false));
         assert!(!items.contains("b"));
-        // The sender cannot send the rest of its transaction, and begins a new one.
+        // A new transaction begins before the last packet of the previous one, whose changes are
+        // discarded.
         change(&mut items, &[Change::Put { key: "c", body: b"", fds: &[] }]);
         assert!(!items.contains("b") && items.contains("c"));
         assert_eq!(read(&mut items, "a").0, b"old");

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// Connection to a supervisor.
 pub struct SupervisorClient(OwnedFd);
 
-/// Time limit for a connection and for an answer.
+/// Time limit for connecting to a supervisor, and for each answer except that of an upgrade.
 const ANSWERS: Duration = Duration::from_secs(10);
 /// Time limit for the search for a supervisor.
 const SEARCH: Duration = Duration::from_secs(30);
@@ -33,8 +33,9 @@ impl SupervisorClient {
         Self(socket)
     }
 
-    /// Permits the server process to open this file as the image at this absolute path, with the
-    /// access of the descriptor. Returns false if the supervisor refuses.
+    /// Permits the server process to open `file` as the image at the absolute path `image`. The
+    /// server process may read or write it if the descriptor `file` is open for reading or writing.
+    /// Returns false if the supervisor refuses.
     pub fn grant(&self, image: &Path, file: BorrowedFd<'_>) -> bool {
         let answer = ask(&self.0, question::GRANT, image, Some(file));
         answer.is_ok_and(|packet| packet.code == answer::YES)

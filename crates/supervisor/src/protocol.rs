@@ -87,13 +87,13 @@ pub mod to_worker {
     /// The previous server process had quiesced and released its locks, so none of its I/O is in
     /// flight. Sent before its checkpoint.
     pub const QUIESCED: u8 = b'Z';
-    /// The previous server process died by a fault and was not killed. Sent before its
-    /// checkpoint.
+    /// The previous server process ended by a fault of its own, such as a panic, and not by
+    /// SIGKILL. Sent before its checkpoint.
     pub const FAULT: u8 = b'F';
-    /// The last process that wrote the checkpoint, or was to recover from it, died by a fault and
-    /// was not killed. Sent before the checkpoint.
+    /// The last process that wrote the checkpoint, or was started to recover from it, ended by a
+    /// fault of its own, and not by SIGKILL. Sent before the checkpoint.
     pub const LAST_BY_FAULT: u8 = b'D';
-    /// Number of deaths in a row, in decimal, that count towards the limit after which the supervisor
+    /// Number of consecutive deaths of server processes, in decimal. Above a limit, the supervisor
     /// discards the checkpoint. Sent before the checkpoint.
     pub const DEATHS: u8 = b'N';
     /// Checkpoint of the previous server process (see [`checkpoint`](crate::checkpoint)), in one
@@ -113,11 +113,11 @@ pub mod to_supervisor {
     pub const ALIVE: u8 = b'V';
     /// The process has started its threads and waits for a checkpoint.
     pub const PREPARED: u8 = b'P';
-    /// The process can recover from the checkpoint that it was to check. Body: the clients that
-    /// cannot be recovered, a sentence each, one per line.
+    /// The process has checked the checkpoint, as requested, and can recover from it. Body: the
+    /// clients that cannot be recovered, a sentence each, one per line.
     pub const CHECKED: u8 = b'K';
-    /// The process has not quiesced, and resumes, because its checkpoint is incomplete. Body: the
-    /// reason.
+    /// The process resumes instead of quiescing for an upgrade, because its checkpoint is
+    /// incomplete. Body: the reason.
     pub const RESUMES: u8 = b'G';
     /// A client was not recovered, or waits for its disks. Body: a sentence.
     pub const WARNING: u8 = b'W';
@@ -130,7 +130,8 @@ pub mod to_supervisor {
     /// Checkpoint change, for recovery after the process's death: see
     /// [`checkpoint`](crate::checkpoint).
     pub const CHECKPOINT: u8 = b'I';
-    /// The process has recovered. From this message on, only its own checkpoint is valid.
+    /// The process has recovered the clients of the previous process. From this message on, only
+    /// the checkpoint that this process sends is valid, and the previous process's is obsolete.
     pub const RECOVERED: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: socket that receives the result.
     pub const UPGRADE: u8 = b'U';
@@ -180,9 +181,9 @@ pub mod open_broker {
 
 /// Requests of a supervisor's client.
 pub mod question {
-    /// Tests if this process id is the supervisor's or its server process's.
+    /// Tests if the process id in the body is that of the supervisor or of its server process.
     pub const IS_YOURS: u8 = b'p';
-    /// Tests if the server process serves at this path.
+    /// Tests if the server process serves at the socket path in the body.
     pub const SERVES: u8 = b's';
     /// Upgrades to the program at this path; an empty body stands for the current program.
     pub const UPGRADE: u8 = b'u';
@@ -309,8 +310,9 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
     let received = loop {
         match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
             Ok(received) => break received,
-            // CONNRESET: the peer has closed its end with unread packets in it. The error is
-            // returned once, before the queued packets that the peer has sent.
+            // CONNRESET: the peer closed its socket before it had read all packets. The kernel
+            // returns this error once. Afterwards the packets that the peer has sent can be
+            // received.
             Err(Errno::INTR | Errno::CONNRESET) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -357,7 +359,7 @@ mod tests {
         let packet = receive(&theirs, false).unwrap().unwrap();
         assert_eq!((packet.code, packet.body.len()), (b'X', MAX_PACKET - 1));
         assert!(packet.fds.is_empty());
-        // Packets from a peer are received after it has closed its end with unread packets in it.
+        // The peer closes its socket without reading `END`. Its own packet is still received.
         send(&theirs, to_worker::END, "", None).unwrap();
         send(&ours, to_supervisor::FAILED, "why", None).unwrap();
         drop(ours);

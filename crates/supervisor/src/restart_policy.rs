@@ -7,16 +7,19 @@ use std::time::{Duration, Instant};
 const DEATH_WINDOW: Duration = Duration::from_secs(60);
 /// Number of deaths in the window at which the supervisor ends the service.
 const MAX_DEATHS: usize = 8;
-/// Maximum number of deaths in a row, of processes that did not serve, after which the checkpoint
-/// is still used. Beyond it the next process starts without the checkpoint, which may be the cause.
+/// Maximum number of consecutive deaths of processes that did not serve after which the next
+/// process still recovers from the checkpoint. After one more death, the next process starts
+/// without the checkpoint, because the checkpoint may cause the deaths.
 const MAX_RECOVERIES: usize = 6;
-/// Delay of the restart after the first counted death that is not followed by an immediate restart.
-/// The delay doubles with each further death.
+/// Shortest delay of a restart that is not immediate. The delay doubles with each further counted
+/// death.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
-/// A process that is killed from outside counts as a death only if it served for less than this.
+/// Minimum time of service of a process that is then killed from outside. If the process served for
+/// at least this time and left a complete checkpoint, its death is not counted.
 const MIN_SERVICE: Duration = Duration::from_millis(50);
-/// A process that ends by a fault counts as a death only if it served for less than this. After a
-/// longer time, the death before had another cause.
+/// Minimum time of service of a process that then ends by a fault. If the process served for at
+/// least this time and left a complete checkpoint, its death is not counted, because it hardly has
+/// the same cause as the death before.
 const STABLE_SERVICE: Duration = Duration::from_secs(10);
 
 /// Deaths of server processes that count.
@@ -24,8 +27,8 @@ const STABLE_SERVICE: Duration = Duration::from_secs(10);
 pub(super) struct RestartPolicy {
     /// Times of the deaths in the window, oldest first. At [`MAX_DEATHS`] the service ends.
     pub(super) times: VecDeque<Instant>,
-    /// Number of deaths in a row of processes that did not serve. After the checkpoint was
-    /// discarded, each death counts.
+    /// Number of consecutive deaths of processes that did not serve. Above [`MAX_RECOVERIES`] the
+    /// checkpoint is discarded, and from then on deaths of processes that served are added too.
     pub(super) failed: usize,
 }
 
@@ -43,9 +46,9 @@ pub(super) enum Next {
 impl RestartPolicy {
     /// Records a death at `now` and returns the reaction.
     ///
-    /// `served` is the time of service, if the process served. `is_killed` is true if the signal
-    /// came from outside ([`is_killed`](super::worker::is_killed)). `is_left` is true if there is a
-    /// complete checkpoint.
+    /// `served` is the time of service, if the process served. `is_killed` is true if the process
+    /// was killed from outside ([`is_killed`](super::worker::is_killed)). `is_left` is true if
+    /// there is a complete checkpoint.
     pub(super) fn add(
         &mut self,
         now: Instant,
@@ -64,16 +67,16 @@ impl RestartPolicy {
         };
         let enough = if is_killed { MIN_SERVICE } else { STABLE_SERVICE };
         if is_left && served.is_some_and(|served| served >= enough) {
-            // The process recovered and served, so the checkpoint did not cause the previous death,
-            // which is removed from the count.
+            // The process recovered and served for long enough, so the checkpoint did not prevent
+            // service. This death is not counted, and the oldest counted death is removed.
             times.pop_front();
             return Next::Recover(Duration::ZERO);
         }
         times.push_back(now);
         let wait = |before: usize| FIRST_DELAY * (1 << before);
         if is_left && *failed <= MAX_RECOVERIES {
-            // The delay grows no further, and the service does not end: a process that serves can
-            // be recovered.
+            // Older deaths are removed from the count. So the delay has a maximum, and the count
+            // never ends the service while recovery is possible.
             times.drain(..times.len().saturating_sub(MAX_RECOVERIES));
             return Next::Recover(times.len().checked_sub(2).map_or(Duration::ZERO, wait));
         }
@@ -113,9 +116,10 @@ mod tests {
             waits.push(wait.as_millis());
         }
         assert_eq!(waits, [0, 100, 200, 400, 800, 1600]);
-        // The process without the checkpoint has a checkpoint of its own.
+        // The next process started without the old checkpoint, served, and left a complete
+        // checkpoint of its own. Its death still counts.
         assert_eq!(deaths.add(now, Some(FIRST_DELAY), false, true), Next::GiveUp);
-        // Much later, all is as in the beginning.
+        // After `DEATH_WINDOW` all earlier deaths are forgotten.
         let later = now + DEATH_WINDOW;
         assert_eq!(deaths.add(later, None, false, true), Next::Recover(Duration::ZERO));
         assert_eq!((deaths.times.len(), deaths.failed), (1, 1));
@@ -136,13 +140,13 @@ mod tests {
                 assert_eq!(deaths.failed, 0);
             }
             assert_eq!(waits.last(), Some(&1600));
-            // Failed recoveries in between.
+            // Processes that do not serve die between those that serve.
             for failed in 1..=MAX_RECOVERIES {
                 assert!(matches!(deaths.add(now, None, false, true), Next::Recover(_)));
                 assert_eq!(deaths.failed, failed);
             }
         }
-        // Without a checkpoint the service ends.
+        // Without a checkpoint, further deaths reach `MAX_DEATHS`, and the service ends.
         assert!(matches!(deaths.add(now, Some(FIRST_DELAY), false, false), Next::Start(_)));
         assert_eq!(deaths.add(now, Some(FIRST_DELAY), false, false), Next::GiveUp);
     }

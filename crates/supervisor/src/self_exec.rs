@@ -71,7 +71,8 @@ impl Supervisor {
         }
     }
 
-    /// Takes the next step of a pending exec, if the condition of the step holds.
+    /// Takes the next step of a pending exec. Does nothing while the step has to wait, for the
+    /// answer of the check or for a quiet supervisor.
     fn advance_step(&mut self, pending_exec: &mut PendingExec, now: Instant) -> Result<(), String> {
         match &mut pending_exec.step {
             Step::Wanted => {
@@ -171,7 +172,8 @@ impl Supervisor {
             let images = GRANTS.lock().images();
             let record = self.snapshot(&images, Some(held)).map_err(io::Error::other)?;
             record.send(&ours, &mut 0)?;
-            // The new program inherits `theirs`. If exec fails, its drop closes it.
+            // The new program inherits `theirs`. If exec fails, the drop of `theirs` closes the
+            // socket.
             fcntl_setfd(&theirs, FdFlags::empty())?;
             Ok(theirs)
         };
@@ -219,7 +221,7 @@ impl Supervisor {
     }
 }
 
-/// Reads the answer of a program that has ended.
+/// Reads the answer of the program that checked the snapshot and has ended.
 fn answer_of(child: &mut Child) -> String {
     let Some(output) = child.stdout.take() else { return String::new() };
     // The read must not block, because a child of the program may still hold the pipe open.

@@ -68,7 +68,7 @@ impl Supervisor {
         }
     }
 
-    /// Handles the results of reads of the configuration file, and exceeded time limits.
+    /// Handles reads of the configuration file that have ended or have exceeded their time limit.
     pub(super) fn take_configs(&mut self, now: Instant) {
         for mut read in std::mem::take(&mut self.config_reads) {
             let outcome = match read.result.try_recv() {

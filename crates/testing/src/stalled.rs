@@ -386,7 +386,7 @@ impl Mount {
         kill_process(pid, signal).unwrap();
     }
 
-    /// Kills the daemon. All requests that wait for it end.
+    /// Kills the daemon, so that all requests that wait for the daemon end.
     pub fn end(&mut self) {
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();

@@ -12,9 +12,9 @@ use std::sync::Arc;
 /// Instructions for a [`TestDisk`], and the requests that it received.
 #[derive(Debug, Default)]
 pub struct Instructions {
-    /// If true, all requests are held.
+    /// If true, all requests are held: they complete only after the test changes the instructions.
     pub hold: bool,
-    /// Requests at this byte are held.
+    /// Requests whose offset is exactly this byte are held.
     pub hold_at: Option<u64>,
     /// Error with which requests other than reads and flushes fail.
     pub fail: Option<DiskError>,

@@ -91,7 +91,7 @@ pub fn pause() {
     std::thread::sleep(PAUSE);
 }
 
-/// Sleeps for a short time in which an event must not happen, or may start to happen.
+/// Sleeps for a short, fixed time.
 ///
 /// Used to test that an event does *not* happen, such as the completion of a held command, or to
 /// let another thread reach a blocking call. On a busy machine the time may be too short. Then the

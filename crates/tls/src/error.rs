@@ -94,7 +94,8 @@ impl SessionError {
         match alert {
             Alert::CertificateRequired => Self::Wanted,
             Alert::UnknownCA => Self::Refused("it does not know the CA that has signed it"),
-            // The peer sends this alert if its CA of the same name has another key.
+            // The peer sends this alert if its CA has the name of the CA that signed the
+            // certificate, but another key.
             Alert::DecryptError => Self::Refused("it is not signed by the CA that is known there"),
             Alert::CertificateExpired => Self::Refused("it has expired"),
             Alert::CertificateRevoked => Self::Refused("it was revoked"),

@@ -48,8 +48,8 @@ impl Session {
         self.connection.is_handshaking()
     }
 
-    /// True if no more data will be received. [`receive`](Self::receive) first returns the data
-    /// before the end, although the socket does not become readable again.
+    /// True if no more data will arrive from the peer. [`receive`](Self::receive) may still return
+    /// data that arrived earlier, although the socket does not become readable again.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.ended || self.fault.is_some()
@@ -136,7 +136,7 @@ impl Session {
         }
         let mut rest = self.input.get(self.from..self.to).unwrap_or_default();
         let before = rest.len();
-        // An empty read tells rustls that the connection has ended.
+        // If `rest` is empty, this call notifies rustls that the connection has ended.
         self.connection.read_tls(&mut rest)?;
         let used = before - rest.len();
         self.from += used;

@@ -1,5 +1,6 @@
-//! io_uring instances restricted to the operations in use ([`Allowed`]), and a reserve of them for
-//! a process with a seccomp filter ([`Reserve`]).
+//! io_uring instances that the kernel restricts to the operations in use ([`Allowed`]), and a
+//! reserve of instances ([`Reserve`]) that a process creates before its seccomp filter forbids it
+//! to create more.
 #![deny(unsafe_code)]
 
 use io_uring::register::Restriction;

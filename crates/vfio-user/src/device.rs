@@ -221,8 +221,9 @@ impl<'a> Deferral<'a> {
         Self { make_completer }
     }
 
-    /// Creates the completion callback of the write. If `region_write` then returns `Ok`, the reply
-    /// is sent when the callback completes, with its result. A second call returns `None`.
+    /// Creates the completion callback of the write. If `region_write` then returns `Ok`, the
+    /// server sends the reply when the callback is completed. The result of the callback decides
+    /// between success and error. A second call of this method returns `None`.
     pub fn completer(&mut self) -> Option<Completer> {
         (self.make_completer)()
     }
@@ -297,16 +298,16 @@ pub trait Device: Send {
     ) -> Result<(), Errno>;
 
     /// True if a thread of the device should poll this client's socket in addition to the reactor.
-    /// A device requests this if that thread sleeps and most messages are doorbell writes that wake
-    /// it. The server calls this when all messages are handled, unless the client's
-    /// [`SharedSocket`] already exists.
+    /// A device requests this if most messages are doorbell writes whose only effect is to wake
+    /// that thread. The server calls this method when it has handled all messages, unless the
+    /// device already has the client's [`SharedSocket`].
     fn requests_shared_socket(&mut self) -> bool {
         false
     }
 
     /// Passes the client's socket to the device, after
     /// [`requests_shared_socket`](Self::requests_shared_socket) has returned true. Writes that the
-    /// second thread handles do not reach [`region_write`](Self::region_write).
+    /// device's thread reads from the socket do not reach [`region_write`](Self::region_write).
     fn share_socket(&mut self, socket: SharedSocket) {
         drop(socket);
     }
@@ -347,8 +348,9 @@ pub trait Device: Send {
     }
 
     /// Serializes the state like [`save`](Self::save), for a checkpoint, which replaces the
-    /// previous one. The cost of a checkpoint must not depend on the number of earlier messages. So
-    /// `fds` gets only the changes of [lasting](Descriptors::add_lasting) descriptors.
+    /// previous one. Of the [lasting](Descriptors::add_lasting) descriptors, `fds` gets only those
+    /// that were added or removed since the previous checkpoint, so that the cost of a checkpoint
+    /// does not depend on the number of earlier messages.
     ///
     /// # Errors
     ///

@@ -33,7 +33,7 @@ impl Default for LogLimit {
 
 impl LogLimit {
     /// Logs `line` as a warning if the limit allows it, with the number of messages that were
-    /// suppressed since the previous one.
+    /// suppressed since the last logged one.
     pub fn warn(&self, line: impl fmt::Display) {
         match self.allow(Instant::now()) {
             Some(0) => warn!("{line}"),

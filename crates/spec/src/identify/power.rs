@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub struct PowerFlags {
     /// Max Power Scale: [`PowerState::mp`] is in units of 0.0001 W instead of 0.01 W.
     pub mxps: bool,
-    /// Non-Operational State: the controller processes no I/O commands.
+    /// Non-Operational State: the controller processes no I/O commands in this power state.
     pub nops: bool,
     #[bits(6)]
     __: u8,

@@ -69,8 +69,8 @@ impl AnaState {
     }
 }
 
-/// Head of the log page. [Descriptors](AnaGroupDescriptor) follow, each with the NSIDs of its
-/// group.
+/// Head of the log page Asymmetric Namespace Access. [Descriptors](AnaGroupDescriptor) follow, each
+/// with the NSIDs of its group.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -115,7 +115,7 @@ pub struct AnaGroup {
     pub nsids: Vec<u32>,
 }
 
-/// Complete log page.
+/// Content of the log page Asymmetric Namespace Access, decoded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AnaLog {
     /// Change Count.
@@ -191,7 +191,7 @@ mod tests {
         let heads = log.encode(true);
         assert_eq!(heads.len(), 16 + 64);
         assert!(AnaLog::decode(&heads).unwrap().groups.iter().all(|group| group.nsids.is_empty()));
-        // The count exceeds the length of any page.
+        // The number of NSIDs in the first descriptor exceeds the length of the page.
         let mut page = page;
         page[20..24].fill(0xff);
         assert_eq!(AnaLog::decode(&page), None);

@@ -1,4 +1,5 @@
-//! Log pages of supported log pages, commands and features, with their effects.
+//! The log pages Supported Log Pages, Commands Supported and Effects, and Feature Identifiers
+//! Supported and Effects.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;

@@ -4,7 +4,7 @@ use crate::layout::zero_default;
 use bitfield_struct::bitfield;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Sanitize Operation Status: state of the most recent operation.
+/// Sanitize Operation Status: state of the most recent sanitize operation.
 pub mod sos {
     /// No sanitize operation was ever started.
     pub const NEVER: u8 = 0;
@@ -40,8 +40,8 @@ pub struct SanitizeState {
     /// Overwrite Passes Completed.
     #[bits(5)]
     pub opc: u8,
-    /// Global Data Erased: no user data were written since the last successful operation, or no
-    /// user data were ever written.
+    /// Global Data Erased: no user data were written since the last successful sanitize operation,
+    /// or no user data were ever written.
     pub gde: bool,
     #[bits(7)]
     __: u8,

@@ -34,7 +34,8 @@ pub mod self_test_result {
     pub const FATAL: u8 = 0x5;
     /// An unknown segment has failed.
     pub const UNKNOWN_SEGMENT_FAILED: u8 = 0x6;
-    /// Segments have failed. Segment Number is that of the first one.
+    /// One or more segments have failed. The field Segment Number contains the number of the first
+    /// of them.
     pub const SEGMENT_FAILED: u8 = 0x7;
     /// Aborted for an unknown reason.
     pub const ABORTED: u8 = 0x8;

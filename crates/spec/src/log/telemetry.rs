@@ -8,8 +8,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Size of the header and of each data block in bytes.
 pub const TELEMETRY_BLOCK: usize = 512;
 
-/// Header of both log pages. Data blocks follow, which are counted from 1. Each data area starts at
-/// block 1.
+/// Header of both log pages. Data blocks follow, which are counted from 1. All three data areas
+/// start at block 1, so Data Area 3 contains Data Areas 1 and 2.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct TelemetryHeader {

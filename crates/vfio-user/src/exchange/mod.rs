@@ -27,18 +27,20 @@ pub fn prepare(count: usize) -> usize {
 #[derive(Debug)]
 pub(crate) struct Exchange {
     ring: sys::Ring,
-    /// Buffer for the removed bytes, whose contents are not used.
+    /// Buffer for the removed bytes. The reactor has read and handled these bytes before, so the
+    /// contents of the buffer are not used.
     scratch: Vec<u8>,
 }
 
 /// Result of one exchange.
 #[derive(Debug)]
 pub(crate) struct Exchanged {
-    /// Number of sent bytes of the reply.
+    /// Number of bytes of the reply that were sent.
     pub(crate) sent: Result<usize, Errno>,
     /// Number of removed bytes.
     pub(crate) received: Result<usize, Errno>,
-    /// Duplicates of the descriptors that belong to the removed bytes.
+    /// Descriptors that arrived with the removed bytes. They duplicate those that the reactor
+    /// received when it read the message without removing it.
     pub(crate) fds: Vec<PeerFd>,
 }
 

@@ -11,7 +11,8 @@ use shadowbell_uring::{Allowed, Reserve};
 use crate::Errno;
 use crate::socket::SCM_MAX_FD;
 
-/// Maximum number of submit calls for one exchange.
+/// Maximum number of calls of `io_uring_enter` until the kernel has accepted both operations of an
+/// exchange.
 const TRIES: u32 = 8;
 const SEND: u64 = 1;
 const TAKE: u64 = 2;
@@ -34,8 +35,8 @@ pub(super) fn prepare(count: usize) -> usize {
 }
 
 pub(super) struct Ring {
-    /// The ring; `None` after a failed submit, because the prepared operations must not be
-    /// submitted later.
+    /// io_uring instance. `None` after a failed submit: the instance is closed, because operations
+    /// that are still queued in it must not be executed later.
     uring: Option<IoUring>,
 }
 

@@ -197,8 +197,9 @@ impl RestoredPort {
         Self { port, session: None }
     }
 
-    /// Restores a port: its sockets, and its client in `device`, whose memory is mapped. This may
-    /// take long with much memory, so it may run on any thread.
+    /// Restores a port: its sockets, and in `device` the state of its client. `device` maps the
+    /// client's memory. Mapping much memory may take long, so this function may be called on any
+    /// thread, not only on the reactor's.
     ///
     /// # Errors
     ///
@@ -211,7 +212,8 @@ impl RestoredPort {
     ) -> Result<Self, RestoreError> {
         let SavedPort { listener, session, device: saved_device, leaving } = saved;
         let mut port = Box::new(Port::new(device, limits));
-        // The value is null in a checkpoint of a client whose state could not be saved.
+        // The saved device is null in a checkpoint that was written while the state of the client
+        // could not be saved.
         if !saved_device.is_null() {
             port.device.restore(saved_device, fds, &port.closer)?;
         }
@@ -500,7 +502,7 @@ impl Reactor {
         if self.stop.is_some() || std::mem::replace(&mut self.freezing, true) {
             return;
         }
-        // Deadlines restart after the freeze.
+        // The timers are set again when the reactor resumes, with their full length.
         self.timers.clear();
         let all: Vec<_> = self.ports.keys().copied().collect();
         for id in all {
@@ -513,8 +515,8 @@ impl Reactor {
         }
     }
 
-    /// Resumes after a freeze. Checks all sockets, because events may have been missed. Afterwards
-    /// this reactor owns the sockets.
+    /// Resumes after a freeze. Checks all sockets, because the reactor may have missed events. From
+    /// then on, the sockets belong to this reactor and no longer to another process.
     fn resume_all(&mut self) {
         let all: Vec<_> = self.ports.keys().copied().collect();
         all.into_iter().for_each(|id| self.resume_port(id));
@@ -647,7 +649,8 @@ impl Reactor {
                     self.completed(port, sequence, outcome);
                 }
                 Request::LivenessCheck(check) => check(),
-                // A requested turn is handled like an event of the socket.
+                // The thread that shares the client's socket requests that the reactor reads it, as
+                // after an event of the socket.
                 Request::Turn { port } => self.notify(port.0 << 1 | 1, EventFlags::IN),
             }
         }
@@ -820,7 +823,8 @@ impl Reactor {
             }
             _ => port.log.warn(format_args!("the client of device {} is dropped: {why}", id.0)),
         }
-        // The device releases the client's memory as a whole, so an unmap is not waited for.
+        // An outstanding unmap is not awaited, because the device releases all of the client's
+        // memory after the disconnection.
         let awaited = session.link.awaits().filter(|_| !session.link.is_unmapping());
         let agreed = session.link.is_agreed();
         drop(session);

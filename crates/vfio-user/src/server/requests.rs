@@ -28,13 +28,13 @@ pub(super) struct Waiting {
 
 /// Next step of a request after its [`Completer`] has succeeded.
 pub(super) enum NextStep {
-    /// Send a reply with the request's payload.
+    /// Send the reply to an unmap: it repeats the payload of the request.
     Unmapped(wire::DmaUnmap),
     /// Send the reply to a write.
     Written(wire::RegionAccess),
     /// Continue with the rest of the request.
     Next(Remaining),
-    /// Send the reply to a reset. The migration state is then RUNNING.
+    /// Set the migration state to RUNNING, and send the reply to a reset.
     Reset,
 }
 
@@ -55,9 +55,10 @@ pub(super) struct Link {
     pub(super) out: SendQueue,
     pub(super) agreed: Option<Agreed>,
     pub(super) waiting: Option<Waiting>,
-    /// Unmaps without a reply that later messages have overtaken.
+    /// Unmaps whose reply is outstanding, while later messages were already handled.
     unmaps: Vec<PostponedUnmap>,
-    /// Request whose rest is executed in the next turn.
+    /// Request that is partly executed. The reactor continues it when the connection has its next
+    /// time slice.
     pub(super) unfinished: Option<Unfinished>,
     pub(super) migrating: Migrating,
     /// True if a message has changed state that belongs in a checkpoint.
@@ -72,9 +73,10 @@ pub(super) struct Unfinished {
 
 /// Remaining work of a request.
 pub(super) enum Remaining {
-    /// Writes that are not executed yet, and the number of all writes.
+    /// Writes of a REGION_WRITE_MULTI request that are not executed yet, and the number of all its
+    /// writes.
     Writes { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
-    /// Further steps to another migration state.
+    /// Further state transitions until the migration state `to` is reached.
     State { to: MigrationState, flags: u32 },
     /// Payload of a reply to send.
     Reply(Vec<u8>),
@@ -99,8 +101,8 @@ impl Link {
         self.agreed.is_some()
     }
 
-    /// Number of the outstanding [`Completer`]. It has to complete before the next request is
-    /// handled, unless that request [overtakes](Self::postpone) it.
+    /// Sequence number of the outstanding [`Completer`]. The next request is handled only after
+    /// this one is completed, or if the waiting request is [postponed](Self::postpone).
     pub(super) fn awaits(&self) -> Option<u64> {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
     }
@@ -156,12 +158,12 @@ impl Link {
         std::mem::take(&mut self.changed)
     }
 
-    /// True if no request is partly executed, and no unmap waits for accesses in flight.
+    /// True if no request is outstanding or partly executed, including postponed unmaps.
     pub(super) fn is_quiesced(&self) -> bool {
         self.is_between_requests() && self.unmaps.is_empty()
     }
 
-    /// True if no request is partly executed, except for postponed unmaps.
+    /// True if no request is outstanding or partly executed, apart from postponed unmaps.
     pub(super) fn is_between_requests(&self) -> bool {
         self.waiting.is_none() && self.unfinished.is_none()
     }
@@ -174,8 +176,8 @@ impl Link {
         Ok(SavedLink { out: self.out.save(fds)?, agreed: self.agreed, unmaps: unmaps.collect() })
     }
 
-    /// Restores a link of [`save`](Self::save). The accesses for which its unmaps have waited have
-    /// ended with the previous process.
+    /// Restores a link of [`save`](Self::save). All postponed unmaps count as ended: they waited
+    /// for accesses of the previous process, which has ended.
     pub(super) fn restore(saved: SavedLink, fds: &mut Descriptors) -> Result<Self, StateError> {
         let SavedLink { out, agreed, unmaps } = saved;
         let unmaps = unmaps.iter().filter_map(|(header, unmap)| {
@@ -192,8 +194,8 @@ impl Link {
         self.agreed.map(|agreed| agreed.max_xfer)
     }
 
-    /// True if a request is partly executed. The rest is left for the next turn, so that other
-    /// clients get their turns.
+    /// True if a request is partly executed. The reactor continues it in the next time slice of
+    /// this connection, so that other clients do not wait.
     pub(super) fn is_unfinished(&self) -> bool {
         self.unfinished.is_some()
     }
@@ -335,7 +337,7 @@ impl Link {
     ) -> Result<(), Errno> {
         self.changed |= changes(header.command, payload);
         match header.command {
-            // A busy guest sends these requests most often.
+            // REGION_WRITE and REGION_READ come first, because a busy guest causes them most often.
             command::REGION_WRITE => self.write(agreed, header, payload, device, context),
             command::REGION_READ => self.read(agreed, header, payload, device),
             command::REGION_WRITE_MULTI => {
@@ -624,7 +626,7 @@ fn region_write(
 mod tests {
     use super::*;
 
-    /// Commands that change nothing that a checkpoint contains.
+    /// Commands that never change state that a checkpoint contains.
     const UNCHANGED: [u16; 10] = [
         command::VERSION,
         command::DEVICE_GET_INFO,
@@ -640,7 +642,7 @@ mod tests {
 
     #[test]
     fn every_command_is_known_to_change_the_state_or_not() {
-        // REGION_WRITE and DEVICE_FEATURE change the state or not, depending on their payload.
+        // It depends on the payload whether REGION_WRITE and DEVICE_FEATURE change the state.
         // DIRTY_PAGES (14) is always refused.
         let others = [command::REGION_WRITE, command::DEVICE_FEATURE, 14];
         for number in (0..64).filter(|number| command::name(*number) != command::name(0)) {
