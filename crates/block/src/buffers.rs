@@ -16,8 +16,8 @@ const PAGE: usize = 4096;
 /// Fixed number of buffers of one size, for the thread that created the pool. A clone is another
 /// handle to the same pool.
 ///
-/// The memory is a memfd, because a disk that is an NVMe namespace shares it with the device. The
-/// system allocates the pages on first use.
+/// The memory is a memfd, because a disk that is a namespace of another controller passes the
+/// descriptor to that controller. The kernel allocates the pages on first use.
 #[derive(Clone)]
 pub struct BufferPool(Rc<Pool>);
 
@@ -93,7 +93,7 @@ impl BufferPool {
         if state.waiters.is_empty() { self.pop(&mut state) } else { None }
     }
 
-    /// Waits for a buffer. The first poll of the future takes its place in the FIFO order.
+    /// Waits for a buffer. The future joins the FIFO of waiting requests when it is first polled.
     pub(crate) fn wait(&self) -> Take {
         Take { pool: self.clone(), ticket: None }
     }
@@ -150,8 +150,8 @@ impl Buffer {
         if self.copy_to(0, &mut bytes) { bytes } else { Vec::new() }
     }
 
-    /// Segments that describe the buffer to a disk. The disk takes them while a request is in
-    /// flight.
+    /// Segments that describe the buffer to a disk. They are empty while a request is in flight,
+    /// because the disk's queue owns them.
     pub(crate) fn segments(&mut self) -> Option<&mut Segments> {
         self.memory.as_mut().map(|memory| &mut memory.segments)
     }

@@ -8,7 +8,8 @@ use crate::range::Edge;
 use crate::stream::transfer;
 use std::sync::Arc;
 
-/// A copy, with the direction that is necessary if source and destination overlap.
+/// Ranges of a copy, and its direction. If the ranges overlap, only one direction reads each source
+/// byte before it is overwritten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CopyOrder {
     from: u64,
@@ -87,8 +88,8 @@ async fn copy_blocks(
     order: CopyOrder,
     guard: &Arc<RangeGuard>,
 ) -> Result<(), BlockError> {
-    // A piece has as many bytes as may be in flight at once. It is read completely before it is
-    // written.
+    // The copy proceeds in pieces: each is read completely, then written. A piece has the maximum
+    // number of bytes that the queue may have in flight.
     let piece =
         queue.large().buffer_size().saturating_mul(queue.device().options.window.max(1)) as u64;
     let mut memory = vec![0; usize::try_from(piece.min(order.len)).unwrap_or(0)];
@@ -126,12 +127,14 @@ mod tests {
         assert_eq!((part.at(0, 5), part.at(15, 5)), ((110, 1010), (125, 1025)));
         let part = CopyOrder::of(980, 1000, 50).part(1010, 1030);
         assert_eq!((part.at(0, 5), part.at(15, 5)), ((1005, 1025), (990, 1010)));
-        // A destination of two partial blocks and no whole block.
+        // The destination consists of two partial blocks, so no bytes are left for the copy of
+        // whole blocks.
         assert_eq!(CopyOrder::of(100, 1000, 5).part(1024, 1024).len, 0);
     }
 
     proptest::proptest! {
-        /// A copy in pieces, in the order of `CopyOrder`, has the result of a copy at once.
+        /// A copy in pieces, in the order of `CopyOrder`, gives the same bytes as a copy of all
+        /// bytes at once.
         #[test]
         fn the_order_is_right(
             from in 0usize..64,

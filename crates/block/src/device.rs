@@ -82,7 +82,7 @@ impl BlockDevice {
         self.0.options.queues.max(1)
     }
 
-    /// Requests of all queues to the disk.
+    /// Counters of requests and bytes that all queues sent to the disk, and of open queues.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
         self.0.traffic.sum()

@@ -11,13 +11,13 @@
 //!
 //! * a thread sleeps only after a [turn](Engine::turn) without completions that followed its last
 //!   submission ([`Engine::may_sleep`]). So the disk has all requests;
-//! * requests that the disk's queue itself starts during a turn are in flight at its end
-//!   ([`Queue::reap`]);
+//! * if the disk's queue starts further requests in a call of [`Queue::reap`], they are in flight
+//!   when the call returns;
 //! * a completion that `reap` does not return makes the wake descriptor readable, by an event after
 //!   the start of that `reap`, so the descriptor may be edge-triggered.
 //!
 //! The model in `crates/export/src/io_thread/model.rs` executes this code with every order of
-//! requests and completions, and finds lost wakeups after a violation of each of these rules.
+//! requests and completions. If any one of these rules is violated, the model finds a lost wakeup.
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
@@ -89,10 +89,10 @@ struct Slot {
 /// Result of a request that has ended.
 pub(crate) struct Ended {
     pub(crate) outcome: Result<(), DiskError>,
-    /// Data of the request. `None` if the request took too long and the disk may still access the
+    /// Data of the request. `None` if the request has timed out: the disk may still access the
     /// data.
     pub(crate) data: Option<Data>,
-    /// Lock of the range, which a retry of the request needs.
+    /// Lock of the written range. A retry of the request passes it to `submit` again.
     pub(crate) guard: Option<Arc<RangeGuard>>,
 }
 
@@ -122,10 +122,11 @@ struct Core {
     started: Instant,
     /// Longest time of a request, in seconds.
     timeout: u32,
-    /// Time of the next timeout check, in seconds since the start. No request exceeds a timeout
-    /// before it.
+    /// Time of the next timeout check, in seconds since the start. No request can exceed its
+    /// timeout earlier.
     due: u32,
-    /// True if the timeout applies to held requests as well.
+    /// True if the timeout also applies to requests that the disk holds after an error of its
+    /// storage.
     is_ending: bool,
 }
 
@@ -336,7 +337,7 @@ impl Engine {
         self.core.borrow().as_ref().is_some_and(|core| core.queue.holds_requests())
     }
 
-    /// Applies the timeout to held requests as well.
+    /// Applies the timeout also to requests that the disk holds after an error of its storage.
     pub(crate) fn limit_holds(&self) {
         if let Some(core) = self.core.borrow_mut().as_mut() {
             core.is_ending = true;
@@ -352,13 +353,14 @@ impl Engine {
     }
 }
 
-/// Time at which a request exceeds its timeout.
+/// Time at which a request exceeds its `timeout`, if it was submitted at `since`; all in seconds.
 fn late(since: u32, timeout: u32) -> u32 {
     since.saturating_add(timeout).saturating_add(1)
 }
 
-/// Submits a request. If blocks have protection information, the guard is generated and checked,
-/// and also the reference tag if the block's address defines its value.
+/// Submits a request. If blocks have protection information, the queue generates the guard for a
+/// write and checks it for a read. It does the same with the reference tag for protection types 1
+/// and 2, where the tag is the block address.
 fn submit(
     queue: &mut dyn Queue,
     protection: Option<&(u64, MetadataFormat)>,
@@ -447,7 +449,8 @@ impl Core {
             self.restart_timeouts();
         }
         self.cancel(|since| now.saturating_sub(since) > timeout);
-        // A request that is submitted from now on does not exceed the timeout earlier.
+        // The initial value is the earliest timeout of requests that are not submitted yet.
+        // Requests in flight may require an earlier check.
         let (mut due, grace) = (late(now, timeout), CANCELLED.as_secs() as u32);
         for slot in &mut self.slots {
             let (State::Pending(in_flight) | State::Late(in_flight) | State::Abandoned(in_flight)) =

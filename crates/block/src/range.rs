@@ -16,7 +16,7 @@ pub(crate) struct BlockRange {
     offset_end: u64,
 }
 
-/// Part of a partial block at the beginning or end of a range.
+/// Bytes at the beginning or end of a range that cover only a part of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Edge {
     /// First byte of the block.

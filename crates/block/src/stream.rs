@@ -12,7 +12,7 @@ use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;
 
-/// Operation and data of the parts of a range.
+/// Requests into which [`transfer`] splits a range: their operation, and the copying of their data.
 pub(crate) trait Parts {
     fn op(&self) -> Op;
 
@@ -160,8 +160,8 @@ pub(crate) async fn run_without_data(
             let request = Request { op, offset: at, len: next - at };
             window.begin(at, Ok(queue.request(request, Data::NONE, Some(Arc::clone(guard))))).await;
             if next < end {
-                // The disk may execute this part immediately, so other requests of the thread get a
-                // turn first.
+                // The disk may execute this request immediately, on this thread. So other tasks of
+                // the thread run first.
                 yield_once().await;
             }
         }

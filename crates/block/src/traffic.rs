@@ -61,7 +61,7 @@ struct State {
 }
 
 impl State {
-    /// Adds the counters of queues that were closed to their sum.
+    /// Adds the counters of each closed queue to the sum `closed`, and drops the queue's counters.
     fn retire(&mut self) {
         let Self { closed, open } = self;
         open.retain_mut(|queue| match Arc::get_mut(queue) {

@@ -90,7 +90,7 @@ impl AnaGroups {
         self.nsids.len().max(1) as u32
     }
 
-    /// State of a group, counted from 1.
+    /// State of the group with number `group`. Groups are counted from 1.
     pub fn state(&self, group: u32) -> AnaStateName {
         let at = (group as usize).checked_sub(1);
         at.and_then(|at| self.states.get(at)).copied().unwrap_or_default()

@@ -73,7 +73,7 @@ struct File {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PathsTable {
-    /// Directories of images and sockets that requests may add.
+    /// Directories in which management requests may open images and create sockets.
     allow: Vec<PathBuf>,
 }
 
@@ -539,7 +539,8 @@ impl Check<'_> {
         let named = self.disks.iter().map(|disk| disk.id.clone());
         let disks: HashSet<_> = named.chain(of_controllers).collect();
         let mut ids = HashSet::new();
-        // Writers of each disk: the text that names the writer, and whether it permits another one.
+        // Writer of each disk: the text that names the writer, and whether the writer permits
+        // another one.
         let mut writers: HashMap<String, (String, bool)> = HashMap::new();
         for served in controllers.iter().filter(|served| !served.controller.read_only) {
             let disks = &served.controller.disks;

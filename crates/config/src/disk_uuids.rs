@@ -135,7 +135,8 @@ mod tests {
         let other = store.uuid_of("/srv/a.img\n").unwrap();
         assert_ne!(first, other);
         assert_eq!((first[6] >> 4, first[8] >> 6), (4, 2), "version 4");
-        // Another server with the same directory, and one with another.
+        // Another server with the same state directory uses the same UUIDs. A server with another
+        // state directory creates its own.
         let again = Store::open(&state).unwrap();
         assert_eq!(again.uuid_of("/srv/a.img").unwrap(), first);
         assert_eq!(store.uuid_of("/srv/a.img\n").unwrap(), other);

@@ -89,7 +89,7 @@ pub struct UblkConfig {
     pub id: Option<u32>,
     /// True to recover the device of a dead process.
     pub recover: bool,
-    /// True to copy the data of requests.
+    /// True to copy the data of requests, instead of zero copy.
     pub copy: bool,
 }
 

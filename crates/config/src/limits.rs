@@ -1,7 +1,8 @@
 //! Rate limits in disk specifications, and limit groups that several disks share.
 //!
-//! Groups exist once per process. A group is created by the configuration, by a request, or by a
-//! disk of the command line that names it; its limits can be changed while disks use it.
+//! Groups exist once per process. A group is created by the configuration, by a management request,
+//! or by the first disk specification that names it. The limits of a group can be changed while
+//! disks use it.
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -97,7 +98,7 @@ impl DiskLimits {
         Ok((rest, limits))
     }
 
-    /// Returns `spec` with these limits in place of its own.
+    /// Returns the disk specification `spec` with the limits in it replaced by these limits.
     #[must_use]
     pub fn joined(&self, spec: &str) -> String {
         let bare = Self::split(spec).map_or_else(|_| spec.to_owned(), |(bare, _)| bare);

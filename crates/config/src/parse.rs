@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Parses a size in bytes above zero, with binary units as in fio.
+/// Parses a size in bytes above zero. Units are binary as in fio: `1k` is 1024 bytes.
 pub fn size(text: &str) -> Result<u64, String> {
     shadowbell_disk::parse_size(text)
 }

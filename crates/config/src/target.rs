@@ -1,4 +1,4 @@
-//! TARGET arguments: namespaces of controllers.
+//! TARGET arguments of the command line, each of which names a namespace of a controller.
 
 use shadowbell_driver::PciAddress;
 use std::fmt;

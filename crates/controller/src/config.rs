@@ -14,8 +14,9 @@ pub const PCI_VENDOR_ID: u16 = 0x5342;
 /// Maximum number of namespaces of a controller.
 pub const MAX_NAMESPACES: usize = 256;
 /// Valid values of [`Config::mdts`]. The lower limit is 1 MiB, so that a large request of the host
-/// fits into one command. The upper limit is 16 MiB, which bounds the work per command. An SGL with
-/// the maximum number of descriptors, one per page of 4 KiB, describes 16 MiB as well.
+/// fits into one command. The upper limit is 16 MiB, which bounds the work per command. It is also
+/// the most that an SGL with the maximum number of descriptors can describe, if each describes a
+/// page of 4 KiB.
 pub const MDTS_RANGE: std::ops::RangeInclusive<u8> = 8..=12;
 
 /// Configuration of one namespace.
@@ -100,7 +101,7 @@ pub enum ConfigError {
     /// The number of I/O queue pairs is out of range.
     #[error("{0} I/O queues: a controller has 1 to 64")]
     IoQueues(u16),
-    /// The size of the largest queue is out of range.
+    /// The maximum number of queue entries is out of range.
     #[error("{0} queue entries: a queue has 2 to 4096")]
     QueueEntries(u32),
     /// MDTS is out of range.

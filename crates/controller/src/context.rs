@@ -120,8 +120,8 @@ impl Context {
         Latch::new(self.control.clone(), notice)
     }
 
-    /// Sends a message about this controller to each of `workers`. `message` creates it from the
-    /// controller's identifier.
+    /// Sends a message about this controller to each I/O thread in `workers`. `message` creates the
+    /// message for the controller's identifier.
     pub(crate) fn send_all(
         &self,
         workers: impl IntoIterator<Item = usize>,
@@ -132,8 +132,8 @@ impl Context {
         }
     }
 
-    /// Sends a message about this controller to the I/O thread that serves the queues of `worker`,
-    /// which is another thread if the queues have moved.
+    /// Sends a message about this controller to I/O thread `worker`. If the queues of `worker` have
+    /// moved, sends it to the I/O thread that serves them now.
     pub(crate) fn send(&self, worker: usize, message: Message) {
         self.route.send(&self.pool, worker, message);
     }
@@ -180,7 +180,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // A dedicated I/O thread serves no other controller, so the pool gets it back.
+        // A dedicated I/O thread serves no other controller, so it is returned to the thread pool.
         if let Some(worker) = self.route.target().filter(|worker| *worker >= self.pool.len()) {
             self.pool.release_claimed(worker);
         }

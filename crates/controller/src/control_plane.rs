@@ -1,5 +1,6 @@
 //! Shared interior of a [`Controller`](crate::Controller): its control plane and the lock around
-//! it, its inbox, and its turns on the control thread.
+//! it, its inbox, and its turns. (In a turn, the control thread does a limited amount of work for
+//! one controller.)
 
 use crate::admin::Budget;
 use crate::admin_server::{AdminServer, Next};
@@ -33,9 +34,10 @@ pub(crate) struct ControllerInner {
     control: Mutex<Control>,
     inbox: Inbox,
     run_state: RunState,
-    /// State of the turn in progress. Lock order: before `control`. Guest memory is accessed while
-    /// this lock is held, and such an access may block. So neither the front end's thread nor an
-    /// I/O thread ever takes it.
+    /// Admin queue server and budget, which only the turn in progress uses. A thread that takes
+    /// this lock and `control` takes this one first. Guest memory is accessed while this lock is
+    /// held, and such an access may block. So neither the front end's thread nor an I/O thread ever
+    /// takes it.
     admin: Mutex<Admin>,
     recorder: OnceLock<Arc<dyn Recorder>>,
     /// Lock that serializes checkpoints. `changed` is true if the state has changed since the last
@@ -156,7 +158,8 @@ impl ControllerInner {
         if death != CauseOfDeath::Planned {
             cx.shared.count_recovery();
         }
-        // If the caller has already chosen an I/O thread, the controller is not isolated again.
+        // The saved controller had an I/O thread of its own. It gets one again, unless the caller
+        // has already chosen an I/O thread for it.
         if saved.isolated && !cx.route.is_diverted() {
             self.relocate(|control, cx| control.isolate(cx))?;
         }

@@ -78,7 +78,8 @@ pub struct SanitizeStatus {
 }
 
 impl SanitizeStatus {
-    /// Status of commands that access a namespace, if the operation blocks such commands.
+    /// Status with which commands that access a namespace fail; `None` if the operation does not
+    /// block such commands.
     #[must_use]
     pub fn barrier(&self) -> Option<Status> {
         match self.phase {

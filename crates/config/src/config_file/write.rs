@@ -48,8 +48,8 @@ impl Settings {
         }
     }
 
-    /// True if these settings are in effect with the current settings `now`. Allowed directories
-    /// may differ, because they take effect at once; other changes need a restart.
+    /// True if a server with the current settings `now` can apply these settings without a restart.
+    /// Only the allowed directories may differ.
     pub fn are_in_effect(&self, now: &Self) -> bool {
         Self { allow: now.allow.clone(), ..self.clone() } == *now
     }

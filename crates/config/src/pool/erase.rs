@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 const BLOCK: u64 = 1 << 16;
 /// Number of bytes that one write of an overwrite covers.
 const CHUNK: usize = 1 << 20;
-/// Maximum number of bytes of an overwrite that are in the page cache only. Without this limit, the
-/// kernel throttles the writes of other guests to the same file system.
+/// Maximum number of bytes that an overwrite writes before it flushes the page cache. Without this
+/// limit, the kernel would throttle the writes of other guests to the same file system.
 const MAX_DIRTY: u64 = 8 << 20;
 
 /// Rate limit of an overwrite.
@@ -69,12 +69,14 @@ pub fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     file.seek(io::SeekFrom::Start(0))?;
     file.read_exact(&mut first)?;
     if first != [0] {
-        // The byte's block is allocated, so the write also succeeds on a full file system.
+        // A byte that is not 0 is in an allocated block, so the write succeeds even on a full file
+        // system.
         file.seek(io::SeekFrom::Start(0))?;
         file.write_all(&[0])?;
     }
     image.file().set_len(bytes)?;
-    // The first block stays allocated if the file system cannot punch holes.
+    // If the file system cannot punch holes, the call fails and the first block stays allocated.
+    // This does no harm.
     let _ =
         fallocate(image.file(), FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, BLOCK);
     rustix::fs::fdatasync(image.file())?;
@@ -94,9 +96,9 @@ pub fn is_vacant(pool: &HostPool, nsid: u32) -> bool {
     std::fs::metadata(pool.file(nsid)).is_ok_and(|about| about.len() == VACANT)
 }
 
-/// Overwrites the allocated parts of a namespace's file with the pattern of this pass, at the rate
-/// of the pool. Calls `continues` repeatedly with the current offset; the overwrite stops if it
-/// returns false.
+/// Overwrites the allocated parts of a namespace's file with the pattern of pass number `pass` of
+/// `command`, at the rate of the pool. Calls `continues` repeatedly with the current offset; the
+/// overwrite stops if it returns false.
 ///
 /// # Errors
 /// Errors of the file system; [`io::ErrorKind::Interrupted`] if `continues` returned false.
@@ -162,7 +164,7 @@ mod tests {
         let mut pace = Pace::new(100 << 20);
         assert_eq!(pace.wait(Duration::ZERO), Duration::ZERO);
         pace.written = 50 << 20;
-        // Computed times: the test itself does not wait.
+        // `wait` only computes a time: 50 MiB at 100 MiB/s take 500 ms.
         assert_eq!(pace.wait(Duration::ZERO), Duration::from_millis(500));
         // The times are computed: the test itself does not wait.
         assert_eq!(pace.wait(Duration::from_millis(400)), Duration::from_millis(100));

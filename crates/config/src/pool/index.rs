@@ -31,7 +31,7 @@ const SLOTS: AbSlots = AbSlots {
 pub struct Index {
     /// Namespaces of the pool.
     pub namespaces: Vec<Entry>,
-    /// Namespace that is being formatted, and its new block size.
+    /// NSID of the namespace that is being formatted, and its new block size.
     #[serde(default)]
     pub formatting: Option<(u32, u32)>,
     /// New metadata format of the namespace that is being formatted.
@@ -93,7 +93,8 @@ pub struct SavedSanitize {
     pub command: (u32, u32),
     /// Completed passes of an overwrite.
     pub passes: u8,
-    /// Last namespace that the current pass has completed.
+    /// NSID of the last namespace that the current pass has overwritten, in ascending order; 0 if
+    /// none.
     pub nsid: u32,
 }
 
@@ -126,7 +127,8 @@ impl Index {
     }
 
     /// State of the pool for the controller. `parts` is the progress of a sanitize operation in
-    /// this process, in 65536ths. The reported progress is never below the stored one.
+    /// 65536ths, as measured by this process. If the stored progress of an earlier process is
+    /// higher, it is reported instead.
     pub fn state(&self, capacity: u64, parts: u16) -> PoolState {
         let namespace = |entry: &Entry| PoolNamespace {
             nsid: entry.nsid,
@@ -170,7 +172,7 @@ impl Index {
         u16::try_from(done * 65535 / (all * u128::from(command.passes()))).unwrap_or(u16::MAX)
     }
 
-    /// Validates a state that was read from the file, which may have been modified.
+    /// Validates a state that was read from the file: another program may have modified the file.
     fn is_valid(&self) -> bool {
         let is_format = |block_size: u32, metadata: Option<MetadataFormat>| {
             matches!(block_size, 512 | 4096) && metadata.is_none_or(|own| own.is_possible())

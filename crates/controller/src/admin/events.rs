@@ -28,7 +28,7 @@ pub(crate) struct Completion {
     pub(crate) dw0: u32,
 }
 
-/// Asynchronous events of a controller and outstanding requests.
+/// Asynchronous events of a controller, and outstanding Asynchronous Event Requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct AsyncEvents {
     /// Command identifiers of outstanding requests, oldest first.
@@ -67,8 +67,8 @@ impl AsyncEvents {
         self.report()
     }
 
-    /// Clears the events of log page `lid`, which the host has read without Retain Asynchronous
-    /// Event (RAE). The next event of their type can then be reported.
+    /// Handles the host's read of log page `lid`. If Retain Asynchronous Event (`rae`) is not set,
+    /// the page's events are cleared, and the next event of their type can be reported.
     pub(crate) fn log_read(&mut self, lid: u8, rae: bool) -> Option<Completion> {
         if !rae {
             self.unread.retain(|event| event.lid != lid);
@@ -363,8 +363,8 @@ mod tests {
         let allowed: Vec<u64> = (0..200).filter(|second| at(1, *second)).collect();
         assert_eq!(allowed, [0, 60, 120, 180]);
         assert!(at(2, 199) && !at(2, 200));
-        // A time before that of the last event allows no event. Another thread may have read the
-        // clock earlier.
+        // `now` may be before the last event, because threads read the clock before they call
+        // `allows`. Then no event is allowed.
         assert!(!at(1, 0));
     }
 }

@@ -46,7 +46,7 @@ pub(crate) struct Limits {
     pub(crate) vectors: u16,
     /// NN of Identify Controller: the highest valid NSID.
     pub(crate) namespaces: u32,
-    /// True if the command's NSID, if valid, is that of an active namespace.
+    /// True if the namespace with the command's NSID is active. Has no meaning for an invalid NSID.
     pub(crate) active: bool,
     /// True if a volatile write cache is present (VWC of Identify Controller).
     pub(crate) volatile_cache: bool,
@@ -61,16 +61,18 @@ pub(crate) enum Effect {
     None,
     /// Allow this many I/O queues of each kind, at least 1.
     NumberOfQueues {
-        /// Number of submission queues: valid identifiers are 1 to this.
+        /// Number of submission queues: valid identifiers are 1 to this number.
         submission: u16,
-        /// Number of completion queues: valid identifiers are 1 to this.
+        /// Number of completion queues: valid identifiers are 1 to this number.
         completion: u16,
     },
     /// Coalesce interrupts.
     InterruptCoalescing {
-        /// Number of completions that raise an interrupt immediately, 0's based.
+        /// Aggregation Threshold: number of completions after which an interrupt is no longer
+        /// delayed, 0's based.
         threshold: u8,
-        /// Maximum delay in units of 100 microseconds; 0 for none.
+        /// Aggregation Time: maximum delay of an interrupt in units of 100 microseconds; 0 for no
+        /// delay.
         time: u8,
     },
     /// Disable or enable coalescing for one vector.
@@ -107,7 +109,7 @@ pub(crate) struct Set {
 pub(crate) struct Get {
     /// Dword 0 of the completion.
     pub(crate) dw0: u32,
-    /// Data for the host's buffer, for features with more than a dword.
+    /// Data structure for the host's buffer, if the value of the feature does not fit into dword 0.
     pub(crate) data: Option<Vec<u8>>,
 }
 
@@ -205,7 +207,8 @@ pub(crate) struct Features {
     keep_alive: u32,
     /// Advanced Command Retry Enable: the host supports the status Command Interrupted.
     supports_interrupted: bool,
-    /// Copy Descriptor Formats Enable: bit n for format n, whose ranges have a source NSID.
+    /// Copy Descriptor Formats Enable: bit n enables format n. Only formats with a source NSID in
+    /// each range need to be enabled.
     copy_formats: u16,
 }
 

@@ -294,7 +294,7 @@ pub(crate) fn read(
     Ok(part)
 }
 
-/// Checks a command for a page that is [built elsewhere](is_elsewhere).
+/// Checks a Get Log Page command for a page that [`read`] does not build ([`is_elsewhere`]).
 ///
 /// # Errors
 /// Invalid Field in Command.
@@ -410,9 +410,10 @@ const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::DeviceSelfTest,
 ];
 
-/// Additional admin commands with a namespace pool, and their effects. Command submission and
-/// execution (CSE) 1 of Format NVM: no other command may be outstanding on the namespace. CSE 2 of
-/// Sanitize: no other command may be outstanding on any namespace.
+/// Additional admin commands with a namespace pool, and their effects. The field Command Submission
+/// and Execution (CSE) has two values here. 1, for Format NVM, means that no other command may be
+/// outstanding on the namespace. 2, for Sanitize, means that no other command may be outstanding on
+/// any namespace.
 const POOL_COMMANDS: &[(AdminOpcode, CommandEffects)] = &[
     (AdminOpcode::NamespaceManagement, CommandEffects::new().with_nic(true)),
     (AdminOpcode::NamespaceAttachment, CommandEffects::new().with_nic(true)),
@@ -459,8 +460,8 @@ fn commands(
     (has_pool, is_shared): (bool, bool),
 ) -> CommandsSupportedEffects {
     let mut page = CommandsSupportedEffects::new_zeroed();
-    // Command Scope stays "not reported". For any effect that Linux does not know, it serializes
-    // the I/O command and warns of "unusual effects".
+    // Command Scope stays "not reported": if an I/O command has an effect that Linux does not know,
+    // Linux serializes the command and warns of "unusual effects".
     let supported = CommandEffects::new().with_csupp(true);
     let optional = shadow_doorbells.then_some(&AdminOpcode::DoorbellBufferConfig);
     for opcode in ADMIN_COMMANDS.iter().chain(optional) {
@@ -485,7 +486,8 @@ pub(crate) const TRANSITION_SECONDS: u8 = 60;
 pub(crate) struct AnaChanges {
     /// Change Count.
     count: u64,
-    /// Last state of each group that the host could know, and the Change Count of its last change.
+    /// State of each group at the last `AnaChanges::review`, and the Change Count of the group's
+    /// last state change.
     groups: BTreeMap<u32, (AnaState, u64)>,
 }
 
@@ -575,7 +577,7 @@ impl ReservationLog {
         page.as_bytes().to_vec()
     }
 
-    /// Removes the oldest notification, after the host has read it.
+    /// Removes the oldest notification, because the host has read it.
     pub(crate) fn was_read(&mut self) {
         self.notices.pop_front();
     }
@@ -596,7 +598,8 @@ impl ReservationLog {
         self.notices.retain(|(_, _, of)| *of != nsid);
     }
 
-    /// Snapshot, together with the Host Identifier and the ANA states.
+    /// Snapshot of masks and notifications, to which the Host Identifier `host` and the ANA states
+    /// `ana` are added.
     pub(crate) fn save(&self, host: Vec<u8>, ana: SavedAna) -> SavedSharing {
         let masks = self.masks.iter().map(|(nsid, mask)| (*nsid, *mask)).collect();
         let notices = self.notices.iter().copied().collect();

@@ -49,7 +49,8 @@ const fn firmware_revision() -> [u8; 8] {
     field
 }
 
-/// Divisor for the long-term share of a controller's admin commands: one fifth of a CPU.
+/// Divisor of the CPU time that a controller's admin commands may use in the long term: a fifth of
+/// one CPU.
 const CPU_SHARE_DIVISOR: u32 = 5;
 /// CPU time of a full budget, which commands can use without delay after an idle time.
 const BURST: Duration = Duration::from_millis(50);
@@ -63,8 +64,8 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// budget is exhausted, commands are delayed and do not fail.
 #[derive(Debug)]
 pub(crate) struct Budget {
-    /// Time when the budget is full again. The CPU time used so far is the time until then, divided
-    /// by `CPU_SHARE_DIVISOR`.
+    /// Time when the budget is full again. The CPU time that the budget lacks is the time until
+    /// then, divided by `CPU_SHARE_DIVISOR`.
     full_at: Option<Instant>,
     /// Time before which no command is executed.
     resume_at: Option<Instant>,

@@ -40,7 +40,7 @@ pub(crate) enum Outcome {
     NotYet,
 }
 
-/// Data of a command for its host.
+/// Data that an admin command returns to the host.
 #[derive(Debug)]
 pub(crate) struct Data {
     pub(crate) bytes: Vec<u8>,
@@ -48,7 +48,8 @@ pub(crate) struct Data {
     pub(crate) len: usize,
     /// Dword 0 of the completion.
     pub(crate) dw0: u32,
-    /// Log page that the host reads with this command, and true if the event is retained (RAE).
+    /// For Get Log Page, the log page identifier, and true if Retain Asynchronous Event (RAE) is
+    /// set. The event is cleared when the data were written, unless it is retained.
     pub(crate) log: Option<(u8, bool)>,
 }
 
@@ -184,8 +185,9 @@ impl AdminPort {
     /// if the queue is moved.
     ///
     /// ACQ has to be written before CC.EN. QEMU's `nvme://` driver writes ACQ afterwards, because
-    /// the compiler reorders its register writes. It works with controllers that use the completion
-    /// queue only from the first command on, so this controller does that too.
+    /// the compiler reorders its register writes. The driver works with controllers that access the
+    /// completion queue only after the first command was submitted. So this controller permits the
+    /// change until then.
     pub(super) fn set_cq_address(&mut self, acq: u64) -> bool {
         let is_possible = self.open && !self.used;
         if is_possible {
@@ -225,7 +227,7 @@ impl AdminPort {
         self.complete(cid, status, 0);
     }
 
-    /// Completes an Asynchronous Event Request, if `event` is its completion and not `None`.
+    /// Posts `event`, the completion of an Asynchronous Event Request. Does nothing for `None`.
     pub(super) fn complete_event(&mut self, event: Option<Completion>) {
         if let Some(Completion { cid, dw0 }) = event {
             self.complete_unplaced(cid, Status::SUCCESS, dw0);

@@ -189,7 +189,7 @@ impl Control {
         self.announce_namespace(nsid);
     }
 
-    /// Notifies the host of a changed namespace.
+    /// Notifies the host of a changed namespace by an event and the Changed Namespace List.
     pub(crate) fn announce_namespace(&mut self, nsid: u32) {
         // While the controller is disabled, no event is needed: the host identifies all namespaces
         // after it enables the controller.
@@ -199,8 +199,8 @@ impl Control {
         }
     }
 
-    /// Ends a change after all I/O threads have handled it. If an I/O thread could not open the
-    /// disk, the change is undone first.
+    /// Ends the change of a namespace. All I/O threads have handled it. If one of them could not
+    /// open the disk, the change is undone first.
     pub(super) fn namespace_changed(
         &mut self,
         cx: &Context,
@@ -271,8 +271,9 @@ impl Control {
         self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
     }
 
-    /// Handles barred namespaces after the pool command that has barred them. If the pool has not
-    /// added such a namespace again, the namespace is removed and the host gets an event.
+    /// Handles namespaces that are still barred after a pool command or a sanitize operation. The
+    /// pool has not added them again, so each is removed and the host gets an event, unless a
+    /// sanitize operation still bars it.
     fn review_barred(&mut self, cx: &Context, deferred: &mut Deferred) {
         let Some(pool) = &cx.config.pool else { return };
         let barrier = pool.state().sanitize.barrier();
@@ -342,7 +343,8 @@ impl Control {
         }
     }
 
-    /// Calls the callback of an ANA change, after all commands from before the change have ended.
+    /// Calls the callback of the ANA change with number `ticket`: all commands that were in flight
+    /// before the change have ended.
     pub(super) fn ana_changed(&mut self, ticket: u64, deferred: &mut Deferred) {
         let waiting = &mut self.commands.ana.waiting;
         if let Some(at) = waiting.iter().position(|(its, _)| *its == ticket) {
@@ -350,9 +352,9 @@ impl Control {
         }
     }
 
-    /// Restores the ANA state of another process. The state of a group may have changed since it
-    /// was saved, so the caller must call [`report_ana_changes`](Self::report_ana_changes) when the
-    /// admin queue exists.
+    /// Restores the ANA state that the previous process has saved. The state of a group may have
+    /// changed since it was saved, so the caller must call
+    /// [`report_ana_changes`](Self::report_ana_changes) when the admin queue exists.
     fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
         self.commands.ana.changes = AnaChanges::restore(saved);
         if saved == &SavedAna::default() {
@@ -386,8 +388,8 @@ impl Control {
         }
     }
 
-    /// Sends the status of a reservation command to all I/O threads. One of them has issued the
-    /// command.
+    /// Sends the status of a reservation command to all I/O threads. The I/O thread that has the
+    /// command in flight completes it; the other threads ignore the message.
     pub(super) fn end_reservation(&self, cx: &Context, ticket: u64, status: Status) {
         for worker in cx.route.everywhere(self.queues.workers()) {
             let controller = cx.shared.id;

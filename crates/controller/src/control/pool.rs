@@ -180,8 +180,9 @@ impl PoolCommands {
             is_notified: false,
         };
         let (pool, order) = (Arc::clone(pool), PoolOrder { act, is_repeat });
-        // The callback runs after the lock is released, when the checkpoint contains the command in
-        // flight.
+        // The pool gets the order from a callback, which runs after the control plane's lock was
+        // released and a checkpoint was stored. So if the process dies while the pool executes the
+        // command, the checkpoint contains the command and the next process repeats it.
         env.deferred.callbacks.push(Box::new(move || pool.order(order, done)));
         Ok(Outcome::Pending)
     }

@@ -655,8 +655,9 @@ fn cancel_request(
 
 /// Attach, detach and change of namespaces while commands are in flight.
 impl Engine {
-    /// Replaces the namespace at `index` by `new`, or removes it. If there was an old queue,
-    /// returns its place, which is the argument for [`take_drained`](Self::take_drained).
+    /// Replaces the namespace at `index` by `new`, or removes it. If there was a namespace, its
+    /// disk queue moves to the list of draining queues. Returns its place there, for
+    /// [`take_drained`](Self::take_drained).
     ///
     /// Requests in flight continue on the old disk. Requests that were not submitted yet go to the
     /// new disk, even if they belong to a command in flight. After a removal, all commands of the
@@ -691,7 +692,8 @@ impl Engine {
         Some(place)
     }
 
-    /// Aborts the commands of the removed namespace `index`, whose old queue is at `place`.
+    /// Aborts the commands of the removed namespace `index`, whose disk queue is now the draining
+    /// queue at `place`.
     fn cancel_namespace(&mut self, index: usize, place: usize) {
         let Self { in_flight, copies, multi_step, draining, .. } = self;
         // A Flush of all namespaces continues with the remaining namespaces.
@@ -734,7 +736,7 @@ impl Engine {
         self.namespaces.clear();
     }
 
-    /// Takes the drained queue at `place`, if its disk has no request in flight.
+    /// Takes the draining queue at `place`, if it has no more requests in flight.
     pub(crate) fn take_drained(&mut self, place: usize) -> Option<NamespaceQueue> {
         self.draining.take_idle(place)
     }

@@ -92,7 +92,8 @@ impl Engine {
         self.close(Closed::Exclusive);
     }
 
-    /// True if all commands in flight are parked for exclusive execution.
+    /// True if each command in flight is parked for exclusive execution, or has ended and only its
+    /// completion is not posted yet.
     pub(crate) fn is_drained(&self) -> bool {
         self.in_flight.len() == self.exclusive.entries()
     }
@@ -106,9 +107,9 @@ impl Engine {
         self.exclusive.granted = Some(latch);
     }
 
-    /// Queues the postponed decisions for the journal, after the uncorrectable blocks were
-    /// recorded. The latch is released when the journal contains the decisions, so that a recovery
-    /// does not repeat the commands.
+    /// Queues the postponed decisions for the journal: the control plane has recorded the
+    /// uncorrectable blocks. The latch is released when the journal contains the decisions. From
+    /// then on, a recovery does not repeat the commands.
     pub(crate) fn journal_decisions(&mut self, latch: Latch) {
         self.exclusive.decided.append(&mut self.exclusive.pending_decisions);
         if !self.exclusive.decided.is_empty() {
@@ -331,8 +332,8 @@ impl Engine {
         }
         let end = (at, Decision::End { status, dw0 });
         if changes_marks {
-            // Until the control plane has recorded the changed blocks, a recovery has to repeat the
-            // command.
+            // This decision is postponed, because a recovery has to repeat the command until the
+            // control plane has recorded the changed blocks.
             self.exclusive.pending_decisions.push(end);
         } else {
             // The decision about the first command of a pair comes last, because it implies that of
@@ -393,7 +394,7 @@ impl Engine {
     }
 }
 
-/// Statuses of the first and the second command.
+/// Statuses of the two commands of a fused operation: of the Compare and of the Write.
 pub(super) type PairStatus = (Status, Status);
 
 /// Statuses of the two commands if the Compare has failed with `status`.

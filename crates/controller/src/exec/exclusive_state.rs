@@ -47,8 +47,8 @@ pub(super) enum FusedProgress {
     Submitted,
     /// Possibly submitted by a dead process.
     MaybeSubmitted,
-    /// Possibly submitted by a dead process. Then this process has submitted it, and the blocks
-    /// differed from the Compare data.
+    /// A dead process may have submitted the request. This process has submitted it again, and the
+    /// disk has found that the blocks differ from the Compare data.
     Differs,
 }
 
@@ -117,7 +117,7 @@ pub(super) struct Exclusive {
     pub(super) is_released: bool,
     /// True during a controller reset: held completions are posted at once.
     pub(super) is_reset: bool,
-    /// Commands that were aborted before they began.
+    /// Tags of parked commands that were aborted before they began. They are still to be completed.
     pub(super) ended: Vec<u32>,
     pub(super) decided: Vec<Decided>,
     /// Decisions to be written after the uncorrectable blocks are recorded.

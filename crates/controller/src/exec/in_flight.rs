@@ -1,7 +1,7 @@
 //! In-flight table: commands, and the disk requests that a command consists of.
 //!
-//! The module also contains the tables of reservation commands and Zone Append commands in flight.
-//! The completion of a Zone Append contains the written LBA.
+//! The module also contains the tables of reservation commands and of Zone Append commands in
+//! flight. The latter stores the written LBA, which the completion contains.
 
 use crate::notice::Latch;
 use crate::queue::Permit;
@@ -54,7 +54,7 @@ impl Kind {
     }
 }
 
-/// Owner of an entry, which is notified when the entry ends.
+/// Owner of an entry: the command or Copy range that handles the entry's result.
 #[derive(Debug)]
 pub(super) enum Owner {
     /// The entry is a command of submission queue `sq`.

@@ -6,15 +6,16 @@
 //! soon as the learnt number of completions is posted. If fewer are posted, the interrupt is held
 //! for a short *grace* after each completion. From time to time, the queue waits for twice the
 //! learnt number (a *probe*), to find out if more completions would arrive. Each failed probe makes
-//! probes rarer. So a host with one command in flight is delayed only once in a thousand times.
+//! probes rarer. So for a host with one command in flight, finally only one of about a thousand
+//! interrupts is delayed.
 //!
 //! A host that submits many commands one by one can look like a host with few commands in flight.
 //! Two rules distinguish them:
 //! * The pace of the host's submissions is learnt, too. While the host submits at that pace, it is
 //!   busy and not waiting, and an interrupt would only disturb it.
 //! * At the end of such a run of submissions, fewer completions than the learnt number are left.
-//!   The learnt number stays, because these completions are counted together with the completions
-//!   that were announced before in the same run.
+//!   This does not reduce the learnt number, because these completions are added to those that the
+//!   last full interrupt of the same run has announced.
 //!
 //! A host also stops submitting occasionally, because of its own interrupts or other load on its
 //! CPU. That looks like the end of a run. So the learnt number drops substantially only after two
@@ -29,9 +30,11 @@ use std::time::{Duration, Instant};
 const MAX_TARGET: u32 = 64;
 /// Number of interrupts between two probes: initial and maximum.
 const PROBE_AFTER: (u32, u32) = (8, 1024);
-/// A run of submissions has ended when the host has not submitted for this multiple of its pace.
+/// A run of submissions ends when the host has not submitted for this multiple of its pace (the
+/// usual time between two submissions).
 const PACES: u32 = 12;
-/// Multiple of the hold limit that applies while the host is still submitting, and so not waiting.
+/// Factor by which the maximum hold time is longer while the host is still submitting, because it
+/// does not wait for completions then.
 const BUSY: u32 = 2;
 
 /// Maximum hold times of an interrupt.
@@ -65,8 +68,8 @@ pub(crate) struct Moderation {
     until_probe: u32,
     /// Number of interrupts between two probes.
     probe_after: u32,
-    /// Number of completions announced by the last interrupt of the current run that was raised at
-    /// the target.
+    /// Number of completions of the last interrupt that was raised because the target was reached;
+    /// 0 if there was none in the current run of submissions.
     announced: u32,
     /// Time of the interrupt that `announced` refers to.
     announced_at: Option<Instant>,
@@ -87,8 +90,8 @@ struct Held {
     grown: Instant,
     /// Time of the host's last submission.
     submitted: Option<Instant>,
-    /// Maximum number of completions that the interrupt could have announced. Meanwhile, the host
-    /// may have consumed some of them without an interrupt.
+    /// Highest number of completions that waited for the interrupt at any time of the hold. The
+    /// number can also drop, because the host may consume completions without an interrupt.
     peak: u32,
 }
 
@@ -220,8 +223,9 @@ impl Moderation {
         } else if count > self.target {
             self.probe_after = PROBE_AFTER.0;
         }
-        // These completions are the whole run in two cases: a target of 1, which has no runs, and a
-        // failed probe, which has waited for the end of the run.
+        // In two cases, `count` is the size of the whole run: a target of 1 means that nothing was
+        // announced earlier in the run, and a failed probe has waited for the end of the run.
+        // Otherwise, the completions that the run has announced earlier are added.
         let alone = self.target == 1 || in_vain;
         let run = if alone { count } else { self.announced.saturating_add(count) };
         let kept = match self.missed.take() {
@@ -319,8 +323,8 @@ mod tests {
     struct Outcome {
         interrupts: u32,
         completions: u32,
-        /// 99th percentile of the microseconds from a submission to the guest's handling of its
-        /// completion.
+        /// 99th percentile of the time from a submission until the guest handles the completion, in
+        /// microseconds.
         p99: u64,
     }
 
@@ -335,7 +339,8 @@ mod tests {
     /// longer, as with Linux and fio under emulation: one in a hundred takes a third of a
     /// millisecond, one in a thousand more than a millisecond. Every interrupt stops the guest for
     /// 40 us plus 4 us per completion; then the guest submits as many commands as were completed.
-    /// Times are microseconds of virtual time.
+    /// `stolen` makes the longest submissions more frequent. All times are microseconds of virtual
+    /// time.
     fn guest(moderation: &mut Moderation, depth: u32, least: u64, stolen: u64) -> Outcome {
         let start = Instant::now();
         let at = |time: u64| start + Duration::from_micros(time);

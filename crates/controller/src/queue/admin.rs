@@ -28,13 +28,15 @@ pub(crate) struct AdminCompletion {
     pub(crate) placed: bool,
 }
 
-/// Admin queue pair. No thread polls it: its doorbells are armed whenever a turn finds no command.
+/// Admin queue pair. No thread polls it: whenever the control thread finds no command, it arms the
+/// doorbells, so that the next write traps.
 pub(crate) struct AdminQueue {
     sq: Sq,
     cq: Cq,
     /// Completion queue entries reserved for commands in flight.
     permits: Vec<Permit>,
-    /// Commands that were in flight in a dead process.
+    /// Commands that were in flight in a dead process. They are executed again, before other
+    /// commands.
     replays: VecDeque<Sqe>,
     /// Command identifier and status of each staged completion.
     staged: VecDeque<(u16, Status)>,
@@ -190,7 +192,8 @@ impl AdminQueue {
 
     /// Fetches the next command and reserves an entry for its completion, if there is room.
     pub(crate) fn next(&mut self) -> Result<Option<Sqe>, InvalidDoorbell> {
-        // Commands that are executed again after a crash do not depend on the tail.
+        // Commands in `replays` were fetched by the dead process, so the tail does not matter for
+        // them.
         if self.replays.is_empty()
             && (self.sq.ring.is_none() || self.sq.poll_tail()? == self.sq.head)
         {

@@ -70,8 +70,9 @@ pub(crate) struct Cq {
     /// Completions of the current batch. They are written together, because the host polls the
     /// cache lines that they are written to.
     staged: Vec<[u64; 2]>,
-    /// Journal records to free once their completions are posted. Each element is the number of
-    /// completions posted before that of the recorded command, and the slot of the record.
+    /// Journal records to free once their completions are posted. Each element belongs to a
+    /// command: the total number of completions that are posted before its own, and the slot of its
+    /// record.
     recorded: VecDeque<(u64, u32)>,
     /// Record table that `recorded` refers to while the queue moves between two I/O threads.
     recorded_in: Option<Records>,
@@ -83,7 +84,7 @@ pub(crate) struct Cq {
     faults: u64,
     /// [`sigbus::losses`] at the last check of the host's memory.
     losses: u64,
-    /// Identifier of the controller, by which the process counts losses of its host's memory.
+    /// Identifier of the controller, under which [`sigbus`] counts losses of host memory.
     controller: u32,
     /// Position up to which completions are recorded in the trace or were posted before its start.
     pub(crate) traced: u16,
