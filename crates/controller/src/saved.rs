@@ -400,8 +400,8 @@ pub(crate) struct SavedCounters {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
-    /// Number of recoveries. A migration resets it to 0, so the field is omitted and earlier
-    /// releases can read the migrated state.
+    /// Number of recoveries. 0 after a migration. The field is omitted if it is 0, so earlier
+    /// releases can read the state of a migrated controller.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) recoveries: u64,
 }

@@ -61,11 +61,11 @@ pub(crate) struct ControllerShared {
     /// I/O thread that serves a queue, by register index: the number of the thread plus 1, or 0 if
     /// there is none.
     owners: Vec<AtomicU8>,
-    /// Park state of the controller on each I/O thread: whether the thread polls the controller, or
-    /// a doorbell write has to wake it. It is read for each doorbell write that is delivered.
+    /// Park state of the controller on each I/O thread: tells if the thread polls the controller,
+    /// or if a trapped doorbell write has to wake the thread. Each trapped write reads the state.
     park_states: Vec<Arc<AtomicU32>>,
-    /// True if a sleeping I/O thread waits for a new head of the completion queue; by queue
-    /// identifier.
+    /// Flags by completion queue identifier. True if a sleeping I/O thread has to be woken when the
+    /// host writes the head doorbell of that queue.
     head_wakeups: Vec<AtomicBool>,
     /// Sizes of submission queues in entries, by queue identifier; 0 if no such queue existed yet.
     sq_sizes: Vec<AtomicU32>,
@@ -78,8 +78,8 @@ pub(crate) struct ControllerShared {
     write_through: AtomicBool,
     /// Enabled descriptor formats of Copy (feature 16h): bit n for format n.
     copy_formats: Arc<AtomicU16>,
-    /// True while a command runs exclusively or waits for exclusive execution. Queues that arrive
-    /// at an I/O thread must then not fetch commands.
+    /// True while a command runs exclusively or waits for exclusive execution. During that time,
+    /// queues that are moved to another I/O thread must not fetch commands there.
     exclusive: AtomicBool,
     /// Logical blocks that the host marked as uncorrectable. Each I/O thread has its own copy,
     /// which it updates while no command is in flight.
@@ -100,11 +100,13 @@ pub(crate) struct ControllerShared {
 #[derive(Debug)]
 pub(crate) struct Heads {
     size: RingSize,
-    /// Tail of the queue when `counters` had counted `posted` completions.
+    /// Tail of the queue at the time when the completion count of `counters` was `posted`. The
+    /// current tail follows from the current count.
     tail: u16,
     posted: u64,
     counters: Arc<CqCounters>,
-    /// Last invalid value. It is reported once, and again only after a valid value was written.
+    /// Last invalid value that was reported. The same value is reported again only after the host
+    /// has written a valid one.
     refused: Option<u32>,
 }
 
@@ -115,8 +117,9 @@ impl Heads {
         Self { size, tail, posted, counters: Arc::clone(counters), refused: None }
     }
 
-    /// Validates a written head, and returns the value for the register, which has the last valid
-    /// head `stored`. Completions are counted before the host can see them.
+    /// Validates a head that the host has written, and returns the value for the register. The
+    /// register now holds the last valid head, `stored`. A valid head is never refused: each
+    /// completion is counted before the host can see it, so the limit computed here includes it.
     fn validate(&mut self, stored: u32, value: u32) -> Result<u32, InvalidDoorbell> {
         let posted = self.counters.completions.get().wrapping_sub(self.posted);
         let ahead = (posted % u64::from(self.size.entries())) as u32;
@@ -270,16 +273,17 @@ impl ControllerShared {
         }
     }
 
-    /// Sets whether a sleeping I/O thread waits for the head of completion queue `qid`. The thread
-    /// calls it before its full fence; after the fence, a wakeup could be lost.
+    /// Sets whether a sleeping I/O thread waits for the head of completion queue `qid`. Before it
+    /// sleeps, the thread calls this method and then executes a full fence. In the other order, a
+    /// wakeup could be lost.
     pub(crate) fn request_head_wakeup(&self, qid: u16, wanted: bool) {
         if let Some(flag) = self.head_wakeups.get(usize::from(qid)) {
             flag.store(wanted, Ordering::Release);
         }
     }
 
-    /// True if a trapped head write of `qid` has to wake the I/O thread. It must be called after
-    /// the register is stored and a full fence.
+    /// True if a trapped write of the head of `qid` has to wake the I/O thread. The caller must
+    /// first store the head in the register, then execute a full fence, then call this method.
     pub(crate) fn needs_head_wakeup(&self, qid: u16) -> bool {
         self.head_wakeups.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
@@ -311,11 +315,12 @@ impl ControllerShared {
     }
 
     /// Validates a trapped doorbell write, and returns the value to store in the register. With
-    /// shadow doorbells, a trapped write is only a wakeup, because posted writes arrive late.
-    /// Values of mapped doorbells are validated when they are polled.
+    /// shadow doorbells, the value is not validated: a trapped write is only a wakeup then, and its
+    /// value may be older than that of the shadow doorbell. Values of mapped doorbells are
+    /// validated when they are polled.
     ///
-    /// An invalid tail stays in the register, where the I/O thread finds it even if the host has
-    /// written a valid tail since.
+    /// An invalid tail is stored in the register, and later writes do not replace it. So the I/O
+    /// thread finds and reports it, even if the host then writes a valid tail.
     ///
     /// # Errors
     /// An invalid completion queue head. The register then keeps its value.
@@ -409,8 +414,8 @@ impl ControllerShared {
         counted.retire_part(from);
     }
 
-    /// Latency counters of a namespace for one thread: counters that no thread uses any more, or
-    /// new ones.
+    /// Latency counters of a namespace for one thread. Counters that another thread no longer uses
+    /// are reused; if there are none, new ones are created.
     pub(crate) fn measured(&self, nsid: u32) -> Arc<LatencyCounters> {
         let mut counted = self.counted.lock();
         let given_up = |(of, counters): &&(u32, Arc<LatencyCounters>)| {
@@ -497,7 +502,8 @@ impl ControllerShared {
         self.counted.lock().io()
     }
 
-    /// Sums of the counters of deleted queues, for a snapshot. The I/O statistics in it are zero.
+    /// Sums of the counters of deleted queues, for a snapshot. The I/O statistics are left at zero;
+    /// the caller fills them in.
     pub(crate) fn counters(&self) -> SavedCounters {
         let counted = self.counted.lock();
         SavedCounters {
@@ -509,7 +515,7 @@ impl ControllerShared {
         }
     }
 
-    /// Restores the counters of a snapshot, which then continue.
+    /// Restores the counters of a snapshot. Counting continues from these values.
     pub(crate) fn restore_counters(&self, saved: &SavedCounters) {
         let mut counted = self.counted.lock();
         counted.retired_io = saved.io;

@@ -16,7 +16,8 @@ use std::time::Duration;
 /// Doorbell statistics of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DoorbellCounts {
-    /// MMIO writes received by trap. Writes to a mapped doorbell are not counted.
+    /// Doorbell writes (MMIO) that trapped. Writes to a mapped doorbell do not trap and are not
+    /// counted.
     pub mmio_writes: u64,
     /// Reads of the doorbell value while polling.
     pub polls: u64,
@@ -102,9 +103,9 @@ pub struct IoStats {
     pub writes: u64,
     /// Copy commands completed.
     pub copies: u64,
-    /// Other I/O commands completed, including Verify, which transfers no data.
+    /// Other I/O commands completed, including Verify.
     pub others: u64,
-    /// Bytes read, including Compare and Verify.
+    /// Bytes read from disks by Read, Compare and Verify.
     pub bytes_read: u64,
     /// Bytes written.
     pub bytes_written: u64,

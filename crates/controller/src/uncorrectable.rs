@@ -1,8 +1,8 @@
 //! Logical blocks that a host has marked by Write Uncorrectable (NVM 1.1, "Write Uncorrectable
 //! command").
 //!
-//! The host decides how many blocks it marks and where they are. In the worst case each block is a
-//! separate range. So the number of marked blocks is limited.
+//! The number of marked blocks is limited, because each of them may be a separate range that uses
+//! memory, and the host determines the number.
 
 use shadowbell_spec::lba_status::{LbaRange, LbaStatusElement, LbaStatusLog, atype};
 use shadowbell_spec::status::Status;
@@ -31,7 +31,8 @@ type Ranges = BTreeMap<u64, u64>;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Uncorrectable {
     by_nsid: BTreeMap<u32, Ranges>,
-    /// Number of additions: LSGC of the log page.
+    /// Number of changes that added marks, modulo 2^16: the LBA Status Generation Counter (LSGC) of
+    /// the log page.
     changes: u16,
 }
 
@@ -45,8 +46,8 @@ impl Uncorrectable {
         Self { changes, ..marks }
     }
 
-    /// Marks for a snapshot: NSID, first block and block after the last of each range, and the
-    /// number of additions.
+    /// Marks for a snapshot. Each range consists of its NSID, its first block and the block after
+    /// its last one. The second value is `changes`.
     pub(crate) fn save(&self) -> (Vec<(u32, u64, u64)>, u16) {
         let of = |(nsid, ranges): (&u32, &Ranges)| {
             let nsid = *nsid;
@@ -83,7 +84,7 @@ impl Uncorrectable {
         ranges.map(|(from, to)| to - from).sum()
     }
 
-    /// LBA Status Information log page.
+    /// LBA Status Information log page of the marked blocks.
     pub(crate) fn page(&self) -> Vec<u8> {
         let of = |(nsid, ranges): (&u32, &Ranges)| {
             let (neid, nlrd, ratype) = (*nsid, ranges.len() as u32, atype::UNRECOVERABLE);

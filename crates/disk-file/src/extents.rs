@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 
 /// Reports the extents of a file from byte `from` to byte `to` by `SEEK_DATA` and `SEEK_HOLE`, with
 /// one or two calls per extent. `end` is the end of the file: bytes beyond it cannot be read and
-/// are reported as data. Bytes for which the file system fails are reported as data too.
+/// are reported as data. If a seek fails, all remaining bytes are reported as data too.
 pub(crate) fn report_file_extents(
     file: impl AsFd,
     (from, to): (u64, u64),

@@ -28,7 +28,7 @@ const SPINS: u32 = 4096;
 #[repr(align(64))]
 struct Number(AtomicU64);
 
-/// Sequence locks of all regions of a disk. All queues of the disk share them.
+/// Sequence locks of a disk, shared by its regions and by all of its queues.
 #[derive(Debug)]
 pub(crate) struct Regions(Box<[Number]>);
 
@@ -52,8 +52,8 @@ impl Number {
             if spins < SPINS {
                 spin_loop();
             } else {
-                // The writer was preempted, or has a page fault on guest memory. Spinning longer
-                // would waste the CPU.
+                // The copy of the other writer takes longer than usual: its thread was preempted,
+                // or waits for a page of guest memory. Spinning longer would waste the CPU.
                 std::thread::yield_now();
             }
         }
@@ -102,9 +102,10 @@ impl Regions {
         &self.0[at / REGION % NUMBERS]
     }
 
-    /// Copies `[at, at + len)` from the disk. Calls `copy` for each part in order, with the part's
-    /// offset from `at`, its position and its length. If a writer has changed a part during its
-    /// copy, `copy` runs twice for it, and only the last result counts.
+    /// Copies `[at, at + len)` from the disk. Calls `copy` once per region, in ascending order,
+    /// with the offset from `at`, the position on the disk and the length. If a write to the region
+    /// runs at the same time, `copy` is called again under the lock, and the result of the first
+    /// call is ignored.
     #[inline]
     pub(crate) fn read<E>(
         &self,
@@ -129,7 +130,8 @@ impl Regions {
         })
     }
 
-    /// Copies to the disk. Calls `copy` as [`read`](Self::read) does, once for each part.
+    /// Copies to the disk. Calls `copy` exactly once per region, with the arguments of
+    /// [`read`](Self::read).
     #[inline]
     pub(crate) fn write<E>(
         &self,
@@ -205,8 +207,8 @@ mod tests {
             calls += 1;
             value = calls;
             if calls == 1 {
-                // Another thread writes during the first copy, so the error of that copy must not
-                // count.
+                // The write below changes the region during the first copy. So the error of the
+                // first copy must be ignored.
                 regions.write(4096, 512, |_, _, _| Ok::<_, ()>(()))?;
                 return Err(());
             }

@@ -279,7 +279,8 @@ fn payload(
             Ok(State::Text { slot, left: 0, is_last })
         }
         chunk::BLOCK_STATUS => {
-            // Only one context was requested. The server may report it only once.
+            // Only one metadata context was requested, so the reply may contain only one chunk of
+            // extents.
             let is_it = part.data.is_empty() && reader.u32() == allocation;
             let left = chunk.len.saturating_sub(4) as usize;
             if is_it { Ok(State::Extents { slot, left, is_last }) } else { Err(wrong) }
@@ -332,7 +333,7 @@ mod tests {
         (parts, cookie)
     }
 
-    /// Passes `bytes` in pieces to the receiver, as a socket would.
+    /// Passes `bytes` to the receiver in parts of limited length, as reads from a socket do.
     fn feed(
         receiver: &mut Receiver,
         parts: &mut Subrequests,
@@ -434,11 +435,11 @@ mod tests {
                 receiver.advance(&mut table, done).unwrap();
                 rest = later;
             }
-            // The first reply is copied through the input buffer, because its length is not known
-            // in advance.
+            // Only the first reply passes through the input buffer, because its length is not known
+            // before. The data of the later ones are received directly into their subrequests.
             assert!(ended == 9 && copied <= INPUT + 8 * HEAD, "{copied}");
-            // After short replies, the whole input buffer is available, so that many replies are
-            // received at once.
+            // The whole input buffer is free again, so one system call can receive many short
+            // replies.
             assert_eq!(receiver.room(&mut table).1.len(), INPUT);
         }
     }

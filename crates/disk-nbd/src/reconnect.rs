@@ -16,7 +16,8 @@ use tracing::{error, info, warn};
 /// Shortest and longest delay between two attempts to connect.
 const FIRST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(2);
-/// Longest delay between two attempts while the server accepts connections.
+/// Longest delay between two attempts if a connection was made and could not be used, or if the
+/// server is shutting down.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 /// Interval between two warnings that the server is unavailable.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
@@ -98,8 +99,8 @@ fn wait(connections: &Connections, pause: Option<Duration>) -> bool {
         let wanted = if pause.is_none() { PollFlags::IN } else { PollFlags::empty() };
         fds.push(PollFd::new(&shared.wake, wanted));
         fds.extend(connected().map(|stream| PollFd::new(stream, PollFlags::RDHUP)));
-        // This thread also waits for the replies to orphans and to a flush that it has sent. The
-        // queues may be idle or closed.
+        // This thread also receives the replies to its own flush and to orphans (cancelled writes),
+        // because the queues may be idle or closed.
         let has_own =
             !shared.orphans.is_empty() || shared.unflushed.lock().flush == Flush::InFlight;
         let of_own = |link: &Mutex<Link>| link.lock().unattended();
@@ -150,8 +151,8 @@ struct Failure {
     max_pause: Duration,
 }
 
-/// Ends the connections without requests in flight during a recovery, in which they are not used:
-/// no request is sent before its end.
+/// Ends all connections that have no request in flight. Called during a recovery, when no request
+/// may be sent on them.
 fn disconnect_all(connections: &Connections) {
     connections.links.iter().for_each(|link| link.lock().disconnect());
 }
@@ -170,7 +171,8 @@ fn reconnect(connections: &Connections) -> Result<(), Failure> {
     }
     let losses = shared.losses.load(Ordering::SeqCst);
     let (stream, export) = connections.connector.connect(&shared.stop).map_err(|error| {
-        // A server that does not accept connections may be ending, and wait for its last clients.
+        // A server that accepts no connection may be shutting down, and may wait until its last
+        // clients have disconnected.
         if shared.is_recovering() && error.is_absence() {
             disconnect_all(connections);
         }
@@ -185,7 +187,9 @@ fn reconnect(connections: &Connections) -> Result<(), Failure> {
     }
     if shared.is_recovering() {
         if !is_recovering {
-            // Requests of the other connections are in flight, and must end before a replay.
+            // A connection was lost after the call to `drain` was skipped above. The next attempt
+            // first waits for the requests in flight on the remaining connections, which must end
+            // before a replay.
             let why = "another connection was lost meanwhile".to_owned();
             return Err(Failure { why, max_pause: FIRST_PAUSE });
         }
@@ -252,7 +256,7 @@ fn drain(connections: &Connections) {
     }
 }
 
-/// Replays the requests that the server has answered and may have lost.
+/// Replays the unflushed writes: the server has answered them, but may have lost them.
 fn resend(connections: &Connections, stream: &Stream, structured: bool) -> Result<(), String> {
     let shared = &connections.shared;
     let entries = shared.unflushed.lock().entries();

@@ -6,12 +6,13 @@
 //! wait for them: a server may execute a received write long after the end of its connection, and a
 //! flush on a new connection does not cover it. (`qemu-nbd` and `nbdkit` finish the requests that
 //! they have received. A server that retried hung writes for seconds was seen to overwrite a newer
-//! write: github.com/ydb-platform/nbs, issue 7070.) So the operator has to configure the maximum
-//! delay of this server and its storage: `settle=SECONDS`. For that time after a crash, nothing is
-//! sent to the server. Without the option, the disk cannot be recovered after a crash.
+//! write: github.com/ydb-platform/nbs, issue 7070.) So the operator has to configure
+//! `settle=SECONDS`: the maximum time for which this server and its storage may still execute a
+//! received request. After a crash, nothing is sent to the server for that time. Without the
+//! option, the disk cannot be recovered after a crash.
 //!
-//! A read-only disk needs no delay: replies to the dead process went to that process's own memory.
-//! Nor does a disk of a process that had quiesced for an upgrade: all its requests were answered.
+//! No delay is needed for a read-only disk, because late replies to reads change nothing, or after
+//! an upgrade, because the process had received all replies when it quiesced.
 //!
 //! # Durability
 //!
@@ -101,7 +102,7 @@ pub(crate) fn wait_for_server(
     sleep(spec, time, wait, WaitReason::InFlight)
 }
 
-/// Opens the disk as soon as the server is reachable.
+/// Repeats `open` until the server is reachable, and returns the result.
 pub(crate) fn reach<T>(
     spec: &NbdSpec,
     wait: Wait<'_>,

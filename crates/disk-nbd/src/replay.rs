@@ -8,8 +8,8 @@ use shadowbell_nbd::wire::{NbdError, command};
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 
-/// Maximum number of requests in flight. Their replies fit any socket buffer, so the server never
-/// blocks and sending cannot deadlock.
+/// Maximum number of requests in flight during a replay. Their replies fit in any socket buffer. So
+/// the server never blocks on sending, and this process can send a batch before it reads replies.
 const BATCH: usize = 16;
 
 /// Error of a replay.
@@ -39,8 +39,8 @@ pub(crate) fn replay(
     let mut receiver = Receiver::new(structured, None);
     let mut parts = Subrequests::default();
     while !rest.is_empty() {
-        // A server may execute concurrent requests in any order. So a batch never contains
-        // overlapping requests.
+        // A server may execute requests in flight in any order. So a batch ends before a request
+        // that overlaps an earlier one.
         let clashes = |at: usize| {
             let (before, entry) = (rest.get(..at), rest.get(at));
             let overlaps =

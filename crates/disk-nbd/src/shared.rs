@@ -17,9 +17,11 @@ pub(crate) struct Shared {
     pub(crate) orphans: Arc<Orphans>,
     /// Latest known properties of the export.
     pub(crate) export: Mutex<Export>,
-    /// True while a connection is lost. No request is sent before the replay.
+    /// True from the loss of a connection until the unflushed writes were replayed. During that
+    /// time, no other request is sent.
     is_recovering: AtomicBool,
-    /// True if the server has announced its end, and connections to it have to be ended.
+    /// True if the server has announced that it shuts down. The reconnection thread then ends all
+    /// connections.
     is_server_ending: AtomicBool,
     /// Number of lost connections.
     pub(crate) losses: AtomicU64,
@@ -60,9 +62,10 @@ impl Shared {
         self.is_recovering.load(Ordering::Acquire)
     }
 
-    /// Records a lost connection. The caller holds the lock of that connection. The reconnection
-    /// thread takes the same lock, so it sees either the requests that were sent before or this
-    /// flag.
+    /// Records a lost connection. The caller holds the lock of that connection. Senders test the
+    /// flag under the lock of their connection, and the reconnection thread then takes each of
+    /// these locks. So it finds all requests that were sent before the loss, and no others are
+    /// sent.
     pub(crate) fn connection_lost(&self) {
         self.count_loss();
         self.wake.signal();
@@ -77,8 +80,8 @@ impl Shared {
     /// clients have disconnected, so the reconnection thread ends all connections. The caller holds
     /// the lock of a connection.
     pub(crate) fn server_ends(&self) {
-        // The loss is counted before the flag is set. With the flag alone, the reconnection thread
-        // would disconnect only idle connections, and would not wait for the others.
+        // The loss is counted before the flag is set. If the thread saw the flag without the loss,
+        // it would not wait for requests in flight, and would disconnect only idle connections.
         self.count_loss();
         self.is_server_ending.store(true, Ordering::Release);
         self.wake.signal();
@@ -112,7 +115,7 @@ impl Shared {
         }
     }
 
-    /// Discards the unflushed writes as lost. The caller must not hold their lock.
+    /// Discards the unflushed writes as lost. The caller must not hold the lock of `unflushed`.
     pub(crate) fn set_lost(&self) {
         let can_continue = self.unflushed.lock().set_lost();
         if let Some(changed) = &*self.on_loss.lock() {

@@ -1,4 +1,4 @@
-//! Subrequests to the server, and their table. Each is a part of a request to the disk.
+//! Subrequests to the server, and their table. A request to the disk is split into subrequests.
 
 use crate::coverage::Coverage;
 use shadowbell_disk::{Lists, Orphan};
@@ -27,7 +27,8 @@ pub(crate) struct Subrequest {
     pub(crate) data: Vec<u8>,
     /// `None` for a cancelled subrequest or an automatic flush.
     pub(crate) owner: Option<Owner>,
-    /// Orphan of a cancelled write, until the reply.
+    /// For a cancelled write: its registration among the orphans, for which later flushes wait.
+    /// Dropped with the reply.
     pub(crate) orphan: Option<Orphan>,
     /// True for the flush that makes unflushed writes durable, without a request to the disk.
     pub(crate) is_automatic: bool,
@@ -39,11 +40,11 @@ pub(crate) struct Subrequest {
     pub(crate) error: Option<u32>,
     /// Number of error chunks of the reply.
     pub(crate) errors: u16,
-    /// Number of connections that ended by a protocol violation while this subrequest was in
-    /// flight.
+    /// Number of connections that this process ended because of a protocol violation by the server
+    /// while this subrequest was in flight.
     pub(crate) breaks: u32,
-    /// For a flush: end of the unflushed writes that it makes durable. It is the number of an entry
-    /// in [`Unflushed`](crate::unflushed::Unflushed).
+    /// For a flush: number of the entry of [`Unflushed`](crate::unflushed::Unflushed) before which
+    /// the flush makes all writes durable.
     pub(crate) flushes: u64,
     /// Sequence number, by which subrequests are ordered.
     pub(crate) number: u64,
@@ -102,8 +103,8 @@ impl Subrequest {
     }
 }
 
-/// Subrequests of a connection, in a table. The cookie of a subrequest consists of its index and of
-/// the use count of that place.
+/// Table of a connection's subrequests. The cookie of a subrequest consists of its index in the
+/// table and of the number of earlier subrequests with that index.
 #[derive(Debug, Default)]
 pub(crate) struct Subrequests {
     slots: Vec<(u32, Option<Subrequest>)>,
@@ -164,7 +165,7 @@ impl Subrequests {
         }
     }
 
-    /// Places of the subrequests of a queue's request.
+    /// Indexes of the subrequests of request `task` of queue `user`.
     pub(crate) fn of(&self, user: u32, task: u32) -> Vec<u32> {
         self.owned.get(user as usize).map_or_else(Vec::new, |lists| lists.iter(task).collect())
     }
@@ -195,8 +196,7 @@ impl Subrequests {
         self.slots.iter().any(|(_, part)| part.as_ref().is_some_and(&holds))
     }
 
-    /// Places of all subrequests for which `holds` returns true, in the order in which they were
-    /// created.
+    /// Indexes of all subrequests for which `holds` returns true, in the order of their creation.
     pub(crate) fn all(&self, holds: impl Fn(&Subrequest) -> bool) -> VecDeque<u32> {
         let mut found: Vec<(u64, u32)> = Vec::new();
         for (slot, (_, part)) in self.slots.iter().enumerate() {

@@ -6,8 +6,8 @@ use shadowbell_memory::{AfterChange, Segments, ViewChange};
 use shadowbell_nbd::wire::{command, flag, transmission};
 use std::task::Waker;
 
-/// Maximum length of a subrequest without data, in bytes. A slow server gets a long request in
-/// pieces.
+/// Maximum length of a subrequest without data, in bytes. Longer requests are split, because a slow
+/// server would need too long for one.
 const MAX_NO_DATA: u64 = 64 << 20;
 
 /// Kind of a task.
@@ -20,7 +20,7 @@ enum Action {
     Verify,
     /// Writes zeroes as data.
     Fill,
-    /// A request without data, with this command.
+    /// A request without data transfer, executed by this NBD command.
     NoData(u16),
     Flush,
 }

@@ -22,17 +22,19 @@ const EXTENT_PIECE: u64 = 256 << 20;
 /// Open image.
 pub(crate) struct Image {
     pub(crate) format: Arc<Format>,
-    /// Check for which requests wait.
+    /// Check of the tables in the background, if there is one. Requests on the slow path wait for
+    /// its end.
     check: Option<Arc<Check>>,
     pub(crate) info: DiskInfo,
-    /// Locks of the clusters that requests on the slow path use.
+    /// Locks of the clusters that requests on the slow path are accessing.
     locks: RangeLocks,
     /// The image's own file, its data file and its backing files, locked while the image is open.
     pub(crate) files: Vec<ImageFile>,
     /// True if the content is unreliable. All requests then fail.
     pub(crate) broken: AtomicBool,
-    /// True if the locks of the files were released, so that this process must not change the files
-    /// any more. The mutex is held while clusters are returned.
+    /// True if the locks of the files were released. This process must then not change the files
+    /// any more. The mutex is also held while unused clusters are released, so that the locks are
+    /// not released meanwhile.
     is_released: Mutex<bool>,
     /// True if a loss of data was reported.
     is_loss_reported: AtomicBool,
@@ -97,7 +99,7 @@ impl Image {
         *self.on_loss.lock() = Some(changed);
     }
 
-    /// Executes `request`. The caller is responsible for its durability (FUA).
+    /// Executes `request`. FUA is ignored: the caller has to sync afterwards.
     pub(crate) fn run(
         &self,
         request: &Request,
@@ -159,7 +161,8 @@ impl Image {
         result
     }
 
-    /// Releases the freed clusters and the reserve, while the disk is idle.
+    /// Releases the freed clusters and the reserve (clusters that are counted for later
+    /// allocations). Called while the disk is idle.
     pub(crate) fn settle(&self) {
         let is_released = self.is_released.lock();
         if !*is_released && !self.is_checking() {
@@ -167,7 +170,7 @@ impl Image {
         }
     }
 
-    /// Calls `give` to return unused clusters, if the image may be changed.
+    /// Releases unused clusters by calling `give`, if the image may be changed.
     fn return_clusters(&self, give: impl FnOnce() -> io::Result<()>) {
         if self.info.read_only || self.check().is_err() || self.has_lost_writes() {
             return;
@@ -182,9 +185,9 @@ impl Image {
         self.note_loss();
     }
 
-    /// Releases the locks of the files, unless a check runs or clusters have to be returned first.
-    /// Returns true if the locks were released. From then on, the next process may change the
-    /// files.
+    /// Releases the locks of the files, unless a check runs or the reserve still holds clusters,
+    /// which have to be released first. Returns true if the locks were released. From then on, the
+    /// next process may change the files.
     pub(crate) fn try_release_lock(&self) -> bool {
         let Some(mut is_released) = self.is_released.try_lock() else { return false };
         if self.is_checking() || !self.format.is_settled() {
@@ -195,7 +198,8 @@ impl Image {
         true
     }
 
-    /// Ends a check, returns unused clusters, and releases the locks of the files.
+    /// Ends a running check, releases the clusters of the reserve, and releases the locks of the
+    /// files.
     pub(crate) fn release_lock(&self) {
         self.cancel_check();
         let mut is_released = self.is_released.lock();
@@ -261,8 +265,8 @@ impl Image {
             return Err(DiskError::Io(libc::EIO));
         }
         for file in [&self.format.file].into_iter().chain(&self.format.data_file) {
-            // If the length cannot be queried, that is no truncation: the storage may be
-            // unavailable for a while.
+            // A failed query of the length only fails this request, because the storage may be
+            // unavailable for a while. A truncation makes all later requests fail.
             if file.is_truncated().map_err(|error| self.error_of(0, &error))? {
                 self.give_up("the file was truncated");
                 return Err(DiskError::Io(libc::EIO));
@@ -271,8 +275,8 @@ impl Image {
         Ok(())
     }
 
-    /// True if the fast path is usable. For `writes`, the function also checks the file length by a
-    /// system call.
+    /// True if a request may use the fast path. Before a write (`writes`), also checks by a system
+    /// call that the file was not truncated.
     pub(crate) fn is_intact(&self, writes: bool) -> bool {
         !self.broken.load(Ordering::Relaxed) && (!writes || self.check().is_ok())
     }
@@ -335,8 +339,8 @@ impl Image {
     }
 
     /// Updates the out-of-space state. A request that fails for lack of space sets it to the offset
-    /// of the request (a flush: the size of the disk). A successful write of a range with this
-    /// offset, or a successful flush, clears it. Raw images do the same.
+    /// of the request (a flush: the size of the disk). A successful write that covers this offset,
+    /// or a successful flush, clears the state.
     pub(crate) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
         let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
         match result {

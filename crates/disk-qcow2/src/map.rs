@@ -3,11 +3,11 @@
 //!
 //! # Concurrency
 //!
-//! Any thread can look a cluster up and *enter* it without a lock: the word with the location of
-//! the cluster also counts the requests in flight there. Before a thread changes the location, it
-//! *closes* the cluster: no request enters it any more, and the thread waits for the requests in
-//! flight. So a request never accesses a location that has become another cluster or a table.
-//! Requests on mapped clusters neither allocate nor free clusters.
+//! Any thread can look a cluster up and *enter* it without a lock: the entry of the cluster
+//! contains its location and the number of requests in flight there. Before a thread changes the
+//! location, it *closes* the cluster: no request enters it any more, and the thread waits for the
+//! requests in flight. So no request accesses a location after it was reused for another cluster or
+//! for a table. Requests on mapped clusters neither allocate nor free clusters.
 //!
 //! An entry is added after a request on the slow path, by the thread that has executed it. The lock
 //! of the tables makes additions and changes exclude each other. Otherwise, a thread could look a
@@ -46,18 +46,19 @@ pub(crate) struct Map {
     /// Number of clusters of the disk.
     clusters: u64,
     slots: Box<[Slot]>,
-    /// Held while entries are added. Only then may one part replace another.
+    /// Held while entries are added, and while one part replaces another in its slot.
     filling: Mutex<()>,
-    /// Held by a thread that waits for requests in flight, with the condition variable `left`.
+    /// Mutex of the condition variable `left`, on which a closing thread waits until requests in
+    /// flight have ended.
     closing: Mutex<()>,
     left: Condvar,
 }
 
 /// Slot for a part of the map.
 struct Slot {
-    /// Number of the part, or `EMPTY`.
+    /// Number of the part in this slot, or `EMPTY`.
     part: AtomicU64,
-    /// True if the whole part was looked up once.
+    /// True if all clusters of the part were looked up when the part was put into the slot.
     is_looked_up: AtomicBool,
     entries: OnceLock<Box<[AtomicU64]>>,
 }
@@ -130,8 +131,8 @@ impl Map {
         Some(now >> HOST_SHIFT)
     }
 
-    /// Enters a byte range of the disk, if the range is mapped and contiguous in the file. Returns
-    /// its offset in the file.
+    /// Enters all clusters of a byte range, if they are mapped for this access and contiguous in
+    /// the file. Returns the offset of the range in the file.
     pub(crate) fn enter(&self, offset: u64, len: u64, writes: bool) -> Option<(u64, Entered)> {
         let needs = if writes { WRITES } else { READS };
         let clusters = self.clusters(offset, len);
@@ -164,8 +165,8 @@ impl Map {
     fn leave_entry(&self, entry: &AtomicU64) {
         let before = entry.fetch_sub(1, Ordering::AcqRel);
         if before & READS == 0 && before & COUNT == 1 {
-            // The lock is taken because a closing thread checks the count under it before the
-            // thread waits.
+            // A closing thread checks the count and starts to wait under this lock. So it cannot
+            // miss this notification.
             let _locked = self.closing.lock();
             self.left.notify_all();
         }
@@ -194,7 +195,7 @@ impl Map {
         }
     }
 
-    /// Returns access for adding entries. `None` while another thread has that access.
+    /// Returns the exclusive access for adding entries. `None` if another thread has it.
     pub(crate) fn fill(&self) -> Option<MapFill<'_>> {
         Some(MapFill { map: self, _alone: self.filling.try_lock()? })
     }
@@ -236,8 +237,9 @@ impl MapFill<'_> {
         unknown
     }
 
-    /// Puts a part into its slot, unless requests are in flight in the slot's current part. Returns
-    /// false if all clusters of the part have to be looked up.
+    /// Puts a part into its slot, unless requests are in flight on the clusters of the part that is
+    /// there. Returns false if the caller has to look up all clusters of the part, which then is in
+    /// the slot.
     fn take_place(&self, part: u64) -> bool {
         let Some(slot) = self.map.slot(part) else { return true };
         if slot.part.load(Ordering::Acquire) == part {
@@ -250,8 +252,8 @@ impl MapFill<'_> {
             let free = now & COUNT == 0
                 && entry.compare_exchange(now, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok();
             if !free {
-                // Some entries of the other part were cleared already. They have to be looked up
-                // again later.
+                // A request is in flight, so the other part stays. Some of its entries were cleared
+                // above, so all of them are looked up again later.
                 slot.is_looked_up.store(false, Ordering::Relaxed);
                 return true;
             }
@@ -271,8 +273,8 @@ impl MapFill<'_> {
         let known = host << HOST_SHIFT | READS | if writes { WRITES } else { 0 };
         let mut now = entry.load(Ordering::Relaxed);
         loop {
-            // No location changes while entries are added, so a cluster that is already mapped has
-            // the same location.
+            // The caller holds the lock of the tables, so no location changes. A cluster that is
+            // already mapped has this location; at most the permission to write is new.
             let next = if now & READS != 0 { now | known & WRITES } else { known | now & COUNT };
             match entry.compare_exchange_weak(now, next, Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => return,

@@ -4,7 +4,8 @@ use crate::image::Image;
 use shadowbell_disk::{DiskError, Op, Request};
 
 impl Image {
-    /// Adds the clusters of an executed request, and their neighbours, to the map.
+    /// Adds to the map the clusters of an executed request. If a part of the map is new, adds all
+    /// clusters of the part.
     pub(crate) fn fill_map(&self, request: &Request) {
         if matches!(request.op, Op::Read | Op::Write { .. }) {
             // If the look-up fails, the clusters stay unmapped. The next request reports the error.
@@ -21,7 +22,8 @@ impl Image {
         for cluster in fill.unknown(request.offset, request.len).into_iter().flatten() {
             let Ok(found) = self.format.look_up(meta, cluster) else { continue };
             let Some(host) = found.host.filter(|_| found.alloc == layout.all()) else { continue };
-            // A write moves a shared cluster, so it is not mapped on a writable disk.
+            // On a writable disk, a write to a shared cluster has to allocate a new one. So a
+            // shared cluster is mapped only on a read-only disk.
             let may_stay = self.info.read_only || found.is_owned;
             // The last cluster may extend beyond the end of the disk. Only the used part must be in
             // the file.

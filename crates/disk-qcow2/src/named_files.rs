@@ -6,8 +6,8 @@ use std::fs::File;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-/// Paths of the external data file and of the backing files that the image at `path` names,
-/// directly or through others. A file that cannot be read ends the list; a raw image names none.
+/// Paths of the external data file and of the backing files of the image at `path`, with those of
+/// its backing files. The list ends at a file that cannot be read; for a raw image it is empty.
 ///
 /// The flag is true for the image's own data file, which is written; the others are read.
 pub fn named_files(path: &Path) -> Vec<(PathBuf, bool)> {

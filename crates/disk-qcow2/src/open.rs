@@ -24,13 +24,14 @@ pub(crate) struct Opened {
     pub(crate) files: Vec<ImageFile>,
     /// File for the fast path. `None` without io_uring.
     pub(crate) bytes: Option<ImageBytes>,
-    /// Check of the image that still runs.
+    /// Check of the image, if it continues in the background.
     pub(crate) check: Option<Arc<Check>>,
 }
 
-/// Source of files. It opens the image first, then its data file, then each backing file.
+/// Provider of the open files of an image. [`open`](Self::open) is called for the image first, then
+/// for its data file, then for each backing file.
 pub(crate) trait Files {
-    /// Opens the next file. `path` is its path.
+    /// Opens the next file, which has the path `path`.
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError>;
 }
 
@@ -43,7 +44,7 @@ impl Files for ByPath {
     }
 }
 
-/// Opens the image at `path` with its other files.
+/// Opens the image at `path`, its data file and its backing files.
 pub(crate) fn open(
     path: &Path,
     options: &FileOptions,
@@ -54,7 +55,7 @@ pub(crate) fn open(
     let opened = chain.opened;
     format.limit_caches(opened.len() - 1);
     let is_writable = opened.first().is_some_and(|file| !file.is_read_only());
-    // The data are in the data file, if there is one.
+    // The guest's data are in the external data file if there is one, and otherwise in the image.
     let data = opened.get(usize::from(format.data_file.is_some())).or(opened.first());
     let block_size = options.block_size.unwrap_or(512);
     let bytes = match data {
@@ -80,8 +81,9 @@ pub(crate) fn open(
     Ok(Opened { format, files: opened, bytes, check })
 }
 
-/// Checks an image before it is written, and repairs its reference counts if it is dirty. Changes
-/// nothing before all checks have passed. Returns the check of the references if it still runs.
+/// Checks an image that is opened for writing, and repairs its reference counts if it is dirty.
+/// Changes nothing before all checks have passed. Returns the check of the references if it
+/// continues in the background.
 fn prepare(path: &Path, format: &Arc<Format>) -> Result<Option<Arc<Check>>, OpenError> {
     let name = path.display().to_string();
     if format.header.is_corrupt {
@@ -100,8 +102,8 @@ fn prepare(path: &Path, format: &Arc<Format>) -> Result<Option<Arc<Check>>, Open
         let meta = &mut *format.meta();
         meta.counts.top(&format.file, &mut meta.cache).map_err(system)?
     };
-    // An image that is not dirty refers only to counted clusters. So its file is long enough if it
-    // contains all counted clusters.
+    // If an image is not dirty, each cluster that it refers to has a reference count above 0. So
+    // the file is complete if it contains the last cluster with such a count.
     let is_long = top <= format.file.len().div_ceil(format.layout.cluster());
     if !format.header.is_dirty && (is_long || !format.file.grows) {
         format.header.clear_features(&format.file).map_err(system)?;

@@ -81,8 +81,9 @@ pub(crate) fn addresses(text: &str) -> Vec<String> {
     found
 }
 
-/// Runs `open` until the cluster is reachable. `open` runs on a thread of its own, because a call
-/// of Ceph's libraries cannot be cancelled. If `wait` gives up, the thread continues alone.
+/// Repeats `open` until the cluster is reachable. Each attempt runs on a separate thread, because a
+/// call of Ceph's libraries cannot be cancelled. If `wait` ends the waiting, this function returns
+/// and the thread continues.
 pub(crate) fn reach<T: Send + 'static>(
     spec: &RbdSpec,
     wait: Wait<'_>,

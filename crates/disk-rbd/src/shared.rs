@@ -17,7 +17,9 @@ pub(crate) struct Opened {
     pub(crate) cache: Cache,
     /// Writes in flight whose commands were cancelled.
     pub(crate) orphans: Arc<Orphans>,
-    /// True if the image has checkpoints. Then all completed writes must be durable.
+    /// True if a writable disk was checkpointed, so that the next process may recover it after a
+    /// crash. A write then completes only when the cluster has stored it, because librbd's cache is
+    /// lost in a crash.
     pub(crate) lasts: AtomicBool,
 }
 
@@ -34,7 +36,7 @@ impl Drop for Opened {
     }
 }
 
-/// Disk on an image, with a fixed size.
+/// Open image with the properties of one version of the disk, which has a fixed size.
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) opened: Arc<Opened>,

@@ -111,8 +111,7 @@ api! {
 }
 
 unsafe extern "C" {
-    /// Function of the C library that registers `function`. The C library calls it at the exit of
-    /// the process.
+    /// Registers `function` as a callback, which the C library calls at the exit of the process.
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
@@ -153,11 +152,12 @@ pub(crate) enum Failure {
     Call(&'static str, io::Error),
 }
 
-/// Cache of librbd, which completes writes before the cluster has stored them.
+/// Kind of librbd's cache. With a cache, writes complete before the cluster has stored them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cache {
     None,
-    /// `rbd_cache_policy=writearound`: a write, and a compare and write, can bypass the cache.
+    /// `rbd_cache_policy=writearound`: a write, and a compare and write, with the FUA flag bypass
+    /// the cache.
     Around,
     Other,
 }
@@ -188,9 +188,10 @@ pub(crate) struct Image {
     cluster: Handle,
     pool: Handle,
     image: Handle,
-    /// Watch by which Ceph reports changes of the image's properties, such as its size.
+    /// Handle of the registration for Ceph's reports of changed properties, such as the size.
     watch: Option<u64>,
-    /// True after Ceph has reported a change. Ceph has the address of this flag.
+    /// True after Ceph has reported a change. Ceph's callback has the address of this flag, so the
+    /// flag must outlive the watch.
     has_changed: Arc<AtomicBool>,
     counted: Counted,
 }
@@ -200,7 +201,8 @@ unsafe impl Send for Image {}
 // SAFETY: Ceph's handles may be used on several threads at once.
 unsafe impl Sync for Image {}
 
-/// State of a call in flight. Ceph owns it.
+/// State of a call in flight. Ceph holds the only pointer to it, and passes it to
+/// `on_completion`.
 struct Running {
     id: u64,
     buffer: Vec<u8>,
@@ -244,9 +246,9 @@ fn check(what: &'static str, value: c_int) -> Result<(), Failure> {
 }
 
 impl Image {
-    /// Opens the image after the cluster has blocked the clients `dead`. Waits until the cluster
-    /// answers. `caches` allows librbd to complete writes in memory of this process. The cluster's
-    /// administrator can [enforce or forbid](Self::cache) the cache independently of `caches`.
+    /// Adds the clients `dead` to the cluster's blocklist, then opens the image. Blocks until the
+    /// cluster answers. `caches` permits librbd's cache in the memory of this process, but settings
+    /// of the cluster have priority over it: see [`cache`](Self::cache).
     pub(crate) fn open(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, Failure> {
         let api = api().map_err(Failure::Library)?;
         let mut image = Self {
@@ -282,8 +284,8 @@ impl Image {
             (api.rados_ioctx_create)(image.cluster, pool.as_ptr(), &mut image.pool)
         })?;
         if !caches {
-            // A write without space fails instead of waiting for space. With a cache, the write
-            // would have completed before, and its data would be lost.
+            // Without a cache, a write for which there is no space fails instead of waiting. With a
+            // cache, the write has already completed when the cluster refuses it, so it must wait.
             // SAFETY: the pointers and handles are valid, as for `rados_create`.
             unsafe { (api.rados_set_pool_full_try)(image.pool) };
         }
@@ -304,7 +306,7 @@ impl Image {
         // SAFETY: the pointers and handles are valid; the flag lives until the watch is removed
         // (`drop`).
         let value = unsafe { (api.rbd_update_watch)(image.image, &mut watch, changed, flag) };
-        // Without a watch, only a query of the size finds a change.
+        // If the registration failed, a new size is detected only when the size is queried.
         image.watch = (value >= 0).then_some(watch);
         Ok(image)
     }
@@ -317,9 +319,9 @@ impl Image {
         unsafe { (self.api.rados_conf_set)(self.cluster, name.as_ptr(), value.as_ptr()) };
     }
 
-    /// Limits the number of threads that send and receive to half of the CPUs, because replies that
-    /// arrive at the same time wake several of these threads. A number that the user has configured
-    /// is kept.
+    /// Limits the number of Ceph's network threads to half of the CPUs, because replies that arrive
+    /// at the same time would wake all of these threads. A number that the user has configured is
+    /// kept.
     fn set_senders(&self) {
         let (name, usual) = SENDERS;
         let (option, mut value) = (c_text(name), [0; 16]);
@@ -337,8 +339,8 @@ impl Image {
         }
     }
 
-    /// Adds clients to the cluster's blocklist, with the default expiry. Then waits for the
-    /// cluster's new map.
+    /// Adds clients to the cluster's blocklist, with the default expiry. Then waits until this
+    /// client has the OSD map with these entries.
     fn blocklist(&self, dead: &[String]) -> Result<(), Failure> {
         for client in dead {
             let address = c_text(client);
@@ -381,19 +383,19 @@ impl Image {
         }
     }
 
-    /// Sets the flag of a possible size change, as a notification from Ceph does.
+    /// Records that the size may have changed, as the callback `changed` does.
     pub(crate) fn set_changed(&self) {
         self.has_changed.store(true, Ordering::Release);
         notify_resize();
     }
 
-    /// Returns and clears the flag, which is set if the size may have changed.
+    /// Returns true if the size may have changed since the last call.
     pub(crate) fn take_changed(&self) -> bool {
         self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
     }
 
-    /// Cache that is in use. Settings of the cluster for the pool or the image override this
-    /// client's configuration.
+    /// Kind of cache that is in use. It may differ from this client's configuration, because
+    /// settings of the pool or of the image in the cluster have priority.
     pub(crate) fn cache(&self) -> Cache {
         let is = |name, value| self.setting(name).as_deref() == Some(value);
         // A persistent cache in local files does not support FUA.
@@ -440,7 +442,8 @@ impl Image {
         unit
     }
 
-    /// Marks the image as being closed. A separate thread then drops it.
+    /// Marks the image as being closed, before a separate thread drops it. The exit callback waits
+    /// for such images.
     pub(crate) fn closes(&mut self) {
         self.counted.closes();
     }

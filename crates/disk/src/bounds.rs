@@ -4,7 +4,7 @@ use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 
-/// Limits for the check of requests. They are computed once per queue.
+/// Limits of a disk against which its requests are checked. Each queue computes them once.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     bytes: u64,
@@ -25,8 +25,8 @@ impl DiskInfo {
 impl Request {
     /// Checks the request against the limits of its disk and against its buffer: the range lies
     /// inside the disk on block boundaries, the disk is writable if the request writes, and the
-    /// buffer is long enough and has the right direction. A longer buffer is allowed; its end is
-    /// not used.
+    /// buffer is long enough and has the right direction. The buffer may be longer than the
+    /// request.
     ///
     /// # Errors
     /// [`DiskError::OutOfRange`], [`DiskError::ReadOnly`] or [`DiskError::BadBuffer`].

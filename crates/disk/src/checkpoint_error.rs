@@ -12,7 +12,8 @@ pub enum CheckpointError {
         /// Name of the disk.
         disk: String,
     },
-    /// This disk cannot be recovered after a crash of the server process.
+    /// The storage offers no fence for requests of a dead process, so this disk cannot be
+    /// recovered.
     #[error("{disk}: it cannot be recovered after a server crash: {why}")]
     Unfenced {
         /// Name of the disk.

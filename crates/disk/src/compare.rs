@@ -3,8 +3,8 @@
 use crate::request::DiskError;
 use shadowbell_memory::{Segments, SharedBytes};
 
-/// Number of bytes that are copied and compared at once. Private copies are compared, because other
-/// threads and the guest may change both sides during the comparison.
+/// Number of bytes that are copied and compared at once. Both sides are copied first, because the
+/// guest and other threads may change them during the comparison.
 const CHUNK: usize = 4096;
 
 /// Compares `len` bytes of `data` from `offset` with `disk` from `at`.

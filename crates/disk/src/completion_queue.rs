@@ -17,17 +17,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// make no system call, and a `take` without a signal makes none. Neither `push` nor `take` makes a
 /// system call under the lock.
 ///
-/// Until the owner takes a signal, later completions do not signal. An owner that watches the
+/// Completions between a signal and the next `take` do not signal again. An owner that watches the
 /// descriptor edge-triggered therefore has to call `take` after it has started a request and before
 /// it sleeps.
 ///
-/// A cancelled request ends without a completion. The caller wakes the owner with
-/// [`signal`](Self::signal), and the owner reports the request.
+/// A cancelled request may end without a completion in this queue. The canceller then calls
+/// [`signal`](Self::signal), and the owner itself reports the end of the request.
 #[derive(Debug)]
 pub struct CompletionQueue<T> {
     completions: Mutex<Vec<T>>,
-    /// True from the start of a signal until `take` ends it. During that time, only the thread that
-    /// has set this flag makes `event` readable.
+    /// True from the start of a signal until the `take` that resets it. Only the thread that has
+    /// set the flag writes to `event`, so there is one system call per signal.
     is_signalled: AtomicBool,
     event: EventFd,
 }
@@ -63,10 +63,10 @@ impl<T> CompletionQueue<T> {
         if !self.is_signalled.load(Ordering::Acquire) {
             return;
         }
-        // The flag is cleared only if the descriptor was readable. Otherwise another thread may
-        // have set the flag and not yet made the descriptor readable; the next call clears both.
-        // The flag is cleared before the list is read, so a completion that this call misses
-        // signals again.
+        // The flag is cleared only if the descriptor was readable. If it was not, another thread
+        // has set the flag and is about to make the descriptor readable; the next call then resets
+        // both. The flag is cleared before the list is read, so a completion that is added after
+        // the read signals again.
         if self.event.drain() != 0 {
             self.is_signalled.swap(false, Ordering::AcqRel);
         }
@@ -78,8 +78,8 @@ impl<T> CompletionQueue<T> {
         }
     }
 
-    /// Moves all completions to `into`, as [`take`](Self::take) does. If `into` is empty
-    /// afterwards, waits for a completion.
+    /// Moves all completions to `into`, as [`take`](Self::take) does. Blocks until `into` has at
+    /// least one.
     pub fn wait(&self, into: &mut Vec<T>) {
         loop {
             self.take(into);
@@ -180,9 +180,9 @@ mod tests {
         assert_eq!(taken, [1], "it does not wait for more");
     }
 
-    /// A pushing thread has set the flag, but not yet made the descriptor readable, when the owner
-    /// takes the completion. The late signal must end with the next `take`; otherwise the owner
-    /// would wake for ever.
+    /// The owner takes a completion after the pushing thread has set the flag, and before that
+    /// thread makes the descriptor readable. The next `take` must reset both; otherwise the
+    /// descriptor would stay readable for ever.
     #[test]
     fn a_late_signal_is_cleared_by_the_next_take() {
         let queue = CompletionQueue::new().unwrap();
@@ -231,7 +231,7 @@ mod tests {
             }
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        // The last signal may arrive after its completion was taken; this `take` ends it.
+        // The last signal may arrive after its completion was taken. This `take` resets it.
         assert!(take(&queue).is_empty());
         assert!(!is_readable(&queue));
     }

@@ -115,7 +115,8 @@ impl TraceFile {
     /// Maximum size of a trace in memory, in bytes.
     pub const MAX_IN_MEMORY: u64 = 256 << 20;
 
-    /// Layout with as many of the spare rings as `fits` permits.
+    /// Layout with one ring for each of `workers` I/O threads, one for the control plane, and at
+    /// most `spare` more: as many as `fits` permits.
     fn layout(
         workers: u16,
         spare: u16,
@@ -149,8 +150,9 @@ impl TraceFile {
 
     /// Copies the file from `offset` on, while threads may be writing. Records that may have been
     /// overwritten during the copy are zeroed. `offset` and the length of `to` must be multiples of
-    /// 4096. All pieces in order form a trace that [`read_trace`] can read. It contains the records
-    /// that were written before the first piece was copied.
+    /// 4096. Successive calls up to the end of the file copy a trace that [`read_trace`] can read.
+    /// The trace contains at least the records that were written before the first call and not
+    /// overwritten since.
     ///
     /// # Errors
     /// An OS error; `InvalidInput` for another offset or length.
@@ -161,15 +163,15 @@ impl TraceFile {
         let count = self.file.read_at(to, offset)?;
         let records = to[..count].chunks_exact_mut(RECORD_BYTES);
         let Some(first) = offset.checked_sub(self.layout.records(0)) else {
-            // The header and the counts are copied unchanged. This piece ends before the first
-            // ring, because pieces with records are handled separately below.
+            // The header and the counts are copied unchanged. This call copies nothing of the
+            // rings: their records are checked below, in a later call.
             return Ok(count.min((self.layout.records(0) - offset) as usize));
         };
         let capacity = u64::from(self.layout.capacity);
         for (at, record) in (first / RECORD_BYTES as u64..).zip(records) {
             let ring = (at / capacity) as u32;
-            // The count is read after the record was copied. If the record is still in the ring
-            // according to this count, it was copied completely.
+            // The count of records written to the ring is read after the copy. If this count shows
+            // that the record was not overwritten, the copy is complete.
             let count = self.mapping.bytes().load_u64_acquire(Layout::count(ring) as usize);
             let is_kept = RawRecord::read_from_bytes(record)
                 .is_ok_and(|raw| count.is_some_and(|count| raw.sequence + capacity > count));
@@ -205,8 +207,8 @@ impl TraceFile {
         Ok(Arc::new(Self { mapping, layout, started, taken, file, spare }))
     }
 
-    /// Takes the ring of I/O thread `index`. `None` if there is no such ring, if a thread has
-    /// already taken it, or if the file system has no space left for a spare ring.
+    /// Takes the ring of I/O thread `index` for writing. `None` if there is no such ring, if it is
+    /// already taken, or if the ring is a spare one and the file system has no space for it.
     #[must_use]
     pub fn worker(&self, index: u16) -> Option<TraceRing> {
         let index = u32::from(index);
@@ -251,8 +253,8 @@ fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     }
 }
 
-/// Removes an older trace. It is unlinked and not overwritten, so that processes that still write
-/// or read it are not disturbed.
+/// Removes the trace at `path`, if there is one. The file is unlinked and not overwritten, because
+/// other processes may still write or read it.
 fn replace(path: &Path) -> io::Result<()> {
     if is_there(path)? { std::fs::remove_file(path) } else { Ok(()) }
 }
@@ -413,7 +415,7 @@ fn read_ring(
     let capacity = u64::from(layout.capacity);
     let end = count(file, index)?;
     let start = end.saturating_sub(capacity);
-    // Only the part of the ring that was ever written is read.
+    // A ring that has not wrapped around yet is read only up to its last record.
     let used = end.min(capacity) as usize;
     let mut ring = vec![RawRecord::default(); used];
     file.read_exact_at(ring.as_mut_bytes(), layout.records(index))?;

@@ -77,11 +77,12 @@ kinds! {
     SpuriousWake = 7, "spurious wake";
     /// Interrupt raised for a completion queue. `value`: its tail; `extra`: the vector.
     InterruptRaised = 8, "interrupt raised";
-    /// Completions posted to a completion queue without an interrupt. `value`: its tail.
+    /// Completions posted to a completion queue without an interrupt. `value`: tail of the queue.
     InterruptSuppressed = 9, "interrupt suppressed";
-    /// Commands fetched from a submission queue. `value`: its tail; `extra`: their number.
+    /// Commands fetched from a submission queue. `value`: tail of the queue; `extra`: number of
+    /// commands.
     Batch = 10, "batch fetched";
-    /// Fetching stopped because a completion queue is full. `value`: its tail.
+    /// Fetching stopped because a completion queue is full. `value`: tail of the completion queue.
     CqFull = 11, "completion queue full";
     /// Invalid doorbell value. `value`: the value.
     Invalid = 12, "invalid doorbell value";
@@ -104,7 +105,7 @@ kinds! {
     CompletionPosted = 19, "completion posted";
 }
 
-/// Subject of a record, by the kind of the record.
+/// Object that the records of a kind are about.
 enum Subject {
     /// An I/O thread or a controller.
     Whole,
@@ -296,7 +297,7 @@ pub(super) struct Header {
 pub(super) const MAGIC: [u8; 8] = *b"SBTRACE\x01";
 pub(super) const VERSION: u32 = 1;
 pub(super) const HEADER_BYTES: usize = size_of::<Header>();
-/// Bytes of the file per record count of a ring.
+/// Size in bytes of the file area with the record count of one ring.
 const COUNT_BYTES: usize = 64;
 /// Alignment of rings in the file, in bytes.
 pub(super) const PAGE: u64 = 4096;

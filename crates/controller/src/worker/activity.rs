@@ -1,8 +1,9 @@
 //! Activity of the I/O threads, for a scanner of commands in flight that sleeps while the process
 //! is idle.
 //!
-//! A command in flight implies that an I/O thread was awake after the scanner fell asleep. An I/O
-//! thread reads one flag when it wakes, and nothing per command.
+//! While all I/O threads sleep, no new command can be in flight, so the scanner may sleep until one
+//! of them wakes. The cost for an I/O thread is one flag that it reads on each wake-up, and nothing
+//! per command.
 
 use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -14,8 +15,9 @@ static WAITS: AtomicBool = AtomicBool::new(false);
 static LOCK: Mutex<()> = Mutex::new(());
 static WOKEN: Condvar = Condvar::new();
 
-/// Waits until an I/O thread wakes, or [`notify_activity`] is called, at most for `limit`. Returns
-/// at once if `is_active`, which is called after the flag is set.
+/// Waits until an I/O thread wakes or [`notify_activity`] is called, for at most `limit`. Returns
+/// at once if `is_active` returns true. `is_active` is called after `WAITS` was set, so no
+/// wake-up is missed.
 pub fn wait_for_activity(limit: Duration, is_active: impl FnOnce() -> bool) {
     WAITS.store(true, SeqCst);
     // The fences here and in `note_wake` order each side's store before its load: either the

@@ -461,8 +461,9 @@ impl ControllerQueues {
         0
     }
 
-    /// Checks if memory of this host was lost. A client may lose memory in tens of thousands of
-    /// maps, so only current maps are scanned, once each.
+    /// Checks if guest memory was lost (SIGBUS), and reports that once per DMA map. Only the
+    /// current DMA map is scanned, because a client may lose memory in tens of thousands of older
+    /// ones.
     #[cold]
     pub(crate) fn check_memory(&mut self) {
         let losses = shadowbell_memory::sigbus::losses(self.set.shared.id);
@@ -475,7 +476,8 @@ impl ControllerQueues {
         }
     }
 
-    /// Releases the latches of operations that have ended.
+    /// Ends the pending operations (drained maps, deleted queues, replaced disks) that wait for no
+    /// more commands, and releases their latches.
     fn finish(&mut self) {
         while self.draining.front().is_some_and(|(watch, _)| watch.is_idle()) {
             self.draining.pop_front();
@@ -519,8 +521,8 @@ impl ControllerQueues {
         self.set.arm(arming, trace);
     }
 
-    /// Rechecks the doorbells before a sleep (second phase). Returns the deadline of held
-    /// interrupts.
+    /// Rechecks the doorbells before a sleep (second phase). Returns the time at which the first
+    /// interrupt is due that Interrupt Coalescing holds back.
     pub(crate) fn recheck(
         &mut self,
         fenced: &mut Fenced<'_, SleepCell>,
@@ -543,8 +545,8 @@ impl ControllerQueues {
         self.overriding.as_ref().is_some_and(|overriding| overriding.is_waiting())
     }
 
-    /// True if an operation waits for an end that no event signals, so the thread must not sleep
-    /// long.
+    /// True if a pending operation has to be polled, because no event signals its end. The thread
+    /// must then sleep only briefly.
     pub(crate) fn needs_polling(&self) -> bool {
         let waited_for = !(self.draining.is_empty() && self.deleting.is_empty());
         self.override_is_waiting()
@@ -552,7 +554,8 @@ impl ControllerQueues {
             || !self.is_pending() && (waited_for || self.can_replay())
     }
 
-    /// True if a recovered command waits, and not just for room in a completion queue.
+    /// True if a recovered command waits to be executed again, and no completion queue is full. A
+    /// full one would delay it until the host writes the head.
     fn can_replay(&self) -> bool {
         self.has_replays() && self.set.sqs.iter().flatten().all(|sq| !sq.blocked)
     }
@@ -576,7 +579,7 @@ impl ControllerQueues {
             && !self.set.has_held_completions()
     }
 
-    /// Progress counter; its value changes with every command.
+    /// Progress counter: number of fetched commands plus posted completions, modulo 2^64.
     pub(crate) fn progress(&self) -> u64 {
         self.set.progress()
     }
@@ -652,8 +655,8 @@ impl ControllerQueues {
         }
     }
 
-    /// Applies Doorbell Buffer Config: every queue gets its shadow entry, also while commands are
-    /// in flight. `None` removes the buffer, and a queue whose doorbells were in it stops.
+    /// Applies Doorbell Buffer Config: every queue switches to its entry of the shadow buffer.
+    /// Commands may be in flight. `None` removes the buffer; queues that used it stop.
     pub(crate) fn change_shadow(
         &mut self,
         pages: Option<(u64, u64)>,
@@ -756,8 +759,8 @@ impl ControllerQueues {
             inheritance: Inheritance::default(),
             latch: Some(latch),
         };
-        // The writer of a doorbell reads the owner again after the write. So either the destination
-        // sees the new doorbell value, or the writer sees the new owner.
+        // The front end stores a trapped doorbell value, then reads the owner. So either it sees
+        // the new owner and wakes that thread, or the destination sees the stored value.
         self.set.shared.change_owner(worker, to.worker);
         to.arrivals.deliver(Box::new(relocated));
         true
@@ -827,8 +830,8 @@ impl ControllerQueues {
                 Some(insert(&mut self.set.sqs, sq))
             }));
         }
-        // Several threads may have recovered queues that are on one thread after moves, so their
-        // recoveries are joined.
+        // After a crash, several threads may recover queues of one controller. If the queues are
+        // then moved to one thread, their recoveries are joined.
         let inheritance = inheritance.moved(|sq| indices.get(sq).copied().flatten());
         if let Some(more) = Recovery::new(inheritance, &mut self.set) {
             match &mut self.recovery {

@@ -2,9 +2,10 @@
 //! directly, without the reactor thread.
 //!
 //! Without a source, the front end of a controller receives a trapped doorbell write on its own
-//! thread, calls [`Controller::write_doorbell`](crate::Controller::write_doorbell), and so wakes
-//! the I/O thread: two wakeups per command. If the writes arrive through a descriptor, the I/O
-//! thread can wait for this descriptor too, and receive the writes itself.
+//! thread, and wakes the I/O thread by
+//! [`Controller::write_doorbell`](crate::Controller::write_doorbell): two wakeups per command. With
+//! a source, the I/O thread also waits for the source's descriptor, and receives the writes itself:
+//! one wakeup.
 
 use super::observer::Observer;
 use crate::shared::{ControllerShared, DSTRD, MAX_QUEUES};
@@ -16,7 +17,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Number of consecutive wakeups without a doorbell write after which a source is removed.
+/// Maximum number of consecutive events of a source in which no doorbell write was for this thread.
+/// The source is then removed.
 const WAKES_IN_VAIN: u32 = 8;
 
 struct Registered {
@@ -54,8 +56,8 @@ impl DoorbellSources {
         self.0.remove(&controller);
     }
 
-    /// Handles an event of a source. Receives the doorbell writes of those queues that `worker`,
-    /// the calling thread, serves. Returns the invalid completion queue heads by queue identifier.
+    /// Handles an event of a source. `worker` is the calling thread: only doorbell writes of its
+    /// queues are received. Returns the invalid completion queue heads by queue identifier.
     pub(super) fn poll_doorbells(
         &mut self,
         controller: u32,
@@ -99,15 +101,15 @@ impl DoorbellSources {
 /// Result of [`DoorbellSource::poll_doorbells`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PolledDoorbells {
-    /// Number of doorbell writes that were taken.
+    /// Number of doorbell writes that the I/O thread has received and handled.
     pub writes: u32,
-    /// True if no more writes were pending. If false, the owner of the source has to deliver the
-    /// rest.
+    /// True if all pending writes were handled. If false, the front end that owns the source has to
+    /// deliver the others.
     pub all: bool,
 }
 
 /// Source of a host's doorbell writes. An I/O thread calls all methods, so they must not block. The
-/// source is dropped when the I/O thread stops polling it.
+/// I/O thread drops the source when it no longer uses it.
 pub trait DoorbellSource: Send {
     /// Registers the source with `epoll` under `token`, edge-triggered. If possible, the source
     /// reports events only while a thread sleeps in `epoll`. Called once, before all other methods.
@@ -116,9 +118,9 @@ pub trait DoorbellSource: Send {
     /// The source cannot be registered. The caller then drops it.
     fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()>;
 
-    /// Takes a few doorbell writes after an event of `epoll`. Passes each to `ring`, in order of
-    /// arrival, as its offset in BAR0 and its value. `ring` returns true if it has handled the
-    /// write. If it returns false, this write and all later ones must be delivered by the owner of
-    /// the source.
+    /// Receives a few doorbell writes after an event of `epoll`. Calls `ring` for each write, in
+    /// order of arrival, with the offset in BAR0 and the value. `ring` returns true if it has
+    /// handled the write. If it returns false, the front end that owns the source must deliver this
+    /// write and all later ones.
     fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> PolledDoorbells;
 }

@@ -15,7 +15,7 @@ use shadowbell_state::{AbortPoint, abort_point};
 pub(super) struct Burst {
     /// Index of the entry that is fetched next.
     pub(super) head: u16,
-    /// Number of commands fetched so far, and the number to fetch in this burst.
+    /// Number of commands taken from the ring so far (`done`), of the `fetched` ones in this burst.
     pub(super) done: u32,
     pub(super) fetched: u32,
     /// Number of commands in flight or parked.
@@ -107,9 +107,9 @@ pub(super) fn pair(
     (burst, Paired::Both)
 }
 
-/// Starts the two commands of a fused operation again, which were in flight in a dead process. Each
-/// comes with its journal record. If `gives_up` is true, completes both with an error instead.
-/// Returns the number of commands in flight.
+/// Executes the two commands of a fused operation again, after the process in which they were in
+/// flight has died. Each command has the index of a reserved journal record. If `gives_up` is true,
+/// completes both with an error instead. Returns the number of commands in flight.
 #[cold]
 pub(super) fn replay(
     with: Fetcher<'_>,

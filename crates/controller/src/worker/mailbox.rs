@@ -49,7 +49,7 @@ pub(crate) struct QueueContext {
     pub(crate) generation: u64,
     /// Shadow Doorbell and EventIdx buffers, if Doorbell Buffer Config is enabled.
     pub(crate) shadow: Option<(u64, u64)>,
-    /// Override that serves the queues instead, if any.
+    /// Replacement of the normal command processing of these queues, if any.
     pub(crate) overriding: Option<Box<dyn QueueOverride>>,
 }
 
@@ -97,7 +97,8 @@ pub(crate) enum Message {
         pages: Option<(u64, u64)>,
         latch: Latch,
     },
-    /// Replaces the DMA map. The latches are released when nothing uses the old map any more.
+    /// Replaces the DMA map. Each latch is released when no request of this thread uses the old map
+    /// any more.
     Table {
         controller: u32,
         table: Arc<DmaTable>,
@@ -132,7 +133,8 @@ pub(crate) enum Message {
         context: Box<QueueContext>,
         latch: Latch,
     },
-    /// Verifies a part of a namespace. If there is an error, the latch gets its status.
+    /// Verifies the range `piece` of a namespace, for a device self-test. On an error, the latch
+    /// receives the status.
     Verify {
         context: Box<QueueContext>,
         piece: Piece,
@@ -179,8 +181,9 @@ pub(crate) enum Message {
         controller: u32,
         latch: Latch,
     },
-    /// Reports that the control plane has recorded the changes of uncorrectable blocks. The latch
-    /// is released when the decisions about the commands are in the journal.
+    /// Reports that the control plane has recorded the blocks that the exclusive commands mark as
+    /// uncorrectable. The thread then writes the outcomes of these commands to the journal, so that
+    /// a recovery does not repeat them, and releases the latch.
     JournalDecisions {
         controller: u32,
         latch: Latch,
@@ -244,14 +247,14 @@ impl Message {
     }
 }
 
-/// Number of latest messages in which an earlier DMA map of the same controller is searched for.
+/// Maximum number of unread messages, from the latest back, that are searched for an earlier DMA
+/// map of the same controller.
 const SEARCHED_MESSAGES: usize = 16;
 
 /// Adds a message. A DMA map replaces an unread earlier map of the same controller. Otherwise a
-/// client that continuously sends maps would keep the thread busy, because the thread needs longer
-/// to resolve all queues in a map than the client to send it. The latches of replaced maps move to
-/// the new message. Returns the replaced map, which the caller drops after it has released the
-/// lock, because this may unmap memory.
+/// client could keep the thread busy with maps, because resolving all queues in a map takes longer
+/// than sending it. The latches of both maps wait for the new one. Returns the replaced map. The
+/// caller must release the lock before it drops that map, because the drop may unmap memory.
 fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTable>> {
     let Message::Table { controller, table, mut latches } = message else {
         messages.push_back(message);
@@ -265,8 +268,8 @@ fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTabl
             }
             // The order between these messages and a map does not matter.
             Message::Table { .. } | Message::DoorbellWritten { .. } => {}
-            // Any other message (such as queue creation or reset) must be handled between the same
-            // two maps.
+            // Other messages (such as queue creation or reset) must not change their order relative
+            // to maps. So an earlier map is not replaced across them.
             _ => break,
         }
     }
@@ -279,7 +282,7 @@ pub(crate) struct Mailbox {
     /// True if there are messages. Read by the thread in every pass.
     has_any: AtomicBool,
     messages: Mutex<VecDeque<Message>>,
-    /// Maximum number of waiting messages.
+    /// Highest number of messages that were waiting at once.
     max: AtomicUsize,
     pub(crate) state: Arc<AtomicU32>,
     pub(crate) event: EventFd,
@@ -322,9 +325,10 @@ impl Mailbox {
         asleep
     }
 
-    /// Delivers a trapped doorbell write for a controller, which has the state `park_state` on the
-    /// thread. If the controller is parked, the thread gets a message with its number; otherwise,
-    /// it is only woken. Returns true if the thread was asleep.
+    /// Stores a trapped doorbell value in `register` and wakes the thread if necessary.
+    /// `park_state` is the state of the controller on the thread. If the controller is parked, the
+    /// thread also gets a message with the number of the controller. Returns true if the thread was
+    /// asleep.
     pub(crate) fn write_doorbell(
         &self,
         controller: u32,

@@ -52,7 +52,7 @@ pub(super) struct Worker {
     epoll: Arc<OwnedFd>,
     window: IdlePolicy,
     trace: Option<Observer>,
-    /// True if the thread has slept since its last turn.
+    /// True if the thread has slept since its last pass over the queues.
     woken: bool,
     /// Held while the thread is awake and may touch hosts' memory.
     awake: Option<Awake>,
@@ -238,7 +238,7 @@ impl Worker {
         self.poll_group.checked(all);
     }
 
-    /// Returns and resets the maximum number of waiting messages.
+    /// Returns and resets the highest number of messages that were waiting at once.
     pub(super) fn max_messages(&mut self) -> usize {
         self.mailbox.take_max().max(self.backlog.take_max())
     }

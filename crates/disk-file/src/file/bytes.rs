@@ -1,5 +1,5 @@
-//! Queue on the raw bytes of a formatted image, for ranges of the disk that are stored unchanged in
-//! the file.
+//! Queue on the raw bytes of a formatted image file (qcow2), for guest data that the file stores
+//! unchanged.
 
 use super::flusher::Flusher;
 use super::image::ImageFile;
@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// Raw bytes of an [`ImageFile`], without its format. The caller implements the format and decides
-/// which bytes a request may access. Queues on these bytes support no flush; a sync of the file
-/// makes their writes durable.
+/// which bytes a request may access. The queues do not support Flush; the caller syncs the file to
+/// make writes durable.
 #[derive(Debug)]
 pub struct ImageBytes {
     shared: Arc<FileShared>,
@@ -44,7 +44,7 @@ impl ImageBytes {
         let flusher = Flusher::new(Arc::clone(&file), direct.is_none());
         let info = DiskInfo {
             block_size,
-            // The file grows, so the number of blocks is the largest possible one.
+            // The file may grow, so its size is no limit for requests.
             blocks: i64::MAX as u64 / u64::from(block_size),
             read_only: image.read_only,
             volatile_cache: false,
@@ -61,7 +61,7 @@ impl ImageBytes {
             block_size,
         );
         let shared = FileShared {
-            // The lock belongs to `image`, so this value must not release it.
+            // `true`: this handle must not release the lock of the file, which belongs to `image`.
             handle: OpenHandle::new(&file, &flusher, true),
             flusher,
             waits: waits(&file),

@@ -38,8 +38,9 @@ impl FileDisk {
         Ok(Self { shared: Arc::new(open(path, options)?), path: path.to_owned() })
     }
 
-    /// Opens a disk like [`open`](Self::open), for tests. A script decides when and how the calls
-    /// on the file end. The calls end on the thread that runs the script.
+    /// Opens a disk like [`open`](Self::open), for tests. A test script determines when each system
+    /// call on the file completes and with which result. The calls complete on the thread that runs
+    /// the script.
     ///
     /// # Errors
     /// Like [`open`](Self::open).

@@ -61,7 +61,7 @@ struct Work {
     /// True if no thread runs: a test decides when a sync starts and how it ends.
     #[cfg(feature = "scripted")]
     is_scripted: bool,
-    /// Requests whose sync a test has started.
+    /// Requests that wait for the sync that a test has started and not ended.
     #[cfg(feature = "scripted")]
     started: Vec<(Arc<Requester>, Key)>,
     /// True while the thread executes a sync.
@@ -226,9 +226,8 @@ impl Flusher {
         if matches!(self.method, Syncs::Calls { .. }) {
             match self.file.metadata() {
                 Ok(about) => self.len.store(about.len(), Ordering::Release),
-                // The storage is unavailable. If the file system implements no sync, only this
-                // query of the metadata detects that: the kernel returns 0 for the sync without
-                // asking the file system.
+                // The storage is unavailable, although the sync returned 0: the kernel returns 0
+                // without a request to the storage if the file system implements no sync.
                 Err(error) if result == 0 => result = -error.raw_os_error().unwrap_or(libc::EIO),
                 Err(_) => {}
             }

@@ -30,7 +30,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 pub struct ImageFile {
     file: Arc<File>,
     path: PathBuf,
-    /// True if dropping this image has to release the lock.
+    /// True if this image still holds the lock, and must release it when it is dropped.
     is_locked: bool,
     pub(super) metadata: Metadata,
     pub(super) is_block: bool,
@@ -61,12 +61,11 @@ impl ImageFile {
         Self::open_at(path, at, (read_only, kinds), LockWait::Short)
     }
 
-    /// Opens the image of a dead process, by the descriptor that [names](Self::name_for_next) it.
-    /// Returns when no request of the dead process can reach the image any more. Calls `wait`
-    /// repeatedly until then.
+    /// Opens the image of a dead process, by the descriptor `named` from
+    /// [`name_for_next`](Self::name_for_next). Returns only when no request of the dead process can
+    /// reach the image any more. Until then, calls `wait` repeatedly.
     ///
-    /// # Errors
-    /// Like [`open`](Self::open); [`OpenError::Busy`] if `wait` gives up.
+    /// # Errors Like [`open`](Self::open); [`OpenError::Busy`] if `wait` ends the waiting.
     pub fn recover(
         path: &Path,
         named: BorrowedFd<'_>,
@@ -77,8 +76,9 @@ impl ImageFile {
         Self::open_at(path, At::Named(named), mode, LockWait::While(wait))
     }
 
-    /// Returns a descriptor that only names the image (`O_PATH`). After a crash of this process,
-    /// the next process opens the image by this descriptor, even if the file was renamed.
+    /// Returns an `O_PATH` descriptor of the image, which gives no access to its content. After a
+    /// crash of this process, the next process opens the image by this descriptor, even if the file
+    /// was renamed.
     ///
     /// # Errors
     /// The system's error.
@@ -115,7 +115,8 @@ impl ImageFile {
             io::ErrorKind::WouldBlock => OpenError::Busy {
                 path: name(),
                 what: "another program (a server, or QEMU) has it open",
-                // A writer excludes readers, too.
+                // A writer excludes readers, too. If a reader's lock succeeds now, only readers
+                // have the image open.
                 writable: !read_only && sys::lock_image(&file, false).is_ok(),
             },
             _ => system("locking it")(source),
@@ -145,13 +146,14 @@ impl ImageFile {
         Arc::clone(&self.file)
     }
 
-    /// True if the image is locked exclusively: the lock is then the fence of its requests.
+    /// True if the image is locked exclusively. The kernel holds that lock until the last request
+    /// has ended, so a later process can use it as the fence.
     #[must_use]
     pub fn is_locked_exclusively(&self) -> bool {
         sys::is_locked_exclusively(&self.file, !self.is_read_only())
     }
 
-    /// Releases the lock, although requests may follow. See
+    /// Releases the lock while the image stays open and may still get requests. See
     /// [`Disk::release_lock`](shadowbell_disk::Disk::release_lock).
     pub fn release_lock(&self) {
         sys::unlock_image(&self.file);

@@ -29,10 +29,11 @@ pub(super) struct Prepared<'a> {
     pub(super) nowait: bool,
 }
 
-/// Number of the lowest bits in the id of a call, which contain the number of its slot.
+/// Width in bits of the slot number, which is the lowest field of a call's id.
 pub(super) const INDEX_BITS: u32 = 28;
-/// Number of the bits directly above those of the slot number. An engine may use them; otherwise
-/// they are zero. The bits above them contain the generation of the slot.
+/// Width in bits of the second field of a call's id, directly above the slot number. An engine can
+/// store its own number there; otherwise the field is zero. The highest field is the slot's
+/// generation.
 pub(super) const QUEUE_BITS: u32 = 16;
 
 /// Id of a wake-up, which has no slot.
@@ -41,8 +42,8 @@ pub(super) const WAKE: u64 = (1 << INDEX_BITS) - 1;
 /// `fallocate` mode for punching a hole.
 pub(super) const HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// Base of the error numbers that encode an NVMe status. It is larger than all error numbers of the
-/// system.
+/// Base of the error numbers that encode an NVMe status: the error number is the base plus the
+/// status. The base is larger than all error numbers of the system.
 pub(crate) const NVME_STATUS: i32 = 1 << 16;
 
 /// Error: completions of calls cannot be collected any more.

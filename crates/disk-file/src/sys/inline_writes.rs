@@ -1,15 +1,15 @@
 //! Policy of inline writes, which the thread of a queue executes itself.
 //!
-//! A slow write indicates that the kernel throttles writers that are faster than the storage. More
-//! slow writes are then likely. So for a while, other threads execute the writes, and the thread of
-//! the queue can continue with reads.
+//! A slow write indicates that the kernel throttles writers that are faster than the storage.
+//! Further writes are then likely to be slow too. So for a while, other threads execute all writes,
+//! and the queue's own thread can continue with reads.
 
 use std::time::{Duration, Instant};
 
 /// Duration from which an inline write counts as slow: it has blocked.
 const SLOW: Duration = Duration::from_millis(1);
-/// Length of the pause after a slow inline write, as a multiple of the write's duration. The pause
-/// limits the fraction of time in which reads are delayed.
+/// Length of the pause without inline writes after a slow one, as a multiple of the slow write's
+/// duration. So inline writes delay reads for at most a ninth of the time.
 const AWAY: u32 = 8;
 
 /// State of the inline write policy.

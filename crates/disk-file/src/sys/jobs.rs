@@ -5,8 +5,9 @@ use shadowbell_disk::Lists;
 /// Index of the only list in [`Jobs::order`].
 const QUEUE: u32 = 0;
 
-/// Waiting calls, in order. The low half of a call's id is its slot in the ring. The slot's number
-/// is small, and unique among the waiting calls, so a call is removed without a search.
+/// Waiting calls, in order. The low half of a call's id is the number of its slot in the ring: a
+/// small number, unique among the waiting calls. It is the index of the call here, so a call is
+/// removed without a search.
 pub(super) struct Jobs<J> {
     slots: Vec<Option<(u64, J)>>,
     order: Lists,

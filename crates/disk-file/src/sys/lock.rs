@@ -2,21 +2,23 @@
 //!
 //! The locks of images are those of QEMU, so each program detects the other: open file description
 //! locks, one byte per permission. A program locks byte 100+n for permission n that it uses, and
-//! byte 200+n for permission n that it does not share. Then it tests the opposite bytes: whether
-//! another program does not share a permission that it uses, or uses one that it does not share.
-//! All these locks are read locks, so that several programs can hold them and read-only files can
-//! have them.
+//! byte 200+n for permission n that it does not share. Then it tests the opposite bytes. It has to
+//! give up if another program uses a permission that this program does not share, or does not share
+//! one that this program uses. All these locks are read locks, so that several programs can hold
+//! them and read-only files can have them.
 //!
-//! A writer also has a write lock on one byte that QEMU does not use: the fence of its requests.
+//! A writer also has a write lock on one byte that QEMU does not use. This lock is the fence: the
+//! kernel releases it only after the last request of a dead writer has ended.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// Number of the byte by which a program locks permission 0 as one that it uses.
+/// Offset of the first byte that marks a used permission: byte `USED + n` for permission n.
 const USED: i64 = 100;
-/// Number of the byte by which a program locks permission 0 as one that it does not share.
+/// Offset of the first byte that marks an unshared permission: byte `UNSHARED + n` for permission
+/// n.
 const UNSHARED: i64 = 200;
 /// Byte of the fence, on which a writer holds a write lock.
 const FENCE: Range<i64> = 300..301;
@@ -28,11 +30,11 @@ const WRITE: i64 = 1;
 /// Permission to change the size.
 const RESIZE: i64 = 3;
 
-/// Permissions that no program shares: while an image is open, no other program changes it.
+/// Permissions that this program never shares. So no other program changes an open image.
 const CHANGES: [i64; 2] = [WRITE, RESIZE];
 
-/// Locks `file`, for the lifetime of its open file description. Readers share it with other
-/// readers; a `writer` shares it only with programs that accept changes.
+/// Locks the image `file` until its open file description is closed. Several readers can lock an
+/// image at the same time. A `writer` excludes all programs except readers that accept changes.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] if another program has a lock that excludes this one. If the file
@@ -61,7 +63,8 @@ fn lock(file: &File, writer: bool) -> io::Result<()> {
         call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte..byte + 1)?;
     }
     for byte in uses.iter().map(|n| UNSHARED + n).chain(CHANGES.map(|n| USED + n)) {
-        // A test with the type of a write lock finds read locks of other programs.
+        // The test is for a write lock, because only a write lock conflicts with the read locks of
+        // others.
         if call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte..byte + 1)? != libc::F_UNLCK {
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
         }
@@ -69,24 +72,24 @@ fn lock(file: &File, writer: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// True if this open file, which a `writer` has [locked](lock_image), holds the fence, and the file
+/// True if a `writer` has [locked](lock_image) this open file and the lock is effective: the file
 /// system supports locks.
 pub(crate) fn is_locked_exclusively(file: &File, writer: bool) -> bool {
     // The lock is set again, which has no effect if this open file holds it. The call fails if the
-    // file system has no locks. For a reader that has opened the file for writing, it would lock
-    // the fence.
+    // file system has no locks. It is not made for a reader, because it would take the fence if the
+    // file was opened for writing.
     writer && call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE).is_ok()
 }
 
-/// Releases the locks before the file is closed. Closing does not release them at once, because a
-/// closed io_uring releases its files later.
+/// Releases the locks of an open file at once. Closing the file would release them only later,
+/// because the kernel keeps a file open until a closed io_uring has released it.
 pub(crate) fn unlock_image(file: &File) {
     // A failure is ignored, because closing the file releases the locks anyway.
     let _ = call(file, libc::F_OFD_SETLK, libc::F_UNLCK, 0..0);
 }
 
-/// Sets or tests a lock of these bytes; an empty range is the whole file. Returns the type of the
-/// lock that a test has found.
+/// Sets or tests a lock of these bytes; the range `0..0` is the whole file. Returns the type of the
+/// conflicting lock that a test has found, or `F_UNLCK`.
 fn call(
     file: &File,
     command: libc::c_int,

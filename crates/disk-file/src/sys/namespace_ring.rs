@@ -56,8 +56,8 @@ impl NamespaceRing {
 
     /// Queues a call. The result in its completion is 0, an NVMe status or a negative error number.
     ///
-    /// # Safety
-    /// As for [`Uring::push_entry`]. The memory consists of the call's pieces and their list.
+    /// # Safety As for [`Uring::push_entry`]. The memory that must stay valid consists of the
+    /// call's data buffers and their `iovecs`.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let namespace = self.namespace;
         let (command, is_list) = match namespace.with_data(call, self.range(call)) {
@@ -82,8 +82,8 @@ impl NamespaceRing {
         unsafe { self.uring.push_entry(&entry.user_data(self.uring.user_data(call.id))) }
     }
 
-    /// Stores the range of a Dataset Management call at the place of the call's slot, and returns
-    /// it.
+    /// Stores the range of a Dataset Management call in `ranges`, at the index of the call's slot,
+    /// and returns the range. For other calls, returns an empty range.
     fn range(&mut self, call: &Prepared<'_>) -> &DsmRange {
         const NONE: &DsmRange = &DsmRange { attributes: 0, blocks: 0, slba: 0 };
         if call.kind != Kind::Deallocate {

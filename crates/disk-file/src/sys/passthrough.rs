@@ -28,12 +28,12 @@ pub(crate) struct Namespace {
     pub(crate) max_transfer: u32,
 }
 
-/// Maximum number of blocks of a command without data. It is the limit of the NLB field, and a
-/// length of a Dataset Management range that every device accepts.
+/// Maximum number of blocks of a command without data: the limit of the NLB field. Every device
+/// also accepts a Dataset Management range of this length.
 const MAX_BLOCKS: u64 = 1 << 16;
 
-/// Layout of `struct nvme_passthru_cmd` and `struct nvme_uring_cmd`, which lacks the last field
-/// (`result`).
+/// Layout of `struct nvme_passthru_cmd`. `struct nvme_uring_cmd` is the same without the last
+/// field, `result`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, IntoBytes, Immutable)]
 pub(super) struct Command {
@@ -44,10 +44,10 @@ pub(super) struct Command {
     cdw2: u32,
     cdw3: u32,
     metadata: u64,
-    /// Address of the data, or of the list of pieces.
+    /// Address of the data, or of a list of `iovec`s.
     pub(super) addr: u64,
     metadata_len: u32,
-    /// Length of the data in bytes, or the number of pieces.
+    /// Length of the data in bytes, or the number of `iovec`s.
     pub(super) data_len: u32,
     cdw10: u32,
     cdw11: u32,
@@ -66,9 +66,9 @@ const NVME_IOCTL_ID: libc::c_ulong = 0x4e40;
 const NVME_IOCTL_ADMIN_CMD: libc::c_ulong = 0xc048_4e41;
 /// `_IOWR('N', 0x43, struct nvme_passthru_cmd)`.
 const NVME_IOCTL_IO_CMD: libc::c_ulong = 0xc048_4e43;
-/// `_IOWR('N', 0x80, struct nvme_uring_cmd)`: data in one piece.
+/// `_IOWR('N', 0x80, struct nvme_uring_cmd)`: `addr` refers to the data.
 pub(super) const NVME_URING_CMD_IO: u32 = 0xc048_4e80;
-/// `_IOWR('N', 0x81, struct nvme_uring_cmd)`: data as a list of pieces.
+/// `_IOWR('N', 0x81, struct nvme_uring_cmd)`: `addr` refers to a list of `iovec`s.
 pub(super) const NVME_URING_CMD_IO_VEC: u32 = 0xc048_4e81;
 
 impl Command {
@@ -96,16 +96,17 @@ impl Command {
 }
 
 impl Namespace {
-    /// Maximum length of the first command of a call of `len` bytes.
+    /// Length in bytes of the first command of a call for `len` bytes, which may need several
+    /// commands.
     pub(super) fn max_len(&self, moves_data: bool, len: u64) -> u64 {
         let max_transfer =
             if moves_data { u64::from(self.max_transfer) } else { MAX_BLOCKS << self.block_shift };
         len.min(max_transfer)
     }
 
-    /// Builds the command of a call, without its data pointer. Also returns the data length that
-    /// the command requires. `None` if the range does not consist of whole blocks, or is too long
-    /// for one command.
+    /// Builds the command of a call, without its data pointer. Also returns the length of the data
+    /// that the device accesses. `None` if the range does not consist of whole blocks, or is too
+    /// long for one command.
     pub(super) fn command(&self, kind: Kind, offset: u64, len: u64) -> Option<(Command, u64)> {
         let block = 1u64 << self.block_shift;
         let is_whole = (offset | len) & (block - 1) == 0;
@@ -137,9 +138,9 @@ impl Namespace {
         DsmRange { attributes: 0, blocks, slba: offset >> self.block_shift }
     }
 
-    /// Builds the command of a call, with its data pointer. The flag is true if the data are a list
-    /// of pieces. Returns an error number if the data do not have the length that the command
-    /// requires; otherwise the device would access memory beyond the data.
+    /// Builds the command of a call, with its data pointer. The flag is true if that pointer refers
+    /// to a list of `iovec`s. Returns an error number if the length of the data is not that of the
+    /// command. Without this check, the device could access memory beyond the data.
     pub(super) fn with_data(
         &self,
         call: &Prepared<'_>,
@@ -168,10 +169,9 @@ impl Namespace {
     }
 
     /// Executes a call by `ioctl`, which waits until the call has ended. Returns the number of
-    /// transferred bytes, or a negative error number: `EINVAL` for data in several pieces.
+    /// transferred bytes, or a negative error number: `EINVAL` if the call has several `iovec`s.
     ///
-    /// # Safety
-    /// The memory of the call's pieces must be valid, and writable for a read.
+    /// # Safety The memory of the call's `iovecs` must be valid, and writable for a read.
     pub(super) unsafe fn call(&self, file: &File, call: &Prepared<'_>) -> i32 {
         let range = self.range(call.offset, call.len);
         let mut command = match self.with_data(call, &range) {
@@ -245,8 +245,8 @@ pub(crate) struct Identity {
     pub(crate) nsid: u32,
     pub(crate) namespace: IdentifyNamespace,
     pub(crate) controller: IdentifyController,
-    /// Namespace identification descriptors, which contain the command set. `None` if the
-    /// controller is too old for them.
+    /// Namespace Identification Descriptor list, which contains the Command Set Identifier. `None`
+    /// if the controller is too old to have one.
     pub(crate) ids: Option<NamespaceIds>,
 }
 

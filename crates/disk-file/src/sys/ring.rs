@@ -24,12 +24,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Maximum number of calls in flight of a queue. Further calls wait in this process, in order. So a
-/// hung file does not delay the calls on other files of the thread.
+/// Maximum number of calls in flight of a queue. Further calls wait in this process, in order. The
+/// limit prevents calls on a hung file from delaying those on other files of the thread.
 const IN_FLIGHT: usize = 1024;
-/// Number of generations of a slot, which fit in the id of a call.
+/// Number of different generations of a slot: as many as fit in the id of a call.
 const GENERATIONS: u32 = 1 << (u64::BITS - INDEX_BITS - QUEUE_BITS);
-/// Identifies a slot during one use of it.
+/// Identifier of a slot for one call: the slot's number, and its generation, which changes with
+/// each call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
     index: u32,
@@ -43,7 +44,7 @@ impl Key {
         Self { index, generation }
     }
 
-    /// Number of the slot. It is small.
+    /// Number of the slot. Free slots are reused, so the number is small.
     pub(crate) fn index(self) -> u32 {
         self.index
     }
@@ -83,7 +84,7 @@ enum Engine {
     Threads(Threads),
 }
 
-/// Replaces io_uring by threads if a sandboxed process has no ring left.
+/// Replaces io_uring by threads if no ring is left: a sandboxed process cannot create more rings.
 fn or_threads(
     engine: io::Result<Engine>,
     threads: impl FnOnce() -> io::Result<Threads>,

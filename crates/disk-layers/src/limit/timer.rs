@@ -8,7 +8,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Ticks per nanosecond. Years fit 64 bits, and rounding errors are negligible.
+/// Ticks per nanosecond. With this resolution, rounding errors are negligible, and 64 bits last for
+/// years.
 pub(super) const TICKS: u64 = 64;
 
 /// Timer descriptor that becomes readable at a set time.
@@ -19,8 +20,8 @@ pub(super) struct Timer {
     at: AtomicU64,
 }
 
-/// Minimum delay of the timer, in ticks (50 us). A request with an earlier start time is found by
-/// polling, or waits for this delay.
+/// Minimum delay of the timer, in ticks (50 us). A request that may start earlier is started by a
+/// thread that polls, or else when the timer expires.
 const SHORTEST: u64 = 50_000 * TICKS;
 
 impl Timer {
@@ -34,8 +35,8 @@ impl Timer {
         self.fd.as_fd()
     }
 
-    /// Arms the timer for `at`. The timer may expire somewhat later. If it expires earlier, the
-    /// caller has to arm it again.
+    /// Arms the timer for `at`. The timer may expire up to 50 us later. It may also expire earlier,
+    /// because an earlier expiry is not replaced; the caller then arms it again.
     pub(super) fn arm(&self, at: u64, now: u64) {
         let armed = self.at.load(Ordering::Relaxed);
         if armed > now && armed <= at.saturating_add(SHORTEST) {

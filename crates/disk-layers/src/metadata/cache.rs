@@ -1,8 +1,8 @@
 //! Write-through cache of stored metadata.
 //!
-//! The disk below always holds the cached content too. The cache sees only reads and writes through
-//! this disk, so the disk below must have no other writer. If another process has used the disk,
-//! the cache is emptied.
+//! The disk below always holds the cached content too. The disk below must have no other writer,
+//! because the cache is updated only by reads and writes through this layer. If another process has
+//! used the disk, the cache is emptied.
 
 use super::layout::Location;
 use parking_lot::Mutex;
@@ -11,13 +11,14 @@ use shadowbell_memory::SharedBytes;
 /// Maximum number of cached metadata bytes per disk. They cover 8 GiB of data, with blocks of 4096
 /// bytes that have 8 bytes of metadata each.
 const BYTES: u64 = 16 << 20;
-/// Maximum number of metadata blocks (not of zones) of a read that are added to the cache. A longer
-/// read adds none.
+/// Maximum number of blocks of stored metadata that one read adds to the cache. A read of more
+/// blocks adds only the first ones.
 const MAX_ZONES: usize = 8;
 /// Block number of an empty line.
 const NONE: u64 = u64::MAX;
 
-/// Cache line. Several blocks of the disk below share it.
+/// Cache line, for one block of the disk below at a time. Blocks with the same index modulo the
+/// number of lines compete for it.
 #[derive(Debug)]
 struct Line {
     block: u64,
@@ -26,7 +27,7 @@ struct Line {
     bytes: Box<[u8]>,
 }
 
-/// Versions of the cache lines of a request, taken before the request reads the disk below.
+/// Versions of a request's cache lines, as they were before the request read the disk below.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Versions([u32; MAX_ZONES]);
 
@@ -92,9 +93,10 @@ impl Cache {
         }
     }
 
-    /// Updates the cache after a write of the metadata of `location`, which no other write
-    /// overlapped. `stored` is `None` if the write failed or its result is unknown. With
-    /// `neighbours`, `stored` holds the whole blocks.
+    /// Updates the cache after a write of the metadata of `location`. No other write to the same
+    /// blocks may be in flight. `stored` is `None` if the write failed or its result is unknown.
+    /// With `neighbours`, `stored` holds whole blocks of the disk below; otherwise only the bytes
+    /// of `location` are valid.
     pub(super) fn was_written(
         &self,
         location: &Location,

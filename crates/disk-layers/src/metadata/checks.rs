@@ -1,5 +1,5 @@
-//! Protection information: generation and verification, between the host's buffer and the stored
-//! form, which is inverted.
+//! Protection information: generation, verification, and conversion between the host's form and the
+//! stored form, in which all bits are inverted.
 
 use shadowbell_disk::{DiskError, Metadata, MetadataBuffer, MetadataFormat};
 use shadowbell_memory::{Segments, SharedBytes};
@@ -21,7 +21,7 @@ impl Scratch {
     }
 }
 
-/// Blocks of a request, with the host's buffer and the stored metadata.
+/// Blocks of a request: the host's buffer, the stored metadata, and the checks to make.
 pub(super) struct Blocks<'a> {
     pub(super) format: &'a MetadataFormat,
     pub(super) metadata: &'a Metadata,
@@ -47,7 +47,7 @@ impl Blocks<'_> {
         }
     }
 
-    /// Offset of a block's metadata in the buffer.
+    /// Offset of a block's metadata in the host's buffer. `None` if the host transfers no metadata.
     fn metadata_at(&self, nth: usize) -> Option<usize> {
         match self.metadata.buffer {
             MetadataBuffer::None => None,
@@ -81,8 +81,9 @@ impl Blocks<'_> {
         self.format.protection != 0 && self.metadata.fields.prinfo & bit != 0
     }
 
-    /// Computes the guard of a block. It covers the data, from the buffer or zeroes, and the
-    /// metadata that precede the protection information.
+    /// Computes the guard of a block. The guard covers the data and the metadata before the
+    /// protection information. The data are zeroes if `of_zeroes` is true, and otherwise those in
+    /// the host's buffer.
     fn guard(&mut self, nth: usize, own: &[u8], of_zeroes: bool) -> Result<u64, DiskError> {
         let at = self.data_at(nth);
         let before = own.get(..self.format.protection_at()).unwrap_or_default();
@@ -123,8 +124,8 @@ impl Blocks<'_> {
         Ok(())
     }
 
-    /// Generates the stored metadata of written blocks. With `of_zeroes`, the data are zeroes and
-    /// no metadata are transferred.
+    /// Generates the stored metadata of written blocks. With `of_zeroes` (Write Zeroes and
+    /// Deallocate), the data are zeroes and the host transfers no metadata.
     pub(super) fn write(mut self, of_zeroes: bool) -> Result<(), DiskError> {
         let generates = self.checks(PRINFO_PRACT);
         if of_zeroes && !generates {

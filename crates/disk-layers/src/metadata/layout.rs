@@ -14,10 +14,11 @@ pub(super) struct Layout {
 /// Range of stored metadata on the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Location {
-    /// Start of the range and its end, rounded to blocks of the disk below.
+    /// Start and end of the range on the disk below in bytes, extended to whole blocks of that
+    /// disk.
     pub(super) from: u64,
     pub(super) to: u64,
-    /// Offset of the metadata in the range, and their length.
+    /// Offset of the metadata from `from`, and their length, in bytes.
     pub(super) at: usize,
     pub(super) len: usize,
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Notification of a queue that some of its requests may continue.
+/// Event by which a queue learns which of its waiting requests may continue.
 #[derive(Debug)]
 pub(crate) struct Bell {
     event: EventFd,
@@ -37,7 +37,7 @@ impl Bell {
         self.event.signal();
     }
 
-    /// Takes the serial numbers of requests that may continue.
+    /// Returns and removes the serial numbers of requests that may continue.
     pub(crate) fn take(&self) -> Vec<u64> {
         if !self.rings.load(Ordering::Acquire) {
             return Vec::new();
@@ -53,7 +53,8 @@ impl Bell {
 #[derive(Clone, Debug)]
 pub(super) struct Claim {
     pub(super) blocks: Range<u64>,
-    /// `blocks`, and further blocks with metadata in the same blocks of the disk below.
+    /// `blocks`, and the blocks whose metadata are in the same blocks of the disk below. Two writes
+    /// exclude each other if these ranges overlap.
     pub(super) around: Range<u64>,
     pub(super) writes: bool,
 }
@@ -81,7 +82,8 @@ struct Entry {
     predecessors: usize,
 }
 
-/// Block locks of a disk, for all of its queues, in order of arrival.
+/// Block locks of a disk, shared by all of its queues. Requests get their locks in order of
+/// arrival.
 #[derive(Debug, Default)]
 pub(super) struct Locks {
     list: Mutex<Vec<Entry>>,
@@ -116,7 +118,7 @@ impl Locks {
         }
     }
 
-    /// Claims of all writes that the queue has entered.
+    /// Claims of all writes of a queue that are running or waiting.
     pub(super) fn writes_of(&self, of: &Arc<Bell>) -> Vec<Claim> {
         let list = self.list.lock();
         let theirs = list.iter().filter(|entry| Arc::ptr_eq(&entry.of, of) && entry.claim.writes);

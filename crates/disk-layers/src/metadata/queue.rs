@@ -19,8 +19,9 @@ use std::sync::Arc;
 /// Size of a buffer for stored metadata, and maximum number of free buffers to keep.
 const BUFFER_LEN: usize = 64 << 10;
 const MAX_POOLED: usize = 64;
-/// Maximum length in bytes of a request without data, which is executed inline. Such a request
-/// writes metadata, and also reads the data if they are checked.
+/// Longest request without data transfer (such as Write Zeroes) to submit at once, in bytes. The
+/// queue's thread processes the metadata of such a request, and its data if they are checked, so a
+/// longer one would delay other requests.
 const LONGEST: u64 = 1 << 20;
 /// Maximum number of metadata bytes that are written without the rest of their block, if the disk
 /// below supports such writes.
@@ -43,8 +44,8 @@ pub(super) struct MetadataQueue {
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
 }
 
-/// State that requests share. Must be dropped after the queue of the disk below: dropping that
-/// queue ends all requests in flight.
+/// State that requests share. Must be dropped after the queue of the disk below, because only after
+/// that drop no request is in flight that uses the locks.
 struct OfAll {
     layout: Layout,
     locks: Arc<Locks>,
@@ -114,7 +115,7 @@ impl MetadataQueue {
     }
 
     /// Default metadata parameters, for a request that has none. Protection information is
-    /// generated (PRACT) and not checked; a discard generates none.
+    /// generated (PRACT) and not checked. For a discard, none is generated.
     fn unsaid(&self, request: &Request) -> Metadata {
         let mut metadata = Metadata::default();
         if request.op != Op::Discard {
@@ -249,8 +250,8 @@ impl MetadataQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         let location = task.location;
         if op != Op::Read && location.len <= MAX_BYTE_WRITE && self.inner.writes_bytes() {
-            // The other metadata of the block are not read first, because only these bytes are
-            // written.
+            // The disk below writes single bytes, so a read-modify-write of the whole block is not
+            // needed.
             let mut bytes = [0; MAX_BYTE_WRITE];
             let bytes = bytes.get_mut(..location.len).unwrap_or_default();
             let stored =
@@ -447,7 +448,8 @@ impl Queue for MetadataQueue {
                 done(tag, outcome, data);
             }
         }
-        // A request that was started during this call must be in flight when the call returns.
+        // Requests to the disk below that this call has submitted must be started before it
+        // returns.
         self.inner.commit();
     }
 
@@ -455,7 +457,8 @@ impl Queue for MetadataQueue {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
         if task.stage == Stage::Waiting {
-            // The request ends when the queue takes the notification.
+            // The queue's next poll takes this notification, and ends the request with that
+            // outcome.
             task.outcome = Err(DiskError::Cancelled);
             return self.of_all.bell.ring(task.serial);
         }

@@ -13,7 +13,8 @@ use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_REFTAG};
 pub(super) enum Stage {
     /// Waits for earlier requests on the same blocks.
     Waiting,
-    /// Reads the stored metadata that share a block of the disk below with those to write.
+    /// Reads the block of the disk below that will hold the metadata, because it also holds
+    /// metadata of other logical blocks.
     Reading,
     /// Data and metadata are in flight.
     Moving,
