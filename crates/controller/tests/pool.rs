@@ -211,8 +211,8 @@ impl MemPool {
     }
 }
 
-/// Reference to the pool for the controller. The pool owns the controller, so the controller must
-/// not own the pool.
+/// Pool as the controller refers to it. `MemPool` also refers to the controller; the drop of
+/// `PoolHost` ends this cycle.
 #[derive(Debug)]
 struct Shared(Arc<MemPool>);
 

@@ -328,7 +328,7 @@ fn requests_that_the_disk_holds_keep_no_other_waiting() {
     if !is_possible() {
         return;
     }
-    // Number of held requests, which exceeds the number of threads.
+    // Number of requests that the disk holds, which is more than the mount has threads.
     const HELD: usize = 40;
     let rig = Rig::new(8, false);
     let file = rig.open();
@@ -400,7 +400,8 @@ fn a_file_that_is_in_use_is_waited_for() {
     let file = rig.open();
     let mounted = rig.mounted.take().unwrap();
     let stopping = std::thread::spawn(move || mounted.stop());
-    // Waits until the file system is unmounted from the path. `file` remains open.
+    // Waits until the path no longer shows the mounted file. `file` remains open, so the mount
+    // still exists.
     while std::fs::metadata(rig.path()).is_ok_and(|about| about.len() != 0) {
         std::thread::yield_now();
     }
@@ -471,7 +472,8 @@ fn holes_of_the_disk_are_holes_of_the_file() {
     let hole = |at| seek(&file, SeekFrom::Hole(at));
     assert_eq!((hole(0), data(0)), (Ok(0), Err(Errno::NXIO)));
     file.write_all_at(b"abc", 33 * MIB + 5).unwrap();
-    // With huge pages, more is allocated than was written.
+    // The extent may be larger than the write: with huge pages, the memory disk allocates up to 2
+    // MiB at once.
     let first = data(0).unwrap();
     assert!(first > 31 * MIB && first <= 33 * MIB, "{first}");
     let end = hole(first).unwrap();
@@ -509,14 +511,15 @@ fn a_mount_continues_with_the_session_of_another_process() {
         mount.unmount();
         return mount.remove_file();
     }
-    // The file stays mounted when a session ends.
+    // The file stays mounted after its first session has ended.
     drop(first);
     let second = std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
             let mut bytes = [0; 6];
             file.read_exact_at(&mut bytes, 700).map(|()| bytes)
         });
-        // The test reads the request, as a process that dies before it answers.
+        // Simulates a process that dies with an unanswered request: the test takes the request from
+        // the device and does not answer it.
         let mut fds = [PollFd::new(&device, PollFlags::IN)];
         poll(&mut fds, None).unwrap();
         rustix::io::read(&device, &mut vec![0; 2 << 20]).unwrap();
@@ -530,7 +533,7 @@ fn a_mount_continues_with_the_session_of_another_process() {
         assert!(!second.is_over());
         second
     });
-    // The close of the file is a request as well.
+    // Closing the file sends a request to the second session as well.
     drop(file);
     mount.unmount();
     assert_eq!(second.stop(), 0);

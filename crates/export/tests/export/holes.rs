@@ -47,7 +47,8 @@ fn written_blocks_are_data_and_others_are_holes() {
     let [(before, HOLE), (data, DATA), (after, HOLE)] = extents[..] else { panic!("{extents:?}") };
     assert!(before <= 33 * MIB && data <= 2 * MIB && before + data > 33 * MIB + 8);
     assert_eq!(before + data + after, 64 * MIB);
-    // Block status from the middle of the extent on, and with REQ_ONE.
+    // Queries of block status that start inside the extent, and queries with REQ_ONE, which return
+    // one extent.
     assert_eq!(status(0, (33 << 20) + 6, 2), [(2, DATA)]);
     assert_eq!(status(flag::REQ_ONE, 0, 64 * MIB), [(before, HOLE)]);
     assert_eq!(status(flag::REQ_ONE, before.into(), 64 * MIB - before), [(data, DATA)]);
@@ -74,7 +75,7 @@ fn block_status_replies_have_a_limited_number_of_extents() {
         let reply = client.run(command::BLOCK_STATUS, 0, at, len, b"");
         assert!(reply.error == 0 && (1..=128).contains(&reply.extents.len()));
         for (len, state) in reply.extents {
-            // The file system may allocate more than was written.
+            // The file system may allocate more data than was written, so the test checks a range.
             data += u64::from(len) * u64::from(state == DATA);
             at += u64::from(len);
         }
@@ -111,7 +112,8 @@ fn slow_extent_queries_delay_no_other_request() {
     rig.backing.instruct(|instructions| instructions.hold_extents = false);
     let reply = client.reply();
     assert_eq!((reply.cookie, reply.error), (cookie, 0));
-    // The writes completed before the server queried the extents of the disk.
+    // The block status shows data, because the server queries the disk's extents only after the
+    // earlier writes have completed.
     assert_eq!(reply.extents[0].1, DATA);
     // The client disconnects while its block status request is in flight.
     rig.backing.instruct(|instructions| instructions.hold_extents = true);
@@ -249,8 +251,8 @@ fn nbd_tools_of_other_projects_detect_holes() {
     assert_eq!(map.matches("\"data\": true").count(), 2, "{map}");
     assert_eq!(map.matches("\"zero\": true").count(), 3, "{map}");
 
-    // The copies have the same content and are equally sparse. To copy, the programs read far less
-    // than 1 GiB.
+    // The copies have the same content, and as many holes, as the original. The programs read only
+    // the data: far less than 1 GiB.
     for (program, copy) in [("nbdcopy", path("copied")), ("qemu-img", path("converted"))] {
         let target = copy.to_str().unwrap().to_owned();
         let before = served.read.load(Ordering::Relaxed);

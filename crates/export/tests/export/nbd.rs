@@ -72,7 +72,8 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // If a test has failed, the server could not stop while the disk holds requests.
+        // A failed test may leave requests held by the disk. They are released here, because the
+        // server cannot stop before they complete.
         self.backing.instruct(|instructions| {
             (instructions.hold, instructions.hold_at, instructions.hold_extents) =
                 (false, None, false);
@@ -253,7 +254,7 @@ fn a_client_that_reads_no_replies_is_not_read_from() {
     for _ in 0..REQUESTS {
         client.ask(command::READ, 0, 0, LEN, b"");
     }
-    // Wait until the disk gets no more requests.
+    // Waits until the server submits no more requests to the disk.
     let mut seen = 0;
     loop {
         // If the disk gets no request in this time, the server has stopped reading ahead.
@@ -265,7 +266,8 @@ fn a_client_that_reads_no_replies_is_not_read_from() {
         seen = now;
     }
     let bytes: u64 = rig.backing.seen().iter().map(|seen| seen.len).sum();
-    // The server holds only replies that do not fit into the socket's buffer.
+    // The client reads no reply. So the server reads data from the disk only until the socket's
+    // buffer and its own buffer for this client are full.
     assert!(bytes <= 10 << 20, "{} MiB are held for one client", bytes >> 20);
     rig.continues();
     for _ in 0..REQUESTS {
@@ -315,7 +317,7 @@ fn a_long_read_proceeds_as_the_client_receives_the_reply() {
             reply.error == 0 && reply.data == data[512..512 + LEN as usize],
             "structured: {structured}"
         );
-        // Short and long reads are in flight together.
+        // Short and long reads are in flight together, so their replies may be reordered.
         let mut asked: Vec<u64> = Vec::new();
         for n in 0..8u64 {
             asked.push(client.ask(command::READ, flags, n * 512, 512, b""));
@@ -348,8 +350,8 @@ fn a_long_read_that_fails_in_its_middle_is_no_success() {
             // An error chunk leaves the connection usable.
             assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
         } else {
-            // The header has already announced success, so the server can only close the
-            // connection.
+            // The header of the reply has already announced success before the read failed. So the
+            // server cannot report the error, and closes the connection.
             let head = if structured { 20 + 8 } else { 16 };
             client.bytes(head + (4 << 20));
             assert!(client.is_over());
@@ -364,7 +366,8 @@ fn more_requests_than_places_wait_and_are_all_answered() {
     let rig = rig();
     let mut client = rig.client();
     rig.backing.instruct(|instructions| instructions.hold = true);
-    // A separate thread writes, because the server stops reading when its request limit is reached.
+    // A separate thread sends the requests: the server stops reading at its limit of requests in
+    // flight, and then the sender blocks.
     let mut cookies: Vec<_> = (1..=1000).collect();
     let mut writer = client.socket.try_clone().unwrap();
     let writing = std::thread::spawn(move || {
@@ -465,8 +468,8 @@ fn a_stop_completes_received_requests() {
 
 #[test]
 fn a_stop_does_not_wait_for_silent_clients() {
-    // The test is repeated, because on a busy machine a single stop may take long for lack of
-    // processor time.
+    // A single stop may take long on a busy machine, so the test is repeated until one stop is
+    // quick.
     wait::until("a stop that does not wait", || {
         let mut rig = rig();
         let silent = UnixStream::connect(rig.socket()).unwrap();
@@ -474,8 +477,8 @@ fn a_stop_does_not_wait_for_silent_clients() {
         let mut idle = rig.client();
         let began = Instant::now();
         let _ = rig.server.take().unwrap().stop();
-        // The time is shorter than the time that a stopping server waits for a client that does not
-        // receive its replies.
+        // Limit for a quick stop. It is shorter than the time that a stopping server grants to a
+        // client that does not read its replies.
         let is_quick = began.elapsed() < Duration::from_secs(4);
         assert!(greeted.is_over() && idle.is_over());
         drop(silent);

@@ -74,7 +74,8 @@ fn libnbds_tools_copy_by_tls() {
     rig.end();
 }
 
-/// For TLS, QEMU needs TCP or an explicit host name. Over TCP it expects the name `localhost`.
+/// Reads and writes by QEMU over TLS. QEMU supports TLS only over TCP or with an explicit host
+/// name; over TCP it expects the name `localhost` in the certificate.
 #[test]
 fn qemu_reads_and_writes_by_tls() {
     if !can_run("qemu-io") {
@@ -139,7 +140,8 @@ fn clients_without_tls_are_refused() {
     rig.end();
 }
 
-/// Injection of plaintext: an attacker appends an option to the client's STARTTLS.
+/// Injection of plaintext: an attacker appends an option to the client's STARTTLS, before the TLS
+/// handshake. The server must discard it.
 #[test]
 fn plaintext_before_the_tls_handshake_is_not_injected() {
     let certificates = Certificates::new();

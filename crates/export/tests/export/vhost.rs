@@ -19,7 +19,7 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemory
 use vmm_sys_util::eventfd::EventFd;
 
 pub(crate) const QUEUE: u16 = 64;
-/// Number of descriptors of a queue that can have chains of hundreds of descriptors.
+/// Size of a queue in descriptors, for tests with chains of hundreds of descriptors.
 pub(crate) const LONG_QUEUE: u16 = 1024;
 /// Maximum number of requests in flight. Each has four descriptors.
 const SLOTS: u16 = QUEUE / 4;
@@ -41,8 +41,8 @@ thread_local! {
     static BLOCK: Cell<u32> = const { Cell::new(512) };
 }
 
-/// Runs a test on disks whose block is a sector, so that each request consists of whole blocks, and
-/// on disks with larger blocks.
+/// Runs a test twice: on disks with blocks of one sector, on which each request consists of whole
+/// blocks, and on disks with larger blocks.
 pub(crate) fn each_block_size(test: impl Fn()) {
     for block in [512, 4096] {
         BLOCK.set(block);
@@ -77,7 +77,8 @@ pub(crate) struct Rig {
 fn device(backing: &TestDisk, read_only: bool) -> BlockDevice {
     let mut options = BlockOptions::default();
     (options.read_only, options.queues) = (read_only, 2);
-    // The thread polls for a short time before it sleeps. No request reaches the timeout.
+    // The device's thread polls for a short time before it sleeps. The timeout of requests is too
+    // long to expire in a test.
     (options.poll, options.timeout) = (Duration::from_micros(50), wait::LIMIT);
     BlockDevice::new(Arc::new(backing.clone()), &options).unwrap()
 }
@@ -179,14 +180,15 @@ impl Ring {
         self.kick.write(1).unwrap();
     }
 
-    /// Sets the available index without adding entries, and notifies the device.
+    /// Sets the available index without adding entries, so that it announces chains that the driver
+    /// has not stored, and notifies the device.
     pub(crate) fn promise(&mut self, count: u16) {
         self.write(self.available() + 2, &count.to_le_bytes());
         self.kick.write(1).unwrap();
     }
 
-    /// Submits GET_ID requests faster than the device completes them, until `enough` is set. Calls
-    /// `began` after the queue has been full for some time.
+    /// Submits GET_ID requests faster than the device completes them, until `enough` is true. Calls
+    /// `began` once, after the queue has been full for some time.
     pub(crate) fn never_stop(&mut self, began: impl FnOnce(), enough: &AtomicBool) {
         let mut began = Some(began);
         let mut asked = 0;
@@ -214,7 +216,8 @@ impl Ring {
         }
     }
 
-    /// Submits a request that writes `data`, or a request that reads up to `room` bytes.
+    /// Submits a request. Its data buffer contains `data` for the device to read, or, if `data` is
+    /// empty, has room for `room` bytes that the device writes.
     pub(crate) fn submit(&mut self, slot: u16, kind: u32, sector: u64, data: &[u8], room: u32) {
         const NEXT: u16 = 1;
         const WRITE: u16 = 2;

@@ -101,8 +101,8 @@ fn assert_sent_away(mut socket: UnixStream) {
 fn a_hung_file_of_a_frontend_stalls_no_other_client() {
     each_block_size(|| {
         let rig = Rig::new(false);
-        // The mount is dropped before the rig. If an access blocks nevertheless, the unmount ends
-        // it.
+        // If an access to the file blocks the device nevertheless, the unmount ends it. So the
+        // mount must be dropped before the rig, whose drop waits for the device.
         let Some(mount) = Mount::new("vhost_hostile::the_daemon") else { return };
         // The descriptor is leaked, because closing it would block this test as well.
         let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
@@ -117,8 +117,9 @@ fn a_hung_file_of_a_frontend_stalls_no_other_client() {
             send(&socket, request, &payload, &[file.as_fd()]);
             assert_sent_away(socket);
         }
-        // The client sends REM_MEM_REG, whose descriptor the device must ignore, and does not wait
-        // for a reply. The next client sends a descriptor in the middle of a message.
+        // Two more clients. The first one sends REM_MEM_REG with a descriptor, which the device
+        // must ignore, and does not wait for a reply. The second one sends a descriptor in the
+        // middle of a message.
         let socket = connect();
         send(&socket, REM_MEM_REG, &table(0x10000)[8..], &[file.as_fd()]);
         drop(socket);
@@ -142,8 +143,8 @@ fn page_tables() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// The guest reads into places that are spread over sparse memory, so that each segment allocates a
-/// page table.
+/// The guest reads into buffers that are spread over a large sparse memory, so that each access
+/// allocates a page table in the server. The memory for page tables is limited.
 #[test]
 fn page_tables_of_a_frontend_are_limited() {
     each_block_size(|| {
@@ -161,15 +162,16 @@ fn page_tables_of_a_frontend_are_limited() {
             assert_eq!(guest.rings[0].take().2, 0);
             most = most.max(page_tables().saturating_sub(before));
         }
-        // Without a quota, the page tables would have 128 MiB. The quota permits 16 MiB, plus the
-        // page tables that are allocated between two checks.
+        // Without a quota, the page tables would need 128 MiB. The quota is 16 MiB, but more may be
+        // allocated between two checks of the quota.
         assert!(most <= 48, "{most} MiB");
         drop(guest);
         rig.end(0);
     });
 }
 
-/// An access beyond the end of a truncated file raises SIGBUS, which must not end the process.
+/// The frontend truncates the file of its guest memory. An access beyond the new end raises SIGBUS,
+/// which must end the connection and not the process.
 #[test]
 fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
     short_blocks(|| {

@@ -36,9 +36,9 @@ fn serves(line: &str) -> bool {
     line.starts_with("shadowbell serve ") && !line.contains("--check")
 }
 
-/// Script of the page's commands, or `None` if the page has no command. If a block of `output`
-/// follows a block of commands, the script writes their standard output to `output.LINE`, where
-/// LINE is the line of the block of `output`.
+/// Script of the page's commands, or `None` if the page has no command. If a block of commands is
+/// followed by a block with the info string `output`, the script redirects the standard output of
+/// the commands to the file `output.LINE`; LINE is the line number of the second block.
 fn script(page: &Page, directory: &Path) -> Option<String> {
     let mut script = String::new();
     let mut last = String::new();
@@ -119,7 +119,7 @@ fn plain(line: &str) -> String {
     plain.trim_end().to_owned()
 }
 
-/// True if `line` matches `shown`, in which `...` stands for any text.
+/// True if `line` matches the pattern `shown`. In the pattern, `...` stands for any text.
 fn is_like(shown: &str, line: &str) -> bool {
     // `plain` takes dots after a number as part of it, so `...` is replaced first.
     let shown = plain(&shown.replace("...", "\u{2026}"));
@@ -136,7 +136,8 @@ fn is_like(shown: &str, line: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// True if `lines` match `shown`, in which a line of `...` stands for any lines.
+/// True if `lines` match the pattern `shown`. A line `...` of the pattern stands for any number of
+/// lines.
 fn are_like(shown: &[&str], lines: &[&str]) -> bool {
     match shown.split_first() {
         None => lines.is_empty(),
@@ -147,7 +148,8 @@ fn are_like(shown: &[&str], lines: &[&str]) -> bool {
     }
 }
 
-/// Compares blocks of `output` with what the commands before them have printed.
+/// Compares each block `output` of the page with the actual output of the block of commands before
+/// it.
 fn compare(page: &Page, directory: &Path) -> Result<(), String> {
     for (info, shown, line) in page.blocks() {
         let path = directory.join(format!("output.{line}"));
@@ -287,8 +289,8 @@ fn every_block_that_is_not_run_has_a_reason() {
                     assert!(reason, "{place}: no reason above the block");
                 }
                 _ => {
-                    // A row of a table, with several blanks between its columns, may begin with a
-                    // command's name.
+                    // Lines with several blanks in a row are skipped: they are rows of a table,
+                    // which may begin with the name of a command.
                     let found = text.lines().find(|line| is_command(line) && !line.contains("  "));
                     assert!(found.is_none(), "{place}: a command that is not run: {found:?}");
                 }

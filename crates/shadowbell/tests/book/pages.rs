@@ -9,7 +9,8 @@ pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// A page: its path from the root, and its text with its includes.
+/// Page of the book: its path relative to the repository's root, and its text, into which mdBook's
+/// includes are already inserted.
 pub(crate) struct Page {
     pub(crate) path: PathBuf,
     pub(crate) text: String,
@@ -170,7 +171,7 @@ fn every_page_is_in_the_summary_once() {
         path.extension().is_some_and(|e| e == "md") && !path.ends_with("SUMMARY.md")
     });
     assert_eq!(pages, unique);
-    // mdBook is configured with the folder that the tests read.
+    // mdBook and the tests must read the same folder.
     let book = std::fs::read_to_string(root().join("book.toml")).unwrap();
     let book: toml::Table = book.parse().unwrap();
     assert_eq!(book["book"]["src"].as_str(), Some("docs"));

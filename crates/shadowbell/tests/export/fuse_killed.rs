@@ -13,11 +13,11 @@ use std::time::Duration;
 
 const BYTES: u64 = 16 << 20;
 const PAGE: usize = 4096;
-/// Variable with the number of kills, for long runs.
+/// Environment variable with the number of kills. Long runs set it.
 const KILLS: &str = "SHADOWBELL_EXPORT_KILLS";
 
-/// Writes pages of the mounted file until `is_over`, and reads some back. Returns the number in
-/// each written page.
+/// Writes pages of the mounted file until `is_over`, each filled with a number, and reads some of
+/// them back. Returns the last number of each written page.
 fn write_pages(mounted: &Path, is_over: &AtomicBool) -> HashMap<u64, u64> {
     let file = OpenOptions::new().read(true).write(true).open(mounted).unwrap();
     let mut pages = HashMap::new();
@@ -38,7 +38,8 @@ fn write_pages(mounted: &Path, is_over: &AtomicBool) -> HashMap<u64, u64> {
     pages
 }
 
-/// An answered write is in the image after any number of kills, for each kind of image.
+/// A write that was answered is in the image, however often the server process is killed. The test
+/// runs for each kind of image.
 #[test]
 fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
     let fuse = OpenOptions::new().read(true).write(true).open("/dev/fuse");
@@ -67,8 +68,8 @@ fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
         let pages = std::thread::scope(|scope| {
             let load = scope.spawn(|| write_pages(&mounted, &is_over));
             for nth in 0..kills.div_ceil(images.len()) as u64 {
-                // The kill comes at an arbitrary moment, but no process may die so soon that it is
-                // a crash loop.
+                // The kill comes at an arbitrary moment. But each process runs for at least 70 ms,
+                // so that the supervisor does not detect a crash loop.
                 std::thread::sleep(Duration::from_millis(70 + nth * 37 % 90));
                 if load.is_finished() {
                     break;

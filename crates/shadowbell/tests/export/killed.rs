@@ -66,9 +66,10 @@ fn qemu_img(directory: &Path, arguments: &[&str]) {
     assert!(matches!(output.status.code(), Some(0 | 3)), "qemu-img {arguments:?}: {output:?}");
 }
 
-/// An image exported by one process after another.
+/// Exported image. When its export process has died, the next one is started with the same
+/// arguments.
 pub(crate) struct Service {
-    /// None while no process serves.
+    /// Running export process. `None` while no process serves.
     export: Option<Export>,
     arguments: Vec<String>,
     directory: PathBuf,
@@ -89,7 +90,8 @@ impl Service {
     ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let target = image.create(directory.path(), bytes);
-        // A supervisor would start another server process, which would continue the export.
+        // Without this option, a supervisor would start another server process after a kill, and
+        // the export would not end.
         let arguments = [target, "--no-supervisor"].into_iter().chain(arguments.iter().copied());
         let arguments = arguments.map(str::to_owned).collect();
         let path = directory.path().to_owned();
@@ -126,8 +128,8 @@ impl Service {
         self.run(directory, variables);
     }
 
-    /// Starts processes until one exports: the image is locked while writes of the dead process are
-    /// in flight.
+    /// Starts an export process, again and again until one succeeds. It fails while the image is
+    /// locked, which is as long as writes of the dead process are in flight.
     fn run(&mut self, mut directory: TempDir, variables: &[(&str, &str)]) {
         let arguments: Vec<_> = self.arguments.iter().map(String::as_str).collect();
         let deadline = wait::deadline();

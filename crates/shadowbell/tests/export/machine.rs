@@ -17,7 +17,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// Entries of the virtqueue.
 const ENTRIES: u16 = 64;
-/// Requests in flight at most, of three descriptors each.
+/// Maximum number of requests in flight. Each has three descriptors.
 const SLOTS: u16 = 16;
 pub(crate) const BLOCK: u64 = 4096;
 pub(crate) const BLOCKS: u64 = 64;
@@ -39,7 +39,7 @@ type Failed = Box<dyn std::error::Error>;
 #[derive(Clone, Copy, Debug)]
 struct RequestInFlight {
     block: u64,
-    /// Version of the block: the one written, or the one expected by a read.
+    /// Version of the block that a write stores, or that a read must return.
     version: u64,
     writes: bool,
 }
@@ -115,7 +115,8 @@ impl Machine {
         };
         frontend.set_vring_num(0, ENTRIES)?;
         frontend.set_vring_addr(0, &queue)?;
-        // The used index in guest memory is all that the VMM has of the dead process's state.
+        // The VMM does not know how many requests the dead process has taken. So it lets the device
+        // continue at the used index, which is in guest memory.
         let used: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire).unwrap();
         frontend.set_vring_base(0, used)?;
         frontend.set_vring_call(0, &self.call)?;
@@ -125,7 +126,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Stops the queue, as a VMM does for a pause.
+    /// Stops the queue as a VMM does when it pauses the guest.
     pub(crate) fn pause(&mut self) {
         let frontend = self.frontend.take().unwrap();
         let base = frontend.get_vring_base(0).unwrap();
@@ -144,7 +145,7 @@ impl Machine {
         self.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     }
 
-    /// Fills most of the free request slots.
+    /// Submits requests in most of the free slots, to blocks that no other request uses.
     pub(crate) fn submit_requests(&mut self) {
         for slot in 0..SLOTS {
             if self.requests[usize::from(slot)].is_some() || self.random(4) == 0 {

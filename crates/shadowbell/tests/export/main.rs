@@ -246,7 +246,7 @@ fn open_files(pid: u32) -> Vec<(PathBuf, bool)> {
     for pid in process_tree(pid) {
         for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
             let entry = entry.unwrap();
-            // A descriptor may be closed meanwhile.
+            // The descriptor may have been closed since it was listed.
             let Ok(file) = std::fs::read_link(entry.path()) else { continue };
             let number = entry.file_name().into_string().unwrap();
             let Ok(info) = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")) else {
@@ -318,7 +318,8 @@ fn a_read_only_export_opens_no_file_for_writing() {
     }
 }
 
-/// Anyone who can reach the address can read the disk, so the program warns.
+/// An export to an address that other machines can reach gives them access to the disk, so the
+/// program warns.
 #[test]
 fn an_export_to_a_non_local_address_warns() {
     for (address, is_open) in
@@ -455,15 +456,16 @@ fn a_dead_controller_gives_clients_eio_and_fails_the_export() {
     let socket = directory.path().join("vm.sock");
     let image = directory.path().join("disk.img");
     File::create(&image).unwrap().set_len(8 << 20).unwrap();
-    // The page cache is a volatile write cache, which is flushed at the end of the export.
+    // With `direct=off`, the disk has a volatile write cache, so the end of the export sends a
+    // Flush to the dead server.
     let image = format!("{}?direct=off", image.display());
     let mut server = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
     server.args(["serve", "--no-supervisor", &image, "-q", "--socket"]).arg(&socket);
     let server = ProcessGroup::spawn(&mut server).unwrap();
     until("a server", || UnixStream::connect(&socket).is_ok());
     let target = format!("vfio-user:{}", socket.display());
-    // A command that exceeds the limit `--timeout` may be the first to detect the death of the
-    // server.
+    // With this `--timeout`, a command that receives no answer fails after 2 s, if nothing else
+    // detects the death of the server before.
     let mut export =
         Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--timeout=2", "--queues=1"]);
     // The client connects before the server dies: a later client would get no queue.

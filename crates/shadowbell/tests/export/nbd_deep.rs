@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 const BLOCK: usize = 4096;
-/// Queue depth, and number of requests in a row.
+/// Queue depth of the client with many requests in flight.
 const DEPTH: usize = 32;
 const REQUESTS: usize = 1100;
 
@@ -46,8 +46,8 @@ impl Client {
         u64::from_be_bytes(reply[8..].try_into().unwrap()) as usize
     }
 
-    /// Writes these blocks at this depth, each filled with a byte that depends on its number and
-    /// `salt`.
+    /// Writes these blocks with at most `depth` requests in flight. Each block is filled with a
+    /// byte that depends on its number and `salt`.
     fn write(&mut self, blocks: std::ops::Range<usize>, depth: usize, salt: usize) {
         let all: Vec<_> = blocks.collect();
         for some in all.chunks(depth) {
@@ -61,7 +61,7 @@ impl Client {
         }
     }
 
-    /// Reads these blocks at this depth, and checks them.
+    /// Reads these blocks with at most `depth` requests in flight, and checks their contents.
     fn check(&mut self, blocks: std::ops::Range<usize>, depth: usize, salt: usize) {
         let all: Vec<_> = blocks.collect();
         for some in all.chunks(depth) {

@@ -205,7 +205,7 @@ impl Server {
     }
 }
 
-// Time after which `with_hang_report` prints the state. The result of a test does not depend on it.
+// Time after which `with_hang_report` prints the state of the threads. It does not limit `act`.
 const SLOW: Duration = Duration::from_secs(4);
 
 impl Drop for Server {

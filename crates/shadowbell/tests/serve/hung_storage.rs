@@ -71,7 +71,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// Attaches to the server, and fills the pages.
+    /// Attaches to the server, and writes and flushes every page, so that each has known content.
     fn attach(server: &Server, options: AttachOptions) -> Self {
         let options = AttachOptions { queue_pairs: 2, queue_depth: 256, ..options };
         let mut controller = server.attach_with(&options);
@@ -177,7 +177,8 @@ fn settle(queue: &mut QueuePair, pages: &mut [Page], expected: &[Status]) -> usi
 fn check_waiting_commands(server: &Server, storage: &dyn Stalls) {
     let mut guest = Guest::attach(server, AttachOptions::default());
     let mut other = guest.controller.take_queue_pair().unwrap();
-    // Unmapping memory waits for all commands in flight, so the buffers stay mapped.
+    // The buffers stay mapped until the end, because unmapping them would wait for all commands in
+    // flight.
     let pool = guest.controller.buffers(1, PAGE).unwrap();
     storage.stall();
     guest.submit_many();
@@ -208,7 +209,8 @@ fn check_reset(server: &Server, storage: &dyn Stalls) {
     });
     let ended = guest.settle(&[Status::SUCCESS, Status::ABORTED_BY_HOST]);
     assert!(ended > 0, "no reset came in mid-I/O");
-    // A write that the reset ended does not overwrite later data.
+    // Checks that no write that the reset ended still reaches the disk later and overwrites newer
+    // data.
     for _ in 0..3 {
         guest.submit_many();
         guest.settle(&[Status::SUCCESS]);
@@ -216,16 +218,17 @@ fn check_reset(server: &Server, storage: &dyn Stalls) {
     guest.assert_no_loss();
 }
 
-/// Checks a guest with a short timeout: it aborts its commands, deletes the queue if they cannot be
-/// aborted, and, if that times out, resets the controller. The resubmitted commands succeed.
+/// Checks that a guest with a short timeout recovers. Its driver aborts the commands, then deletes
+/// the queue, and resets the controller if that times out too. The driver submits the commands
+/// again, and they succeed.
 fn is_unusable_after_timeout(server: &Server, storage: &dyn Stalls, check_reset: bool) {
-    // The guest's timeout for I/O commands must expire, and that for admin commands only if a reset
-    // is expected.
+    // The test requires that I/O commands time out. Admin commands must time out only if a reset is
+    // expected; otherwise their timeout is long.
     let admin = if check_reset { Duration::from_secs(2) } else { LIMIT };
-    // These limits are short, because the test waits until they expire.
+    // The timeouts are short, because the test waits until they expire.
     let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
-    // While the storage is stalled, each recovery step may submit a command again. The limit of
-    // these repeats must not be reached.
+    // While the storage hangs, each recovery step may submit a command again. With this limit, the
+    // driver does not give up.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };
     let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
     let mut guest = Guest::attach(server, options);
@@ -330,7 +333,8 @@ fn a_disk_is_stalled_until_its_storage_answers() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// A reset that cancels the requests of a stalled disk is no answer of its storage.
+/// A reset cancels the requests of a stalled disk. Their ends must not count as an answer of the
+/// storage.
 #[test]
 fn a_disk_is_stalled_over_a_reset_until_its_storage_answers() {
     let storage = Export::start("mem:16MiB");
@@ -377,10 +381,10 @@ fn a_throttled_disk_is_not_stalled() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Checks that SIGTERM ends the service although storage hangs, and that the log has the unanswered
-/// requests (`words`).
+/// Checks that SIGTERM ends the service although storage hangs, and that the log reports the
+/// unanswered requests with the text `words`.
 fn check_stop(disk: &str, storage: &dyn Stalls, words: &str) {
-    // The test waits until the stop timeout has expired.
+    // The stop timeout is short, because the test waits until it has expired.
     let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stop-timeout", "10"];
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
     let mut guest = Guest::attach(&server, AttachOptions::default());

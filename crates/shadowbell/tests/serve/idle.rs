@@ -30,11 +30,11 @@ fn all_switches(server: &Server) -> Vec<(u32, String, u64)> {
 
 #[track_caller]
 fn is_idle(server: &Server) {
-    // On a busy machine, earlier work may take a while to end. A thread that has a timer or polls
-    // is never idle for 2 s.
+    // The condition is repeated, because earlier work may take a while on a busy machine. It never
+    // holds if a thread polls or has a periodic timer.
     until("2 s without a context switch", || {
         let before = all_switches(server);
-        // No thread must run during this time.
+        // Interval in which no thread may run.
         std::thread::sleep(Duration::from_secs(2));
         before == all_switches(server)
     });
@@ -113,8 +113,8 @@ pub(crate) fn sleeps_of(pid: u32, name: &str) -> u64 {
 
 #[test]
 fn shadow_doorbells_wake_the_io_thread_without_the_reactor() {
-    // Shadow doorbells that wake a sleeping I/O thread signal its eventfd directly, without the
-    // reactor thread.
+    // With shadow doorbells, a doorbell write that wakes a sleeping I/O thread signals the thread's
+    // eventfd directly. The reactor thread is not involved.
     let server = Server::start(&["mem:4MiB"], &["--poll", "never", "--workers", "1"]);
     let options = AttachOptions { queue_pairs: 1, spin: SpinPolicy::SLEEP, ..Default::default() };
     let mut controller = server.attach_with(&options);

@@ -52,7 +52,7 @@ fn every_kind_of_doorbell_works() {
         let namespace = controller.namespace(1).unwrap().clone();
         let mut queue = controller.take_queue_pair().unwrap();
         let pool = controller.buffers(16, 4096).unwrap();
-        // The commands are more than the queue has entries, so the queue wraps.
+        // There are more commands than queue entries, so the queue wraps.
         for round in 0u64..40 {
             for n in 0..8 {
                 let mut buffer = pool.take().unwrap();

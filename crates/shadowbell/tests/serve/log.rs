@@ -1,4 +1,4 @@
-//! Log that a client floods, and log whose reader does not read.
+//! Tests of a log that a client floods, and of a log whose pipe is not read.
 
 use crate::harness::{Server, attach, image, program, run};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -12,7 +12,7 @@ use std::process::Command;
 use std::time::Instant;
 use tempfile::TempDir;
 
-/// Log text for each refused map.
+/// Text that is in the log line of each refused map.
 const REFUSED: &str = "which is no multiple of 4096";
 
 /// Command of a server with two controllers, one for an honest client and one for a hostile one.
@@ -101,8 +101,8 @@ fn log_lines_caused_by_a_client_are_rate_limited() {
     assert!(server.stop().success());
     let printed = server.stderr();
     assert!(printed.ends_with("ended\n"), "{printed}");
-    // The limit of these lines is 16 at once, and then one in ten seconds, with the number of
-    // suppressed lines.
+    // Rate limit of these lines: 16 at once, and then one every ten seconds, which contains the
+    // number of suppressed lines.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     let lines = printed.lines().filter(|line| line.contains(REFUSED)).count();
     assert!((16..=most).contains(&lines), "{lines} lines, of {most}");

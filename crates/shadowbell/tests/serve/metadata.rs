@@ -1,5 +1,5 @@
-//! Namespaces with metadata and protection information: in crashes and upgrades, and where their
-//! metadata are stored.
+//! Namespaces with metadata and protection information: their survival of crashes and upgrades, and
+//! the place of the metadata in the storage.
 
 use crate::harness::{Server, finish, image, program, run};
 use crate::recover::kill;
@@ -12,8 +12,8 @@ use shadowbell_spec::opcode::NvmOpcode;
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 
-/// Host of namespaces with blocks of 512 bytes; the controller inserts and strips protection
-/// information.
+/// Host of namespaces with blocks of 512 bytes. The host transfers no metadata: the controller
+/// inserts and strips the protection information.
 struct Guest(Controller, QueuePair);
 
 impl Guest {
@@ -61,7 +61,7 @@ fn protection_information_survives_crashes_and_upgrades() {
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!((guest.read(1, 9), guest.read(2, 9)), (Ok(7), Ok(8)));
-    // In the file, data are at the same offsets as without metadata.
+    // The file has the data at the same offsets as for a namespace without metadata.
     let file = OpenOptions::new().read(true).write(true).open(file).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, 9 * 512 + 100).unwrap();

@@ -314,8 +314,8 @@ fn the_tcp_endpoint_serves_only_metrics() {
     assert!(status == Some(1) && complaint.contains("--metrics"), "{status:?}: {complaint}");
 }
 
-/// The TCP endpoint refuses other host names, because a web page can make its own name resolve to
-/// this machine (DNS rebinding).
+/// The TCP endpoint refuses requests whose host name is not allowed. This prevents DNS rebinding,
+/// in which a web page makes its own name resolve to this machine.
 #[test]
 fn the_tcp_endpoint_responds_only_to_requests_that_address_this_machine() {
     let arguments = ["--metrics", "127.0.0.1:0", "--metrics-host", "node1.example"];
@@ -342,7 +342,8 @@ fn the_tcp_endpoint_responds_only_to_requests_that_address_this_machine() {
     let (head, _) = get_of(UnixStream::connect(control).unwrap(), "/metrics", "host: x\r\n");
     assert!(head.starts_with("HTTP/1.1 200"), "{head}");
 
-    // A silent connection is closed to make room for a client that sends a request.
+    // When the maximum number of connections is reached, the oldest silent connection is closed for
+    // a new client.
     let mut silent: Vec<_> = (0..16).map(|_| TcpStream::connect(address).unwrap()).collect();
     assert_eq!(of("localhost"), "200");
     let newest = silent.pop().unwrap();

@@ -20,8 +20,8 @@ fn connect(server: &Server) -> Client {
     Client::connect(server.socket(), Options::default()).unwrap()
 }
 
-/// A guest migrates several times with its image. The image is locked, so the source server ends
-/// before the destination server starts.
+/// A guest migrates several times with its image. Only one server can lock the image, so the source
+/// server ends before the destination server starts.
 #[test]
 fn a_guest_migrates_between_servers_with_its_image() {
     let directory = tempfile::tempdir().unwrap();
@@ -37,7 +37,7 @@ fn a_guest_migrates_between_servers_with_its_image() {
         guest.resume(connect(&server), memory, &stream).unwrap();
         guest.work(50);
         if turn == 1 {
-            // A migrated device is recorded in the journal like a local one.
+            // The journal also records the commands of a device that was migrated to this server.
             guest.submit(16);
             kill(&server, Signal::KILL);
             guest.work(20);
@@ -52,7 +52,8 @@ fn a_guest_migrates_between_servers_with_its_image() {
 #[test]
 fn a_suspended_device_does_not_resume_in_the_next_process() {
     suspended(|server| {
-        // The upgrade disconnects this client, because one client must not prevent an upgrade.
+        // A device that is being migrated cannot be recovered, and must not prevent an upgrade. So
+        // the upgrade disconnects its client.
         let (status, output, errors) = upgrade(&server.pid().to_string(), None);
         assert_eq!(status, Some(0), "{errors}");
         assert!(
@@ -63,7 +64,8 @@ fn a_suspended_device_does_not_resume_in_the_next_process() {
     suspended(|server| signal(worker(server), Signal::KILL));
 }
 
-/// Suspends a device, and replaces the server process by `replace`.
+/// Suspends a device, calls `replace` to replace the server process, and checks that the device
+/// does not resume.
 fn suspended(replace: impl Fn(&Server)) {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 1 << 20);
@@ -80,7 +82,7 @@ fn suspended(replace: impl Fn(&Server)) {
     until("the next worker", || {
         children(server.pid()).iter().any(|pid| *pid != before) && has_ended(before)
     });
-    // The controller serves the next client.
+    // The controller accepts another client after the replacement.
     drop(connect(&server));
     let gone = guest.client().migration_state();
     assert!(gone.is_err(), "{gone:?}");
