@@ -20,8 +20,8 @@ pub enum HeadOrder {
     ChecksumFirst,
 }
 
-/// Layout of a file with two slots. A slot consists of the magic bytes, three words (the sequence
-/// number first), and the body.
+/// Layout of a file with two slots. A slot consists of the magic bytes, three 64-bit words
+/// (sequence number, and length and checksum in the order of [`HeadOrder`]), and the body.
 #[derive(Clone, Copy, Debug)]
 pub struct AbSlots {
     /// Magic bytes at the start of a slot.
@@ -130,7 +130,7 @@ impl AbSlots {
     }
 }
 
-/// Writes by `pwritev2`. Disks also use this system call, so the sandbox (seccomp) allows it.
+/// Writes by `pwritev2`, because the sandbox (seccomp) allows this system call for disks anyway.
 fn write_at(file: &File, mut bytes: &[u8], mut at: u64) -> io::Result<()> {
     while !bytes.is_empty() {
         let piece = [IoSlice::new(bytes)];

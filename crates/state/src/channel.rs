@@ -41,7 +41,8 @@ pub(crate) fn receive_bytes(socket: &UnixStream, mut bytes: &mut [u8]) -> io::Re
     Ok(())
 }
 
-/// Sends descriptors in batches, each with one byte of data.
+/// Sends descriptors in several messages, each with one byte of data and at most
+/// [`MAX_FDS_PER_MESSAGE`] descriptors.
 pub(crate) fn send_fds(socket: &UnixStream, fds: &[&OwnedFd]) -> io::Result<()> {
     for some in fds.chunks(MAX_FDS_PER_MESSAGE) {
         let some: Vec<_> = some.iter().map(|fd| fd.as_fd()).collect();

@@ -19,8 +19,9 @@ impl FdRef {
 
 /// File descriptors of a state.
 ///
-/// A state of which several snapshots are sent may have *lasting* descriptors. A lasting descriptor
-/// is sent once, and the receiver holds it until the sender removes it.
+/// If a sender transfers one snapshot of a state after the other, some descriptors may be
+/// *lasting*: a lasting descriptor is sent with one snapshot only, and the receiver holds it until
+/// the sender removes it.
 #[derive(Debug, Default)]
 pub struct Descriptors {
     all: Vec<Option<OwnedFd>>,
@@ -91,7 +92,7 @@ impl Descriptors {
     }
 
     /// Takes the changes of the lasting descriptors, in order. A process that recovers from the
-    /// last snapshot gets all remaining lasting descriptors.
+    /// last snapshot gets all lasting descriptors that were added and not removed.
     pub fn take_changes(&mut self) -> Vec<LastingChange> {
         std::mem::take(&mut self.lasting)
     }

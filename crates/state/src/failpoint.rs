@@ -31,30 +31,31 @@ points! {
     Started = "started",
     /// The command was recorded in the journal.
     Recorded = "recorded",
-    /// Completions are staged, but none is posted.
+    /// Completions are ready to be posted, but none is in the completion queue yet.
     Staged = "staged",
-    /// Completions are posted.
+    /// Completions are posted in the completion queue, but their commands are still in the journal.
     Posted = "posted",
     /// The journal records of completed commands were freed.
     Freed = "freed",
-    /// The submission queue head is stored.
+    /// The journal has the new submission queue head.
     SqStored = "sq-stored",
-    /// The completion queue tail is stored.
+    /// The journal has the new completion queue tail.
     CqStored = "cq-stored",
     /// The interrupt was raised, or none was necessary.
     Notified = "notified",
-    /// The disk has a command of a dead process that is replayed. The journal still has the old
-    /// record.
+    /// The disk has a command that this process replays after the death of another. The journal
+    /// still has the record of the dead process.
     ReplayStarted = "replay-started",
-    /// The replayed command was recorded again.
+    /// The journal has this process's record of the replayed command.
     ReplayRecorded = "replay-recorded",
-    /// An exclusive command has ended, but its outcome is not stored.
+    /// An exclusive command has ended, but the journal does not have its outcome yet.
     ExclusiveEnded = "exclusive-ended",
-    /// The outcome of an exclusive command was stored.
+    /// The journal has the outcome of an exclusive command.
     Decided = "decided",
-    /// Registers, queues or the admin queue have changed.
+    /// State in the controller's checkpoint has changed (registers, I/O queues or the admin queue),
+    /// and the new checkpoint is not stored yet.
     Changed = "changed",
-    /// A change was recorded, but the host does not see it yet.
+    /// A checkpoint with the changed state was stored, but the host does not see the change yet.
     ChangeRecorded = "change-recorded",
     /// The completion of an admin command is posted.
     AdminPosted = "admin-posted",
@@ -72,7 +73,8 @@ points! {
     Rebuilt = "rebuilt",
     /// The supervisor has the complete checkpoint of this process.
     Kept = "kept",
-    /// The supervisor was notified that this process has taken over.
+    /// The supervisor was notified that this process has recovered the controllers of the previous
+    /// one.
     Taken = "taken",
     /// The next process of an upgrade has checked the checkpoint.
     Checked = "checked",

@@ -412,7 +412,7 @@ mod tests {
         one.put(b'D', &body, &[memory.as_fd()]).unwrap();
         one.counters.number += 1;
         assert_eq!(found_with(&mut one), Some((1, vec!["a".into()])));
-        // Changes are appended after the recovery.
+        // The store accepts further changes after it was read.
         one.change(7, &change("b")).unwrap();
         assert_eq!(found(one), Some((1, vec!["a".into(), "b".into()])));
         // The supervisor was killed while it removed an old snapshot: some packets with its
@@ -425,7 +425,7 @@ mod tests {
         assert_eq!(found(one), Some((2, vec![])));
     }
 
-    /// Like [`found`], but the content stays in the store.
+    /// Returns the result of [`found`] for a copy of the store, whose content stays unchanged.
     fn found_with(fd_store: &mut FdStore) -> Option<(u32, Vec<String>)> {
         let copy = self::fd_store();
         let mut packets = Vec::new();

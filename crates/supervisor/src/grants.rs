@@ -72,13 +72,15 @@ pub(super) struct Permitted {
 struct Image {
     /// Path by which the image was opened.
     path: PathBuf,
-    /// True until the path is resolved again, because a configuration that contains it was read.
+    /// True if `path` still stands for this file. False after a configuration with this path was
+    /// read: the next use of the path resolves it again.
     is_current: bool,
     /// Descriptor that identifies the file but gives no access to its content.
     file: Arc<OwnedFd>,
     id: Id,
     is_writable: bool,
-    /// True if a checkpoint has contained the image since its last use began.
+    /// True if a checkpoint has contained the image since a server process last opened it by its
+    /// path. Only then is the image released when no checkpoint contains it any more.
     was_stored: bool,
 }
 
@@ -110,7 +112,7 @@ impl HeldImages {
 }
 
 impl Grants {
-    /// Sets or extends the permissions by those of a configuration, whose paths are resolved again.
+    /// Adds the permissions of a configuration. Paths in it are resolved again at their next use.
     pub(super) fn permit(&mut self, permitted: Permitted) {
         let Permitted { permissions, config } = permitted;
         for image in &mut self.images {
@@ -179,8 +181,8 @@ impl Grants {
         self.changes += 1;
         if let Some(known) = self.images.iter_mut().find(|image| image.id == id) {
             known.is_writable |= is_writable;
-            // A new use of the image begins. The end of the previous use, which may still be in a
-            // checkpoint, must not release the image.
+            // A server process opens the image again. If an earlier disk with this image then
+            // disappears from the checkpoint, the image must not be released.
             known.was_stored = false;
             if is_current {
                 (known.path, known.is_current) = (path, true);
@@ -218,7 +220,7 @@ impl Grants {
         self.hold(&location, file, flags.contains(OFlags::RDWR)).map(drop)
     }
 
-    /// Returns the held image that is the file of this descriptor.
+    /// Returns the held image that is the same file as `file`.
     ///
     /// # Errors
     /// The image is not held, or it may not be written.
@@ -234,8 +236,8 @@ impl Grants {
         Ok(Arc::clone(&image.file))
     }
 
-    /// Releases images that were in a checkpoint and are in none any more. `stored`: images of all
-    /// checkpoints.
+    /// Releases each image that was in a checkpoint and is no longer in any. `stored`: identities
+    /// of the images in all checkpoints.
     pub(super) fn release(&mut self, stored: &BTreeSet<Id>) {
         let (stay, gone): (Vec<_>, _) = std::mem::take(&mut self.images)
             .into_iter()

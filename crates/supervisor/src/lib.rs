@@ -98,7 +98,8 @@ const MESSAGES: usize = 64;
 const TURN: Duration = Duration::from_millis(10);
 /// Maximum number of sockets that a server process reports.
 const MAX_SOCKETS: usize = 4096;
-/// Delay after a change of a checkpoint until images are released.
+/// Delay from a change of a checkpoint until images that no checkpoint contains any more are
+/// released.
 const RELEASE: Duration = Duration::from_millis(200);
 
 /// Supervises a server process until it ends or a signal ends the service.
@@ -263,8 +264,8 @@ impl Supervisor {
         workers.chain(&self.leaving)
     }
 
-    /// Returns true if the client is no server process. Requests of a server process must not
-    /// extend its own permissions.
+    /// Returns true if `client` is connected to a process that is no server process. A server
+    /// process must not extend its own permissions by a request to the control socket.
     fn is_outside(&self, client: &OwnedFd) -> bool {
         let peer = rustix::net::sockopt::socket_peercred(client).ok();
         let pid = peer.map(|peer| peer.pid.as_raw_pid().cast_unsigned());
@@ -340,8 +341,8 @@ impl Supervisor {
     /// Handles messages of the server processes, at most `most` of each and for a limited time, so
     /// that signals are handled in between.
     ///
-    /// `most`: [`MESSAGES`]; or [`QUEUED`] after the end of a process, whose messages are all
-    /// handled.
+    /// `most` is [`MESSAGES`] usually. It is [`QUEUED`] after the end of a process, whose remaining
+    /// messages are all handled at once.
     fn receive_from_workers(&mut self, most: usize) {
         let is_last = most == QUEUED;
         if deferred_close::is_behind() && !is_last {
@@ -379,8 +380,8 @@ impl Supervisor {
                             worker.has_taken = true;
                         }
                     }
-                    // A server process that has ended begins no upgrade: else processes that end
-                    // after the request would be started without end.
+                    // The request of a process that has ended is refused. Otherwise a program that
+                    // requests an upgrade and then dies would be started again and again.
                     to_supervisor::UPGRADE if is_last => {
                         if let Some(asker) = packet.fd() {
                             answer_to(asker, answer::NO, "the server process has ended");

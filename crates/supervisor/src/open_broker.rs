@@ -60,7 +60,8 @@ fn name(path: &Path) -> io::Result<OwnedFd> {
     GRANTS.lock().hold(&location, file, is_writable)?.try_clone()
 }
 
-/// Path by which the held image of this descriptor is opened, and the image.
+/// Returns the held image that is the same file as `file`, and the path in `/proc` by which to open
+/// it.
 fn path_of(file: BorrowedFd<'_>, access: Access) -> io::Result<(PathBuf, Arc<OwnedFd>)> {
     let held = GRANTS.lock().held(file, access)?;
     Ok((format!("/proc/self/fd/{}", held.as_raw_fd()).into(), held))
@@ -106,7 +107,8 @@ mod tests {
             Ok(first[0])
         }
 
-        /// Returns the first byte of the image at a path, which is opened as server processes do.
+        /// Opens the image at a path with two requests, as a server process does, and returns its
+        /// first byte.
         fn first(&self, path: &Path) -> Result<u8, String> {
             let named = self.name(path)?;
             let copy = File::from(named.try_clone().unwrap()).read(&mut [0]);
@@ -178,7 +180,8 @@ mod tests {
             assert_eq!(answer.code, requests::ERRNO, "{code}");
         }
         refused("other");
-        // An image is found again after a rename, also for another server process.
+        // The broker identifies an image by its inode, so the image can be opened after a rename,
+        // also by another server process.
         std::fs::rename(path("image"), path("renamed")).unwrap();
         assert_eq!(Asks::new().read(o_path(&path("renamed")).as_fd(), "w"), Ok(b'i'));
     }

@@ -15,7 +15,7 @@ pub(super) struct Watchdog {
     given_up: Option<u32>,
 }
 
-/// Action of the watchdog that is due.
+/// Action that the supervisor has to take for the watchdog now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Due {
     Nothing,
@@ -56,8 +56,8 @@ impl Watchdog {
                 return Due::Alive;
             }
             Some((pid, until)) if until <= now => {
-                // The supervisor itself ran late, so the server process may not have had CPU time
-                // either.
+                // The supervisor itself noticed the deadline late, perhaps for lack of CPU time.
+                // The server process may have lacked it too, and gets more time to answer.
                 if now - until > self.every / 4 {
                     self.pending = Some((pid, now + self.every / 4));
                     return Due::Nothing;
@@ -105,7 +105,8 @@ mod tests {
             assert!(!watchdog.answered(2) && watchdog.answered(1) && !watchdog.answered(1));
             assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
         }
-        // No process can be checked: starts and upgrades have time limits of their own.
+        // No process can be checked during a start or an upgrade, which have time limits of their
+        // own.
         now += EVERY;
         assert_eq!(watchdog.due(now, None), Due::Alive);
         assert_eq!(watchdog.deadline(), now + EVERY);
@@ -135,7 +136,7 @@ mod tests {
         assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Check);
         assert_eq!(watchdog.due(began + EVERY, None), Due::Alive);
         assert_eq!(watchdog.due(began + 2 * EVERY, Some(2)), Due::Check);
-        // The whole machine was suspended for eight intervals.
+        // The whole machine was suspended for eight intervals, so the late answer is excused once.
         let now = began + 10 * EVERY;
         assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);
         assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);

@@ -24,10 +24,11 @@ use std::time::{Duration, Instant};
 
 /// Upper bound of the number of messages in the socket of a server process that has ended.
 pub(super) const QUEUED: usize = 4096;
-/// Maximum number of checkpoint changes that are handled at once.
+/// Maximum number of packets with checkpoint changes that one call of [`Worker::receive`] handles.
 const MAX_AT_ONCE: usize = 16;
 
-/// Maximum number of messages that wait for the end of a checkpoint.
+/// Maximum number of messages to a server process that wait until its checkpoint is sent
+/// completely.
 const MAX_LATER: usize = 64;
 
 /// Checkpoint of a dead server process.
@@ -36,8 +37,8 @@ pub(super) struct Left {
     pub(super) death: Death,
 }
 
-/// Causes of death of the process that wrote a checkpoint, and of those that were to recover from
-/// it.
+/// Circumstances of the death of the process that wrote a checkpoint, and of the processes that
+/// were started to recover from it.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Death {
     /// True if the process that wrote the checkpoint died by a fault, which a command in flight may
@@ -46,8 +47,8 @@ pub(super) struct Death {
     /// True if the process that wrote the checkpoint had quiesced, so that none of its I/O is in
     /// flight.
     pub(super) is_quiesced: bool,
-    /// True if the last process died by a fault: the one that wrote the checkpoint, or one that was
-    /// to recover from it.
+    /// True if the last dead process ended by a fault. This is the process that wrote the
+    /// checkpoint, or the last one that was started to recover from it.
     #[serde(default)]
     pub(super) last_by_fault: bool,
 }
@@ -55,7 +56,7 @@ pub(super) struct Death {
 /// A server process.
 pub(super) struct Worker {
     pub(super) process: Process,
-    /// Socket to the process, until it closes its end.
+    /// Socket to the process; `None` after the process has closed its end.
     pub(super) link: Option<OwnedFd>,
     /// Program that the process runs.
     pub(super) program: PathBuf,
@@ -64,7 +65,8 @@ pub(super) struct Worker {
     /// True if the process has reported that it has recovered, so that only its own checkpoint is
     /// valid.
     pub(super) has_taken: bool,
-    /// True if the process has reported that it has not recovered a client, or not yet.
+    /// True if the process has reported that it could not recover a client, or that a client still
+    /// waits for its disks.
     pub(super) warned: bool,
     /// Reason that the process reported for a failure.
     pub(super) why: Option<String>,
@@ -74,15 +76,16 @@ pub(super) struct Worker {
     pub(super) is_broken: bool,
     /// True if the checkpoint has changed since images were released.
     pub(super) has_changed: bool,
-    /// Parts of another process's checkpoint that are still to be sent.
+    /// Packets of the previous process's checkpoint that are still to be sent to this process.
     pub(super) parts: VecDeque<Part>,
-    /// Messages that are sent after the parts.
+    /// Messages that are sent to the process after `parts`.
     pub(super) later: RefCell<VecDeque<Packet>>,
     /// True if the next packet in the socket was handled and is to be removed.
     pub(super) is_seen: bool,
-    /// True if a checkpoint change of several packets has begun, which a snapshot records. If the
-    /// supervisor is killed after it has removed some of the packets from the socket, the change is
-    /// known to be lost.
+    /// True if the first packet of a checkpoint change of several packets was received, and the
+    /// last one was not. Snapshots contain this flag. So if the supervisor is killed after it has
+    /// removed only some of the packets from the socket, the next supervisor detects that the
+    /// change is lost.
     pub(super) in_parts: bool,
 }
 
@@ -151,7 +154,7 @@ impl Worker {
     /// Lets the process recover from the checkpoint `left`, which [`forward`](Self::forward) sends
     /// to it.
     ///
-    /// `deaths`: number of deaths that count towards the limit after which no checkpoint is used.
+    /// `deaths`: number of consecutive deaths, for [`to_worker::DEATHS`].
     pub(super) fn recovers_from(&mut self, left: &Left, deaths: usize) {
         let Death { by_fault, is_quiesced, last_by_fault } = left.death;
         let all = [
@@ -163,7 +166,8 @@ impl Worker {
         said.for_each(|(code, _)| self.send(*code, "", None));
         self.send(to_worker::DEATHS, &deaths.to_string(), None);
         self.send_checkpoint(&left.items);
-        // Until the process has recovered, its changes are applied to the old checkpoint.
+        // Until the process has recovered, checkpoint changes that it sends are applied to a copy
+        // of the old checkpoint.
         self.items = left.items.clone();
     }
 
@@ -204,7 +208,8 @@ impl Worker {
         }
     }
 
-    /// Returns true if only this process's own checkpoint is valid: it has recovered, or serves.
+    /// Returns true if the process has recovered or serves, so that the previous process's
+    /// checkpoint is obsolete.
     pub(super) fn has_recovered(&self) -> bool {
         self.has_taken || self.serves_since.is_some()
     }
@@ -256,8 +261,9 @@ impl Worker {
         !self.parts.is_empty() || !self.later.borrow().is_empty()
     }
 
-    /// Returns the next message. Handles up to [`MAX_AT_ONCE`] checkpoint changes before it; after
-    /// more, a packet with type 0 is returned.
+    /// Returns the next message. Before that message it handles up to [`MAX_AT_ONCE`] packets with
+    /// checkpoint changes. If there are more of them, it returns a packet with type 0, and the
+    /// caller has to call again.
     ///
     /// If there is an fd store, each packet stays in the socket until the next call. By then the
     /// packet is in the store, or its effect is in a snapshot, which the caller writes if
@@ -298,8 +304,8 @@ impl Worker {
                 let (begins, ends) = Checkpoint::begins_and_ends(&packet.body);
                 if !self.items.is_open() {
                     if !begins && !self.in_parts {
-                        // The snapshot contains this change, of which only the last packets were
-                        // still in the socket.
+                        // This is the rest of a change whose first packets another supervisor has
+                        // received. Its snapshot contains the whole change.
                         continue;
                     }
                     if !ends && !std::mem::replace(&mut self.in_parts, true) {
@@ -353,7 +359,8 @@ impl Worker {
         self.process.ended()
     }
 
-    /// Ends the process with SIGABRT, so that its commands in flight are suspected as the cause.
+    /// Ends the process with SIGABRT. The death then counts as a fault of the process, which a
+    /// command in flight may have caused.
     pub(super) fn abort(&self) {
         // The exit of the process is handled by `reap_children`.
         self.process.signal(Signal::ABORT);
@@ -374,7 +381,7 @@ impl Drop for Worker {
     }
 }
 
-/// Describes an exit status in a sentence's predicate.
+/// Describes an exit status as the predicate of a sentence, such as "was ended by signal 6".
 pub(super) fn how(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(SIGSYS), _) => {
@@ -461,7 +468,7 @@ mod tests {
         worker.kill();
     }
 
-    /// The supervisor is killed at each step of a checkpoint change of three packets.
+    /// Tests a kill of the supervisor at each step of a checkpoint change of three packets.
     #[test]
     fn a_change_in_parts_counts_once_or_is_known_to_be_lost() {
         shadowbell_process::descriptor_limit::raise();
@@ -483,7 +490,7 @@ mod tests {
             match steps {
                 // Killed before a packet was read.
                 0 => {}
-                // Killed after a snapshot recorded the begin of the change.
+                // Killed after a snapshot recorded that the change has begun.
                 1 => assert_eq!(before.receive(Some(&mut fd_store)).unwrap().code, 0),
                 // Killed after some packets were removed from the socket.
                 2 => {

@@ -1,10 +1,10 @@
-//! Host side of a disk, for the tests of every disk type: requests in batches, compared with a
-//! model.
+//! Functions that tests of every disk type use as the user of a disk: they submit requests in
+//! batches, and compare the results with a model.
 
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 
-/// Number of requests in a batch. Each has its own part of the disk.
+/// Number of requests in a batch. Each request of a batch accesses a different part of the disk.
 const LANES: usize = 16;
 
 /// Allocates `len` bytes that stand for a host's memory.

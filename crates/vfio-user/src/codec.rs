@@ -71,7 +71,7 @@ pub struct Message<'a> {
     pub fds: Vec<Descriptor>,
 }
 
-/// Descriptors of one receive, and the position in the stream after the bytes of that receive.
+/// Descriptors from one call of `recvmsg`, and the stream position after the bytes from that call.
 #[derive(Debug)]
 struct Batch {
     end: u64,
@@ -82,7 +82,7 @@ struct Batch {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct SavedDecoder {
     bytes: Bytes,
-    /// Descriptors of each receive, and the number of `bytes` that had been received after it.
+    /// Descriptors from each call of `recvmsg`, and the length that `bytes` had after that call.
     #[serde(default)]
     fds: Vec<(u64, Vec<SavedDescriptor>)>,
 }
@@ -102,7 +102,7 @@ pub struct Decoder {
     buffer: Vec<u8>,
     start: usize,
     end: usize,
-    /// Position in the stream of `buffer[start]`.
+    /// Stream position of `buffer[start]`: number of decoded bytes of the connection.
     position: u64,
     batches: VecDeque<Batch>,
     pending_fds: usize,
@@ -125,9 +125,9 @@ impl Decoder {
         }
     }
 
-    /// Buffer for the next receive. Its result must be passed to [`advance`](Self::advance). The
-    /// buffer is not empty, if the caller has called [`decode`](Self::decode) until it returned
-    /// `None`.
+    /// Buffer for the next call of `recvmsg`, whose result must be passed to
+    /// [`advance`](Self::advance). The buffer is not empty if the caller has called
+    /// [`decode`](Self::decode) until it returned `None`.
     pub fn space(&mut self) -> &mut [u8] {
         let buffered = self.end - self.start;
         if buffered == 0 {
@@ -153,11 +153,10 @@ impl Decoder {
         self.buffer.get_mut(self.end..).unwrap_or_default()
     }
 
-    /// Adds the result of a receive: `len` bytes in [`space`](Self::space), and `fds`.
+    /// Adds the result of one call of `recvmsg`: `len` bytes in [`space`](Self::space), and `fds`.
     ///
-    /// Must be called once per receive. The descriptors of a receive belong to the message that
-    /// contains the last byte of the receive, because the kernel ends a receive after data with
-    /// descriptors.
+    /// Must be called once per call of `recvmsg`. The kernel ends a receive after data that have
+    /// descriptors. So the descriptors belong to the message that contains the last received byte.
     pub fn advance(&mut self, len: usize, fds: Vec<Descriptor>) {
         self.end = self.end.saturating_add(len).min(self.buffer.len());
         if fds.is_empty() {

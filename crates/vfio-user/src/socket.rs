@@ -159,8 +159,8 @@ pub(crate) fn take_in(
     Received::Bytes { drained }
 }
 
-/// Sends some of `bytes`. The first byte has the descriptors `fds` (at most [`SCM_MAX_FD`]).
-/// Returns the number of sent bytes.
+/// Sends as many of `bytes` as the socket accepts. The descriptors `fds` (at most [`SCM_MAX_FD`])
+/// are attached to the first byte. Returns the number of sent bytes.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     bytes: &[&[u8]],

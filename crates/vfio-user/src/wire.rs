@@ -29,10 +29,11 @@ pub(crate) fn split<T: FromBytes + KnownLayout + Immutable>(
     T::read_from_prefix(payload).map_err(|_| Errno::INVAL)
 }
 
-/// Splits a payload that begins with its `argsz`, the size that the client has reserved.
+/// Splits a payload that begins with an `argsz` field, in which the client states the size of its
+/// structure or reply buffer.
 ///
 /// # Errors
-/// The payload is too short, or the reserved size is less than the fixed part.
+/// The payload is too short, or `argsz` is less than the size of `T`.
 pub(crate) fn split_sized<T: FromBytes + KnownLayout + Immutable>(
     payload: &[u8],
 ) -> Result<(T, &[u8]), Errno> {

@@ -20,11 +20,12 @@ pub struct Stamp {
     pub seed: u64,
     /// Number of the slot, from the start of the disk.
     pub slot: u64,
-    /// Number of the write to this slot, from 1, increasing.
+    /// Number of this write among all writes to the slot: 1 for the first.
     pub generation: u64,
 }
 
-/// Fills a slot. An incomplete sector at the end of the buffer is not changed.
+/// Fills `slot` with the pattern of the write `stamp`. An incomplete sector at the end of the
+/// buffer is not changed.
 pub fn fill(stamp: Stamp, slot: &mut [u8]) {
     for (part, sector) in slot.chunks_exact_mut(SECTOR).enumerate() {
         for (index, word) in sector.chunks_exact_mut(8).enumerate() {

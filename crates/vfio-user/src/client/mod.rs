@@ -46,8 +46,8 @@ const MAX_DATA_XFER_SIZE: u32 = 1 << 20;
 /// Options of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Maximum time from sending a request to its reply; `None` waits forever. If a part of the
-    /// reply has arrived, the client waits up to twice that time.
+    /// Maximum time from sending a request to its reply; `None` waits forever. The maximum doubles
+    /// if a part of the reply has arrived in time.
     pub timeout: Option<Duration>,
 }
 
@@ -89,7 +89,8 @@ pub struct DmaRange<'a> {
 /// Connection to a server.
 #[derive(Debug)]
 pub struct Client {
-    /// Connection. If a panic interrupts a request, the connection is marked as broken.
+    /// Connection. If a panic interrupts a request, further requests fail, because the reply may be
+    /// partly read.
     connection: Mutex<Connection>,
     /// Socket of the connection. A caller can watch it for a hang-up without taking the lock.
     socket: Arc<OwnedFd>,
@@ -181,7 +182,8 @@ impl Client {
         region::query(&mut self.connection.lock(), index)
     }
 
-    /// Queries the eventfds that replace writes to parts of a region.
+    /// Queries the eventfds that the client can signal instead of writing to certain parts of a
+    /// region.
     ///
     /// # Errors
     ///
@@ -259,8 +261,8 @@ impl Client {
         })
     }
 
-    /// Writes to a region without waiting for a reply. The server handles later requests after the
-    /// write. The client gets no error of the device.
+    /// Writes to a region without waiting for a reply. The server still handles the write before
+    /// later requests. The client does not receive an error if the device refuses the write.
     ///
     /// # Errors
     ///

@@ -62,7 +62,7 @@ pub(super) fn query(connection: &mut Connection, index: u32) -> Result<ClientReg
 
 enum InfoReply {
     Region(ClientRegion),
-    /// The reply needs a buffer of this size.
+    /// The complete reply needs `argsz` of this value.
     Needs(u32),
 }
 
@@ -79,8 +79,8 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<InfoReply, Stri
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
             true => Ok(InfoReply::Needs(info.argsz)),
-            // The size exceeds `MAX_SIZE`, or (in the second reply) the size that the first reply
-            // announced.
+            // The required size exceeds `MAX_SIZE`, or the second reply requires more than the
+            // first one.
             false => Err(format!("it needs {} bytes to describe a region", info.argsz)),
         };
     }

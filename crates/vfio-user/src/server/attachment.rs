@@ -111,7 +111,7 @@ impl Attachment {
         self.end_sharing();
     }
 
-    /// Session of the reactor; `None` if the session is in the slot, where it is idle.
+    /// Session, if it is not in the slot. (A session in the slot is idle.)
     pub(super) fn busy_session(&mut self) -> Option<&mut Session> {
         self.session.as_deref_mut()
     }
@@ -141,8 +141,9 @@ impl Attachment {
         Ok(())
     }
 
-    /// Puts the session into the slot for the second thread, after a turn that left the session
-    /// idle. If it is not shared yet, first shares it if the device requests that.
+    /// Puts the session into the slot for the second thread, if the session is idle after the
+    /// reactor's turn. If there is no slot yet, creates one only if the device requests a shared
+    /// socket.
     pub(super) fn share_if_idle(&mut self, device: &mut dyn Device, inbox: &Arc<Inbox>) {
         let Some(session) = self.session.take_if(|session| session.is_idle()) else { return };
         if let Some(shared) = &self.shared {
@@ -169,8 +170,8 @@ impl Attachment {
     pub(super) fn close(mut self) -> Option<Box<Session>> {
         self.end_sharing();
         let session = self.session.take()?;
-        // Another thread may close the socket later. Until then, it must not report events to the
-        // reactor.
+        // Another thread may close the socket later. Until then, the socket must not report events
+        // to the reactor.
         let _ = epoll::delete(&self.epoll, session.socket());
         Some(session)
     }
@@ -183,7 +184,7 @@ impl Attachment {
         shared.ended.store(true, Ordering::Release);
         let Slot { session, socket, first } = std::mem::take(&mut *shared.slot.lock());
         if let Some(socket) = socket {
-            // The socket has other descriptors, so closing this one would not remove the socket
+            // The socket has further descriptors, so closing this duplicate would not remove it
             // from the epoll instances.
             for epoll in first.iter().chain([&self.epoll]) {
                 let _ = epoll::delete(epoll, &socket);
@@ -243,14 +244,15 @@ impl SharedSession {
             return slot.session.take();
         }
         self.turn_requested.store(true, Ordering::Relaxed);
-        // Two outcomes are possible here: the second thread sees `turn_requested` when it releases
-        // the session, or it has already released the lock.
+        // With the fence, one of two cases applies: the second thread sees `turn_requested` when it
+        // releases the session, or it has already released the lock, and this second attempt
+        // succeeds.
         fence(Ordering::SeqCst);
         self.slot.try_lock()?.session.take()
     }
 
-    /// Requests a turn of the reactor after the second thread's use of the session, if the reactor
-    /// needed the session meanwhile.
+    /// Ends the second thread's use of the session: requests a turn of the reactor, if the reactor
+    /// has needed the session meanwhile.
     fn is_free(&self) {
         fence(Ordering::SeqCst);
         if self.turn_requested.load(Ordering::Relaxed)
@@ -265,8 +267,8 @@ impl SharedSession {
     }
 }
 
-/// Interface of the second thread, which never blocks. If the lock of the slot is taken, the call
-/// fails as busy or requests a turn of the reactor.
+/// Interface of the second thread, which never blocks. If the reactor holds the lock of the slot,
+/// `watch` fails as busy, and `poll_writes` requests a turn of the reactor.
 impl SocketOwner for SharedSession {
     fn watch(&self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let busy = || io::Error::from(io::ErrorKind::ResourceBusy);
@@ -275,8 +277,9 @@ impl SocketOwner for SharedSession {
         epoll::add(epoll, socket, EventData::new_u64(token), SHARED_WATCH)?;
         slot.first = Some(Arc::clone(epoll));
         drop(slot);
-        // In the requested turn, the reactor adds its epoll instance again, which so becomes the
-        // second one of the socket. Before that turn, each message wakes the reactor.
+        // In the requested turn, the reactor adds its epoll instance to the socket again, so that
+        // it is behind the second thread's instance. Before that turn, each message wakes the
+        // reactor too.
         self.request_turn();
         Ok(())
     }

@@ -25,7 +25,7 @@ enum Defect {
     TurnWithoutReading,
     /// The reactor does not watch for input again after the sharing has ended.
     EndWithoutWatching,
-    /// The reactor becomes the second instance before the first one is added.
+    /// The reactor adds its epoll instance again before the second thread has added its own.
     SecondBeforeFirst,
 }
 
@@ -206,7 +206,7 @@ impl State {
 }
 
 /// Finds a final state in which a message is unread. In a final state, no step is possible except
-/// the end of polling.
+/// that the second thread stops polling.
 fn lost(defect: Defect) -> Option<State> {
     let mut seen = HashSet::new();
     let mut left = vec![State::start(defect, 3)];
@@ -217,8 +217,8 @@ fn lost(defect: Defect) -> Option<State> {
         let sent = state.sends();
         let reacted = state.reactor_steps(defect);
         let done = sent.is_none() && reacted.is_none();
-        // A thread that sleeps without a reported event, or stays asleep, does not read the
-        // message.
+        // True if the second thread sleeps without an event to report, or no longer reads the
+        // socket. Then it does not read the message.
         let sleeps = match state.other {
             Other::Waits => !state.first_marked || state.in_socket == 0,
             other => other == Other::Stopped,

@@ -14,8 +14,8 @@ use tracing::debug;
 use zerocopy::IntoBytes;
 
 /// Number of region indexes that can be queried. If the device does not have the region, the reply
-/// describes an absent region instead of an error, because SPDK's client gives up if one of ten
-/// queries fails.
+/// describes an absent region instead of an error, because SPDK's client queries ten regions, and
+/// gives up if one query fails.
 const ASKABLE_REGIONS: u32 = 16;
 
 impl Link {
@@ -44,8 +44,9 @@ impl Link {
             max_data_xfer_size: context.limits.max_data_xfer_size.into(),
             max_dma_maps: device.max_dma_maps(),
             // The server accepts only a capability that the client has proposed. If checkpoints are
-            // on, it does not accept REGION_WRITE_MULTI: a recovery may execute a message twice,
-            // and a repetition of several writes to one doorbell would be wrong.
+            // on, it does not accept REGION_WRITE_MULTI: recovery may execute a message twice. If a
+            // message contained several writes to one doorbell, the repetition would set the
+            // doorbell back to an earlier value.
             write_multiple: proposed.write_multiple && !context.is_recorded,
             migration: proposed
                 .migration

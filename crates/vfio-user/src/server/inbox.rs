@@ -14,7 +14,8 @@ use super::recorder::PortRecorder;
 use crate::Errno;
 use crate::device::{Completer, Device};
 
-/// Identifier of a device that a reactor serves. The reactor never assigns it again.
+/// Identifier of a port: a device that a reactor serves, its socket and its client. The reactor
+/// never assigns the same identifier twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PortId(pub(super) u64);
 
@@ -102,7 +103,8 @@ impl Inbox {
         into.append(&mut queue.waiting);
     }
 
-    /// True if no requests are waiting. From then on, a new request wakes the reactor.
+    /// True if no requests are waiting, so that the reactor may sleep. From this call on, a new
+    /// request wakes the reactor.
     pub(super) fn may_sleep(&self) -> bool {
         let mut queue = self.queue.lock();
         queue.sleeping = queue.waiting.is_empty();
@@ -166,8 +168,8 @@ impl Handle {
         self.0.push(Request::Freeze);
     }
 
-    /// Cancels a [`freeze`](Self::freeze) that is not complete. It has no effect on a complete one,
-    /// which ends with the next [`run`](super::Reactor::run).
+    /// Cancels a [`freeze`](Self::freeze) that is not complete. It has no effect on a complete
+    /// freeze, which ends with the next [`run`](super::Reactor::run).
     pub fn thaw(&self) {
         self.0.push(Request::Thaw);
     }

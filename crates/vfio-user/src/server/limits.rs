@@ -23,8 +23,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Limits for a client with checkpoints. Its messages stay in the socket until they are
-    /// executed, so each message has to fit into the socket.
+    /// Returns these limits for a client with or without checkpoints. With checkpoints, messages
+    /// stay in the socket until they are executed, so each message has to fit into the socket.
     pub(super) fn of_recorded(&self, is_recorded: bool) -> Self {
         let most = if is_recorded { RECORDED_XFER } else { u32::MAX };
         Self { max_data_xfer_size: self.max_data_xfer_size.min(most), ..*self }

@@ -31,7 +31,7 @@ use crate::{Errno, address};
 /// Maximum number of clients that wait in the backlog.
 const BACKLOG: i32 = 16;
 
-/// Mode bit (the sticky bit) that marks a socket file until it has its mode and group.
+/// Mode bit (the sticky bit) of a socket file whose final mode and group are not set yet.
 const MARK: u32 = 0o1000;
 
 /// Maximum time to wait for another process that creates a socket in the same directory.
