@@ -19,7 +19,8 @@ impl<K> Default for TagIndex<K> {
 }
 
 impl<K: Copy> TagIndex<K> {
-    /// Stores the key of the request with this tag.
+    /// Stores the key of the request with this tag. No effect if the tag is too large for the
+    /// index.
     pub fn set(&mut self, tag: u32, key: K) {
         let at = tag as usize;
         if at >= INDEXED_TAGS {
@@ -57,9 +58,9 @@ const FINISHED: u32 = 1;
 const BLOCKED: u32 = 2;
 
 /// Table of the requests of a [`Queue`](crate::Queue), each with a small number as its key. A
-/// request may be in the waiting list, which is ordered, in the list of blocked requests, which
-/// wait for [orphans](crate::Orphans), or in the list of ended requests, which are to be returned
-/// to the caller.
+/// request is in at most one of three lists: the waiting list, in which the order matters; the list
+/// of requests that are blocked by [orphans](crate::Orphans); and the list of ended requests, which
+/// the caller has not taken yet.
 ///
 /// All operations except `keys` and `unblock_all` take constant time.
 #[derive(Debug)]
@@ -134,7 +135,7 @@ impl<T> Tasks<T> {
         }
     }
 
-    /// Puts the request at the front of the waiting list. No effect if the request has ended.
+    /// Moves the request to the front of the waiting list. No effect if the request has ended.
     pub fn wait_first(&mut self, key: u32) {
         if self.lists.list_of(key) != Some(FINISHED) {
             self.lists.push_front(WAITING, key);
@@ -146,7 +147,7 @@ impl<T> Tasks<T> {
         self.lists.first(WAITING)
     }
 
-    /// Removes the request from the waiting list. No effect if the request has ended.
+    /// Removes the request from the waiting list. No effect if the request is not in this list.
     pub fn stop_waiting(&mut self, key: u32) {
         if self.lists.list_of(key) == Some(WAITING) {
             self.lists.remove(key);

@@ -50,8 +50,8 @@ pub enum ResizeError {
         /// Requested size in bytes.
         wanted: u64,
     },
-    /// A disk with metadata cannot be resized, because the position of the metadata depends on its
-    /// size.
+    /// A disk with metadata cannot be resized, because the position of the metadata depends on the
+    /// size of the disk.
     #[error(
         "{disk}: a disk with metadata cannot be resized, because their position depends on \
              its size"
@@ -93,14 +93,15 @@ pub enum ResizeError {
 static RESIZES: Mutex<u64> = Mutex::new(0);
 static CHANGED: Condvar = Condvar::new();
 
-/// Wakes all waiting threads. A disk may have a new size, its [stopped](crate::Disk::stopped) state
-/// may have changed, or a waiting thread has to end.
+/// Wakes all threads in [`SizeChanges::wait`]. Called if a disk may have a new size, if the
+/// [stopped](crate::Disk::stopped) state of a disk may have changed, or if one of these threads has
+/// to end.
 pub fn notify_resize() {
     *RESIZES.lock() += 1;
     CHANGED.notify_all();
 }
 
-/// Position of one waiting thread in the sequence of notifications.
+/// Receiver of notifications for one thread: the number of notifications that the thread has seen.
 #[derive(Debug, Default)]
 pub struct SizeChanges(u64);
 

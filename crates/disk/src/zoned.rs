@@ -164,7 +164,7 @@ impl ZoneFormat {
 /// Parameters of Report Zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZoneReport {
-    /// Byte offset in the first zone to consider.
+    /// Offset on the disk in bytes. The report begins with the zone that contains this offset.
     pub from: u64,
     /// Zone state to report; `None` for all.
     pub which: Option<ZoneState>,
@@ -200,6 +200,6 @@ pub trait Zones {
     ///
     /// # Errors
     /// [`DiskError::OutOfRange`]; [`DiskError::InvalidZone`] if the buffer is too short for the
-    /// header, or zones have no extensions.
+    /// header, or if an extended report is requested and the zones have no extensions.
     fn report(&self, report: &ZoneReport) -> Result<Vec<u8>, DiskError>;
 }

@@ -15,10 +15,13 @@ pub trait Cell {
     /// Reads the cell without an ordering guarantee.
     fn load_relaxed(&self) -> u32;
 
-    /// Reads the cell. Writes that the storing thread made before its store are visible afterwards.
+    /// Reads the cell with acquire ordering: if the value comes from a
+    /// [`store_release`](Self::store_release), this thread also sees everything that the other
+    /// thread wrote before that store.
     fn load_acquire(&self) -> u32;
 
-    /// Writes the cell. A thread that sees the value also sees the earlier writes of this thread.
+    /// Writes the cell with release ordering: a thread that reads the value by
+    /// [`load_acquire`](Self::load_acquire) also sees everything that this thread wrote before.
     fn store_release(&self, value: u32);
 }
 
@@ -52,7 +55,8 @@ impl Cell for loom::sync::atomic::AtomicU32 {
     }
 
     fn store_release(&self, value: u32) {
-        // When loom has detected a deadlock, it unwinds and cannot execute the store.
+        // After loom has detected a deadlock, it unwinds the threads and can no longer execute
+        // stores.
         if !std::thread::panicking() {
             self.store(value, Ordering::Release);
         }

@@ -17,9 +17,9 @@ pub enum Truth {
     /// The doorbell register: there is no shadow entry, or the entry still has the value of its
     /// snapshot.
     Register,
-    /// The last value seen. A second Doorbell Buffer Config has replaced the shadow entry in use by
-    /// an entry with another value, which the host has not changed since then. The register is out
-    /// of date, too.
+    /// The last valid value that the controller has read. A second Doorbell Buffer Config has
+    /// replaced the shadow entry, and the host has not written the new entry yet. Until it does,
+    /// neither the new entry nor the register has the current value.
     Last,
     /// The shadow entry, for the rest of the queue's lifetime.
     Shadow,
@@ -40,8 +40,8 @@ pub struct DoorbellState {
     pub snapshot: Option<u32>,
 }
 
-/// Value that the controller stores in the register at a second Doorbell Buffer Config. It is
-/// outside of every ring, so a later write of the host can be recognized.
+/// Value that the controller stores in the register at a second Doorbell Buffer Config. No ring has
+/// this many entries, so the controller can recognize a later register write of the host.
 const UNWRITTEN: u32 = u32::MAX;
 
 /// Shadow entry and EventIdx, while the host's pages with them are mapped.
@@ -134,8 +134,9 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         // the register. So if the register has the value, the read of the entry sees it, too.
         let register = self.register.load_acquire();
         let value = shadow.value.load_acquire();
-        // With the source `Last`, the register is current if the host has written it since; then it
-        // equals the entry. A late posted write of an earlier value differs from the entry.
+        // With the source `Last`, the register is current if the host has written it after the
+        // second Doorbell Buffer Config; then the register equals the entry. If the register
+        // contains a late posted write of an earlier value, it differs from the entry.
         let is_rung = self.state.truth == Truth::Last && register == value;
         if self.state.snapshot != Some(value) || is_rung {
             self.state.truth = Truth::Shadow;
@@ -181,10 +182,10 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
     /// No EventIdx value means "never ring", because the host passes every position of the ring
     /// once per turn. So EventIdx follows behind the host: it moves whenever the host is a quarter
     /// of the ring ahead. The new position is one before the value that the host moved from. It is
-    /// not one before the new value, because the host may have stored that value and not yet read
-    /// EventIdx, which must not be in the interval of this update. After an update of more than an
-    /// eighth of the ring, EventIdx is in the interval: if it were further behind, the host would
-    /// pass it too soon.
+    /// not one before the new value, because the host may have stored the new value and not yet
+    /// read EventIdx: if EventIdx were between the old and the new value, the host would ring.
+    /// After an update of more than an eighth of the ring, EventIdx is between the two values
+    /// nevertheless: if it were further behind, the host would pass it too soon.
     #[inline]
     fn run_ahead(&mut self, moved: u32) {
         let Some(shadow) = &mut self.shadow else { return };

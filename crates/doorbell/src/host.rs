@@ -105,9 +105,9 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     /// of the ring is left unchanged, because a controller that needs no notifications has stored
     /// it for all future queues.
     ///
-    /// From now on every update is stored in the shadow entry *and* written to the register. So
-    /// while it executes the command, the controller can switch from the register to the entry at
-    /// any time without missing an update, even with commands in flight. An entry of an earlier
+    /// From now on every update is stored in the shadow entry *and* written to the register. So the
+    /// controller can switch from the register to the entry at any time while it executes Doorbell
+    /// Buffer Config, and misses no update, even with commands in flight. An entry of an earlier
     /// Doorbell Buffer Config gets the updates as well, until
     /// [`enable_shadow`](Self::enable_shadow).
     pub fn attach_shadow(&mut self, value: C, event_idx: C) {

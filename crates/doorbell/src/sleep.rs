@@ -145,8 +145,9 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
 ///
 /// The caller blocks until its [`Waker`]s signal, with a timeout or other sources if desired. After
 /// the drop, the caller polls all sources as if all had changed. A signal must stay pending until a
-/// wait consumes it, like that of an eventfd. Signals must be consumed only outside of rounds;
-/// otherwise a waker could rely on a signal of another waker that was already consumed.
+/// wait consumes it, like that of an eventfd. No signal may be consumed between
+/// [`Sleeper::prepare`] and the permit. Otherwise a waker could rely on the signal of another waker
+/// although the thread has consumed that signal.
 #[derive(Debug)]
 #[must_use = "this is the permit to block; dropping it declares the thread awake"]
 pub struct Asleep<'a, C: Cell, F = FullFence> {
@@ -198,8 +199,9 @@ impl<C: Cell, F: Fence> Waker<C, F> {
         self.kick()
     }
 
-    /// Ends the sleep of the sleeper, or prevents it, after the caller has stored something that
-    /// the sleeper checks. Returns true if the caller must signal the sleeper to wake it.
+    /// Ends the sleep of the sleeper, or prevents it. Before this call, the caller has stored
+    /// something that the sleeper checks. Returns true if the caller must signal the sleeper to
+    /// wake it.
     #[inline]
     #[must_use = "signal the sleeper if this is true"]
     pub fn kick(&self) -> bool {

@@ -41,7 +41,8 @@ macro_rules! counters {
         }
 
         impl AddAssign for $name {
-            /// Adds the counters of another doorbell, for a queue pair, a thread or a controller.
+            /// Adds the counters of another doorbell, to get the sum of a queue pair, a thread or a
+            /// controller.
             fn add_assign(&mut self, other: Self) {
                 $(self.$field = self.$field.wrapping_add(other.$field);)*
             }
@@ -117,7 +118,8 @@ counters! {
 counters! {
     /// Counters of a sleeper.
     SleeperStats {
-        /// Number of sleep rounds begun.
+        /// Number of rounds: a round begins with `Sleeper::prepare`, and ends in a sleep or with
+        /// work.
         rounds,
         /// Number of rounds without a sleep, because a recheck found work.
         stayed_awake,

@@ -79,8 +79,8 @@ impl Command {
             cdw10_11: cdw10 as u64 | (cdw11 as u64) << 32,
             cdw12,
             cdw13,
-            // The clamped value `BYTES` exceeds every transfer limit as well, so the submission is
-            // refused as too long.
+            // A larger value would set marks, so it is replaced by `BYTES`. This value exceeds
+            // every transfer limit as well, so the submission is refused as too long.
             transfer: if transfer > BYTES { BYTES } else { transfer },
             offset: 0,
             // The effect of a Copy depends on the ranges in its buffer, which are unknown here. So
@@ -157,8 +157,8 @@ impl Command {
     /// True if the driver may submit the command again after its completion was lost. The second
     /// execution has the same effect as the first, unless another command was submitted in between.
     /// True for Flush, Read, Write, Compare, Verify, Write Zeroes, Write Uncorrectable and Dataset
-    /// Management, unless [`once`](Self::once) forbids it, and for a Copy of
-    /// [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its sources.
+    /// Management, unless [`once`](Self::once) forbids it, and for a Copy that was created by
+    /// [`Namespace::copy`](crate::Namespace::copy) with a destination that overlaps no source.
     #[must_use]
     pub const fn is_repeatable(&self) -> bool {
         const FLUSH: u8 = NvmOpcode::Flush as u8;
@@ -199,8 +199,8 @@ impl Command {
         self
     }
 
-    /// Sets the LBA of the first block as reference tag. Takes effect only if PRINFO has the
-    /// reference tag checked or inserted.
+    /// Sets the LBA of the first block as reference tag. Takes effect only if PRINFO requests the
+    /// check or the insertion of the reference tag.
     pub(crate) const fn with_lba_tag(mut self, guard: GuardKind) -> Self {
         let wide = matches!(guard, GuardKind::Crc64);
         self.transfer |= LBA_TAG | if wide { TAG_VARIANT } else { 0 };

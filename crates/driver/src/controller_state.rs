@@ -64,8 +64,8 @@ pub(crate) enum Condition {
 
 /// State of a controller that is enabled or about to be enabled.
 pub(crate) struct ControllerState {
-    /// The [`Phase`], and a counter of changes that every queue has to handle. A queue pair
-    /// compares the word with its last copy once for each batch.
+    /// The [`Phase`], and a counter of the events that every queue has to handle, in one word. Once
+    /// for each batch, a queue pair compares the word with the value that it read before.
     epoch: AtomicU32,
     /// Number of completed controller resets.
     generation: AtomicU32,

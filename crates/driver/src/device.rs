@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 /// Unit of CAP.TO and CRTO. Base 2.1, 3.1.4.1.
 const READY_UNIT: Duration = Duration::from_millis(500);
 
-/// Largest memory page size in bytes that is used without an explicit option. Every queue takes at
-/// least two pages, and a controller can report a minimum of up to 128 MiB.
+/// Largest memory page size in bytes that is used without an explicit option. The reason for a
+/// limit: the smallest page size of a controller can be 128 MiB, and every queue takes at least two
+/// pages.
 const LARGEST_PAGE: u64 = 1 << 20;
 
 /// Capability and status registers of a controller. See [`Admin::registers`].

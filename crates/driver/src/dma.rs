@@ -211,8 +211,8 @@ impl SharedMemory {
     }
 
     /// Creates a buffer of `len` bytes at `offset`. Returns `None` if `len` is 0 or the range
-    /// exceeds the mapping. To save an allocation, the caller can pass a buffer of shared memory
-    /// that it no longer needs as `used`.
+    /// exceeds the mapping. `used` saves an allocation: it is a buffer from an earlier call that
+    /// the caller no longer needs.
     #[must_use]
     pub fn buffer(&self, offset: usize, len: usize, used: Option<Buffer>) -> Option<Buffer> {
         let bytes = self.0.bytes().slice(offset, len).filter(|_| len != 0)?;
@@ -278,8 +278,8 @@ impl BufferPool {
         let stride = if size >= page {
             size.checked_next_multiple_of(page)
         } else {
-            // A power of two divides the page, so no buffer crosses pages. The minimum of 64 keeps
-            // buffers in separate cache lines.
+            // A stride that is a power of two divides the page size, so no buffer crosses pages.
+            // The minimum of 64 keeps buffers in separate cache lines.
             size.max(64).checked_next_power_of_two()
         }
         .ok_or_else(impossible)?;

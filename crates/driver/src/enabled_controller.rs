@@ -149,7 +149,7 @@ impl EnabledController {
 
 impl Drop for EnabledController {
     fn drop(&mut self) {
-        // If the controller was attached, it has been shut down already.
+        // In other phases, the controller was already shut down, or has failed.
         if matches!(self.state.phase(), Phase::Live | Phase::Removed)
             && let Err(error) = self.shut_down(self.admin.device.timeouts.shutdown)
         {

@@ -221,8 +221,8 @@ impl IoQueueTable {
         }
     }
 
-    /// Removes all queue pairs. Stops at the first failure, and returns the identifier of the pair
-    /// that could not be removed.
+    /// Deletes all queue pairs. Stops at the first failure, and returns the identifier of the pair
+    /// that could not be deleted.
     pub(crate) fn delete_all(&mut self, admin: &AdminPlane) -> Option<u16> {
         let qids: Vec<_> = self.created.iter().copied().collect();
         qids.into_iter().find(|qid| !self.delete(admin, *qid))
@@ -233,8 +233,8 @@ impl IoQueueTable {
         self.live.clear();
     }
 
-    /// Ends the quarantine of queue pairs, after the controller was disabled and no longer uses any
-    /// queue.
+    /// Permits the identifiers of quarantined queue pairs to be used again. The caller has disabled
+    /// the controller, so the controller no longer uses any queue.
     pub(crate) fn release_quarantined(&mut self) {
         self.quarantined.clear();
     }

@@ -23,21 +23,21 @@ const MAX_BLOCKS: u64 = 1 << 16;
 ///
 /// # Metadata
 ///
-/// If the metadata of each block are protection information and nothing else, plain commands,
-/// without explicit metadata ([`read`](Self::read), [`write`](Self::write) and similar) transfer
-/// data alone: the controller inserts protection information, and checks and strips it (PRACT). As
-/// in Linux, the reference tag is the LBA, truncated to the tag's width (zero for type 3), and the
-/// application tag is zero. If blocks have other metadata, plain commands that transfer data are
-/// refused, because they do not specify the metadata. For any metadata, the commands
-/// `..._with_metadata` transfer or specify metadata explicitly.
+/// Plain commands are those without explicit metadata: [`read`](Self::read), [`write`](Self::write)
+/// and similar. If the metadata of each block are protection information and nothing else, plain
+/// commands transfer data alone: the controller inserts protection information, and checks and
+/// strips it (PRACT). As in Linux, the reference tag is the LBA, truncated to the tag's width (zero
+/// for type 3), and the application tag is zero. If blocks have other metadata, plain commands that
+/// transfer data are refused, because they do not specify the metadata. For any metadata, the
+/// commands `..._with_metadata` transfer or specify metadata explicitly.
 #[derive(Clone, Debug)]
 pub struct Namespace {
     nsid: u32,
     block_shift: u32,
-    /// Block limit of a command on blocks without metadata; 0 if the blocks have metadata or are
+    /// Block limit of a command on the fast path of `rw`; 0 if the blocks have metadata or are
     /// unusable.
     max_blocks: u32,
-    /// Block limit of a plain command on blocks with or without metadata; 0 if the blocks are
+    /// Block limit of a plain command, whether the blocks have metadata or not; 0 if the blocks are
     /// unusable.
     max_plain_blocks: u32,
     /// Transfer limit of one command in bytes.
@@ -250,7 +250,8 @@ impl Namespace {
     /// protection information if the blocks have it.
     ///
     /// # Errors
-    /// As [`read`](Self::read), but [`max_transfer_bytes`](Self::max_transfer_bytes) is no limit.
+    /// As [`read`](Self::read), but [`max_transfer_bytes`](Self::max_transfer_bytes) does not
+    /// apply, because the command transfers no data.
     pub fn verify(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         let command = self.without_data(NvmOpcode::Verify, lba, blocks)?;
         Ok(self.protected(command, 0))
@@ -265,8 +266,8 @@ impl Namespace {
     }
 
     /// Write Zeroes: zeroes `blocks` blocks from `lba`. With `deallocate`, the controller may
-    /// deallocate them. The command's Deallocate bit is set only if the controller supports it
-    /// (DLFEAT, bit 3), because SPDK's target refuses the command otherwise.
+    /// deallocate them. The command's Deallocate bit is set only if the controller supports the bit
+    /// (DLFEAT, bit 3), because SPDK's target refuses a command with an unsupported Deallocate bit.
     ///
     /// If the blocks have protection information, the controller inserts protection information
     /// that matches zeroes. If the blocks may be deallocated, the protection information reads as

@@ -1,10 +1,10 @@
 //! Buffers for the data of requests, per client.
 //!
-//! The data of requests for whole blocks is in buffers that the disk reads and writes, and that the
-//! socket or `/dev/fuse` receives into and sends from, without a copy. Each client has a limited
-//! number of these shared buffers of its own, so that a slow client does not affect others. Other
-//! data is in ordinary memory of the program: parts of blocks, long requests, requests beyond the
-//! limit, and all data of a client with TLS, whose cryptography needs ordinary memory.
+//! The data of requests for whole blocks is in shared buffers: the disk and the socket (or
+//! `/dev/fuse`) use the same buffer, so no copy is needed. Each client has its own limited number
+//! of shared buffers, so that a slow client does not affect others. Other data is in ordinary
+//! memory of the program: parts of blocks, long requests, requests beyond the limit, and all data
+//! of a client with TLS, whose cryptography needs ordinary memory.
 
 use crate::vectors::{Part, Room};
 use shadowbell_block::{BlockQueue, Buffer, BufferPool};

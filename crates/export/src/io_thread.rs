@@ -197,7 +197,8 @@ impl<F: Future> IoThread<F> {
         self.window.polls_again_by_call()
     }
 
-    /// As [`polls_again`](Self::polls_again), for a thread that looks only for completions.
+    /// As [`polls_again`](Self::polls_again), for a thread that polls only for completions: false
+    /// if no request of the disk is pending.
     #[cfg(feature = "ublk")]
     pub(crate) fn spin(&mut self) -> bool {
         self.queue.as_ref().is_some_and(|queue| queue.pending() > 0) && self.window.polls_again()
@@ -215,7 +216,8 @@ impl<F: Future> IoThread<F> {
         may
     }
 
-    /// As [`prepare_sleep`](Self::prepare_sleep), for an event loop that has no timeout of its own.
+    /// As [`prepare_sleep`](Self::prepare_sleep), for another event loop that sleeps without a
+    /// timeout. Sets a timer that ends the sleep when the disk's queue requires it.
     #[cfg(feature = "ublk")]
     pub(crate) fn prepare_timed_sleep(&mut self) -> bool {
         if !self.prepare_sleep() {

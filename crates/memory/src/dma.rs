@@ -238,8 +238,8 @@ pub struct DmaSpace {
 }
 
 impl DmaSpace {
-    /// Creates an empty map of the peer with the number `peer`, by which
-    /// [`losses`](crate::sigbus::losses) counts.
+    /// Creates an empty map of a peer. [`losses`](crate::sigbus::losses) counts the faults in the
+    /// peer's memory under the number `peer`.
     #[must_use]
     pub fn of_peer(peer: u32) -> Self {
         Self { peer: Some(peer), ..Self::default() }

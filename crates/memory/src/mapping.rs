@@ -13,8 +13,8 @@ use std::{fmt, io, ptr};
 /// Number of bytes that are unmapped, or whose page tables are freed, in one step. Other threads
 /// that change the address space wait until the step ends.
 const STEP: usize = 64 << 20;
-/// Largest step, for memory of which little was touched; and the duration below which a step counts
-/// as quick.
+/// Largest step. While steps are quicker than `QUICK_STEP`, as in memory that was hardly touched,
+/// each step is twice as large as the one before.
 const MAX_STEP: usize = 1 << 30;
 const QUICK_STEP: Duration = Duration::from_micros(100);
 /// Bytes per step for page tables that are already empty.
@@ -399,7 +399,8 @@ impl Mapping {
     /// the memory during the call waits for a short time.
     pub(crate) fn drop_page_tables(&self) {
         let Some(region) = &self.region else { return };
-        // Huge pages need few page tables. A range with replaced pages is no longer one mapping.
+        // Huge pages need few page tables. In poisoned memory, lost pages were replaced by zeroes,
+        // so the range is no longer one mapping of the file.
         if region.guard.is_none() || self.is_poisoned() || region.page != page_size() {
             return;
         }

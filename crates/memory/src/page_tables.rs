@@ -51,12 +51,14 @@ pub const TOUCHES_PER_CHECK: u64 = 2048;
 /// needed.
 const FEW_FAULTS: u64 = 1024;
 
-/// Shortest and longest time between two checks. I/O threads touch memory without a notification.
-/// With 50 ms, the page tables of a peer grew to 117 MiB before the first check.
+/// Shortest and longest time between two checks, apart from requested ones. The times are short,
+/// because not all touches are counted: with 50 ms, the page tables of a peer grew to 117 MiB
+/// before the first check.
 const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 const MAX_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Growth in bytes between two checks after which the next check follows after the shortest time.
+/// Growth of the page tables in bytes from one check to the next. After a larger growth, the next
+/// check follows after the shortest time.
 const FAST_GROWTH: u64 = 1 << 20;
 
 /// Number of threads that may touch peers' memory now.

@@ -347,7 +347,8 @@ impl Segments {
         });
     }
 
-    /// Appends `[iova, iova + len)` of the memory of `view`, through which the data was resolved.
+    /// Appends the memory of `[iova, iova + len)`. `view` must be the view through which the
+    /// existing data was resolved.
     ///
     /// # Errors
     /// [`Fault`]; the data is unchanged then.
@@ -388,7 +389,7 @@ impl Segments {
         self.total
     }
 
-    /// True if the buffer has no data.
+    /// True if there is no data.
     #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -695,7 +696,7 @@ mod tests {
         }
         assert!(segments.select((0, 512), 520, 16, &mut parts).is_none());
         assert!(segments.select((0, 512), usize::MAX, 3, &mut parts).is_none());
-        // The first byte follows the last piece, but the byte after the range is not mapped.
+        // The range follows the last piece, but the last byte of the range is not mapped.
         assert!(segments.extend(&view, 8000, 193).is_err());
         let mut back = vec![0; 7900];
         segments.read_into(0, &mut back).unwrap();

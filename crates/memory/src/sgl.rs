@@ -51,8 +51,9 @@ impl View {
     /// a data block, or a segment or last segment with further descriptors.
     ///
     /// Data that the device writes to a bit bucket is discarded. If the device reads the data, a
-    /// bit bucket contributes no bytes. The list may have more than `len` bytes, the rest of which
-    /// is not accessed. Fewer bytes are an error. `write` is true if the device writes the data.
+    /// bit bucket contributes no bytes. The list may describe more than `len` bytes; the bytes
+    /// after the first `len` are not accessed. It is an error if the list describes fewer bytes.
+    /// `write` is true if the device writes the data.
     ///
     /// # Errors
     /// [`DataPointerError`]; `into` is empty then.

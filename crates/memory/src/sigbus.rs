@@ -7,9 +7,9 @@
 //! controller that uses it. A fault outside these ranges is passed to the previous SIGBUS handler.
 //!
 //! The zeroes are those of an empty memfd. Private memory could not be used: if the system does not
-//! overcommit memory (`vm.overcommit_memory` 2), or the process has a limit (`RLIMIT_DATA`), its
-//! full size counts even if it is never touched. The peer chooses that size, so the mapping could
-//! fail, and a fault without a replacement ends the process.
+//! overcommit memory (`vm.overcommit_memory` 2), or the process has a limit (`RLIMIT_DATA`), the
+//! full size of private memory counts even if the memory is never touched. The peer chooses that
+//! size, so the mapping could fail, and a fault without a replacement ends the process.
 
 use parking_lot::Mutex;
 use std::io;

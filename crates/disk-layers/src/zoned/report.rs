@@ -10,7 +10,7 @@ impl ZoneSet {
     ///
     /// # Errors
     /// [`DiskError::OutOfRange`]; [`DiskError::InvalidZone`] if the buffer is too short for the
-    /// header, or zones have no extensions.
+    /// header, or if an extended report is requested and the zones have no extensions.
     pub(super) fn zone_report(&self, report: &ZoneReport) -> Result<Vec<u8>, DiskError> {
         let extension = self.format().extension_bytes();
         let header = size_of::<ZoneReportHeader>();

@@ -51,7 +51,7 @@ struct Model {
     /// True if events may happen between the host's store to the shadow entry and its load of
     /// EventIdx.
     caught: bool,
-    /// Position in the ring of the last value seen. The shipped code is executed with it.
+    /// Position in the ring that stands for the last value seen when the shipped code is executed.
     origin: u16,
 }
 

@@ -10,7 +10,7 @@ use shadowbell_spec::log::persistent_event::{PersistentEventLog, action};
 use shadowbell_spec::log::{SelfTestLog, TELEMETRY_BLOCK, TelemetryHeader, lid};
 use zerocopy::FromBytes;
 
-/// Limit in bytes for the size that the controller reports for a log page.
+/// Largest size of a log page in bytes. A larger size from the controller is not trusted.
 const MAX_BYTES: usize = 64 << 20;
 
 /// Telemetry log page to read.

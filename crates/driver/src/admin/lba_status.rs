@@ -44,7 +44,8 @@ pub(super) fn reports_allocated(
     }
 }
 
-/// Get LBA Status for `range`, which must not be empty: at most `max_ranges` allocated ranges.
+/// Get LBA Status: returns at most `max_ranges` allocated ranges of `range`. `range` must not be
+/// empty.
 pub(super) fn allocated_blocks(
     admin: &dyn AdminCommands,
     nsid: u32,

@@ -84,7 +84,7 @@ impl Admin {
         SanitizeLog::read_from_bytes(&data).map_err(|_| self.too_short())
     }
 
-    /// Executes a command that may take long.
+    /// Executes a command that may take long, with the timeout `ERASE`.
     fn erase(&self, sqe: Sqe) -> Result<(), CommandError> {
         self.commands().succeed_in(sqe, AdminData::None, ERASE).map(drop)
     }

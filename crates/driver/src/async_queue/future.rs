@@ -274,7 +274,7 @@ impl std::fmt::Debug for Io {
     }
 }
 
-/// Future of an I/O command that transfers data: returns its buffer.
+/// Future of an I/O command that transfers data. Its result is the buffer of the command.
 #[derive(Debug)]
 #[must_use = "nothing is submitted until the future is polled"]
 pub struct Transfer(pub(super) Io);

@@ -193,7 +193,8 @@ impl AsyncState {
         FreedOp { next: self.next_waiter(), stale }
     }
 
-    /// The first waiter, if it can continue: an [`Op`] is free, or the queue has failed.
+    /// Waker of the first waiter, if that waiter can continue: an [`Op`] is free, or the queue has
+    /// failed.
     fn next_waiter(&self) -> Option<Waker> {
         if self.free.is_empty() && self.failed.is_none() {
             return None;
@@ -210,9 +211,9 @@ impl AsyncState {
     }
 
     /// Adds a waiter for an [`Op`], or updates the waker of the waiter with `ticket`. Returns the
-    /// ticket, and a waker that must be dropped without the lock. For the first waiter of an empty
-    /// list, the caller must call [`notify_inbox`](AsyncShared::notify_inbox): the queue thread
-    /// then checks the waiter's deadline.
+    /// ticket, and the replaced waker, which the caller must drop without the lock. For the first
+    /// waiter of an empty list, the caller must call [`notify_inbox`](AsyncShared::notify_inbox):
+    /// the queue thread then checks the waiter's deadline.
     pub(super) fn wait(
         &mut self,
         ticket: Option<u64>,

@@ -35,7 +35,7 @@ pub(super) struct Worker {
     next_scan: Option<Instant>,
     /// Time when the queue thread noticed that the queue is to be closed.
     closing: Option<Instant>,
-    /// Start of a wait for a completion that took longer than the spin.
+    /// Time when the last spin began, if it ended without work, so that the thread has to sleep.
     waiting: Option<Instant>,
     /// True if futures waited for a free `Op` at the last check.
     waiters: bool,
@@ -135,8 +135,9 @@ impl Worker {
         for (index, command, buffer) in self.batch.drain(..) {
             let outcome = match self.queue.submit(command, buffer) {
                 Err(Refused { buffer, .. }) if command.tag_source() == TagSource::Given => {
-                    // Commands with stored metadata take this path because the plain submission
-                    // refuses them. So other commands do not pay for the lookup.
+                    // `submit` refuses a command whose metadata is in `with_metadata`. Only such a
+                    // refused command is looked up there, so other commands do not pay for the
+                    // lookup.
                     submit_op_with_metadata(&mut self.queue, shared, index, buffer)
                 }
                 outcome => outcome,
@@ -253,7 +254,7 @@ impl Worker {
         let asleep = fenced.try_sleep();
         let outcome = asleep.as_ref().map_or(Ok(()), |_| {
             let until = if self.queue.outstanding() == 0 || self.queue.has_interrupt() {
-                // Without work, no deadline has to be checked.
+                // Deadlines have to be checked only for outstanding commands and for waiters.
                 self.next_scan.filter(|_| self.waiters || self.queue.outstanding() != 0)
             } else {
                 Instant::now().checked_add(POLL_INTERVAL)
@@ -264,7 +265,8 @@ impl Worker {
         if let Err(error) = outcome {
             self.fail(shared, error);
         }
-        // The wait took longer than the spin. The spin policy adapts later spins to its duration.
+        // The spin found no work, so the wait was a spin and a sleep. The spin policy adapts later
+        // spins to the duration of both.
         if let Some(began) = self.waiting.take() {
             self.queue.spin_mut().waited(began.elapsed());
         }
@@ -397,8 +399,8 @@ impl AsyncHandle {
 impl Drop for AsyncHandle {
     fn drop(&mut self) {
         self.shared().close();
-        // A thread cannot join itself. A waker that runs on the queue thread may have dropped the
-        // last handle, so this may be the queue thread.
+        // A waker that runs on the queue thread may drop the last handle. In this case, the current
+        // thread is the queue thread, which cannot join itself.
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {

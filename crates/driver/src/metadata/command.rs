@@ -82,7 +82,8 @@ impl MetadataCommand {
         self.fields.prinfo & PRINFO_PRACT != 0 && self.format.is_protection_only()
     }
 
-    /// The maximum number of blocks of a command that transfers `bytes` bytes of data.
+    /// The maximum number of blocks of a command that transfers at most `bytes` bytes of data. The
+    /// metadata of extended blocks count as data.
     pub(crate) fn max_blocks_of(&self, bytes: u64) -> u64 {
         bytes / self.step()
     }

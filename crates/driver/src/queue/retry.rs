@@ -1,10 +1,11 @@
 //! Command timeouts and retries: late commands, their second submission and their end.
 //!
-//! Commands that complete in time cost nothing extra. A slot counts ticks from a value that the
-//! submission sets and the completion clears in any case; [`RetryTable::tick_timeouts`] increments
-//! the count of slots in use. A command that exceeds the limit becomes a [`LateCommand`]. Its slot
-//! then looks free to the fast path, which does not accept the completion, so that
-//! [`RetryTable::pop`] handles it.
+//! A command that completes in time costs nothing extra. Each slot has a tick counter: its first
+//! value is stored together with the other fields of the submission, and the completion clears it.
+//! [`RetryTable::tick_timeouts`] increments the counters of the slots in use. A command that
+//! exceeds the limit becomes a [`LateCommand`], and its tick counter becomes 0, so the fast path
+//! considers the slot free. The fast path therefore does not accept the completion of a late
+//! command; [`RetryTable::pop`] handles it.
 
 use super::core::Core;
 use super::doorbell::Doorbell;
@@ -263,10 +264,11 @@ impl RetryTable {
         order
     }
 
-    /// Restarts the queue after the controller has deleted the queues or was reset, and no longer
-    /// accesses the queues or the buffers of their commands. Zeroes the rings, replaces the
-    /// doorbells, writes repeatable commands again in their old order, and ends the other commands.
-    /// The caller creates the queues in the controller, and then [rings](Core::ring).
+    /// Restarts the queue. The controller has deleted the queues or was reset before this call, so
+    /// it no longer accesses the queues or the buffers of their commands. Zeroes the rings,
+    /// replaces the doorbells, writes repeatable commands again in their old order, and ends the
+    /// other commands. The caller creates the queues in the controller, and then
+    /// [rings](Core::ring).
     pub(crate) fn restart(&mut self, core: &mut Core, doorbells: [Doorbell; 2]) -> Restarted {
         self.drain(core);
         let order = self.oldest_first(core);

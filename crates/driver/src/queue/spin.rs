@@ -7,7 +7,7 @@ use std::time::Duration;
 /// interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpinPolicy {
-    /// Maximum polling time. Zero sleeps immediately.
+    /// Maximum polling time. With zero, the thread sleeps without polling.
     pub max: Duration,
     /// True to adapt the polling time: longer while completions arrive soon after the sleep begins,
     /// shorter after long waits. False to poll for `max` every time.

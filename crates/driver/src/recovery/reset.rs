@@ -86,7 +86,8 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
 }
 
 /// Makes one attempt: resets a controller in any state, and sets up everything except I/O queues.
-/// With `thoroughly`, the transport resets the function even if the controller could be disabled.
+/// If the controller cannot be disabled, the transport resets the PCI function. With `thoroughly`,
+/// the transport does so in any case.
 fn try_reset(
     controller: &AttachedController,
     io_queues: &mut IoQueueTable,
@@ -128,7 +129,8 @@ impl WatchedController for AttachedController {
 
     fn check_status(&self) -> bool {
         let is_attached = check_status(self);
-        // Sleeping queues are woken in any case, so that they notice a change of the state.
+        // Sleeping queues are woken whatever the result is, so that they notice a change of the
+        // state.
         self.wake_sleepers();
         is_attached
     }

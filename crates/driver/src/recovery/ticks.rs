@@ -17,7 +17,8 @@ pub(crate) struct TimeoutTicks {
     pub(crate) limit: u8,
     /// Number of further ticks after which a late command is overdue.
     pub(crate) grace: u8,
-    /// Upper limit of the time until a command completes, fails or is ended.
+    /// Longest time from the submission of a command until its result: the controller completes the
+    /// command, or the driver fails or ends it.
     pub(crate) longest: Duration,
 }
 
@@ -33,8 +34,8 @@ impl TimeoutTicks {
         };
         let (limit, grace) = (in_ticks(io), in_ticks(io / 4));
         let submissions = u32::from(recovery.repeats).saturating_add(1);
-        // The longest course of one submission: the timeout, an Abort, four admin commands and a
-        // reset.
+        // The longest time that one submission can take: the timeout, an Abort, four admin commands
+        // and a reset.
         let each = (io * 2).saturating_add(tick * 4).saturating_add(timeouts.admin * 4);
         let longest = if recovery.enabled { each.saturating_mul(submissions) } else { io };
         Self { tick, limit, grace, longest }

@@ -28,8 +28,8 @@ pub trait Transport: Send + Sync {
     /// As [`read32`](Self::read32).
     fn read64(&self, offset: u64) -> Result<u64, TransportError>;
 
-    /// Writes the 4-byte register at `offset` of BAR0. The device has processed the write when this
-    /// call or the next read returns.
+    /// Writes the 4-byte register at `offset` of BAR0. The write may be posted: the device has
+    /// processed it at the latest when the next register read returns.
     ///
     /// # Errors
     /// As [`read32`](Self::read32).
@@ -47,7 +47,8 @@ pub trait Transport: Send + Sync {
     /// its arrival, and writes to different doorbells may arrive in any order.
     ///
     /// # Errors
-    /// [`TransportError`], if the write will certainly not arrive.
+    /// [`TransportError`], if the write did not reach the device. Success does not prove that it
+    /// did.
     fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError>;
 
     /// Eventfds that replace writes to the doorbells at `offsets` of BAR0, if available. A signal

@@ -221,8 +221,8 @@ pub(super) struct Device<F> {
 }
 
 impl<F: Future<Output = Completed>> Device<F> {
-    /// Creates the handle of the calling thread, and opens a queue of the disk for it. `event` ends
-    /// the thread's sleep.
+    /// Creates the device handle of the calling thread, and opens a queue of the disk for the
+    /// thread. `event` ends the thread's sleep.
     pub(super) fn new(
         shared: Arc<Shared>,
         helper: Option<usize>,
@@ -422,8 +422,8 @@ impl<F: Future<Output = Completed>> Device<F> {
     }
 }
 
-/// Returns a buffer for the data of a read or write. It belongs to the disk's queue if that saves a
-/// copy.
+/// Returns a buffer for the data of a read or write. Returns a shared buffer of the disk's queue if
+/// that saves a copy and one is free.
 fn room(memory: &mut DataMemory, disk: &BlockQueue, offset: u64, len: usize) -> Data {
     let shared = disk.is_direct(offset, len).then(|| memory.shared(disk, len)).flatten();
     shared.unwrap_or_else(|| memory.own(len))

@@ -62,8 +62,8 @@ pub struct Options {
     pub owner: Option<(u32, u32)>,
 }
 
-/// Threads that serve the requests of a mounted file from a disk. Dropping the value ends the
-/// threads; the file stays mounted.
+/// Threads that answer the kernel's requests for a mounted file, by requests to the disk. Dropping
+/// the value ends the threads; the file stays mounted.
 pub struct Session {
     helper_threads: Arc<HelperThreads>,
     failures: Arc<FailureCount>,

@@ -250,7 +250,7 @@ impl Loop {
     /// Executes all requests. Returns false if a wakeup was lost.
     fn run(mut self, device: &BlockDevice) -> bool {
         let outcome = self.execute(device);
-        // The drop of the queue completes lost requests.
+        // Permits the drop of the queue to complete the requests whose wakeup was lost.
         self.model.lock().is_over = true;
         outcome
     }

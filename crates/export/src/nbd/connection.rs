@@ -120,7 +120,8 @@ struct Connection<F> {
     last: bool,
     /// True if the client has closed the connection.
     hung_up: bool,
-    /// The last field: the queue of the disk is closed before the thread counts as ended.
+    /// Must be the last field, because fields are dropped in order: the queue of the disk has to be
+    /// closed before the thread counts as ended.
     registered: Registered,
 }
 
@@ -198,7 +199,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let in_flight = self.io.tasks().reserved();
             if self.last || self.hung_up {
-                // A partially received write was never started, so it is dropped.
+                // A partially received write has a slot but was never started. The end of the
+                // connection drops it, so it is not waited for.
                 let arriving = usize::from(self.arriving.is_some());
                 if in_flight <= arriving && (is_sent || self.hung_up && self.replies.is_empty()) {
                     return Ok(());

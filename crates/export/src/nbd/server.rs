@@ -157,8 +157,9 @@ impl Accept {
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => {
                     tracing::warn!("a client could not be accepted: {errno}");
-                    // The client is still waiting, so an immediate retry would fail again. The
-                    // thread pauses, because descriptors may be free afterwards.
+                    // The process is out of a resource, such as descriptors, and the client still
+                    // waits to be accepted. An immediate retry would fail again, so the thread
+                    // pauses first.
                     let _ = self.event.wait(Some(ACCEPT_RETRY));
                 }
             }

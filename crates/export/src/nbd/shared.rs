@@ -13,20 +13,21 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Disk for the clients that connect from now on, and its properties on the wire.
+/// Disk for the clients that connect from now on, and the properties of the disk as the protocol
+/// transmits them.
 #[derive(Clone)]
 pub(super) struct Offer {
     pub(super) disk: BlockDevice,
     pub(super) export: Arc<Export>,
-    /// Number of the disks that were offered before.
+    /// Sequence number of the offer: the number of offers before this one.
     number: u64,
 }
 
 /// Current offer, and the threads of the server.
 struct State {
     offer: Offer,
-    /// Events that end the sleep of the threads, with the number of the offer that the thread's
-    /// client got. The listening thread has `u64::MAX` instead.
+    /// Each thread's event, which ends its sleep, and the number of the offer that its client got.
+    /// For the listening thread, the number is `u64::MAX`.
     threads: BTreeMap<u64, (u64, EventFd)>,
 }
 

@@ -195,8 +195,8 @@ impl ClientSocket {
         self.tls.is_some()
     }
 
-    /// True if TLS has ended. A receive call reports this, but the socket does not become readable
-    /// again.
+    /// True if TLS has ended. The next receive call reports the end, so the caller has to make that
+    /// call although the socket does not become readable again.
     pub(super) fn has_more(&self) -> bool {
         self.tls.as_ref().is_some_and(|session| session.has_ended())
     }

@@ -154,8 +154,8 @@ impl Device {
         self.info.flags & feature::ZERO_COPY == 0
     }
 
-    /// Copies the data of a write into `to`, on a device with zero copy, whose data the ublk driver
-    /// does not copy.
+    /// Copies the data of a write into `to`. Used for a device with zero copy, because the ublk
+    /// driver does not copy the data of such a device.
     pub(super) fn copy_from(&self, queue: u16, tag: u16, mut to: &mut [u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !to.is_empty() {
@@ -170,8 +170,8 @@ impl Device {
         Ok(())
     }
 
-    /// Copies the data of a read to the request's memory, on a device with zero copy, whose data
-    /// the ublk driver does not copy.
+    /// Copies the data of a read to the request's memory. Used for a device with zero copy, because
+    /// the ublk driver does not copy the data of such a device.
     pub(super) fn copy_to(&self, queue: u16, tag: u16, mut from: &[u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !from.is_empty() {
@@ -308,7 +308,8 @@ impl Queue {
         let mut cmd = [0; 16];
         cmd.copy_from_slice(io.as_bytes());
         let entry = opcode::UringCmd16::new(types::Fd(self.device.file.as_raw_fd()), op).cmd(cmd);
-        // The address is the index in the ring's buffer table for the next request's memory.
+        // With zero copy, the address field of the entry specifies where in the ring's buffer table
+        // the memory of the next request is registered.
         let entry = entry.addr((!copies).then(|| registered_at(tag))).build();
         *place = Tag::Driver(buffer);
         // SAFETY: the command points to the buffer, which is kept in `tags` and neither moved nor
@@ -339,8 +340,8 @@ impl Queue {
         if !self.has_image {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // If a call uses a registered buffer of the kernel's memory, its address is an offset from
-        // the buffer's start.
+        // The call uses a registered buffer in the kernel's memory, so it specifies an offset from
+        // the buffer's start instead of an address.
         let at = std::ptr::without_provenance_mut::<u8>(skip);
         let entry: Entry = if call.writes {
             let flags = if call.dsync { libc::RWF_DSYNC } else { 0 };
@@ -469,7 +470,8 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // The image must not be released while calls on it are in flight.
+        // The calls in flight on the image are cancelled and waited for, because the caller may
+        // release the image after the drop.
         let called = (0..).zip(&self.tags).filter(|(_, tag)| matches!(tag, Tag::Called));
         let called: Vec<u16> = called.map(|(tag, _)| tag).collect();
         called.into_iter().for_each(|tag| self.cancel(tag));
@@ -477,8 +479,8 @@ impl Drop for Queue {
             self.collect(|_| {});
         }
         if self.has_image {
-            // The files are unregistered explicitly, because the kernel destroys the ring
-            // asynchronously.
+            // The file is unregistered explicitly: the kernel destroys the ring asynchronously, and
+            // would keep the file open until then.
             let _ = self.ring.submitter().unregister_files();
         }
         if self.tags.iter().any(|tag| matches!(tag, Tag::Driver(_))) {
@@ -503,9 +505,10 @@ const ALLOWED: Allowed = Allowed {
     registers: &[register::UNREGISTER_FILES],
 };
 
-/// Creates a restricted ring with the best mode that the kernel supports: completions are processed
-/// when this thread enters the kernel (Linux 6.1), or without interrupting the thread (5.19).
-/// `prepare` registers files and buffers.
+/// Creates a restricted ring with the best mode that the kernel supports. Linux 6.1: the kernel
+/// processes completions only when this thread enters the kernel for them. Linux 5.19: the kernel
+/// processes them at any system call of this thread, and does not interrupt it. `prepare` registers
+/// files and buffers.
 fn build(entries: u32, prepare: impl Fn(&IoUring) -> io::Result<()>) -> io::Result<IoUring> {
     let mut plain = IoUring::builder();
     plain.setup_submit_all().setup_coop_taskrun();

@@ -218,7 +218,7 @@ pub(super) struct IoCommand {
     pub(super) tag: u16,
     /// Number of bytes, or a negative error number.
     pub(super) result: i32,
-    /// Address of the data buffer for the next request with this tag.
+    /// Address of the data buffer for the next request with this tag; 0 on a device with zero copy.
     pub(super) addr: u64,
 }
 

@@ -148,7 +148,7 @@ mod tests {
         if file.is_none() {
             shadowbell_testing::programs::skipped("there is no direct I/O here");
         }
-        // The timeout does not expire; the tests pass times to the state.
+        // No test waits for the timeout: the tests pass the current time to `cancel_late`.
         Some((image, ZeroCopy::new(file?, geometry, Duration::from_secs(1), 4)))
     }
 

@@ -293,8 +293,9 @@ impl Session<'_> {
             request::SET_VRING_CALL => {
                 let (ring, call) = self.ring_and_event(message)?;
                 ring.set_call(call);
-                // The queue's thread may have signalled the previous eventfd after the frontend
-                // looked at it last, as QEMU does when the guest unmasks the vector.
+                // The new eventfd is signalled, because the queue's thread may have signalled the
+                // previous one after the frontend had read it for the last time. For example, QEMU
+                // replaces the eventfd when the guest unmasks the interrupt vector.
                 ring.signal();
             }
             // Errors of a queue are only logged.
@@ -488,7 +489,8 @@ fn send(to: &UnixStream, request: u32, reply: &Reply) -> Result<(), Errno> {
         match sendmsg(to, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
             Ok(more) => {
                 sent += more;
-                // The descriptor was sent with the first bytes.
+                // The kernel has sent the descriptor with the first bytes, so it must not be sent
+                // again.
                 control.clear();
             }
             Err(Errno::INTR) => {}

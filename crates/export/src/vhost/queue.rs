@@ -18,7 +18,8 @@ pub(super) enum Served {
     UntilChange,
     /// The queue cannot be served in its current configuration.
     Impossible,
-    /// The frontend was disconnected.
+    /// The queue is not served: it is stopped, the guest's memory was lost, or the in-flight
+    /// tracking is inconsistent.
     Refused,
 }
 
@@ -172,12 +173,13 @@ impl BlkQueue {
         }
     }
 
-    /// Stops the queue, because the frontend has requested it or has disconnected. No request is in
-    /// flight, unless the disk does not complete it.
+    /// Stops the queue, at the frontend's request or after its disconnection. The caller has waited
+    /// for the requests in flight; only requests of a hung disk may remain.
     pub(super) fn stop(&mut self) {
         self.has_begun = false;
         self.tracker = None;
-        // The discarded requests are still marked in the in-flight tracking.
+        // The requests that are discarded here are still recorded in the in-flight tracking, so the
+        // next start of the queue executes them.
         self.replays.clear();
     }
 }

@@ -51,7 +51,7 @@ pub(super) struct Rules {
     pub(super) write_through: bool,
 }
 
-/// Answer to a request for the serial number. It is cut to the length `room`.
+/// Answer to a request for the serial number, cut to at most `room` bytes.
 pub(super) fn identifier(id: &[u8], room: usize) -> Vec<u8> {
     let mut data = id.get(..ID.min(id.len())).unwrap_or_default().to_vec();
     data.resize(ID.min(room), 0);

@@ -243,7 +243,8 @@ mod tests {
             queue.set_memory(vec![region]).unwrap();
             let place = Place { entries: 4, descriptors: 0, available: 0x1000, used: 0x2000 };
             queue.start(place, false, true).unwrap();
-            // Header, data and status; flags: 1 for a next descriptor, 2 for a writable one.
+            // Descriptors of the header, the data and the status. Flags: 1 if a next descriptor
+            // follows, 2 if the device writes to the memory.
             let writable = if kind == OUT { 0 } else { 2 };
             let chain = [(0x3000u64, 16u32, 1u16, 1u16), (0xc000, 512, 1 | writable, 2)];
             for (at, (address, len, flags, next)) in

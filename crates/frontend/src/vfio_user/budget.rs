@@ -77,7 +77,7 @@ impl Budget {
     }
 }
 
-/// Account of one client in a [`Budget`], which counts the client's share.
+/// Account of one client: the part of a [`Budget`] that the client uses.
 #[derive(Clone, Debug)]
 pub(super) struct Account {
     budget: Arc<Budget>,

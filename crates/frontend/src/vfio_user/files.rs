@@ -29,8 +29,8 @@ const SINGLE: usize = 256;
 const MAX_MAPPINGS: usize = 4096;
 
 /// Maximum number of mappings that hold a descriptor of their file. A disk that is a namespace of
-/// another controller needs the descriptor, to share the client's memory with that controller. The
-/// limit bounds the descriptors that a client can cause.
+/// another controller needs the descriptor, to share the client's memory with that controller. So
+/// one client can make this process hold at most this number of descriptors for mappings.
 const MAX_RETAINED: usize = 64;
 
 /// Maximum size in bytes of a file that is mapped as a whole. The address space has 128 TiB.
@@ -175,8 +175,8 @@ impl Files {
         {
             return Ok(shared);
         }
-        // The whole file cannot be mapped: the range exceeds it, or it is too large. So the range
-        // gets its own mapping.
+        // The whole file cannot be mapped: the range exceeds the file, or the file is too large. So
+        // the range gets its own mapping.
         if singles + self.whole_files.len() >= MAX_MAPPINGS {
             return Err(FileError::TooMany);
         }
@@ -328,8 +328,8 @@ mod tests {
         assert_eq!(there.read::<u64>(8), Some(0));
         ftruncate(&other, 2 * PAGE).unwrap();
         map(&mut files, &other, PAGE).unwrap();
-        // A range beyond the end of the file can be mapped; the client is responsible for the
-        // access.
+        // A range beyond the end of the file can be mapped: only an access to it would find the
+        // memory missing.
         map(&mut files, &other, 5 * PAGE).unwrap();
         drop((pages, read, there));
         map(&mut files, &memory, 0).unwrap();

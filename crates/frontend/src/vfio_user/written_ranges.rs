@@ -76,7 +76,8 @@ pub(super) struct WrittenRanges {
     removed_slots: Vec<u32>,
     /// Files by the address of their `RetainedFile`, which is unique while the entry exists.
     files: HashMap<usize, File>,
-    /// Lasting descriptors that the next checkpoint adds (`Some`) or removes (`None`), by number.
+    /// Lasting descriptors that the next checkpoint adds (`Some`) or removes (`None`), by the
+    /// number of the descriptor.
     changes: BTreeMap<u64, Option<Arc<RetainedFile>>>,
     /// Number of the next lasting descriptor.
     next: u64,
@@ -122,8 +123,9 @@ impl WrittenRanges {
             self.unused_slot += 1;
             self.unused_slot - 1
         });
-        // This word is written first. The last checkpoint ignores a range that was added after its
-        // moment, so the other words need not be valid yet.
+        // The word `ADDED` is written first, with the moment of the next checkpoint. From then on,
+        // a reader of the last checkpoint ignores the slot, so the other words need not be valid
+        // yet.
         self.write(slot, ADDED, self.sequence + 1);
         self.write(slot, REMOVED, 0);
         self.write(slot, IOVA, iova);
@@ -176,8 +178,8 @@ impl WrittenRanges {
         debug_assert!(stored.is_some(), "there is no slot {slot}");
     }
 
-    /// Starts the moment (sequence number) of a new checkpoint, and adds changes of lasting
-    /// descriptors to `fds`.
+    /// Begins a new checkpoint: advances the moment (the sequence number), and adds the changes of
+    /// lasting descriptors to `fds`.
     ///
     /// # Errors
     /// A mapped range has no kept descriptor, or the system has no descriptors.

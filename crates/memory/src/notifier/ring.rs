@@ -27,7 +27,7 @@ static RESERVE: Reserve = Reserve::new("signals", || {
     allowed.build(&IoUring::builder(), ENTRIES, |_| Ok(()))
 });
 
-/// Ring for threads that get no ring from the reserve after it is sealed.
+/// Ring that threads share if the sealed reserve has no ring left for them.
 static SHARED: Mutex<Option<Ring>> = Mutex::new(None);
 
 /// Creates up to `count` rings, before the process enters its system call filter. No ring is

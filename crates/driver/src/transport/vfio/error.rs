@@ -23,7 +23,7 @@ pub enum VfioError {
         /// Class code of the function.
         class: u32,
     },
-    /// The function is bound to another kernel driver.
+    /// The function is bound to a kernel driver that is not a VFIO driver.
     #[error(
         "{address} belongs to the kernel driver {driver}; take it over with \
          `shadowbell bind {address}`"

@@ -19,7 +19,8 @@ pub struct PciFunction {
     pub driver: Option<String>,
     /// Number of the IOMMU group; `None` without an IOMMU.
     pub group: Option<u32>,
-    /// Name of the VFIO character device (`vfio0`), if the kernel supports them.
+    /// Name of the VFIO character device (`vfio0`); `None` if the kernel does not support such
+    /// devices.
     pub cdev: Option<String>,
     directory: PathBuf,
     sysfs: PathBuf,
@@ -99,7 +100,8 @@ impl PciFunction {
             if name == self.address.to_string() {
                 continue;
             }
-            // The kernel permits a group with bridge drivers and pci-stub.
+            // Bridge drivers and pci-stub do not prevent the use of the group: the kernel permits
+            // them.
             if let Some(driver) = link_name(&members.join(&name).join("driver"))?
                 && !is_vfio(&driver)
                 && !["pcieport", "pci-stub"].contains(&driver.as_str())
