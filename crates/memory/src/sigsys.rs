@@ -16,7 +16,8 @@ static NAME_OF: OnceLock<NameOf> = OnceLock::new();
 /// Longest line of output; a longer one is cut.
 const LINE: usize = 200;
 
-/// First fields of the `siginfo_t` of a forbidden call.
+/// Leading fields of the `siginfo_t` that the kernel passes with SIGSYS for a forbidden system
+/// call.
 #[repr(C)]
 struct Forbidden {
     signal: libc::c_int,

@@ -22,7 +22,8 @@ pub struct SqeBatch {
 struct Line([u64; 8]);
 
 impl SqeBatch {
-    /// Capacity in entries: their 16-byte stores fill the store buffer of a current processor.
+    /// Capacity in entries. 16 entries are written by 64 stores of 16 bytes, as many as the store
+    /// buffer of a current processor holds.
     pub const ROOM: usize = 16;
 
     /// Creates an empty batch.
@@ -82,7 +83,8 @@ impl SqeBatch {
                 // writable.
                 unsafe { bytes.write_lines_at(offset, lines.as_ptr().cast(), count) };
             }
-            // The entries lie in more than one piece.
+            // The ring entries are not contiguous in this process's memory, so they are written one
+            // by one.
             None => {
                 for (at, line) in (at..).zip(lines) {
                     ring.write_words(at, line.0);

@@ -13,7 +13,7 @@ use std::time::Duration;
 pub struct ThreadUsage {
     /// Processor time, in user space and in the kernel.
     pub processor: Duration,
-    /// Part of `processor` in user space, as far as the system separates the two.
+    /// Part of `processor` that was spent in user space. The kernel may only estimate it.
     pub user: Duration,
     /// Voluntary context switches: the thread waited for something other than a processor.
     pub waits: u64,

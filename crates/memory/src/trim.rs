@@ -56,8 +56,9 @@ fn unwritten(smaps: &str) -> Vec<Range<usize>> {
     whole.map(|part| part.addresses.clone()).collect()
 }
 
-/// Parses a line that starts a mapping. Returns `Some(Some(part))` if the mapping is a file that is
-/// not writable. `part` counts as having copies until its `Anonymous:` line is parsed.
+/// Parses a line that starts a mapping. Returns `None` for any other line, and `Some(None)` if the
+/// mapping is not a read-only mapping of a file. The returned part counts as having copies until
+/// its `Anonymous:` line is parsed.
 fn mapping(line: &str) -> Option<Option<Part>> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;

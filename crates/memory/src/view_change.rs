@@ -7,24 +7,26 @@ use crate::host_ranges::Ranges;
 /// [`Segments::move_to`](crate::Segments::move_to).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterChange {
-    /// The data is part of the new map, and no longer uses the old one.
+    /// The request now refers to its data through the new map, and no longer holds the old one.
     Moved,
-    /// A part of the data is not mapped any more.
+    /// Some of the data is in memory that is no longer mapped.
     Unmapped,
-    /// The data uses the old map as before, because it is not known whether the new one contains
-    /// it.
+    /// The request still refers to its data through the old map, because it is not known whether
+    /// the new map contains the data.
     Unknown,
 }
 
 /// Change of a queue's [`View`], which moves the data of requests in flight to the new view.
 ///
-/// The owner of unmapped memory waits until no request uses an older view. A request that waits for
-/// hung storage would hold its view, and with it every unmap of any memory. A disk that copies the
-/// data of its requests moves them, and ends those whose memory is unmapped.
+/// The owner of unmapped memory waits until no request uses an older view. So a request that waits
+/// for hung storage would delay every unmap, also of memory that it does not use. A disk that
+/// copies data can avoid this: it moves its requests to the new view, and ends the requests whose
+/// memory is unmapped.
 #[derive(Debug)]
 pub struct ViewChange {
     view: View,
-    /// Older view, and the memory that is in its map only.
+    /// Old view of the requests seen last, and the memory of its mappings that the new view does
+    /// not have.
     old: Option<(View, Ranges)>,
     /// Memory of the new map.
     mapped: Option<Ranges>,
@@ -60,7 +62,8 @@ impl ViewChange {
         let Some((start, len)) = pieces.find(|(at, len)| removed.overlap(*at, at + len)) else {
             return AfterChange::Moved;
         };
-        // Memory that was mapped twice can still be mapped once. The request may use either map.
+        // Memory that was mapped twice may still be mapped once. It is not known by which of the
+        // two mappings the request addresses it.
         let mapped = mapped.get_or_insert_with(|| view.table().host_ranges());
         let is_mapped = |(at, len): (usize, usize)| mapped.overlap(at, at + len);
         let mut unmapped = std::iter::once((start, len)).chain(pieces);
@@ -116,7 +119,8 @@ mod tests {
         assert!(watch.is_idle());
     }
 
-    /// Memory that is mapped twice and unmapped once: the request may use the map that is left.
+    /// Memory that is mapped twice and unmapped once: the request may have used the mapping that is
+    /// left, so it keeps the old view.
     #[test]
     fn data_in_memory_with_two_maps_keep_the_old_view() {
         let mut space = DmaSpace::default();

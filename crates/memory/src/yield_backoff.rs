@@ -4,15 +4,15 @@ use std::time::{Duration, Instant};
 
 /// Yields the processor of a polling thread to other runnable threads.
 ///
-/// A polling thread uses its whole time slice, although it only waits. A thread that is woken on
-/// the same processor has to wait until that slice ends, which takes milliseconds. Often it is the
-/// thread that produces the awaited event. `sched_yield` lets that thread run at once. If no other
-/// thread is runnable, `sched_yield` takes a third of a microsecond, so its duration shows whether
-/// another thread ran.
+/// A polling thread uses its whole time slice, although it only waits. Another thread that is woken
+/// on the same processor has to wait until that slice ends, which takes milliseconds. Often this
+/// other thread is the one that produces the awaited event. `sched_yield` lets it run at once. If
+/// no other thread is runnable, `sched_yield` takes a third of a microsecond, so the duration of
+/// the call shows whether another thread ran.
 ///
 /// A compute-bound thread uses a whole slice whenever it runs. It does not produce the awaited
-/// event, and gets its share of the processor in any case. So the polling thread yields to it only
-/// rarely.
+/// event, and gets its share of the processor even without yields. So the polling thread yields to
+/// it only rarely.
 #[derive(Clone, Copy, Debug)]
 pub struct YieldBackoff {
     /// Time before which the thread does not yield again.
@@ -21,16 +21,17 @@ pub struct YieldBackoff {
 
 /// Time between two yields.
 const YIELD_INTERVAL: Duration = Duration::from_micros(3);
-/// Duration of a yield that shows that another thread has run. Most interrupts are shorter.
+/// Minimum duration of a yield from which another thread is assumed to have run. Most interrupts
+/// are shorter, so they are not mistaken for a thread.
 const MIN_OTHER_RUN: Duration = Duration::from_micros(5);
-/// Duration of a yield that shows that a compute-bound thread has run.
+/// Minimum duration of a yield from which a compute-bound thread is assumed to have run.
 const SLICE: Duration = Duration::from_micros(500);
 /// Pause after a yield to a compute-bound thread, as a multiple of that yield's duration.
 const PAUSE: u32 = 16;
 
 impl YieldBackoff {
-    /// Shortest wait before the first yield. If an event arrives earlier, the thread is not in a
-    /// system call.
+    /// Time for which a thread polls before its first yield. An event that arrives within this time
+    /// finds the thread polling, and not in a system call.
     pub const MIN_WAIT: Duration = Duration::from_micros(2);
 
     /// Creates the state of a thread that starts to poll.
@@ -39,8 +40,9 @@ impl YieldBackoff {
         Self { next: Instant::now() }
     }
 
-    /// Yields if the thread has polled without success for a sufficiently long time `waited`.
-    /// Returns true if another thread used the processor for a short time.
+    /// Yields if `waited`, the time for which the thread has polled without success, is long
+    /// enough. Returns true if another thread, which is not compute-bound, used the processor
+    /// meanwhile.
     #[cold]
     pub fn backoff(&mut self, waited: Duration) -> bool {
         self.backoff_by(waited, Instant::now, std::thread::yield_now)
@@ -92,7 +94,8 @@ mod tests {
             Self { now: Cell::new(yield_backoff.next), yield_backoff, yields: 0 }
         }
 
-        /// Yields after `waited` µs, while other threads are runnable that run for `others` µs.
+        /// Calls `backoff` after a wait of `waited` µs. If it yields, other threads run for
+        /// `others` µs.
         fn polls(&mut self, waited: u64, others: u64) -> bool {
             let Self { yield_backoff, now, yields } = self;
             let runs = || {

@@ -58,7 +58,7 @@ impl Head {
         Self::chunk(cookie, chunk::FLAG_DONE, chunk::NONE, 0)
     }
 
-    /// Empty header, for a further piece of data of the previous reply.
+    /// Empty header. The data that is sent with it continues the data of the previous reply.
     #[must_use]
     pub fn none() -> Self {
         Self::new()
@@ -88,7 +88,7 @@ impl Head {
     }
 
     /// Structured block status reply of one chunk. The `count` extents of the metadata context
-    /// `context` follow. Each consists of length and flags of 32 bits.
+    /// `context` follow. Each extent is a length and flags, of 32 bits each.
     #[must_use]
     pub fn extents(cookie: u64, context: u32, count: u32) -> Self {
         let len = count.saturating_mul(8).saturating_add(4);

@@ -1,5 +1,5 @@
-//! `attach-many`: attaches many controllers at once, idle or with a light load, to measure a
-//! server's memory and CPU time by number of controllers.
+//! `attach-many`: attaches many controllers at once, idle or with a light load. Measures how a
+//! server's memory and CPU time depend on the number of controllers.
 
 use crate::latency::{Latency, histogram};
 use crate::session::Session;
@@ -41,7 +41,7 @@ pub struct Args {
 struct Attached {
     attached: usize,
     queue_pairs: u32,
-    /// Time from connecting to the last queue pair.
+    /// Time that one controller took, from connecting to the creation of its last queue pair.
     attach_ns: Latency,
 }
 
@@ -112,7 +112,8 @@ fn print(what: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads once from each controller in turn, at equal intervals.
+/// Reads from the controllers in turn, at equal intervals: `ios` reads in total, and `rate` reads
+/// per second of each controller.
 fn light_load(attachments: &mut [Attachment], rate: u32, ios: u64) -> anyhow::Result<Loaded> {
     for Attachment { session, buffer, .. } in &mut *attachments {
         let size = session.namespace()?.block_size() as usize;

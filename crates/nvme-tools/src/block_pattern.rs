@@ -29,9 +29,10 @@ pub(crate) enum Fault {
     OtherRun,
     /// Checksum mismatch.
     Corrupt,
-    /// Content that belongs to this other byte offset of the namespace.
+    /// Content that was written for another byte offset of the namespace, which is given here.
     Misplaced(u64),
-    /// Cells of different writes in one block.
+    /// Cells of different writes in one block: sequence numbers of the first cell and of the bad
+    /// one.
     Torn { beginning: u32, here: u32 },
     /// Content of a write other than the last one that completed.
     Stale { expected: u32, found: u32 },
@@ -42,7 +43,7 @@ pub(crate) enum Fault {
 /// Block with wrong content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadBlock {
-    /// Byte offset of the first bad cell in the namespace.
+    /// Offset of the first bad cell of the block, in bytes from the start of the namespace.
     pub(crate) offset: u64,
     pub(crate) fault: Fault,
 }
@@ -80,7 +81,7 @@ fn store<const N: usize>(cell: &mut [u8], at: usize, bytes: [u8; N]) {
     }
 }
 
-/// Fills `block` with the content of its write number `sequence` at byte `offset`.
+/// Fills `block`, which begins at byte `offset`, with the content of its write number `sequence`.
 pub(crate) fn fill(block: &mut [u8], offset: u64, sequence: u32, seed: u32) {
     for (n, cell) in block.chunks_exact_mut(CELL).enumerate() {
         let offset = offset + (n * CELL) as u64;

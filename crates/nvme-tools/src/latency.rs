@@ -4,7 +4,7 @@ use anyhow::Context;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-/// Largest latency that a histogram distinguishes, in nanoseconds.
+/// Largest latency that a histogram records, in nanoseconds. A longer one is recorded as this.
 const MAX_LATENCY: u64 = 60_000_000_000;
 
 /// Summary of latencies, in nanoseconds.

@@ -17,8 +17,9 @@ pub(crate) struct Overwrite {
 }
 
 impl Overwrite {
-    /// Refuses a target with a file system or a partition table, unless `--force` is given. Uses a
-    /// session of its own, which ends before the verb attaches.
+    /// Refuses a target with a file system or a partition table, unless `--force` is given.
+    /// Attaches to the target in a session of its own, which ends before the session of the verb
+    /// begins.
     ///
     /// # Errors
     /// With exit status [`BAD_INPUT`] if the target has content; errors of [`Session::attach`].

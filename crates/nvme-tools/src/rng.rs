@@ -5,7 +5,7 @@
 pub(crate) struct Rng(u64);
 
 impl Rng {
-    /// Generator with any seed; each seed gives another sequence.
+    /// Generator whose sequence depends on `seed`, which may be any number.
     pub(crate) fn new(seed: u64) -> Self {
         // splitmix64, so that similar seeds give unrelated states. A state of zero would stay zero.
         let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);

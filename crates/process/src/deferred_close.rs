@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 
 /// Number of waiting descriptors at which no more should be [received](is_behind).
 const MANY: usize = 1024;
-/// Maximum number of closing threads that make progress. More than one run only if many descriptors
-/// wait.
+/// Maximum number of closing threads that are not blocked. More than one runs only if many
+/// descriptors wait.
 const THREADS: usize = 4;
 /// Maximum number of closing threads: a descriptor may block its thread for ever.
 const MOST_THREADS: usize = 32;

@@ -79,8 +79,9 @@ fn in_use() -> Option<u64> {
     {
         return Some(status.stx_size);
     }
-    // Kernels before 6.2 do not count. A new descriptor has the lowest free number, which is the
-    // number of open files unless one with a lower number was closed before one with a higher one.
+    // Kernels before 6.2 do not report the number of open files as this size. There, a new
+    // descriptor is opened: it has the lowest free number, which is the number of open files,
+    // unless a descriptor with a lower number than another open one was closed.
     let lowest = fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0).ok()?;
     Some(lowest.as_raw_fd().unsigned_abs().into())
 }

@@ -153,9 +153,9 @@ impl LogThread {
         Ok(())
     }
 
-    /// Queues a line, or counts it as dropped. Never waits for the reader of the log. For the
-    /// thread that created the log, the queue has a reserve of the same size in addition. So its
-    /// messages about the end of the program are not lost.
+    /// Queues a line, or counts it as dropped. Never waits for the reader of the log. Lines of the
+    /// thread that created the log may fill the queue to twice its size, so its messages about the
+    /// end of the program are not lost.
     pub(crate) fn line(&self, line: &[u8]) {
         let reserve = current().id() == self.shared.starter;
         if self.shared.lines.lock().try_push(line, reserve) {
@@ -188,7 +188,7 @@ impl LogThread {
     }
 }
 
-/// Log output of a formatter, which has to write one line per call.
+/// Queues the output of a formatter. Each call of `write` has to contain one whole line.
 impl Write for LogThread {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.line(line);
@@ -262,8 +262,7 @@ impl Allowance {
         if self.bytes >= requested {
             return Ok(self.bytes as usize);
         }
-        // The wait is long enough for the bytes of 10 ms at least, so that not every line causes a
-        // wake-up.
+        // The wait is 10 ms at least, so that not every line causes a wake-up.
         let missing = (requested - self.bytes).max(rate / 100.0);
         Err(now + Duration::from_secs_f64(missing / rate))
     }

@@ -57,8 +57,8 @@ pub fn changed_filter() -> Option<String> {
     now.1.then(|| now.0.clone())
 }
 
-/// Sets the filter: a level, or a list of levels and levels of targets. Errors are always logged.
-/// The rate limit is not changed.
+/// Sets the filter: a level for all targets, a list of targets with levels (`TARGET=LEVEL`), or
+/// both. Errors are always logged. The rate limit is not changed.
 ///
 /// # Errors
 /// A sentence about invalid directives.
@@ -105,7 +105,8 @@ const TARGETS: [&str; 30] = [
     "shadowbell_vfio_user",
 ];
 
-/// Parses a filter: levels, and levels of targets. Errors are always logged.
+/// Parses a filter: a level for all targets, targets with levels, or both. Errors are always
+/// logged.
 fn parse(directives: &str) -> Result<Targets, String> {
     let wrong = |part: &str| {
         format!(

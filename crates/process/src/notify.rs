@@ -62,8 +62,8 @@ pub fn watchdog() -> Option<Duration> {
     interval(number("WATCHDOG_USEC")?, pid, std::process::id())
 }
 
-/// Half of the watchdog timeout `us`, as systemd recommends. `None` if the watchdog is for another
-/// process: `pid` differs from `own`.
+/// Half of the watchdog timeout `us` (microseconds), as systemd recommends. `None` if the watchdog
+/// is for another process (`pid` differs from `own`) or the timeout is too short.
 fn interval(us: u64, pid: u64, own: u32) -> Option<Duration> {
     // A shorter timeout is not supported: scheduling delays would exceed it.
     let fits = pid == u64::from(own) && us >= 1000;

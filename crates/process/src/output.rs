@@ -5,7 +5,8 @@ use clap::ValueEnum;
 use serde::Serialize;
 use std::io::{self, Write};
 
-/// Output options of verbs that support JSON: `--json`, and the option of nvme-cli and fio.
+/// Output options of verbs that support JSON: `--json`, or `--output-format` as in nvme-cli and
+/// fio.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct Output {
     /// Output in JSON

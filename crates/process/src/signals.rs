@@ -269,9 +269,9 @@ mod tests {
 
     const CHILD: &str = "SIGNALS_TEST_CHILD";
 
-    /// The handler of a signal may run after the waiting thread has requested the shutdown. The
-    /// handler must not treat that as the request of an earlier signal, which would exit the
-    /// process at once.
+    /// The handler of a signal may run after the waiting thread has already reacted to the signal
+    /// by a shutdown. The handler must not mistake this signal for a second one, which would exit
+    /// the process at once.
     #[test]
     fn one_signal_does_not_count_twice() {
         if std::env::var_os(CHILD).is_some() {

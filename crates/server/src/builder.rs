@@ -60,8 +60,8 @@ pub(super) fn isolate(controller: &Controller) {
     }
 }
 
-/// Event handler of a controller's socket. It also stores in `client` whether a client is
-/// connected.
+/// Event handler of a controller's socket. Besides sending the events, it stores in `client`
+/// whether a client is connected.
 pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> ClientEventHandler {
     let client = Arc::clone(client);
     Arc::new(move |event| {
@@ -74,7 +74,8 @@ pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> Cl
     })
 }
 
-/// Opens the disks of a controller. `named` returns the disk with an id, if it is open already.
+/// Opens the disks of a controller. A disk that is open already is used again: `named` finds it by
+/// its id.
 pub(super) fn open_one(
     served: &SocketConfig,
     recoverable: bool,

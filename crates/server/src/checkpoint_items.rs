@@ -11,8 +11,9 @@ pub(super) const ENDPOINTS: &str = "endpoints";
 /// Key of the item that names the controllers that have quiesced for an upgrade.
 pub(super) const QUIESCED: &str = "quiesced";
 
-/// Indices of the controllers that have quiesced, the busiest first. None of their commands is in
-/// flight, even if the process crashes.
+/// Indices of the controllers that have quiesced, the busiest first. None of their commands was in
+/// flight when the item was sent, and they start none, so this is true even if the process has
+/// crashed since.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Quiesced {
     pub(super) controllers: Vec<usize>,
@@ -31,8 +32,8 @@ pub(super) fn port(index: usize) -> String {
     format!("port/{index}")
 }
 
-/// Key prefix of the items with a client's memory files, if these are separate from the item of its
-/// socket ([`port`]).
+/// Key prefix of the items with the memory files of a controller's client. If the files are few,
+/// they are part of the item of the socket ([`port`]), and there are no such items.
 pub(super) fn client_files(index: usize) -> String {
     format!("file/{index}.")
 }

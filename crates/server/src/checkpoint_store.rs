@@ -217,7 +217,7 @@ mod tests {
         receive_all(&supervisor, &mut items);
         assert!(items.contains(COMPLETE), "it could not be told");
         assert!(is_outdated(&mut items).unwrap());
-        // The next change could be sent, but the missed ones are still lost.
+        // The next change could be sent, but fails too, because the changes before it are lost.
         store.put("a", b"", &[]).unwrap_err();
         receive_all(&supervisor, &mut items);
         assert!(!items.contains(COMPLETE));

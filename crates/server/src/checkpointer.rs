@@ -45,7 +45,7 @@ use tracing::info;
 /// The item has no body.
 pub(super) const FENCE: &str = "fence";
 
-/// List of what is served, and the state version of the other items.
+/// Item [`COMPLETE`]: list of what is served, and the format version of the other items' states.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Complete {
     pub(super) version: u32,
@@ -66,7 +66,7 @@ pub(super) struct Complete {
 pub(super) struct UnattachedEntry {
     pub(super) key: String,
     pub(super) spec: String,
-    /// Cause of death of the process that sent the item, until the disk is recovered.
+    /// Cause of death of the process that sent the item. `None` once the disk is recovered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) died: Option<CauseOfDeath>,
 }
@@ -76,7 +76,7 @@ pub(super) struct UnattachedEntry {
 pub(super) struct ControllerEntry {
     /// Index of the controller, which is part of the keys of its items.
     pub(super) index: usize,
-    /// Configuration of the controller. Its disks are those of `disks`.
+    /// Configuration of the controller. Its list of disks may be outdated; `disks` is decisive.
     #[serde(rename = "asked")]
     pub(super) requested: SocketConfig,
     /// Disks of the controller's namespaces. A namespace that is being changed has two disks, the
@@ -85,7 +85,7 @@ pub(super) struct ControllerEntry {
     /// NSIDs of namespaces that are being changed, of which the guest may have seen the old or the
     /// new state.
     pub(super) changing: Vec<u32>,
-    /// Cause of death of the process that sent the items, until the controller is recovered.
+    /// Cause of death of the process that sent the items. `None` once the controller is recovered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) died: Option<CauseOfDeath>,
 }
@@ -116,8 +116,8 @@ impl ControllerEntry {
                 .iter()
                 .zip(disks)
                 .all(|(one, entry)| one.disk == entry.disk);
-        // If the disks are unchanged, the original configuration is kept, which may leave out UUIDs
-        // and NSIDs.
+        // If the disks are unchanged, the configuration stays as it was written: it may leave out
+        // UUIDs and NSIDs, which the entries of the disks always have.
         if !is_same || !self.changing.is_empty() {
             requested.controller.disks = disks.iter().map(|entry| entry.config()).collect();
         }
@@ -137,7 +137,8 @@ impl ControllerEntry {
         self.disks.iter().filter(|disk| seen.insert(disk.nsid)).collect()
     }
 
-    /// Disk of the namespace whose properties the guest has seen as `seen`.
+    /// Returns the disk of the namespace that had the properties `seen` when the guest identified
+    /// it.
     pub(super) fn disk_of(&self, seen: &SeenNamespace) -> Option<&DiskEntry> {
         self.disks.iter().find(|entry| {
             (entry.nsid, entry.uuid) == (seen.nsid, seen.uuid)
@@ -266,7 +267,8 @@ impl Checkpointer {
         self.set_exports(exports);
     }
 
-    /// Makes the checkpoint valid, when it contains all controllers.
+    /// Makes the checkpoint valid by sending the list. The items of all controllers must have been
+    /// sent.
     pub(super) fn complete(&self) {
         self.state.lock().is_complete = true;
         self.publish();
@@ -340,8 +342,8 @@ impl Checkpointer {
         }
     }
 
-    /// Lets the first record of a recovered controller's socket replace the pending controller in
-    /// the list.
+    /// Stores the entry of a recovered controller. When the controller's socket is first recorded,
+    /// the entry replaces the pending controller in the list.
     pub(super) fn put_unrecorded(&self, index: usize, entry: Option<ControllerEntry>) {
         if let Some(entry) = entry {
             self.state.lock().unrecorded.insert(index, entry);
@@ -424,8 +426,8 @@ impl Checkpointer {
         self.publish();
     }
 
-    /// Records the end of a namespace's change, which has succeeded (`done`) or failed.
-    /// `requested`: the controller's configuration after it.
+    /// Records the end of a namespace's change, which has succeeded (`done`) or failed. `requested`
+    /// is the controller's configuration after this.
     pub(super) fn end_change(&self, index: usize, nsid: u32, done: bool, requested: &SocketConfig) {
         let mut unused = Vec::new();
         let mut state = self.state.lock();
@@ -505,8 +507,8 @@ impl Checkpointer {
         Ok(self.store.put_state(key, state, &Descriptors::default())?)
     }
 
-    /// Deletes the items that are only valid while the process is quiesced, before its state
-    /// changes again.
+    /// Deletes the items that are only valid while the process is quiesced. Called before the state
+    /// of the process changes again.
     pub(super) fn delete_quiesced(&self) {
         for key in [ENDPOINTS, QUIESCED] {
             // The error is ignored, because the store has logged it.
@@ -649,7 +651,7 @@ impl Checkpointer {
         self.publish();
     }
 
-    /// Sends the item of a disk that no controller has again, whenever the disk's state changes.
+    /// Sends the item of a disk without a controller again, whenever the disk's state changes.
     pub(super) fn watch_unattached(&self, id: &str, disk: &Arc<dyn Disk>) {
         let key = self.state.lock().unattached.get(id).map(|entry| entry.key.clone());
         if let Some(key) = key {

@@ -1,5 +1,5 @@
-//! Comparison of the disks and exports of a configuration with those of a running server, for disks
-//! that no controller has: the steps that lead to the configuration.
+//! Comparison of the exports of a configuration, and of its disks that no controller has, with
+//! those of a running server: the steps that lead to the configuration.
 //!
 //! Everything that can be refused is refused before the first step, as far as it is known then.
 
@@ -177,8 +177,8 @@ impl DiskPlan {
         Ok(())
     }
 
-    /// Removes the exports that the configuration does not have, or has otherwise. Returns the
-    /// errors.
+    /// Removes the exports that the configuration does not have, or has with other properties.
+    /// Returns the errors.
     pub(super) fn stop_exports(&self, changes: &Changes) -> Vec<anyhow::Error> {
         self.stop.iter().filter_map(|id| changes.drop_export(id).err()).collect()
     }

@@ -93,10 +93,10 @@ pub struct ExportArgs {
 }
 
 impl ExportArgs {
-    /// Command line of `serve` for the disk and its exports.
+    /// Returns the equivalent command line of `serve`, for the disk and its exports.
     ///
     /// # Errors
-    /// A memory disk was lost with the process to recover from.
+    /// `--recover` is given for a memory disk, whose content was lost with the dead process.
     pub(super) fn serve(self) -> anyhow::Result<Args> {
         let disk = self.disk();
         if self.recover && disk.starts_with("mem:") {

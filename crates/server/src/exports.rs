@@ -174,8 +174,9 @@ impl Changes {
         Ok(())
     }
 
-    /// Makes the exports of the disk `id` serve `disk`, which is the disk after a change with this
-    /// effect. Sockets, addresses and mounts stay. Clients that lose something are disconnected.
+    /// Makes the exports of the disk `id` serve `disk`: the same disk after a change, whose effect
+    /// on clients is `effect`. Sockets, addresses and mounts stay. Clients that lose something are
+    /// disconnected.
     pub(super) fn update_exports(&self, id: &str, disk: &Arc<dyn Disk>, effect: &Effect) {
         for id in self.exports().of(id) {
             let Some(export) = self.exports().running.lock().remove(&id) else { continue };
@@ -302,11 +303,8 @@ impl Changes {
         }
     }
 
-    /// Refuses that a disk becomes writable, if several of its users would then write and not all
-    /// of them permit another writer.
-    ///
-    /// # Errors
-    /// The disk would have several writers.
+    /// Refuses to make a disk writable if it would then have several writers and one of them does
+    /// not permit another (`share`).
     pub(super) fn check_made_writable(&self, disk: &ListedDisk) -> anyhow::Result<()> {
         let running = self.exports().running.lock();
         let exports = running.values().map(|export| &export.config);
@@ -494,8 +492,8 @@ fn start_ublk(
     }
     match device.why_copied() {
         None => info!("{path}: zero-copy I/O to the disk"),
-        // The reason is only logged for debugging, because a disk without a local file never has
-        // zero-copy.
+        // A disk without a local file never has zero-copy, so this is normal and logged only for
+        // debugging.
         Some(WhyCopied::NoFile) => debug!("{path}: {}", WhyCopied::NoFile),
         Some(why) => info!("{path}: data is copied: {why}"),
     }

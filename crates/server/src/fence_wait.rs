@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Interval at which a locked disk is tried again: at first, and after [`SLOW_AFTER`].
+/// Intervals at which a locked disk is tried again: during the first [`SLOW_AFTER`], and later.
 const POLL: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
 /// Duration of a wait after which the disk is tried less often.
 const SLOW_AFTER: Duration = Duration::from_secs(1);

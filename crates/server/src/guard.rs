@@ -28,7 +28,7 @@ impl Loss {
         served.has_client().then(|| Self { client: served.id.clone(), what })
     }
 
-    /// Returns what the client of a controller loses that waits for its disks.
+    /// Returns what the client of `waiting` loses, a controller that waits for its disks.
     pub(super) fn of_waiting(waiting: &WaitingController) -> Self {
         let what = "would lose the controller, which waits for its disks".to_owned();
         Self { client: waiting.requested.id(), what }
@@ -86,6 +86,7 @@ impl Effect {
     }
 
     /// Describes what the clients of an export of the disk lose. `None` if they lose nothing.
+    /// `is_read_only`: clients could not write before the change either.
     pub(super) fn on_export(&self, is_read_only: bool) -> Option<String> {
         match self {
             Self::None => None,
@@ -98,7 +99,7 @@ impl Effect {
     }
 }
 
-/// Function that returns the losses of a disk's clients by a change with this effect.
+/// Function that returns what the connected clients of a disk lose by a change with this effect.
 type Losses<'a> = dyn Fn(&Effect) -> Vec<Loss> + 'a;
 
 /// Guard of a change of one disk.

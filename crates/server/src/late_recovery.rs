@@ -155,8 +155,8 @@ fn serve(
     checkpoint.put_unrecorded(served.index, entry);
     let (begun, begins) = channel();
     let controller = served.controller.clone();
-    // The reactor sends the first checkpoint of the socket, and with it the list names the new
-    // items. Before that, the controller must not execute commands.
+    // The reactor sends the first checkpoint of the socket. This also sends the list, which then
+    // names the new items. Before that, the controller must not execute commands.
     let port = handle.restore(port, checkpoint.port_recorder(served.index), move || {
         controller.resume();
         changing.iter().for_each(|nsid| controller.announce_namespace(*nsid));

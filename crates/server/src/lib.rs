@@ -181,7 +181,7 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Refuses directories for requests that do not exist.
+/// Refuses a configuration in which a directory of `--allow` does not exist.
 fn check_allowed(config: &ServerConfig) -> anyhow::Result<()> {
     match config.allow.iter().find(|path| !path.exists()) {
         None => Ok(()),
@@ -192,7 +192,8 @@ fn check_allowed(config: &ServerConfig) -> anyhow::Result<()> {
     }
 }
 
-/// Opens the file of the disks' UUIDs. Without it, they are derived from the disks' names.
+/// Opens the file in which the UUIDs of disks are stored. Without the file, the UUIDs are derived
+/// from the disks' names.
 fn open_disk_uuids(config: &ServerConfig) {
     let directory = config.state_dir.clone().or_else(disk_uuids::default_directory);
     let Some(directory) = directory else { return };
@@ -441,7 +442,8 @@ enum End<'a> {
     Requested,
     /// The supervisor has died.
     SupervisorDied,
-    /// The next process of an upgrade is prepared.
+    /// The next process of an upgrade is ready, and the supervisor requests that this process
+    /// quiesces.
     Quiesce(&'a WorkerLink),
 }
 

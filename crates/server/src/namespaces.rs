@@ -31,7 +31,7 @@ use tracing::{info, warn};
 /// Time limit for I/O threads to release a disk.
 const IN_FLIGHT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Option of a disk that refuses writes.
+/// Disk option: with `read-only=on`, the disk refuses writes.
 const READ_ONLY: &str = "read-only";
 
 /// A change of one property of a namespace.
@@ -98,8 +98,8 @@ impl Changes {
         Ok(true)
     }
 
-    /// Returns the disk of a new namespace: the named disk, which is open, or else a disk that is
-    /// opened.
+    /// Returns the disk of a new namespace: the open disk that `wanted` names by its id, or else a
+    /// disk that is opened now.
     ///
     /// # Errors
     /// The disk cannot be opened.
@@ -314,7 +314,7 @@ impl Changes {
         Ok(true)
     }
 
-    /// Records the changed specification of a disk that has changed already.
+    /// Records the new specification of a disk, after the disk itself was changed.
     fn update_spec(
         &self,
         served: &ServedController,
@@ -343,7 +343,7 @@ impl Changes {
         limits::check_name(name).map_err(|why| exit::bad_input(anyhow!(why)))?;
         match limits::existing(name).map(|group| group.limits()) {
             Some(now) if now == wanted => return Ok(false),
-            // The group was created without limits, by a disk on the command line that names it.
+            // The group has no limits yet: it exists because a disk on the command line names it.
             Some(now) if now.is_none() => {}
             Some(now) => {
                 return Err(exit::conflict(anyhow!(

@@ -32,8 +32,8 @@ struct Broker {
 
 static BROKER: OnceLock<Broker> = OnceLock::new();
 
-/// Sets the path broker, at the other end of this socket, that creates and removes all further
-/// sockets and files.
+/// Sets the path broker, which is at the other end of `socket`. From now on the broker creates and
+/// removes all sockets and output files.
 ///
 /// # Errors
 /// The descriptor limit is reached.

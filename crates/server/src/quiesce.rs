@@ -1,7 +1,7 @@
-//! Quiesce: the last step of the old process in an upgrade, which it does not survive. Afterwards
-//! no command is in flight at a disk, and no message of a client is half handled. The checkpoint at
-//! the supervisor then has all state that the next process needs. The next process recovers as
-//! after a crash, but it repeats no command and waits for no I/O of the old process.
+//! Quiesce: the last step of the old server process in an upgrade, before the supervisor kills it.
+//! Afterwards no command is in flight at a disk, and no message of a client is half handled. The
+//! checkpoint at the supervisor then has all state that the next process needs. The next process
+//! recovers as after a crash, but it repeats no command and waits for no I/O of the old process.
 //!
 //! No client can block an upgrade: the quiesce has a time limit. A client that has not quiesced by
 //! then is recovered as if this process had crashed: its commands are repeated, after the I/O of
@@ -25,7 +25,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{debug, info};
 
-/// Time limit for the quiesce. QEMU holds its big lock while it waits for a reply.
+/// Time limit for the quiesce. It is short, because QEMU holds its big lock while it waits for a
+/// reply, so the whole guest may stand still.
 const LIMIT: Duration = Duration::from_millis(200);
 
 /// Quiesces, and waits until the supervisor kills this process. Returns only if the checkpoint is

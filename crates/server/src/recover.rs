@@ -297,8 +297,8 @@ impl Plan {
         Self { jobs: groups, next, disks }
     }
 
-    /// Returns the entries of the dead process that this process's checkpoint has until they are
-    /// recovered.
+    /// Returns the entries of the dead process's checkpoint. The checkpoint of this process
+    /// contains each of them until it is recovered.
     fn pending(&self) -> Pending {
         let mut pending = Pending::default();
         for job in self.jobs.iter().flatten() {
@@ -318,9 +318,9 @@ impl Plan {
     }
 }
 
-/// Sorts controllers, the busiest first: in the order that a process that had quiesced has
-/// recorded, or else by the counters in the checkpoint. Controllers whose earlier recovery may have
-/// crashed a process come last.
+/// Sorts controllers, the busiest first. If the dead process has quiesced, it has recorded this
+/// order. Otherwise the counters in the checkpoint decide, and controllers whose earlier recovery
+/// may have crashed a process come last.
 fn sort(jobs: &mut [ControllerJob], quiesced: &Quiesced, attempts: &Attempts) {
     if !quiesced.controllers.is_empty() {
         let place: HashMap<_, _> = (0..).zip(&quiesced.controllers).map(|(n, i)| (*i, n)).collect();

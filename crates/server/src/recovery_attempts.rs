@@ -39,7 +39,7 @@ const MARK: u8 = 0x80;
 /// Time for which the recovery of a suspect waits for those of other suspects, one of which may
 /// hang.
 const ALONE: Duration = Duration::from_secs(10);
-/// Log text for the effect of an error at the table.
+/// Log text after a failed access to the table: the consequence of the failure.
 const NOT_COUNTED: &str = "a crash during a recovery will not be attributed to its controller";
 
 /// Position of a controller or disk in the table of attempts.
@@ -65,7 +65,8 @@ pub(super) struct Attempts {
     all: u8,
     /// Locked while a suspect is recovered.
     suspect: Mutex<()>,
-    /// Items whose storage was opened before this process serves. `None` once it serves.
+    /// Items whose storage is being opened, as long as this process does not serve. `None` once it
+    /// serves.
     opening: Mutex<Option<Vec<Slot>>>,
 }
 
@@ -129,8 +130,8 @@ impl Attempts {
         }
     }
 
-    /// Excludes an item from all further recoveries. They would have to wait for its fence, which
-    /// no checkpoint contains any more.
+    /// Excludes an item from all further recoveries, because each of them would have to wait for
+    /// the fence of the dead process, which no checkpoint contains any more.
     pub(super) fn give_up(&self, slot: Slot) {
         self.set(slot, LIMIT + 1);
     }

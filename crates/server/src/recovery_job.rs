@@ -2,8 +2,8 @@
 //! storage.
 //!
 //! The job opens the disks, builds the controller and the socket, maps the client's memory, and
-//! sends the new items of the checkpoint. It accesses neither disks nor guests, because the old
-//! items are valid until the list of the checkpoint names the new ones.
+//! sends the new items of the checkpoint. Beyond that, it accesses neither disks nor guests,
+//! because the old items are valid until the list of the checkpoint names the new ones.
 
 use super::builder;
 use super::checkpoint_items;
@@ -96,7 +96,7 @@ pub(super) struct RecoveredController {
     pub(super) entry: Option<ControllerEntry>,
     /// State of the dead process's controller. `None` if it could not be used.
     pub(super) saved: Option<SavedController>,
-    /// Namespaces whose change the guest may not have been notified of.
+    /// Namespaces that were being changed. The guest may not have been notified of the change.
     pub(super) changing: Vec<u32>,
     /// Cause of death of the process that served the controller.
     pub(super) death: CauseOfDeath,
@@ -154,7 +154,7 @@ impl ControllerJob {
         self.entry.requested.socket.display().to_string()
     }
 
-    /// Slot of the controller in the table of attempts.
+    /// Slot of the controller in the table of recovery attempts.
     pub(super) fn slot(&self) -> Slot {
         Slot::of_controller(self.entry.index)
     }
@@ -352,7 +352,7 @@ impl DiskJob {
     }
 }
 
-/// Wait of a job for its disks, and the reason for the wait that was logged.
+/// Wait of a job until its disks can be opened. `reported` is the reason that was logged last.
 struct DiskWait<'a> {
     context: &'a JobContext,
     index: usize,
@@ -362,7 +362,8 @@ struct DiskWait<'a> {
     attempt: Attempt<'a>,
 }
 
-/// Returns an error if an item has so many deaths that its client has to be dropped.
+/// Returns an error if so many processes have died while they recovered an item (`deaths`) that the
+/// next one has to drop its client.
 pub(super) fn check_deaths(deaths: u8) -> anyhow::Result<()> {
     match deaths {
         0..LIMIT => Ok(()),
@@ -395,7 +396,7 @@ impl<'a> DiskWait<'a> {
     fn text_of(&self, spec: &str, reason: WaitReason<'_>) -> String {
         match reason {
             WaitReason::Unavailable(why) => why.to_owned(),
-            // The lock cannot be held by I/O of the dead process, because none is in flight.
+            // No I/O of the dead process is in flight, so another program holds the lock.
             WaitReason::Locked if self.context.fence.has_ended() => {
                 let path = disk_spec::file(spec).unwrap_or_else(|| PathBuf::from(spec));
                 let path = path.display();
@@ -439,7 +440,8 @@ impl<'a> DiskWait<'a> {
         self.attempt.open(|| disk_open::open_recoverable(spec))
     }
 
-    /// Recovers a disk, after the I/O of the dead process that its fence covers has ended.
+    /// Recovers a disk. If the disk has no lock that proves the end of the dead process's I/O,
+    /// first waits for the fence of the whole process.
     fn recover(
         &self,
         spec: &str,
@@ -477,8 +479,9 @@ fn is_lost(port: &SavedPort) -> bool {
     port.device().is_null()
 }
 
-/// Configuration of a controller with the UUIDs that its guest has seen, where it gives none. A UUID
-/// that is derived from the path of an image would change when the image is renamed or deleted.
+/// Configuration of a controller. Disks without a configured UUID get the UUID that the guest has
+/// seen: a UUID that is derived from the path of an image would change when the image is renamed or
+/// deleted.
 fn as_seen(requested: &SocketConfig, disks: &[&DiskEntry]) -> SocketConfig {
     let mut seen = requested.clone();
     for (disk, entry) in seen.controller.disks.iter_mut().zip(disks) {

@@ -59,8 +59,8 @@ pub(super) fn apply(
     Err(anyhow!("only a part was applied: {}", failed.join("; ")))
 }
 
-/// Opens the new disks of a configuration that no controller names, except those whose file an open
-/// disk uses.
+/// Opens the new disks with ids that no controller of the configuration uses. Leaves out disks
+/// whose file is still in use by an open disk.
 fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Result<()> {
     let exclusive_resources = |spec: &str| DiskConfig::of(spec).exclusive_resources();
     let all = changes.disks();
@@ -74,13 +74,13 @@ fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Res
 /// A namespace to add: its controller, its NSID, and its disk.
 type NewNamespace<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
 
-/// Plan whose new disks and sockets are opened, as far as possible before the removals.
+/// Plan with its new disks and sockets. Those that are in use until a removal are opened later.
 struct PreparedPlan<'a> {
     to_remove: Vec<Arc<ServedController>>,
     controllers: Vec<Prepared>,
     namespaces: Vec<(NewNamespace<'a>, Arc<dyn Disk>)>,
-    /// Controllers whose socket or disk is in use until a removal. `late_namespaces` has such
-    /// namespaces.
+    /// Controllers to add after the removals, because their socket or a disk is in use until then.
+    /// `late_namespaces` are the namespaces of existing controllers to which this applies.
     late_controllers: Vec<&'a SocketConfig>,
     late_namespaces: Vec<NewNamespace<'a>>,
 }
@@ -136,7 +136,8 @@ impl<'a> PreparedPlan<'a> {
                     Step::Add(..) => Ok(()),
                     Step::Remove(nsid) => changes.take_namespace(&served, *nsid),
                     Step::Change(nsid, change) => {
-                        // The losses were checked for the whole plan.
+                        // No losses are checked here, because those of the whole plan were checked
+                        // before.
                         let is_exported = !changes.exports().is_empty();
                         let guard = DiskGuard { losses: &|_| Vec::new(), forced, is_exported };
                         changes.apply_namespace_change(&served, *nsid, change, &guard).map(drop)

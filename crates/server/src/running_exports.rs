@@ -91,7 +91,7 @@ pub(super) struct Exports {
     pub(super) target: OnceLock<String>,
 }
 
-/// State by which a server ends when all its exports have ended by themselves, because other
+/// State that is used to end a server when all its exports have ended by themselves, because other
 /// programs have unmounted the files or removed the devices.
 #[derive(Default)]
 struct Unused {
@@ -145,7 +145,7 @@ impl OwnMounts {
                 )));
             }
             let mounted = match Mount::new(path, export.read_only) {
-                // The process that mounted the file was killed.
+                // The file is still mounted, although the process that mounted it was killed.
                 Err(MountError::Dead(path)) => {
                     Mount::at(&path, false).unmount();
                     Mount::new(&path, export.read_only)
@@ -184,7 +184,7 @@ impl OwnMounts {
         }
     }
 
-    /// Unmounts the files, and waits until no program uses them.
+    /// Unmounts the files, and waits until the programs that use them have closed them.
     pub(super) fn end(mut self, exports: &Exports) {
         for (id, mount) in std::mem::take(&mut self.all) {
             let running = exports.running.lock().remove(&id);
@@ -264,8 +264,8 @@ impl Exports {
         let _ = self.unused.end.set(Box::new(end));
     }
 
-    /// Returns the function that the export `id`, which is about to start, calls when it has ended
-    /// by itself. `why`: reason for the log.
+    /// Returns a function for the export `id`, which is about to start. The export calls the
+    /// function when it has ended by itself. `why`: reason for the log.
     pub(super) fn on_end(&self, id: &str, why: String) -> impl FnOnce() + Send + 'static + use<> {
         let (unused, id) = (Arc::clone(&self.unused), id.to_owned());
         unused.ended.lock().remove(&id);

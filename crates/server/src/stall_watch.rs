@@ -62,7 +62,8 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>, limit: Duration) {
         drop(strong);
         std::thread::sleep(INTERVAL);
         if is_idle {
-            // Without activity for a whole interval, the next request wakes an I/O thread.
+            // Returns at once if an I/O thread was awake during the interval. Otherwise all of them
+            // sleep, and the next request wakes one, which changes the activity and ends this wait.
             wait_for_activity(LONGEST_SLEEP, || {
                 let now = changes.upgrade().map(|changes| changes.pool().activity());
                 is_over.load(Ordering::Acquire) || now != Some(activity)
@@ -110,7 +111,8 @@ struct Scanner {
     limit: Duration,
     /// Requests of the last scan.
     seen: HashMap<RequestKey, Seen>,
-    /// Cancelled writes of a disk in the last scan, and the time when some were seen first.
+    /// Number of cancelled writes of each disk in the last scan, and the time at which it first had
+    /// some.
     orphans: HashMap<String, (u64, Instant)>,
     /// Time of the last scan in which a request of the disk had ended.
     progress: HashMap<String, Instant>,
@@ -191,14 +193,16 @@ impl Scanner {
             self.limited.insert(id.to_owned(), now);
         }
         let Some(since) = requests.since_short else { return false };
-        // It is unknown which request has waited for the limits, and for how long.
+        // Requests do not tell whether and how long they have waited for the limits. So their age
+        // counts at the earliest from the last scan in which all requests waited, or one ended.
         let known = [self.limited.get(id), self.progress.get(id).filter(|_| waiting.is_some())];
         let since = known.into_iter().flatten().copied().fold(since, Instant::max);
         now.saturating_duration_since(since) >= self.limit
     }
 
-    /// Compares the requests in flight with those of the last scan. Resets of controllers may have
-    /// dropped some of those, whether the storage has answered or not.
+    /// Compares the requests in flight with those of the last scan. A missing request has ended,
+    /// which is progress of its disk, unless `has_dropped` is true: a reset of the controller may
+    /// have dropped the request without an answer of the storage.
     fn update(
         &mut self,
         in_flight: HashMap<RequestKey, (String, bool)>,

@@ -7,7 +7,7 @@ use tracing::{info, warn};
 
 /// Stopped disk, as the log reports it.
 struct Reported {
-    /// Number of times that the disk had been stopped.
+    /// Number of times that the disk was stopped, as of the last log line about it.
     times: u64,
     since: Instant,
 }

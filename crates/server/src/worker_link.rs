@@ -34,8 +34,8 @@ pub(super) enum Role {
 /// A received checkpoint.
 pub(super) struct Received {
     pub(super) items: Checkpoint,
-    /// Cause of death of the process that sent it. `None` if that process still serves, and the
-    /// checkpoint is only to be checked.
+    /// Cause of death of the process that sent the checkpoint. `None` if that process still serves,
+    /// and the checkpoint is only to be checked.
     pub(super) death: Option<CauseOfDeath>,
     /// True if the last process that wrote the checkpoint, or was to recover from it, died by a
     /// fault.

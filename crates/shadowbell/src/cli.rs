@@ -203,7 +203,8 @@ pub fn main() -> ExitCode {
     // then.
     if !verb.is_service() {
         logging::start_thread();
-        // Without the handler, such a write ends the process; that is no reason to refuse a verb.
+        // Without the handler, a write beyond `ulimit -f` ends the process. That is no reason to
+        // refuse a verb, so an error is ignored.
         let _ = signals::survive_file_size_limit();
     }
     warn_of_filter(started);

@@ -14,7 +14,7 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Time in which a program that has just closed the file, or only looks at it, has released it.
+/// Time to wait for programs that use the file only briefly, such as one that looks at it.
 const USERS: Duration = Duration::from_secs(1);
 /// Interval of the attempts to unmount a file.
 const RETRY: Duration = Duration::from_millis(50);
@@ -83,7 +83,7 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
     let now = match verb {
         ExportVerb::Ls => client.get("/v1/exports")?,
         ExportVerb::Remove { id, force } => {
-            // The server has to know the export, before its file is unmounted.
+            // An export that the server does not know is an error before its file is unmounted.
             let _: Export = client.get(&path(id))?;
             // The server may be compromised, so the path that it reports is not used.
             Mount::of_source(&source(client, id)).iter().try_for_each(unmount)?;
@@ -129,7 +129,8 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
                 share: *share,
             };
             match fuse {
-                // If the export exists, the server compares it with the request.
+                // A file of an existing export is not mounted again: the server only compares the
+                // export with the request.
                 Some(file) if served(client, &path(id))?.is_none() => {
                     refuse_image(client, file)?;
                     let (mount, device) = Mount::from_source(file, &source(client, id), *read_only)
@@ -159,7 +160,7 @@ fn source(client: &Client, id: &str) -> String {
     format!("shadowbell:{id}@{}", socket.display())
 }
 
-/// Unmounts the file of an export, which no program may use.
+/// Unmounts the file of an export. Fails if a program uses the file for longer than [`USERS`].
 fn unmount(mount: &Mount) -> anyhow::Result<()> {
     let path = mount.path().display();
     let until = Instant::now() + USERS;

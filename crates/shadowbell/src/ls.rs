@@ -112,7 +112,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Servers in a directory. A server that ends meanwhile, or of another user, is left out.
+/// Servers in a directory. Leaves out a server of another user, and one that ends meanwhile.
 fn running(directory: &Path) -> Vec<Listed> {
     let servers = discovery::running(directory).into_iter();
     servers.filter_map(|(_, socket)| Listed::of(&Client::new(&socket)).ok()).collect()

@@ -405,11 +405,12 @@ impl DoorbellBufferConfig {
 pub struct FormatNvm {
     /// LBA (User Data) Format index, 0 to 63: CDW10 13:12 and 3:0.
     pub lbaf: u8,
-    /// Metadata Settings, CDW10 bit 4: metadata is part of an extended logical block.
+    /// Metadata Settings, CDW10 bit 4: true if metadata is part of an extended logical block.
     pub mset: bool,
     /// Protection Information, CDW10 7:5: 0 none, 1 to 3 the type.
     pub pi: u8,
-    /// Protection Information Location, CDW10 bit 8: in the first bytes of the metadata.
+    /// Protection Information Location, CDW10 bit 8: true for the first bytes of the metadata,
+    /// false for the last.
     pub pil: bool,
     /// Secure Erase Settings, CDW10 11:9: 0 none, 1 user data erase, 2 cryptographic erase.
     pub ses: u8,

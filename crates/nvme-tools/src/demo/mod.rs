@@ -131,9 +131,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(if disagree == 0 { exit::SUCCESS } else { exit::FAILED }))
 }
 
-/// Doorbell writes that only the driver counts, not the controller. With shadow doorbells, a
-/// doorbell write is a signal of an eventfd, and signals that precede its read are merged
-/// (`shadowbell_memory::Signals`). A busy machine merges more.
+/// Number of doorbell writes that the driver counts and the controller does not. With shadow
+/// doorbells, a doorbell write signals an eventfd. Several signals are merged to one if the
+/// controller has not read the eventfd in between (`shadowbell_memory::Signals`), which is more
+/// frequent on a busy machine.
 fn merged_signals(row: &Row) -> u64 {
     let counts = row.driver_mmio_writes.zip(row.controller_mmio_writes);
     counts.map_or(0, |(driver, controller)| driver.saturating_sub(controller))

@@ -35,7 +35,7 @@ impl Server {
             .context("creating a temporary directory")?;
         let log = File::create(directory.path().join("log"))?;
         let mut command = Command::new(program);
-        // Without a supervisor, the server's CPU time is that of one process.
+        // Without a supervisor, the server is one process, whose CPU time is measured.
         command.args(["serve", "--no-supervisor"]).args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("socket"));
         command.arg("--control-socket").arg(directory.path().join("control"));

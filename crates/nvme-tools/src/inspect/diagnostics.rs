@@ -227,7 +227,7 @@ fn head_of(head: &PersistentEventLog) -> Fields {
     f
 }
 
-/// Timestamp of the Timestamp feature's format as text.
+/// Formats `timestamp`, which has the format of the Timestamp feature, as text.
 fn time(timestamp: u64) -> String {
     let timestamp = Timestamp::from_bits(timestamp);
     let seconds = timestamp.millis() / 1000;

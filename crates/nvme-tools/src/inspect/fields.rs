@@ -72,7 +72,7 @@ impl Fields {
         self.add(name, FieldValue::Line(value.to_string()))
     }
 
-    /// Adds an explanation of the last field, for text only.
+    /// Adds an explanation to the field that was added last, for text only.
     pub(super) fn meaning(&mut self, meaning: impl fmt::Display) -> &mut Self {
         if let Some((.., note)) = self.list.last_mut() {
             *note = meaning.to_string();

@@ -20,10 +20,7 @@ pub struct ListArgs {
     pub(crate) output: Output,
 }
 
-/// Runs the verb.
-///
-/// # Errors
-/// A controller cannot be attached; the first one ends the verb.
+/// A controller cannot be attached. The verb ends at the first such controller.
 pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let mut devices = Vec::new();
     let mut table =

@@ -1,5 +1,5 @@
-//! I/Os whose protection information is generated and checked by this program instead of being
-//! inserted and stripped by the controller (PRACT cleared).
+//! I/Os with PRACT cleared: this program generates and checks the protection information, and the
+//! controller neither inserts nor strips it.
 
 use super::io_source::{CheckSummary, IoSource};
 use super::pattern::Io;
@@ -63,7 +63,8 @@ impl<L> HostMetadata<L> {
         }
     }
 
-    /// Distance in bytes of consecutive blocks in an I/O's buffer, and block size without metadata.
+    /// Distance between the starts of consecutive blocks in an I/O's buffer, and block size without
+    /// metadata, both in bytes.
     fn steps(&self) -> (usize, usize) {
         let block = self.namespace.block_size() as usize;
         let extended = self.namespace.metadata().filter(|metadata| metadata.is_extended());

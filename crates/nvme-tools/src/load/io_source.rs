@@ -10,13 +10,15 @@ const DESCRIBED: usize = 8;
 /// Source of a job's I/Os. Monomorphized into the job's loop, so that a source without
 /// verification costs nothing.
 pub(super) trait IoSource: Send {
-    /// Returns the next I/O; `None` if there is none before other I/Os complete, or none at all.
+    /// Returns the next I/O. Returns `None` if all I/Os were returned, or if the next one has to
+    /// wait until an I/O in flight completes.
     fn next(&mut self) -> Option<Io>;
 
     /// Fills the buffer of a write.
     fn fill(&mut self, io: Io, buffer: &mut Buffer);
 
-    /// Submits an I/O, given as its command without metadata, its position, and its first block.
+    /// Submits an I/O. The tuple has its command (without metadata), its position, and its first
+    /// block.
     #[inline(always)]
     fn submit(
         &mut self,
@@ -33,9 +35,9 @@ pub(super) trait IoSource: Send {
     /// Called after the command in slot `slot` completed successfully.
     fn completed(&mut self, slot: usize, buffer: Option<&Buffer>);
 
-    /// Switches to the verification pass, in which [`next`](Self::next) reads each block to verify
-    /// once. Called after the run, with no I/O in flight. Returns false if there is no block to
-    /// verify.
+    /// Switches to the verification pass, in which [`next`](Self::next) returns one read for each
+    /// block that has to be verified. Called after the run, with no I/O in flight. Returns false if
+    /// no block has to be verified.
     fn read_back(&mut self) -> bool;
 
     /// Result of the verification; `None` without verification.
@@ -116,7 +118,7 @@ pub(super) struct Checked {
     checks: CheckSummary,
 }
 
-/// Sequence number of the last write of each block (0: none), with [`BUSY`].
+/// Element per block: sequence number of the last write (0: none), and the flag [`BUSY`].
 struct LastWrites(Box<[u32]>);
 
 /// Flag in an element of [`LastWrites`]: an I/O of the block is in flight.

@@ -119,7 +119,8 @@ impl<L: IoSource> Job<L> {
         })
     }
 
-    /// Submits an I/O for every free buffer, or every I/O that is due, and rings the doorbell.
+    /// Submits an I/O for every free buffer (in a paced job, only the I/Os that are due), and rings
+    /// the doorbell.
     pub(super) fn fill(&mut self) -> anyhow::Result<()> {
         if self.pace.is_some() {
             self.issue_due()?;
@@ -129,8 +130,8 @@ impl<L: IoSource> Job<L> {
         self.ring()
     }
 
-    /// Handles completions, and with `go` submits the same number of I/Os again. Returns the number
-    /// of completions.
+    /// Handles completions. If `go` is true, submits as many new I/Os, or in a paced job those that
+    /// are due. Returns the number of completions.
     #[inline]
     pub(super) fn turn(&mut self, go: bool) -> anyhow::Result<u64> {
         if self.pace.is_some() {
@@ -153,7 +154,7 @@ impl<L: IoSource> Job<L> {
                 self.issue_spare()?;
             }
             match self.batch {
-                // The driver may defer the doorbell write, because the next turn may add I/Os.
+                // The driver may defer the doorbell write, because the next call may add I/Os.
                 None if go => self.ring_in_time()?,
                 _ => self.ring()?,
             }
@@ -163,7 +164,7 @@ impl<L: IoSource> Job<L> {
         Ok(found as u64)
     }
 
-    /// Handles completions, and with `go` submits the I/Os that are due.
+    /// Handles completions. If `go` is true, submits the I/Os that are due.
     #[cold]
     fn paced_turn(&mut self, go: bool) -> anyhow::Result<u64> {
         let mut found = 0;
@@ -361,9 +362,10 @@ impl<L: IoSource> Job<L> {
         Ok(())
     }
 
-    /// Waits for the next start time while no I/O is in flight. A timer would be late by more than
-    /// an I/O takes, so the thread spins for the last [`SPIN_BEFORE_DUE`]. This CPU time counts as
-    /// the load generator's, not as the driver's.
+    /// Waits for the next start time while no I/O is in flight. A timer wakes the thread later than
+    /// requested, by more than the duration of an I/O, so the thread sleeps only until
+    /// [`SPIN_BEFORE_DUE`] before the start time, and then spins. The CPU time of spinning counts
+    /// as the load generator's, not as the driver's.
     fn wait_for_time(&mut self, limit: Duration) {
         let began = Instant::now();
         let slept = limit.saturating_sub(SPIN_BEFORE_DUE);
@@ -449,15 +451,16 @@ impl Mixed {
         Ok(Self { writes: 0, latencies: Directions { read: histogram()?, write: histogram()? } })
     }
 
-    /// Records the latency of an I/O with this stamp.
+    /// Records the latency of an I/O as that of a read or of a write, as bit [`WRITE`] of its
+    /// `stamp` (an element of `Job::stamps`) tells.
     fn record(&mut self, stamp: u64, latency: u64) {
         let Directions { read, write } = &mut self.latencies;
         if stamp & WRITE == 0 { read } else { write }.saturating_record(latency);
     }
 }
 
-/// Longest time to wait for a completion: `limit`, or less if the next I/O may start when it is due
-/// and is due before. An overdue I/O that waits for a buffer does not shorten the wait, because
+/// Longest time to wait for a completion: the time until the next I/O is due, but at most `limit`.
+/// Without a free buffer (`may_start` is false) it is `limit` even if an I/O is overdue, because
 /// only a completion frees a buffer.
 fn longest_wait(limit: Duration, may_start: bool, due: Option<Duration>) -> Duration {
     due.filter(|_| may_start).map_or(limit, |due| due.min(limit))

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 const POLLS: u32 = 64;
 /// Rounds without a completion before the thread checks for a stall and yields the CPU.
 const ROUNDS: u32 = 64;
-/// Longest sleep, and so the longest time until a job notices a change of the phase.
+/// Longest sleep. A job may notice the end of the warm-up or of the measurement with this delay.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
 /// Target number of latency samples per second and thread.
 const SAMPLES: f64 = 20_000.0;
@@ -58,7 +58,7 @@ impl Snapshot {
 
 /// Results of a thread.
 pub(super) struct ThreadReport {
-    /// Counters at the beginning of the measurement. `end` has those at its end.
+    /// Counters when the measurement began; `end` has the counters when it ended.
     pub(super) begin: Snapshot,
     pub(super) end: Snapshot,
     pub(super) latencies: Histogram<u64>,
@@ -260,8 +260,8 @@ impl Idle {
         self.since = None;
     }
 
-    /// Polls for a while, or sleeps. Returns true if there is no completion, and the caller must
-    /// check whether its jobs are finished.
+    /// Polls for a while, or sleeps. Returns false if a completion was found by polling. After
+    /// true, the caller has to check whether its jobs are finished.
     #[inline]
     fn poll<L: IoSource>(&mut self, jobs: &mut [Job<L>]) -> anyhow::Result<bool> {
         if self.sleeps {

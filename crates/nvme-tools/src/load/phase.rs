@@ -68,8 +68,8 @@ impl Phase {
         self.now.store(intervals | part, Ordering::Relaxed);
     }
 
-    /// Number of calls of [`reach`](Self::reach). On a busy machine, threads notice a change of the
-    /// phase with a considerable delay.
+    /// Number of calls of [`reach`](Self::reach). The schedule waits for it after a change of the
+    /// phase, because threads may notice the change late on a busy machine.
     pub(super) fn reached(&self) -> usize {
         self.reached.load(Ordering::Acquire) as usize
     }

@@ -331,7 +331,8 @@ fn summarise(
     Ok(Outcome { row, bad_blocks, timeline: Timeline::of(queues)?, directions, usage })
 }
 
-/// Separates the results of reads and writes: all of one direction, or those of a mixed workload.
+/// Separates the results of reads and writes. Without a mixed workload, all results are of one
+/// direction.
 fn split_directions(
     config: &LoadConfig,
     commands: u64,

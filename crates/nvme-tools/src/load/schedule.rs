@@ -84,7 +84,8 @@ pub(super) fn run_schedule(
         }
         let now = Instant::now();
         if ended != 0 && config.number_ios.is_none() {
-            // A thread that ended before it was stopped has failed.
+            // Without a fixed number of I/Os, only a thread that has failed ends before it is
+            // stopped.
             step = stop(server);
         }
         let left = |since: Instant, time: Duration| time.saturating_sub(now - since);
@@ -175,7 +176,7 @@ pub(super) struct Pace {
     rate: u64,
     /// Start time of the next I/O; `None` before the first.
     due: Option<u64>,
-    /// Rounding error of `due`, in nanoseconds times the rate.
+    /// Fraction of a nanosecond by which `due` is too early, in units of `1 / rate` ns.
     rest: u64,
 }
 

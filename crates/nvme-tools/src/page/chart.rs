@@ -65,7 +65,7 @@ impl Ranged for Decades {
         if hint.weight().allow_light_points() || self.high - self.low > 3 {
             return tens.collect();
         }
-        // An axis of few powers of ten also has ticks at 2 and 5 times each.
+        // An axis of few powers of ten also has ticks at 2 and 5 times each power.
         let between = |ten: f64| [ten, ten + 2f64.log10(), ten + 5f64.log10()];
         tens.flat_map(between).filter(|place| *place <= f64::from(self.high)).collect()
     }
@@ -150,8 +150,8 @@ pub(super) struct Line<'a> {
 }
 
 impl Line<'_> {
-    /// Corner points of the line as steps. A value lasts until the next interval begins, because
-    /// the intervals of several queues have slightly different lengths.
+    /// Corner points of the line as steps. The queues' intervals differ slightly in length, so a
+    /// value is drawn until the next interval begins.
     fn steps(&self, intervals: &[Interval]) -> Vec<(f64, f64)> {
         let starts = intervals.iter().skip(1).map(|next| next.start);
         let ends = starts.chain(intervals.last().map(|last| last.start + last.seconds));

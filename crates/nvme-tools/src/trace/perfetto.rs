@@ -94,8 +94,8 @@ impl Track {
     }
 }
 
-/// Run of records of commands seen, or of completions posted, that no other record of the I/O
-/// thread interrupts. Drawn as one slice.
+/// Consecutive records of an I/O thread that are all of one kind (command seen, or completion
+/// posted) and of one queue. Drawn as one slice.
 struct Run {
     worker: Option<u16>,
     track: Track,
@@ -137,7 +137,8 @@ struct TimeLine {
     first_ring: HashMap<u16, (u64, Track)>,
     /// I/O thread of each queue.
     owners: HashMap<(u16, Queue), u16>,
-    /// Time of the first command or new shadow value of a queue since its last fetch.
+    /// Time at which the first command or new shadow value was seen after the last fetch from the
+    /// queue.
     first_seen: HashMap<(u16, Queue), u64>,
     /// Interrupt vector of each completion queue.
     vectors: HashMap<(u16, Queue), u16>,
@@ -399,7 +400,8 @@ impl TimeLine {
         run
     }
 
-    /// Ends the runs of the I/O thread `worker` at all queues except `but`, its current queue.
+    /// Ends the runs of the I/O thread `worker` at all queues except `but`, the queue of the
+    /// current record.
     fn end_runs(&mut self, worker: Option<u16>, but: Option<(u16, Queue)>) {
         let over = |(queue, run): (&(u16, Queue), &Run)| {
             (run.worker == worker && Some(*queue) != but).then_some(*queue)

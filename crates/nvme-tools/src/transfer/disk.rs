@@ -12,7 +12,7 @@ const CHUNK: u64 = 1 << 20;
 /// Granularity of zero detection: the cluster size of qcow2 images and a multiple of file system
 /// blocks.
 const PIECE: usize = 64 << 10;
-/// Largest hole that is one piece of a stream, in bytes.
+/// Longest [`Piece::Zeroes`] in bytes. A longer hole is divided.
 const HOLE: u64 = 1 << 30;
 /// Largest number of allocated ranges that one query returns.
 const RANGES: usize = 255;
@@ -154,8 +154,9 @@ impl Map {
         is_there.then(|| Self { admin, nsid, block, ranges: VecDeque::new(), known: 0 })
     }
 
-    /// Allocation state and length of the extent at byte `at`, cut off at `end` (both multiples of
-    /// the block size). `None` if the controller does not report it.
+    /// Returns whether the extent at byte `at` is allocated, and its length up to `end` at most
+    /// (`at` and `end` are multiples of the block size). `None` if the controller does not report
+    /// it.
     fn extent_at(&mut self, at: u64, end: u64) -> Option<(bool, u64)> {
         if at >= self.known {
             let blocks = at / self.block..end / self.block;
@@ -369,8 +370,8 @@ impl DiskWriter {
                 len -= now;
                 continue;
             }
-            // Zeroes that are no whole block are buffered: up to the end of the block, or without
-            // Write Zeroes up to that of the request.
+            // Zeroes that are less than a block are buffered up to the end of the block. Without
+            // Write Zeroes, all zeroes are buffered, up to the end of the request.
             let room = if has_zeroes { block - collected % block } else { chunk - collected };
             let now = len.min(room);
             self.collected.resize(usize::try_from(collected + now)?, 0);
@@ -383,8 +384,8 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Writes the rest, waits for all commands, and flushes. The bytes of the last block after the
-    /// stream are preserved.
+    /// Writes the buffered bytes, waits for all commands, and flushes. If the stream ends within a
+    /// block, the following bytes of this block are preserved.
     pub(super) fn finish(mut self) -> anyhow::Result<()> {
         let block = usize::try_from(self.port.block())?;
         let odd = self.collected.len() % block;
@@ -420,7 +421,9 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Kind (true if all zero) and length of the first run of pieces of the same kind.
+    /// Divides `bytes` into pieces of [`PIECE`] bytes. Returns true if the first piece has only
+    /// zeroes, and the total length of the first piece and the following ones of the same kind
+    /// (zeroes or data).
     fn run(&self, bytes: &[u8]) -> (bool, usize) {
         if !self.port.namespace.optional_commands().write_zeroes() {
             return (false, bytes.len());
@@ -452,7 +455,8 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Zeroes whole blocks with deallocation, so that holes of the source need no storage.
+    /// Zeroes the next `len` bytes, which are whole blocks, and permits the controller to
+    /// deallocate them, so that holes of the source need no storage in the destination.
     fn send_zeroes(&mut self, len: u64) -> anyhow::Result<()> {
         while self.in_flight >= self.depth {
             self.reap()?;
@@ -474,7 +478,7 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Reads a block after all commands in flight have ended.
+    /// Waits for all commands in flight, and then reads the block at byte `offset`.
     fn read_block(&mut self, offset: u64) -> anyhow::Result<Vec<u8>> {
         while self.in_flight > 0 {
             self.reap()?;

@@ -287,7 +287,8 @@ fn copy_stream(
     let mut done = 0;
     while let Some(read) = reader.next()? {
         if stop.load(Ordering::Relaxed) {
-            // `done` includes commands in flight, so they are completed.
+            // `done` includes the writes in flight. They have to complete before the message is
+            // true.
             writer.finish()?;
             bail!("interrupted: {destination} has the first {done} of {bytes} bytes");
         }

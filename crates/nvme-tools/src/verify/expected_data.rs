@@ -12,7 +12,8 @@ const BUSY: u32 = 1 << 31;
 /// Entry of a block with unknown content: not written yet, or changed by a failed command.
 const UNKNOWN: u32 = 0;
 const ZEROES: u32 = 1;
-/// Sequence number of the first write. The entry of a written block is the number of its write.
+/// Sequence number of the first write. The entry of a written block is the sequence number of its
+/// last write.
 const FIRST: u32 = 2;
 
 /// Kind of a command.

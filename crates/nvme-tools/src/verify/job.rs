@@ -134,7 +134,8 @@ impl Job {
         self.keep_full(&mut |job| job.expected.read_back().map_or(Next::Nothing, Next::Command))
     }
 
-    /// Keeps the queue full of commands from `next`, until there are none left or in flight.
+    /// Keeps the queue full of commands from `next`. Ends when `next` has no more commands and none
+    /// is in flight.
     fn keep_full(&mut self, next: &mut dyn FnMut(&mut Self) -> Next) -> anyhow::Result<()> {
         let mut last = Instant::now();
         loop {
@@ -159,8 +160,8 @@ impl Job {
                 return self.is_empty();
             }
             let _ = self.queue.wait(Some(Instant::now() + LONGEST_SLEEP))?;
-            // Bounded by the number of slots: the completion of a resubmitted command is handled in
-            // the next turn.
+            // Bounded by the number of slots: a command that is submitted again here may complete
+            // at once, and is then handled by the next iteration of the outer loop.
             for _ in 0..self.in_flight.len() {
                 let Some(completion) = self.queue.pop() else { break };
                 last = Instant::now();
@@ -272,7 +273,7 @@ impl Job {
 /// Next step of a job.
 enum Next {
     Command(Op),
-    /// A command can be drawn after others have completed.
+    /// No command can be drawn until others have completed.
     Later,
     Nothing,
 }

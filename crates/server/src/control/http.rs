@@ -5,14 +5,14 @@
 //! connections, an idle one is closed for a new one.
 //!
 //! hyper implements the protocol; this module sets the limits. A client of the control socket runs
-//! as our user or as root, but may still be slow or faulty. All clients together have [`CLIENTS`]
-//! connections. A client has the time [`HEAD`] to send the head of a request, the same time for the
-//! body, and [`CONNECTION`] until it has read all responses. After that the connection is closed.
-//! Further clients wait in the listen queue.
+//! as our user or as root, but may still be slow or faulty. All clients of a socket together may
+//! have [`CLIENTS`] connections. A client has the time [`HEAD`] to send the head of a request, the
+//! same time for the body, and [`CONNECTION`] until it has read all responses. Then the connection
+//! is closed. Further clients wait in the listen queue.
 //!
-//! At an upgrade, each request is answered. The next process gets the connections of which nothing
-//! was read. Requests in execution have the time [`LEAVE`] to end; those that take longer are
-//! answered by 503 Service Unavailable.
+//! At an upgrade, the next process gets the connections of which nothing was read. Requests in
+//! execution have the time [`LEAVE`] to end; those that take longer are answered by 503 Service
+//! Unavailable. So each request is answered.
 
 use super::handlers::{Answer, Body, Request as HandlerRequest};
 use super::routes::{self, Via};

@@ -82,7 +82,7 @@ pub(super) struct ControlListeners {
     metrics_clients: Vec<OwnedFd>,
     /// Address of the metrics socket, if this process has created it.
     metrics_at: Option<SocketAddr>,
-    /// Time at which the counters began.
+    /// Time at which counting began.
     began: Instant,
     /// Number of records per I/O thread of the in-memory trace, if one was on.
     tracing: Option<u32>,
@@ -119,7 +119,7 @@ pub(super) struct SavedControl {
     /// socket.
     #[serde(default)]
     clients: [Vec<FdRef>; 2],
-    /// Nanoseconds since the counters began.
+    /// Nanoseconds since counting began.
     elapsed: u64,
     /// Log filter, if it was changed at run time.
     log_filter: Option<String>,

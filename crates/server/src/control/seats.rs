@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::Notify;
 
-/// Limit of the connections at one socket. Each connection holds one of `limit` seats.
+/// Methods that the path supports. `None` if the path does not exist.
 pub(super) struct Seats {
     limit: usize,
     /// Seats of the current connections, the oldest first.

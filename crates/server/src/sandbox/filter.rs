@@ -58,8 +58,8 @@ fn name_of(number: usize) -> Option<&'static str> {
     Sysno::new(number).map(|call| call.name())
 }
 
-/// Returns the argument rules of a system call, of which one must match. Without rules, all
-/// arguments are permitted.
+/// Returns the argument rules of a system call. The arguments have to match at least one of the
+/// rules. Without rules, all arguments are permitted.
 fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::BackendError> {
     let is = |argument, value| SeccompCondition::new(argument, Len::Dword, Op::Eq, value);
     let is_not = |argument, value| SeccompCondition::new(argument, Len::Dword, Op::Ne, value);

@@ -28,7 +28,8 @@ static OPENING: OnceLock<Opening> = OnceLock::new();
 /// Opener of images that uses the connection to the supervisor.
 struct BySupervisor(&'static Opening);
 
-/// Sets the open broker, at the other end of this socket, that opens all further images.
+/// Sets the open broker, which is at the other end of `socket`. From now on the broker opens all
+/// images.
 pub(super) fn begin(socket: OwnedFd) {
     let opening = OPENING.get_or_init(|| Opening::over(socket));
     open_images_by(Box::new(BySupervisor(opening)));

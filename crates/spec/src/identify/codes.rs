@@ -24,9 +24,10 @@ pub mod cns {
     pub const CSI_ACTIVE_NAMESPACES: u8 = 0x07;
     /// I/O command set independent namespace.
     pub const INDEPENDENT_NAMESPACE: u8 = 0x08;
-    /// Namespace of a user data format.
+    /// Capabilities of namespaces with the user data format of a given index.
     pub const FORMAT_NAMESPACE: u8 = 0x09;
-    /// I/O command set specific namespace of a user data format.
+    /// I/O command set specific capabilities of namespaces with the user data format of a given
+    /// index.
     pub const CSI_FORMAT_NAMESPACE: u8 = 0x0a;
     /// Allocated namespace identifiers greater than NSID.
     pub const ALLOCATED_NAMESPACES: u8 = 0x10;

@@ -249,7 +249,7 @@ pub struct Fna {
     pub sens: bool,
     /// Cryptographic erase is supported.
     pub cryes: bool,
-    /// NSID FFFFFFFFh is not supported.
+    /// Format NVM with NSID FFFFFFFFh is not supported.
     pub bcnsid: bool,
     #[bits(4)]
     __: u8,

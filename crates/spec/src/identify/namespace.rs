@@ -88,7 +88,8 @@ pub struct Dps {
     /// Protection Information Type: 0 none, 1 to 3 the type.
     #[bits(3)]
     pub pit: u8,
-    /// Protection Information Position: the first bytes of the metadata.
+    /// Protection Information Position: true for the first bytes of the metadata, false for the
+    /// last.
     pub pip: bool,
     #[bits(4)]
     __: u8,
