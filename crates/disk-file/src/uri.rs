@@ -95,11 +95,11 @@ impl FileSpec {
 }
 
 /// Recovers the disk `spec` of a dead process, which opened it by the same specification and stored
-/// `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead process can
-/// reach the disk any more. Calls `wait` repeatedly until then.
+/// `state` as its [checkpoint](Disk::checkpoint). Returns only when no request of the dead process
+/// can reach the disk any more. Until then, calls `wait` repeatedly.
 ///
-/// # Errors
-/// [`OpenError`] if the disk has been replaced; [`OpenError::Busy`] if `wait` gives up.
+/// # Errors [`OpenError`] if the disk has been replaced; [`OpenError::Busy`] if `wait` ends the
+/// waiting.
 pub fn recover(
     spec: &str,
     state: &serde_json::Value,
@@ -110,7 +110,8 @@ pub fn recover(
         Parsed::File(FileSpec { path, options }) => {
             Arc::new(FileDisk::recover(&path, &options, state, fds, wait)?)
         }
-        // No fence is needed: requests to these disks ended with their process.
+        // No fence is needed: the process itself executed the requests to these disks, so they
+        // ended with it.
         Parsed::Mem { size, block_size, read_only } => {
             let form = (size / u64::from(block_size), block_size, read_only);
             let refused = |why| OpenError::NotThatDisk { disk: spec.to_owned(), why };

@@ -1,7 +1,7 @@
 //! Allocation state of an export, by `NBD_CMD_BLOCK_STATUS`.
 //!
-//! The command uses a connection of the queues, like other requests. It waits while the server is
-//! unavailable, and after a restart of the server it is sent only after the replay.
+//! The command uses a connection of the queues, like other requests. While the server is
+//! unavailable, the command waits. It is not sent before the unflushed writes were replayed.
 
 use crate::connections::Connections;
 use crate::link::Link;
@@ -14,7 +14,7 @@ use shadowbell_nbd::wire::{Reader, allocation, command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Timeout of a reply. After it, the rest of the range counts as data.
+/// Maximum time to wait for a reply. Bytes without a reply are then reported as data.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum bytes per command.
 const RANGE: u64 = 1 << 30;
@@ -98,7 +98,8 @@ fn extents(data: &[u8]) -> Vec<Extent> {
     found
 }
 
-/// Reports the allocation state of the export. Parts without a reply count as data.
+/// Reports the allocation state of the export. Bytes for which the server gives no reply are
+/// reported as data.
 pub(crate) fn report_extents(
     connections: &Connections,
     offset: u64,

@@ -13,8 +13,8 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Maximum time for which data stay unacknowledged or keepalive probes unanswered. Then the kernel
-/// closes the connection.
+/// Time after which the kernel closes a connection whose data are not acknowledged or whose
+/// keepalive probes are not answered.
 const SILENCE: Duration = Duration::from_secs(20);
 const PROBE: Duration = Duration::from_secs(5);
 
@@ -52,7 +52,8 @@ fn tcp(address: &SocketAddr, deadline: Instant, stop: &EventFd) -> io::Result<St
     finish(&socket, connect(&socket, address), deadline, stop)?;
     // Nagle's algorithm is disabled, because it would delay small requests.
     sockopt::set_tcp_nodelay(&socket, true)?;
-    // Keepalive detects an unreachable host while requests wait for replies.
+    // Without keepalive, an unreachable server would not be detected while only replies are
+    // awaited.
     sockopt::set_socket_keepalive(&socket, true)?;
     sockopt::set_tcp_keepidle(&socket, PROBE)?;
     sockopt::set_tcp_keepintvl(&socket, PROBE)?;

@@ -23,10 +23,10 @@ pub(crate) struct Connections {
     pub(crate) connector: Connector,
     pub(crate) shared: Arc<Shared>,
     pub(crate) links: Box<[Mutex<Link>]>,
-    /// Properties from the first handshake. Later connections must offer at least the same
-    /// features.
+    /// Properties of the export in the first handshake. A new connection must offer at least the
+    /// features that this disk uses.
     pub(crate) first: Export,
-    /// Maximum data of one subrequest, in bytes.
+    /// Maximum length of the data of one subrequest, in bytes.
     pub(crate) part: u32,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Connector {
 }
 
 impl Connector {
-    /// Prepares connecting to the server of `spec`. Loads the certificates.
+    /// Creates the parameters for connections to the server of `spec`. Loads the TLS certificates.
     ///
     /// # Errors
     /// [`OpenError::Certificates`].

@@ -1,6 +1,7 @@
 //! Received bytes of a read, whose chunks may arrive in any order.
 
-/// Maximum number of separate ranges. No reasonable server needs more.
+/// Maximum number of separate ranges. A reply that needs more is refused; no reasonable server
+/// sends one.
 const MAX_PIECES: usize = 256;
 
 /// Separate ranges of bytes, in order.

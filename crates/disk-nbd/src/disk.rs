@@ -51,13 +51,13 @@ impl NbdDisk {
     }
 
     /// Recovers the disk of a dead process, which opened it by the same specification and stored
-    /// `state` as its [checkpoint](Disk::checkpoint). Returns after the time `settle`, when no
-    /// request of the dead process can reach the export any more; at once if that process
-    /// `has_quiesced`. Calls `wait` repeatedly until then, and while the server is unavailable.
+    /// `state` as its [checkpoint](Disk::checkpoint). If the process `has_quiesced` or the disk is
+    /// read-only, connects at once. Otherwise first waits for the time `settle`, after which no
+    /// request of the dead process can reach the export any more. Calls `wait` repeatedly during
+    /// that time, and while the server is unavailable.
     ///
-    /// # Errors
-    /// [`OpenError`] if the export has been replaced, if the disk is writable and has no `settle`,
-    /// or if `wait` gives up.
+    /// # Errors [`OpenError`] if the export has been replaced, if the disk is writable and has no
+    /// `settle`, or if `wait` ends the waiting.
     pub fn recover(
         spec: &NbdSpec,
         state: &Value,
@@ -273,7 +273,8 @@ impl Disk for NbdDisk {
         let connections = self.connections();
         let disk = self.name();
         let mut there = self.export().size;
-        // Open connections do not report a new size, so the size is queried on a new connection.
+        // A server reports a new size only in a new handshake, so the size is queried on a new
+        // connection.
         if there == self.info.bytes() || bytes.is_some_and(|bytes| bytes > there) {
             match connections.connector.query_export(&connections.shared.stop) {
                 Ok(export) => there = export.size,

@@ -85,9 +85,9 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// True if no server accepts connections at the address, or it closes new ones at once, as a
-    /// server that ends does. Other errors, such as a full table of open files, are not caused by
-    /// the server's end.
+    /// True if the error is typical for a server that is shutting down: no server accepts
+    /// connections at the address, or it closes a new connection at once. False for errors with
+    /// other causes, such as a full table of open files in this process.
     pub(crate) fn is_absence(&self) -> bool {
         use io::ErrorKind::{ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
         match self {

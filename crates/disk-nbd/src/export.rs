@@ -53,9 +53,9 @@ impl Export {
         sane
     }
 
-    /// Names a feature that `before` has and this export lacks, and that a disk with subrequests of
-    /// up to `part` bytes on `connections` connections needs. `None` if this export can replace
-    /// `before`.
+    /// Checks if this export can replace `before` for a disk with subrequests of up to `part` bytes
+    /// on `connections` connections. Returns `None` if so, and otherwise the name of a missing
+    /// feature.
     pub(crate) fn lacks(
         &self,
         before: &Self,

@@ -26,8 +26,8 @@ const WINDOW: usize = 256;
 const WINDOW_BYTES: usize = 16 << 20;
 /// Maximum number of requests per system call that sends.
 const BATCH: usize = 64;
-/// Number of protocol violations after which a request fails. Each of them has ended the connection
-/// while the request was in flight.
+/// Number of protocol violations after which a request fails. Only violations while the request was
+/// in flight count; each has ended the connection.
 const MAX_BREAKS: u32 = 4;
 /// Maximum number of free buffers to keep, for each size.
 const MAX_POOLED_BUFFERS: usize = 64;

@@ -54,13 +54,13 @@ struct Tracing {
 /// is started when it is claimed for the first time.
 pub const CLAIMABLE: usize = 64;
 
-/// Maximum number of shared I/O threads: thread indexes, including claimable threads, fit in a
-/// byte.
+/// Maximum number of shared I/O threads. The indexes of shared and claimable threads, plus 1, must
+/// fit in a byte.
 pub const MAX_WORKERS: usize = u8::MAX as usize - 1 - CLAIMABLE;
 
 struct Handle {
     mailbox: Arc<Mailbox>,
-    /// Number of queues on this thread, for placing the next queue.
+    /// Number of queues on this thread. A new queue is assigned to the thread with the fewest.
     load: AtomicUsize,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -139,10 +139,10 @@ impl Pool {
         Self(Arc::new(Workers { handles, shared, polling, spare, control, tracing }))
     }
 
-    /// Creates a pool with one I/O thread's work but without the thread: it works only when the
-    /// caller calls [`Turns::turn`]. Admin commands run on the thread that writes the admin
-    /// doorbell; if that write starts a series of admin commands, the rest of the series runs in
-    /// the next turn. For programs with their own event loop, and for deterministic tests.
+    /// Creates a pool without threads, for programs with their own event loop and for deterministic
+    /// tests. The work of its only I/O thread is done when the caller calls [`Turns::turn`]. Admin
+    /// commands run on the thread that writes the admin doorbell. If one such write starts a series
+    /// of admin commands, the rest of the series runs in the next call of [`Turns::turn`].
     ///
     /// The caller decides when to sleep. So `polling` determines only how long interrupts are held.
     ///
@@ -186,8 +186,7 @@ impl Pool {
         let Some((index, place)) = places.find(|(_, place)| place.get().is_none()) else {
             return Ok(None);
         };
-        // No other thread starts this I/O thread at the same time, because the lock of `spare` is
-        // held.
+        // The lock of `spare` is held, so only this call can start the thread `index`.
         let handle = Handle::start(index, None, *polling)?;
         let ring = tracing.file.lock().as_ref().and_then(|file| file.worker(index as u16));
         if let Some(ring) = ring {
@@ -200,7 +199,8 @@ impl Pool {
         Ok(Some(index))
     }
 
-    /// Returns a [claimed](Self::claim) thread to the pool. It sleeps until it is claimed again.
+    /// Returns a [claimed](Self::claim) thread to the pool. The thread sleeps until it is claimed
+    /// again.
     pub(crate) fn release_claimed(&self, worker: usize) {
         self.0.spare.lock().push(worker);
     }
@@ -229,23 +229,23 @@ impl Pool {
     /// Records every doorbell decision in `file` from now on. An earlier trace ends. A file can be
     /// used only once: a second call with the same file has no effect.
     pub fn trace(&self, file: &Arc<TraceFile>) {
-        // This lock excludes concurrent claims of threads, and concurrent starts or ends of a
-        // trace.
+        // While this lock is held, no thread is claimed, and no other call starts or ends a trace.
         let _spare = self.0.spare.lock();
         let Some(control) = file.control() else { return };
         *self.0.tracing.control.lock() = Some(control);
         *self.0.tracing.file.lock() = Some(Arc::clone(file));
         self.0.tracing.on.store(true, Relaxed);
         for (index, place) in self.0.handles.iter().enumerate() {
-            // If the file has no ring for a thread, this ends the recording in the thread's earlier
-            // ring.
+            // If `file` has no ring for a thread, the message contains `None`, which ends an
+            // earlier trace of the thread.
             if let Some(handle) = place.get() {
                 handle.mailbox.send(Message::Trace(file.worker(index as u16)));
             }
         }
     }
 
-    /// Ends the trace. Work in progress may still write records to the file during this call.
+    /// Ends the trace. A thread may still write records until it has handled the message, which can
+    /// be after this call.
     pub fn end_trace(&self) {
         let _spare = self.0.spare.lock();
         self.0.tracing.on.store(false, Relaxed);
@@ -331,8 +331,7 @@ impl Pool {
         self.0.polling.hold_limit()
     }
 
-    /// Removes a queue from the load of `worker`, to which [`assign_queue`](Self::assign_queue) has
-    /// added it.
+    /// Removes one queue from the load of I/O thread `worker`.
     pub(crate) fn unassign_queue(&self, worker: usize) {
         if let Some(handle) = self.handle(worker) {
             let _ = handle.load.fetch_update(Relaxed, Relaxed, |load| load.checked_sub(1));
@@ -349,7 +348,8 @@ impl Pool {
         self.handle(worker).map_or(Duration::ZERO, |handle| handle.mailbox.busy.awake())
     }
 
-    /// Number that changes while any I/O thread is awake.
+    /// Total time in nanoseconds that the I/O threads have been awake. If two values are equal, all
+    /// threads have slept in between.
     #[must_use]
     pub fn activity(&self) -> u128 {
         let all = self.0.handles.iter().filter_map(OnceLock::get);
@@ -402,10 +402,12 @@ impl Drop for Workers {
     }
 }
 
-/// I/O thread's work of a [driven](Pool::driven) pool, done by the thread that created the pool.
+/// Work of the I/O thread of a [driven](Pool::driven) pool, which the thread that created the pool
+/// executes.
 ///
-/// Requests of the control plane to the worker (queue creation, release of memory) are handled in
-/// turns, too. To wait for such a request on the same thread is a deadlock.
+/// Requests of the control plane to the worker (queue creation, release of memory) are also handled
+/// by [`turn`](Self::turn). So the calling thread must not block until such a request has been
+/// handled: that would be a deadlock.
 pub struct Turns {
     worker: Worker,
     control: ControlThread,
@@ -414,8 +416,8 @@ pub struct Turns {
 }
 
 impl Turns {
-    /// Handles messages, then makes one pass over every queue: fetches, executes, posts, raises
-    /// interrupts. Returns true if there was work.
+    /// Handles messages, then makes one pass over every queue: fetches and executes commands, posts
+    /// completions and raises interrupts. Returns true if there was work.
     pub fn turn(&mut self) -> bool {
         if self.stopped {
             return false;
@@ -436,8 +438,8 @@ impl Turns {
         self.worker.sleep(self.control.has_polls().then_some(MAPPED_POLL))
     }
 
-    /// Returns and resets the maximum number of waiting control plane messages. For fuzz targets,
-    /// which check that it is bounded.
+    /// Returns and resets the highest number of messages to the I/O thread that were waiting at
+    /// once. Fuzz targets check that this number is bounded.
     #[doc(hidden)]
     pub fn max_messages(&mut self) -> usize {
         self.worker.max_messages()

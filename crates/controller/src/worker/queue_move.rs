@@ -54,11 +54,11 @@ impl Opening {
 /// Pending move of a controller's queues to another I/O thread.
 pub(crate) struct Departure {
     pub(crate) to: Destination,
-    /// Latch that is released on arrival.
+    /// Latch that is released when the queues have arrived at the destination.
     pub(crate) latch: Latch,
 }
 
-/// I/O thread to which queues move.
+/// Destination of a queue move: an I/O thread, or a [`Stopover`] on the way to one.
 #[derive(Clone)]
 pub(crate) struct Destination {
     /// Index of the thread in the pool.
@@ -88,11 +88,11 @@ pub(crate) struct Relocated {
     pub(super) lost_memory_reported: bool,
     /// Recovered commands that are executed again after the arrival.
     pub(super) inheritance: Inheritance,
-    /// Latch that is released on arrival.
+    /// Latch to release when the queues have arrived. `None` if the queues were restored.
     pub(super) latch: Option<Latch>,
 }
 
-/// Context in which the queues of a controller are restored.
+/// Parts of a controller that are needed to restore its queues.
 pub(crate) struct Restoring<'a> {
     pub(crate) shared: &'a Arc<ControllerShared>,
     pub(crate) control: &'a ControlHandle,
@@ -119,7 +119,7 @@ impl Relocated {
         &self.control
     }
 
-    /// Serializes the queues, which were served by `worker`.
+    /// Serializes the queues. `worker` is the I/O thread that has served them.
     ///
     /// # Errors
     /// An OS error: no more descriptors.
@@ -155,7 +155,7 @@ impl Relocated {
     }
 
     /// Restores saved queues for `worker`; `None` if the saved state is invalid. The queues have no
-    /// arrival latch, because it could be mistaken for the latch of a later move.
+    /// latch for their arrival, because its release could be mistaken for that of a later move.
     pub(crate) fn restore(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
@@ -165,8 +165,8 @@ impl Relocated {
         let Some(queues) = Self::restore_queues(saved, doorbell_eventfds, with) else {
             return Ok(None);
         };
-        // The positions are written at once, because this process may crash before the I/O thread
-        // has received the queues.
+        // The queue positions are written to the journal here and not by the I/O thread, because
+        // this process may crash before the thread has received the queues.
         if let Some(part) = with.shared.journal_part(worker, with.opening.generation)? {
             queues.sqs.iter().flatten().for_each(|sq| sq.write_down(&part, 0));
             queues.cqs.iter().flatten().for_each(|cq| cq.write_down(&part));
@@ -228,9 +228,9 @@ impl Relocated {
         }
     }
 
-    /// Restores the queues of a dead process, with positions from its `journal`; `None` if the
-    /// saved state is invalid. `worker` will serve them. `others` is the number of commands of
-    /// other queues that `worker` has to execute again.
+    /// Restores the queues of a dead process for the I/O thread `worker`, with the positions in the
+    /// `journal` of that process. `None` if the saved state is invalid. `others` is the number of
+    /// recovered commands of other queues that `worker` has to execute again.
     pub(crate) fn recover(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
@@ -275,8 +275,9 @@ impl Relocated {
             let mut commands = journal.take(saved_sq.qid, state.0);
             let mut crashes = journal.crashes_with(saved_sq.qid, sq.fetched);
             if crashes >= DEADLY {
-                // Too many processes have crashed with the next command, so it has to fail. It is
-                // taken out of the queue here. If it were fetched normally, it would be executed.
+                // Too many processes have crashed while they started the next command, so it is
+                // completed with an error. It is fetched here as a recovered command, because a
+                // normal fetch would execute it.
                 let (sqid, count) = (saved_sq.qid, sq.fetched);
                 let fetched = sq.fetch();
                 let decision = None;
@@ -297,8 +298,8 @@ impl Relocated {
             sqs.push(Some(sq));
             let before = replays.len();
             for command in commands {
-                // All recovered commands of one I/O thread share the thread's record table, so they
-                // are numbered across queues.
+                // The journal records of all recovered commands of an I/O thread are in one table,
+                // so the commands are numbered across its queues.
                 let nth = others + records;
                 records += 1;
                 let reserved_slot =
@@ -308,8 +309,8 @@ impl Relocated {
             replays.iter().skip(before).for_each(Replay::isolate_suspects);
         }
         if let Some(part) = &part {
-            // The counts of completions start at 0: they cover only completions that this process
-            // posts.
+            // The counts of posted completions start at 0, because they count only those of this
+            // process.
             sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part, 0));
             cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
             for suspect in suspects.iter().filter(|suspect: &&SuspectQueue| suspect.crashes != 0) {
@@ -331,7 +332,7 @@ impl Relocated {
     }
 }
 
-/// Holds the queues of a quiesced controller until they return to their I/O thread or are
+/// Holder of the queues of a quiesced controller, until they return to their I/O thread or are
 /// serialized for another process.
 pub(crate) struct Stopover {
     home: Destination,
@@ -339,12 +340,12 @@ pub(crate) struct Stopover {
 }
 
 impl Stopover {
-    /// Creates an empty stopover for queues that `home` serves.
+    /// Creates an empty stopover for queues that are served by `home` now.
     pub(crate) fn new(home: Destination) -> Arc<Self> {
         Arc::new(Self { home, queues: Mutex::default() })
     }
 
-    /// Creates a stopover that holds queues which `home` will serve.
+    /// Creates a stopover with restored queues, which will be sent to `home`.
     pub(crate) fn with_queues(home: Destination, queues: Relocated) -> Arc<Self> {
         Arc::new(Self { home, queues: Mutex::new(Some(Box::new(queues))) })
     }
@@ -356,7 +357,7 @@ impl Stopover {
         Destination { worker: self.home.worker, arrivals }
     }
 
-    /// Index of the I/O thread that has served the queues.
+    /// Index of the I/O thread to which the queues return.
     pub(crate) fn worker(&self) -> usize {
         self.home.worker
     }

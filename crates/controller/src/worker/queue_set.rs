@@ -3,8 +3,7 @@
 //! # Queue override
 //!
 //! An override is another implementation that serves a controller's queues; fault injection uses
-//! it. If there is none, the check for it costs little: one test of an empty `Option` per batch of
-//! commands.
+//! it. Without an override, the cost is one test of an empty `Option` per batch of commands.
 
 pub(crate) use crate::journal::BURST;
 
@@ -29,12 +28,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
-/// Prefetch distance of submission queue entries, in commands. It is long enough for the cache line
-/// to arrive in time, and so short that few lines of a short queue are fetched unnecessarily.
+/// Prefetch distance of submission queue entries, in commands. It is long enough for a cache line
+/// to arrive before it is read, and short enough that few lines are prefetched in vain.
 const AHEAD: u32 = 4;
 
-/// Completions per batch while more commands wait: four cache lines, which the host processes in
-/// parallel with the next batch.
+/// Maximum number of completions to post at once while more commands wait: four cache lines. The
+/// host can process them while this thread executes the next commands.
 const POST_AFTER: u32 = 16;
 
 /// State cell of an I/O thread's sleeper.
@@ -98,7 +97,7 @@ impl QueueSet {
     }
 
     /// Variant of [`poll_tail`](Self::poll_tail) for a queue whose commands are fetched one at a
-    /// time.
+    /// time (`careful`), because a command may have crashed an earlier process.
     pub(crate) fn poll_tail_of_one(
         &mut self,
         index: usize,
@@ -110,8 +109,8 @@ impl QueueSet {
         tail
     }
 
-    /// Fetches a single command of a queue that has at least one. Before it starts the command, it
-    /// writes to the journal that this command is being started and that `crashes` processes have
+    /// Fetches and starts a single command of a queue, which must have at least one. Before that,
+    /// writes to the journal that the command is being started, and that `crashes` processes have
     /// crashed with it. Returns 0 if there was no room for the command's completion.
     pub(crate) fn serve_one(
         &mut self,
@@ -145,7 +144,7 @@ impl QueueSet {
         }
     }
 
-    // Not inlined: together with the code of a turn, the loop would run out of registers.
+    // Not inlined: in one function with its callers, the loop would run out of registers.
     #[inline(never)]
     fn fetch<const HINT: bool>(
         &mut self,
@@ -216,9 +215,9 @@ impl QueueSet {
                         pending += 1;
                         abort_point(AbortPoint::Started);
                         if let Some(journal) = &mut self.journal {
-                            // The entry is read from the ring again, because the first copy then
-                            // stays in registers. The host may have changed it in between; this is
-                            // harmless, because recovery validates the entry.
+                            // The entry is read from the ring again, so that the compiler can hold
+                            // the first copy in registers. The host may have changed the entry in
+                            // between, which is harmless, because recovery validates it.
                             let slot = sq.layout.size.back(head, 1);
                             let count = sq.fetched.wrapping_add(done - 1);
                             let tag = self.engine.last_tag();
@@ -296,8 +295,8 @@ impl QueueSet {
         fetched
     }
 
-    /// Starts a command again that was in flight in a dead process. Returns false if the completion
-    /// queue has no room for the completion.
+    /// Executes a recovered command again, which was in flight in a dead process. Returns false if
+    /// the completion queue has no room for the completion.
     pub(crate) fn replay(&mut self, replay: &Replay) -> bool {
         let Self { engine, sqs, cqs, control, journal, .. } = self;
         let Replay { sq: index, command, reserved_slot, second } = replay;
@@ -360,7 +359,8 @@ impl QueueSet {
                 report_error(control, qid, sqe, status);
                 (permit, status)
             }
-            // The record of the second half of the fused operation is missing.
+            // The command is the first of a fused operation, and the journal has no record of the
+            // second one.
             Started::Fused(permit) => (permit, Status::FUSED_MISSING.with_dnr()),
         };
         if journal.is_some() {
@@ -371,7 +371,7 @@ impl QueueSet {
     }
 
     /// Stages the completions of commands that have ended. Returns true if there were any, or if
-    /// more work can be done at once.
+    /// the engine can continue other work without waiting.
     pub(crate) fn reap(&mut self) -> bool {
         let mut busy = false;
         let Self { engine, sqs, cqs, control, journal, .. } = self;
@@ -396,7 +396,7 @@ impl QueueSet {
         busy | more
     }
 
-    /// Writes the decisions about exclusive commands to the journal.
+    /// Writes the outcomes of exclusive commands to the journal (see [`Decision`]).
     #[cold]
     pub(crate) fn write_decisions(&mut self) {
         for (tag, decision) in self.engine.take_decided() {
@@ -435,7 +435,8 @@ impl QueueSet {
         }
     }
 
-    /// Starts a trace. Commands and completions that are in the queues already are not recorded.
+    /// Starts a trace. Commands and completions that are in the queues at this time are not
+    /// recorded.
     pub(crate) fn begin_trace(&mut self) {
         self.sqs.iter_mut().flatten().for_each(|sq| sq.traced = sq.tail.last());
         self.cqs.iter_mut().flatten().for_each(|cq| cq.traced = cq.tail);
@@ -448,8 +449,8 @@ impl QueueSet {
         if let Some(journal) = &self.journal
             && let Some(sq) = self.find_sq(qid).and_then(|index| self.sqs[index].as_ref())
         {
-            // The journal gets the invalid state, so that the next process takes no command from
-            // the queue either.
+            // The stopped state of the queue is written to the journal, so that the next process
+            // does not fetch from the queue either.
             let cq = self.cqs.get(sq.cq).and_then(Option::as_ref);
             sq.write_down(journal, cq.map_or(0, Cq::posted));
         }
@@ -484,9 +485,9 @@ impl QueueSet {
         }
     }
 
-    /// Second phase before a sleep, after [`arm`](Self::arm) and a fence: reads the doorbells
-    /// again, and notes work that prevents the sleep. Returns the earliest deadline of interrupts
-    /// that are held for Interrupt Coalescing.
+    /// Rechecks the doorbells before a sleep (second phase, after [`arm`](Self::arm) and a full
+    /// fence). Work that is found here prevents the sleep. Returns the earliest time at which an
+    /// interrupt that Interrupt Coalescing holds back is due.
     pub(crate) fn recheck(
         &mut self,
         fenced: &mut Fenced<'_, SleepCell>,

@@ -147,13 +147,15 @@ impl FileQueue {
         self.ring.get(key).is_some_and(|(task, ..)| task.tag == tag).then_some(key)
     }
 
-    /// Starts waiting requests while resources are free.
+    /// Starts requests that wait for resources (such as entries of the submission queue), as far as
+    /// these are free.
     fn start_waiting(&mut self) {
         while let Some(slot) = self.waiting.first(WAITING) {
             if let Some(key) = self.ring.key(slot)
                 && !self.start(key)
             {
-                // The submission queue may be the resource that is full; submitting empties it.
+                // The missing resource may be an entry of the submission queue. Submitting the
+                // entries frees them.
                 self.ring.submit();
                 if !self.start(key) {
                     return;
@@ -163,7 +165,8 @@ impl FileQueue {
         }
     }
 
-    /// Starts a task whose range is free, or adds it to the waiting requests.
+    /// Starts a request that holds its range lock. If resources are missing, adds it to the waiting
+    /// requests.
     fn begin(&mut self, key: Key) {
         if !self.waiting.is_empty(WAITING) || !self.start(key) {
             self.waiting.push_back(WAITING, key.index());
@@ -216,7 +219,8 @@ impl FileQueue {
             }
             Step::Call | Step::Piece => {
                 if !self.start(key) {
-                    // A request that has started waits in front of those that have not.
+                    // A request that was started before waits at the head, before requests that
+                    // were not.
                     self.waiting.push_front(WAITING, key.index());
                 }
                 None
@@ -284,8 +288,8 @@ impl Queue for FileQueue {
             self.ring.quieten();
         }
         self.ring.collect(&mut completions);
-        // The completions of `requester` are taken after `quieten`: a later completion then makes
-        // the descriptor readable again.
+        // `quieten` comes first: a completion that `requester` gets after the `take` makes the
+        // descriptor readable again.
         if self.notifications != 0 {
             let before = completions.len();
             self.requester.take(&mut completions);
@@ -314,7 +318,8 @@ impl Queue for FileQueue {
             self.ring.cancel(key);
         } else {
             self.waiting.remove(key.index());
-            // `reap` will end the request. The wake-up makes the owner call it.
+            // The next call of `reap` ends the request. The wake-up makes the owner of the queue
+            // call `reap`.
             if self.cancelled.is_empty() {
                 self.ring.wake();
             }
@@ -336,7 +341,8 @@ impl Queue for FileQueue {
 }
 
 impl Drop for FileQueue {
-    /// Ends wake-ups of the thread for this queue. Dropping the ring ends the requests.
+    /// Prevents further wake-ups of the thread for this queue. The drop of the ring, which follows,
+    /// ends the requests.
     fn drop(&mut self) {
         self.requester.close();
         self.ring.quieten();

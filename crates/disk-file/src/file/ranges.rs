@@ -25,11 +25,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Number of bytes of the file per list. It is large, so that long requests span few lists.
+/// Number of consecutive bytes of the file (a unit) that belong to the same list. It is large, so
+/// that long requests span few lists.
 const UNIT: u64 = 64 << 10;
-/// Number of lists. A position belongs to the list with its unit number modulo this number.
+/// Number of lists. Unit n belongs to list n modulo this number.
 const LISTS: u64 = 64;
-/// Flag in [`Waiting::predecessors`]: the range was removed while it waited.
+/// Flag in [`Waiting::predecessors`]: the range was removed, so its request must not start any
+/// more.
 const REMOVED: usize = 1 << (usize::BITS - 1);
 
 /// Range locks of a file.
@@ -63,8 +65,8 @@ struct Entry {
 
 /// Wait state of a range.
 struct Waiting {
-    /// Number of earlier ranges that have to leave first, plus one until the range has entered all
-    /// lists.
+    /// Number of earlier conflicting ranges that have not left yet. One more is counted until the
+    /// range has entered all its lists.
     predecessors: AtomicUsize,
 }
 
@@ -74,7 +76,7 @@ impl Waiting {
         self.predecessors.fetch_sub(1, AcqRel) == 1
     }
 
-    /// Ends the wait. Returns true if the range was still waiting.
+    /// Marks the range as removed. Returns true if it was still waiting.
     fn mark_removed(&self) -> bool {
         self.predecessors.fetch_or(REMOVED, AcqRel) & !REMOVED != 0
     }
@@ -85,7 +87,8 @@ impl Entry {
         let writes = match request.op {
             Op::Read | Op::Compare => false,
             Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard => true,
-            // The result of Flush and Verify does not depend on the content of a block.
+            // The results of Flush and Verify do not depend on the data, so they need no range
+            // lock.
             Op::Flush | Op::Verify => return None,
             // These operations are refused before they reach the file.
             Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => return None,
@@ -119,8 +122,8 @@ impl Ranges {
         &self.lists[(list % LISTS) as usize].0
     }
 
-    /// Enters the range of a request. Returns false if the request has to wait. When the request
-    /// may start, `of` then receives a completion with `key`.
+    /// Enters the range of a request. Returns true if the request may start. Otherwise the request
+    /// has to wait, and `of` receives a completion with `key` when it may start.
     pub(super) fn enter(&self, request: &Request, key: Key, of: &Arc<Requester>) -> bool {
         let Some(mut entry) = Entry::new(request, key, of) else { return true };
         let (first, count) = entry.units();
@@ -144,7 +147,7 @@ impl Ranges {
     }
 
     /// Removes the range of a request that has ended. Returns true if the request was still
-    /// waiting. Then `of` receives no completion with `key`.
+    /// waiting: `of` then never receives the completion with `key`.
     pub(super) fn leave(&self, request: &Request, key: Key, of: &Arc<Requester>) -> bool {
         let Some(entry) = Entry::new(request, key, of) else { return false };
         let (first, count) = entry.units();
@@ -188,15 +191,16 @@ impl std::fmt::Debug for Ranges {
     }
 }
 
-/// Ranges that one queue has entered. Dropping this value removes them.
+/// Range locks of a file, for the use of one queue. Dropping this value removes all ranges that the
+/// queue has entered.
 pub(super) struct Entered {
     ranges: Option<Arc<Ranges>>,
     of: Arc<Requester>,
 }
 
 impl Entered {
-    /// Creates the range locks of a queue. `ranges` is `None` for a file whose blocks are atomic
-    /// without locks.
+    /// Creates the access of a queue to the range locks. `ranges` is `None` if the file reads and
+    /// writes blocks atomically without locks.
     pub(super) fn new(ranges: Option<Arc<Ranges>>, of: &Arc<Requester>) -> Self {
         Self { ranges, of: Arc::clone(of) }
     }

@@ -1,5 +1,5 @@
-//! Raw file access for callers that have their own io_uring. Their memory may be memory that this
-//! process cannot map, such as the kernel's buffers of a block device request.
+//! Raw file access for callers that have their own io_uring. The memory of their requests may be
+//! inaccessible for this process, such as the kernel's buffers of a block device request.
 //!
 //! [`Task`] interprets the results, as in a queue of the disk: a short transfer is continued, a
 //! read beyond the end of a truncated file is an error, and a full disk is recorded.
@@ -16,16 +16,16 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// File or block device whose bytes are those of a raw disk, opened for direct I/O. The file stays
-/// open and locked as long as this value exists.
+/// Raw image or block device of a disk, open for direct I/O. The file stays open and locked as long
+/// as this value exists.
 #[derive(Clone, Debug)]
 pub struct RawFile {
     shared: Arc<FileShared>,
     align: Alignment,
 }
 
-/// Call that the caller has to make: a read or write of the file from `offset`, with the request's
-/// memory from `skip` on.
+/// System call that the caller has to make: a read or write of the file at `offset`, into or from
+/// the memory of the request, from byte `skip` of that memory on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawCall {
     /// True for a write, false for a read.
@@ -53,16 +53,17 @@ pub enum RawStep {
 }
 
 impl RawFile {
-    /// Returns the file whose bytes are those of `disk`. `None` for layers, which raw access would
-    /// bypass, and for other disks whose requests need a queue.
+    /// Returns the file of `disk`. `None` if the disk has a layer, which raw access would bypass,
+    /// or if its requests need a queue.
     #[must_use]
     pub fn of(disk: &dyn Disk) -> Option<Self> {
         let disk: &dyn Any = disk;
         Self::of_shared(&disk.downcast_ref::<FileDisk>()?.shared)
     }
 
-    /// Returns the file of a disk if its calls need no queue. A queue provides range locks for
-    /// blocks longer than those of the device, aligned bounce buffers, NVMe commands, and threads.
+    /// Returns the file of a disk whose requests need none of the functions that only a queue has:
+    /// range locks for blocks longer than those of the device, aligned bounce buffers, NVMe
+    /// commands, and threads.
     fn of_shared(shared: &Arc<FileShared>) -> Option<Self> {
         #[cfg(feature = "scripted")]
         if shared.script.is_some() {
@@ -85,10 +86,10 @@ impl RawFile {
         self.align
     }
 
-    /// Starts a read or write whose memory is as long as the request.
+    /// Starts a read or write. The memory of the caller must be as long as the request.
     ///
-    /// # Errors
-    /// The result of the request, if no call is necessary.
+    /// # Errors Not only failures: the result of the request, `Ok` or an error, if the request ends
+    /// without a call.
     pub fn begin(&self, request: &Request) -> Result<RawTransfer, Result<(), DiskError>> {
         let info = &self.shared.info;
         let (begin, len) = (request.offset, request.len);
@@ -102,7 +103,7 @@ impl RawFile {
             Op::Write { .. } => {}
             _ => return Err(Err(DiskError::Unsupported)),
         }
-        // The memory is not mapped in this process, so there are no segments to list.
+        // The list of segments is empty, because the memory may not be mapped in this process.
         Ok(RawTransfer(Task::new(0, request, &Segments::new(), &self.shared)?))
     }
 }
@@ -155,7 +156,8 @@ impl RawTransfer {
         }
     }
 
-    /// Cancels the request. If its current call fails or transfers only a part, the request ends.
+    /// Cancels the request. The current call is not interrupted. If it fails or transfers only a
+    /// part, the request ends without another call.
     pub fn cancel(&mut self) {
         self.0.cancelled = true;
     }
@@ -233,8 +235,8 @@ mod tests {
         let file = RawFile::of(&disk(direct(4))).unwrap();
         let mut moving = file.begin(&read(1..4)).unwrap();
         assert_eq!(moving.ended(-libc::EINTR, &file), RawStep::Call);
-        // Direct I/O cannot continue at an unaligned offset, so only the aligned part of the
-        // transfer counts.
+        // Direct I/O cannot continue at an unaligned offset. So the transfer continues after the
+        // last whole aligned unit.
         assert_eq!(moving.ended(BLOCK as i32 + 100, &file), RawStep::Call);
         let call = moving.call().unwrap();
         assert_eq!((call.skip, call.offset, call.len), (BLOCK, 2 * BLOCK, 2 * BLOCK));

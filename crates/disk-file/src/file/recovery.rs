@@ -39,7 +39,8 @@ struct SavedFile {
     info: DiskInfo,
     end: u64,
     lost: i32,
-    /// True if the exclusive lock of the image is its fence.
+    /// True if the image was locked exclusively, so that this lock is the fence. Otherwise the pipe
+    /// is.
     #[serde(default)]
     locked: bool,
 }

@@ -17,8 +17,8 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// State that all queues of a disk share. Every request reads it. It is written only after
-/// failures.
+/// State that all queues of a disk share. Every request reads this state. After the disk was
+/// opened, only failures change it.
 #[derive(Debug)]
 pub(super) struct FileShared {
     pub(super) file: Arc<File>,
@@ -26,13 +26,13 @@ pub(super) struct FileShared {
     /// Alignment of direct I/O; `None` if the page cache is used.
     pub(super) direct: Option<Alignment>,
     pub(super) engine: EngineKind,
-    /// Reason why threads are used, if they were not requested.
+    /// Reason why threads are used instead of io_uring, if they were not requested by the user.
     pub(super) no_uring: Option<String>,
     /// True if the file system does not support `RWF_NOWAIT`.
     pub(super) waits: bool,
     /// Identify data, if the file is an NVMe generic character device.
     pub(super) namespace: Option<NamespaceFacts>,
-    /// True if the file is a regular one, whose end can move.
+    /// True for a regular file, which can be truncated. False for a device.
     pub(super) regular: bool,
     /// End of the readable bytes. It is below the disk size after a truncation.
     pub(super) end: AtomicU64,
@@ -51,10 +51,10 @@ pub(super) struct FileShared {
     pub(super) ranges: Option<Arc<Ranges>>,
     /// State that resized versions of the disk share.
     pub(super) handle: Arc<OpenHandle>,
-    /// Memory of zeroes, the source of writes on file systems that cannot zero ranges themselves.
-    /// Its content never changes, so it uses no physical memory.
+    /// Memory that contains only zeroes, and is written to file systems that cannot zero ranges
+    /// themselves. It is never modified, so the kernel allocates no physical memory for it.
     pub(super) zeroes: SharedBytes,
-    /// Test script that decides how calls end.
+    /// Test script that determines the results of system calls.
     #[cfg(feature = "scripted")]
     pub(super) script: Option<super::test_script::Script>,
 }
@@ -74,7 +74,8 @@ pub struct Alignment {
 pub(super) struct OpenHandle {
     file: Arc<File>,
     flusher: Arc<Flusher>,
-    /// True if another process has the same open file, and so the same lock.
+    /// True if the lock also belongs to another owner of the open file (another process, or an
+    /// `ImageFile`). Dropping this handle must then not release it.
     lock_is_shared: bool,
 }
 
@@ -114,8 +115,8 @@ impl FileShared {
         (&*self.file).seek(SeekFrom::End(0))
     }
 
-    /// Copies the state for a disk with another size or write protection (`info`). `end` is the end
-    /// of the file.
+    /// Creates the state of a version of the disk with another size or write protection (`info`).
+    /// `end` is the current end of the file.
     pub(super) fn resized(&self, info: DiskInfo, end: u64) -> Self {
         let copy = |flag: &AtomicBool| AtomicBool::new(flag.load(Ordering::Relaxed));
         Self {
@@ -141,14 +142,14 @@ impl FileShared {
         }
     }
 
-    /// True if all bytes up to `end` exist: no truncation below `end` was detected.
+    /// True if no truncation of the file to less than `end` bytes was detected.
     #[inline]
     pub(super) fn reaches(&self, end: u64) -> bool {
         end <= self.end.load(Ordering::Relaxed)
     }
 
-    /// Records that the file ends at `now`. Returns true if the file is, or was at any time,
-    /// shorter than the disk.
+    /// Records that the file has `now` bytes. Returns true if the file is shorter than the disk, or
+    /// was so at an earlier call.
     pub(super) fn record_size(&self, now: u64) -> bool {
         if !self.regular {
             return false;
@@ -160,10 +161,11 @@ impl FileShared {
         !self.reaches(self.info.bytes())
     }
 
-    /// Reads the file size and calls [`record_size`](Self::record_size). On a remote file system
-    /// this may block, so it may only be called right after the storage has completed a call.
+    /// Reads the file size and calls [`record_size`](Self::record_size). May only be called
+    /// directly after the storage has completed a call: on a remote file system that does not
+    /// answer, this call would block.
     pub(super) fn has_shrunk(&self) -> bool {
-        // If the size of a file cannot be read, the file is unavailable and not shorter.
+        // If the size cannot be read, the storage is unavailable, and the file may be unchanged.
         self.regular && self.file.metadata().is_ok_and(|about| self.record_size(about.len()))
     }
 

@@ -269,7 +269,8 @@ impl ThreadsShared {
             };
         }
         match job.kind {
-            // If the file does not support write flags, the thread writes and then syncs.
+            // If the file does not support the flag for a durable write, the thread writes and then
+            // syncs.
             Kind::Write { flags } if flags != 0 => match self.make(job, job.kind) {
                 refused if refused == -libc::EOPNOTSUPP => {
                     let moved = self.make(job, Kind::Write { flags: 0 });
@@ -319,7 +320,8 @@ impl ThreadsShared {
         self.work.lock().jobs.len()
     }
 
-    /// Ends the `n`th waiting call, if it exists.
+    /// Executes or fails the `n`th waiting call, as `how` requests. No effect if there is no such
+    /// call.
     #[cfg(feature = "scripted")]
     pub(crate) fn end_scripted(&self, n: usize, how: CallOutcome) {
         let Some(job) = self.work.lock().jobs.remove_nth(n) else { return };
@@ -348,7 +350,7 @@ impl ThreadsShared {
     }
 }
 
-/// End of a call that a test selects.
+/// Outcome that a test selects for a call.
 #[cfg(feature = "scripted")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallOutcome {
@@ -360,7 +362,7 @@ pub enum CallOutcome {
     Failed(i32),
 }
 
-/// Memory pieces of a call.
+/// `iovec`s of a call.
 ///
 /// # Safety
 /// The completion of the call must not have been collected yet, so that the list is valid.
@@ -371,8 +373,9 @@ unsafe fn pieces(job: &Job) -> &[libc::iovec] {
     unsafe { std::slice::from_raw_parts(job.iovecs, count) }
 }
 
-/// Allows the calling thread to run on all CPUs of its process. A new thread inherits the CPU
-/// affinity of the I/O thread that created it, but that I/O thread needs its CPU for itself.
+/// Allows the calling thread to run on all CPUs of its process. Otherwise a new thread would
+/// inherit the CPU affinity of the I/O thread that created it, and would take time from that
+/// thread.
 pub fn unpin() {
     let _ = rustix::thread::sched_setaffinity(None, &shadowbell_memory::processors::processors());
 }
@@ -490,7 +493,7 @@ mod tests {
         assert!(threads.shared.work.lock().threads <= 200.min(MAX_THREADS));
         assert!(threads.shared.work.lock().threads > 0);
         drop(threads);
-        // The last thread has announced its exit, but may still hold the file open.
+        // The last thread has announced its exit, but may hold the file open for a moment.
         while Arc::strong_count(&file) != 1 {
             std::thread::yield_now();
         }

@@ -1,12 +1,12 @@
 //! io_uring engine. Each thread has one io_uring instance for its files, which its queues share.
 //!
 //! The user data of a request contain the number of its queue. A queue that collects completions
-//! moves those of other queues to their inboxes. As long as an inbox is not empty, the last
-//! completion stays in the kernel's queue, so the wake descriptor stays readable until each queue
-//! has collected its completions.
+//! moves those of other queues to their inboxes. As long as any inbox is not empty, the last
+//! completion stays in the kernel's queue although it was processed. So the wake descriptor stays
+//! readable until each queue has collected its completions.
 //!
-//! The owner of a queue limits its number of calls in flight. If more calls end than the completion
-//! queue has entries, the kernel stores the rest.
+//! The ring itself does not limit the number of calls in flight; the owner of each queue does. If
+//! more calls end than fit in the completion queue, the kernel stores the further completions.
 //!
 //! The instances are restricted to the operations that this module uses, and a sandboxed process
 //! creates all of them before it closes its filter of system calls ([`prepare`]).
@@ -32,9 +32,9 @@ use std::time::Duration;
 /// Number of entries in the submission queue. It limits the calls per system call.
 const SUBMISSIONS: u32 = 128;
 /// Number of entries in the completion queue. If more calls end at once, the kernel stores the
-/// rest.
+/// further completions.
 const COMPLETIONS: u32 = 4096;
-/// Maximum number of consecutive attempts to submit the prepared calls.
+/// Maximum number of consecutive system calls that try to submit the prepared calls.
 const TRIES: u32 = 8;
 /// Delay before the next attempt, if the kernel had no memory for a call.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -42,7 +42,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// descriptor.
 const FILES: u64 = 1024;
 
-/// Number in the user data of requests without a queue: cancellations.
+/// Queue number in the user data of cancellations, which belong to no queue.
 const NO_QUEUE: u16 = u16::MAX;
 const QUEUE_MASK: u64 = ((1 << QUEUE_BITS) - 1) << INDEX_BITS;
 
@@ -55,8 +55,8 @@ pub(super) struct Uring<S: Shape = Entry> {
     /// True if the file is registered with the ring, which saves a look-up per call.
     registered: bool,
     file: Arc<File>,
-    /// True if calls may still be in flight when the queue is closed, so that the ring cannot be
-    /// used again.
+    /// True if waiting for the calls has failed. Some may then still be in flight when the queue is
+    /// closed, so the ring cannot be used again.
     stuck: bool,
 }
 
@@ -77,13 +77,13 @@ struct State<S: Shape> {
     prepared: usize,
     /// True if the kernel did not accept a call, and the alarm is set for the next attempt.
     refused: bool,
-    /// Completions of each queue that another queue has collected: id and result of a call. `None`
-    /// for a free number.
+    /// Inbox of each queue, by queue number: completions (id and result of a call) that another
+    /// queue has collected for it. `None` for an unused queue number.
     inboxes: Vec<Option<Vec<(u64, i32)>>>,
     /// Number of completions in the inboxes.
     undelivered: usize,
-    /// True if the first entry of the kernel's completion queue was processed, and stays there
-    /// until the inboxes are empty.
+    /// True if the first entry of the kernel's completion queue was already processed. It stays
+    /// there until the inboxes are empty, so that the descriptor stays readable.
     has_processed_entry: bool,
     /// True if the ring cannot be used again.
     broken: bool,
@@ -94,7 +94,8 @@ pub(super) trait Shape: squeue::EntryMarker + From<Entry> + 'static {
     /// Type of the completions.
     type Completion: cqueue::EntryMarker;
 
-    /// Reserve of rings of this type, from which a sandboxed process takes them ([`prepare`]).
+    /// Reserve of rings of this type. A sandboxed process cannot create rings, and takes them from
+    /// here ([`prepare`]).
     fn reserve() -> &'static Reserve<Self, Self::Completion>;
 
     /// Ring of the calling thread.
@@ -178,7 +179,8 @@ impl<S: Shape> ThreadRing<S> {
 }
 
 impl<S: Shape> Drop for ThreadRing<S> {
-    /// Puts the ring back into the reserve. No queue uses it, and nothing is in flight.
+    /// Returns the ring to the reserve. At this time no queue uses the ring, and no call is in
+    /// flight.
     fn drop(&mut self) {
         let state = self.state.get_mut();
         // SAFETY: the field is not used any more.
@@ -204,7 +206,8 @@ impl<S: Shape> State<S> {
         Ok(id)
     }
 
-    /// Sets the registered file of a queue. Returns false if the table is too small.
+    /// Sets the entry of a queue in the table of registered files. Returns false if the table is
+    /// too small.
     fn register(&mut self, id: u16, file: i32) -> bool {
         self.uring.submitter().register_files_update(slot_of(id), &[file]).is_ok()
     }
@@ -250,8 +253,8 @@ impl<S: Shape> State<S> {
         }
     }
 
-    /// Takes all completions from the kernel's queue. Reports those of queue `id`, and moves the
-    /// others to their inboxes.
+    /// Processes all completions in the kernel's queue. Reports those of queue `id`, and moves the
+    /// others to the inboxes of their queues.
     fn take(&mut self, id: u16, each: &mut impl FnMut(u64, i32)) {
         let Self { uring, inboxes, undelivered, has_processed_entry, .. } = self;
         let mut completions = uring.completion();
@@ -270,7 +273,8 @@ impl<S: Shape> State<S> {
         }
         *has_processed_entry = *undelivered != 0;
         if *has_processed_entry {
-            // The entries were copied. All but the last are removed.
+            // All entries were processed above. The iterator is forgotten, because its drop would
+            // remove all of them; the last one has to stay.
             std::mem::forget(completions);
             uring.completion().by_ref().take(processed.saturating_sub(1)).for_each(drop);
         }
@@ -287,7 +291,7 @@ fn route(inboxes: &mut [Option<Vec<(u64, i32)>>], data: u64, result: i32) -> usi
     1
 }
 
-/// Index of a queue's file in the table of registered files. The first one belongs to the fence.
+/// Index of a queue's file in the table of registered files. Entry 0 is the fence.
 fn slot_of(id: u16) -> u32 {
     u32::from(id) + 1
 }
@@ -371,8 +375,9 @@ impl<S: Shape> Uring<S> {
     }
 
     /// Submits all prepared calls by one system call, which also collects completions. If the
-    /// kernel has no memory for some of the calls, they stay prepared, and the owner is woken a
-    /// moment later. The thread does not wait for memory, because it serves other queues too.
+    /// kernel has no memory for some of the calls, they stay prepared, and the alarm wakes the
+    /// owner after `PAUSE` for another attempt. This call does not wait, because the thread serves
+    /// other queues too.
     pub(super) fn enter(&mut self) {
         self.state().enter();
     }
@@ -395,7 +400,7 @@ impl<S: Shape> Uring<S> {
     /// Waits until a call has ended.
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
         let state = self.state();
-        // The processed entry that stays in the completion queue does not count.
+        // The processed entry that stays in the completion queue is no new completion.
         let wanted = 1 + u32::from(state.has_processed_entry);
         match state.enter_once(wanted).map_err(|e| e.raw_os_error()) {
             Ok(_) | Err(Some(libc::EINTR)) => Ok(()),
@@ -415,8 +420,8 @@ impl<S: Shape> Uring<S> {
         let id = self.id;
         let state = self.state();
         if state.refused {
-            // Collecting completions makes room, and the owner submits the refused calls again
-            // afterwards.
+            // The alarm is no longer needed: collecting completions frees memory of the kernel, and
+            // then the owner submits the refused calls again.
             state.refused = false;
             state.alarm.quieten();
             state.alarm.ring_if_due();
@@ -426,8 +431,8 @@ impl<S: Shape> Uring<S> {
         }
         if state.uring.completion().len() == usize::from(state.has_processed_entry) {
             let submission = state.uring.submission();
-            // Some completions arrived while this thread ran. They become visible only when it
-            // enters the kernel.
+            // The kernel has further completions, which it adds to the completion queue only when
+            // this thread enters the kernel.
             let due = submission.taskrun() || submission.cq_overflow();
             drop(submission);
             if !due {
@@ -453,13 +458,15 @@ impl<S: Shape> Uring<S> {
 }
 
 impl<S: Shape> Drop for Uring<S> {
-    /// Releases the file and the number. The owner has waited for all calls. If the ring held the
-    /// file until its end, a block device could not be opened exclusively again meanwhile.
+    /// Releases the queue's registered file and number, after the owner has waited for all calls.
+    /// The file is not left to the drop of the ring, because a block device could not be opened
+    /// exclusively until then.
     fn drop(&mut self) {
         let (id, stuck, registered) = (self.id, self.stuck, self.registered);
         let state = self.state();
         if stuck {
-            // The number is not used again, and the ring ends with its thread's last queue.
+            // Calls may still be in flight, so the queue number is not reused, and the ring does
+            // not return to the reserve.
             state.broken = true;
             return;
         }
@@ -490,9 +497,8 @@ impl Uring {
     /// Queues a call. Returns false if the submission queue is full; [`enter`](Self::enter) makes
     /// room.
     ///
-    /// # Safety
-    /// The list of pieces, and the memory of the pieces, must stay valid until the completion of
-    /// the call was collected.
+    /// # Safety The call's `iovecs`, and the memory that they describe, must stay valid until the
+    /// completion of the call was collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let entry = match self.target() {
             Ok(fixed) => entry(call, fixed),
@@ -526,7 +532,8 @@ macro_rules! target {
     ($kind:ty) => {
         impl Target for $kind {
             fn read(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry {
-                // For a single piece, no list is passed, which saves the kernel a copy of the list.
+                // A single `iovec` is not passed as a list. So the kernel does not have to copy a
+                // list.
                 if let [one] = iovecs {
                     return opcode::Read::new(self, one.iov_base.cast(), one.iov_len as u32)
                         .offset(offset)
@@ -591,8 +598,8 @@ pub(super) fn build<S: Shape>(opcodes: &'static [u8]) -> io::Result<IoUring<S, S
     Ok(uring)
 }
 
-/// Registers a table of files: the write end of the fence, which the ring holds until its last
-/// request has ended, and places for the files of queues.
+/// Registers a table of files: the write end of the fence pipe, and empty entries for the files of
+/// queues. The ring holds the write end until its last request has ended.
 fn register_files<S: Shape>(uring: &IoUring<S, S::Completion>) -> io::Result<()> {
     // The kernel accepts no more files than the process may open.
     let max_files = getrlimit(Resource::Nofile).current.unwrap_or(FILES).clamp(1, FILES);
@@ -605,13 +612,13 @@ fn register_files<S: Shape>(uring: &IoUring<S, S::Completion>) -> io::Result<()>
     }
 }
 
-/// Creates rings for `workers + more` threads with queues of files, and for `workers` threads with
-/// queues of NVMe namespaces, before the process closes its filter of system calls. Later no more
-/// are created: the queues of further threads use threads for their calls. Returns the number of
-/// rings for files: 0 if the system permits no io_uring with restrictions, which need Linux 5.10.
+/// Creates all rings of a sandboxed process, before it closes its filter of system calls: `workers
+/// + more` for files, and `workers` for NVMe namespaces. One thread uses at most one of each type.
+/// If none is left, the queues of further threads use threads for their calls. Returns the number
+/// of rings for files. It is 0 if the system does not permit restricted rings (Linux 5.10).
 pub fn prepare(workers: usize, more: usize) -> usize {
-    // The results are determined before the filter is closed, and used for disks that are opened
-    // later.
+    // The availability is determined before the filter is closed. Disks that are opened later use
+    // the stored result.
     let (for_files, for_commands) = (available().is_ok(), supports_commands().is_ok());
     <squeue::Entry128 as Shape>::reserve().seal(if for_commands { workers } else { 0 });
     Entry::reserve().seal(if for_files { workers + more } else { 0 })
@@ -648,8 +655,8 @@ pub(crate) fn available() -> io::Result<()> {
     AVAILABLE.map_err(io::Error::from_raw_os_error)
 }
 
-/// Availability of io_uring, or the error number. It is determined once, because a sandboxed
-/// process cannot determine it.
+/// Availability of io_uring: `Ok`, or an error number. It is determined once, before the sandbox,
+/// because a sandboxed process could not determine it.
 pub(super) type Availability = LazyLock<Result<(), i32>>;
 
 /// Checks that the process may create rings, and that the kernel supports these operations.

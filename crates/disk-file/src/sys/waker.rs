@@ -26,7 +26,7 @@ impl Waker {
         Self::None
     }
 
-    /// Announces a result (of a sync, or of a wait for a range) that the owner has to take.
+    /// Wakes the owner, because it has to take a result: of a sync, or of a wait for a range lock.
     pub(crate) fn wake(&self) {
         match self {
             Self::Alarm(alarm) => {
@@ -80,8 +80,8 @@ impl Alarm {
         let _ = rustix::io::read(&self.timer, &mut [0; 8]);
     }
 
-    /// Sets the timer if a result was not taken: [`quieten`](Self::quieten) may have been called
-    /// for another queue.
+    /// Sets the timer again if a result was not taken. A call of [`quieten`](Self::quieten) for one
+    /// queue may have cleared the wake-up of another.
     pub(super) fn ring_if_due(&self) {
         if self.due.load(Ordering::SeqCst) != 0 {
             self.ring_in(Duration::ZERO);

@@ -6,9 +6,9 @@ use shadowbell_memory::Segments;
 /// Kind of a request to the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The only request to the disk below for a host's request.
+    /// A host's request that is passed to the disk below as one request.
     Plain,
-    /// A write with its position in this zone.
+    /// A write to zone number `zone`. With `flush`, a flush has to follow it (FUA).
     Write { zone: usize, flush: bool },
     /// The flush after a FUA write.
     Flush,
@@ -16,7 +16,8 @@ pub(super) enum Kind {
     Parts,
     /// A part of the request with this key.
     Part { parent: u32 },
-    /// A reset: of the zone at `at`, or with `all`, of all zones in a suitable state.
+    /// A Reset Zone action: for the zone at `at`, or with `all` (Select All), for all zones whose
+    /// state permits it.
     Reset { at: u64, all: bool, stage: Stage },
 }
 
@@ -25,7 +26,7 @@ pub(super) enum Kind {
 pub(super) enum Stage {
     /// Waits until the zone has no writes in flight.
     Asking,
-    /// Discards the data of the zone, of which the range `from..to` remains.
+    /// Discards the data of the zone. `from..to` is the range that has not been discarded yet.
     Discarding { from: u64, to: u64 },
 }
 
@@ -35,7 +36,7 @@ pub(super) struct Task {
     pub(super) kind: Kind,
     /// Serial number, unique in the queue.
     pub(super) serial: u64,
-    /// Buffer of the request, unless the disk below holds it.
+    /// Buffer of the request; empty while a request to the disk below holds it.
     pub(super) data: Segments,
     /// Number of parts in flight.
     pub(super) left: u32,

@@ -38,7 +38,8 @@ fn load(table: &Table, recovers: bool) -> (State, u64) {
             record.state = if is_used { ZoneState::Closed } else { ZoneState::Empty };
         }
         if stored != Some(record) {
-            // On a read-only disk this fails without harm: the next load yields the same record.
+            // A failure (on a read-only disk) is harmless: the next load computes the same record
+            // again.
             let _ = table.store(index, record);
         }
         Zone { record, resetting: false, in_flight: 0 }
@@ -56,15 +57,16 @@ pub(super) struct Piece {
 }
 
 impl ZoneSet {
-    /// Loads the zones of a table. If `recovers` is true, this process continues for another one
-    /// and open zones stay open. Otherwise the host sees a power cycle, which closes them.
+    /// Loads the zones of a table. If `recovers` is true, this process continues the controllers of
+    /// another one, so open zones stay open. Otherwise this is a power cycle for the host, which
+    /// closes open zones.
     pub(super) fn new(table: Table, recovers: bool) -> Self {
         let (state, damaged) = load(&table, recovers);
         Self { state: Mutex::new(state), queues: Mutex::new(0), table, damaged }
     }
 
-    /// Registers a queue. The first queue of this process loads the table again, because the
-    /// previous process may have changed it after this process had opened the disk.
+    /// Registers a queue. The first queue loads the table again. During an upgrade, this process
+    /// opens the disk while the previous one still changes the table.
     pub(super) fn enter(&self) {
         let mut queues = self.queues.lock();
         if *queues == 0 {
@@ -119,8 +121,9 @@ impl ZoneSet {
     }
 
     /// Starts a write and advances the write pointer. Returns the zone, which the caller passes to
-    /// [`end_write`](Self::end_write). With `replays`, the dead process may have advanced the write
-    /// pointer for this write already.
+    /// [`end_write`](Self::end_write). With `replays`, the write may be a repetition after a crash:
+    /// if the write pointer is already beyond it, the write is permitted and the write pointer is
+    /// not changed.
     pub(super) fn begin_write(
         &self,
         offset: u64,
@@ -142,8 +145,9 @@ impl ZoneSet {
         Ok(index)
     }
 
-    /// Starts a Zone Append at the write pointer of the zone that starts at `start`. Otherwise like
-    /// [`begin_write`](Self::begin_write). Also returns the offset of the data.
+    /// Starts a Zone Append to the zone that starts at `start`, and advances its write pointer.
+    /// Returns the zone, as [`begin_write`](Self::begin_write) does, and the offset at which the
+    /// data have to be written.
     pub(super) fn begin_append(&self, start: u64, len: u64) -> Result<(usize, u64), DiskError> {
         let (index, begin) = self.zone_of(start)?;
         if begin != start {
@@ -195,8 +199,8 @@ impl ZoneSet {
         }
     }
 
-    /// Lists the written parts of a range. All other parts read as zeroes. With `across`, the range
-    /// may span several zones.
+    /// Lists the written parts of a range. All other parts read as zeroes. If `across` is false, a
+    /// range that spans several zones is an error.
     pub(super) fn written(
         &self,
         offset: u64,
