@@ -350,7 +350,7 @@ pub enum IoErrorKind {
         /// Time that the driver waited.
         waited: Duration,
     },
-    /// The command waited too long for a full queue and was not submitted.
+    /// The queue was full for the whole timeout, so the command was not submitted.
     #[error(
         "{} was not submitted: the queue was full for {waited:?}; reset the controller",
         io_name(*opcode)

@@ -50,7 +50,8 @@ pub(crate) struct IoQueuePair {
     pub(crate) event: EventFd,
 }
 
-/// Allocates memory for `granted` queue pairs, and limits the entries of a submission queue.
+/// Allocates memory for `granted` queue pairs. Also returns the number of entries of a submission
+/// queue: the wanted number, limited by CAP.MQES.
 pub(crate) fn io_queue_memory(
     device: &Device,
     options: &AttachOptions,
@@ -198,7 +199,7 @@ impl IoQueueTable {
         Ok(())
     }
 
-    /// Removes a queue pair. Returns true if the controller no longer uses its memory.
+    /// Deletes a queue pair. Returns true if the controller no longer uses the memory of the pair.
     pub(crate) fn delete(&mut self, admin: &AdminPlane, qid: u16) -> bool {
         if !self.created.contains(&qid) {
             return !self.quarantined.contains(&qid);

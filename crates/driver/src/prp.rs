@@ -35,7 +35,7 @@ pub(crate) struct PrpLists {
     per_slot: u64,
     page: u64,
     /// Current content of each list. If a slot gets the same buffer again, its list is not written
-    /// again, and stays in the controller's cache.
+    /// again, so the list stays in the cache of the processor that reads it.
     written_lists: Box<[WrittenList]>,
 }
 

@@ -71,11 +71,12 @@ pub enum DataPointerError {
     /// An address is not mapped, or its map does not allow the direction of the transfer.
     #[error(transparent)]
     Fault(#[from] Fault),
-    /// A PRP entry has an offset that is not allowed there, or is not aligned to a dword (PRP 1) or
-    /// a qword (the list pointer).
+    /// A PRP entry has an offset although its position does not allow one, or the entry is not
+    /// aligned to a dword (PRP 1) or a qword (the list pointer).
     #[error("PRP entry {0:#x} has an invalid offset")]
     PrpOffset(u64),
-    /// An SGL segment descriptor is not allowed there, or its length is too small for a descriptor.
+    /// An SGL segment descriptor is in a position that does not allow it, or its length is too
+    /// small for a descriptor.
     #[error("invalid SGL segment descriptor")]
     SglSegment,
     /// More descriptors than the controller supports, or an invalid Last Segment descriptor.

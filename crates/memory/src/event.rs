@@ -53,7 +53,8 @@ impl EventFd {
     /// is accounted to `signals` of that peer: see [`Signals`].
     ///
     /// # Errors
-    /// `EINVAL` if the descriptor is no eventfd; the error of the system if its kind is unknown.
+    /// `EINVAL` if the descriptor is no eventfd; the error of the system if the type of the
+    /// descriptor cannot be determined.
     pub fn of_peer(fd: PeerDescriptor, signals: &Signals) -> io::Result<Self> {
         let number = fd.as_fd().as_raw_fd();
         let link = std::fs::read_link(format!("/proc/self/fd/{number}"))?;

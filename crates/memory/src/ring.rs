@@ -32,9 +32,9 @@ impl<const SIZE: usize> Ring<SIZE> {
     /// queue (a completion queue).
     ///
     /// # Errors
-    /// [`Fault`] with the first address that is not mapped for the access, at which an entry would
-    /// cross from one map to another, or whose address in this process is not aligned to 8. The
-    /// last two cases do not occur for an aligned queue in page-aligned maps.
+    /// [`Fault`] with the IOVA of the first entry whose memory is not mapped for the access,
+    /// crosses from one map to another, or is not aligned to 8 bytes in this process. The last two
+    /// cases do not occur for an aligned queue in page-aligned maps.
     pub fn resolve(table: &DmaTable, iova: u64, entries: u32, write: bool) -> Result<Self, Fault> {
         const { assert!(SIZE.is_power_of_two()) };
         let mut pieces: Vec<Piece> = Vec::new();

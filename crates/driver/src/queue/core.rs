@@ -361,8 +361,8 @@ impl Core {
         let published = self.outstanding() as u32 - unpublished.min(self.outstanding() as u32);
         let due = unpublished >= (published / UNPUBLISHED_DIVISOR).min(MAX_UNPUBLISHED)
             && unpublished != 0;
-        // Each of the three functions returns its result in a register. For the cost of further
-        // stores to memory, see `shadowbell_memory::SqeBatch`.
+        // The three calls are separate, so that each result is returned in a register and not
+        // stored to memory. For the cost of such a store, see `shadowbell_memory::SqeBatch`.
         if !due {
             self.ring_cq_doorbell_if_short()?;
         } else if published >= MAX_UNPUBLISHED {

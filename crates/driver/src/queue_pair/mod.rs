@@ -298,8 +298,8 @@ impl QueuePair {
 
     #[cold]
     fn handle_state_change(&mut self) -> Result<(), QueueError> {
-        // The queues may be created again, so after the last wakeup the event may or may not have a
-        // stale signal.
+        // The queues may be created again here, which can cause further interrupts. So it is
+        // unknown whether the event has a stale signal.
         self.interrupt.clear_wakeup();
         self.queue.handle_state_change(&self.controller)
     }
@@ -358,7 +358,8 @@ impl QueuePair {
         Instant::now().checked_add(self.controller.ticks.tick)
     }
 
-    /// Upper limit of the time until a command completes, fails or is ended.
+    /// Longest time from the submission of a command until its result: the controller completes the
+    /// command, or the driver fails or ends it.
     pub(crate) fn longest_command(&self) -> Duration {
         self.controller.ticks.longest
     }

@@ -28,9 +28,9 @@
 //! that had completed before its first submission. These writes are in the controller, so a second
 //! submission covers them as well.
 //!
-//! A buffer is returned only when the controller no longer writes to it: with its completion, when
-//! the deletion of its queue is confirmed, or when the controller is disabled or reset. Otherwise
-//! the buffer is leaked until the process ends.
+//! A buffer is returned only when the controller no longer writes to it: when its command has
+//! completed, when the deletion of the command's queue is confirmed, or when the controller is
+//! disabled or reset. Otherwise the buffer is leaked until the process ends.
 //!
 //! # Threads
 //!

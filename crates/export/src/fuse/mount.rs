@@ -76,8 +76,8 @@ pub struct Mount {
 
 impl Mount {
     /// Mounts over the file `path`, which is created if it does not exist. Also returns the
-    /// descriptor of `/dev/fuse` from which the requests are read. After its last duplicate is
-    /// closed, the file fails all requests.
+    /// descriptor of `/dev/fuse` from which the requests are read. When the last duplicate of this
+    /// descriptor is closed, all requests for the file fail.
     ///
     /// # Errors
     /// [`MountError`]. A created file is removed before the return.
@@ -111,15 +111,16 @@ impl Mount {
         }
     }
 
-    /// Existing mount over the file `path`, to unmount it. `created` is true if the file was
-    /// [created](Self::has_created) for the mount.
+    /// Handle of an existing mount over the file `path`, for unmounting. `created` is true if the
+    /// file was [created](Self::has_created) for the mount.
     #[must_use]
     pub fn at(path: &Path, created: bool) -> Self {
         Self { path: path.to_owned(), created }
     }
 
-    /// Mounts with the mount source `source` in the mount namespace of this process, to unmount
-    /// them. Their paths come from the kernel, so no other process needs to be trusted.
+    /// Finds the existing mounts with the mount source `source` in the mount namespace of this
+    /// process, for unmounting. The kernel reports the paths, so no other process needs to be
+    /// trusted.
     #[must_use]
     pub fn of_source(source: &str) -> Vec<Self> {
         let mounts = std::fs::read(MOUNTS).unwrap_or_default();
@@ -179,7 +180,7 @@ impl Mount {
         if !is_fuse_file(path) {
             return;
         }
-        // A directory of the path that a symbolic link has replaced since the mount is not
+        // If a symbolic link has replaced a directory of the path since the mount, the link is not
         // followed.
         let Ok((_directory, at)) = without_links(path) else {
             return tracing::warn!("cannot unmount {}: its directory has changed", path.display());

@@ -53,8 +53,8 @@ pub(super) fn aligned(parameters: Parameters, align: usize) -> Parameters {
     Parameters { types, memory_mask: align - 1, ..parameters }
 }
 
-/// Returns a difference in the parameters because of which an existing device cannot continue with
-/// the disk of the parameters `wanted`, in words; `None` if it can.
+/// Describes the difference that prevents the takeover of a device with the parameters `existing`
+/// for a disk with the parameters `wanted`. `None` if the takeover is possible.
 pub(super) fn difference(existing: &Parameters, wanted: &Parameters) -> Option<String> {
     if existing.size != wanted.size {
         let bytes = |parameters: &Parameters| parameters.size * SECTOR;

@@ -55,8 +55,8 @@ pub(super) struct Work {
 /// Serves a queue until the device is stopped. When the kernel has all tags of the queue, or after
 /// an error, sends a report by `started`.
 ///
-/// Returns an error if a system call fails that the queue needs. The kernel may then still have
-/// tags of the queue.
+/// Returns an error if a system call that the queue needs has failed. The kernel may then still
+/// have tags of the queue.
 pub(super) fn serve(
     work: Work,
     status: &QueueStatus,
@@ -123,7 +123,7 @@ struct Server<'a, F> {
     buffers: Vec<Vec<u8>>,
     /// Slots of answered requests.
     done: Vec<usize>,
-    /// Zero-copy and copied requests that were not yet added to the status.
+    /// Numbers of zero-copy requests and of copied requests that were not yet added to the status.
     counts: (u64, u64),
     status: &'a QueueStatus,
 }

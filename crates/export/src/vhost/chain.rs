@@ -19,7 +19,7 @@ pub(super) struct Chain {
     pub(super) write: Vec<Piece>,
 }
 
-/// Validated request. The chain then contains only the data.
+/// Validated request. After the validation, the chain contains only the data of the request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request {
     pub(super) job: Job,
@@ -85,7 +85,8 @@ impl Chain {
         let is_too_long = self.pieces() > MAX_PIECES;
         let status = take_last(&mut self.write);
         if is_too_long {
-            // The allocation is released. Otherwise, each slot could keep one of this size.
+            // The memory of the long list is released. Otherwise each slot could keep a list of
+            // this length.
             *self = Self::default();
         }
         let status = status.ok_or(Bad::NoRoom)?;

@@ -95,8 +95,8 @@ impl Device {
         }
     }
 
-    /// Ends the threads of the queues. A guest shares its memory and could keep them busy
-    /// forever, even without its frontend.
+    /// Ends the threads of the queues. They do not end by themselves: even without its frontend, a
+    /// guest could submit requests in the shared memory forever.
     pub(super) fn shut_down(&self) {
         self.shared.over.store(true, Ordering::SeqCst);
         self.changed();
@@ -107,8 +107,8 @@ impl Device {
         self.queues.iter().for_each(|(ring, _)| ring.changed());
     }
 
-    /// Stops a queue after its thread has stopped serving it. By then, the requests taken from the
-    /// queue are answered, unless the disk does not complete them.
+    /// Waits until the queue's thread no longer serves the queue, and then stops the queue.
+    /// Meanwhile the thread answers the requests in flight, except those of a hung disk.
     pub(super) fn stop_queue(&self, index: usize) {
         if let Some((_, queue)) = self.queues.get(index) {
             queue.lock().stop();
@@ -120,7 +120,8 @@ impl Device {
         for (ring, _) in &self.queues {
             ring.change(|config| {
                 config.event_idx = features & feature::EVENT_IDX != 0;
-                // Without the protocol features, there is no message that enables a queue.
+                // Without the protocol features, no message enables a queue, so all queues are
+                // enabled at once.
                 config.enabled |= features & feature::PROTOCOL_FEATURES == 0;
             });
         }

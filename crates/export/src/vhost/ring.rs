@@ -108,9 +108,9 @@ impl Ring {
         &self.event
     }
 
-    /// Registers the thread as one that takes requests until the value of
-    /// [`changes`](Self::changes) differs. After this call, the thread has to read `changes` first,
-    /// and then check that the queue [`runs`](Config::runs).
+    /// Registers the thread as one that takes requests. After this call, the thread has to read
+    /// [`changes`](Self::changes) first, and then check that the queue [`runs`](Config::runs). It
+    /// must stop taking requests when `changes` no longer returns the value that was read.
     pub(super) fn begin_serving(&self) -> Serving<'_> {
         *self.serving.lock() = true;
         Serving(self)

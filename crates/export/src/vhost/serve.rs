@@ -478,13 +478,14 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                 break;
             }
             let now = Instant::now();
-            // The requests of a server that ends belong to the next process.
+            // If the server ends, the held requests are not cancelled: they are left to the next
+            // process.
             if self.disk.holds_requests() && !device.is_ending() {
                 self.disk.cancel_all();
             }
             if now >= deadline {
-                // The thread waits longer for tracked requests, because the next session would
-                // execute them at the same time.
+                // The thread waits longer if requests are tracked: the next session executes them
+                // again, and must not do so while this disk queue still executes them.
                 let is_waited_for = self.context.tracker.is_some() && device.is_disconnected();
                 if is_cancelled && (device.is_ending() || !is_waited_for) {
                     break;

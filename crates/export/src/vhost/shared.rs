@@ -66,7 +66,7 @@ impl DeviceShared {
     pub(super) fn has_lost_memory(&self) -> bool {
         let lost = self.memory.read().is_poisoned()
             || self.inflight.get().is_some_and(|region| region.is_poisoned());
-        // The check of each later request finds the loss again.
+        // The loss is logged only once, because the check of each later request finds it again.
         if lost && !self.is_loss_logged.swap(true, Ordering::Relaxed) {
             tracing::error!(
                 "guest memory was lost (its file was truncated, or no huge pages are left), so the \

@@ -129,12 +129,13 @@ const MAX_DIRECT_DROPS: usize = 256;
 /// Maximum number of ranges that a checkpoint contains directly. A virtual machine without an IOMMU
 /// has fewer ranges.
 const MAX_INLINE_RANGES: usize = 128;
-/// Invalid range, which every release refuses.
+/// Invalid range. A release of this program that maps the ranges of the state refuses a state with
+/// this range.
 const NONE: SavedRange = SavedRange(1, 0, None, 0, false);
 
 /// Ranges that the client has unmapped, and the DMA table that contained them. The client's
-/// [`Closer`] unmaps their memory. If there are many ranges, it also drops the ranges, because that
-/// takes long.
+/// [`Closer`] unmaps their memory. If there are many ranges, the closer also drops the entries of
+/// the ranges, because that takes long.
 pub(super) struct Released {
     ranges: BTreeMap<u64, Range>,
     table: Option<Arc<DmaTable>>,
@@ -572,8 +573,8 @@ mod tests {
         let expected: Vec<u64> = (0..600).filter(|n| *n != 7).chain([1000]).collect();
         let ranges: Vec<u64> = next.ranges.keys().map(|iova| iova / PAGE).collect();
         assert_eq!(ranges, expected);
-        // A release that does not know the field `written` must refuse the state. Otherwise it
-        // would serve a guest without memory.
+        // A release of this program that does not know the field `written` must refuse the state.
+        // Otherwise that release would serve a guest without memory.
         let mut before = serde_json::from_str::<serde_json::Value>(&saved).unwrap();
         before.as_object_mut().unwrap().remove("written").unwrap();
         let before = serde_json::from_value(before).unwrap();

@@ -145,8 +145,8 @@ impl State {
         }
     }
 
-    /// For each store, adds the state in which the process has died after it to `next`. Returns the
-    /// state after all stores.
+    /// Adds one state to `next` for each store: the process has died directly after this store.
+    /// Returns the state after all stores.
     fn crashes(&self, model: &Model, stores: &[Store], next: &mut Vec<Self>) -> Self {
         let mut state = self.clone();
         for store in stores {

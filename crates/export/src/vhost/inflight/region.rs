@@ -115,8 +115,8 @@ impl Region {
     }
 }
 
-/// Tracking memory that the frontend shared last. A queue uses the memory from its start to its
-/// stop.
+/// Tracking memory that the frontend shared last. A queue that starts takes this memory, and uses
+/// it until the queue stops.
 #[derive(Default)]
 pub(crate) struct Kept(RwLock<Option<Arc<Region>>>);
 
