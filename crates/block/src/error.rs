@@ -52,7 +52,8 @@ pub enum BlockError {
     Buffer,
 }
 
-/// Message about a disk error, with the name of an NVMe status.
+/// Message about a disk error. If the error has an NVMe status, the message has the name of the
+/// status.
 fn text(error: DiskError) -> String {
     match error {
         DiskError::Device(bits) => format!("the device failed: {}", Status::from_bits(bits)),

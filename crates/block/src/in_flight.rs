@@ -55,7 +55,7 @@ enum State {
 /// range remains locked, a second execution of a write has the same effect as one execution.
 ///
 /// If the future is dropped while the disk has the request, the disk still executes the request.
-/// Its range remains locked until its end, and its buffer returns to the pool afterwards.
+/// When the disk has completed it, the range is unlocked and the buffer returns to its pool.
 #[must_use = "nothing is submitted until the future is polled"]
 pub(crate) struct InFlight<'a> {
     engine: &'a Engine,

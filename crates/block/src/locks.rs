@@ -82,7 +82,7 @@ impl Table {
 }
 
 impl RangeLocks {
-    /// Locks `first..end`. The first poll of the future takes its place in the order.
+    /// Locks `first..end`. The request gets its place in the order when the future is first polled.
     pub(crate) fn acquire(self: &Arc<Self>, first: u64, end: u64, exclusive: bool) -> Acquire {
         Acquire { locks: Arc::clone(self), first, end, exclusive, index: None }
     }

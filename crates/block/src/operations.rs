@@ -12,8 +12,8 @@ use shadowbell_memory::Segments;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Largest part of a request with segments of the caller, in bytes. Every disk supports requests of
-/// this size.
+/// Maximum size in bytes of a disk request with segments of the caller. Longer transfers are split
+/// into several requests. Every disk supports requests of this size.
 const SEGMENTS_STEP: usize = 1 << 20;
 /// Zeroes for partial blocks.
 static ZEROES: [u8; 4096] = [0; 4096];

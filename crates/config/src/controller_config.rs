@@ -84,8 +84,8 @@ impl DiskConfig {
         Self { id: None, disk, uuid, nsid, share: false }
     }
 
-    /// Disk without options, with an absolute path if it is a file or device. Only one namespace at
-    /// a time can use this resource.
+    /// Name of the disk as a resource that only one namespace can use at a time: the specification
+    /// without options, and with an absolute path for a file or device.
     #[must_use]
     pub fn exclusive_resources(&self) -> String {
         let disk = disk_spec::with_absolute_paths(&self.disk);
@@ -321,8 +321,8 @@ pub(crate) fn check_model(model: &str) -> Result<(), String> {
     check_text(&Config { model: model.to_owned(), ..Config::default() })
 }
 
-/// Reports an invalid text field of a configuration, which has no namespaces yet. Other errors are
-/// ignored.
+/// Reports an invalid text field of a configuration. Other errors are ignored, because the
+/// configuration has no namespaces yet.
 fn check_text(config: &Config) -> Result<(), String> {
     match config.validate() {
         Err(error @ ConfigError::Text { .. }) => Err(error.to_string()),

@@ -56,10 +56,11 @@ impl Layers {
         ["uuid"].into_iter().chain(Limits::NAMES).chain(others).chain(of_layers)
     }
 
-    /// Wraps `disk` in the layers. Limits are the outermost layer: they count the I/O of the host,
-    /// without the I/O for metadata, and without repeated requests. Held requests are those of the
-    /// host, with their metadata; on a zoned disk, those below the zones, whose write pointers are
-    /// not affected by a failure then. `recovers` is true if this process recovers the disk of
+    /// Wraps `disk` in the layers. Rate limits are the outermost layer: they count the requests of
+    /// the host, not the additional I/O for metadata, and not repetitions of failed requests. The
+    /// layer that holds failed requests (`on-error`) is above the metadata layer, so it repeats a
+    /// request with its metadata. It is below the zone layer, so a held request does not fail there
+    /// and write pointers stay correct. `recovers` is true if this process recovers the disk of
     /// another process.
     ///
     /// # Errors

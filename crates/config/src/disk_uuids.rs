@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 
 /// File in the state directory.
 const FILE: &str = "disk-uuids";
-/// Maximum size of the file that is read.
+/// Maximum size of the file in bytes. A larger file is refused.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Open file of this process. `None` if the UUIDs are derived from the disks' names.

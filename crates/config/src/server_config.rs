@@ -21,7 +21,7 @@ pub const MAX_WORKERS: u16 = shadowbell_controller::MAX_WORKERS as u16;
 /// Upper limit of `poll-max`, the polling time of an idle I/O thread, in microseconds. After a
 /// second without work, the cost of a wake-up does not matter.
 pub const MAX_POLL_US: u32 = 1_000_000;
-/// Default number of trace records per I/O thread: 8 MiB.
+/// Default number of trace records per I/O thread. They occupy 8 MiB.
 pub const TRACE_RECORDS: u32 = 1 << 18;
 
 /// Validated configuration. Disks and sockets are not opened yet.
@@ -63,7 +63,7 @@ pub struct ServerConfig {
 /// A named disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedDisk {
-    /// Id in requests, controllers and exports.
+    /// Id of the disk, by which management requests, controllers and exports refer to it.
     pub id: String,
     /// Specification, with options and limits.
     pub spec: String,
@@ -74,7 +74,7 @@ pub struct NamedDisk {
 /// A controller and its socket.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SocketConfig {
-    /// Id in requests. Default: its socket.
+    /// Id of the controller in management requests. The default is the path of its socket.
     #[serde(default)]
     pub id: Option<String>,
     /// Path of the socket as configured.

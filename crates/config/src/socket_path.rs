@@ -9,7 +9,8 @@ use std::sync::OnceLock;
 pub const VARIABLE: &str = "SHADOWBELL_RUN_DIR";
 /// File name of the socket in the directory of its server.
 const SOCKET: &str = "control.sock";
-/// Maximum length of a server name, in bytes. The path of a Unix socket has at most 107 bytes.
+/// Maximum length of a server name, in bytes. The path of the control socket contains the name and
+/// has at most 107 bytes, the limit of Unix sockets.
 const MAX_NAME: usize = 40;
 
 /// Location of the control socket, as given on the command line or in the configuration.

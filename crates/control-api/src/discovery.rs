@@ -62,16 +62,16 @@ fn with_process(directory: &Path, pid: &str) -> Option<Client> {
     })
 }
 
-/// Process that listens at a socket, by the kernel: the supervisor, or the server process if there
-/// is none. What a server reports is not enough, because it may be compromised.
+/// Process that listens at a socket: the supervisor, or the server process if there is none. The
+/// process ID comes from the kernel, because a compromised server may report a wrong one.
 fn listening_process(socket: &Path) -> Option<u32> {
     let stream = UnixStream::connect(socket).ok()?;
     let pid = socket_peercred(&stream).ok()?.pid.as_raw_pid();
     u32::try_from(pid).ok()
 }
 
-/// True if the process `pid` is `listening`, or was started by it, or if `listening` has ended,
-/// and passed its socket to another process.
+/// True if the process `pid` is `listening` or a child of `listening`. Also true if the process
+/// `listening` has ended: it has passed its socket to another process, so `pid` cannot be checked.
 fn is_part(listening: u32, pid: u32) -> bool {
     let of = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
     // The name in parentheses may contain spaces. The state and the parent follow.

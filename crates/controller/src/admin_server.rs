@@ -3,8 +3,9 @@
 //!
 //! An access to guest memory can block for as long as the guest likes (userfaultfd, FUSE). So it
 //! must not happen under the control plane's lock. This module therefore owns the admin queue and
-//! makes all accesses of the control plane to guest memory. The control plane sends it
-//! [`Orders`](crate::control::Orders), which it executes before the next command.
+//! makes all accesses of the control plane to guest memory. The control plane sends
+//! [`Orders`](crate::control::Orders) to this module, which executes them before it fetches the
+//! next command.
 
 use crate::context::Context;
 use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing};

@@ -494,7 +494,8 @@ impl RunQueue {
         !(self.ready.is_empty() && self.timed.is_empty() && self.liveness_checks.is_empty())
     }
 
-    /// Sets the time of a task's next turn. An earlier time is replaced.
+    /// Sets the time of a task's next turn, and replaces the time that was set before. `None`
+    /// removes the timer.
     fn set_timer(&mut self, task: &Waiting, when: Option<Instant>) {
         let address = task.as_ptr().addr();
         if let Some(before) = self.timers.remove(&address) {
@@ -695,7 +696,7 @@ mod tests {
         }
         let (reported, turns) = channel();
         let thread = ControlThread::start().unwrap();
-        // Time that five turns do not exceed even on a busy machine.
+        // Even on a busy machine, the five turns end before this time.
         let when = Instant::now() + Duration::from_secs(5);
         let task = Arc::new(TimedTask(RunState::default(), reported, when));
         let mut early = 0;

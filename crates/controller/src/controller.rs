@@ -458,8 +458,8 @@ impl Controller {
         self.0.with(|control, cx| control.disable_memory(cx, Box::new(done)));
     }
 
-    /// DMA table of all maps. The memory is unmapped when the last reference to the table is
-    /// dropped.
+    /// DMA table of all maps. Memory that is in the table stays mapped in this process until the
+    /// last reference to the table is dropped.
     #[must_use]
     pub fn dma_table(&self) -> Arc<DmaTable> {
         Arc::clone(self.0.control().mapped())
@@ -740,8 +740,8 @@ impl Controller {
         journal.in_flight(generation)
     }
 
-    /// True if the controller was reset after the command with this
-    /// [identifier](InFlightCommand::id) was in flight, and does not wait for it.
+    /// True if the command with this [identifier](InFlightCommand::id) is from before a reset, and
+    /// that reset no longer waits for commands.
     #[must_use]
     pub fn has_dropped(&self, id: u64) -> bool {
         !crate::journal::is_of(id, self.0.control().commands_generation())
@@ -750,9 +750,10 @@ impl Controller {
     /// Recovers the controller of a dead process from its [checkpoint](Self::record_with). All
     /// threads of the process must have ended, and none of its requests may still reach a disk or
     /// host memory. This controller must be a [`successor`](Self::successor) with a recorder of its
-    /// own. When the method returns, its own checkpoint is complete, and the old one is no longer
-    /// needed. The controller stays quiesced until [`resume`](Self::resume). After that, the caller
-    /// must call [`announce_recovery`](Self::announce_recovery).
+    /// own. When the method returns, the checkpoint of this controller is complete, and the
+    /// checkpoint of the dead process is no longer needed. The controller stays quiesced until
+    /// [`resume`](Self::resume). After that, the caller must call
+    /// [`announce_recovery`](Self::announce_recovery).
     ///
     /// Commands that were in flight when the process died are executed again; their number is
     /// returned. A command with which three processes in a row have crashed is completed with

@@ -186,8 +186,8 @@ struct State {
     /// command. During its turn, the command is not in `waiting`.
     running: Option<(u32, Vec<Latch>)>,
     ended: Vec<Ended>,
-    /// Number of calls of [`LbaStatusServer::drop_all`]. A change shows a running turn that a reset
-    /// began.
+    /// Number of calls of [`LbaStatusServer::drop_all`]. If the number has changed at the end of a
+    /// turn, a reset has begun during the turn.
     resets: u64,
 }
 

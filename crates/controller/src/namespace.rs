@@ -44,7 +44,8 @@ impl Guarantees {
     /// Properties for a controller that starts with the namespaces of `config`.
     fn of(config: &Config) -> Self {
         let infos = || config.namespaces.iter().map(|namespace| namespace.disk.info());
-        // All namespaces have the same limit in bytes, so it depends on the smallest block size.
+        // WZSL limits all namespaces to the same number of bytes, so the smallest block size
+        // determines it: there, the maximum NLB covers the fewest bytes.
         let pool = config.pool.as_ref().map(|_| 512);
         let smallest = infos().map(|info| info.block_size).chain(pool).min().unwrap_or(512);
         Self {

@@ -139,7 +139,8 @@ pub(crate) enum Operation {
     LbaStatus { cid: u16 },
     /// Set Features of a feature that belongs to the subsystem.
     Feature { cid: u16 },
-    /// Flush that precedes disabling the volatile write cache.
+    /// Flush of the data that were still cached when Set Features disabled the volatile write
+    /// cache.
     Flush { cid: u16 },
     /// Pause before exclusive execution: commands in flight end.
     Pause,

@@ -55,7 +55,7 @@ struct RouteState {
 
 /// Routing state of a controller that is quiesced or about to be quiesced.
 struct Quiesce {
-    /// Queues of each I/O thread after they have left it.
+    /// One stopover for each I/O thread: it holds the queues that have left the thread.
     stopovers: Vec<Arc<Stopover>>,
     /// Messages to send after the quiesce, each with the number of the I/O thread to which the
     /// queues were assigned.
@@ -148,7 +148,8 @@ impl Route {
     }
 
     /// I/O threads that may have queues of the controller: `workers`, to which queues were
-    /// assigned, and the target of a move. Queues that are moving are at one of these, or lost.
+    /// assigned, and the target of a move. Queues that are moving are on one of these threads,
+    /// unless the move has failed and they are lost (`Notice::Stranded`).
     pub(crate) fn everywhere(&self, workers: impl IntoIterator<Item = usize>) -> Vec<usize> {
         let state = self.0.lock();
         let mut all: BTreeSet<_> = workers.into_iter().collect();

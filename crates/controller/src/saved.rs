@@ -160,7 +160,7 @@ pub(crate) struct SavedControl {
     /// last.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) uncorrectable: Vec<(u32, u64, u64)>,
-    /// Number of additions to `uncorrectable` (LSGC).
+    /// LBA Status Generation Counter (LSGC): number of additions to `uncorrectable`.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) uncorrectable_changes: u16,
     #[serde(default, skip_serializing_if = "is_default")]

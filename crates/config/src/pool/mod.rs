@@ -167,7 +167,8 @@ impl HostPool {
         &self.spec.directory
     }
 
-    /// Connection from the pool to the controller, once it exists.
+    /// Handle with which the pool notifies its controller; `None` before the controller has
+    /// connected.
     pub fn port(&self) -> Option<&PoolPort> {
         self.port.get()
     }

@@ -106,8 +106,8 @@ impl Identity {
             }
             cns::ACTIVE_NAMESPACES => list(nsid, nsids()),
             cns::NAMESPACE_IDS => {
-                // For an inactive namespace, the command for this list fails. For other structures,
-                // it returns zeroes.
+                // If the namespace is inactive, Identify fails for this list. For other structures,
+                // Identify returns zeroes.
                 let namespace = find(nsid, namespaces)?.ok_or(invalid_namespace())?;
                 Ok(page(&ids(namespace)))
             }
@@ -510,7 +510,8 @@ fn zoned_namespace(namespace: Option<&Namespace>) -> Result<IdentifyZonedNamespa
         return Ok(IdentifyZonedNamespace::default());
     };
     let format = namespace.info().zoned.as_ref().ok_or(Status::INVALID_FIELD.with_dnr())?;
-    // 0's based; all ones mean "no limit".
+    // The fields are 0's based. A limit of 0 in the format means "no limit", and so do all ones in
+    // the fields.
     let limit = |most: u32| most.wrapping_sub(1);
     let mut identify = IdentifyZonedNamespace {
         ozcs: if format.read_across { IdentifyZonedNamespace::READ_ACROSS } else { 0 },

@@ -377,7 +377,7 @@ mod tests {
         let small = piece(stc::SHORT, &MEDIA[1], 0).unwrap();
         assert_eq!((small.offset, small.len), (0, 3 << 12));
         assert_eq!(piece(stc::SHORT, &MEDIA[1], 1), None);
-        // The product of offset and index exceeds 64 bits.
+        // In the computation of the piece, the product of offset and index exceeds 64 bits.
         let huge = Medium { nsid: 1, blocks: u64::MAX >> 9, block_shift: 9 };
         assert!(piece(stc::EXTENDED, &huge, 8191).is_some());
     }

@@ -363,7 +363,7 @@ impl AdminCheckpoint {
 
     /// Recovers the state of a dead process. The process may have posted completions after its last
     /// checkpoint. So the queue position and the completions that remain to be posted (`to_post`)
-    /// come from the completion queue in memory.
+    /// come from the completion queue in host memory.
     pub(super) fn recover(
         saved: &SavedAdminQueue,
         ((tail, phase), to_post): ((u16, bool), impl Iterator<Item = u16>),

@@ -269,8 +269,8 @@ impl Control {
         self.adopt(cx, control)?;
         self.quiesce.step = Step::Quiesced;
         if let Some(full) = control.resetting {
-            // The dead process was resetting the controller. Its commands in flight have ended with
-            // it.
+            // The dead process was resetting the controller. The commands for which the reset
+            // waited have ended with the process.
             (self.lifecycle.phase, self.lifecycle.full_reset) = (Phase::Resetting, full);
             self.memory.shadow = None;
             cx.shared.set_shadowed(false);

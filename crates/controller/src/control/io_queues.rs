@@ -154,7 +154,7 @@ impl IoQueues {
         self.workers.iter().copied()
     }
 
-    /// Clears the set of I/O threads, after all of them have detached the controller.
+    /// Clears the set of I/O threads. All of them have detached the controller, or will do so.
     pub(super) fn clear_workers(&mut self) {
         self.workers.clear();
     }
@@ -195,8 +195,8 @@ impl IoQueues {
     }
 
     /// Sends a flush of all namespaces to an I/O thread. The controller has to be enabled, but
-    /// needs no queues, because writes of deleted queues are flushed as well. `operation` ends with
-    /// the flush.
+    /// needs no queues, because writes of deleted queues are flushed as well. When the flush has
+    /// ended, the control plane gets the notice that `operation` has ended.
     pub(super) fn flush(
         &mut self,
         cx: &Context,
@@ -211,8 +211,8 @@ impl IoQueues {
         cx.send(worker, Message::Flush { context, latch });
     }
 
-    /// Sends a verification of a piece of a namespace to an I/O thread. Conditions as for
-    /// [`flush`](Self::flush).
+    /// Sends the verification of `piece`, a byte range of a namespace, to an I/O thread. The
+    /// controller and `operation` are as for [`flush`](Self::flush).
     pub(super) fn verify(
         &mut self,
         cx: &Context,
@@ -615,7 +615,8 @@ impl IoQueues {
         Ok(replays)
     }
 
-    /// Adds records of queues from another process. Returns the I/O thread that will serve them.
+    /// Adds the queues in `part`, which another process has saved. Returns the I/O thread that will
+    /// serve them.
     fn adopt(
         &mut self,
         cx: &Context,

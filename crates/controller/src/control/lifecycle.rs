@@ -40,7 +40,8 @@ impl Control {
         if let Err(why) = self.registers.check_enable() {
             return self.fail(cx, why, deferred);
         }
-        // A host that wrote the admin doorbells of the disabled controller submitted no command.
+        // Admin doorbell writes to a disabled controller have no effect, so both registers start at
+        // 0.
         for kind in [DoorbellKind::Sq, DoorbellKind::Cq] {
             shadowbell_doorbell::Cell::store_release(&cx.shared.register(0, kind), 0);
         }
@@ -157,9 +158,9 @@ impl Control {
         }
     }
 
-    /// Drops the state of a disabled controller's shutdown, at a reset. The flush may still be in
-    /// flight, but accesses no host memory. The notice of its end has the previous generation, so
-    /// it is ignored.
+    /// Ends the shutdown of a disabled controller, because a reset has begun. The flush of that
+    /// shutdown may still be in flight, but it accesses no host memory. The notice at the end of
+    /// the flush has the previous generation, so the control plane ignores it.
     fn abandon_flush(&mut self, cx: &Context, deferred: &mut Deferred) {
         if self.is_shutting_down() {
             self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
@@ -173,7 +174,7 @@ impl Control {
         self.lifecycle.shutdown_limit = None;
     }
 
-    /// Detaches a controller from the I/O thread that has flushed for its shutdown.
+    /// Detaches the controller from the I/O thread to which the flush of its shutdown was sent.
     fn detach_flushed(&mut self, cx: &Context, deferred: &mut Deferred) {
         // The notice of this latch has the previous generation, so the control plane ignores it.
         let before = self.lifecycle.generation.wrapping_sub(1);
@@ -241,7 +242,7 @@ impl Control {
         self.drop_queues(cx, Operation::Reset, deferred);
     }
 
-    /// Ends a reset, after all commands in flight have ended.
+    /// Ends a reset: all commands in flight have ended.
     pub(super) fn end_reset(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.queues.reset(cx);
         let doorbells = cx.shared.doorbells();

@@ -55,7 +55,7 @@ pub(super) enum Waiter {
 /// Lifecycle state of a controller.
 pub(super) struct Lifecycle {
     pub(super) phase: Phase,
-    /// Number of resets. Operations from before a reset are ignored.
+    /// Number of resets. Notices about operations that began before a reset are ignored.
     pub(super) generation: u64,
     /// Waiters that are called at the end of the reset in progress.
     pub(super) waiting: Vec<Waiter>,

@@ -82,7 +82,8 @@ impl HostMemory {
         ticket
     }
 
-    /// Removes and returns the callback with this ticket number, when its memory is unused.
+    /// Removes and returns the callback with this ticket number: no thread uses the unmapped memory
+    /// any more.
     pub(super) fn released(&mut self, ticket: u64) -> Option<Callback> {
         self.releases.remove(&ticket)
     }

@@ -256,8 +256,8 @@ impl Control {
         AdminCommands::data_length(sqe)
     }
 
-    /// Number of resets before the commands in flight were fetched. While a reset waits for them,
-    /// it is not counted.
+    /// Number of resets before the commands in flight were fetched. A reset that still waits for
+    /// these commands is not counted.
     pub(crate) fn commands_generation(&self) -> u64 {
         let is_waiting = self.lifecycle.phase == Phase::Resetting;
         self.lifecycle.generation.wrapping_sub(u64::from(is_waiting))
@@ -388,7 +388,8 @@ impl Control {
                     Response::Reset => self.begin_reset(cx, true, deferred),
                 }
             }
-            // A reset drops the commands that wait for exclusive execution.
+            // If the controller is not ready, a reset or shutdown has dropped the commands that
+            // waited for exclusive execution.
             Notice::ExclusiveRequested if self.is_ready() => self.exclusive.request(),
             Notice::ExclusiveRequested => {}
             Notice::AdminDoorbell => {}
@@ -421,7 +422,7 @@ impl Control {
         }
     }
 
-    /// Continues `operation` after all I/O threads have finished their parts.
+    /// Continues `operation`: all I/O threads have finished their parts of it.
     fn operation_ended(
         &mut self,
         cx: &Context,
@@ -467,7 +468,7 @@ impl Control {
         self.commands.event_context(&self.lifecycle)
     }
 
-    /// Logs that the controller was enabled.
+    /// Adds a Power-on or Reset event to the persistent event log.
     fn log_enabled(&mut self) {
         let context = self.event_context();
         self.commands.diagnostics.events.enabled(&context);

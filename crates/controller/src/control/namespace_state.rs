@@ -61,7 +61,8 @@ pub(crate) type ChangeCallback = Box<dyn FnOnce(Result<(), NamespaceError>) + Se
 pub(super) struct Change {
     pub(super) before: Option<Namespace>,
     pub(super) after: Option<Namespace>,
-    /// True if Identify shows the new disk when the change has ended, false if from its start.
+    /// True if Identify reports the new disk only after the change has ended; false if Identify
+    /// reports it from the start of the change.
     pub(super) publish_last: bool,
     /// True if the change is being undone.
     pub(super) undone: bool,

@@ -25,7 +25,7 @@ use shadowbell_spec::sqe::Sqe;
 use shadowbell_spec::status::Status;
 use zerocopy::FromBytes;
 
-/// Maximum number of buffers per controller and I/O thread, which is the number of active copies.
+/// Maximum number of buffers per controller and I/O thread. Each active copy uses one.
 const BUFFERS: usize = 4;
 
 /// Bytes per buffer: the data, and metadata of up to 64 bytes per block of 512 bytes.

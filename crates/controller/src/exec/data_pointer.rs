@@ -36,7 +36,8 @@ pub(super) fn resolve_flagged(
     .map_err(|e| e.status())
 }
 
-/// Copies a command's data into `list`. The host's memory is read only once.
+/// Copies a command's data into `list`. Host memory is read only once, because the host may change
+/// it after the checks.
 pub(super) fn read_list(
     view: &View,
     sqe: &Sqe,

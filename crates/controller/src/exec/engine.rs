@@ -37,8 +37,9 @@ const SHORT_LOCATIONS: u64 = 4;
 /// Upper bound of memory locations that a command's PRP or SGL list occupies. It also applies to
 /// commands that fail.
 pub(super) const MAX_LOCATIONS: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
-/// Limit of in-flight memory pieces that had no page table when they were submitted. Requests in
-/// flight can create page tables even after a reclaim, so their number is bounded.
+/// Limit of in-flight memory pieces that had no page table when they were submitted. Such pieces of
+/// requests in flight can create page tables even after a reclaim, so the number of pieces is
+/// bounded.
 const MAX_NEW_SPANS: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
@@ -80,7 +81,7 @@ pub(crate) struct Engine {
     pub(super) write_through: bool,
     /// True if a disk uses prefetch hints.
     uses_hints: bool,
-    /// True if a disk uses the submission queue of each request.
+    /// True if a disk schedules requests by their submission queue.
     pub(super) schedules_sources: bool,
     /// Namespaces by NSID - 1.
     pub(super) namespaces: Vec<NamespaceQueue>,
@@ -398,7 +399,7 @@ impl Engine {
     }
 }
 
-/// True if a disk uses the submission queue of each request.
+/// True if a disk schedules requests by their submission queue.
 pub(super) fn schedule_sources(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.schedules_sources())
 }

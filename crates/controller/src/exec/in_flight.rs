@@ -64,8 +64,8 @@ pub(super) enum Owner {
     Exclusive { sq: usize, cid: u16, permit: Permit },
     /// The entry is one of the requests of the command in entry `parent`.
     Part { parent: u32 },
-    /// The entry is a request of the command in entry `parent`. Its status is ignored, because its
-    /// namespace was removed.
+    /// The entry is a request of the command in entry `parent`. The status of the request is
+    /// ignored, because the namespace was removed.
     Dropped { parent: u32 },
     /// The entry reads or writes source range `range` of the Copy command in entry `copy`.
     Range { copy: u32, range: u32 },
@@ -88,7 +88,7 @@ pub(super) struct InFlight {
     pub(super) is_request: bool,
     pub(super) nsid: u32,
     pub(super) lba: u64,
-    /// Latch that is released at the entry's end: of an Abort command, or of a flush at shutdown.
+    /// Latch of an Abort command or of a flush at shutdown. It is released when the entry ends.
     pub(super) waiting: Option<Latch>,
 }
 
@@ -307,7 +307,7 @@ impl InFlightTable {
         drop(self.waiting.remove(&tag));
     }
 
-    /// Sets the status of an entry. The first error of a command's requests becomes its status.
+    /// Sets the status of an entry, unless an earlier error has set it.
     pub(super) fn fail(&mut self, tag: u32, status: Status) {
         if let Some(entry) = self.get_mut(tag)
             && entry.status.is_success()

@@ -358,7 +358,8 @@ impl FuaReads {
         self.0.len()
     }
 
-    /// Submits the flush of a command, which then continues in [`advance`](Self::advance).
+    /// Starts a read with Force Unit Access by a flush. When the flush has ended,
+    /// [`advance`](Self::advance) submits the read.
     pub(super) fn begin(
         &mut self,
         mut command: FuaRead,
@@ -406,8 +407,8 @@ impl FuaReads {
         over
     }
 
-    /// Moves the data of commands whose request is not submitted yet to the new view. Commands
-    /// whose data are not mapped any more fail.
+    /// Applies a change of the host memory map to commands whose read is not submitted yet. A
+    /// command fails if its data buffer is no longer mapped.
     pub(super) fn memory_changed(&mut self, view: &View, in_flight: &mut InFlightTable) {
         let mut change = ViewChange::new(view);
         for command in &mut self.0 {

@@ -32,7 +32,8 @@ pub(crate) struct NamespaceQueue {
     pub(super) blocks: u64,
     pub(super) block_shift: u8,
     flags: u8,
-    /// Smallest NLB field (number of blocks - 1) that makes a command long.
+    /// Smallest NLB field (number of blocks - 1) with which a command takes the slow path
+    /// (`is_long`).
     long_from: u32,
     /// Status of commands if the NSID is inactive.
     pub(super) absence: Status,
@@ -45,7 +46,8 @@ pub(crate) struct NamespaceQueue {
 // without a multiplication. With 48 bytes, an I/O took 7 more instructions, mostly register spills.
 const _: () = assert!(size_of::<NamespaceQueue>() == 40);
 
-/// Attributes that most namespaces do not have. With metadata or zones, all commands are long.
+/// Attributes that most namespaces do not have. With metadata or zones, all commands take the slow
+/// path.
 #[derive(Clone, Debug)]
 struct Extra {
     /// Subsystem attributes, if other controllers share the namespace.
@@ -61,8 +63,8 @@ pub(super) struct SharedNamespace {
     pub(super) member: Arc<Member>,
     pub(super) uuid: [u8; 16],
     nsid: u32,
-    /// Access of the controller under reservations and ANA. If it is restricted, all commands are
-    /// long.
+    /// Access of the controller under reservations and ANA. If the access is restricted, all
+    /// commands of the namespace take the slow path.
     access: Access,
 }
 
@@ -256,8 +258,8 @@ pub(super) fn index_of(list: &[NamespaceQueue], nsid: u32) -> Result<usize, Stat
     }
 }
 
-/// Announces a future command to the disk: the command in ring entry `index`, which will be started
-/// after `ahead - 1` others. The entry is not validated here; it is read again when it is fetched.
+/// Announces to the disk the command in ring entry `index`. It will be started after `ahead - 1`
+/// other commands. The entry is not validated here; it is read again when it is fetched.
 #[inline]
 pub(super) fn prefetch_hint(
     list: &[NamespaceQueue],

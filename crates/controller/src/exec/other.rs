@@ -499,7 +499,8 @@ impl Engine {
         }
     }
 
-    /// Submits a Zone Append. It is always pending at first, because its completion needs the LBA.
+    /// Submits a Zone Append. The result is always [`Started::Pending`], even if the disk has
+    /// completed the request: the command completes in a later pass, which adds the written LBA.
     fn append(
         &mut self,
         index: usize,

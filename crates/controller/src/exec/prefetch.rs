@@ -14,9 +14,10 @@ use shadowbell_spec::Sqe;
 /// memory access, so a distance of one would hardly suffice.
 const FIRST: u32 = 2;
 
-/// Completions per batch while more commands wait. The batch is smaller than for a disk without
-/// hints. Commands on a disk in memory take longer, and the host has to submit the next commands
-/// before the I/O thread begins the last command of the batch.
+/// Completions per batch while more commands wait. A disk with hints copies the data on the I/O
+/// thread, so each command occupies the thread longer than on other disks. With a smaller batch,
+/// the host gets completions early enough to submit further commands before the thread begins the
+/// last one.
 pub(crate) const POST_AFTER: u32 = 8;
 
 /// Prefetch state of a queue during a burst of its commands.
@@ -29,8 +30,8 @@ pub(crate) struct Prefetch {
 }
 
 impl Prefetch {
-    /// Starts a burst. `cursor` counts those of its commands that were announced during the
-    /// previous burst.
+    /// Starts a burst. `cursor` counts the commands of this burst that were already announced
+    /// during the previous burst.
     pub(crate) fn of(burst: u32, cursor: PrefetchCursor) -> Self {
         Self { cursor, known: burst }
     }

@@ -8,7 +8,9 @@
 //!
 //! # Touched memory spans
 //!
-//! Distinction between a host with a large working set and a host that touches memory sparsely.
+//! The kernel allocates page tables for the host memory that the server touches. The server
+//! therefore distinguishes a host with a large working set from one that touches memory sparsely,
+//! to make the kernel allocate many page tables.
 //!
 //! A page table covers a span of 2 MiB. A second touch of the same span creates no further page
 //! table. An ordinary host with much memory returns to the same spans. A host that makes the kernel
@@ -102,7 +104,7 @@ pub(super) mod cost {
     }
 }
 
-/// Maximum number of remembered spans: 128 GiB of memory.
+/// Maximum number of remembered spans. They cover 128 GiB of memory.
 const MAX_SPANS: u64 = 1 << 16;
 /// Bytes per span, as a power of two.
 const SHIFT: u32 = page_tables::SPAN.trailing_zeros();

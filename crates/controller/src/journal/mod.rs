@@ -20,19 +20,19 @@
 //! # Recovery
 //!
 //! Completions that were posted after the last step 5 are found in the completion queue itself, by
-//! their phase tags. Each contains the identifier of its command, and the head of its submission
-//! queue at the time of its posting. If the last step 4 has counted this completion already, the
-//! stored position of the submission queue is ahead of this head. The commands to execute again are
-//! the recorded ones without a completion, and all commands behind the position in the submission
-//! queue. The latter may include commands that were executed inline and whose completions were not
-//! posted. For the host, their second execution is equivalent to a late one. The record of a
-//! command is ignored if the command is fetched again.
+//! their phase tags. Each of these completions contains the identifier of the command, and the head
+//! of the submission queue at the time when the completion was posted. If the last step 4 has
+//! counted this completion already, the stored position of the submission queue is ahead of this
+//! head. The commands to execute again are the recorded ones without a completion, and all commands
+//! behind the position in the submission queue. The latter may include commands that were executed
+//! inline and whose completions were not posted. For the host, their second execution is equivalent
+//! to a late one. The record of a command is ignored if the command is fetched again.
 //!
 //! The order prevents these errors. With step 3 before step 2, a command could be lost. With step 5
 //! before step 3, a completed command could be executed again and overwrite newer data. With step 5
 //! before step 4, the same could happen to commands that were executed inline. Without the number
-//! of completions in step 4, recovery could confuse a head that is older than the stored position
-//! with one that is almost a whole turn of the queue ahead.
+//! of completions in step 4, recovery could not distinguish a head that is older than the stored
+//! position from a head that is almost a whole round of the ring ahead of that position.
 //!
 //! # Exclusive commands
 //!
@@ -425,17 +425,19 @@ impl RecoveredJournal {
     /// `position` is the position of the queue.
     pub(crate) fn take(&mut self, sqid: u16, position: Position) -> Vec<RecoveredCommand> {
         let mut commands = self.commands.remove(&sqid).unwrap_or_default();
-        // Commands behind the position are fetched again, so their records are not used.
+        // Commands that come after `position` in the queue will be fetched again, so their records
+        // are not used.
         commands.retain(|command| age(position, command) > 0);
         commands.sort_by_key(|command| std::cmp::Reverse(age(position, command)));
-        // A command has two records if its record was being moved at the crash.
+        // If the process crashed while it moved a record, the command has two equal records.
         commands.dedup_by_key(|command| command.count);
         commands
     }
 }
 
-/// Age of a command: number of commands fetched from its queue since then, including itself, if the
-/// queue is at `position`. It is 0 or less if the command is not fetched yet.
+/// Age of a command: number of commands that were fetched from its queue from this command on,
+/// including it, until the queue reached `position`. The age is 0 or less if the command comes
+/// after `position`.
 fn age(position: Position, command: &RecoveredCommand) -> i32 {
     (position.count as u32).wrapping_sub(command.count) as i32
 }
@@ -453,9 +455,9 @@ pub struct InFlightCommand {
 }
 
 impl InFlightCommand {
-    /// True if the storage may work on the command for long, because its range or the amount of
-    /// data has no bound in the size of a transfer: Dataset Management, Write Zeroes, Verify, Copy
-    /// and Zone Management Send.
+    /// True if the storage may work on the command for long, because the maximum transfer size does
+    /// not limit the command's range or amount of data: Dataset Management, Write Zeroes, Verify,
+    /// Copy and Zone Management Send.
     #[must_use]
     pub fn may_take_long(&self) -> bool {
         matches!(
@@ -536,8 +538,9 @@ mod tests {
     use super::*;
     use std::time::Instant;
 
-    /// The commands in flight of the requested generation are found. Prints the time per journal,
-    /// of which the scanner of stalled disks reads one for each controller with a client.
+    /// The commands in flight of the requested generation are found. The test prints the time for
+    /// one journal: the scanner of stalled disks reads the journal of each controller with a
+    /// client.
     #[test]
     fn commands_in_flight_are_found_in_many_journals() {
         const JOURNALS: usize = 100;

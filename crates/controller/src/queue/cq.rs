@@ -477,7 +477,8 @@ impl Cq {
         self.unlooked += count;
         if self.unlooked >= self.layout.size.entries() / 4 {
             // The head is read regularly even if no queue waits for room, because EventIdx moves
-            // only then. Otherwise the host would pass EventIdx and ring.
+            // only then. Otherwise the host's head would pass EventIdx, and the host would write
+            // the doorbell register.
             self.poll_head();
         }
         count != 0
