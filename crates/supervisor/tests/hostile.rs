@@ -308,7 +308,8 @@ fn hostile(is_first: bool) {
                 // An empty packet looks like the end of the connection.
                 rustix::net::send(socket, &[], rustix::net::SendFlags::NOSIGNAL).expect("a packet");
             }
-            // The loop ends when the supervisor has closed its end.
+            // The loop ends when sending fails, which is when the supervisor has closed its end of
+            // the socket.
             for socket in sockets {
                 while send_bytes(socket, b'?', &[], &[], false).is_ok() {}
             }
@@ -327,7 +328,8 @@ fn hostile(is_first: bool) {
         }
         "CHECKPOINT" => repeat(count, |number| put(&link, &key(number), &[7; 4096], &[])),
         "UPGRADE" => {
-            // The socket for the answers is full, because the requester never reads.
+            // The answers to the requests cannot be sent, because their socket is full: the
+            // requester never reads.
             let (_ours, theirs) = protocol::pair().expect("a pair");
             while send_bytes(&theirs, b'n', &[0; 1024], &[], true).is_ok() {}
             let fds = [theirs.as_fd()];
@@ -346,7 +348,8 @@ fn hostile(is_first: bool) {
     listener.join().expect("a thread");
 }
 
-/// Repeats a step `count` times, prints "flooding", and continues until the shutdown begins.
+/// Executes `step` `count` times, prints "flooding", and then continues to execute it until the
+/// shutdown begins.
 fn repeat(count: usize, mut step: impl FnMut(usize)) {
     (0..count).for_each(&mut step);
     tell("flooding");
@@ -415,12 +418,13 @@ fn slow_to_close() -> (OwnedFd, TcpStream) {
     writer.set_nonblocking(true).expect("a socket");
     while writer.write(&[0; 65536]).is_ok() {}
     writer.set_nonblocking(false).expect("a socket");
-    // The close would block for this time, which is longer than any limit of the test.
+    // With this linger time, a close would block for longer than any limit of the test.
     set_socket_linger(&writer, Some(LIMIT * 100)).expect("a socket");
     (writer.into(), reader)
 }
 
-/// Requests images outside of the permissions, and reports those that were opened.
+/// Requests images for which the server process has no permission, and reports every image that was
+/// opened nevertheless.
 fn ask_for_images(broker: &OwnedFd, number: usize) {
     let at = |name: &str| directory().join(name).into_os_string().into_encoded_bytes();
     let secret = File::open(directory().join("secret")).expect("the secret");
@@ -443,7 +447,8 @@ fn ask_for_images(broker: &OwnedFd, number: usize) {
     give(broker, *code, body, fd.as_slice());
     let Ok(Some(answer)) = protocol::receive(broker, false) else { return };
     if *code == images::CONNECT {
-        // Further connections to the broker stay open and unused.
+        // The answer to this request is another connection to the broker, which is permitted. It
+        // stays open and unused.
         return answer.fds.into_iter().for_each(std::mem::forget);
     }
     for fd in answer.fds {
@@ -453,7 +458,7 @@ fn ask_for_images(broker: &OwnedFd, number: usize) {
     }
 }
 
-/// Requests sockets and files outside of the permissions.
+/// Requests sockets and files for which the server process has no permission.
 fn ask_for_paths(broker: &OwnedFd, number: usize) {
     let root = directory();
     let names = ["other.sock", "stale.sock", "sockets/other.sock", "sockets/stale.sock", "secret"];

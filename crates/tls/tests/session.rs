@@ -58,7 +58,8 @@ impl Ends {
         Self { ends, ways: [Pipe::new(holds), Pipe::new(holds)] }
     }
 
-    /// Runs the handshake. On failure, returns the errors of the client and of the server.
+    /// Runs the handshake. On failure, returns the error of the client and that of the server;
+    /// `None` for an end without an error.
     fn agree(&mut self) -> Result<(), [Option<SessionError>; 2]> {
         let mut faults = [None, None];
         for _ in 0..2000 {
@@ -145,7 +146,7 @@ fn data_is_transferred_in_both_directions() {
     }
 }
 
-/// The peer reads nothing, so output accumulates. The memory for it is limited.
+/// The peer reads nothing, so the session has to store its output. It stores only a limited amount.
 #[test]
 fn a_session_has_bounded_memory() {
     let place = Place::new(|path| Authority::new().write_all(path));
@@ -181,7 +182,8 @@ fn orderly_and_abrupt_ends_are_distinguished() {
     }
 }
 
-/// Each configuration error has a message at the end that detects it, and another at the other end.
+/// Each configuration error ends the handshake. The end that detects the error has one message, and
+/// the other end, which is told by an alert, another.
 #[test]
 fn each_failed_handshake_has_its_message() {
     let (authority, stranger) = (Authority::new(), Authority::new());
@@ -264,7 +266,7 @@ fn an_incomplete_directory_is_refused_with_the_reason() {
     let damaged = "-----BEGIN CERTIFICATE-----\n!!!!\n-----END CERTIFICATE-----\n";
     std::fs::write(place.path("server-cert.pem"), damaged).unwrap();
     assert!(load(&place).contains("is damaged"), "{}", load(&place));
-    // A certificate without its key is an error. It does not count as a client without a
+    // A certificate without its key is an error. It must not be ignored, as if the client had no
     // certificate.
     let half = Place::new(|path| {
         authority.write_all(path);

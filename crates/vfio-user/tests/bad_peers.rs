@@ -95,7 +95,7 @@ fn a_silent_or_slow_client_is_disconnected() {
     let started = Instant::now();
     let mut silent = Raw::connect(&path);
     silent.assert_closed();
-    // The time limit must not expire early.
+    // The server must not close the connection before the time limit.
     assert!(started.elapsed() >= SHORT_LIMIT, "{:?}", started.elapsed());
     // The second client sends VERSION byte by byte, so the message is not complete within the
     // limit.
@@ -112,18 +112,19 @@ fn a_silent_or_slow_client_is_disconnected() {
     let message = raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
     for _ in 0..4 {
         raw.send(&message[..20]);
-        // One pause is shorter than the limit, but all pauses together are longer.
+        // Each pause is shorter than the time limit, and all pauses together are longer, so a limit
+        // that is not restarted would expire.
         std::thread::sleep(SHORT_LIMIT / 3);
         raw.send(&message[20..]);
         raw.reply().ok();
     }
-    // No timeout runs between messages.
+    // No time limit applies between two messages.
     std::thread::sleep(SHORT_LIMIT * 3 / 2);
     raw.write(0, &[1]).ok();
     let started = Instant::now();
     raw.send(&message[..20]);
     raw.assert_closed();
-    // The time limit must not expire early.
+    // The server must not close the connection before the time limit.
     assert!(started.elapsed() >= SHORT_LIMIT, "{:?}", started.elapsed());
     assert_served(&path);
 }
@@ -184,9 +185,9 @@ fn many_messages_of_a_client_are_interleaved_with_others() {
     let (other_path, other_shared, _) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let reset = other.message(command::DEVICE_RESET, 0, &[]);
-    // The busy client sends many messages. When the server handles the first of them, the other
-    // client sends a message. When the server handles the last of them, the test checks that the
-    // other client's message has been handled.
+    // The busy client sends many messages. The first and the last one call hooks on the server's
+    // thread: the first hook makes the other client send a message, and the second hook checks that
+    // this message has been handled.
     let arrived = Arc::new(AtomicBool::new(false));
     let (hooks, note) = (Arc::clone(&shared), Arc::clone(&arrived));
     *shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -209,8 +210,8 @@ fn many_messages_of_a_client_are_interleaved_with_others() {
     assert!(arrived.load(Ordering::SeqCst));
 }
 
-/// A message can have about 40,000 writes. They are executed in several turns, so that other
-/// clients get turns too.
+/// A message can contain about 40,000 writes. The server executes them in batches, and handles
+/// other clients between two batches.
 #[test]
 fn a_message_of_many_writes_is_interleaved_with_others() {
     let (server, path, shared) = Server::with_device(Limits::default());
@@ -229,7 +230,7 @@ fn a_message_of_many_writes_is_interleaved_with_others() {
     let mut raw = Raw::attach(&path);
     let write = |offset| wire::MultiEntry { offset, region: 0, count: 1, data: [1; 8] };
     let mut entries = vec![write(HOOK)];
-    // The message contains one slow write between many others.
+    // One write among the others is slow: the device completes it later.
     entries.extend((0..20_000).map(|_| write(0)));
     entries.push(write(SLOW));
     entries.extend((0..20_000).map(|_| write(0)));
@@ -239,7 +240,8 @@ fn a_message_of_many_writes_is_interleaved_with_others() {
     let answer = raw.request(command::REGION_WRITE_MULTI, &[count.as_bytes(), &bytes]).ok();
     assert_eq!(answer, count.as_bytes());
     assert!(arrived.load(Ordering::SeqCst));
-    // The server must handle later messages of this client only after all of these writes.
+    // While a slow write of a message is pending, the server must not handle the client's next
+    // message: the read must return the value that the last write has stored.
     shared.hold.store(true, Ordering::SeqCst);
     let multi = raw.message(
         command::REGION_WRITE_MULTI,
@@ -253,8 +255,8 @@ fn a_message_of_many_writes_is_interleaved_with_others() {
     assert_eq!(raw.reply().ok()[16..], [1]);
 }
 
-/// Each client costs a device reset. Clients that reconnect endlessly are delayed, but all of them
-/// are served.
+/// Each new client costs a reset of the device. Clients that reconnect endlessly are delayed, but
+/// each of them is served.
 #[test]
 fn reconnecting_clients_are_all_served() {
     let (_server, path, shared) = Server::with_device(Limits::default());
@@ -269,8 +271,8 @@ fn reconnecting_clients_are_all_served() {
 fn a_slow_reader_gets_all_replies() {
     let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
-    // The replies exceed the buffers of socket and server, because the client reads them only after
-    // it has sent all requests.
+    // The client reads no reply until it has sent all requests. The replies exceed the buffers of
+    // the socket and of the server.
     let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x8000).as_bytes()]);
     let mut asker = raw.stream.try_clone().unwrap();
     let asker = std::thread::spawn(move || {
@@ -319,7 +321,8 @@ proptest! {
         let (path, ..) = server.add("device");
         let mut raw = Raw::attach(&path);
         for (command, mut payload, fds) in messages {
-            // Lengths and indexes become small numbers, so that messages pass the first checks.
+            // Most of the payload is zeroed, so that lengths and indexes are small and messages
+            // pass the first checks.
             for (at, byte) in payload.iter_mut().enumerate() {
                 if at % 4 != 0 && *byte < 240 {
                     *byte = 0;

@@ -57,8 +57,8 @@ fn the_mappable_area_is_the_devices_file() {
 #[test]
 fn ioeventfds_are_those_of_the_device() {
     let (_server, client, _shared) = served();
-    // The reply exceeds the client's first buffer, and the device has more eventfds than fit into a
-    // reply.
+    // The reply is larger than the client's first buffer, so the client asks again. Of the device's
+    // 100 eventfds, only 16 fit into a reply.
     let found = client.region_io_fds(0).unwrap();
     assert_eq!((found.events.len(), found.areas.len()), (16, 300));
     assert!(
@@ -208,7 +208,8 @@ fn a_timeout_ends_the_connection() {
     assert_eq!(error.to_string(), "no reply to DEVICE_RESET within 2s");
     assert!(matches!(client.device_info(), Err(ClientError::Broken)));
     assert!(matches!(client.region_write_posted(0, 0, &[0]), Err(ClientError::Broken)));
-    // The server notices the end of the connection, although the client object still exists.
+    // After the timeout, the client has closed the connection, which the server notices. The client
+    // object still exists.
     shared.wait_held().ok();
     shared.wait_log("disconnected");
 }
@@ -257,7 +258,7 @@ fn a_full_backlog_times_out() {
     let started = Instant::now();
     let error = Client::connect(&path, options).unwrap_err();
     assert!(matches!(error, ClientError::Connect { .. }), "{error}");
-    // The time limit must not expire early.
+    // The client must not give up before the time limit.
     assert!(started.elapsed() >= Duration::from_millis(50));
 }
 
@@ -279,8 +280,8 @@ fn excess_dma_maps_are_refused_by_the_client() {
     assert!(matches!(error, ClientError::TooManyMaps { max: MAX_MAPS }), "{error}");
     assert!(error.to_string().contains("5 ranges"), "{error}");
     assert_eq!(shared.maps.lock().unwrap().len(), MAX_MAPS as usize);
-    // After two ranges are unmapped, two more can be mapped. After all are unmapped, the maximum
-    // number can be mapped again.
+    // The maximum applies to the ranges that are mapped at a time: after an unmap of two ranges,
+    // two more can be mapped, and after an unmap of all ranges, as many as at first.
     client.dma_unmap(DmaUnmap::Range { iova: 0x1000, len: 0x2000 }).unwrap();
     map(0x1000).unwrap();
     map(0x2000).unwrap();

@@ -94,11 +94,12 @@ struct User {
     pending: [BTreeMap<u32, Pending>; QUEUES],
     next: u64,
     injected: u64,
-    /// Number of started syncs, and this number when a sync last succeeded.
+    /// Number of syncs that were started, and the number of them at the start of the last sync that
+    /// succeeded.
     started: u64,
     succeeded: u64,
     lost: bool,
-    /// The file, opened a second time by the disk.
+    /// Descriptor for the check of the contents. The disk has opened the same file a second time.
     file: OwnedFd,
 }
 
@@ -166,7 +167,7 @@ impl User {
         }
     }
 
-    /// Result of a call. Most calls succeed.
+    /// Result that the next file system call of the disk will have. Most calls succeed.
     fn outcome(&mut self, source: &mut Source<'_>) -> CallOutcome {
         match source.below(8) {
             0 => {
@@ -175,7 +176,7 @@ impl User {
             }
             1 => {
                 let most = source.of(&[BLOCK, 1, 4096, 0, 777, 1 << 18]);
-                // With direct I/O, a transfer of less than a block counts as a transfer of nothing,
+                // With direct I/O, a call that transfers less than a block has transferred nothing,
                 // which is an error.
                 self.injected += u64::from(most == 0 || self.direct);
                 CallOutcome::Partial(most)
@@ -268,7 +269,7 @@ impl User {
         self.count(queue);
     }
 
-    /// Fills each block of a buffer with its word.
+    /// Fills blocks in the buffers, from byte `at` on. Each block contains repetitions of one word.
     fn fill(&self, at: usize, words: impl Iterator<Item = u64>) {
         let mut bytes = Vec::with_capacity(BLOCKS * BLOCK);
         for word in words {

@@ -39,7 +39,7 @@ pub(crate) fn zoned(source: &mut Source<'_>) -> Arc<dyn Disk> {
     Arc::new(ZonedDisk::new(Arc::new(disk), format, source.bool()).expect("zones"))
 }
 
-/// Sets the additional fields of a command for a namespace with metadata or zones.
+/// Sets the fields of a command that are meaningful only for a namespace with metadata or zones.
 pub(crate) fn fields(source: &mut Source<'_>, sqe: &mut Sqe, metadata: u64) {
     match sqe.nsid {
         WITH_METADATA => {

@@ -16,23 +16,23 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Maximum memory that is allocated in addition to the amount before the program.
+/// Maximum memory in bytes that a program may allocate, beyond the memory in use before it.
 const MAX_ALLOCATED: usize = 48 << 20;
 /// Maximum CPU time of a step. With the address sanitizer, a step takes several times as long.
 const TIME: Duration = Duration::from_secs(1);
-/// Maximum number of messages that wait for an I/O thread: some for each admin command in flight,
-/// whatever a guest does. The highest number seen is 4.
+/// Maximum number of pending messages to an I/O thread. Each admin command in flight causes a few
+/// of them, and a guest can cause no others. The highest number seen is 4.
 const MESSAGES: usize = 64;
-/// Maximum number of notices that wait for a control plane: as many as the error log has entries,
-/// and some for each admin command.
+/// Maximum number of pending notices to the control plane: one for each entry of the error log, and
+/// a few for each admin command.
 const NOTICES: usize = 64 + 32;
 
 #[global_allocator]
 static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
 static STEPS: AtomicU64 = AtomicU64::new(0);
 
-/// Path of the file to which runs under libFuzzer write the number of steps, and the interval
-/// between two writes in steps.
+/// Path of the file to which a run under libFuzzer writes the number of steps, and the number of
+/// steps between two such writes.
 static REPORT: LazyLock<Option<OsString>> = LazyLock::new(|| std::env::var_os("BODIES_STEPS"));
 const OFTEN: u64 = 1024;
 

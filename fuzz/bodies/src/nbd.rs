@@ -164,7 +164,8 @@ fn converse(source: &mut Source<'_>) {
     let timeout = Some(LIMIT);
     stream.set_read_timeout(timeout).expect("a timeout");
     stream.set_write_timeout(timeout).expect("a timeout");
-    // After a valid handshake, which is the usual case, the possible replies are known.
+    // True if the handshake is valid, which is usual. Then the test knows which replies are
+    // possible.
     let known = !source.rarely(4);
     let structured = source.bool();
     let mut bytes = Vec::new();
@@ -208,7 +209,7 @@ fn converse(source: &mut Source<'_>) {
     if source.rarely(4) {
         bytes.truncate(source.below(bytes.len() + 1));
     }
-    // A client that disconnects early does not read all replies.
+    // True if the client disconnects without reading the replies.
     let mut reader = stream.try_clone().expect("a descriptor");
     let hurry = source.rarely(4);
     let answers = std::thread::spawn(move || {

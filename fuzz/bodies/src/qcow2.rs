@@ -29,7 +29,7 @@ const MOST: u64 = 128 << 10;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 
-/// Panics that the crate has contained.
+/// Number of panics that the qcow2 crate has caught.
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
 /// Runs the program that `input` encodes.
@@ -60,7 +60,7 @@ pub fn run(input: &[u8]) {
     limits.step("qcow2");
 }
 
-/// Installs a panic hook that counts contained panics.
+/// Installs a panic hook that counts the panics that the qcow2 crate catches.
 fn count_panics() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -80,7 +80,7 @@ struct Image {
     model: Option<Vec<u8>>,
     bits: u32,
     size: u64,
-    /// Offsets of fields, and their lengths.
+    /// Fields of the image's structures that the program may change: offset and length, in bytes.
     fields: Vec<(u64, usize)>,
     /// Number of clusters of the file.
     clusters: u64,
@@ -97,7 +97,8 @@ impl Image {
         let entry = if has_subclusters { 16 } else { 8 };
         let per_table = cluster / entry;
         let tables = 1 + source.below(3) as u64;
-        // The disk has room for two tables more than the image has.
+        // The disk is larger than the image's L2 tables cover, so that writes allocate up to two
+        // more tables.
         let size = ((tables + 2) * per_table * cluster).min(1 << 20);
         let l1_entries = size.div_ceil(per_table * cluster);
         let l1 = 3 * cluster;
@@ -141,7 +142,7 @@ impl Image {
             image.field64(l1 + table * 8, (l2 + table * cluster) | COPIED);
         }
         for nth in 0..clusters {
-            // The clusters are spread over the tables, and some are zero clusters.
+            // Spreads the clusters over the L2 tables. Each fifth one is a zero cluster.
             let guest = (nth * 7) % (size / cluster).min(tables * per_table);
             let at = l2 + guest * entry;
             let host = data + nth * cluster;

@@ -256,7 +256,8 @@ fn submit_admin(host: &mut Host, source: &mut Source<'_>) {
             pointer = Pointer::prps(source, &mut sqe, at, dwords as usize * 4);
         }
         0x09 => {
-            // Interrupt coalescing, the write cache, events, timestamp, ...
+            // Set Features with features that change no queue: interrupt coalescing, the write
+            // cache, asynchronous events, the timestamp and others.
             sqe.cdw10 = source.of(&[8, 9, 6, 11, 14, 4, 2]);
             sqe.cdw11 = u32::from(source.u16());
             pointer = Pointer::prps(source, &mut sqe, at, 8);

@@ -1,8 +1,9 @@
-//! Comparison of a speed with its target. The contestants are measured in turn, because other load
-//! of the machine changes over time. The outcome is printed and is never a failure.
+//! Comparison of a ratio of two speeds with its target. Both contestants are measured once in each
+//! of several turns, because the other load of the machine changes over time. The outcome is
+//! printed and is never a failure.
 
-/// Maximum ratio of the fastest to the slowest turn of one measurement. A larger ratio means that
-/// the machine had other load.
+/// Maximum ratio between the turn with the highest and that with the lowest speed ratio. If it is
+/// exceeded, other load of the machine has disturbed the measurement.
 const SPREAD: f64 = 2.0;
 
 pub(crate) const REACHED: &str = "reached";
@@ -21,8 +22,7 @@ pub(crate) struct Comparison {
 }
 
 impl Comparison {
-    /// Compares figures of two contestants that were measured in turn. `wanted` is the target of
-    /// the ratio.
+    /// Compares two contestants by their speeds in each turn. `wanted` is the target of the ratio.
     pub(crate) fn of(turns: &[f64], of_other: &[f64], wanted: f64) -> Self {
         let ratio = |(a, b): (&f64, &f64)| if *b > 0.0 { a / b } else { 0.0 };
         let mut ratios: Vec<f64> = turns.iter().zip(of_other).map(ratio).collect();
@@ -32,8 +32,8 @@ impl Comparison {
         Self { ratio: at(ratios.len() / 2), least: at(0), most: at(last), wanted }
     }
 
-    /// Outcome of the comparison: reached if all turns reach the target, or if the median turn does
-    /// and the turns differ by at most [`SPREAD`]; missed if no turn reaches the target; otherwise
+    /// Outcome of the comparison. "Reached": all turns reach the target, or the median turn does
+    /// and the turns differ by at most [`SPREAD`]. "Missed": no turn reaches the target. Otherwise
     /// open.
     pub(crate) fn outcome(&self) -> &'static str {
         if self.most < self.wanted {

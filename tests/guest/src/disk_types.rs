@@ -18,9 +18,9 @@ use shadowbell_harness::Report;
 use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 1 << 30;
-/// Disk type and namespace of each disk of the server.
+/// Disk type of each disk of the server, and its namespace identifier.
 const KINDS: [(&str, u32); 4] = [("qcow2", 1), ("nbd", 2), ("vfio-user", 3), ("rbd", 4)];
-/// Number of kills, and of upgrades.
+/// Number of kills, and number of upgrades.
 const EVENTS: u32 = 5;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
@@ -70,7 +70,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             );
             guest.sh(&format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"), LIMIT)?;
             for _ in 0..EVENTS {
-                // Each server process serves the load for this time.
+                // Time for which each server process serves before it is killed or upgraded.
                 std::thread::sleep(Duration::from_millis(1500));
                 if is_kill { kill_worker(server)? } else { upgrade_worker(&program, server)? }
             }

@@ -14,7 +14,8 @@ use shadowbell_testing::wait::LIMIT;
 pub(crate) const SLOTS: u64 = 2048;
 /// Seed of the patterns, which identifies the writes of this program.
 const SEED: u64 = 0x5bac_ced0;
-/// Number of generations of a session: more than a session writes to one slot.
+/// Number of generation values that each session reserves. A session writes to a slot less often
+/// than this.
 const GENERATIONS: u64 = 1 << 32;
 
 /// Sessions of the writer on one image.
@@ -33,8 +34,8 @@ impl Writer {
     /// Starts a session in the background and waits until writes are being acknowledged.
     pub(crate) fn start(&mut self, guest: &mut Guest, disk: &str, seconds: u64) -> Result<()> {
         let before = self.acknowledged()?.writes;
-        // Generations are higher than in all previous sessions, so an older generation identifies a
-        // stale write.
+        // Each session uses higher generations than all sessions before it. So a slot with an older
+        // generation shows that a stale write has overwritten it.
         let generation = self.sessions * GENERATIONS;
         self.sessions += 1;
         guest.sh(
@@ -94,8 +95,8 @@ impl Writer {
     }
 }
 
-/// Fills memory that has just been freed, and checks that it does not change. A change is DMA of a
-/// command that a reset has ended, which is an error.
+/// Fills guest memory that was recently freed, and checks that its content does not change. A
+/// change would be a DMA write for a command that a reset has ended.
 pub(crate) fn patrol(guest: &mut Guest) -> Result<()> {
     guest
         .sh(&format!("{} patrol mib=384 seconds=3", tool::NAME), LIMIT)

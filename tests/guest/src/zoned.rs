@@ -14,10 +14,11 @@ use super::vfio::load;
 use shadowbell_harness::Report;
 use shadowbell_testing::wait::LIMIT;
 
-/// File name of the guest's archive, and the modules that it needs in addition to the kernel.
+/// File name of the initial file system of the guest, and the modules that it contains for these
+/// tests.
 const ARCHIVE: &str = "initramfs-zoned.cpio";
 const MODULES: &[&str] = &["zonefs"];
-/// 256 zones of 4 MiB with a capacity of 3 MiB each.
+/// Options of the disks: 256 zones of 4 MiB, each with a capacity of 3 MiB.
 const ZONES: &str = "zoned=4MiB&zone-capacity=3MiB&max-open=16&max-active=32&zone-extension=64";
 const COUNT: u64 = 256;
 /// Size of a zone in blocks of 512 bytes.
@@ -204,7 +205,7 @@ fn fio(guest: &mut Guest, name: &str) -> Result<()> {
     guest.sh(&format!("blkzone reset /dev/{name}"), LIMIT).map(drop)
 }
 
-/// zonefs: each zone is a file, whose length is that of the written data.
+/// Checks zonefs, in which each zone is a file whose length shows how much was written to the zone.
 fn zonefs(guest: &mut Guest, name: &str) -> Result<()> {
     let last = COUNT - 1;
     guest.sh(

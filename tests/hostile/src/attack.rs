@@ -14,8 +14,8 @@ use crate::peer::guest::Guest;
 
 /// Default memory size of an attacker's guest, in bytes.
 pub const MEMORY: u64 = 64 << 20;
-/// Pause between the batches of a flood, long enough that the attacker's own CPU time does not
-/// delay the victim.
+/// Pause between the batches of a flood. With it, the attacker needs so little CPU time that this
+/// time alone does not delay the victim.
 pub const PAUSE: Duration = Duration::from_micros(300);
 
 /// Attack of `cargo xtask hostile`.
@@ -24,8 +24,8 @@ pub struct Attack {
     pub name: &'static str,
     /// Description, for `--list`.
     pub about: &'static str,
-    /// Disk strings of the attackers' controllers. For `DIR/name=BYTES`, the suite makes a file of
-    /// this size.
+    /// Disk strings of the attackers' controllers. The suite creates the file of a string
+    /// `DIR/name=BYTES` with this size in bytes.
     pub disks: &'static [&'static str],
     pub log: LogReader,
     pub kind: Kind,
@@ -33,7 +33,8 @@ pub struct Attack {
     pub options: &'static [&'static str],
     /// Preparation before the server starts. The argument is the directory of its files.
     pub prepare: Option<fn(&Path) -> Result<()>>,
-    /// True if the attack is in the short suite, which has one attack for each type of harm.
+    /// True if the attack is in the short suite. That suite has one attack for each type of harm,
+    /// such as memory or latency.
     pub is_short: bool,
     pub run: fn(&mut Field) -> Result<()>,
 }
@@ -57,7 +58,7 @@ impl Attack {
     }
 }
 
-/// Type of attack, which determines the bounds.
+/// Type of attack. It determines which bounds on the server and on the victim's latency apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Hostile attack: all bounds apply.
@@ -68,12 +69,14 @@ pub enum Kind {
     /// Attack on an export: all bounds apply. The victim and the attackers are clients of one
     /// `shadowbell export`.
     Export,
-    /// Hostile attack that is evaluated by counts: the bounds of the victim's latency do not apply.
-    /// The server process may be replaced.
+    /// Hostile attack that is evaluated by counts, such as the number of the victim's reads. The
+    /// bounds on the victim's latency do not apply, because the attack may cause a restart of the
+    /// server process.
     Counted,
     /// Attack on an export that is evaluated by counts, like [`Kind::Counted`].
     CountedExport,
-    /// Control measurement: the same load on this machine, without an attack on the server.
+    /// Control measurement: load on this machine that does not use the server. It shows how far
+    /// this load alone delays the victim.
     Control,
 }
 
@@ -103,7 +106,7 @@ impl Clock {
         Instant::now() >= *self.until.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Number of the victim's completed reads during the attack.
+    /// Number of reads that the victim has completed during the attack.
     pub fn reads(&self) -> u64 {
         self.reads.load(Ordering::Relaxed)
     }
@@ -136,9 +139,10 @@ pub struct Field {
     /// Guests that are still attached at the end of the attack. The suite then resets their
     /// controllers.
     pub guests: Vec<Guest>,
-    /// Durations of the resets that the attack has measured itself.
+    /// Durations of those resets that the attack itself has measured, in addition to those at its
+    /// end.
     pub resets: Vec<Duration>,
-    /// Number of completed units of work. Each attack defines its unit.
+    /// Number of operations that the attack has completed. Each attack defines what it counts.
     pub done: u64,
     /// Number of commands that failed.
     pub refused: u64,

@@ -31,7 +31,7 @@ pub(crate) enum Disk {
 }
 
 impl Disk {
-    /// Disk of the attacker with this number.
+    /// Disk of the attacker with this number: memory, file and null in turn.
     pub(crate) fn of(number: usize) -> Self {
         [Self::Memory, Self::File, Self::Null][number % 3]
     }
@@ -45,14 +45,15 @@ impl Disk {
         }
     }
 
-    /// True if an attack can use this disk.
+    /// True if the attack can run on a controller with this disk.
     fn is_usable_for(self, attack: &Attack) -> bool {
         let wanted = match attack.disks {
             [disk] if disk.contains('=') => Self::File,
             [disk] if disk.starts_with("null:") => Self::Null,
             _ => Self::Memory,
         };
-        // Most attacks work with any disk. They declare a memory disk of 16 MiB.
+        // An attack that declares a memory disk of 16 MiB works with any disk. So the attackers
+        // with a null disk run these attacks as well.
         wanted == self || (self == Self::Null && attack.disks == ["mem:16MiB"])
     }
 }
@@ -86,7 +87,8 @@ impl Attacker {
         counters: &Counters,
     ) {
         let attacks = attacks_for(self.disk);
-        // Each attacker begins with another attack, so that different attacks run concurrently.
+        // Each attacker begins at another place of the list, so that different attacks run
+        // concurrently.
         for attack in attacks.iter().cycle().skip(self.number * 5) {
             if stop.load(Ordering::Relaxed) {
                 return;
@@ -110,7 +112,7 @@ impl Attacker {
             counters.record_aborted(format!("{}: {error:#}", attack.name));
         }
         field.resets.iter().for_each(|time| counters.record_reset(*time));
-        // A disconnected guest has no controller to reset.
+        // The reset of a guest that was disconnected fails, which is no error here.
         for guest in &mut field.guests {
             if let Ok(time) = guest.reset() {
                 counters.record_reset(time);

@@ -62,7 +62,8 @@ pub(crate) fn work(
         let outcome = meanwhile(supervised, meters);
         stop.store(true, Ordering::Relaxed);
         if outcome.is_err() {
-            // A failed run ends the server, so the clients do not wait for its completions.
+            // After a failed run the server is killed, so that the clients do not wait for
+            // completions of a server that may hang.
             supervised.server.kill();
         }
         let slots: Vec<_> = loads.into_iter().map(|load| load.join().ok().flatten()).collect();
@@ -75,8 +76,8 @@ pub(crate) fn work(
     }
     supervised.server.check()?;
     ensure!(supervised.server.terminate(STALL)?.is_some(), "SIGTERM does not end the server");
-    // This process reads the images after the server's end, so the data cannot come from the
-    // server's caches.
+    // The images are read after the end of the server, so the data were really written and are not
+    // from a cache of the server.
     for (number, slots) in slots.into_iter().enumerate() {
         let mut slots = slots.with_context(|| format!("controller {number} has no client"))?;
         if let Some(image) = supervised.image(number) {
@@ -111,7 +112,7 @@ pub(crate) fn wait_for_turnover(
             return Ok(());
         }
         supervised.server.check()?;
-        // A bound of the soak on the time without a completion.
+        // Twice the time without a completion at which the clients themselves report a failure.
         if began.elapsed() > 2 * STALL {
             bail!("a client has no completions; the log ends with:\n{}", supervised.server.log());
         }

@@ -12,7 +12,7 @@ const MAX_MESSAGES: usize = 20;
 pub(crate) struct Counters {
     /// Number of successful commands of honest guests.
     pub(crate) commands: AtomicU64,
-    /// Number of verified blocks, and of wrong ones.
+    /// Number of blocks that were read and verified, and number of those with wrong data.
     pub(crate) blocks: AtomicU64,
     pub(crate) bad_blocks: AtomicU64,
     /// Number of reconnects of honest guests.
@@ -21,7 +21,7 @@ pub(crate) struct Counters {
     longest: AtomicU64,
     longest_since_last_call: AtomicU64,
     messages: Mutex<Vec<String>>,
-    /// Number of attacks, and of those that ended early.
+    /// Number of attacks, and number of those that ended early with an error.
     pub(crate) attacks: AtomicU64,
     pub(crate) aborted: AtomicU64,
     longest_reset: AtomicU64,
@@ -41,7 +41,7 @@ impl Counters {
         Duration::from_nanos(self.longest.load(Ordering::Relaxed))
     }
 
-    /// Duration of the longest command since the last call.
+    /// Duration of the longest command that has ended since the last call of this function.
     pub(crate) fn longest_since_last_call(&self) -> Duration {
         Duration::from_nanos(self.longest_since_last_call.swap(0, Ordering::Relaxed))
     }

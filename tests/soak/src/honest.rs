@@ -22,8 +22,8 @@ use shadowbell_hostile::victim::hurry;
 const TURN: Duration = Duration::from_millis(200);
 /// Number of turns until a guest reconnects.
 const TURNS_ATTACHED: u64 = 64;
-/// Time limit of a command, as in Linux (`nvme_core.io_timeout`), and of a vfio-user request. A
-/// guest that attaches has a limit of 6 s for each request.
+/// Time limit of an NVMe command, as in Linux (`nvme_core.io_timeout`), and of a vfio-user request.
+/// While a guest attaches, the limit of each request is 6 s.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 /// Time without a completion after which the guest checks whether the server has closed the
 /// connection.
@@ -98,8 +98,8 @@ fn attach(socket: &Path) -> Result<(Guest, [Buffer; 3])> {
 }
 
 impl HonestGuest {
-    /// Attaches to a controller. The guests begin their first turns at different times, spread
-    /// evenly over the length of a turn, so that their load is even.
+    /// Attaches to a controller. The first turn of each guest is delayed by a different part of a
+    /// turn, depending on `number`, so that the load of all guests is even.
     pub(crate) fn attach(number: u64, socket: PathBuf) -> Result<Self> {
         let (guest, buffers) = attach(&socket)?;
         let now = Instant::now();
@@ -154,8 +154,8 @@ impl HonestGuest {
         self.push(written, first, false)?;
         self.push(before, second, true)?;
         self.push(long_ago, third, true)?;
-        // No read of this turn is of the written slot, so its generation can be set before the
-        // completion.
+        // The generation may be set before the write has completed, because neither read of this
+        // turn is of the written slot.
         if let Some(slot) = self.generations.get_mut(written as usize) {
             *slot = generation;
         }
@@ -255,7 +255,8 @@ impl HonestGuest {
             queue.ring(link)?;
             while !self.pending.is_empty() {
                 self.take(counters)?;
-                // Shorter than the polling interval, because many guests finish one after another.
+                // This sleep is shorter than the polling interval, because many guests finish one
+                // after another.
                 sleep(POLL_INTERVAL / 4);
             }
         }
@@ -286,7 +287,8 @@ pub(crate) fn check_responds(socket: &Path) -> Result<()> {
     guest.link.hang_up()
 }
 
-/// Runs the turns of these guests until `until`. Then reads all slots that they have written.
+/// Runs the turns of these guests until the time `until`. Then each guest reads all slots that it
+/// has written.
 pub(crate) fn drive(guests: &mut [HonestGuest], until: Instant, counters: &Counters) {
     hurry();
     while Instant::now() < until && guests.iter().any(|guest| !guest.has_failed) {

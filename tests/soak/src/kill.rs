@@ -34,13 +34,14 @@ use shadowbell_hostile::random::Random;
 const DEPTH: u32 = 128;
 /// Interval of progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
-/// Minimum time for which a server process serves before it is killed; a random time is added. The
-/// supervisor restarts a killed process without a delay if the process has served for at least 50
-/// ms.
+/// Minimum time for which a server process serves before it is killed; a random time is added. It
+/// is more than 50 ms, because the supervisor delays the restart of a process that has served for
+/// less.
 const MIN_SERVED: Duration = Duration::from_millis(60);
 // Random part of the time before a kill.
 const MAX_RANDOM_DELAY: Duration = Duration::from_millis(140);
-/// Maximum of the random time after which the next server process is killed as well.
+/// Maximum of the random time between a kill and a second kill, which is for the next server
+/// process.
 const MAX_SECOND_KILL_DELAY: Duration = Duration::from_millis(60);
 /// One in this many kills uses a signal other than SIGKILL, and one in this many is followed by a
 /// kill of the next server process.
@@ -151,12 +152,12 @@ struct Gaps {
     kills: u32,
     /// Time without a completion after a single kill, by disk type.
     single: Vec<Times>,
-    /// Time without a completion after two kills, of which the second should hit the next server
-    /// process.
+    /// Time without a completion after a double kill. Its second kill is for the next server
+    /// process, which may not have started serving.
     double: Times,
     /// Time from a kill until the next server process exists.
     until_next: Times,
-    /// Time without a completion between two kills, while no process was killed.
+    /// Time without a completion in the intervals between kills, for comparison.
     idle_gaps: Times,
     phases: Option<Phases>,
     totals: Totals,
@@ -258,7 +259,7 @@ fn kill(
         for meter in meters {
             let _ = meter.take();
         }
-        // Random moment of the kill: any is valid.
+        // Random moment of the kill, because clients must lose nothing at any moment.
         sleep(MIN_SERVED + MAX_RANDOM_DELAY.mul_f64(random.share()));
         let old = arguments.control.then(|| OldData::read(supervised)).flatten();
         gaps.idle_gaps.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
@@ -277,7 +278,7 @@ fn kill(
             gaps.until_next.push(killed.elapsed());
         }
         if is_double {
-            // Random moment of the second kill: any is valid.
+            // Random moment of the second kill, because clients must lose nothing at any moment.
             sleep(MAX_SECOND_KILL_DELAY.mul_f64(random.share()));
             signal(worker, Signal::KILL)?;
             gaps.kills += 1;
@@ -302,14 +303,14 @@ fn kill(
     Ok(())
 }
 
-/// Older data of a part of an image, for the control.
+/// Content of an image at an earlier time, for the control run.
 struct OldData {
     image: PathBuf,
     bytes: Vec<u8>,
 }
 
 impl OldData {
-    /// Reads the data of a part of the first raw image.
+    /// Reads the whole image of the last disk that has one.
     fn read(supervised: &SupervisedServer) -> Option<Self> {
         let image =
             (0..supervised.kinds().len()).rev().find_map(|number| supervised.image(number))?;

@@ -33,8 +33,8 @@ const SPIN: SpinPolicy = SpinPolicy { max: Duration::from_micros(20), adaptive: 
 pub(crate) struct Pace {
     /// Number of commands in flight.
     pub(crate) depth: u32,
-    /// Pause after all commands in flight have completed. If zero, the client submits a new command
-    /// for each completion.
+    /// Pause after the completion of all commands in flight, before new ones are submitted. If it
+    /// is zero, the client submits a new command after each completion.
     pub(crate) rest: Duration,
     /// One in this many commands is a flush; 0: none.
     pub(crate) flush_every: u64,
@@ -53,13 +53,14 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
-    /// Longest time without a completion and longest command since the last call.
+    /// Returns the longest time without a completion, and the longest duration of a command, since
+    /// the last call of this function.
     pub(crate) fn take(&self) -> Longest {
         let nanos = |of: &AtomicU64| Duration::from_nanos(of.swap(0, Ordering::Relaxed));
         Longest { gap: nanos(&self.gap), command: nanos(&self.slowest) }
     }
 
-    /// Reason why the load has failed, if it has.
+    /// Reason of the failure, if the load has failed.
     pub(crate) fn failure(&self) -> Option<String> {
         lock(&self.failure).clone()
     }
@@ -88,7 +89,8 @@ pub(crate) struct Load {
     depth: usize,
     rest: Duration,
     slots: SlotMap,
-    /// Operation and submission time of each command in flight, by slot of the queue.
+    /// Operation and submission time of each command in flight, by the index of its token in the
+    /// driver's queue.
     in_flight: Vec<Option<(Op, Instant)>>,
     scratch: Vec<u8>,
     /// Time of the last completion.

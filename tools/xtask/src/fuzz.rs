@@ -104,10 +104,10 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
 #[derive(Debug, Default)]
 struct TargetResult {
     time: Duration,
-    /// Number of programs, and of their steps.
+    /// Number of executed programs, and of the steps of all these programs.
     programs: u64,
     steps: u64,
-    /// libFuzzer's coverage: edges, and features.
+    /// Coverage that libFuzzer reports: number of edges, and number of features.
     coverage: u64,
     features: u64,
 }
@@ -155,7 +155,7 @@ impl TargetResult {
     }
 }
 
-/// Fuzzes the targets, `at_once` at a time, in order.
+/// Fuzzes the targets in their order, with up to `at_once` of them at the same time.
 fn search_all(
     targets: &[String],
     look: &(dyn Fn(&str, &mut TargetResult) -> Result<()> + Sync),
@@ -302,16 +302,17 @@ fn once(target: &str, input: &Path) -> Result<()> {
     run_and_print(target, &mut command, &mut TargetResult::default())
 }
 
-/// Options of the address sanitizer. Leaks of the driver are ignored, because the driver never
-/// frees memory to which a controller may still write. The quarantine of freed memory is small,
-/// because the first access to each new page takes longer than a step.
+/// Options of the address sanitizer. For the driver, leaks are ignored: it never frees memory to
+/// which a controller may still write. The quarantine of freed memory is small: with a large one,
+/// allocations would use new pages all the time, whose first access makes a step slow.
 fn sanitizer(target: &str) -> String {
     let leaks = u8::from(target != "driver");
     format!("detect_leaks={leaks}:quarantine_size_mb=32")
 }
 
-/// Options of libFuzzer. Leaks are checked only when the process ends. libFuzzer would check after
-/// each program that has freed less than it has allocated, but some threads free memory later.
+/// Options of libFuzzer. Its own leak check after each program is off, because some threads free
+/// memory only after the program has ended. The address sanitizer checks for leaks when the process
+/// ends.
 fn limits() -> [String; 4] {
     let hung = format!("-timeout={HUNG}");
     [hung, "-rss_limit_mb=4096".into(), "-print_final_stats=1".into(), "-detect_leaks=0".into()]

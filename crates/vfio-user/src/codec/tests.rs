@@ -136,9 +136,9 @@ fn a_hoard_of_descriptors_is_an_error() {
     assert!(decoder.batches.is_empty(), "they are closed, not kept");
 }
 
-/// The first half of a message has the maximum number of descriptors already. One receive returns
-/// its second half and the start of the next message. The descriptors of that receive belong to the
-/// next message, and must not count for the first one.
+/// The first half of a message arrives with the maximum number of descriptors. Then one receive
+/// returns its second half and the start of the next message, with more descriptors. These belong
+/// to the next message, so they must not count for the first one.
 #[test]
 fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
     let mut decoder = Decoder::new(4096);
@@ -151,7 +151,8 @@ fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
     assert!(decoder.decode().unwrap().is_none());
     feed(&mut decoder, &two[60..], many(1));
     assert_eq!(decoder.decode().unwrap().unwrap().fds.len(), 3);
-    // The limit is per message: with one more descriptor, this message exceeds it.
+    // The maximum is per message: here, both receives belong to one message, so one more descriptor
+    // exceeds it.
     feed(&mut decoder, &one[..50], many(MAX_MESSAGE_FDS));
     assert!(decoder.decode().unwrap().is_none());
     feed(&mut decoder, &one[50..], many(1));

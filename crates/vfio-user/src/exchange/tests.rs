@@ -39,7 +39,7 @@ fn a_reply_is_sent_and_its_request_removed() {
         let done = exchange_once(&mut exchange, &ours, &[n + 1; 100], &[], 48);
         assert_eq!((done.sent, done.received, done.fds.len()), (Ok(100), Ok(48), 0));
         assert_eq!(read(&theirs), (vec![n + 1; 100], 0));
-        // The next message stays in the socket.
+        // The exchange has removed only the request: the next message is still in the socket.
         assert_eq!(read(&ours), (vec![n; 7], 0));
     }
 }

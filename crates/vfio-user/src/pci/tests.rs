@@ -105,7 +105,7 @@ fn a_base_address_register_reports_its_size_and_stores_its_address() {
     assert_eq!(read(&space, 0x10), 0xffff_ffff_ffff_c004u64.to_le_bytes());
     space.write(0x20, &[0xff; 8]).unwrap();
     assert_eq!(read(&space, 0x20), 0xffff_ffff_ffff_800cu64.to_le_bytes());
-    // The registers of an absent BAR read as 0, whatever was written to them.
+    // An absent BAR reads as 0 after every write, so a host finds its size to be 0.
     assert_eq!(space.write(0x18, &[0xff; 8]).unwrap(), Effects::default());
     assert_eq!(read(&space, 0x18), [0; 8]);
 
@@ -189,7 +189,8 @@ fn a_function_level_reset_is_reported_and_clears_registers() {
         }
     );
     assert_eq!(space.bytes(), super::ConfigSpace::new(&nvme()).unwrap().bytes());
-    // A write to the upper byte resets the function; a write to the lower byte does not.
+    // Device Control is at 0x68, and its bit 15 (Initiate Function Level Reset) is in the upper
+    // byte. So only a write of this byte with the bit set resets the function.
     assert!(!space.write(0x68, &[0xff]).unwrap().function_level_reset);
     assert!(space.write(0x69, &[0xff]).unwrap().function_level_reset);
     assert!(!space.write(0x69, &[0x7f]).unwrap().function_level_reset);

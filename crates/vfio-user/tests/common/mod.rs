@@ -27,8 +27,8 @@ use zerocopy::IntoBytes;
 
 /// Size of BAR0, which is plain memory.
 pub(crate) const BAR0_SIZE: u64 = 0x1_0000;
-/// Offset in BAR0. While [`TestDeviceState::hold`] is set, a write here does not complete before
-/// the test completes it.
+/// Offset in BAR0 for slow writes: while [`TestDeviceState::hold`] is set, a write here is pending
+/// until the test completes it.
 pub(crate) const SLOW: u64 = 0x8000;
 /// Offset in BAR0 at which a write calls [`TestDeviceState::hook`].
 pub(crate) const HOOK: u64 = 0x9000;
@@ -120,7 +120,7 @@ impl TestDevice {
         (Self::of(&shared), shared)
     }
 
-    /// Creates a device with existing test state, which another device may use too.
+    /// Creates a device with the given test state. Several devices may share one test state.
     pub(crate) fn of(shared: &Arc<TestDeviceState>) -> Box<Self> {
         let shared = Arc::clone(shared);
         let bar2 = rustix::fs::memfd_create("device", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -173,8 +173,9 @@ impl Device for TestDevice {
 
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         match index {
-            // One eventfd belongs to the first half of each 16 bytes, and one to the second half.
-            // One more area has an eventfd beyond the limit of any client.
+            // Areas of 4 bytes at multiples of 8 use the first two eventfds alternately. One more
+            // area uses the last eventfd, which is beyond the number of descriptors that any client
+            // accepts.
             0 => Ok(IoFds {
                 events: eventfds(100),
                 areas: (0..300)
@@ -313,7 +314,7 @@ impl Device for TestDevice {
     }
 }
 
-/// True if all servers of the test store checkpoints, which must make no difference for clients.
+/// True if every server of the tests stores checkpoints. Clients must not notice a difference.
 pub(crate) fn is_recorded() -> bool {
     std::env::var_os("SHADOWBELL_TEST_RECORDED").is_some()
 }

@@ -4,18 +4,20 @@ use crate::command::{PAGE, descriptor};
 use crate::source::Source;
 use shadowbell_spec::Sqe;
 
-/// Number of pages of a slot: two for lists, and the others for data.
+/// Number of pages of a slot, which is the memory for one command: two pages for PRP or SGL lists,
+/// and the others for data.
 pub(super) const SLOT_PAGES: u64 = 2 + DATA_PAGES;
 const DATA_PAGES: u64 = 4;
-/// Maximum number of bytes of a command's data. They fit into a slot at any offset in its first
-/// page.
+/// Maximum number of bytes of a command's data: one page less than a slot has for data, so that the
+/// data may start at any offset in the first page.
 pub(super) const MAX_DATA: usize = ((DATA_PAGES - 1) * PAGE) as usize;
 
 /// Data pointer of a command.
 #[derive(Default)]
 pub(super) struct Pointer {
-    /// Pieces of the guest's memory, in the order of the data: address and length. If the pointer
-    /// is invalid, the intended pieces.
+    /// Pieces of the guest's memory to which the data pointer refers, in the order of the data:
+    /// address and length. For an invalid pointer, the pieces that it had before it was made
+    /// invalid.
     pub(super) pieces: Vec<(u64, usize)>,
     /// True if the pointer is invalid, so the command must fail.
     pub(super) wrong: bool,
@@ -138,8 +140,8 @@ impl Pointer {
             list.push((data + DATA_PAGES * PAGE - 64, 64, 0x00));
         }
         if flaw == 0 && source.rarely(4) {
-            // A bit bucket. For a write it supplies no data. For a read it is after the data, so
-            // that it discards none.
+            // A bit bucket descriptor. In a write, it describes no data, so it may be anywhere. In
+            // a read, it would discard data, so it is behind the last data block.
             let reads = sqe.opcode == 0x02;
             let at = if reads { list.len() } else { source.below(list.len() + 1) };
             list.insert(at, (u64::MAX, usize::from(source.u16()), 0x10));

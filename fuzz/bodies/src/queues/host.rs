@@ -27,7 +27,7 @@ const EVENT_IDX: u64 = BASE + 9 * PAGE;
 const SLOTS: usize = 4;
 const SLOTS_AT: u64 = BASE + QUEUE_PAGES * PAGE;
 const BYTES: usize = ((QUEUE_PAGES + SLOTS as u64 * SLOT_PAGES) * PAGE) as usize;
-/// Maximum number of turns of an operation.
+/// Maximum number of turns of the I/O thread for which the guest waits for an operation.
 const MAX_TURNS: usize = 20_000;
 
 /// Offset of a data slot.
@@ -56,13 +56,14 @@ pub(super) enum Kind {
         offset: u64,
         len: u64,
     },
-    /// Expected write to the disk, and the amount that was written so far.
+    /// Data that the disk must receive, and the number of bytes that it has received so far.
     Write {
         offset: u64,
         data: Vec<u8>,
         put: usize,
     },
-    /// Expected writes of a copy. Writes of other commands may be identical.
+    /// Data that the disk must receive for a copy. They are not counted, because other commands may
+    /// write the same data.
     Copy {
         offset: u64,
         data: Vec<u8>,
@@ -71,7 +72,7 @@ pub(super) enum Kind {
     CreateSq(u16, u16, u32),
     DeleteSq(u16),
     DeleteCq(u16),
-    /// The command completes only with an asynchronous event.
+    /// Asynchronous Event Request, which completes only when there is an event.
     Event,
     Other,
 }
@@ -111,13 +112,13 @@ pub(super) struct Host {
     memory: SharedBytes,
     /// Expected contents of the guest's memory.
     image: Vec<u8>,
-    /// Buffer of the same length as `image`, into which all memory is read.
+    /// Buffer for a check: all guest memory is copied into it, and compared with `image`.
     snapshot: Vec<u8>,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     shadow: bool,
-    /// True for a host with SPDK's rule for shadow doorbells: it also writes the doorbell if
-    /// EventIdx equals the new value.
+    /// True if the host uses SPDK's rule for shadow doorbells, by which it writes the doorbell
+    /// register also if EventIdx equals the new value.
     inclusive: bool,
     /// True if the host also uses shadow doorbells for the admin queue.
     shadows_admin: bool,

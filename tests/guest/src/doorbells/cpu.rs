@@ -1,10 +1,12 @@
-//! Host CPU time of an I/O on a file, of QEMU with its guest and of the server if there is one.
-//! Shadowbell over vfio-user is compared with QEMU's own controller, which uses shadow doorbells.
-//! Each has its own image, opened with O_DIRECT and io_uring. Both are in one guest and are
-//! measured in turn.
+//! Host CPU time per I/O on a file: that of QEMU with its guest, and that of the server if there is
+//! one.
 //!
-//! The measurement is repeated with all processes on one CPU. A wakeup on the same CPU does not
-//! have to wake a halted CPU, which is the largest part of its cost under some hypervisors.
+//! Shadowbell over vfio-user is compared with QEMU's own controller; both use shadow doorbells.
+//! Each has its own image, opened with O_DIRECT and io_uring. Both are disks of one guest, and are
+//! measured alternately.
+//!
+//! The measurement is repeated with all processes on one CPU. Then a wakeup does not have to wake a
+//! halted CPU, which is the largest part of the cost of a wakeup under some hypervisors.
 
 use std::fs::File;
 use std::io::Write;
@@ -24,10 +26,10 @@ use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
 use shadowbell_testing::wait::LIMIT;
 
-// Duration of a measurement, not a limit.
+// Duration of a measurement. It is not a time limit.
 const TIME: Duration = Duration::from_millis(2000);
-/// Duration of the short run, whose CPU time is subtracted from that of the long run. Most of it is
-/// for the start and the end of fio, which take almost a second in this guest.
+/// Duration of the short run. Its CPU time is mostly for the start and the end of fio, which take
+/// almost a second in this guest. It is subtracted from the CPU time of the long run.
 const SHORT_RUN: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
 /// Number of attempts to measure one turn.
@@ -104,7 +106,7 @@ struct Row {
 }
 
 impl Row {
-    /// The median turn, by total CPU time.
+    /// Cost of the turn that has the median of the total CPU time.
     fn median(&self) -> Result<Cost> {
         let mut turns = self.turns.clone();
         turns.sort_by(|a, b| a.both().total_cmp(&b.both()));
@@ -204,8 +206,8 @@ fn measure(
     Ok(rows)
 }
 
-/// Cost per I/O: the cost of a long run minus that of a short run, divided by the difference of
-/// their I/Os.
+/// Cost per I/O: the difference between the costs of a long run and a short run, divided by the
+/// difference between their numbers of I/Os.
 fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> {
     for _ in 0..TRIES {
         let short = timed(guest, contestant, depth, SHORT_RUN)?;

@@ -28,7 +28,7 @@ use shadowbell_harness::Report;
 use shadowbell_testing::wait::LIMIT;
 
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
-// Duration of a measurement, not a limit.
+// Duration of a measurement. It is not a time limit.
 const TIME: Duration = Duration::from_millis(1500);
 const DISK_BYTES: u64 = 1 << 40;
 /// Maximum poll time of the server, in microseconds.
@@ -149,7 +149,8 @@ fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> 
                 device: contestant.device,
                 doorbells: contestant.doorbells,
                 depth,
-                // If no rounds are requested, the run that counts doorbells is the only result.
+                // With zero rounds, there is no run without QEMU's trace, so the speed is that of
+                // the run that counts doorbells.
                 fio: median(measured).unwrap_or(fio),
                 commands,
                 doorbell_writes,
@@ -185,7 +186,8 @@ fn count(guest: &mut Guest, contestant: &mut Contestant, depth: u32) -> Result<C
         Ok::<u64, anyhow::Error>(of(&after)?.saturating_sub(of(&before)?))
     };
     let (commands, total) = (grown("commands")?, fio.total);
-    // Besides fio, the kernel may read the disk too, but only a little.
+    // The kernel may read a little of the disk besides fio, so the number of commands may be
+    // slightly higher than fio's number of I/Os.
     let close = commands >= total && commands <= total + total / 50 + 20;
     ensure!(close, "the server counted {commands} commands where fio did {total} I/Os");
     let (doorbell_writes, interrupts) = (grown("doorbell_mmio_writes")?, grown("interrupts")?);

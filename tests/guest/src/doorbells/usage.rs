@@ -45,8 +45,8 @@ impl Usage {
     }
 }
 
-/// Pins all threads of `process`, and those that they will start, to the last CPU that this
-/// process may use.
+/// Pins all threads of `process`, and threads that they start later, to one CPU: the last one that
+/// this process may use.
 pub(crate) fn pin_to_last_cpu(process: u32) -> Result<()> {
     let allowed = sched_getaffinity(None).context("reading the CPU affinity")?;
     let last =

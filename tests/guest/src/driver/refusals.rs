@@ -21,7 +21,8 @@ fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that a user other than root is refused, after root has made the change `change`.
+/// Executes `change` as root, and checks that the command `then` of another user is refused with a
+/// message that contains `words`.
 fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]) -> Result<()> {
     guest.sh(change, LIMIT)?;
     let output = guest.run(&format!("su other -c '{then}'"), LIMIT)?;
@@ -57,7 +58,8 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
         let words = [format!("{disk} is mounted at /mnt")];
         refused(guest, &format!("bind {address}"), &[&words[0]])?;
         guest.sh("touch /mnt/still-there && umount /mnt", LIMIT)?;
-        // The program cannot see this mount, which is in another mount namespace.
+        // Mounts the disk in another mount namespace. The program cannot see this mount, so it has
+        // to detect that the disk is in use by opening it exclusively.
         guest.sh(
             &format!(
                 "unshare -m sh -c 'mount /dev/{disk} /mnt && touch /tmp/hidden && exec sleep 1000' & \

@@ -28,7 +28,7 @@ pub(crate) const PATTERNS: [(u32, u32, u64, u64); 4] = [
     (64, 65_536, 4000, 1000),
 ];
 
-/// Path from the program to the controller.
+/// Software through which the program that reads accesses the controller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum DataPath {
     LinuxAio,
@@ -41,8 +41,8 @@ enum DataPath {
 }
 
 impl DataPath {
-    /// All paths. Those through the kernel's driver are measured first, because the controller is
-    /// bound to VFIO afterwards.
+    /// All paths. The paths through the kernel's driver come first: for the others, the controller
+    /// is bound to VFIO.
     const ALL: [Self; 6] =
         [Self::LinuxAio, Self::IoUring, Self::QemuNvme, Self::Nbd, Self::Interrupts, Self::Polling];
 
@@ -56,7 +56,7 @@ impl DataPath {
         }
     }
 
-    /// Layer between the program that reads and the driver.
+    /// Layer between the program that reads and the NVMe driver.
     fn through(self) -> &'static str {
         match self {
             Self::LinuxAio | Self::IoUring => "kernel",
@@ -149,7 +149,7 @@ impl Row {
 }
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
-    // I/O threads poll for a long time before they sleep, because the emulated guest is slow.
+    // The emulated guest is slow, so the I/O threads poll for longer than usual before they sleep.
     let disk = setup.serve(
         run,
         "driver",
@@ -278,9 +278,8 @@ fn time(
     let image = match path {
         DataPath::LinuxAio => format!("-t none -i native -n /dev/{}", controller.disk),
         DataPath::IoUring => format!("-t none -i io_uring -n /dev/{}", controller.disk),
-        // The option `-t none` is omitted: there is no host cache to bypass, and the option would
-        // set the write cache of the controller for one namespace, which QEMU's own controller
-        // refuses.
+        // Without `-t none`, because there is no host cache to bypass. The option would change the
+        // controller's write cache for one namespace only, which QEMU's own controller refuses.
         DataPath::QemuNvme => format!("nvme://{}/1", controller.address),
         DataPath::Nbd => "'nbd+unix:///?socket=/tmp/nbd.sock'".to_owned(),
         DataPath::Interrupts | DataPath::Polling => {

@@ -86,11 +86,11 @@ fn honest(field: &mut Field) -> Result<()> {
         page = guest.buffer(4096)?.0;
         guests.push(guest);
     }
-    // The buffer has the same address in all guests.
+    // All guests use the same buffer address, so the same commands are valid in each of them.
     field.fill_many(guests, 32, |n| Sqe::read(1, n * 8 % 16384, 7, 0).with_prps(page, 0))
 }
 
-/// Control measurement: two threads that only compute, on a machine with two CPUs.
+/// Control measurement: two threads that only compute, and so occupy two CPUs.
 fn burn(field: &mut Field) -> Result<()> {
     let field = &*field;
     let compute = || {
@@ -114,12 +114,12 @@ fn dsm(guest: &mut Guest) -> Result<impl Fn(u64) -> Sqe + use<>> {
     Ok(move |_| Sqe::dsm(1, fields, 0).with_prps(list, 0))
 }
 
-/// Submits 400 Dataset Management commands to four queues, and waits until the server has fetched
-/// them.
+/// Submits 100 Dataset Management commands to each of four queues, and gives the server some time
+/// to fetch them.
 fn many_dsm(field: &mut Field, guest: &mut Guest) -> Result<()> {
     let mut make = dsm(guest)?;
     field.top_up(guest, 100, &mut make)?;
-    // This pause sets the pace of the attack.
+    // The server usually fetches all commands in this time. The attack does not depend on it.
     sleep(Duration::from_millis(20));
     Ok(())
 }
@@ -281,8 +281,8 @@ fn sgl_mem(field: &mut Field) -> Result<()> {
 
 fn bad_sgl(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(QUEUES, 64)?;
-    // An SGL segment whose last descriptor points to the segment itself. All others are data blocks
-    // of zero bytes.
+    // An SGL segment whose last descriptor points to the segment itself, so the list has no end.
+    // The other descriptors are data blocks of zero bytes.
     let at = Guest::address(guest.alloc(4096)?);
     let mut list: Vec<SglDescriptor> = (0..255).map(|_| SglDescriptor::data_block(at, 0)).collect();
     list.push(SglDescriptor::segment(at, 4096));

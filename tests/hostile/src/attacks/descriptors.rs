@@ -48,7 +48,8 @@ fn set_irqs(flags: u32, count: u32) -> wire::SetIrqs {
     wire::SetIrqs { argsz: 20, flags, index: MSIX, start: 0, count }
 }
 
-/// Sets the eventfds of the first vectors, in messages with at most `at_once` descriptors each.
+/// Assigns eventfds to the first interrupt vectors, in messages with at most `at_once` descriptors
+/// each.
 fn give(guest: &mut Guest, events: &[OwnedFd], at_once: usize) -> Result<()> {
     for (n, events) in events.chunks(at_once).enumerate() {
         let mut set = set_irqs(set_irqs_flags::DATA_EVENTFD, events.len() as u32);
@@ -65,12 +66,12 @@ fn irq_fds(field: &mut Field) -> Result<()> {
     let mut at_once = 64;
     while !field.is_over() {
         if give(&mut guest, &events, at_once).is_err() {
-            // The server refuses messages with more descriptors than its advertised maximum. After
-            // a refusal, the attack uses this maximum.
+            // The server has refused 64 descriptors in one message, because it advertises a maximum
+            // of 16. The attack continues with this maximum.
             (at_once, guest) = (16, field.guest()?);
         }
         field.done += events.len() as u64;
-        // Each message sets new eventfds.
+        // The next messages set 64 new eventfds.
         events = (0..64).map(|_| event()).collect::<Result<Vec<_>>>()?;
     }
     field.guests.push(guest);
@@ -180,8 +181,8 @@ fn io_fds(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Sends sockets that are in flight inside other sockets. When the outer socket is closed, the
-/// kernel's garbage collector closes all of them.
+/// Sends sockets that contain other sockets as messages in flight. If the outermost socket is
+/// closed, the kernel's garbage collector has to close all of them.
 fn sockets(field: &mut Field) -> Result<()> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     let map = dma_map(1 << 41, PAGE, 0);

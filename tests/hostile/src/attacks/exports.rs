@@ -32,7 +32,8 @@ const fn export(
 
 pub(crate) const ATTACKS: &[Attack] = &[
     export("nbd-silent", "500 NBD clients that send nothing", nbd_silent),
-    // This attack is evaluated by memory, which does not depend on other load of the machine.
+    // In the short suite, because this attack is evaluated by memory usage, which does not depend
+    // on other load of the machine.
     export(
         "nbd-unread",
         "NBD clients that request 16 MiB reads and do not read the replies",
@@ -46,7 +47,8 @@ pub(crate) const ATTACKS: &[Attack] = &[
     export("vhost-huge", "virtio chains of gigabytes, on vhost-user-blk", vhost_huge),
     export("vhost-reads", "256 virtio reads of 1 MiB in flight", vhost_reads),
     export("vhost-bad", "virtio requests that are refused", vhost_bad),
-    // A lost wakeup would stop the victim for good, so its number of reads shows that.
+    // The attack is evaluated by the victim's number of reads: after a lost wakeup, the victim
+    // would read nothing more.
     Attack {
         kind: Kind::CountedExport,
         ..export("vhost-random", "VMs that kick random chains and disconnect", vhost_random)
@@ -69,15 +71,16 @@ fn nbd_silent(field: &mut Field) -> Result<()> {
             streams.push(silent_connection(&nbd(field))?);
             field.done += 1;
         }
-        // This pause sets the pace of the attack. A hundred clients then disconnect, and others
-        // connect.
+        // This pause sets the pace of the attack. After it, a hundred clients disconnect, and the
+        // loop connects others.
         sleep(Duration::from_millis(5));
         streams.truncate(400);
     }
     Ok(())
 }
 
-/// Sends bytes until the socket buffer is full, without waiting.
+/// Sends a part of the endlessly repeated `bytes` without blocking. Returns false if the socket
+/// buffer is full.
 fn push(stream: &UnixStream, bytes: &[u8], sent: &mut usize) -> Result<bool> {
     use std::io::ErrorKind::{Interrupted, WouldBlock};
     let from = *sent % bytes.len();
@@ -155,7 +158,8 @@ fn nbd_options(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Offers the chains `heads` repeatedly, until the device has disconnected.
+/// Submits the descriptor chains that begin at `heads`, again and again. If the device disconnects,
+/// connects again.
 fn offer(field: &mut Field, prepare: fn(&VirtioGuest) -> Result<()>, heads: &[u16]) -> Result<()> {
     while !field.is_over() {
         let mut guest = VirtioGuest::attach(&vhost(field))?;
@@ -184,12 +188,12 @@ fn loops(guest: &VirtioGuest) -> Result<()> {
     guest.describe(
         0,
         &[
-            // Descriptors that link to themselves and to each other.
+            // The first descriptor links to itself, and the next two link to each other.
             descriptor(ROOM, 16, NEXT, 0),
             descriptor(ROOM, 16, NEXT, 2),
             descriptor(ROOM, 4096, NEXT | WRITE, 1),
-            // An indirect table inside an indirect table, and one with the maximum number of
-            // entries, which all have the flag NEXT.
+            // Indirect tables: one that is itself in an indirect table, and one with the maximum
+            // number of entries, each of which has the flag NEXT.
             descriptor(ROOM, 32, INDIRECT, 0),
             descriptor(ROOM, 16 * 65535, INDIRECT, 0),
         ],

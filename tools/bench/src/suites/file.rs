@@ -16,18 +16,18 @@ use crate::settings::Settings;
 use crate::table::Table;
 
 const DEPTHS: [u32; 3] = [1, 8, 32];
-/// Waiting modes of the program: polling, the default, and polling for longer than an I/O of this
-/// disk takes.
+/// Waiting modes of shadowbell: polling; adaptive with the default poll time; and adaptive with a
+/// poll time of 500 µs, which is longer than an I/O of this disk takes.
 const WAITING: [(Waiting, Option<u32>); 3] =
     [(Waiting::Polling, None), (Waiting::Adaptive, None), (Waiting::Adaptive, Some(500))];
 
-/// One condition, and its results.
+/// One combination of operation and queue depth, and its results.
 struct Case {
     rw: &'static str,
     depth: u32,
     fio: Rounds,
     measured: [Rounds; WAITING.len()],
-    /// IOPS of the program in percent of fio's, in each round.
+    /// IOPS of shadowbell in each waiting mode, in percent of fio's, for each round.
     share: [Samples; WAITING.len()],
 }
 
@@ -140,7 +140,7 @@ impl Image {
         Ok(image)
     }
 
-    /// Fills the file, because unwritten blocks would be read without an access to the device.
+    /// Writes the whole file. Reads of blocks that were never written would not access the device.
     fn fill(&self, bytes: usize) -> std::io::Result<()> {
         let mut file = File::create(&self.0)?;
         let chunk: Vec<u8> =
@@ -163,8 +163,8 @@ fn file_system<'a>(mounts: &'a str, path: &Path) -> Option<&'a str> {
         let mut words = line.split(' ').skip(1);
         Some((words.next()?, words.next()?))
     });
-    // The longest mount point that is a prefix is the right one. If it is mounted twice, the later
-    // mount hides the earlier one.
+    // The file is in the mount whose mount point is the longest prefix of its path. Of two mounts
+    // at the same point, the later one hides the earlier one.
     mounted
         .filter(|(at, _)| path.starts_with(at))
         .max_by_key(|(at, _)| at.len())

@@ -98,7 +98,8 @@ pub(crate) fn table(settings: &Settings) -> Result<Table> {
     for _ in 0..settings.rounds {
         let peers = servers.iter().map(|(server, _)| {
             let peer = server.start(settings, mebibytes, &image.0)?;
-            // Memory that was never written would be read faster.
+            // The whole file is written first, because reads of memory that was never written are
+            // faster.
             let path = peer.path(DISK);
             fio::fill(settings, &path).context("filling the file")?;
             Ok(peer)

@@ -21,7 +21,7 @@ const CONTROLLERS: [usize; 4] = [1, 8, 64, 256];
 const NEIGHBOURS: [usize; 3] = [0, 63, 255];
 /// Queue depth of each queue pair.
 const DEPTH: u32 = 4;
-/// Number of queue pairs of the controller that measures the cost of a queue pair.
+/// Number of queue pairs of the controller on which the memory per queue pair is measured.
 const MANY_QUEUES: u16 = 32;
 /// Reads per second from each controller under a light load.
 const LIGHT: u64 = 10;
@@ -30,8 +30,8 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
     Ok(vec![queues(settings)?, controllers(settings)?, neighbours(settings)?])
 }
 
-/// Many queue pairs. One I/O thread polls; two I/O threads share the CPUs with the driver, and
-/// sleep when idle.
+/// Measures many queue pairs, with one I/O thread that polls, and with two I/O threads that sleep
+/// when idle, because they share the CPUs with the driver.
 fn queues(settings: &Settings) -> Result<Table> {
     let jobs = settings.some(&QUEUES);
     let mut cases: Vec<(u16, u16, Rounds)> = Vec::new();
@@ -85,7 +85,7 @@ fn queues(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// Results for a number of controllers.
+/// Results of the measurements with a given number of controllers.
 #[derive(Debug, Clone, Default)]
 struct Found {
     served: Memory,
@@ -129,7 +129,7 @@ fn controllers(settings: &Settings) -> Result<Table> {
     };
     let first = found.first().cloned().unwrap_or_default();
     for (&count, found) in counts.iter().zip(&found) {
-        // Cost of each additional controller.
+        // Memory that each controller after the first one needs.
         let each = |of: fn(&Memory) -> u64| {
             let more = of(&found.attached) as f64 - of(&first.attached) as f64;
             (count > 1).then(|| more / (count - 1) as f64)

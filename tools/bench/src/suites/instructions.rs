@@ -97,9 +97,9 @@ pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
     outcome.map(|()| vec![table])
 }
 
-/// Operations whose number a host chooses, and the number of objects for the first run; the
-/// second run has twice as many. A change of the DMA map copies a chunk of up to 512 ranges, so
-/// the work is proportional only for larger numbers.
+/// Operations on a number of objects that a host chooses, each with the number for the first run.
+/// The second run has twice as many objects. The DMA map is changed in chunks of up to 512 ranges,
+/// so its numbers are large: only then is the work proportional.
 const DOUBLED: [(&str, u32); 8] = [
     ("reset", 500),
     ("delete", 500),
@@ -113,9 +113,9 @@ const DOUBLED: [(&str, u32); 8] = [
 /// Maximum ratio of the instructions for twice the number of objects.
 const DOUBLE: f64 = 2.3;
 
-/// Checks that work is proportional to a number that a host chooses: cancelling and ending
-/// commands in flight, finding one of them, completing ranges, mapping and unmapping, removing a
-/// namespace with commands in flight, and registering (`crates/controller/examples/doubling.rs`).
+/// Checks that work is at most proportional to a number that a host chooses: cancelling and ending
+/// commands in flight, finding one of them, completing ranges, mapping and unmapping, preempting
+/// and registering (`crates/controller/examples/doubling.rs`).
 pub(crate) fn check_doubling() -> Result<()> {
     machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
     let program = build("shadowbell-controller", "doubling")?;
@@ -145,8 +145,8 @@ fn build(package: &str, example: &str) -> Result<PathBuf> {
         .env("RUSTFLAGS", format!("{flags} --cfg=rustix_use_libc"))
         .args(["build", "--release", "--package", package, "--example", example])
         .arg("--message-format=json-render-diagnostics")
-        // Other compiler flags need other object files. In a shared target directory, cargo would
-        // build them again each time.
+        // A separate target directory: with these compiler flags, cargo would rebuild the object
+        // files in the common directory, and each other build would rebuild them again.
         .arg("--target-dir")
         .arg(root().join("target/instructions"))
         .stderr(Stdio::inherit())
@@ -161,8 +161,8 @@ fn build(package: &str, example: &str) -> Result<PathBuf> {
 
 /// Instructions per I/O of the functions that match `pattern`, including their callees.
 fn count(program: &Path, pattern: &str, depth: u32) -> Result<f64> {
-    // At the recorded depth, the number of I/Os of each run is a multiple of the number of ring
-    // entries, so work that is done once per turn of the ring is included proportionally.
+    // Each run at the recorded depth wraps the rings a whole number of times. So work that is done
+    // once per wrap is included in proportion.
     let rounds = [(1 << 14) / depth.max(1), (3 << 14) / depth.max(1)];
     let mut found = Vec::new();
     for rounds in rounds {

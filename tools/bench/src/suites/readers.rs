@@ -1,6 +1,8 @@
 //! The suite `readers`: the sequential readers of the guest suite `readers` at native speed,
-//! without ublk. The disk is a file (FUSE) under a loop device; one and five readers read it raw,
-//! one and two read files on ext4, which is mounted again each time.
+//! without ublk.
+//!
+//! The disk is a loop device on a file that is exported by FUSE. One and five readers read the raw
+//! disk; one and two readers read files on ext4, which is mounted again for each measurement.
 //!
 //! Layers from fio to the memory disk: ext4, loop device, FUSE, driver, vfio-user server.
 
@@ -25,9 +27,9 @@ use crate::table::Table;
 
 /// Size of each read in bytes.
 const BLOCK: u32 = 128 << 10;
-/// Size of each file, and of the part of each reader of the raw disk, in bytes.
+/// Size in bytes of each file, and of the part of the raw disk that each reader reads.
 const FILE: u64 = 512 << 20;
-/// Number of readers, and true if they read files.
+/// Number of readers, and true if they read files and not the raw disk.
 const CASES: [(u32, bool); 4] = [(1, false), (5, false), (1, true), (2, true)];
 /// Time limit of steps that are not measured.
 const LIMIT: Duration = Duration::from_secs(120);

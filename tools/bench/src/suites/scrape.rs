@@ -22,7 +22,7 @@ use crate::settings::Settings;
 use crate::table::Table;
 
 const CONTROLLERS: usize = 256;
-/// Number of I/O queue pairs of each controller, except the one with the load, which has one.
+/// Number of I/O queue pairs of each controller. The controller with the load always has one.
 const QUEUES: [u16; 2] = [1, 4];
 /// Reads per second of the load.
 const RATE: u64 = 10_000;

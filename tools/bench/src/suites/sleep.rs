@@ -1,4 +1,5 @@
-//! The suite `sleep`: cost and savings of sleeping.
+//! The suite `sleep`: I/O threads that sleep when they have no work, compared with I/O threads that
+//! poll.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -18,7 +19,7 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
     Ok(vec![sleeping(settings)?, paced(settings)?])
 }
 
-/// Load without a limit, by waiting mode.
+/// Measures a load at full speed in each waiting mode.
 fn sleeping(settings: &Settings) -> Result<Table> {
     let mut cases: Vec<(u32, Waiting, Rounds)> = Vec::new();
     for depth in settings.some(&DEPTHS) {
@@ -85,7 +86,7 @@ fn sleeping(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// Load with a fixed rate: latency since the due time of each I/O, and CPU time.
+/// Measures a load with a fixed rate: CPU time, and latency from the time at which each I/O is due.
 fn paced(settings: &Settings) -> Result<Table> {
     let rates = settings.some(&RATES);
     let mut cases: Vec<(u64, [Rounds; 3])> =
@@ -153,9 +154,10 @@ fn paced(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// Reduction of the p50 latency by the adaptive mode, in percent of the reduction by polling, both
-/// compared with sleeping; and CPU time of the adaptive mode in percent of polling's. The reduction
-/// is `None` if polling has no shorter latency than sleeping.
+/// Gain of the adaptive mode, as two figures. The first is its reduction of the p50 latency, in
+/// percent of the reduction by polling; both reductions are relative to sleeping. It is `None` if
+/// polling has no shorter latency than sleeping. The second is the CPU time of the adaptive mode in
+/// percent of that of polling.
 fn gain(polling: &Rounds, adaptive: &Rounds, sleeping: &Rounds) -> (Option<f64>, f64) {
     let p50 = |rounds: &Rounds| rounds.median("latency_ns/p50");
     let cpu =

@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Imported names by importing and imported file.
+/// Graph of imports: for each importing file and each file that it imports from, the imported
+/// names.
 #[derive(Debug, Default)]
 pub(super) struct Arrows(BTreeMap<String, BTreeMap<String, BTreeSet<String>>>);
 
@@ -32,8 +33,8 @@ impl Arrows {
         self.0.get(file).into_iter().flat_map(|to| to.keys().map(String::as_str))
     }
 
-    /// Shortest path from a file to another, including both. From a file to itself, the path is a
-    /// cycle.
+    /// Shortest path from one file to another; it includes both files. If both are the same file,
+    /// the path is a cycle.
     fn shortest_path<'a>(&'a self, from: &'a str, to: &str) -> Option<Vec<&'a str>> {
         let mut ways = VecDeque::from([vec![from]]);
         let mut seen = BTreeSet::new();
@@ -110,8 +111,8 @@ impl Arrows {
         pairs.map(|(from, to)| self.arrow(from, to).trim().to_owned()).collect()
     }
 
-    /// Files bottom up, each with its height: one above the highest imported file. Files of a
-    /// cycle have the same height.
+    /// Files from bottom to top, each with its height. The height of a file is one more than that
+    /// of the highest file that it imports. Files of a cycle have the same height.
     pub(super) fn order(&self) -> Vec<(usize, &str)> {
         let cycles = self.cycles();
         let mut heights: BTreeMap<&str, usize> = BTreeMap::new();

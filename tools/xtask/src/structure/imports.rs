@@ -31,13 +31,13 @@ pub(super) fn arrows(tree: &Tree, root: &Path) -> Arrows {
 struct Paths<'a> {
     tree: &'a Tree,
     module: usize,
-    /// Index of each imported file, and the imported name.
+    /// Imports found so far: index of the file that defines the name, and the name.
     found: Vec<(usize, String)>,
 }
 
 impl Paths<'_> {
-    /// Records an import. A path that names only a module is not an import; a path through the
-    /// module to another name is.
+    /// Records an import for a path in the code. A path to a module itself is not an import. A path
+    /// through a module to one of its names is an import.
     fn path(&mut self, path: &[String]) {
         for meaning in self.tree.resolve(self.module, path) {
             if let Meaning::Item { file, name } = meaning {

@@ -25,7 +25,8 @@ pub(super) struct Target {
 pub(super) struct Tree {
     pub(super) files: Vec<PathBuf>,
     pub(super) modules: Vec<Module>,
-    /// Name by which programs of the package import its library, and the library's root module.
+    /// Name under which the package's own programs import its library, and index of the library's
+    /// root module.
     pub(super) lib_root: Option<(String, usize)>,
 }
 
@@ -40,9 +41,10 @@ pub(super) struct Module {
     pub(super) names: HashMap<String, Vec<Binding>>,
     /// Paths of glob imports.
     pub(super) globs: Vec<Vec<String>>,
-    /// Macros defined in the module, which later submodules see without an import.
+    /// Macros that the module defines by `macro_rules!`. Submodules that follow them can use them
+    /// without an import.
     pub(super) macros: Vec<String>,
-    /// Modules whose macros are visible by `#[macro_use]`.
+    /// Submodules with `#[macro_use]`, whose macros are visible in this module.
     pub(super) macro_modules: Vec<usize>,
 }
 
@@ -52,11 +54,11 @@ pub(super) enum Binding {
     Item(usize),
     Module(usize),
     Import(Vec<String>),
-    /// An import in a function's body, which is invisible from outside.
+    /// An import in a function's body, which other modules cannot use.
     Local(Vec<String>),
 }
 
-/// Directories of the files of submodules.
+/// Directories in which the files of a module's submodules are searched.
 struct ModuleDirectory {
     /// Directory for `mod x;`.
     plain: PathBuf,

@@ -7,18 +7,21 @@ use super::syntax::OUTSIDE;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Meaning {
     Module(usize),
-    /// An item of a file. The rest of the path (a variant, a function) belongs to this item.
+    /// Item that a file defines. If the path continues after the item, to a variant or an
+    /// associated function, it still means this item.
     Item {
         file: usize,
         name: String,
     },
 }
 
-/// Names whose resolution is in progress, so that a cyclic definition does not recurse forever.
+/// Names that are being resolved. A name that occurs a second time is not followed, so cyclic
+/// definitions do not cause an endless recursion.
 type Trail<'a> = Vec<(usize, &'a str)>;
 
 impl Tree {
-    /// Resolves a path in a module. Empty if the path leaves the package.
+    /// Resolves a path as seen in a module. Returns no meaning if the path leads out of the
+    /// package.
     pub(super) fn resolve(&self, module: usize, path: &[String]) -> Vec<Meaning> {
         self.follow(module, path, &mut Vec::new())
     }
@@ -70,8 +73,8 @@ impl Tree {
         trail: &mut Trail<'a>,
     ) -> Vec<Meaning> {
         for segment in rest {
-            // If a module and a function or macro have the same name, the rest of the path belongs
-            // to the module.
+            // A module and a function or macro can have the same name. If the path continues, the
+            // module is meant.
             if reached.iter().any(|meaning| matches!(meaning, Meaning::Module(_))) {
                 reached.retain(|meaning| matches!(meaning, Meaning::Module(_)));
             }

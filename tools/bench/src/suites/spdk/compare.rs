@@ -30,7 +30,7 @@ impl End {
     }
 }
 
-/// Pairs of client and controller. The others are compared with the first pair.
+/// Pairs of client and controller. The first pair is the reference for the others.
 const PAIRS: [[End; 2]; 4] = [
     [End::Spdk, End::Spdk],
     [End::Shadowbell, End::Shadowbell],
@@ -38,7 +38,7 @@ const PAIRS: [[End; 2]; 4] = [
     [End::Shadowbell, End::Spdk],
 ];
 
-/// One condition, and the result of each pair.
+/// One combination of disk type, block size and queue depth, and the result of each pair.
 struct Case {
     kind: DiskKind,
     bs: u32,
@@ -80,7 +80,7 @@ impl Case {
     }
 }
 
-/// A built tree, and huge pages for its programs.
+/// Prerequisites of a measurement: a built SPDK tree, and huge pages for its programs.
 struct Ready<'a> {
     tree: &'a Tree,
     pages: HugePages,
@@ -129,7 +129,7 @@ pub(crate) fn run(settings: &Settings, tree: Option<&Tree>) -> Result<Vec<Table>
 }
 
 impl Case {
-    /// One round: each pair once, in an order that changes with the round.
+    /// Measures each pair once. The order of the pairs is different in each round.
     fn measure(&mut self, settings: &Settings, tree: &Ready<'_>, round: u32) -> Result<()> {
         let mut iops = [0.0; PAIRS.len()];
         for turn in 0..PAIRS.len() {
@@ -167,7 +167,7 @@ impl Case {
             (End::Shadowbell, End::Shadowbell) => load.measure(settings),
             (End::Shadowbell, End::Spdk) => {
                 let target = Target::start(tree.tree, self.kind, settings.cpus[0])?;
-                // `auto`: shadow doorbells if SPDK's target supports them.
+                // With `auto`, the driver uses shadow doorbells if SPDK's target supports them.
                 Load { doorbells: "auto", ..load }.measure_at(settings, &target.target())
             }
             (End::Spdk, End::Spdk) => {
