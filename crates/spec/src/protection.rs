@@ -138,7 +138,9 @@ impl ProtectionFields {
         self.ref_tag.wrapping_add(nth) & kind.ref_mask()
     }
 
-    /// Checks the fields of a command whose first block is `slba`.
+    /// Checks the reference tag of a command whose first block is `slba`, if the command checks
+    /// reference tags. With type 1, it must be the low bits of `slba`; with type 3, the check is
+    /// not permitted.
     ///
     /// # Errors
     /// Invalid Protection Information.

@@ -54,10 +54,11 @@ pub fn read_json<T: DeserializeOwned>(name: &str, json: &[u8]) -> Result<T, Stat
 /// Number of bytes of a state that [`Pieces`] supplies at once.
 const PIECE: usize = 64 << 10;
 
-/// Reader of a state that calls a function after each 64 KiB, so that the parser pauses.
+/// Reader that supplies a state to a parser, and calls `pause` after each 64 KiB. The callback can
+/// let other work run while a long state is parsed.
 pub(crate) struct Pieces<'a> {
     bytes: &'a [u8],
-    /// Number of bytes until the next call.
+    /// Number of bytes until the next call of `pause`.
     left: usize,
     pause: &'a mut dyn FnMut(),
 }

@@ -45,8 +45,8 @@ impl Parcel {
         &mut self.descriptors
     }
 
-    /// Adds a section. If it is `mandatory`, a receiver that does not know it must refuse the
-    /// state.
+    /// Adds a section. If the section is `mandatory`, a receiver that does not support it must
+    /// refuse the state.
     ///
     /// # Errors
     ///
@@ -313,7 +313,8 @@ mod tests {
         }
     }
 
-    /// No more than 64 KiB are parsed without a pause, and the result is the same.
+    /// Tests that at most 64 KiB are parsed between two calls of `pause`, and that the result is
+    /// the same as without pauses.
     #[test]
     fn a_state_is_decoded_in_pieces() {
         let lists = vec![[1, 2, 3]; 100_000];
@@ -329,7 +330,7 @@ mod tests {
         assert_eq!(taken, Some(lists));
         assert!(pauses >= (body - 100) / (64 << 10), "{pauses}");
         assert_eq!(parcel.take_in_pieces::<u32>("lists", &mut || ()).unwrap(), None);
-        // Errors are those of a state that is decoded at once.
+        // For invalid states, both ways of decoding return the same error.
         for wrong in [&bytes[..7], &bytes[..bytes.len() - 1], &[&bytes[..], b" "].concat()] {
             let error = Parcel::decode_in_pieces(wrong, &mut || ()).unwrap_err();
             assert_eq!(

@@ -14,8 +14,9 @@ pub struct DiskFile {
     pub is_read_only: bool,
 }
 
-/// Files of a disk: the file or device in `spec`, whose path is from `directory`, and the files
-/// that a qcow2 image names, if the options permit them. Empty for other disks.
+/// Files of a disk: the file or device in `spec`, and the files that a qcow2 image names, if the
+/// options permit them. A relative path in `spec` starts at `directory`. Empty for disks that are
+/// neither files nor devices.
 #[must_use]
 pub fn files(spec: &str, directory: &Path) -> Vec<DiskFile> {
     let parsed = file(spec).and_then(|_| FileSpec::parse(&split(spec).ok()?.0).ok()?);

@@ -40,7 +40,8 @@ pub(crate) struct Recovery<'a, 'b> {
     pub(crate) wait: Wait<'b>,
 }
 
-/// Kind of disk. The specifications that its functions get contain no options of layers.
+/// Kind of disk. Its functions get specifications without the options of layers (metadata, error
+/// policy, limits).
 pub(crate) struct DiskKind {
     /// Schemes of the specifications. Bare paths have the first scheme of the table `KINDS`.
     schemes: &'static [&'static str],
@@ -51,7 +52,7 @@ pub(crate) struct DiskKind {
     /// Validation without access to the disk.
     parse: fn(&str) -> Result<(), DiskSpecError>,
     pub(crate) open: fn(&str, Lifetime) -> Opened,
-    /// True for the checkpoint of a disk of this kind.
+    /// Function that returns true if a value is the checkpoint of a disk of this kind.
     is_state: fn(&Value) -> bool,
     pub(crate) recover: fn(&str, Recovery<'_, '_>) -> Opened,
     /// Reason why a sandboxed process cannot open the disk.
@@ -151,7 +152,7 @@ static KINDS: [&DiskKind; 7] = [
 ];
 
 impl DiskKind {
-    /// Kind of the disk `spec`, whose options are checked.
+    /// Returns the kind of the disk `spec`, and checks the names of its options.
     ///
     /// # Errors
     /// The scheme of `spec`, or one of its options, is unknown.
@@ -286,8 +287,8 @@ fn rbd_error(error: shadowbell_disk_rbd::OpenError) -> DiskSpecError {
     kind_error(is_of_system, matches!(error, NotThatDisk { .. }), error)
 }
 
-/// Converts an error of one kind of disk. It counts as bad input, unless the system or a server has
-/// caused it.
+/// Converts an error of one kind of disk. The error counts as bad input of the user, unless
+/// `is_of_system` is true: the system or a server has caused it.
 fn kind_error<E>(is_of_system: bool, is_final: bool, error: E) -> DiskSpecError
 where
     E: std::error::Error + Send + Sync + 'static,

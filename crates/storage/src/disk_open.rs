@@ -53,8 +53,8 @@ pub fn open_recoverable(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Supervisor)
 }
 
-/// Adds the layers of `spec` to an open disk. `recovers` is true if this process continues the disk
-/// of another process, whose hosts do not notice the change.
+/// Adds the layers of `spec` to an open disk. `recovers` is true if `disk` was recovered from
+/// another process, so that hosts must not notice the change of the process.
 ///
 /// # Errors
 /// [`DiskSpecError`].

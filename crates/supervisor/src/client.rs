@@ -185,7 +185,8 @@ fn names() -> io::Result<Vec<String>> {
     let names = list.lines().filter_map(|line| line.rsplit_once(" @").map(|(_, name)| name));
     let mut names: Vec<_> =
         names.filter(|name| name.starts_with(protocol::NAME)).map(str::to_owned).collect();
-    // Each accepted connection is listed with the name of its listening socket.
+    // Names may occur several times, because each accepted connection is listed with the name of
+    // its listening socket.
     names.sort();
     names.dedup();
     Ok(names)
@@ -307,7 +308,8 @@ mod tests {
         assert!(connect_to(&name, None, ANSWERS).unwrap().is_none());
         assert!(connect_to(&name, Some(OTHER + 1), ANSWERS).unwrap().is_none());
         let supervisor = connect_to(&name, Some(OTHER), ANSWERS).unwrap().unwrap();
-        // The other user could have chosen the directory in which relative paths start.
+        // The working directory of the other user's supervisor is not used, because that user could
+        // have chosen it to redirect relative paths.
         assert_eq!(SupervisorClient(supervisor).working_directory(), None);
 
         // A process of another user is refused by its `/proc` owner, without a connection: no

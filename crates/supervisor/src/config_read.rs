@@ -27,7 +27,7 @@ pub(super) type Config = (Option<String>, anyhow::Result<Permitted>);
 pub(super) enum Purpose {
     /// Reload of the configuration by the server process.
     Reload,
-    /// Upgrade, or only its check, that a client of the supervisor requests.
+    /// Upgrade that a client of the supervisor requests, or only a check of an upgrade.
     Upgrade { program: Option<PathBuf>, asker: Option<OwnedFd>, is_check: bool },
 }
 

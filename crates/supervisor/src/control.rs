@@ -86,7 +86,7 @@ impl Control {
         None
     }
 
-    /// Takes a client back after its answer, and waits for its further requests.
+    /// Adds a client again after its request was answered, to receive further requests.
     pub(super) fn keep(&mut self, client: OwnedFd) {
         self.clients.push(client);
     }

@@ -57,8 +57,8 @@ const ROOM: usize = 1 << 20;
 const MAX_BEHIND: usize = 64 << 10;
 /// Upper estimate of a packet's overhead in the socket buffer, in bytes.
 const PACKET: usize = 1 << 10;
-/// Time until a snapshot removes descriptors that a server process has released, unless snapshots
-/// take long to write.
+/// Minimum time from the release of descriptors by a server process until a snapshot removes them
+/// from the store. If snapshots take long to write, the time is longer.
 const STALE: Duration = Duration::from_millis(10);
 
 /// Socket pair in the fd store, with this supervisor's state.
@@ -70,7 +70,8 @@ pub(super) struct FdStore {
     is_wanted: bool,
     /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot.
     opened: u64,
-    /// Time of the next snapshot, if the last one has stale content.
+    /// Time of the next snapshot, if the store contains descriptors that a server process has
+    /// released.
     due: Option<Instant>,
     /// Duration of the last snapshot's write.
     took: Duration,
@@ -85,7 +86,8 @@ pub(super) struct Found {
 
 /// Returns true if the service manager stores descriptors of this process.
 pub(super) fn is_wanted() -> bool {
-    // systemd sets FDSTORE to the limit from version 254 on; for earlier ones the unit sets it.
+    // systemd sets FDSTORE to the limit as of version 254. With earlier versions, the unit file has
+    // to set it.
     let number = |name| std::env::var(name).ok()?.parse::<u32>().ok();
     std::env::var_os("NOTIFY_SOCKET").is_some() && number("FDSTORE").is_some_and(|most| most >= 4)
 }
@@ -94,8 +96,8 @@ fn name(generation: u64, end: &str) -> String {
     format!("{NAME}{generation}-{end}")
 }
 
-/// Returns the socket pairs that the service manager passed to this process, the newest first,
-/// and all generation numbers found, also those with one end only.
+/// Returns the socket pairs that the service manager passed to this process, the newest first. Also
+/// returns all generation numbers found, including those of pairs with a missing end.
 fn passed_pairs() -> (Vec<(u64, OwnedFd, OwnedFd)>, Vec<u64>) {
     let variable = |name| std::env::var(name).unwrap_or_default();
     let ours = std::process::id().to_string();
@@ -202,7 +204,8 @@ impl FdStore {
         self.due
     }
 
-    /// Schedules a snapshot, which removes stale content.
+    /// Schedules a snapshot, because a server process has released descriptors that the store still
+    /// contains.
     pub(super) fn is_stale(&mut self) {
         let wait = STALE.max(20 * self.took);
         self.due.get_or_insert_with(|| Instant::now() + wait);
@@ -258,7 +261,7 @@ impl FdStore {
         send_bytes(&self.write, code, body, fds, true)
     }
 
-    /// Removes the content from the service manager, when the service ends.
+    /// Removes this store from the service manager, when the service ends.
     pub(super) fn end(self) {
         forget(self.counters.generation);
         // The service manager may not act on the message, so the socket is emptied as well.
@@ -296,7 +299,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Returns true if the packet was not received from a newer socket already.
+    /// Returns true if no newer socket contained this packet, which was read before.
     fn is_new(&self, packet: &Packet) -> bool {
         number_of(&packet.body).is_some_and(|number| number > self.number)
     }
@@ -342,7 +345,7 @@ mod tests {
         FdStore::from_saved(write, read, SavedFdStore { generation: 1, number: 1, unsaved: 0 })
     }
 
-    /// Creates a snapshot with the value `says` and these descriptors.
+    /// Creates a snapshot with the number `says`, which identifies it, and the descriptors `fds`.
     fn record(says: u32, fds: &[OwnedFd]) -> Snapshot<'_> {
         let mut parcel = Parcel::new();
         parcel.add("says", true, &says).unwrap();
@@ -356,17 +359,16 @@ mod tests {
         Packet { code: b'I', body: text.into(), fds: vec![pipe().unwrap().0.into()] }
     }
 
-    /// Snapshot value and changes that the last supervisor finds. Up to three supervisors before
-    /// it were killed while they moved packets to a new socket: each had queued one packet there.
-    /// The first and the third had also removed the packet from the old socket, the second had
-    /// not.
+    /// Returns the snapshot's number and the changes that a supervisor finds after up to three
+    /// others were killed. Each of them had queued one packet in a new socket. The first and the
+    /// third had also removed the packet from the old socket, the second had not.
     fn found(fd_store: FdStore) -> Option<(u32, Vec<String>)> {
         let (mut pairs, mut count) = (vec![(1, fd_store.write, fd_store.read)], 0);
         loop {
             let mut next = self::fd_store();
             let moved = pairs.iter().find_map(|(_, _, read)| protocol::peek(read).ok().flatten());
-            // A packet is copied to the new socket. Every second supervisor is killed before it
-            // removes the packet from the old socket.
+            // A packet is copied to the new socket. If `count` is odd, the supervisor is killed
+            // before it removes the packet from the old socket.
             if let Some(packet) = moved.filter(|_| count < 3) {
                 let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
                 next.put(packet.code, &packet.body, &fds).unwrap();

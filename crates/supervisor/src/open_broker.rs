@@ -204,7 +204,8 @@ mod tests {
         assert_eq!(process.first(&path("image")), Ok(b's'));
     }
 
-    /// A VMM in a mount namespace of its own has another file at the image's path.
+    /// Tests that a file is refused if a VMM has mounted it at the image's path, in a mount
+    /// namespace of its own.
     #[test]
     fn a_file_that_is_mounted_over_an_image_is_not_the_image() {
         let (_directory, path) = directory(&["image", "secret"]);
@@ -234,7 +235,8 @@ mod tests {
         }
     }
 
-    /// True if one of many new files gets the inode number of a removed one.
+    /// True if the file system of `directory` reuses inode numbers: one of many new files gets the
+    /// inode number of a removed file.
     fn reuses_inodes(directory: &tempfile::TempDir) -> bool {
         let new = |name: &str| {
             let path = directory.path().join(name);

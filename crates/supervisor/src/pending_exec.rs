@@ -55,8 +55,9 @@ impl PendingExec {
         }
     }
 
-    /// Gives up the exec, and reports to the requester that the upgrade has succeeded for the
-    /// server process.
+    /// Gives up the exec, for the reason `why` if there is one. Reports to the requester that the
+    /// upgrade of the server process has succeeded, and that the supervisor continues with the old
+    /// program.
     pub(super) fn ends(mut self, why: Option<&str>) {
         if let Step::Requested(child, _) = &mut self.step {
             let _ = child.kill();

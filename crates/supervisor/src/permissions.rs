@@ -27,9 +27,9 @@ pub struct Permissions {
     pub image_directories: Vec<Bytes>,
     /// Paths of sockets. A socket file that a dead server left at such a path is replaced.
     pub sockets: Vec<Bytes>,
-    /// Directories in which, but not below which, sockets may be created.
+    /// Directories in which sockets may be created, but not in their subdirectories.
     pub socket_directories: Vec<Bytes>,
-    /// Directories in and below which sockets may be created.
+    /// Directories in which sockets may be created, including all subdirectories.
     pub socket_trees: Vec<Bytes>,
     /// Directories that may be created for the control socket.
     pub control: Vec<Bytes>,

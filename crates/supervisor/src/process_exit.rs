@@ -115,8 +115,8 @@ impl Supervisor {
         }
     }
 
-    /// Starts a server process of `program` after the end of another one, and lets it recover from
-    /// that one's checkpoint, if there is one.
+    /// Starts a server process of `program` after the end of the previous one. The new process
+    /// recovers from the previous one's checkpoint, if there is one.
     pub(super) fn start_again(&mut self, program: &Path) {
         let how = if self.left.is_some() { RECOVER } else { START };
         match Worker::start(program, &self.arguments, how, None) {

@@ -52,7 +52,8 @@ pub(super) struct PartialSnapshot {
 }
 
 impl PartialSnapshot {
-    /// Adds a packet to the snapshot `before`, or begins a new one.
+    /// Adds a packet to the incomplete snapshot `before`, or begins a new one. Returns `None` if
+    /// the packet belongs to neither.
     pub(super) fn take(before: Option<Self>, packet: Packet) -> Option<Self> {
         let body = packet.body.get(8..)?;
         let mut fds = packet.fds;

@@ -66,7 +66,8 @@ struct SavedWorker {
     in_parts: bool,
 }
 
-/// State that is only valid for the same process, after exec.
+/// State that only this process can use, after exec. The next supervisor after a crash cannot use
+/// it.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct SavedHeld {
     control: Option<FdRef>,
@@ -80,7 +81,7 @@ struct SavedHeld {
     outcome: String,
 }
 
-/// State for exec that is not part of [`Supervisor`].
+/// State that is passed through exec, but is not part of [`Supervisor`].
 #[derive(Default)]
 pub(super) struct Held {
     pub(super) brokers: Vec<(Kind, OwnedFd)>,

@@ -59,7 +59,7 @@ pub(super) struct Supervisor {
     pub(super) is_ready: bool,
     /// Pending reload of the configuration.
     pub(super) reading: Option<Reading>,
-    /// Reads of the configuration file that have begun.
+    /// Reads of the configuration file that have begun and whose results are not handled yet.
     pub(super) config_reads: Vec<ConfigRead>,
     /// Time at which images of removed disks are released.
     pub(super) release: Option<Instant>,

@@ -11,13 +11,13 @@ const MIN_RESIDENT: u64 = 1 << 20;
 /// Timer of the next trim.
 #[derive(Debug, Default)]
 pub(super) struct TrimTimer {
-    /// Time of the trim, unless an event postpones it.
+    /// Time of the trim, if no event wakes the supervisor before.
     at: Option<Instant>,
 }
 
 impl TrimTimer {
-    /// Trims the memory if the time has come. Otherwise an event has occurred, and the timer is
-    /// restarted.
+    /// Trims the memory if the supervisor was idle until the time `at`. Otherwise an event woke it
+    /// earlier, and the timer is restarted. The main loop calls this before each wait.
     pub(super) fn poll(&mut self, now: Instant) {
         if self.at.take().is_some_and(|at| at <= now) {
             // If the trim fails, only memory is wasted.

@@ -30,15 +30,16 @@ use std::time::{Duration, Instant};
 /// Time limit for the quiesce, after which the old process is killed. Guests wait meanwhile. The
 /// old process itself has a far shorter limit for its clients.
 const QUIESCES: Duration = Duration::from_secs(2);
-/// Time limit for recovery by the next process. Includes its wait for disks; guests wait
-/// meanwhile.
+/// Time limit for recovery by the next process. It includes the wait of that process for its disks.
+/// Guests wait meanwhile.
 const RECOVERS: Duration = Duration::from_secs(30);
 /// Path of this process's executable, valid even if the file was replaced.
 const OWN_EXECUTABLE: &str = "/proc/self/exe";
 
 impl Supervisor {
-    /// Starts the next server process for an upgrade, or only to check one. `permitted`: its
-    /// permissions and configuration, which take effect when the running process has ended.
+    /// Starts the next server process for an upgrade, or only for a check of one (`is_check`).
+    /// `permitted`: permissions and configuration of the next process, which take effect when the
+    /// running process has ended.
     pub(super) fn begin_upgrade(
         &mut self,
         program: Option<PathBuf>,
@@ -142,7 +143,8 @@ impl Supervisor {
     }
 
     /// Kills the old process, some of whose clients did not quiesce. `why`: the reasons, one per
-    /// line. `reap_children` handles its exit and the changes that it has sent before.
+    /// line. `reap_children` handles its exit, and before that the checkpoint changes that the
+    /// process has sent.
     fn end_old(&mut self, why: &str) {
         if let Some(upgrade) = &mut self.upgrade {
             why.lines().for_each(|line| log_line(&format!("warning: upgrade: {line}")));
@@ -185,7 +187,7 @@ impl Supervisor {
         new.recovers_from(left, self.deaths.failed);
         self.worker = Some(new);
         self.replacement = Some(replacement);
-        // The snapshot precedes the checkpoint, which `run` sends.
+        // The snapshot must be written before `run` sends the checkpoint to the new process.
         self.write_snapshot();
     }
 
@@ -251,8 +253,8 @@ impl Supervisor {
         }
     }
 
-    /// Sets the new program for later restarts. The new process has recovered, so only a program
-    /// that can read its checkpoint can continue.
+    /// Sets the new program for later restarts. The new process has recovered and writes its own
+    /// checkpoint, which only its program can be expected to read.
     pub(super) fn replacement_recovered(&mut self) {
         if let Some(replacement) = &self.replacement {
             self.program.clone_from(&replacement.program);
@@ -307,7 +309,8 @@ impl Supervisor {
     pub(super) fn replacement_is_late(&mut self) {
         let Some(replacement) = &mut self.replacement else { return };
         replacement.until += RECOVERS;
-        // After `RECOVERED` only the replacement's own checkpoint is valid, so it is not killed.
+        // A replacement that has sent `RECOVERED` is not killed: the old checkpoint is obsolete, so
+        // the old program could not recover.
         let Some(worker) = self.worker.as_mut().filter(|worker| !worker.has_recovered()) else {
             return;
         };

@@ -1,6 +1,6 @@
-//! A guest and its VMM at a vfio-user socket. The guest verifies the contents of its disk, and the
-//! VMM migrates the guest to another server. The test lays out the queues itself, and each machine
-//! has a separate memory file.
+//! Simulated guest and VMM that use a controller over a vfio-user socket. The guest verifies the
+//! contents of its disk, and the VMM migrates the guest to another server. This module lays out the
+//! queues itself. After a migration, the guest has another memory file.
 
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig};
@@ -403,7 +403,7 @@ impl Guest {
         self.client.set_migration_state(MigrationState::Running)
     }
 
-    /// Resumes the guest at the source, instead of migrating it.
+    /// Resumes a suspended guest on the source server, as after a failed migration.
     pub fn resume_at_source(&mut self) {
         self.client.set_migration_state(MigrationState::Running).expect("the device runs again");
     }

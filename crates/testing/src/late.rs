@@ -17,8 +17,8 @@ use parking_lot::Mutex;
 
 use crate::wait;
 
-/// Environment variable of the daemon process: its mount point. The directory of its instructions
-/// is beside the mount point.
+/// Environment variable for the daemon process: path of the mount point. The directory with the
+/// test's instructions for the daemon is beside the mount point.
 const MOUNT_AT: &str = "LATE_MOUNT_AT";
 const NAME: &str = "disk";
 const FILE: INodeNo = INodeNo(2);

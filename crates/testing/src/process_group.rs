@@ -124,8 +124,8 @@ impl Drop for ProcessGroup {
     }
 }
 
-/// Reads a pipe to its end on a separate thread. A child that has filled one of its two pipes waits
-/// for the reader of that pipe.
+/// Reads a pipe to its end on a separate thread. Both pipes of a child must be read at the same
+/// time, because a child that has filled one of them waits for its reader.
 fn read(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();

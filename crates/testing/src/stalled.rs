@@ -247,17 +247,18 @@ pub fn run_daemon_if_requested() {
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-/// A mount of the file system. Its daemon is a separate process. When the daemon is killed, all
-/// threads that wait for it continue; otherwise even this process could not end.
+/// A mount of the file system. The daemon is a separate process. When it is killed, all threads
+/// that wait for it continue. Otherwise these threads could not be killed, and this process could
+/// not end.
 pub struct Mount {
     daemon: Child,
     directory: tempfile::TempDir,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Permits one mount at a time. If a process is forked while a file of a mount is open, the child
-/// inherits that file, and closes it before it executes the next daemon. The close hangs, and until
-/// it returns, the child also holds all inherited sockets.
+/// Permits one mount at a time. Otherwise, the process that is forked to start the second daemon
+/// would inherit open files of the first mount, and close them before exec. The close would hang,
+/// and meanwhile the forked process would hold all inherited sockets too.
 static SERIAL: Mutex<()> = Mutex::new(());
 
 impl Mount {
@@ -334,7 +335,8 @@ impl Mount {
         self.directory.path().join(NAME)
     }
 
-    /// Opens the file. The descriptor must neither be closed nor accessed while the daemon lives.
+    /// Opens the file. The caller must neither close nor access the descriptor while the daemon
+    /// lives, because the call would hang.
     ///
     /// # Panics
     ///

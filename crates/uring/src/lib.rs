@@ -98,7 +98,7 @@ struct Sealed<S: Shape, C: cqueue::EntryMarker> {
 }
 
 impl<S: Shape, C: cqueue::EntryMarker + 'static> Reserve<S, C> {
-    /// Creates a reserve of instances for `name`, which `build` creates.
+    /// Creates a reserve for the purpose `name`. `build` creates an instance.
     #[must_use]
     pub const fn new(name: &'static str, build: fn() -> io::Result<IoUring<S, C>>) -> Self {
         Self { name, build, sealed: Mutex::new(None) }

@@ -62,7 +62,8 @@ where
         }
     }
     opcodes.retain(|code| *code <= last);
-    // The request with the last opcode fails only because it has no descriptor.
+    // The flags are tried with the last permitted opcode. Without flags, this request fails only
+    // because it has no descriptor.
     let code = opcodes.last().copied().unwrap_or(0);
     let mut flags = 0;
     // Flags FIXED_FILE, DRAIN, LINK, HARDLINK, ASYNC and BUFFER_SELECT.

@@ -172,8 +172,8 @@ pub trait Migration {
     /// The state cannot be serialized.
     fn save_state(&mut self) -> Result<Vec<u8>, Errno>;
 
-    /// STOP to RESUMING: discards the state, so that another one can be loaded. State that belongs
-    /// to the client stays.
+    /// STOP to RESUMING: discards the state, so that another one can be loaded. Mapped memory and
+    /// eventfds stay, because they belong to the client.
     fn discard_state(&mut self, done: Completer);
 
     /// RESUMING to STOP: parses `stream`, which comes from an untrusted client, and completes
@@ -191,8 +191,8 @@ pub trait Migration {
     fn use_state(&mut self) -> Result<(), Errno>;
 
     /// Starts to log the pages that the device writes: at least those in `ranges`, or all if
-    /// `ranges` is empty. The server then calls [`sync_log`](Self::sync_log). All writes after
-    /// its completion are logged.
+    /// `ranges` is empty. The server then calls [`sync_log`](Self::sync_log). All writes after the
+    /// completion of that call are logged.
     ///
     /// # Errors
     /// Logging is active ([`Errno::BUSY`]), or not possible.

@@ -179,7 +179,7 @@ pub struct ChangedNamespaces {
 }
 
 impl ChangedNamespaces {
-    /// Creates the page for these identifiers, which must be in ascending order.
+    /// Creates the page for the namespace identifiers `changed`, which must be in ascending order.
     pub fn new(changed: impl IntoIterator<Item = u32>) -> Self {
         let mut page = Self::default();
         let mut changed = changed.into_iter();

@@ -22,7 +22,7 @@ pub mod action {
 
 /// Event Types.
 pub mod event_type {
-    /// SMART / Health Log Snapshot: data are the log page.
+    /// SMART / Health Log Snapshot: the data are the log page SMART / Health Information.
     pub const SMART: u8 = 0x01;
     /// Firmware Commit.
     pub const FIRMWARE_COMMIT: u8 = 0x02;
@@ -37,7 +37,7 @@ pub mod event_type {
     pub const SANITIZE_START: u8 = 0x09;
     /// Sanitize Completion: [`SanitizeCompletion`](super::SanitizeCompletion).
     pub const SANITIZE_COMPLETION: u8 = 0x0a;
-    /// Telemetry Log Created: first 512 bytes of the log page.
+    /// Telemetry Log Created: the data are the first 512 bytes of the telemetry log page.
     pub const TELEMETRY_CREATED: u8 = 0x0c;
     /// Vendor Specific Event: [`VendorEvent`](super::VendorEvent)s, each with data.
     pub const VENDOR: u8 = 0xde;
@@ -123,7 +123,7 @@ zero_default!(PersistentEventLog);
 impl PersistentEventLog {
     /// Log Revision of Base 2.0 and later.
     pub const REVISION: u8 = 3;
-    /// LHL: number of bytes of the header after the field.
+    /// Value of the field `lhl`: number of bytes of the header after this field.
     pub const LHL: u16 = 512 - 20;
 
     /// Reporting Context Information.
@@ -152,7 +152,8 @@ pub struct PersistentEvent {
     pub port: U16,
     /// Reserved.
     pub reserved16: [u8; 4],
-    /// Vendor Specific Information Length: number of bytes directly after this header.
+    /// Vendor Specific Information Length: number of bytes of vendor specific information, which
+    /// directly follow this header.
     pub vsil: U16,
     /// Event Length: number of all bytes after this header.
     pub el: U16,

@@ -103,7 +103,7 @@ impl Connection {
         outcome
     }
 
-    /// Sends a command without a reply.
+    /// Sends a command that requests no reply (NO_REPLY).
     pub(super) fn post(&mut self, command: u16, payload: &[&[u8]]) -> Result<(), ClientError> {
         let started = self.begin()?;
         let outcome = self.send(command, header_flags::NO_REPLY, payload, &[], started);
@@ -233,8 +233,8 @@ impl Connection {
             && let Some(limit) = self.timeout
         {
             // The socket's timeout restarts with each receive. So the time since the start of the
-            // request is also limited, for a server that sends single bytes, or messages other than
-            // the reply.
+            // request is limited too. Otherwise a server could keep the client waiting with single
+            // bytes, or with messages other than the reply.
             let end = if is_partial { limit.saturating_mul(2) } else { limit };
             let left = end.saturating_sub(started.elapsed());
             let time = Timespec {

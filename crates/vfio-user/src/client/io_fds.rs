@@ -46,7 +46,7 @@ pub(super) fn query(connection: &mut Connection, index: u32) -> Result<ClientIoF
 
 enum InfoReply {
     Fds(ClientIoFds),
-    /// The reply needs a buffer of this size.
+    /// The complete reply needs `argsz` of this value.
     Needs(u32),
 }
 
@@ -63,8 +63,8 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<InfoReply, Stri
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
             true => Ok(InfoReply::Needs(info.argsz)),
-            // The size exceeds `MAX_SIZE`, or (in the second reply) the size that the first reply
-            // announced.
+            // The required size exceeds `MAX_SIZE`, or the second reply requires more than the
+            // first one.
             false => Err(format!("it needs {} bytes to list descriptors", info.argsz)),
         };
     }
@@ -89,7 +89,8 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<InfoReply, Stri
         if event >= events.len() {
             return Err(format!("sub-region {at} has descriptor {event} of {}", events.len()));
         }
-        // Only eventfds that a write of any value signals are supported. Other entries are ignored.
+        // Only plain eventfds are supported, which stand for a write of any value. Other entries
+        // are ignored.
         if entry.kind == wire::IO_FD_EVENT && entry.flags == 0 {
             areas.push((Area { offset: entry.offset, len: entry.size }, event));
         }

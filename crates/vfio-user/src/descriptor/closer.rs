@@ -188,8 +188,8 @@ impl fmt::Debug for Closer {
     }
 }
 
-/// Connected socket. Closing it also closes its unreceived data, which may contain descriptors. So
-/// if there are unreceived data, a [`Closer`] closes the socket.
+/// Connected socket. Closing a socket with unreceived data also closes the descriptors in these
+/// data, which may block. So a [`Closer`] closes the socket in that case.
 #[derive(Debug)]
 pub(crate) struct Stream {
     /// The socket; `None` only during the drop.

@@ -33,8 +33,8 @@ const LOCAL: [&str; 12] = [
 /// Maximum length of a line in `fdinfo` and `mountinfo`, in bytes.
 const LONGEST: u64 = 64 * 1024;
 
-/// Type of `fd`. The error describes an unusable descriptor. If `may_search` is true, the mount of
-/// a file is looked up, and `may_search` is cleared.
+/// Type of `fd`. The error describes an unusable descriptor. If `fd` is a file and `may_search` is
+/// true, looks up the mount of the file, and clears `may_search`, because a look-up may be slow.
 pub(super) fn kind(fd: BorrowedFd<'_>, may_search: &mut bool) -> Result<Kind, String> {
     // Only memory files have seals, and the kernel returns them without calling a file system.
     if rustix::fs::fcntl_get_seals(fd).is_ok() {

@@ -118,7 +118,8 @@ impl BindError {
     #[must_use]
     pub fn can_pass(&self) -> bool {
         match self {
-            // A file cannot become a directory, and `unix:PATH` is no path.
+            // False if the error is permanent: `directory` is a file, or `path` has the form
+            // `unix:PATH`.
             Self::NoDirectory { path, directory } => {
                 !directory.exists() && !path.to_string_lossy().starts_with("unix:")
             }
@@ -149,8 +150,8 @@ pub struct BindOptions<'a> {
     pub mode: Option<u32>,
     /// Group of the socket file. `None`: that of the process.
     pub group: Option<u32>,
-    /// Decides by device and inode number if a socket file without a listener is replaced. `None`:
-    /// every such file is replaced.
+    /// Function that decides, by device and inode number, if a socket file without a listener is
+    /// replaced. `None`: every such file is replaced.
     pub replaces: Option<&'a dyn Fn((u64, u64)) -> bool>,
 }
 
@@ -232,7 +233,7 @@ impl Listener {
     ///
     /// A socket file of a dead server is replaced. Clients can connect as soon as the file exists,
     /// because the socket already listens when the file gets its final name. (Before that, its name
-    /// is `.NAME.PID`, which lists of sockets continue to show.)
+    /// is `.NAME.PID`, which programs that list sockets, such as `ss`, show also afterwards.)
     ///
     /// # Errors
     ///

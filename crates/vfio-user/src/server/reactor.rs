@@ -187,7 +187,7 @@ pub struct RestoredPort {
 }
 
 impl RestoredPort {
-    /// Creates a port that has lost the state of its client. The client is disconnected when the
+    /// Creates a port without its client, whose state is lost. The client is disconnected when the
     /// last descriptor of its socket is closed.
     #[must_use]
     pub fn without_client(listener: Listener, device: Box<dyn Device>, limits: &Limits) -> Self {
