@@ -61,7 +61,7 @@ pub(crate) fn accept(
     }
 }
 
-/// Connection to the agent of one QEMU, over all boots of the guest.
+/// Connection to the agent in the guest of one QEMU process. It stays open when the guest reboots.
 #[derive(Debug)]
 pub struct Agent {
     stream: UnixStream,
@@ -119,7 +119,7 @@ impl Agent {
             bail!("a command before this one never ended: {command}");
         }
         let sequence = self.send(command)?;
-        // `lost` is cleared when the answer is received.
+        // Until the answer is received, the agent counts as lost.
         self.lost = true;
         let deadline = Instant::now() + timeout;
         loop {

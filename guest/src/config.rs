@@ -22,7 +22,7 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// All kernels that the suites have to pass on.
+    /// All kernels with which the guest test suites have to pass.
     pub const ALL: [Self; 2] = [Self::V6_1, Self::V7_2];
 }
 
@@ -46,7 +46,7 @@ impl FromStr for Kernel {
     }
 }
 
-/// Storage of a controller of QEMU's own.
+/// Storage of an NVMe controller that QEMU itself emulates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Drive {
     /// A raw image in the run's directory of files.
@@ -109,7 +109,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Configuration of a guest with 2 CPUs, 1 GiB of memory and these controllers.
+    /// Configuration of a guest with 2 CPUs, 1 GiB of memory and the controllers `devices`.
     pub fn new(kernel: Kernel, devices: Vec<Device>) -> Self {
         let firmware = Firmware::Direct { append: String::new() };
         let (iommu, more) = (false, Vec::new());
@@ -154,7 +154,7 @@ pub(crate) fn arguments(config: &Config, inside: &Inside) -> Vec<String> {
     add(&["-object", &format!("memory-backend-memfd,id=ram,size={memory}M,share={share}")]);
     add(&["-machine", "q35,memory-backend=ram"]);
     if config.iommu {
-        // In caching mode the IOMMU notifies QEMU of every new mapping, and QEMU passes it to
+        // In caching mode, QEMU detects every new mapping of the IOMMU, and passes the mapping to
         // vfio-user servers.
         add(&["-device", "intel-iommu,intremap=off,caching-mode=on"]);
     }

@@ -1,4 +1,4 @@
-//! Prerequisites of this machine.
+//! Checks of the prerequisites for guests on this machine: programs, packages and a Debian mirror.
 
 use std::process::{Command, Stdio};
 
@@ -98,8 +98,8 @@ pub fn debian_mirror() -> Result<String> {
     )
 }
 
-/// Selects the archive from lines `URI|release|label`. Before the first `apt-get update` the label
-/// is the unexpanded format; then the Debian release name decides.
+/// Selects the archive from lines `URI|release|label`. Before the first `apt-get update`, the label
+/// is the unexpanded format. In that case, the name of the Debian release decides.
 fn choose_mirror(targets: &str) -> Option<String> {
     let rows = || {
         targets.lines().filter_map(|line| {

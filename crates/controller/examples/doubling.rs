@@ -28,14 +28,14 @@ use shadowbell_spec::{Sqe, Status, regs};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Number of entries of the I/O queue: more than the largest number of commands, which is an
-/// argument of this program.
+/// Number of entries of the I/O queue. It must exceed the argument COUNT of this program, because
+/// up to COUNT commands are in flight at once.
 const ENTRIES: u32 = 2048;
 
 struct Field {
     host: Host,
     queue: Queue,
-    /// Second host of the same namespace.
+    /// Second host, for operations on reservations. It shares the namespace with `host`.
     other: Option<(Host, Queue)>,
     turns: Turns,
     held: Held,
@@ -223,8 +223,8 @@ fn unmap(field: &mut Field, count: u16) {
     });
 }
 
-/// Runs the I/O thread until `done` returns a value. The sleep lets the subsystem's own thread
-/// work, and costs no instructions.
+/// Runs the I/O thread until `done` returns a value. The sleep gives the subsystem's own thread
+/// time to work. It does not change the measured number of instructions.
 fn turns_until<T>(turns: &mut Turns, mut done: impl FnMut() -> Option<T>) -> T {
     loop {
         while turns.turn() {}

@@ -15,7 +15,8 @@ use std::sync::Arc;
 const IDENTIFY: u8 = 0x06;
 const GET_LOG_PAGE: u8 = 0x02;
 
-/// A host with an I/O queue pair, whose I/O thread runs only when the test takes a turn.
+/// Host with an I/O queue pair. The I/O thread's work is done only when the test calls
+/// `turns.turn()`.
 fn attached(config: Config) -> (Host, Queue, Turns) {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let controller = Controller::new(config, pool, Carrier::default()).unwrap();
@@ -50,7 +51,7 @@ fn admin_commands_need_no_turn_of_an_io_thread() {
             host.put(&mut admin, &sqe.with_cid(cid));
         }
         host.ring(&admin, old);
-        // The commands complete without a turn of the I/O thread.
+        // The commands complete before the test calls `turns.turn()`, so without the I/O thread.
         for cid in 0..31 {
             assert_eq!(host.reap(&mut admin), Some((cid, Status::SUCCESS, 0)), "round {n}");
         }

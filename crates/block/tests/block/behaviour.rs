@@ -94,13 +94,14 @@ fn block_devices_of_one_disk_share_the_locks_of_ranges() {
     partial_write(|device| device.with_options(&BlockOptions::default()).queue().unwrap());
 }
 
-/// Writes a part of a block by the queue that `other` opens, while the whole block is written.
+/// Tests that a write of a part of a block waits while another request writes the whole block.
+/// `other` opens the queue for the partial write.
 fn partial_write(other: impl Fn(&BlockDevice) -> BlockQueue) {
     let backing = TestDisk::new(64, 512);
     let device = device(&backing, &BlockOptions::default());
     let disk = device.queue().unwrap();
     backing.instruct(|instructions| instructions.hold = true);
-    // The disk holds the flush, so the flush cannot complete in this time.
+    // The disk holds the flush, so the flush does not complete within 5 ms.
     assert!(disk.block_on_for(disk.flush(), Duration::from_millis(5)).is_none());
     backing.instruct(|instructions| instructions.hold = false);
     assert!(matches!(disk.block_on_for(disk.flush(), wait::LIMIT), Some(Ok(()))));

@@ -116,7 +116,7 @@ fn copies_outside_of_the_disk_are_refused() {
         assert_eq!(error.errno(), Errno::INVAL, "{error}");
     }
     assert!(rig.backing.seen().is_empty());
-    // Copies without an effect: empty ones, and one to its own source.
+    // Copies without an effect: two of length 0, and one whose source and destination are the same.
     rig.disk.block_on(rig.disk.copy(MIB, MIB, 0)).unwrap();
     rig.disk.block_on(rig.disk.copy(0, MIB, 0)).unwrap();
     rig.disk.block_on(rig.disk.copy(100, 100, 5000)).unwrap();

@@ -50,8 +50,8 @@ fn invalid_direct_requests_are_refused_and_return_the_buffer() {
         let write = disk.block_on(disk.write_direct(offset, len, buffers.take().unwrap(), false));
         assert!(write.is_err(), "{offset} {len}");
     }
-    // The requests are longer than the buffer, beyond the end of the disk, or beyond the largest
-    // offset.
+    // Three invalid requests: longer than the buffer, beyond the end of the disk, and beyond the
+    // largest offset.
     for (offset, len) in [(0, 8192), (4096 * 512, 512), (u64::MAX - 511, 512)] {
         let read = disk.block_on(disk.read_direct(offset, len, buffers.take().unwrap()));
         assert!(read.is_err(), "{offset} {len}");

@@ -6,8 +6,8 @@ use shadowbell_testing::test_disk::TestDisk;
 use std::sync::Arc;
 
 const USERS: usize = 4;
-/// Length of a slice in bytes. The slices belong to the users in turn, so users share blocks but no
-/// bytes.
+/// Length of a slice in bytes. Slice *n* belongs to user *n* modulo the number of users. Since a
+/// slice is no multiple of the block size, users share blocks, but no bytes.
 const SLICE: u64 = 700;
 const SLICES: u64 = 220;
 

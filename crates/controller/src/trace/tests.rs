@@ -179,7 +179,8 @@ fn a_copy_of_a_trace_in_use_has_no_torn_record() {
         for round in 0..50 {
             let mut copy = Vec::new();
             while copy.len() < trace.len() as usize {
-                // The first piece contains only the header and the counts, whatever its size.
+                // The first call returns only the header and the counts, even if `piece` has room
+                // for more.
                 let mut piece = vec![0; 4096 << (round % 4)];
                 let got = trace.copy_at(copy.len() as u64, &mut piece).unwrap();
                 copy.extend_from_slice(&piece[..got]);

@@ -24,10 +24,12 @@ use crate::socket::{
     Received, RecvOutput, discard, peek_from, peek_some, receive, receive_some, send_owned, take_in,
 };
 
-/// Maximum number of messages plus receives of one connection per turn.
+/// Maximum amount of work on one connection per turn of the reactor: each receive and each handled
+/// message counts as one.
 const MAX_MESSAGES: u32 = 64;
 
-/// Maximum number of messages plus receives per call of [`Session::poll_writes`].
+/// Maximum amount of work per call of [`Session::poll_writes`]: each receive and each handled
+/// message counts as one.
 const POLL: u32 = 16;
 
 /// Number of unsent bytes above which no requests are handled. So the send queue is at most one
@@ -71,8 +73,8 @@ pub(super) enum Turn {
     End(EndReason),
 }
 
-/// Action that the client has to take before a deadline. While the action stays the same, so does
-/// the deadline.
+/// Action that the client has to take before a deadline. The deadline is set anew only if the
+/// expected action changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Expected {
     Version,
@@ -96,7 +98,7 @@ pub(super) struct Session {
     pub(super) full: bool,
     sent: u64,
     expected: Option<(Expected, Instant)>,
-    /// State of checkpoints; `None` if they are off.
+    /// State for checkpoints; `None` if checkpoints are off.
     intake: Option<Intake>,
 }
 
@@ -111,8 +113,8 @@ struct Intake {
     /// removes the message, the message is still at the start of the socket's data, and its reply
     /// is in the link's queue.
     pending: Option<Handled>,
-    /// Message whose request waits. It is hashed before more data are received, because these
-    /// overwrite it in the decoder.
+    /// Message whose request waits for a [`Completer`](crate::Completer). Its hash is computed
+    /// before more data are received, because these overwrite the message in the decoder.
     waiting: Option<Handled>,
 }
 
@@ -135,7 +137,7 @@ impl Session {
         let link = Link::restore(link, fds)?;
         let (mut socket, inspector) = make(fds.take(socket)?);
         socket.set_lent(true);
-        // Limits that were negotiated stay valid, even if this process has others.
+        // Negotiated limits stay valid, even if the limits of this process are different.
         let max_data_xfer_size = link.max_xfer().unwrap_or(limits.max_data_xfer_size);
         let mut session = Self::new(socket, inspector, &Limits { max_data_xfer_size, ..*limits });
         let max = usize::try_from(max_data_xfer_size).unwrap_or(usize::MAX);
@@ -285,8 +287,8 @@ impl Session {
         self.full = false;
         self.expected = None;
         if self.is_recorded() {
-            // Another process may have changed the peek offset of the socket, even if it executed
-            // nothing.
+            // Another process that had the socket may have changed its peek offset, even if that
+            // process executed no message.
             let _ = peek_from(self.socket.as_fd(), self.decoder.buffered());
         }
     }
@@ -319,9 +321,9 @@ impl Session {
             device.publish();
             self.commit(device, record, context.exchange.as_deref_mut())?;
         }
-        // Data that a second thread has received (`recv`) are not part of the saved session, so
-        // `recv` must be empty when another process takes over. Data that are still in the socket
-        // are dropped from `recv`. Other data go to the decoder, after their descriptors are
+        // A saved session does not contain `recv`, the data that a second thread has received. So
+        // `recv` must be empty when another process continues. If the data are still in the socket,
+        // `recv` is dropped. Otherwise its data go to the decoder, after their descriptors are
         // inspected.
         self.discard_peeked()?;
         match self.recv.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
@@ -369,7 +371,7 @@ impl Session {
         self.expected.map(|(_, until)| until)
     }
 
-    /// Reason for the end of the connection after the deadline.
+    /// Reason with which the connection ends if the client misses its deadline.
     pub(super) fn overdue(&self) -> EndReason {
         match self.expected {
             Some((Expected::Message(_), _)) => EndReason::MessageOverdue,
@@ -479,8 +481,9 @@ impl Session {
         }
     }
 
-    /// Sends the replies to postponed unmaps that have ended. With checkpoints, the next one no
-    /// longer contains these unmaps. A process that dies in between sends a reply twice.
+    /// Sends the replies to postponed unmaps that have ended. If checkpoints are on, then stores
+    /// one without these unmaps. If this process dies between the two steps, the next process sends
+    /// the replies again.
     fn reply_to_unmaps(
         &mut self,
         device: &mut dyn Device,
@@ -666,9 +669,9 @@ fn peek(
     if recv.fds.is_empty() || recv.is_short {
         return Ok(recv);
     }
-    // Bytes that are still in the socket may belong to the same message as the received
-    // descriptors. A second peek at these bytes only would return the descriptors again. So all
-    // bytes are peeked at together.
+    // The socket may have further bytes of the message to which the received descriptors belong. A
+    // second peek at only these bytes would return the descriptors again. So all bytes are peeked
+    // at together.
     drop(inspector.inspect(recv.fds));
     peek_from(socket, decoder.buffered())?;
     peek_some(socket, decoder.space_of(MAX_SEND), inspector.closer())

@@ -119,7 +119,7 @@ fn namespace_structure() {
     assert_eq!((first.nlbaf, first.flbas.into_bits(), first.nsfeat.into_bits()), (0, 0, 1 << 1));
     assert_eq!(first.dlfeat.into_bits(), 0b1001);
     assert_eq!(second.nsfeat.into_bits(), 1 << 4 | 1 << 1);
-    // A single block is always atomic, without atomic boundaries.
+    // All fields are 0: writes of a single block are atomic, and there are no atomic boundaries.
     let atoms = [first.nawun, first.nawupf, first.nacwu, first.nabsn, first.nabo, first.nabspf];
     assert_eq!(atoms, [0; 6]);
     let optimal = [second.npwg, second.npwa, second.npdg, second.npda, second.nows];
@@ -251,7 +251,8 @@ fn write_zeroes_fits_its_command() {
         let nvm: IdentifyNvmController = read(&config(disks), cns::CSI_CONTROLLER, 0);
         let bytes = 4096_u64 << nvm.wzsl;
         assert_eq!(bytes, expected);
-        // NLB has 16 bits, 0's based, in every namespace.
+        // A command's NLB (16 bits, 0's based) must be able to express this size in every
+        // namespace.
         assert!(block_sizes.iter().all(|size| bytes / u64::from(*size) <= 1 << 16));
         assert_eq!((nvm.vsl, nvm.dmrl, nvm.dmrsl, nvm.dmsl), (0, 0, 0, 0));
     }
