@@ -19,8 +19,8 @@ struct Part {
 
 /// Drops all resident pages of the program and its libraries that were never written.
 ///
-/// A page fault gets a dropped page from the page cache again. For a process that has finished its
-/// start-up, sleeps most of the time, and should have a small resident set.
+/// A page fault gets a dropped page from the page cache again. Useful for a process that has
+/// finished its start-up, sleeps most of the time, and should have a small resident set.
 ///
 /// # Errors
 /// The error of the system call. Pages that were dropped before the error remain dropped.

@@ -1,9 +1,9 @@
 //! Verifiable block content: detects corrupt, misplaced, torn and stale blocks.
 //!
 //! A block consists of cells of 512 bytes, the smallest unit that a disk writes atomically. A cell
-//! contains a CRC-32C of all fields after it, the cell's byte offset in the namespace, the sequence
-//! number of the write, the seed of the run, and pseudo-random bytes generated from offset,
-//! sequence number and seed.
+//! contains a magic number, a CRC-32C of all following fields, the cell's byte offset in the
+//! namespace, the sequence number of the write, the seed of the run, and pseudo-random bytes that
+//! are generated from offset, sequence number and seed.
 
 use crate::rng::Rng;
 use shadowbell_spec::Status;

@@ -698,8 +698,8 @@ struct PortRecord {
 }
 
 impl PortRecord {
-    /// Sends the state of the socket. The client's memory files are separate items in the same
-    /// transaction.
+    /// Sends the state of the socket. The same transaction adds and deletes the items of memory
+    /// files that the client has added and removed.
     fn put(&self, state: &SavedPort, fds: &mut Descriptors) {
         let body = match serde_json::to_vec(state) {
             Ok(body) => body,

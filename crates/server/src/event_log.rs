@@ -95,8 +95,8 @@ impl LogWriter {
         }
     }
 
-    /// Logs the number of queues of the guests for which `are` returns true. Its arguments are the
-    /// index of a controller, and the time when the number is due in the log.
+    /// Logs the number of queues of each guest for which `are` returns true. The arguments of `are`
+    /// are the index of the guest's controller, and the time when the number is due in the log.
     fn log_new_queues(&mut self, are: impl Fn(usize, Instant) -> bool) {
         let guests = &mut self.guests;
         self.new_queues.retain(|index, (queues, until)| {

@@ -4,7 +4,7 @@
 //! An export refers to a disk by id, and uses the same open disk as a controller. Its listening
 //! socket has the mode and group of the controllers' sockets. After a crash or an upgrade, the next
 //! server process listens again, and clients connect again. A VMM then passes the virtio requests
-//! that were in flight, which are executed after the fence.
+//! that were in flight. They are executed when all I/O of the old process has ended.
 //!
 //! A FUSE file is mounted by `ctl`, which passes the descriptor of `/dev/fuse`. The descriptor is
 //! in the checkpoint, so the mount outlives a server process. The next process requests that the

@@ -128,8 +128,8 @@ impl Scanner {
         let busy: HashSet<usize> = self.seen.keys().map(|(index, _)| *index).collect();
         let mut controllers = HashMap::new();
         for served in changes.registry().all() {
-            // A controller without a client gets no new commands. Commands for which a reset still
-            // waits were in the last scan (`busy`).
+            // A controller without a client gets no new commands. It is skipped, unless the last
+            // scan found commands of it (`busy`), for which a reset may still wait.
             if !served.has_client() && !busy.contains(&served.index) {
                 continue;
             }

@@ -119,7 +119,8 @@ fn bind_to_vfio(
             _ => Err(anyhow!("{VFIO} was not bound; see the kernel log (dmesg)")),
         });
     if let Err(error) = handed_over {
-        // Returns the function to its previous driver; a failure of this is not reported.
+        // Binding has failed, so the function is returned to its previous driver. If this fails as
+        // well, only the first error is reported.
         let _ = kernel.write(&override_file, "\n");
         let _ = kernel.write(&paths.sys.join("bus/pci/drivers_probe"), &address.to_string());
         return Err(error);
@@ -167,7 +168,8 @@ fn return_to_kernel(
         _ => {}
     }
     if let Some(group) = function.group.filter(|_| function.is_for_programs()) {
-        // Unbinding a function that a program has open would block until the program closes it.
+        // If a program has the function open, the write that unbinds it would block until the
+        // program closes it. So such a function is refused.
         let path = paths.dev.join(format!("vfio/{group}"));
         if fs::OpenOptions::new().read(true).write(true).open(&path).is_err_and(|error| {
             error.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error())

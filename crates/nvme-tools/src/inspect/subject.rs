@@ -1,5 +1,5 @@
-//! Access to the controller that a verb queries: by the driver, or by its server's control socket
-//! while another client is connected.
+//! Access to the controller that a verb queries: through the driver, or through the control socket
+//! of the controller's server while another client is connected.
 
 use crate::session::Session;
 use anyhow::{Context, anyhow};

@@ -235,7 +235,8 @@ fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
 /// Waiting strategy of a thread without completions.
 struct Idle {
     sleeps: bool,
-    /// Polls per round: only one if I/Os are paced, because the clock must be read between polls.
+    /// Polls per round: only one if I/Os are paced, because after each poll the clock shows whether
+    /// the next I/O is due.
     polls: u32,
     rounds: u32,
     since: Option<Instant>,

@@ -40,8 +40,8 @@ pub(super) struct Threads<'a> {
     pub(super) check_alive: &'a dyn Fn() -> anyhow::Result<()>,
 }
 
-/// Step of the schedule. On a busy machine, threads notice a change of the phase with delay, so
-/// each step begins when all threads have reached it.
+/// Step of the schedule. On a busy machine, threads notice a change of the phase with delay. So
+/// `Ramp` and `Measuring` begin only when all threads have reached that phase.
 #[derive(Clone, Copy)]
 enum Step {
     Starting,

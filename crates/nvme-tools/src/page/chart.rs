@@ -16,7 +16,7 @@ pub(super) const GREEN: RGBColor = RGBColor(0, 130, 90);
 const INK: RGBColor = RGBColor(34, 34, 34);
 const AXIS: RGBColor = RGBColor(110, 110, 110);
 const GRID: RGBColor = RGBColor(225, 225, 225);
-/// Bars of a distribution per power of ten.
+/// Number of bars per power of ten in the diagram of a distribution.
 const BUCKETS: f64 = 16.0;
 /// Line height of small text, in pixels.
 const LINE: i32 = 17;

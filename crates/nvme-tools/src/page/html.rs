@@ -17,7 +17,7 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// Card with one large figure, its name and a note.
+/// Card of a report: one number in large type, its name and a note.
 pub(super) struct Card {
     pub(super) name: &'static str,
     pub(super) figure: String,

@@ -133,7 +133,8 @@ struct TimeLine {
     ends: HashMap<Track, u64>,
     /// Beginning of the current sleep of each sleeping I/O thread.
     sleeping_since: HashMap<u16, u64>,
-    /// First doorbell write since an I/O thread fell asleep.
+    /// First doorbell write since the current sleep of each I/O thread began: its time and its
+    /// track.
     first_ring: HashMap<u16, (u64, Track)>,
     /// I/O thread of each queue.
     owners: HashMap<(u16, Queue), u16>,

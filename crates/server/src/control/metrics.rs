@@ -304,7 +304,8 @@ fn controllers(text: &mut Text, all: &[Counted]) {
     );
 }
 
-/// Writes the controllers that wait for their disks, which have no other samples.
+/// Writes for each controller whether it waits for its disks. A waiting controller has no other
+/// samples.
 fn waiting(text: &mut Text, state: &ServerState, all: &[Counted]) {
     let mut family = text.family(
         Kind::Gauge,

@@ -16,9 +16,9 @@ pub(super) enum Via {
     Tcp,
 }
 
-/// Path of the OpenAPI document with its operations.
+/// A path that the OpenAPI document describes, with the operations on it.
 struct Entry {
-    /// Components of the path. That of a parameter is in braces.
+    /// Components of the path. A component that is a parameter is in braces.
     template: Vec<String>,
     operations: Vec<(Method, Handler)>,
     /// Methods of the operations, for the response's Allow header.

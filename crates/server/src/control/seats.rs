@@ -25,7 +25,7 @@ pub(super) struct Seat {
     changed: Arc<Notify>,
 }
 
-/// Guard during the execution of a request.
+/// Guard that marks a connection as busy while a request of it is executed.
 pub(super) struct Busy(Arc<Seat>);
 
 impl Seats {

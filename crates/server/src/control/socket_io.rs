@@ -60,7 +60,8 @@ pub(super) struct ClientSocket {
     is_sending: Arc<AtomicBool>,
     /// True if bytes from the client were read.
     has_read: Arc<AtomicBool>,
-    /// True if the descriptor was duplicated for another process, which may serve the client.
+    /// True if the descriptor was duplicated for another process, which may serve the client. What
+    /// the client sends is then left for that process.
     is_duplicated: Arc<AtomicBool>,
     received: ReceivedDescriptor,
 }

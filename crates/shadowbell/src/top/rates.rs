@@ -45,7 +45,7 @@ pub(super) fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Rates {
     pub(super) socket: String,
-    /// Id of the disk, for an export.
+    /// Id of the disk of an export; `None` for a controller.
     pub(super) exported: Option<String>,
     pub(super) state: &'static str,
     pub(super) workers: Vec<usize>,
@@ -53,7 +53,7 @@ pub(super) struct Rates {
     pub(super) iops: f64,
     pub(super) read: f64,
     pub(super) written: f64,
-    /// Doorbell writes per command, and in `interrupts` interrupts per command; `None` without
+    /// Doorbell writes per command. `interrupts`: interrupts per command. Both are `None` without
     /// commands.
     pub(super) rings: Option<f64>,
     pub(super) interrupts: Option<f64>,

@@ -166,7 +166,8 @@ fn row(title: String, cells: [String; 7], columns: &[(&str, u16); 7]) -> Row<'st
     Row::new(std::iter::once(title).chain(cells))
 }
 
-/// End of a path that is longer than `width`, because the end distinguishes it from other paths.
+/// Shortens a path to `width` characters. The end of the path is kept, because it distinguishes the
+/// path from others.
 fn end_of(path: &str, width: u16) -> String {
     let width = usize::from(width);
     let count = path.chars().count();
