@@ -55,7 +55,7 @@ fn missing(id: &str) -> anyhow::Error {
 
 impl Changes {
     /// Returns all disks of the server: those of controllers in the order of the configuration,
-    /// then those without a controller by id.
+    /// then those without a controller, sorted by id.
     pub(super) fn disks(&self) -> Vec<ListedDisk> {
         let mut all: Vec<ListedDisk> = Vec::new();
         for served in self.registry().all() {
@@ -213,7 +213,7 @@ impl Changes {
     }
 
     /// Like [`change_disk`](Self::change_disk), for a caller that holds the lock of changes.
-    /// `losses`: the losses that `forced` is required for.
+    /// `losses` returns what connected clients would lose, for which `forced` is required.
     ///
     /// # Errors
     /// As for [`change_disk`](Self::change_disk).
