@@ -125,13 +125,15 @@ impl Buffer {
         self.memory.as_ref().map(|memory| &memory.bytes)
     }
 
-    /// Copies `from` to byte `offset`. Returns false and copies nothing if it does not fit.
+    /// Copies `from` into the buffer, from byte `offset` on. Returns false and copies nothing if
+    /// `from` does not fit.
     #[must_use]
     pub fn copy_from(&mut self, offset: usize, from: &[u8]) -> bool {
         self.bytes().and_then(|bytes| bytes.write_from(offset, from)).is_some()
     }
 
-    /// Copies from byte `offset` to all of `into`. Returns false if the buffer is too short.
+    /// Fills `into` with the bytes of the buffer from `offset` on. Returns false if the buffer is
+    /// too short.
     #[must_use]
     pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> bool {
         self.bytes().and_then(|bytes| bytes.read_into(offset, into)).is_some()

@@ -72,8 +72,8 @@ impl ControllerInner {
         self.control.lock()
     }
 
-    /// Runs `act` under the control plane's lock. Runs its deferred work after the lock is
-    /// released.
+    /// Runs `act` under the control plane's lock. After the lock is released, runs the deferred
+    /// work that `act` has returned.
     pub(crate) fn with(&self, act: impl FnOnce(&mut Control, &Context) -> Deferred) {
         let mut control = self.control.lock();
         let deferred = act(&mut control, &self.context);

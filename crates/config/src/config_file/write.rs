@@ -120,7 +120,8 @@ pub fn write(
         subsystem: subsystems(controllers),
         disk: disks.iter().map(NamedDiskTable::of).map(at).collect(),
         controller: Some(controllers.iter().map(|requested| at(controller(requested))).collect()),
-        // A FUSE file is mounted by `ctl`, not by a server with a configuration file.
+        // FUSE and ublk exports are left out, because a configuration file with them would be
+        // refused: other commands create them.
         export: exports
             .iter()
             .filter(|export| export.fuse.is_none() && export.ublk.is_none())

@@ -633,14 +633,13 @@ const MILLIS: u64 = (1 << 48) - 1;
 /// Supported bits of Copy Descriptor Formats Enable: formats whose ranges have a source NSID.
 const COPY_FORMATS: u16 = 1 << 2 | 1 << 3;
 
-/// LBAFEE: the host supports formats with guards of more than 16 bits. Stored in one word with the
-/// enabled descriptor formats of Copy, which use lower bits.
+/// Bit for LBAFEE: the host supports formats with guards of more than 16 bits. The lower bits of
+/// the same word contain the enabled descriptor formats of Copy.
 pub(crate) const EXTENDED_FORMATS: u16 = 1 << 15;
 
-/// Decodes Host Behavior Support. Returns whether the host supports Advanced Command Retry, and the
-/// enabled descriptor formats of Copy, with [`EXTENDED_FORMATS`] set for 64-bit guards.
-/// Refuses to enable unsupported functions (dispersed namespaces, Copy format 4, telemetry data
-/// area 4).
+/// Decodes Host Behavior Support. Returns true if the host supports Advanced Command Retry, and a
+/// word with the enabled descriptor formats of Copy and the bit [`EXTENDED_FORMATS`]. Refuses to
+/// enable unsupported functions (dispersed namespaces, Copy format 4, telemetry data area 4).
 fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
     let HostBehaviorSupport { acre, etdas, lbafee, hdisns, cdfe, .. } = *wanted;
     if acre > 1 || lbafee > 1 || (etdas, hdisns, cdfe & !COPY_FORMATS) != (0, 0, 0) {

@@ -326,7 +326,8 @@ fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     identify
 }
 
-/// Adds the metadata properties of a namespace, with only its own format as capability.
+/// Adds the metadata properties of a namespace. The capabilities contain only the namespace's own
+/// format.
 fn add_metadata(identify: &mut IdentifyNamespace, metadata: &MetadataFormat) {
     let MetadataFormat { extended, protection, first, .. } = *metadata;
     identify.flbas.set_extended(extended);
@@ -387,8 +388,8 @@ fn ids(namespace: &Namespace) -> NamespaceIds {
     ])
 }
 
-/// Identify structures that exist only with a pool, or differ with one. `None` if
-/// [`Identity`] has to build the structure.
+/// Builds an Identify structure that exists only with a namespace pool, or differs with one. `None`
+/// if [`Identity`] has to build the structure.
 ///
 /// # Errors
 /// The completion status of the command.

@@ -507,7 +507,7 @@ impl AnaChanges {
         self.count != before
     }
 
-    /// Log page of the given groups and their namespaces.
+    /// Asymmetric Namespace Access log page with the given groups and their namespaces.
     pub(crate) fn page(&self, namespaces: &BTreeMap<u32, Vec<u32>>, groups_only: bool) -> Vec<u8> {
         let group = |(id, nsids): (&u32, &Vec<u32>)| {
             let (state, changes) = self.groups.get(id).copied().unwrap_or_default();

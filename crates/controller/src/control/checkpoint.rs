@@ -490,8 +490,9 @@ impl Control {
         self.memory.set_logged(logged).then(|| self.renew_views(cx, done))
     }
 
-    /// Replaces all views of host memory. `done` is called when no old view is in use. All earlier
-    /// writes are then in the log.
+    /// Makes all threads and commands use new views (`shadowbell_memory::View`) of host memory.
+    /// `done` is called when no command uses an old view. All earlier writes are then in the dirty
+    /// page log.
     pub(crate) fn renew_views(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.log_queues();
         let mut deferred = Deferred::default();

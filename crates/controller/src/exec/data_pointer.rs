@@ -101,9 +101,10 @@ pub(super) fn fields(
     Ok(fields)
 }
 
-/// Quota weight of a command's data pieces, and the number of memory locations touched for them.
-/// `weight` is the weight of a piece in a span (the memory that one page table maps) that was not
-/// touched before; `None` if touches are not counted.
+/// Quota weight of a command's data, and the number of memory locations that are touched for it.
+/// Each piece of memory weighs 1. Each span (the memory that one page table maps) that was not
+/// touched before adds `weight - 1`. With `None`, touches are not counted. The cost of the pieces
+/// is charged to `budget`.
 pub(super) fn weigh_pieces(
     data: &Segments,
     spans: &mut TouchedSpans,

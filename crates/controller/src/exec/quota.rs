@@ -73,7 +73,7 @@ pub(super) mod cost {
     /// Bytes copied per nanosecond, as a power of two.
     const BYTES_SHIFT: u32 = 4;
 
-    /// Cost of an SGL descriptor with its piece of memory.
+    /// Cost to resolve an SGL descriptor and the piece of memory that it describes.
     const PIECE_COST: i64 = 24;
 
     /// Cost of a failed command. The work before the failure is not known, and the error is written
@@ -122,7 +122,7 @@ pub(super) struct TouchedSpans {
 }
 
 impl TouchedSpans {
-    /// Sets the amount of host memory; 0 clears all spans.
+    /// Sets the amount of host memory. With 0, no spans are remembered.
     pub(super) fn resize(&mut self, bytes: u64) {
         let len = match bytes {
             0 => 0,

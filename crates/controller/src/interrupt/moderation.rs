@@ -1,13 +1,13 @@
 //! Interrupt moderation: adapts the number of completions per interrupt.
 //!
 //! A host with many commands in flight can handle many completions per interrupt. A host that waits
-//! for a single command needs its interrupt at once. The two differ in the number of completions
-//! that arrive close together, which is learnt for each completion queue. An interrupt is raised as
-//! soon as the learnt number of completions is posted. If fewer are posted, the interrupt is held
-//! for a short *grace* after each completion. From time to time, the queue waits for twice the
-//! learnt number (a *probe*), to find out if more completions would arrive. Each failed probe makes
-//! probes rarer. So for a host with one command in flight, finally only one of about a thousand
-//! interrupts is delayed.
+//! for a single command needs its interrupt at once. The two hosts differ in the number of
+//! completions that arrive close together. This number is learnt for each completion queue; in the
+//! code it is the *target*. An interrupt is raised as soon as the learnt number of completions is
+//! posted. If fewer are posted, the interrupt is held for a short *grace* after each completion.
+//! From time to time, the queue waits for twice the learnt number (a *probe*), to find out if more
+//! completions would arrive. Each failed probe makes probes rarer. So for a host with one command
+//! in flight, finally only one of about a thousand interrupts is delayed.
 //!
 //! A host that submits many commands one by one can look like a host with few commands in flight.
 //! Two rules distinguish them:

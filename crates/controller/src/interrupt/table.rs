@@ -76,7 +76,7 @@ impl IrqTable {
         self.generation.fetch_add(1, Ordering::Release);
     }
 
-    /// Clears pending interrupts after their queues were deleted.
+    /// Clears pending interrupts: all queues were deleted.
     pub(crate) fn clear_pending(&self) {
         self.lock().iter_mut().for_each(|line| line.pending = false);
     }

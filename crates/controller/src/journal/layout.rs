@@ -27,8 +27,8 @@ pub(crate) const QUEUES: usize = POSITIONS / LINE;
 
 /// Size of a record in bytes: its key and the submission queue entry.
 pub(super) const RECORD: usize = 8 + Sqe::SIZE;
-/// Number of records beyond the request quota. They are needed because the last batch is fetched as
-/// a whole, and because long commands consist of several requests.
+/// Number of records beyond the request quota. The quota can be exceeded, because commands are
+/// fetched in whole batches and long commands consist of several requests.
 pub(super) const BEYOND_QUOTA: usize = 2048;
 
 /// Maximum number of commands fetched from one queue before other queues get their turn: round

@@ -38,7 +38,8 @@ pub(crate) struct Sq {
     pub(crate) in_flight: u32,
     /// True if fetching waits for room in the completion queue.
     pub(crate) blocked: bool,
-    /// True if fetching waits for room for two completions.
+    /// True if fetching waits for room for two completions, because the next two commands are a
+    /// fused operation.
     pub(crate) waits_for_two: bool,
     /// True if the queue is being deleted: no commands are fetched.
     pub(crate) stopped: bool,
