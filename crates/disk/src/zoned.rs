@@ -1,4 +1,4 @@
-//! Zones of a zoned disk (ZNS): format, and the checks and reports of the command set.
+//! Zones of a zoned disk (ZNS): zone format, checks of reads and writes, and Report Zones.
 
 use crate::request::DiskError;
 use crate::size::{format_size, parse_size};

@@ -89,8 +89,8 @@ cell_by_pointer!(&T, Arc<T>);
 /// Full memory fence. It orders an earlier store before a later load (StoreLoad). This is the only
 /// order that x86 does not guarantee, and acquire and release cannot express it.
 ///
-/// The fence is a type parameter, so that a model can replace it by a fence without effect, and
-/// show that the model checker detects the defect.
+/// The fence is a type parameter, so that a model can replace it by a fence without effect. This
+/// proves that the model checker detects a missing fence.
 pub trait Fence: 'static {
     /// Executes the fence.
     fn full();

@@ -131,15 +131,15 @@
 //!
 //! # The cost
 //!
-//! A ring has *n* entries, of which *n*/4 is at least 1. The controller polls, and reads the
-//! doorbell at least once per batch that it completes. Then a host with at most *n* - *n*/4
-//! commands outstanding (SPDK: one fewer) never rings. That holds in every schedule, even if the
-//! controller reads the doorbell between the host's shadow store and its EventIdx load, for updates
-//! of up to *n*/8 entries. At a greater depth, up to a full ring, the worst schedule makes the host
-//! ring 3 times (SPDK: 5) per turn of the ring. These limits are exact:
-//! `controller/run_ahead_model.rs` visits every state of small rings, and with one command more the
-//! host does ring. The cost for the controller is one store to EventIdx, whose cache line the host
-//! reads, per *n*/8 or more entries.
+//! In this section, *n* is the number of entries of the ring, and *n*/4 counts as at least 1. The
+//! controller polls, and reads the doorbell at least once per batch that it completes. Then a host
+//! with at most *n* - *n*/4 commands outstanding (SPDK: one fewer) never rings. That holds in every
+//! schedule, even if the controller reads the doorbell between the host's shadow store and its
+//! EventIdx load, for updates of up to *n*/8 entries. At a greater depth, up to a full ring, the
+//! worst schedule makes the host ring 3 times (SPDK: 5) per turn of the ring. These limits are
+//! exact: `controller/run_ahead_model.rs` visits every state of small rings, and with one command
+//! more the host does ring. The cost for the controller is one store to EventIdx, whose cache line
+//! the host reads, per *n*/8 or more entries.
 //!
 //! A sleep costs a store per queue, the fence, and the rechecks; the wakeup costs one trap. After a
 //! wakeup by one queue, [`disarm`](SqTail::disarm) withdraws the requests of the queues whose value

@@ -91,7 +91,8 @@ impl<'a, C: Cell, F: Fence> Arming<'a, C, F> {
         self.armed += 1;
     }
 
-    /// Executes the one full fence that makes all armed doorbells visible before any recheck.
+    /// Executes one full fence, which orders the EventIdx stores of all armed doorbells before
+    /// every recheck.
     #[inline]
     pub fn fence(self) -> Fenced<'a, C, F> {
         F::full();
@@ -155,9 +156,9 @@ pub struct Asleep<'a, C: Cell, F = FullFence> {
 }
 
 impl<C: Cell, F> Asleep<'_, C, F> {
-    /// Stays asleep after this call, until [`Sleeper::rise`]. For a sleeper that is not a thread,
-    /// but one of the objects that a thread serves. The thread ignores such an object until one of
-    /// its doorbells is written.
+    /// Keeps the sleeper asleep after this call, until [`Sleeper::rise`]. Used if the sleeper is
+    /// not a thread, but one of the objects that a thread serves. The thread ignores such an object
+    /// until one of its doorbells is written.
     ///
     /// The wakers' signal identifies the object to the thread. The signal may come from a kick
     /// before the last `rise`, so the thread has to check the object even if it is not asleep.

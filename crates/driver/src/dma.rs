@@ -231,8 +231,9 @@ impl SharedMemory {
 
 /// Buffers of one size, in memory that is shared with the device once, when the pool is created.
 ///
-/// A clone is another handle to the same pool. A dropped buffer returns to its pool. Taking and
-/// dropping a buffer acquires a lock each. To avoid that, submit the buffer of a completion again.
+/// A clone is another handle to the same pool. A dropped buffer returns to its pool. The pool
+/// acquires a lock when a buffer is taken and when it is dropped. To avoid both, submit the buffer
+/// of a completion again.
 #[derive(Clone, Debug)]
 pub struct BufferPool(Arc<Pool>);
 

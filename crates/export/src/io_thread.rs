@@ -172,7 +172,7 @@ impl<F: Future> IoThread<F> {
     }
 
     /// Starts a future in a reserved slot, and polls it at once. Returns the result if it is ready.
-    /// The slot stays reserved.
+    /// The slot stays reserved in either case.
     #[cfg(feature = "vhost")]
     pub(crate) fn start_now(&mut self, slot: usize, future: F) -> Option<F::Output> {
         self.tasks.start_now(slot, future)

@@ -117,7 +117,7 @@ impl<F: Future> Tasks<F> {
     }
 
     /// Starts a future in a reserved slot, and polls it. Returns the result if it is ready. The
-    /// slot stays reserved.
+    /// slot stays reserved in either case.
     pub(crate) fn start_now(&mut self, slot: usize, future: F) -> Option<F::Output> {
         let entry = self.slots.get_mut(slot)?;
         entry.future.set(Some(future));
@@ -134,8 +134,8 @@ impl<F: Future> Tasks<F> {
         self.slots.len() - self.free.len()
     }
 
-    /// Polls every woken future, and passes the results of completed futures to `done`. Their slots
-    /// stay reserved. Returns true if any future was woken.
+    /// Polls every woken future, and passes the results of completed futures to `done`. The slots
+    /// of completed futures stay reserved. Returns true if any future was woken.
     pub(crate) fn run(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
         if !self.is_ready() {
             return false;

@@ -25,8 +25,8 @@ use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-/// Maximum time to wait until the controller no longer accesses memory. Its I/O threads first wait
-/// for their disks.
+/// Maximum time to wait until the controller no longer accesses memory. The time is long, because
+/// the controller's I/O threads first wait for requests to their disks.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Error in starting a controller in this process.

@@ -151,7 +151,7 @@ impl EventFd {
         }
     }
 
-    /// Duplicates the handle. Both share one count.
+    /// Duplicates the handle. The handle and the duplicate share one count.
     ///
     /// # Errors
     /// The error of the system call if the process is out of file descriptors.

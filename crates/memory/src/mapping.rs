@@ -426,8 +426,8 @@ impl Mapping {
         }
     }
 
-    /// Returns the whole pages of a byte range to the system. They read as zeroes afterwards. Bytes
-    /// of the range that do not fill a page keep their content.
+    /// Returns the whole pages of a byte range to the system. Afterwards these pages read as
+    /// zeroes. Bytes of the range that do not fill a page keep their content.
     pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         let page = page_size();
         let end = offset.saturating_add(len).min(self.len) / page * page;

@@ -255,8 +255,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Appends `len` bytes that repeat `bytes`. That memory exists as long as the process, and its
-    /// content is never read.
+    /// Appends `len` bytes that repeat `bytes`. The content of `bytes` is never read.
     pub(crate) fn push_repeated(&mut self, bytes: &'static SharedBytes, len: usize) {
         let Some(ptr) = NonNull::new(bytes.as_ptr()).filter(|_| !bytes.is_empty()) else { return };
         let mut done = 0;
@@ -514,7 +513,7 @@ impl Segments {
         self.copy_to_by(copy::to_disk, offset, to, to_offset, len)
     }
 
-    /// Copies by the function `copy`. Its arguments are source, destination and number of bytes.
+    /// Copies by the function `copy`, whose arguments are source, destination and number of bytes.
     #[inline(always)]
     fn copy_to_by(
         &self,

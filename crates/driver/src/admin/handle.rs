@@ -127,8 +127,8 @@ impl Admin {
     /// 5.1.12.
     ///
     /// # Errors
-    /// [`CommandError`]. Pages that exceed the transfer limit need a controller with extended data
-    /// (LPA).
+    /// [`CommandError`], also if a page exceeds the transfer limit and the controller does not
+    /// support extended data (LPA), and so no offsets.
     pub fn log_page(&self, request: LogRequest) -> Result<Vec<u8>, CommandError> {
         read_log_page(&*self.controller, request)
     }

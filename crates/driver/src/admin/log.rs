@@ -41,7 +41,7 @@ pub(crate) fn read_log_page(
     request: LogRequest,
 ) -> Result<Vec<u8>, CommandError> {
     let wanted = request.len.max(1).next_multiple_of(4);
-    // Every controller accepts 4096 bytes per command, even with a smaller configured limit.
+    // The transfer limit is at least 4096 bytes: neither MDTS nor the option can be smaller.
     let max = admin.plane().queue.max_transfer();
     let chunk = usize::try_from(max).unwrap_or(usize::MAX).max(4096);
     let mut out = Vec::with_capacity(wanted.min(1 << 20));

@@ -94,8 +94,8 @@ impl AdminPlane {
         Ok((Self { device, queue: AdminQueue::new(core), scratch, memory }, layout))
     }
 
-    /// Creates new admin queues in the existing memory, after the controller was disabled. The
-    /// caller enables the controller with the returned layout.
+    /// Creates new admin queues in the existing memory. The caller has disabled the controller
+    /// before, and enables it with the returned layout.
     pub(crate) fn restart(&self) -> Option<QueueLayout> {
         let (core, layout) = queue_pair(&self.device, &self.memory)?;
         self.queue.restart(core);

@@ -233,8 +233,8 @@ impl AdminQueue {
         self.lock().fail_all();
     }
 
-    /// Replaces the core, after the controller was disabled and no longer accesses the memory of
-    /// the old core.
+    /// Replaces the core, and fails all commands of the old one. The caller has disabled the
+    /// controller, so the controller no longer accesses the memory of the old core.
     pub(crate) fn restart(&self, core: Core) {
         let mut state = self.lock();
         state.fail_all();
@@ -243,7 +243,7 @@ impl AdminQueue {
         state.core.limit_transfer(limit);
     }
 
-    /// Takes the buffers of commands that never completed.
+    /// Takes the buffers of the commands that have not completed.
     pub(crate) fn take_buffers(&self) -> Vec<Buffer> {
         self.lock().core.take_buffers()
     }

@@ -1,10 +1,10 @@
 //! Asynchronous API: futures over a queue pair, for any executor.
 //!
 //! Each queue has a thread. The thread submits the commands that futures put into the inbox, in
-//! batches, and wakes the futures when their commands complete. It polls while commands are in
-//! flight, limited by the queue's [`SpinPolicy`](crate::SpinPolicy), and then sleeps on an eventfd,
-//! which the controller's interrupt and new commands both signal. Futures only need a
-//! `std::task::Waker`, so they work with any executor.
+//! batches, and wakes the futures when their commands complete. While commands are in flight, the
+//! thread polls for at most the time that the queue's [`SpinPolicy`](crate::SpinPolicy) permits.
+//! Then it sleeps on an eventfd, which the controller's interrupt and new commands both signal.
+//! Futures only need a `std::task::Waker`, so they work with any executor.
 //!
 //! Passing a command to the queue thread and back costs two wakeups, more than the command itself.
 //! An event loop that needs a lower latency polls a [`QueuePair`](crate::QueuePair) itself.

@@ -125,8 +125,8 @@ impl AsyncShared {
     /// Notifies the queue thread of a new inbox entry. The caller holds the lock since it added
     /// the entry.
     pub(super) fn notify_inbox(&self) {
-        // If the flag is set, the queue thread was already notified. It clears the flag with the
-        // lock held, before it reads the inbox, so it will find the new entry.
+        // If the flag is set, the queue thread was already notified. That thread clears the flag
+        // with the lock held, before it reads the inbox, so it will find the new entry.
         if !self.inbox_flag.load(Ordering::Acquire) {
             self.inbox_flag.store(true, Ordering::Release);
             self.wake_worker();

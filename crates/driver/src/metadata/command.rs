@@ -240,7 +240,7 @@ pub enum ProtectionError {
     Block {
         /// LBA of the block.
         lba: u64,
-        /// Status that a controller would return.
+        /// Status with which a controller would fail the same check.
         status: Status,
     },
 }

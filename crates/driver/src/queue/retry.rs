@@ -303,10 +303,10 @@ impl RetryTable {
         restarted
     }
 
-    /// Takes available completions, to be returned later. Two kinds of commands remain outstanding:
-    /// commands that were aborted by the deletion of their queue, and late commands that were
-    /// aborted and may be submitted again. The latter are not submitted here: the new queue does
-    /// not exist yet, so its doorbells must not be rung.
+    /// Takes the available completions, and stores them for [`take_ended`](Self::take_ended). Two
+    /// kinds of commands remain outstanding: commands that were aborted by the deletion of their
+    /// queue, and late commands that were aborted and may be submitted again. The latter are not
+    /// submitted here: the new queue does not exist yet, so its doorbells must not be rung.
     fn drain(&mut self, core: &mut Core) {
         for _ in 0..core.cq_size.entries() {
             let Some(word) = core.pop_word() else { return };

@@ -24,8 +24,8 @@ pub struct QueueStats {
     pub wakeups: u64,
     /// Sleeps of any outcome.
     pub sleeps: u64,
-    /// Completion queue entries without an outstanding command: unknown or repeated command
-    /// identifiers. They are ignored.
+    /// Completion queue entries with a command identifier that is unknown, or that was completed
+    /// before. The driver ignores these entries.
     pub unknown_completions: u64,
     /// Completion queue entries with an impossible submission queue identifier, and batches whose
     /// last entry has an impossible submission queue head. The fields are ignored.

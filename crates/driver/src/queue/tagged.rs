@@ -1,10 +1,11 @@
 //! Submission queue entries with tags of protection information and a metadata pointer, beyond
 //! dwords 10 to 13.
 //!
-//! The fast path refuses such commands as too long. Only refused commands are examined for tags, so
-//! commands without tags cost nothing extra. Tags that cannot be derived from the command are in a
-//! table by slot, for a possible second submission. The table is allocated with the first such
-//! command.
+//! A command with tags has marks in the upper bits of its transfer length. So its length exceeds
+//! every limit, and the fast path refuses the command as too long. Only refused commands are
+//! examined for tags, so commands without tags cost nothing extra. Tags that cannot be derived from
+//! the command are in a table by slot, for a possible second submission. The table is allocated
+//! with the first such command.
 
 use super::core::Core;
 use crate::command::{Command, TagSource, Token};

@@ -35,8 +35,8 @@ impl InterruptWait {
         self.completed_at_wakeup = None;
     }
 
-    /// Consumes stale signals of the eventfd. They belong to interrupts whose completions were
-    /// found by polling.
+    /// Consumes stale signals of the eventfd: those of interrupts whose completions were found by
+    /// polling.
     pub(super) fn consume_signals(&mut self, event: &EventFd, completed: u64) {
         // If an interrupt ended the last sleep and exactly one completion was taken since, there is
         // no stale signal. This check saves a system call for programs with one command in flight.

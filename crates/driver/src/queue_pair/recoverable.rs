@@ -127,7 +127,8 @@ impl RecoverableQueue {
         self.end(controller, &why, false)
     }
 
-    /// Takes the completion of an ended command, after the last regular completion.
+    /// Handles a change of the controller's state, and takes a completion: first those of commands
+    /// that the driver has ended, then others. Called when the completion queue has no entry.
     #[cold]
     pub(super) fn pop_aborted(&mut self, controller: &AttachedController) -> Option<Completion> {
         // An error is ignored here: the next call that rings the doorbell reports it.

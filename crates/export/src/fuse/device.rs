@@ -5,8 +5,8 @@
 //! none waits for another. Requests that arrive together are submitted together.
 //!
 //! On machines with enough processors, there are further threads, the helpers ([`HelperThreads`]).
-//! A helper sleeps until an awake thread has too many requests. So a request wakes at most one
-//! thread, and none if a thread is awake.
+//! A helper sleeps until a thread that is awake has too many requests. So a request wakes at most
+//! one thread, and none if a thread is awake.
 
 use super::file::{Action, DiskFile, Step};
 use super::sys;

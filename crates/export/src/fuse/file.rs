@@ -210,7 +210,7 @@ impl DiskFile {
     fn copy(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
         let (_handle, from, _file) = (fields.u64()?, fields.u64()?, fields.u64()?);
         let (_handle, to, len) = (fields.u64()?, fields.u64()?, fields.u64()?);
-        // Source and target are always this file. Both ranges are cut at its end.
+        // Source and target are always this file. Both ranges are cut at the end of the file.
         let there = self.clip(from, len);
         let len = self.clip(to, there).min(MAX_COPY);
         Some(match u32::try_from(len).unwrap_or(u32::MAX) {

@@ -379,8 +379,8 @@ impl Handshake {
     }
 }
 
-/// Appends an error reply. Its text may contain a string of the client, so it is cut at the longest
-/// length that the protocol permits.
+/// Appends an error reply. The text is cut at the longest length that the protocol permits, because
+/// it may contain a string of the client.
 fn put_error(out: &mut Vec<u8>, option: u32, error: u32, text: &str) {
     let end = text.floor_char_boundary(MAX_STRING);
     put_answer(out, option, error, &text.as_bytes()[..end]);

@@ -102,8 +102,8 @@ pub(super) fn negotiate<F: Future>(
 }
 
 fn begin_tls(socket: &mut ClientSocket, shared: &ServerShared) -> Result<(), ConnectionError> {
-    // A man in the middle may have injected plaintext after STARTTLS. It must not be taken for data
-    // of the TLS session.
+    // Plaintext after STARTTLS, which a man in the middle may have injected, must not be taken for
+    // data of the TLS session.
     if !socket.input.rest().is_empty() {
         let why = "the client, or a man in the middle, sent data before TLS started";
         return Err(ConnectionError::Protocol(why.into()));

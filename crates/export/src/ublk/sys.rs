@@ -426,7 +426,7 @@ impl Queue {
         }
     }
 
-    /// Passes the events that were available at the last [`enter`](Self::enter) to `each`.
+    /// Calls `each` with every event that was available at the last [`enter`](Self::enter).
     pub(super) fn collect(&mut self, mut each: impl FnMut(Event)) {
         for completion in self.ring.completion() {
             let (whose, result) = (completion.user_data(), completion.result());

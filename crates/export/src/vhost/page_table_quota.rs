@@ -1,10 +1,10 @@
 //! Limit for sparse accesses to the guest's memory.
 //!
 //! A frontend can share sparse memory. Each 2 MiB of it needs a page table when it is touched
-//! ([`shadowbell_memory::page_tables`]). If the device's memory is large enough to exceed the
-//! limit, the queues of the device count the page tables that their accesses may have allocated
-//! (`places`). After a certain number, the page tables are checked, and no queue takes more
-//! requests until the check has ended.
+//! ([`shadowbell_memory::page_tables`]). If the guest's memory is so large that its page tables can
+//! exceed the limit, the queues of the device count the page tables that their accesses may have
+//! allocated (`places`). After `TOUCHES_PER_CHECK` of them, the page tables are checked, and no
+//! queue takes more requests until the check has ended.
 
 use ::shadowbell_memory::page_tables::{self, Check, TOUCHES_PER_CHECK};
 use parking_lot::Mutex;

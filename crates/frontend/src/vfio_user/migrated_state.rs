@@ -33,8 +33,8 @@ pub(super) struct Parsed {
 }
 
 impl Parsed {
-    /// Parses a stream. It takes time in proportion to the stream's length. After each 64 KiB the
-    /// parser pauses for as long as it has worked, so it uses at most half of a CPU.
+    /// Parses a stream. The parser takes time in proportion to the stream's length. After each 64
+    /// KiB the parser pauses for as long as it has worked, so it uses at most half of a CPU.
     pub(super) fn of(stream: &[u8]) -> Result<Self, String> {
         let _one_at_a_time = PARSER.lock();
         let mut began = Instant::now();

@@ -25,9 +25,9 @@
 //! # Restart for upgrade, and recovery
 //!
 //! [`Device::save`] serializes the state of the function and of its client. [`Device::restore`]
-//! restores it in a device with a new controller: the configuration space, the MSI-X table, the
-//! eventfds of the vectors, and the ranges of memory with their files, which are mapped again. The
-//! controller's own state (registers, queues, the doorbell page) is saved separately. It is
+//! restores that state in a device with a new controller: the configuration space, the MSI-X table,
+//! the eventfds of the vectors, and the ranges of memory with their files, which are mapped again.
+//! The controller's own state (registers, queues, the doorbell page) is saved separately. It is
 //! restored afterwards, because it refers to the memory and the eventfds.
 //!
 //! # Migration to another server

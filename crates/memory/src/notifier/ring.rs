@@ -17,7 +17,8 @@ const ENTRIES: u32 = 2;
 /// takes three system calls.
 const RINGS_OF_A_THREAD: usize = 64;
 
-/// Rings of the process. They only complete requests that do nothing, and signal an eventfd.
+/// Rings of the process. A ring can only execute no-operation requests, and signal its eventfd when
+/// one of them completes.
 static RESERVE: Reserve = Reserve::new("signals", || {
     let allowed = Allowed {
         opcodes: &[opcode::Nop::CODE],

@@ -86,8 +86,8 @@ impl PciFunction {
         self.driver.as_deref().is_some_and(is_vfio)
     }
 
-    /// Other functions of the IOMMU group with drivers other than VFIO's. They prevent the use of
-    /// the group by a program. Returned as pairs of address and driver.
+    /// Other functions of the IOMMU group whose drivers prevent the use of the group by a program,
+    /// as pairs of address and driver.
     ///
     /// # Errors
     ///
