@@ -45,7 +45,8 @@ const LAST: u8 = 2;
 const PUT: u8 = b'p';
 /// Kind of piece: item with its body in the first descriptor.
 const PUT_MEMORY: u8 = b'm';
-/// Kind of piece: more descriptors of the previous item.
+/// Kind of piece: more descriptors of the previous item, which has more of them than fit into one
+/// packet.
 const MORE: u8 = b'a';
 /// Kind of piece: key of an item to remove.
 const DELETE: u8 = b'd';
@@ -268,8 +269,8 @@ pub struct Checkpoint {
     pub staged: Vec<(String, Option<Arc<Item>>)>,
     /// True if the last packet did not end its transaction.
     pub is_open: bool,
-    /// Estimated memory of the changes and the items, in bytes. It includes items that were
-    /// replaced or removed since the last exact count.
+    /// Estimated memory of `all` and `staged`, in bytes. The value is too high: it still includes
+    /// items that were replaced or removed since the memory was last counted.
     pub bytes: usize,
 }
 
@@ -308,8 +309,8 @@ impl Checkpoint {
             return Err(Unreadable::Form);
         }
         if self.bytes > 2 * MAX_BYTES {
-            // `bytes` includes replaced and removed items. The exact count takes time, so it is
-            // done at most once per `MAX_BYTES` received.
+            // `bytes` still includes replaced and removed items, so the memory is counted again.
+            // Counting takes time, so it is done at most once per `MAX_BYTES` received.
             self.bytes = self.memory();
             if self.bytes > MAX_BYTES {
                 return Err(Unreadable::Memory);

@@ -54,7 +54,8 @@ impl SupervisorClient {
 
     /// Finds the supervisor whose process id a server has reported at its control socket. The
     /// server may be compromised, so the supervisor must run as root, as our user, or as the owner
-    /// of that socket, which our caller has chosen.
+    /// of the control socket. That owner is trusted, because our caller has chosen the path of the
+    /// socket.
     ///
     /// # Errors
     /// No supervisor answers for this server.
@@ -67,13 +68,13 @@ impl SupervisorClient {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
             None => (question::SERVES, canonical_path(server).into_os_string()),
         };
-        // The supervisor with this process id is asked first, so that other supervisors need not
-        // wake up.
+        // If `server` is a supervisor's process id, that supervisor is asked first, so that the
+        // others need not wake up.
         let own = format!("{}{}/", protocol::NAME, server.display());
         let (until, mut bad) = (Instant::now() + SEARCH, BTreeSet::new());
         let mut others = 0;
-        // A supervisor that was just started does not know the sockets yet, so the search is
-        // repeated.
+        // The search is repeated, because a supervisor that was just started does not yet have the
+        // list of its server process's sockets.
         for wait in [0, 50, 100, 200] {
             std::thread::sleep(Duration::from_millis(wait));
             let mut names = names()?;
@@ -120,7 +121,8 @@ impl SupervisorClient {
     }
 
     /// Working directory of the supervisor, from which the server's relative paths start. `None` if
-    /// another user could have chosen the directory.
+    /// the supervisor runs neither as root nor as our user: another user could have chosen the
+    /// directory.
     pub fn working_directory(&self) -> Option<PathBuf> {
         let pid = socket_peercred(&self.0).ok()?.pid.as_raw_pid();
         let directory = PathBuf::from(format!("/proc/{pid}/cwd")).read_link().ok()?;

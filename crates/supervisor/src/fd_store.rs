@@ -17,20 +17,22 @@
 //! valid snapshot and the changes after it.
 //!
 //! * A message of a server process is peeked at, queued in the store, and only then removed from
-//!   the server process's socket, which is part of the snapshot. So each message is in at least
-//!   one of the two. If the supervisor is killed in between, the message is in both and is
-//!   applied twice, which has the same result as once.
+//! the server process's socket, which is part of the snapshot. So each message is in the store or
+//! in that socket. If the supervisor is killed between the two steps, the message is in both and is
+//! applied twice, which has the same result as once.
 //! * A server process is in the store before the supervisor sends it anything.
 //! * Descriptors that a server process has released stay in the store for a moment ([`STALE`]).
-//!   Until the next snapshot a client whose connection was closed may not see that.
+//! Until the next snapshot, a client whose connection the server process has closed may not notice
+//! the close, because the store still has a descriptor of the connection.
 //!
 //! # Recovery
 //!
 //! The next supervisor moves the packets to a new socket, one by one: it queues each packet in the
 //! new socket before it removes the packet from the old one. If that supervisor dies meanwhile,
-//! both sockets remain, and the packets of the newer one are read first. When all packets are
-//! moved, the next supervisor kills the server processes in the snapshot (by pidfd, since it is not
-//! their parent), reads their last messages, and continues as after the death of a server process.
+//! both sockets remain, and the next supervisor reads the packets of the newer one first. When all
+//! packets are moved, the supervisor kills the server processes in the snapshot (by pidfd, since it
+//! is not their parent), reads their last messages, and continues as after the death of a server
+//! process.
 
 use super::grants::GRANTS;
 use super::snapshot::{PartialSnapshot, Snapshot};
@@ -68,7 +70,8 @@ pub(super) struct FdStore {
     counters: SavedFdStore,
     /// True if a snapshot must be written before the next change.
     is_wanted: bool,
-    /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot.
+    /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot, by which
+    /// later changes of the grants are detected.
     opened: u64,
     /// Time of the next snapshot, if the store contains descriptors that a server process has
     /// released.

@@ -206,16 +206,17 @@ pub mod answer {
 pub const NAME: &str = "shadowbell-supervisor/";
 
 /// Socket name, in the abstract namespace, of the supervisor with this process id. The name
-/// contains the number of the attempt, because any process may have taken the names before.
+/// contains the number of the attempt to bind it, because other processes may already have bound
+/// the names of earlier attempts.
 pub fn name(pid: i32, attempt: u8) -> String {
     format!("{NAME}{pid}/{attempt}")
 }
 
 /// Creates a pair of packet sockets.
 ///
-/// The send buffers hold the messages that a server process sends while its supervisor is blocked,
-/// such as the checkpoint changes of a client that attaches. The kernel may limit their size to
-/// less than `ROOM`.
+/// The send buffers have to hold the messages that a server process sends while its supervisor is
+/// blocked. An example are the checkpoint changes when a client attaches. The kernel may limit
+/// their size to less than `ROOM`.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     for end in [&pair.0, &pair.1] {

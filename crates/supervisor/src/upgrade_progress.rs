@@ -37,7 +37,7 @@ pub(super) struct Upgrade {
     pub(super) asker: Option<OwnedFd>,
     /// Reason why the new process ended, if it has ended.
     pub(super) why: Option<String>,
-    /// Clients that the upgrade disturbs, a sentence each.
+    /// Warnings for the requester about clients that the upgrade affects, a sentence each.
     pub(super) warnings: Vec<String>,
     /// True if only a check is requested, after which the old process continues.
     pub(super) is_check: bool,
@@ -65,7 +65,7 @@ pub(super) struct Replacement {
     pub(super) began: Instant,
     /// Time limit for the recovery.
     pub(super) until: Instant,
-    /// Clients that the upgrade disturbs, a sentence each.
+    /// Warnings for the requester about clients that the upgrade affects, a sentence each.
     pub(super) warnings: Vec<String>,
 }
 

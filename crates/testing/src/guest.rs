@@ -63,7 +63,7 @@ impl Queue {
 struct Command {
     slot: u64,
     lba: u64,
-    /// Value that a write has written; `None` for a read.
+    /// Value that the command writes to the block; `None` for a read.
     writes: Option<u64>,
 }
 

@@ -33,7 +33,8 @@ pub fn can_run(program: &str) -> bool {
 pub fn skipped(reason: impl Display) {
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
-    // The message is shown although the test passes: only the output of macros is captured.
+    // The test harness captures only the output of macros such as `eprintln`. So this message is
+    // shown even if the test passes.
     let _ = std::io::stderr().write_all(format!("skipped: {test}: {reason}\n").as_bytes());
 }
 

@@ -39,7 +39,9 @@ const NAME: &str = "memory";
 const FILE: INodeNo = INodeNo(2);
 const SIZE: u64 = 1 << 20;
 
-/// The file system. After its file has been opened, every request for it hangs.
+/// FUSE file system with one file. After the file was opened, requests for the file hang.
+/// `as_image` and `over` are exceptions: with `as_image` only data requests hang, with `over` only
+/// those that the test holds.
 #[derive(Default)]
 struct Stalled {
     opened: AtomicBool,

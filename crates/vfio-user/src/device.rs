@@ -322,8 +322,9 @@ pub trait Device: Send {
     /// Removes memory, and completes `done` when no thread accesses it any more.
     fn dma_unmap(&mut self, unmap: DmaUnmap, done: Completer);
 
-    /// Applies all requests since the previous call. The server calls this after a few requests,
-    /// before it sends their replies. So a device can apply several maps together.
+    /// Makes all requests since the previous call effective. The server calls this after a few
+    /// requests, before it sends their replies. So a device can collect several DMA maps and apply
+    /// them together. The default is for devices that apply each request at once.
     fn publish(&mut self) {}
 
     /// Resets the device to its power-on state, and then completes `done`. DMA maps and eventfds

@@ -6,7 +6,7 @@ use crate::descriptor::Descriptor;
 use crate::device::{DmaMap, DmaUnmap, IrqAction, IrqData, SetIrqs};
 use crate::wire::{self, split, split_sized};
 
-/// Maximum number of interrupts of an index of a PCI function.
+/// Maximum number of interrupts that one interrupt index of a PCI function can have (for MSI-X).
 pub(super) const MAX_VECTORS: usize = 2048;
 
 pub(super) fn dma_map(payload: &[u8], mut fds: Vec<Descriptor>) -> Result<DmaMap, Errno> {

@@ -18,11 +18,11 @@
 //!
 //! # Misbehaving clients
 //!
-//! An invalid request gets an error reply. An undecodable stream ends the connection; so do an
-//! incomplete message and unread replies, after their deadline. The server then calls
-//! [`Device::disconnected`](crate::Device::disconnected), and accepts the next client. While
-//! replies wait to be sent, no further requests of the client are handled, so the memory for a
-//! client is bounded.
+//! An invalid request gets an error reply. An undecodable stream ends the connection. If a client
+//! misses the deadline for the rest of a message, or for reading replies, its connection ends too.
+//! The server then calls [`Device::disconnected`](crate::Device::disconnected), and accepts the
+//! next client. While replies wait to be sent, no further requests of the client are handled, so
+//! the memory for a client is bounded.
 //!
 //! A request with a descriptor that may block (see [`descriptor`](crate::descriptor)) is refused
 //! with EINVAL and a log message. Such a descriptor is never mapped or queried, and only separate
