@@ -152,7 +152,8 @@ impl SqCounters {
         self.qid
     }
 
-    /// Current values. `mmio_writes` is the number of trapped doorbell writes.
+    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, which is
+    /// counted elsewhere.
     pub(crate) fn read(&self, mmio_writes: u64) -> SqStats {
         SqStats {
             qid: self.qid,
@@ -193,7 +194,8 @@ impl CqCounters {
         self.qid
     }
 
-    /// Current values. `mmio_writes` is the number of trapped doorbell writes.
+    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, which is
+    /// counted elsewhere.
     pub(crate) fn read(&self, mmio_writes: u64) -> CqStats {
         let mut doorbell = DoorbellCounts::of(mmio_writes, self.doorbell.read());
         doorbell.invalid += self.invalid_traps.get();
@@ -207,7 +209,7 @@ impl CqCounters {
     }
 }
 
-/// Adapter with which a doorbell updates the counters of its queue.
+/// Adapter that gives a doorbell access to the doorbell counters of its queue.
 #[derive(Debug)]
 pub(crate) struct CountedBy<T>(pub(crate) Arc<T>);
 
@@ -225,8 +227,8 @@ impl AsRef<ControllerCounters> for CountedBy<CqCounters> {
     }
 }
 
-/// Read and write counts of an I/O thread in private memory. They are published
-/// ([`IoCounters::publish`]) before completions are posted.
+/// Read and write counts of one controller that its I/O thread updates in private memory, because
+/// that is faster. They are published ([`IoCounters::publish`]) before completions are posted.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TransferStats {
     pub(crate) reads: u64,
@@ -235,7 +237,7 @@ pub(crate) struct TransferStats {
     pub(crate) bytes_written: u64,
 }
 
-/// I/O counters of one I/O thread, readable by any thread.
+/// I/O counters of one controller on one I/O thread, readable by any thread.
 #[derive(Debug, Default)]
 pub(crate) struct IoCounters {
     reads: Counter,
@@ -293,7 +295,7 @@ pub(crate) struct PartCounters {
     /// True if the controller is parked: the I/O thread does not poll it until a doorbell write
     /// arrives.
     skipped: AtomicBool,
-    /// Doorbell eventfds, whose kernel counters give the number of signals.
+    /// Eventfds that signal doorbell writes. The kernel counts the signals of each.
     doorbell_eventfds: Mutex<Vec<Arc<EventFd>>>,
 }
 
@@ -329,14 +331,15 @@ impl PartCounters {
         self.doorbell_eventfds.lock().push(event);
     }
 
-    /// Number of doorbell eventfd signals. The count comes from the kernel without a read of the
-    /// eventfds, because the host also has the eventfds and could make a read block.
+    /// Number of doorbell eventfd signals. The count is queried from the kernel without a read of
+    /// the eventfds: the host has the eventfds too, and could make a read block.
     pub(crate) fn doorbell_events(&self) -> u64 {
         let events = self.doorbell_eventfds.lock();
         events.iter().map(|event| event.count()).fold(0, u64::saturating_add)
     }
 
-    /// Takes over the doorbell eventfds of `other`, after its queues have moved to this I/O thread.
+    /// Moves the doorbell eventfds of `other` to these counters, after the queues of `other` have
+    /// moved to this I/O thread.
     pub(crate) fn absorb(&self, other: &Self) {
         let events = std::mem::take(&mut *other.doorbell_eventfds.lock());
         self.doorbell_eventfds.lock().extend(events);

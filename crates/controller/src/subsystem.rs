@@ -57,9 +57,9 @@ pub struct Subsystem {
 }
 
 impl Subsystem {
-    /// Creates a subsystem. The file `state` stores the reservations; it is empty, or was used by a
-    /// subsystem before. Without a file, reservations are lost when power is lost or the process
-    /// ends.
+    /// Creates a subsystem. The file `state`, which is empty or was used by a subsystem before,
+    /// stores the reservations. Without a file, reservations are lost when power is lost or the
+    /// process ends.
     ///
     /// # Errors
     /// The file cannot be read or is not a reservation file, or the system cannot create a thread.
@@ -75,8 +75,9 @@ impl Subsystem {
         Ok(Self { shared, jobs })
     }
 
-    /// Adds a member for a controller's [`Config`](crate::Config), with this controller identifier
-    /// or with the lowest free one. When the member is dropped, its identifier is free again.
+    /// Adds a member, which is then passed in a controller's [`Config`](crate::Config). Its
+    /// controller identifier is `cntlid`, or the lowest free one. When the member is dropped, its
+    /// identifier is free again.
     ///
     /// # Errors
     /// [`JoinError`].
@@ -114,8 +115,8 @@ impl fmt::Debug for Member {
     }
 }
 
-/// Change of a member's access rights to a namespace. The I/O threads drop the latch when all of
-/// them have applied the change and their earlier commands have ended.
+/// Change of a member's access rights to a namespace. Each I/O thread drops its clone of the latch
+/// when it has applied the change and its earlier commands have ended.
 #[derive(Debug)]
 pub(crate) struct Change {
     pub(crate) uuid: Uuid,
@@ -135,7 +136,8 @@ pub(crate) struct Command {
     pub(crate) aborts: bool,
 }
 
-/// Job of the subsystem's thread. If the job fails, the thread sets the status of the latch.
+/// Job of the subsystem's thread. When the job has ended, the latch is released; if it has failed,
+/// with an error status.
 #[derive(Debug)]
 pub(crate) enum Job {
     /// Reservation command for a namespace.
@@ -156,7 +158,8 @@ struct Shared {
 struct State {
     all: AllReservations,
     members: BTreeMap<u16, MemberState>,
-    /// True if a controller exists, so that the state of the file is in use.
+    /// True if a controller has been started. A further one is then no power cycle of the
+    /// subsystem.
     is_in_use: bool,
     /// True if the state has changed since the file was read.
     has_changed: bool,
@@ -183,8 +186,9 @@ impl State {
         }
     }
 
-    /// Control planes of members with changes or notifications. The caller must notify them after
-    /// it has released the lock, because in inline mode they read the state immediately.
+    /// Control planes of members with changes or notifications. The caller must release the lock
+    /// before it notifies them, because in inline mode a control plane reads the state during the
+    /// notification.
     fn concerned(&self) -> Vec<ControlHandle> {
         let has_some =
             |member: &&MemberState| !member.changes.is_empty() || !member.notifications.is_empty();
@@ -308,7 +312,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Applies a change to the reservations in the file. Only the subsystem's thread calls it.
+    /// Writes the reservations, with a change, to the file. The state in memory is not changed.
+    /// Called only by the subsystem's thread.
     fn write_with(&self, change: impl FnOnce(&mut AllReservations)) -> Result<(), Status> {
         let Some(file) = &self.state_file else { return Ok(()) };
         let mut all = self.state.lock().all.clone();
@@ -347,7 +352,7 @@ impl Member {
         self.shared.state.lock().members.keys().copied().collect()
     }
 
-    /// Sets the control plane that receives notices of changes.
+    /// Sets the control plane of the member's controller, which is notified of changes.
     pub(crate) fn attach(&self, control: ControlHandle) {
         self.with(|member| member.control = Some(control));
     }
@@ -374,8 +379,8 @@ impl Member {
         }
     }
 
-    /// Continues the controller of another process. This process reads the file again, because the
-    /// other process may have changed it since the first read.
+    /// Continues a controller that another process has served. Reads the file again, because that
+    /// process may have changed it after this process first read it.
     pub(crate) fn resume(&self) {
         let mut state = self.shared.state.lock();
         state.is_in_use = true;
@@ -448,7 +453,7 @@ impl Member {
 
     /// Submits a job to the subsystem's thread.
     pub(crate) fn submit(&self, job: Job) {
-        // If the subsystem's thread has ended, the job and its latch are dropped here.
+        // If the subsystem's thread has ended, `send` drops the job, which releases its latch.
         let _ = self.jobs.send(job);
     }
 

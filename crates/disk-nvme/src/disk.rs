@@ -185,12 +185,13 @@ impl Disk for NvmeDisk {
         let pair = match controller.take_queue_pair() {
             _ if self.0.disconnect.is_disconnected() => return Ok(Box::new(NoDevice)),
             Some(pair) => pair,
-            // All queue pairs were taken. The new one replaces that of a dropped queue.
+            // None of the queue pairs that were created at opening is left. The new one replaces
+            // that of a dropped queue.
             None => match controller.create_queue_pair(self.0.depth) {
                 Ok(pair) => pair,
                 // If the SSD was removed or disconnected, the queue is opened nevertheless, and its
-                // requests fail. The emulated controller may have other namespaces that work, and a
-                // guest that uses them.
+                // requests fail. Otherwise the emulated controller would fail as a whole, although
+                // its other namespaces may still work.
                 Err(_) if controller.check().is_err() => return Ok(Box::new(NoDevice)),
                 Err(error) => return Err(io::Error::other(error)),
             },
@@ -235,7 +236,7 @@ impl Disk for NvmeDisk {
                 }
                 at = known;
             } else if found.until <= at / size {
-                // The SSD has reported nothing about the rest of the range.
+                // The SSD has reported nothing beyond `at`. The rest is reported as data below.
                 break;
             }
         }
@@ -261,7 +262,8 @@ impl Disk for NvmeDisk {
 
 impl NvmeDisk {
     /// True if the SSD reports which blocks are allocated, and deallocated blocks read as zeroes.
-    /// The SSD is queried once. Without an answer, the result is false.
+    /// The SSD is queried by the first call, and the result is cached. If the query fails, the
+    /// result is false.
     fn reports_allocated(&self) -> bool {
         let Self(shared) = self;
         *shared.reports_allocated.get_or_init(|| {

@@ -7,8 +7,8 @@ use std::sync::{Arc, Weak};
 
 /// Guest memory that is shared with the SSD, for all queues of a disk.
 pub(crate) struct DmaShares {
-    /// Controller of the SSD. Memory is mapped in the IOMMU domain of the controller, or at its
-    /// vfio-user server.
+    /// Controller of the SSD. Sharing maps the memory in the IOMMU domain of the SSD (VFIO), or at
+    /// its vfio-user server.
     controller: Arc<Mutex<Controller>>,
     /// Name of the disk in messages.
     name: String,
@@ -18,7 +18,7 @@ pub(crate) struct DmaShares {
 #[derive(Default)]
 struct List {
     shared: Vec<Weak<SharedMemory>>,
-    /// Mappings that cannot be shared with the SSD.
+    /// Mappings whose sharing has failed. It is not tried again.
     refused: Vec<Weak<Mapping>>,
 }
 
@@ -27,7 +27,8 @@ impl DmaShares {
         Self { controller, name: name.to_owned(), list: Mutex::default() }
     }
 
-    /// Shares a mapping with the SSD, if possible. The first call for a mapping blocks.
+    /// Shares a mapping with the SSD, or returns it if it is already shared. `None` if that is not
+    /// possible. The first call for a mapping blocks.
     fn share(&self, mapping: &Arc<Mapping>) -> Option<Arc<SharedMemory>> {
         // The lock is held until the memory is shared. Otherwise two queues could share the same
         // memory twice.
@@ -68,12 +69,13 @@ impl DmaShares {
     }
 }
 
-/// Cache of one queue for memory that is shared with the SSD.
+/// Mappings that one queue has already looked up in [`DmaShares`], so that it needs no lock per
+/// request.
 pub(crate) struct DmaShare {
     /// `None` if the SSD must not access guest memory.
     shares: Option<Arc<DmaShares>>,
     shared: Vec<Known<Arc<SharedMemory>>>,
-    /// Mappings that cannot be shared with the SSD.
+    /// Mappings whose sharing has failed.
     refused: Vec<Known<Arc<Mapping>>>,
 }
 
@@ -106,8 +108,9 @@ impl DmaShare {
         Self { shares, shared: Vec::new(), refused: Vec::new() }
     }
 
-    /// Finds the shared memory that contains `address`, which is the address of a byte of `data`.
-    /// Returns the memory and the offset in it. `None` if the SSD cannot access it.
+    /// Finds the shared memory that contains `address`, which must be the address of a byte of
+    /// `data`. Shares it if necessary. Returns the memory and the offset in it, or `None` if the
+    /// SSD cannot access this byte directly.
     pub(crate) fn find(
         &mut self,
         address: usize,
@@ -140,7 +143,7 @@ impl DmaShare {
         }
     }
 
-    /// Drops all memory that is not in `table` any more.
+    /// Drops the entries of all mappings that are not in the new DMA map `table`.
     pub(crate) fn retain(&mut self, table: &DmaTable) {
         self.shared.retain_mut(|shared| shared.is_in(table, |memory| memory.mapping()));
         self.refused.retain_mut(|refused| refused.is_in(table, |memory| memory));

@@ -16,11 +16,11 @@
 //!
 //! # Zero-copy
 //!
-//! Zero-copy requires that the SSD can access guest memory. The memory is shared with the SSD
-//! when a request first uses it, and stays shared as long as the guest has it. With VFIO, sharing
+//! Zero-copy requires that the SSD can access guest memory. The memory is shared with the SSD when
+//! a request first uses it, and stays shared until it is removed from the guest. With VFIO, sharing
 //! means a mapping in the IOMMU domain of the SSD. Data are copied through a buffer of the queue if
-//! they are scattered over many pieces, if they are not aligned as an NVMe data pointer requires,
-//! or if the memory cannot be shared.
+//! they are scattered over many memory segments, if they are not aligned as an NVMe data pointer
+//! requires, or if the memory cannot be shared.
 //!
 //! # Errors
 //!
@@ -35,8 +35,8 @@
 //!
 //! An I/O thread blocks on the SSD's admin queue when it opens or closes its queue pair, and while
 //! the driver takes its [recovery steps](shadowbell_driver::recovery) for a late command. A hung
-//! SSD then blocks the other controllers of that I/O thread, up to ten seconds per command.
-//! Controllers on SSDs that may hang should have a thread each (`shadowbell serve` does that).
+//! SSD then blocks the other controllers of that I/O thread, up to ten seconds per command. So each
+//! controller on such an SSD should have an I/O thread of its own (`shadowbell serve` does that).
 #![forbid(unsafe_code)]
 
 mod disconnect;

@@ -13,13 +13,15 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// Size of a small buffer in bytes. It is sufficient for most requests.
+/// Size in bytes of a small buffer for copied data, which is sufficient for most requests.
 const SMALL: u64 = 4096;
-/// Size of a large buffer in bytes. It is the maximum length of a command with copied data.
+/// Size in bytes of a large buffer for copied data, and so the maximum length of a command with
+/// copied data.
 const LARGE: u64 = 128 << 10;
 /// Number of large buffers.
 const LARGE_COUNT: usize = 16;
-/// Maximum number of memory pieces of a zero-copy request. Each piece needs a separate command.
+/// Maximum number of memory segments of a zero-copy request. Each segment needs a separate command,
+/// so the data of a request with more segments are copied.
 const MAX_SEGMENTS: usize = 8;
 
 /// Command in a slot of the queue pair.
@@ -40,9 +42,10 @@ pub(crate) struct NvmeQueue {
     small: BufferPool,
     large: BufferPool,
     dma: DmaShare,
-    /// Driver buffers of ended zero-copy commands. Their allocations are reused.
+    /// Driver buffers of ended zero-copy commands, kept for later commands to save allocations.
     used: Vec<Buffer>,
-    /// Requests. A request in the waiting list has commands to submit.
+    /// Requests that have not ended. Those in the waiting list have commands that are not submitted
+    /// yet.
     tasks: Tasks<Task>,
     parts: Box<[Subrequest]>,
     /// True after the SSD was removed or disconnected.
@@ -80,7 +83,8 @@ impl NvmeQueue {
         })
     }
 
-    /// Submits commands of a task. Returns false if the queue pair or the buffers are exhausted.
+    /// Submits the remaining commands of a task, as far as possible. Returns false if the task has
+    /// to wait for a free entry of the queue pair or for a buffer.
     fn start(&mut self, key: u32) -> bool {
         let Self { shared, pair, small, large, dma, used, tasks, parts, transfers, .. } = self;
         let (small, large) = (&*small, &*large);
@@ -150,11 +154,12 @@ impl NvmeQueue {
         }
     }
 
-    /// Ends a task that failed before a command was submitted. No completion would end it.
+    /// Ends a task that has no command in flight, and so gets no completion that would end it.
     fn check_finished(&mut self, key: u32) {
         if self.tasks.get_mut(key).is_some_and(|task| task.is_finished()) && self.tasks.finish(key)
         {
-            // `reap` will end the task. The event makes the I/O thread call it.
+            // The next call of `reap` reports the result. The event makes the I/O thread call
+            // `reap`.
             self.event.signal();
         }
     }
@@ -166,7 +171,8 @@ impl NvmeQueue {
         let task = self.tasks.get_mut(part.task)?;
         let mut outcome = outcome(status);
         if part.in_place {
-            // No more buffers are kept than can be in use at the same time.
+            // The number of kept buffers is limited to the number of commands that can be in
+            // flight.
             if let Some(buffer) = buffer
                 && self.used.len() < self.parts.len()
             {
@@ -207,8 +213,8 @@ fn no_device() -> DiskError {
     DiskError::Io(Errno::NODEV.raw_os_error())
 }
 
-/// Describes the task's data from `at` on, for direct access by the SSD. Covers only data that are
-/// in one piece of memory.
+/// Returns a buffer for direct access of the SSD to the task's data from `at` on, up to the end of
+/// the memory segment. `None` if the data have to be copied.
 fn in_place(
     dma: &mut DmaShare,
     used: &mut Vec<Buffer>,
@@ -233,7 +239,8 @@ fn in_place(
     let (memory, offset) = dma.find(address, &task.data)?;
     let max_len = usize::try_from(shared.namespace.max_transfer_bytes()).unwrap_or(usize::MAX);
     let len = (piece.len() - skip).min(left).min(memory.mapping().len() - offset).min(max_len);
-    // A data pointer must be aligned to four bytes, and a command transfers whole blocks.
+    // The buffer is shortened to whole blocks, because a command transfers only these. A data
+    // pointer must be aligned to four bytes.
     let whole = len - len % shared.info.block_size as usize;
     if whole == 0 || !address.is_multiple_of(4) {
         return None;
@@ -279,7 +286,7 @@ impl Queue for NvmeQueue {
         }
         self.start_waiting();
         self.published.publish(self.transfers);
-        // `prepare_sleep` rings the doorbell. It also arms the command timeouts, because the I/O
+        // `prepare_sleep` writes the doorbell, and arms the command timeouts, because the I/O
         // thread may sleep after this call.
         if let Err(error) = self.pair.prepare_sleep() {
             self.fail(&error);
@@ -304,8 +311,8 @@ impl Queue for NvmeQueue {
                 }
                 break;
             }
-            // Interrupts are enabled before the queue is polled once more. Otherwise, a completion
-            // that arrives in between would wake no thread.
+            // `prepare_sleep` enables interrupts, and then the loop polls the queue once more. In
+            // the other order, a completion that arrives in between would wake no thread.
             self.start_waiting();
             self.published.publish(self.transfers);
             if let Err(error) = self.pair.prepare_sleep() {
@@ -321,8 +328,9 @@ impl Queue for NvmeQueue {
     fn cancel(&mut self, tag: u32) {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
-        // Commands at the SSD are not aborted, so the task waits for them. It submits no further
-        // commands.
+        // Commands at the SSD are not aborted. If all commands were submitted, the task ends
+        // normally. Otherwise no further ones are submitted, and the task ends as cancelled after
+        // those in flight.
         if task.next() == Next::Nothing {
             return;
         }

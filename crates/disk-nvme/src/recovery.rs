@@ -5,8 +5,8 @@
 //! Commands of the dead process remain at the SSD. The next process attaches to the controller,
 //! which starts with a reset: it clears CC.EN and waits until CSTS.RDY is 0. Then the controller
 //! has aborted all commands (NVM Express Base 2.1, 3.7.2), including commands whose data are not
-//! transferred yet. For these commands, it will access neither its storage nor any memory. Before
-//! the reset:
+//! transferred yet. For these commands, it accesses neither its storage nor any memory after that.
+//! The following ensures that the dead process submits no command after the reset:
 //!
 //! * Only one process at a time can open a device behind VFIO. When the process dies, the kernel
 //!   closes the device: bus mastering is disabled, the function is reset if possible, and its IOMMU

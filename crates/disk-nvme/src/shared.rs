@@ -18,7 +18,7 @@ pub(crate) struct NvmeDiskShared {
     pub(crate) disconnect: DisconnectMonitor,
     /// Entries per queue pair.
     pub(crate) depth: u32,
-    /// Cached result: true if the SSD reports allocated blocks.
+    /// Cached result of the query if the SSD can report which blocks are allocated.
     pub(crate) reports_allocated: OnceLock<bool>,
     pub(crate) controller: Arc<Mutex<Controller>>,
 }

@@ -7,8 +7,8 @@ use shadowbell_spec::Status;
 use shadowbell_spec::nvm::DsmRange;
 use zerocopy::IntoBytes;
 
-/// Maximum number of blocks per command without data. It is below the NVMe limit of 65536, so that
-/// a slow SSD gets a long request in pieces.
+/// Maximum number of blocks per command without data. It is below the NVMe limit of 65536. So a
+/// long request is split into several commands, and a slow SSD can complete each in time.
 const MAX_BLOCKS: u64 = 1 << 15;
 
 /// Kind of a task.
@@ -19,7 +19,8 @@ enum Action {
         fua: bool,
     },
     Compare,
-    /// Reads into a buffer of the queue and discards the data.
+    /// Reads into a buffer of the queue and ignores the data: a Verify on an SSD without that
+    /// command.
     ReadAndDrop,
     Verify,
     Flush,
@@ -39,7 +40,7 @@ pub(crate) fn discards(namespace: &Namespace) -> bool {
     deallocates(namespace) || zeroes_deallocate(namespace)
 }
 
-/// True if Dataset Management zeroes deallocated blocks.
+/// True if blocks that Dataset Management has deallocated read as zeroes.
 fn deallocates(namespace: &Namespace) -> bool {
     namespace.optional_commands().dataset_management() && namespace.identity().dlfeat.drb() == 1
 }
@@ -69,9 +70,11 @@ pub(crate) enum Next {
     Nothing,
     /// A command without data.
     NoData,
-    /// A command that transfers data of the task, from byte `at` on. `left` bytes remain in total.
+    /// A command that transfers data of the task. `at` is the first byte that is not submitted yet,
+    /// `left` the number of bytes from there on.
     Data { at: usize, left: usize },
-    /// A command with a buffer of the queue. `left` bytes of the disk remain to be processed.
+    /// A command with a buffer of the queue. `left` is the number of bytes of the disk that no
+    /// command covers yet.
     PrivateBuffer { left: u64 },
 }
 
@@ -107,7 +110,7 @@ impl Task {
         Ok(Self {
             action,
             offset: request.offset,
-            // A flush has no range. The length of one makes the task submit one command.
+            // A flush has no range. With length 1, it is one command that covers this length.
             len: if action == Action::Flush { 1 } else { request.len },
             submitted: 0,
             in_flight: 0,
@@ -166,15 +169,14 @@ impl Task {
             Action::Deallocate => namespace.deallocate(1).map(|command| (command, data)),
             Action::Flush => return Ok((namespace.flush(), 1)),
         };
-        // The request was checked against this namespace, so only an internal error can make this
-        // fail.
+        // The request was checked against this namespace, so only a bug can cause an error here.
         let (command, blocks) = made.map_err(|_| DiskError::OutOfRange)?;
         Ok((command, u64::from(blocks) * size))
     }
 
-    /// Fills the buffer of the command for the next `len` bytes. The SSD reads the buffer: it
-    /// contains data of the task, zeroes, or the range of a Dataset Management command. For other
-    /// commands, the buffer stays unchanged.
+    /// Fills the buffer of the command for the next `len` bytes. The content is data of the task,
+    /// zeroes, or the range of a Dataset Management command. For commands that do not read the
+    /// buffer, it stays unchanged.
     pub(crate) fn fill(&self, buffer: &mut Buffer, len: u64, size: u32) -> Result<(), DiskError> {
         match self.action {
             Action::Write { .. } => {
@@ -207,7 +209,7 @@ impl Task {
         }
     }
 
-    /// Number of buffer bytes that the next command needs to cover `len` bytes of the task.
+    /// Number of buffer bytes that a command for `len` bytes of the disk needs.
     pub(crate) fn needs(&self, len: u64) -> u64 {
         match self.action {
             Action::Deallocate => size_of::<DsmRange>() as u64,
@@ -244,8 +246,8 @@ impl Task {
 
 /// Converts the SSD's status to the result of the request.
 pub(crate) fn outcome(status: Status) -> Result<(), DiskError> {
-    // The bits More (M) and Command Retry Delay (CRD) are dropped, because they refer to the SSD's
-    // own log and clock.
+    // The bits More (M) and Command Retry Delay (CRD) are dropped, because they refer to the Error
+    // Information log and the delay times of the SSD and not of the emulated controller.
     let saved = if status.dnr() { status.code().with_dnr() } else { status.code() };
     if status.is_success() { Ok(()) } else { Err(DiskError::Device(saved.bits())) }
 }

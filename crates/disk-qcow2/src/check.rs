@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time after which an image is opened although its check still runs. Requests then wait for the
-/// check.
+/// Maximum time for which opening an image waits for its check. After that, the check continues in
+/// the background, and requests wait for its end.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// Check of an open image.
@@ -21,16 +21,17 @@ pub(crate) struct Check {
 }
 
 enum State {
-    /// The check runs. True if the image was opened meanwhile.
+    /// The check runs. The value is true if it continues in the background.
     Running(bool),
     Passed,
-    /// The check has failed, with this error unless the error was returned or logged.
+    /// The check has failed. The error is `None` after it was returned or logged.
     Failed(Option<OpenError>),
 }
 
 impl Check {
-    /// Runs `work` on a thread of its own. `work` has to end soon after its argument returns false.
-    /// If `work` takes longer than [`LIMIT`], returns the running check.
+    /// Runs the check `work` on a separate thread. `work` receives a function, and has to end soon
+    /// after that function returns false. Returns `None` if the check passes in time. If it takes
+    /// longer than [`LIMIT`], returns the running check.
     ///
     /// # Errors
     /// The error of `work`.
@@ -114,7 +115,7 @@ impl Check {
         matches!(*self.state.lock(), State::Running(_))
     }
 
-    /// Ends the check if it runs. Afterwards, the check does not access the image any more.
+    /// Cancels a running check and waits for its end.
     pub(crate) fn cancel(&self) {
         self.is_cancelled.store(true, Ordering::Relaxed);
         self.wait();

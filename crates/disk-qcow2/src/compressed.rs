@@ -1,8 +1,8 @@
 //! Compressed clusters: deflate and zstd.
 //!
-//! Untrusted images determine the load of decompression, so it must not compete with I/O threads.
-//! All images of the process share threads for it: half as many as there are CPUs, in the
-//! scheduling class `SCHED_IDLE`.
+//! An untrusted image determines how much CPU time decompression takes. So I/O threads never
+//! decompress: all images of the process share separate threads, half as many as there are CPUs,
+//! with the scheduling class `SCHED_IDLE`.
 
 use crate::sys::be_idle;
 use crate::tables::damaged;
@@ -19,11 +19,11 @@ use std::sync::{Arc, OnceLock};
 
 /// Number of threads if the number of CPUs is unknown.
 const FEW: usize = 2;
-/// Maximum window of a zstd frame in bytes, which is memory of a thread. Compressors usually choose
-/// no larger window.
+/// Maximum window size of a zstd frame in bytes. The decoder allocates the window. Compressors
+/// usually choose no larger one.
 const WINDOW: u64 = 8 << 20;
 
-/// Compressed cluster, for the threads.
+/// Compressed cluster that a thread has to decompress.
 struct Job {
     from: Vec<u8>,
     is_zstd: bool,
@@ -31,7 +31,8 @@ struct Job {
     to: SyncSender<Option<Vec<u8>>>,
 }
 
-/// Decompresses a cluster of `len` bytes. `from` may be longer than the compressed data.
+/// Decompresses a cluster to `len` bytes. `from` may contain further bytes after the compressed
+/// data.
 pub(crate) fn inflate(from: Vec<u8>, is_zstd: bool, len: usize) -> io::Result<Vec<u8>> {
     static JOBS: OnceLock<Mutex<Sender<Job>>> = OnceLock::new();
     let jobs = JOBS.get_or_init(|| Mutex::new(start()));
@@ -50,7 +51,8 @@ fn start() -> Sender<Job> {
     for _ in 0..count {
         let jobs = Arc::clone(&receiver);
         let thread = std::thread::Builder::new().name("sb-inflate".into());
-        // If only some of the threads start, requests wait longer. If none starts, requests fail.
+        // An error is ignored: with fewer threads, requests only wait longer. Without any thread,
+        // requests fail.
         let _ = thread.spawn(move || serve(&jobs));
     }
     sender

@@ -550,7 +550,8 @@ impl Refcounts {
         if freed.is_empty() && spans.is_empty() {
             return Ok(());
         }
-        // The sync covers the counts too: the file must not end before a counted cluster.
+        // This sync also makes the changed counts durable. The file may be shortened only after
+        // that, because it must not end before a cluster with a count above 0.
         file.sync()?;
         self.release(file, cache, freed)?;
         spans.sort_by_key(|span| std::cmp::Reverse(span.start));
@@ -568,7 +569,7 @@ impl Refcounts {
     }
 }
 
-/// Clusters that a search has found, and their number.
+/// Free clusters that a search has found, and their number.
 #[derive(Default)]
 struct Found {
     ranges: Vec<Range<u64>>,

@@ -1,10 +1,11 @@
 //! Scan of all references of an image, to repair its reference counts and to detect a file that is
 //! too short.
 //!
-//! The order of writes in this crate needs no repair. But other programs mark an image as dirty
-//! while its reference counts are out of date (QEMU's `lazy_refcounts`). Then all references are
-//! counted before anything else is written. Each table is read once, in the order of the file, even
-//! if many snapshots share it. [`Check`](crate::check::Check) runs the scan on a thread.
+//! Images that only this crate has written never need a repair. But other programs mark an image as
+//! dirty while its reference counts are out of date (QEMU's `lazy_refcounts`). In a dirty image,
+//! all references are counted before anything else is written. Each table is read once, in the
+//! order of the file, even if many snapshots share it. [`Check`](crate::check::Check) runs the scan
+//! on a thread.
 
 use crate::format::Format;
 use crate::header::{Table, be64};
@@ -17,7 +18,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
-/// Maximum number of clusters whose references are counted, with two bytes of memory each.
+/// Maximum number of clusters of an image that is repaired. Each takes two bytes of memory.
 const MOST: u64 = 64 << 20;
 /// Maximum number of L2 tables, including those of snapshots.
 const MOST_TABLES: usize = 6 << 20;
@@ -26,19 +27,19 @@ const MOST_TABLES: usize = 6 << 20;
 pub(crate) struct Scan<'a> {
     pub(crate) format: &'a Format,
     pub(crate) snapshots: &'a [Snapshot],
-    /// Returns false if the scan has to end.
+    /// Function that returns false if the scan has to end.
     pub(crate) goes_on: &'a dyn Fn() -> bool,
 }
 
 impl Scan<'_> {
-    /// Calls `found` with the clusters that the header, a table or a snapshot refers to, and with
-    /// the number of such references. References that are not aligned are skipped, because accesses
-    /// to them fail.
+    /// Calls `found` for each reference in the header, a table or a snapshot, with the clusters
+    /// that it refers to and the number of times that it occurs. References that are not aligned
+    /// are skipped, because accesses to them fail.
     fn references(&self, found: &mut dyn FnMut(Range<u64>, u16)) -> io::Result<()> {
         let format = self.format;
         let (header, file, bits) = (&format.header, &format.file, format.layout.bits);
         let mut add = |offset: u64, len: u64, times: u16| {
-            // The offset of an empty table has no meaning.
+            // A table without entries is no reference, whatever its offset is.
             if len != 0 && offset.is_multiple_of(1 << bits) {
                 found(offset >> bits..offset.saturating_add(len).div_ceil(1 << bits), times);
             }
@@ -94,8 +95,9 @@ impl Scan<'_> {
         }
     }
 
-    /// Counts all references to the clusters of the file, if `counts` is true. Also returns the
-    /// length that the file must have for all references.
+    /// Scans all references. Returns the number of references to each cluster of the file (only if
+    /// `counts` is true), and the length in bytes that the file must have to contain all referenced
+    /// clusters.
     pub(crate) fn run(&self, counts: bool) -> io::Result<(Vec<u16>, u64)> {
         let bits = self.format.layout.bits;
         let end = if counts { self.format.file.len().div_ceil(1 << bits) } else { 0 };
@@ -112,8 +114,9 @@ impl Scan<'_> {
         Ok((counts, last.saturating_mul(1 << bits)))
     }
 
-    /// Writes the counts, and the flags that depend on them. Returns the defect if the image is
-    /// damaged. Otherwise, the caller has to mark the image as clean.
+    /// Writes the counts to the refcount blocks, and sets the COPIED flags accordingly. Returns a
+    /// description if the image is damaged. Otherwise, the caller has to clear the dirty flag of
+    /// the image.
     pub(crate) fn rebuild(&self, mut counts: Vec<u16>) -> io::Result<Result<(), &'static str>> {
         let format = self.format;
         let (file, bits) = (&format.file, format.layout.bits);
@@ -133,7 +136,8 @@ impl Scan<'_> {
         }
         counts.resize(counts.len().max(added.end as usize), 0);
         counts[added.start as usize..added.end as usize].fill(1);
-        // Blocks beyond the file have counts of clusters that do not exist.
+        // All refcount blocks are updated, because some may count clusters beyond the end of the
+        // file; these counts become 0.
         let all = 0..meta.counts.end_of_blocks();
         let count = &mut |nth: u64, _| counts.get(nth as usize).copied().map_or(0, u64::from);
         meta.counts.update(file, &mut meta.cache, all, count)?;

@@ -1,4 +1,5 @@
-//! Internal snapshots. They are kept: a cluster that they share is copied when it is written.
+//! Internal snapshots. Writes do not change them: a cluster that belongs to a snapshot is copied
+//! before it is written.
 
 use crate::header::{Header, Table, be32, be64};
 use crate::storage::FileStorage;

@@ -1,7 +1,7 @@
 //! File of an image, and buffers that are aligned for direct I/O.
 //!
-//! Only system calls are used that the server process also needs for other disks, so the sandbox
-//! allows no further ones. No file is opened by name.
+//! This module uses only system calls that other disks use too, so the sandbox need not allow
+//! further ones. It opens no file by name.
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::{ReadWriteFlags, retry_on_intr};
@@ -13,11 +13,11 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 /// Alignment of buffers. It is sufficient for direct I/O on any device.
 pub(crate) const ALIGNMENT: usize = 4096;
-/// Unit of writes of tables. Offsets and lengths are multiples of it.
+/// Unit of table writes in bytes: their offsets and lengths are multiples of it.
 pub(crate) const SECTOR: u64 = 512;
-/// Number of checks of the file's length before a shorter file counts as truncated.
+/// Number of consecutive checks that must find the file too short before it counts as truncated.
 const LOOKS: usize = 3;
-/// Number of zeroes that are written at once where the file supports no holes.
+/// Number of zero bytes per write, if the file does not support holes.
 const ZEROES: u64 = 256 << 10;
 
 /// Buffer whose first byte is aligned to [`ALIGNMENT`].
@@ -53,9 +53,9 @@ impl DerefMut for IoBuffer {
 /// Durability of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// The page cache, or the device with direct I/O.
+    /// The write has reached the page cache or, with direct I/O, the device.
     Cache,
-    /// Stable storage.
+    /// The write is durable.
     Storage,
 }
 
@@ -67,7 +67,8 @@ pub(crate) struct FileStorage {
     direct: Option<Alignment>,
     /// True for a regular file, which grows.
     pub(crate) grows: bool,
-    /// Length of the file. No other process changes it.
+    /// Length of the file in bytes, as this process has left it. If the file is shorter, another
+    /// process has truncated it.
     len: AtomicU64,
     /// Error number of the first sync that has lost data, or 0 if no data were lost.
     lost: AtomicI32,
@@ -129,16 +130,16 @@ impl FileStorage {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// Sets the error number of a loss.
+    /// Records a loss of data with its error number, unless an earlier one was recorded.
     pub(crate) fn set_lost(&self, errno: i32) {
         let _ = self.lost.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// True if the file is shorter than this process has left it.
+    /// True if another process has truncated the file: it is shorter than this process has left it.
     pub(crate) fn is_truncated(&self) -> io::Result<bool> {
-        // Another thread may shorten or extend the file at this moment, so a difference is looked
-        // at again. `len` is read first: it is updated before the file is shortened, and after it
-        // is extended.
+        // A difference is checked again, because another thread may be changing the length at this
+        // moment. `len` is read first, because that thread updates it before it shortens the file,
+        // and after it extends the file.
         for _ in 0..LOOKS {
             let known = self.len();
             if !self.grows || self.file.metadata()?.len() >= known {
@@ -175,8 +176,8 @@ impl FileStorage {
                 rustix::io::preadv2(&self.file, piece, at, ReadWriteFlags::empty())
             })?;
             done += read;
-            // A direct read that ends within an alignment unit has reached the end of the file. It
-            // cannot continue at that offset.
+            // A direct read that ends at an unaligned offset has reached the end of the file. The
+            // rest is zeroes.
             let unit = self.direct.map_or(1, |direct| direct.offset);
             if read == 0 || !(offset as usize).wrapping_add(done).is_multiple_of(unit) {
                 into[done..].fill(0);
@@ -210,7 +211,8 @@ impl FileStorage {
                 Ok(written) => done += written,
                 Err(errno) => {
                     let error = io::Error::from(errno);
-                    // A write to stable storage also reports, once, that earlier data are lost.
+                    // A durable write also reports an earlier failed write-back of the page cache,
+                    // and the kernel reports that only once.
                     if reach == Reach::Storage && !is_full(&error) {
                         self.note_loss(errno.raw_os_error());
                     }
@@ -255,7 +257,8 @@ impl FileStorage {
 
     /// Makes all completed writes durable, including the file's length.
     ///
-    /// Lost data remain lost: the kernel reports them to one sync, and all later ones fail here.
+    /// The kernel reports lost data to only one sync. So the loss is recorded, and all later syncs
+    /// fail too.
     pub(crate) fn sync(&self) -> io::Result<()> {
         if let Err(errno) = retry_on_intr(|| rustix::fs::fdatasync(&self.file)) {
             self.note_loss(errno.raw_os_error());

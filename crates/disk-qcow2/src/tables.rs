@@ -8,7 +8,7 @@ use crate::storage::{ALIGNMENT, FileStorage, IoBuffer, Reach, SECTOR};
 use std::collections::HashMap;
 use std::io;
 
-/// Offset of a table or a cluster in an L1 or L2 entry.
+/// Mask of the bits of an L1 or L2 entry that contain the offset of a table or a cluster.
 pub(crate) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Flag of an L1 or L2 entry: the reference count is exactly one.
 pub(crate) const COPIED: u64 = 1 << 63;
@@ -22,10 +22,10 @@ const SLICE: u64 = 16 << 10;
 pub(crate) const CACHE: u64 = 16 << 20;
 /// Minimum size of the cache of a backing file in bytes.
 const MIN_CACHE: u64 = 256 << 10;
-/// Number of entries of a long table that are read at once.
+/// Maximum number of entries of a table that are read at once.
 const PIECE: u64 = 64 << 10;
 
-/// Returns the error for a table or an entry that is not valid.
+/// Creates the error for an invalid table or entry.
 pub(crate) fn damaged(why: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
@@ -81,7 +81,8 @@ impl Layout {
         below(end) & !below(first)
     }
 
-    /// Clusters of the file that contain the compressed cluster of an entry, and its bytes.
+    /// Location of the compressed cluster of an L2 entry: the clusters of the file that contain it,
+    /// and the range of its bytes in the file.
     pub(crate) fn compressed(&self, entry: u64) -> (std::ops::Range<u64>, std::ops::Range<u64>) {
         let offset_bits = 62 - (self.bits - 8);
         let offset = entry & ((1 << offset_bits) - 1);
@@ -92,23 +93,24 @@ impl Layout {
     }
 }
 
-/// Decoded L2 entry. A cluster without subclusters counts as one subcluster.
+/// Decoded L2 entry. In an image without subclusters, the masks have one bit for the whole cluster.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Cluster {
     /// Offset in the file.
     pub(crate) host: Option<u64>,
     /// True if no snapshot shares the cluster, so that it can be written in place.
     pub(crate) is_owned: bool,
-    /// Mask of the subclusters that are in the file.
+    /// Mask of the subclusters whose data are in this image.
     pub(crate) alloc: u32,
     /// Mask of the subclusters that read as zeroes.
     pub(crate) zero: u32,
-    /// Entry of a compressed cluster.
+    /// The entry itself, if the cluster is compressed. All other fields are then empty.
     pub(crate) packed: Option<u64>,
 }
 
 impl Cluster {
-    /// Decodes an entry. `fixed` is the only valid offset, if the data are in an external file.
+    /// Decodes an entry. If the data are in an external file, `fixed` is the offset that the entry
+    /// must have.
     pub(crate) fn decode(
         (entry, bitmap): (u64, u64),
         layout: &Layout,
@@ -163,9 +165,10 @@ impl Cluster {
 /// Cache of slices of L2 tables and refcount blocks, by their offsets in the file.
 pub(crate) struct Cache {
     slice: u64,
-    /// Maximum number of young slices.
+    /// Maximum number of slices in `young`, and so in `old`.
     most: usize,
-    /// Recently used slices. If there are too many, they replace `old`.
+    /// Recently used slices. If there are `most` of them, they become the old ones, and the
+    /// previous old slices are dropped.
     young: HashMap<u64, IoBuffer>,
     old: HashMap<u64, IoBuffer>,
 }
@@ -178,7 +181,7 @@ impl Cache {
         cache
     }
 
-    /// Sets the maximum size in bytes.
+    /// Sets the maximum size of the cache in bytes, at least [`MIN_CACHE`].
     pub(crate) fn limit(&mut self, bytes: u64) {
         // A buffer is longer than its slice, because it is aligned.
         let slice = self.slice + ALIGNMENT as u64;
@@ -221,7 +224,8 @@ impl Cache {
         Ok(be64(slice, (at - base) as usize))
     }
 
-    /// Changes `len` bytes from `at` on, which are in one slice, by `change`, and writes them.
+    /// Changes `len` bytes from `at` on by calling `change`, and writes them to the file. The bytes
+    /// must be in one slice.
     pub(crate) fn change(
         &mut self,
         file: &FileStorage,
@@ -258,15 +262,15 @@ impl Cache {
     }
 }
 
-/// Reads the numbers of a table.
+/// Reads all entries of a table.
 pub(crate) fn read_table(file: &FileStorage, table: Table) -> io::Result<Vec<u64>> {
     let mut bytes = IoBuffer::new((table.entries * 8).next_multiple_of(SECTOR) as usize);
     file.read(&mut bytes, table.offset)?;
     Ok((0..table.entries as usize).map(|nth| be64(&bytes, nth * 8)).collect())
 }
 
-/// Calls `found` with each number of a long table, which is read piece by piece. Stops if `found`
-/// returns false, and returns false then.
+/// Calls `found` with each entry of a table, which may be long and is read in parts. If `found`
+/// returns false, stops and returns false.
 pub(crate) fn for_each_entry(
     file: &FileStorage,
     table: Table,

@@ -16,7 +16,8 @@ pub struct DiskInfo {
     /// True if the disk has a volatile write cache: a loss of power before a flush can lose
     /// completed writes.
     pub volatile_cache: bool,
-    /// True if discards return blocks to the storage.
+    /// True if discards have an effect: blocks are returned to the storage, and then read as
+    /// zeroes.
     pub discard: bool,
     /// Preferred alignment of discards and other requests, in logical blocks; at least 1.
     pub granularity: u32,
@@ -30,7 +31,8 @@ pub struct DiskInfo {
 
 impl DiskInfo {
     /// Creates the properties of a disk with `blocks` logical blocks of `block_size` bytes (512 or
-    /// 4096): writable, no volatile cache, no discards, granularity 1. The fields can be changed.
+    /// 4096): writable, no volatile cache, no discards, granularity 1. The caller can then change
+    /// the fields.
     #[must_use]
     pub fn new(block_size: u32, blocks: u64) -> Self {
         Self {

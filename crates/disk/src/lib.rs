@@ -2,10 +2,10 @@
 //! disks share. The disks themselves are in other crates.
 //!
 //! A [`Disk`] is opened once and shared. Each I/O thread that serves a queue on the disk opens a
-//! [`Queue`] of its own, which only that thread uses. A queue works in batches: any number of
-//! [`submit`](Queue::submit), one [`commit`](Queue::commit), then [`reap`](Queue::reap) of the
-//! completions, and a file descriptor to wait on between batches. Disks in memory complete requests
-//! inline in `submit`, without `commit` and `reap`.
+//! [`Queue`] of its own, which only that thread uses. A queue works in batches: any number of calls
+//! of [`submit`](Queue::submit), one call of [`commit`](Queue::commit), then calls of
+//! [`reap`](Queue::reap) for the completions. Between batches, the thread can wait on a file
+//! descriptor. Disks in memory complete requests inline in `submit`, without `commit` and `reap`.
 //!
 //! * [`CompletionQueue`] is for disks whose requests end on other threads;
 //! * [`Tasks`] is a table of requests for disks that execute a request in several calls;

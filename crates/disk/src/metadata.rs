@@ -14,7 +14,7 @@ pub struct MetadataFormat {
     pub extended: bool,
     /// Protection information type, 1 to 3; 0 for none.
     pub protection: u8,
-    /// True if the guard has 64 bits, false if 16.
+    /// True if the guard of the protection information has 64 bits, false if it has 16.
     pub wide_guard: bool,
     /// True if protection information is in the first bytes of the metadata, false if in the last.
     pub first: bool,
@@ -50,7 +50,7 @@ impl MetadataFormat {
         if self.first { 0 } else { usize::from(self.size).saturating_sub(self.protection_size()) }
     }
 
-    /// True if the fields are consistent.
+    /// True if the combination of the fields is valid.
     #[must_use]
     pub fn is_possible(&self) -> bool {
         Self::new(self.size).is_some()
@@ -60,7 +60,8 @@ impl MetadataFormat {
             && (self.protection != 0 || !self.first)
     }
 
-    /// Size in bytes of a disk for `blocks` blocks with metadata; `None` if it exceeds 64 bits.
+    /// Size in bytes that the disk below needs for `blocks` blocks and their metadata; `None` if it
+    /// exceeds 64 bits.
     #[must_use]
     pub fn bytes_for(&self, blocks: u64, block_size: u32) -> Option<u64> {
         let block = u64::from(block_size);
@@ -141,7 +142,8 @@ impl MetadataFormat {
 /// Position of the metadata in a request's buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MetadataBuffer {
-    /// Not transferred. Written blocks get zeroed metadata.
+    /// Not transferred. The metadata of written blocks are zeroes, except for generated protection
+    /// information.
     #[default]
     None,
     /// After the data of the last block.
@@ -154,7 +156,7 @@ pub enum MetadataBuffer {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Metadata {
     /// Protection information fields of the command. With PRACT, protection information is
-    /// generated for written blocks. Independently of PRACT, `buffer` determines whether it is
+    /// generated for written blocks. Only `buffer`, and not PRACT, determines if metadata are
     /// transferred.
     pub fields: ProtectionFields,
     /// Position of the metadata.
@@ -162,7 +164,8 @@ pub struct Metadata {
 }
 
 impl Metadata {
-    /// Parameters for the rest of the request after its first `nth` blocks.
+    /// Parameters for the part of a request that begins with block number `nth` of the request: the
+    /// reference tag is advanced.
     #[must_use]
     pub fn after(self, nth: u64, format: &MetadataFormat) -> Self {
         let ref_tag = self.fields.ref_tag_of(format.protection, format.guard(), nth);

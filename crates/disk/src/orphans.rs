@@ -3,11 +3,11 @@
 //! Storage may hang. A disk that sends its requests over a transport of its own can release a write
 //! in flight at once when the write is [cancelled](crate::Queue::cancel): the data were copied, so
 //! no memory of the submitter is accessed later. But the storage may still execute the write. So
-//! the write remains as an orphan until the storage has answered, and later requests that overlap
-//! it wait, as does every flush.
+//! the write remains as an orphan until the storage has answered. Until then, later requests that
+//! overlap it wait, and every flush waits.
 //!
-//! The list belongs to the disk, because later requests may come from any queue, also of another
-//! controller. A queue without orphans pays one load per request.
+//! The list belongs to the disk and not to a queue, because the later requests may come from any
+//! queue, even of another controller. While there are no orphans, the cost is one load per request.
 
 use crate::request::{Op, Request};
 use parking_lot::Mutex;
@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::Waker;
 
-/// Maximum number of orphans of a disk. Further writes in flight cannot be released. An NBD disk
-/// with four connections has at most this number of requests at its server.
+/// Maximum number of orphans of a disk. If there are so many, a further cancelled write stays with
+/// its submitter. An NBD disk with four connections never has more requests in flight.
 const MAX: usize = 1024;
 
 /// Byte range of an orphan.
@@ -57,8 +57,8 @@ impl Orphans {
         self.len() == 0
     }
 
-    /// Number of orphans that have ended so far. A change means that requests for which
-    /// [`blocks`](Self::blocks) returned true may start.
+    /// Number of orphans that have ended so far. If it has changed, the caller should call
+    /// [`blocks`](Self::blocks) again for requests that had to wait.
     pub fn ended(&self) -> u64 {
         self.ended.load(Ordering::Acquire)
     }
@@ -77,8 +77,8 @@ impl Orphans {
         Some(Orphan { orphans: Arc::clone(self), number })
     }
 
-    /// True if a request has to wait for an orphan. `waker` is then woken when an orphan has ended,
-    /// and the caller has to call this function again.
+    /// True if a request has to wait for an orphan. In that case, `waker` is called when any orphan
+    /// has ended, and the caller then has to call this function again.
     #[inline]
     pub fn blocks(&self, request: &Request, waker: &Waker) -> bool {
         !self.is_empty() && self.overlaps(request, waker)
@@ -116,7 +116,7 @@ impl fmt::Debug for Orphans {
     }
 }
 
-/// Orphan of a disk. The holder of the write drops it when the storage has answered the write.
+/// Registration of an orphan. It is dropped when the storage has answered the write.
 #[derive(Debug)]
 #[must_use = "an orphan ends when this value is dropped"]
 pub struct Orphan {

@@ -45,16 +45,17 @@ pub enum Op {
     },
     /// Changes the state of the zone that starts at the offset.
     Zone {
-        /// The zone send action.
+        /// Zone Send Action (ZSA) of Zone Management Send.
         action: ZoneAction,
-        /// True to apply the action to all zones in a suitable state instead.
+        /// Select All: the action applies to all zones whose state permits it, and the offset is
+        /// ignored.
         all: bool,
     },
 }
 
-/// Request to a disk. Offset and length are in bytes and multiples of the block size. The range
-/// lies inside the disk: the controller has checked that, and a queue checks it again and fails
-/// with [`DiskError::OutOfRange`].
+/// Request to a disk. Offset and length are in bytes and multiples of the block size. The
+/// controller has checked that the range lies inside the disk. A queue checks it again, because the
+/// disk may have become smaller, and fails with [`DiskError::OutOfRange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Operation.
@@ -124,7 +125,7 @@ pub enum DiskError {
     #[error("the disk does not support the operation")]
     Unsupported,
     /// The request was cancelled. A cancelled write may still be in flight at the storage, as an
-    /// [orphan](crate::Orphans); otherwise it has no effect.
+    /// [orphan](crate::Orphans). If it is not, the storage does not execute it any more.
     #[error("the request was cancelled")]
     Cancelled,
     /// NVMe status with which the device below failed the request: the fifteen bits of a completion

@@ -15,16 +15,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Trace file that is being written. The mapping exists as long as one of the file's
-/// [`TraceRing`]s.
+/// Trace file that is being written. The mapping is removed when this value and all [`TraceRing`]s
+/// of the file are dropped.
 #[derive(Debug)]
 pub struct TraceFile {
     mapping: Arc<Mapping>,
     layout: Layout,
     started: Instant,
-    /// True for each ring that a thread has taken.
+    /// Flag for each ring: true if the ring is taken by a thread.
     taken: Box<[AtomicBool]>,
-    /// The file, and the rings for which the file system has not allocated space yet.
+    /// File, and the numbers of the spare rings, for which space is allocated only when they are
+    /// taken.
     file: File,
     spare: Range<u32>,
 }
@@ -32,7 +33,7 @@ pub struct TraceFile {
 impl TraceFile {
     /// Creates the file at `path`, with rings for `workers` I/O threads and for the control plane.
     /// Each ring has `records_per_worker` records (rounded up to a power of two, at least 1024).
-    /// The space is allocated immediately, so that a full file system causes an error here and not
+    /// The space is allocated immediately. So a full file system causes an error here and not
     /// later.
     ///
     /// An older trace at `path` is replaced.
@@ -45,8 +46,9 @@ impl TraceFile {
     }
 
     /// Creates the file like [`create`](Self::create), with rings for up to `spare` more threads,
-    /// as far as the maximum file size permits. Spare rings have the highest thread numbers. Their
-    /// space is allocated when a thread takes them, because these threads may never start.
+    /// as far as the maximum file size permits. Spare rings are for the threads with the highest
+    /// numbers, which may never start. So the space of a spare ring is allocated when its thread
+    /// takes it.
     ///
     /// # Errors
     /// Those of [`create`](Self::create).
@@ -84,7 +86,7 @@ impl TraceFile {
 
     /// Creates a trace like [`create_with_spare`](Self::create_with_spare), in a
     /// [file](Self::create_file) that `make` creates. `make` is called only if the size is
-    /// permitted. If the file system has no space, the file stays empty.
+    /// permitted. If the file system has no space for the rings, the file stays empty.
     ///
     /// # Errors
     /// Those of [`create`](Self::create).

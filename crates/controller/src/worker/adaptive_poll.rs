@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 /// Polling mode of an idle I/O thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polling {
-    /// Polls for a window of up to this length, then sleeps. The window grows while work arrives
-    /// soon after the thread has gone to sleep, and shrinks otherwise.
+    /// Polls for a window of at most this length, then sleeps. The window is adapted: it grows if
+    /// work arrives soon after the thread has gone to sleep, and shrinks otherwise.
     Adaptive(Duration),
-    /// Never sleeps. Each I/O thread uses a whole CPU, and hosts with shadow doorbells write no
-    /// registers.
+    /// Never sleeps. Each I/O thread uses a whole CPU, and hosts with shadow doorbells never have
+    /// to write a doorbell register.
     Always,
-    /// Sleeps at once.
+    /// Sleeps as soon as there is no work.
     Never,
 }
 
@@ -38,8 +38,8 @@ impl Default for Polling {
 const LONGEST_HOLD: Duration = Duration::from_micros(100);
 /// Number of idle passes between two readings of the clock.
 const PASSES: u32 = 64;
-/// Number of idle passes after which a thread that waits for a host yields the CPU: some
-/// microseconds. A polling host submits its next command within this time.
+/// Number of idle passes (some microseconds) after which a thread that waits for a host's next
+/// command yields the CPU. A host that polls for completions submits its next command earlier.
 const YIELD_AFTER: u32 = 8 * PASSES;
 
 /// Action of an I/O thread after an idle pass.
@@ -55,32 +55,33 @@ pub(super) enum Next {
     Sleep,
 }
 
-/// Number of consecutive waits with requests in flight after which a host counts as one that keeps
-/// its disks busy.
+/// Number of consecutive waits with requests in flight after which the thread assumes that a host
+/// keeps its disks busy with several commands.
 const BUSY_AFTER: u32 = 64;
 
 /// Number of consecutive futile polls (polls that end in a sleep) after which polling is paused. A
-/// window grows to its maximum in half as many polls.
+/// window has grown to its maximum after half as many.
 const VAIN: u32 = 8;
-/// Length of a polling pause in waits: first and maximum. The maximum bounds two things: the time
-/// until the thread notices that a load has become quick (some hundredths of a second), and the
-/// cost of futile polls (about a microsecond per wait).
+/// Length of the first polling pause, and maximum length, in waits. The maximum is a compromise: a
+/// longer pause would delay the detection that a load has become quick (now some hundredths of a
+/// second), and a shorter one would raise the average cost of futile polls (now about a microsecond
+/// per wait).
 const PAUSE: (u32, u32) = (64, 512);
 
 /// Success of polls for one kind of event (host or disk).
 ///
-/// A short sleep is a reason for a longer window. But polling never finds an event that takes
-/// slightly longer than the maximum window. Moreover, the polling itself may make a disk slow: the
-/// kernel may complete the disk's requests in a thread that is bound to this CPU and runs only when
-/// the I/O thread sleeps.
+/// After a short sleep, the window grows. But if an event always takes slightly longer than the
+/// maximum window, polling never finds it. Polling may even be the cause: the kernel may complete a
+/// disk's requests in a thread that is bound to this CPU, and that can run only while the I/O
+/// thread sleeps. So polling is paused after some futile polls.
 ///
-/// A poll for a disk also counts as futile if another thread wanted the CPU. This may be the disk's
-/// server, which runs when the I/O thread sleeps.
+/// A poll for a disk also counts as futile if another thread was waiting for the CPU, because that
+/// may be the disk's server.
 #[derive(Debug, Default)]
 struct Polls {
     /// Number of consecutive futile polls.
     vain: u32,
-    /// Remaining waits of the current pause, and the length of that pause.
+    /// Number of waits until the current pause ends, and the length of that pause, in waits.
     left: u32,
     pause: u32,
 }
@@ -100,7 +101,7 @@ impl Polls {
     fn fail(&mut self) {
         self.vain += 1;
         if self.vain >= VAIN {
-            // After the pause, half as many futile polls start the next pause.
+            // After the pause, only half as many futile polls are needed for the next pause.
             self.vain = VAIN / 2;
             self.pause = (self.pause * 2).clamp(PAUSE.0, PAUSE.1);
             self.left = self.pause;
@@ -114,11 +115,12 @@ impl Polls {
 
 /// Polling state of one I/O thread.
 ///
-/// There are two windows: one for the host's next command, which is adapted while no request is in
-/// flight, and one for completions of disks, which is adapted while requests are in flight. Polling
-/// for a disk saves the time of a wakeup per command. Only a quick host benefits from that. If a
-/// host takes longer than the maximum window for its next command, the CPU is left to other
-/// threads. An exception is a host that keeps several commands in flight, and thus its disks busy.
+/// There are two polling windows. The host window is used and adapted while no request is in
+/// flight, when the thread waits for the host's next command. The disk window is used and adapted
+/// while requests are in flight, when it waits for completions of disks. Polling for a disk saves
+/// one wakeup per command, which matters only to a quick host. So while the host window is zero,
+/// because the host takes too long for its next command, the thread does not poll for disks either.
+/// An exception is a host that always has commands in flight.
 #[derive(Debug)]
 pub(super) struct IdlePolicy {
     polling: Polling,
@@ -132,8 +134,8 @@ pub(super) struct IdlePolicy {
     busy: u32,
     /// Number of consecutive idle passes.
     idle: u32,
-    /// True if requests were in flight at the first idle pass; and the number of requests that had
-    /// ended by then.
+    /// State at the first idle pass of this wait: true if requests were in flight, and the number
+    /// of requests that had ended.
     pending: bool,
     ended: u64,
     /// Time of the first idle pass, at most [`PASSES`] passes late.
@@ -176,15 +178,15 @@ impl IdlePolicy {
             if !self.pending {
                 self.host_polls.succeed();
             } else if ended() != self.ended {
-                // A request has ended, so the pass has found more than the host's next command.
+                // The pass has found the end of a request, and not just the host's next command.
                 self.disk_polls.succeed();
             }
         }
     }
 
-    /// Action after an idle pass. `pending` returns two values: true if requests are in flight
-    /// (this cannot change until a pass finds work), and the number of requests that have ended so
-    /// far.
+    /// Selects the action after an idle pass. `pending` returns two values: true if requests are in
+    /// flight, and the number of requests that have ended so far. It is called only in the first
+    /// idle pass, because neither changes until a pass finds work.
     #[inline]
     pub(super) fn next(&mut self, pending: impl FnOnce() -> (bool, u64)) -> Next {
         self.next_by(Instant::now, pending)
@@ -237,8 +239,8 @@ impl IdlePolicy {
 
     /// Next action after a yield; `crowded` is true if another thread has run.
     fn after_yield(&mut self, crowded: bool) -> Next {
-        // Without a request in flight, the thread that has run is most likely the host's and
-        // submits soon.
+        // Without a request in flight, the other thread is most likely one of the host, which will
+        // soon submit a command.
         if !crowded || !self.pending {
             return Next::PollAgain;
         }
@@ -261,7 +263,7 @@ impl IdlePolicy {
 
     /// Adapts the window after a sleep of this length.
     pub(super) fn slept(&mut self, slept: Duration) {
-        // `after_yield` has already counted the poll if another thread wanted the CPU.
+        // If another thread wanted the CPU, `after_yield` has already counted this poll as futile.
         let in_vain = !self.width().is_zero() && !self.crowded;
         let (width, polls) = if self.pending {
             (&mut self.disk, &mut self.disk_polls)

@@ -25,11 +25,13 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Object of a deletion or of a wait, which ends once nothing of the object is in flight.
+/// Object of a pending deletion or wait. The operation ends when nothing that belongs to the object
+/// is in flight any more.
 pub(super) enum Deleting {
     /// Submission queue of this index.
     Sq(usize),
-    /// Draining disk queue at this place, and the epoll instance that watches it.
+    /// Replaced or removed disk queue with this index in the engine, and the epoll instance that
+    /// watches it.
     Disk(usize, Arc<OwnedFd>),
     /// Everything in flight except commands that wait for exclusive execution.
     AllButExclusive,
@@ -45,24 +47,26 @@ pub(crate) struct ControllerQueues {
     /// Eventfds that signal doorbell writes of this controller.
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     /// Old DMA maps that in-flight commands may still use, with the latches that wait for the end
-    /// of this use. The maps are released in order, because two maps may contain the same memory.
+    /// of this use. The maps are released in the order of their replacement, because two of them
+    /// may contain the same memory.
     pub(super) draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Pending deletions, with the latches that wait for them.
     deleting: Vec<(Deleting, Latch)>,
     detaching: Vec<Latch>,
-    /// `memory::sigbus::losses` at the last check. The initial value is 0, because memory that was
-    /// lost before the first queue was created may be in the current map.
+    /// `memory::sigbus::losses` at the last check. Initially 0 and not the current value, so that
+    /// the first check also finds memory that was lost before.
     pub(super) losses: u64,
     /// True if lost memory in the current map was reported.
     pub(super) lost_memory_reported: bool,
-    /// Index of the submission queue with which the next pass begins: the queue after the one at
-    /// which the last pass used up its budget.
+    /// Index of the submission queue with which the next pass begins: the one after the queue that
+    /// used up the budget of the last pass.
     pub(super) first: usize,
     /// Parameters for opening the namespaces on another I/O thread.
     pub(super) opening: Opening,
     /// Pending move to another I/O thread, which happens once nothing is in flight.
     pub(super) departure: Option<Departure>,
-    /// Requested check of the page tables, after many sparse touches of the host's memory.
+    /// Pending check of the size of the page tables, which was requested after many sparse accesses
+    /// to guest memory. Until it ends, nothing is fetched.
     pub(super) page_table_check: Option<Check>,
     /// Commands that are recovered from a dead process.
     pub(super) recovery: Option<Box<Recovery>>,
@@ -151,12 +155,13 @@ impl ControllerQueues {
 
     /// Sets an override, which then serves the queues.
     pub(crate) fn set_override(&mut self, overriding: Box<dyn QueueOverride>) {
-        // An existing override is kept: it holds delayed commands, and applies new faults by
+        // An existing override is kept, because it holds delayed commands. It learns of new faults
         // itself.
         self.overriding.get_or_insert(overriding);
     }
 
-    /// Stores an eventfd that the thread waits for, for the lifetime of the queues.
+    /// Stores a doorbell eventfd that the thread waits for, so that it stays open as long as the
+    /// queues exist.
     pub(crate) fn add_eventfd(&mut self, event: EventFd) {
         let event = Arc::new(event);
         self.set.engine.counters.add_doorbell_eventfd(Arc::clone(&event));
@@ -175,7 +180,7 @@ impl ControllerQueues {
         self.set.engine.flush_all(latch);
     }
 
-    /// Verifies a piece of a namespace for the controller itself.
+    /// Verifies a range of a namespace, for a device self-test.
     pub(crate) fn verify(&mut self, piece: Piece, latch: Latch) {
         if !self.is_detaching() {
             self.set.engine.verify(piece, latch);
@@ -194,7 +199,8 @@ impl ControllerQueues {
         self.set.engine.grant_exclusive(latch);
     }
 
-    /// Writes postponed decisions to the journal, after the control plane has recorded the changes.
+    /// Writes the outcomes of exclusive commands to the journal, after the control plane has
+    /// recorded the blocks that they mark.
     pub(crate) fn journal_decisions(&mut self, latch: Latch) {
         self.set.engine.journal_decisions(latch);
     }
@@ -290,7 +296,7 @@ impl ControllerQueues {
             && !self.has_replays()
     }
 
-    /// True if an operation on this thread has to end before its latch is released.
+    /// True if a latch on this thread waits for the end of an operation.
     fn is_waited_for(&self) -> bool {
         !(self.draining.is_empty() && self.deleting.is_empty()) || self.override_is_waiting()
     }
@@ -365,7 +371,8 @@ impl ControllerQueues {
         self.set.begin_trace();
     }
 
-    /// Stops fetching while the touches of this controller may have created too many page tables.
+    /// Stops fetching if this controller's sparse accesses to guest memory may have created too
+    /// many page tables, until a check of their size has ended.
     #[cold]
     #[inline(never)]
     fn bound_page_tables(&mut self) {
@@ -401,7 +408,8 @@ impl ControllerQueues {
         self.recovery.as_deref().is_some_and(has)
     }
 
-    /// Serves the queues from index `first` on. The last pass used up its budget before this queue.
+    /// Serves the queues from index `first` on, which the last pass did not serve for lack of
+    /// budget.
     #[inline(never)]
     fn serve_from(
         &mut self,
@@ -419,10 +427,10 @@ impl ControllerQueues {
     #[inline]
     fn serve(&mut self, index: usize, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let Some(tail) = self.set.poll_tail(index, trace) else { return 0 };
-        // Messages that were sent before the submission have precedence: for example, a message may
-        // contain the memory that the host has just mapped for these commands. The tail was loaded
-        // with acquire ordering, so every message that was sent before the host moved the tail is
-        // visible here.
+        // Messages that were sent before the host moved the tail must be handled first: for
+        // example, a message may contain the memory that the host has just mapped for these
+        // commands. The tail was loaded with acquire ordering, so all these messages are visible
+        // here.
         if unread.has_of(self.id()) {
             return 1;
         }
@@ -439,16 +447,16 @@ impl ControllerQueues {
         fetched
     }
 
-    /// Defers commands of a queue until the next turn or, at a quota, until a command in flight
-    /// ends.
+    /// Defers the commands of a queue: for lack of budget until the next pass, or at an in-flight
+    /// limit until a command in flight ends.
     #[cold]
     #[inline(never)]
     fn defer(&mut self) -> u32 {
         let Some(exceeded) = self.set.engine.exceeded() else {
             return u32::from(!self.set.engine.is_full());
         };
-        // While page tables of sparse memory are created, a host with a normal load can reach the
-        // quota `Pieces`.
+        // With sparse guest memory, even a host with a normal load can reach the limit `Pieces`
+        // while page tables are created. That is not logged.
         let is_quota = exceeded != Exceeded::Pieces || !self.set.engine.is_sparse();
         if is_quota && self.set.shared.is_first_excess() {
             let controller = self.set.shared.id;

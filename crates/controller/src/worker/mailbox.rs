@@ -368,8 +368,8 @@ impl Mailbox {
 
     /// Takes all messages, oldest first.
     pub(crate) fn take(&self) -> VecDeque<Message> {
-        // The flag is cleared first. A message that is sent in between sets it again, so none is
-        // missed.
+        // The flag is cleared before the messages are taken. A message that is sent after that sets
+        // the flag again, so none is missed.
         self.has_any.store(false, Ordering::Release);
         std::mem::take(&mut *self.messages.lock())
     }
@@ -381,16 +381,16 @@ impl Arrivals for Mailbox {
     }
 }
 
-/// Maximum time per turn for which an I/O thread handles messages.
+/// Maximum time for which an I/O thread handles messages between two passes over its queues.
 const TURN: Duration = Duration::from_micros(50);
 
 /// Messages by controller, in order of arrival for each controller.
 #[derive(Default)]
 pub(super) struct Backlog {
     messages: HashMap<u32, VecDeque<Message>>,
-    /// Controllers with messages, in order of their turns.
+    /// Numbers of the controllers with messages. The first one is next in the rotation.
     order: VecDeque<u32>,
-    /// Number of messages, and the maximum so far.
+    /// Number of messages, and its highest value since the last [`take_max`](Self::take_max).
     len: usize,
     max: usize,
 }
@@ -422,7 +422,8 @@ impl Backlog {
         false
     }
 
-    /// Calls `handle` with messages for the duration of one turn, at least once.
+    /// Calls `handle` with one message after another, for at most [`TURN`], but with at least one
+    /// message if there is any.
     pub(super) fn take_turn(&mut self, mut handle: impl FnMut(Message)) {
         let began = Instant::now();
         while let Some(message) = self.next() {
@@ -457,8 +458,8 @@ impl Backlog {
     }
 }
 
-/// Query for unhandled messages of a controller. An I/O thread makes it before it fetches the
-/// controller's commands.
+/// Unhandled messages of an I/O thread: those in the mailbox and in the backlog. Before the thread
+/// fetches commands of a controller, it checks that there are none for this controller.
 #[derive(Clone, Copy)]
 pub(crate) struct Unread<'a> {
     pub(super) mailbox: &'a Mailbox,
@@ -517,8 +518,8 @@ mod tests {
             mailbox.send(Message::DoorbellWritten { controller: 3 });
         }
         assert!(mailbox.has_messages());
-        // Each round also sends a doorbell message. A map that is followed by sixteen other
-        // messages is not replaced.
+        // Each round also sends a doorbell message. If a map is followed by sixteen other messages,
+        // a later map does not replace it.
         let all = taken(&mailbox);
         let maps: Vec<_> = all.iter().flatten().collect();
         let waiting: usize = maps.iter().map(|(.., waiting)| waiting).sum();

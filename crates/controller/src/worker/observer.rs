@@ -3,8 +3,8 @@
 //! The observer consists of a trace and a latency meter. If both are off, the cost is one branch.
 //!
 //! * Trace records of doorbell decisions, and command events for the latency meter.
-//! * Command latency measurement, at the same events as the trace and outside of the normal I/O
-//!   path. Entries are read again from the queues, and the clock is read once per batch.
+//! * Command latency measurement, at the same events as the trace. It does not burden the normal
+//!   I/O path: it reads the entries again from the queues, and reads the clock once per batch.
 //! * Reports of failed commands to the Error Information log.
 
 use crate::config::MAX_NAMESPACES;
@@ -63,7 +63,7 @@ fn change(observer: &mut Option<Observer>, with: impl FnOnce(&mut Observer)) {
 }
 
 /// Records the new commands that a read of the tail has found. `last` and `before` are the tail and
-/// the statistics before this read.
+/// the doorbell statistics before that read.
 #[cold]
 pub(super) fn trace_poll(
     trace: &mut Option<Observer>,
@@ -72,14 +72,16 @@ pub(super) fn trace_poll(
     (last, before): (u16, ControllerStats),
 ) {
     let (now, qid, at) = (sq.tail.stats(), sq.layout.qid, u32::from(sq.tail.last()));
-    // A recheck before a sleep updates another counter, so this compares the tail itself.
+    // The tail is compared, and not a counter, because a recheck before a sleep counts in another
+    // counter.
     if sq.tail.last() != last && sq.tail.state().truth == Truth::Shadow {
         record(trace, Kind::ShadowNew, shared, qid, at, last.into());
     }
     if now.event_idx_moved != before.event_idx_moved {
         record(trace, Kind::EventIdxMoved, shared, qid, at, 0);
     }
-    // The commands may also have been found by a recheck before a sleep.
+    // All commands since the last call are recorded, including those that a recheck before a sleep
+    // has found.
     let Some(ring) = &sq.ring else { return };
     let seen_at = time_of(trace);
     while sq.traced != sq.tail.last() {
@@ -92,8 +94,8 @@ pub(super) fn trace_poll(
     }
 }
 
-/// Records the completions that were posted since the last call. Their entries are read from the
-/// queue, where they are intact until the thread posts again.
+/// Records the completions that were posted since the last call. The entries are read from the
+/// queue in guest memory, where they are not overwritten before the thread posts again.
 #[cold]
 pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &mut Cq) {
     let Some(ring) = &cq.ring else { return };
@@ -121,7 +123,7 @@ pub(super) fn interrupts(cq: &Cq) -> (u64, u64) {
     (cq.counters.interrupts.get(), cq.counters.interrupts_suppressed.get())
 }
 
-/// Records the interrupt decision that was made after `before` was read.
+/// Records if an interrupt was raised or suppressed since `before` was read by [`interrupts`].
 #[cold]
 pub(super) fn trace_interrupts(
     trace: &mut Option<Observer>,
@@ -153,8 +155,8 @@ pub(crate) fn record(
 
 /// Associativity of the table: commands per set.
 const WAYS: usize = 4;
-/// Number of sets of the table of commands in flight. It has more entries than there are commands,
-/// so overflows are rare.
+/// Number of sets of the table of commands in flight. The table has more entries than commands can
+/// be in flight, so a set rarely overflows.
 const SETS: usize = 8192;
 /// Maximum number of cached namespace counters; beyond that, the cache is cleared.
 const MAX_CACHED: usize = 4096;
@@ -224,9 +226,8 @@ impl Meter {
         let key = key_of(controller, sqid, sqe.cid);
         let (kind, blocks) = kind_of(sqe);
         let Some(set) = self.set(key) else { return };
-        // If there is an entry of the same key, its command has ended without a completion.
-        // Otherwise the oldest entry of the set is replaced; its command has probably ended without
-        // a completion, too.
+        // An entry with the same key is stale: its command has ended without a completion. It is
+        // replaced. Otherwise the oldest entry of the set is replaced, which probably is stale too.
         let same = set.iter().position(|seen| seen.at != 0 && seen.key == key);
         let oldest = || (0..WAYS).min_by_key(|way| set[*way].at).unwrap_or(0);
         let way = same.unwrap_or_else(oldest);

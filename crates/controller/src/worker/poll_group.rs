@@ -34,35 +34,38 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// Number of consecutive sleeps for which a controller is armed without getting work, before it is
-/// parked. The next command for a parked controller needs a doorbell write even if the thread is
-/// awake. The next command for an armed one needs a doorbell write only if the thread sleeps.
+/// Number of consecutive sleeps of the thread without work for a controller after which the
+/// controller is parked. It is not parked earlier, because parking has a price: the next command of
+/// a parked controller needs a doorbell write even while the thread is awake.
 const PARK_AFTER: u32 = 8;
-/// Idle time after which a controller is parked or becomes dormant while the thread stays awake.
-/// Its host thus needs at most one doorbell write per this time.
+/// Idle time after which a controller is parked or becomes dormant while the thread stays awake. So
+/// a host needs at most one additional doorbell write in this time.
 const PARK_AFTER_TIME: Duration = Duration::from_millis(10);
 /// Number of passes between two readings of the clock for [`PARK_AFTER_TIME`].
 const REVIEW: u32 = 1024;
-/// Work, in commands, after which one dormant controller is visited. The visits take a few percent
-/// of the thread's time.
+/// Amount of work, in commands, between two visits of dormant controllers; each visit polls one of
+/// them. The visits take a few percent of the thread's time.
 const DORMANT_CHECK_WORK: u32 = 32;
-/// Weight of a pass in the work between visits; and the number of consecutive idle passes after
-/// which every pass makes a visit, because the thread is idle anyway.
+/// Amount of work, in commands, that a pass counts by itself for these visits; and number of
+/// consecutive idle passes after which every pass visits a dormant controller, because the thread
+/// is idle anyway.
 const WORK_PER_PASS: u32 = 2;
 const STILL: u32 = 64;
-/// Work after which an awake thread checks the eventfds of its parked controllers: this number of
-/// idle passes or half as many commands, some tens of microseconds.
+/// Amount of work between two checks of the eventfds of parked controllers by an awake thread. A
+/// pass counts 1 and a command 2, so the interval is some tens of microseconds.
 const CHECK_AFTER: u32 = 512;
 
 /// Controller in the poll group.
 pub(super) struct PollEntry {
     pub(super) queues: ControllerQueues,
-    /// State cell of the controller, used while it is parked.
+    /// Sleep state of the controller, which doorbell writers read. It is asleep while the
+    /// controller is parked.
     sleeper: Sleeper<SleepCell>,
-    /// Progress at the last sleep, and the number of sleeps without progress.
+    /// Progress counter of the queues at the last sleep of the thread, and the number of
+    /// consecutive sleeps without progress.
     done: u64,
     idle_streak: u32,
-    /// Progress of the controller at the last review.
+    /// Progress counter of the queues at the last review.
     reviewed: u64,
     share: Share,
     slow: SlowTurns,
@@ -114,7 +117,7 @@ impl PollEntry {
     }
 }
 
-/// Publishes in the statistics that passes include the controller again.
+/// Publishes in the statistics that the thread polls the controller in its passes again.
 fn is_back(entry: &PollEntry) {
     entry.queues.set_skipped(false);
 }
@@ -127,8 +130,8 @@ const CHECK_HEADS: u32 = 1 << 12;
 pub(super) struct PollGroup {
     #[allow(clippy::vec_box, reason = "they move from here to there")]
     pub(super) active: Vec<Box<PollEntry>>,
-    /// Parked controllers by number. A number occurs once: a controller may have queues that are
-    /// being detached beside new ones, but the former are never parked.
+    /// Parked controllers by number. A thread may have two entries for the same controller, one of
+    /// them with queues that are being detached, but that one is never parked.
     parked: HashMap<u32, Box<PollEntry>>,
     dormant: VecDeque<Box<PollEntry>>,
     /// True if the thread never sleeps.
@@ -269,7 +272,7 @@ impl PollGroup {
             }
         }
         if busy == 1 {
-            // No other controller had work, so none was delayed.
+            // Only one controller had work, so it has delayed no other, and its deficit is cleared.
             self.active.iter_mut().for_each(|entry| entry.share.forgive());
         }
         work
@@ -348,13 +351,14 @@ impl PollGroup {
         self.unchecked >= CHECK_AFTER
     }
 
-    /// Records a check of eventfds. `all` is true if no signalled one is left.
+    /// Records that the eventfds were checked. If `all` is false, more of them may be signalled,
+    /// and the next pass checks again.
     pub(super) fn checked(&mut self, all: bool) {
         self.unchecked = if all { 0 } else { CHECK_AFTER };
     }
 
-    /// Reads the heads of all completion queues, including those that no command causes the thread
-    /// to read.
+    /// Reads the heads of all completion queues. Commands cause reads of only some heads, and an
+    /// invalid value of another one would not be found.
     #[cold]
     fn check_heads(&mut self, trace: &mut Option<Observer>) {
         self.idle_passes = 0;
@@ -427,16 +431,16 @@ impl PollGroup {
             if self.active[index].queues.can_be_removed() {
                 let mut entry = self.active.swap_remove(index);
                 entry.queues.unwatch_disks(epoll);
-                // Closing this eventfd would not remove it from epoll, because the host has a
-                // duplicate.
+                // The eventfd is removed explicitly. Closing it would not be sufficient, because
+                // the host has a duplicate of it.
                 for event in entry.queues.doorbell_eventfds() {
                     let _ = epoll::delete(epoll, event);
                 }
                 if !entry.queues.depart(worker) {
                     entry.queues.retire();
                 }
-                // The drop releases the latch of the detach: after it, nothing accesses the host's
-                // memory.
+                // This drop releases the latches of a detach, which tells the control plane that
+                // nothing accesses guest memory any more.
                 drop(entry);
             }
         }

@@ -25,7 +25,8 @@ use std::time::Duration;
 pub struct Pool(Arc<Workers>);
 
 struct Workers {
-    /// Shared threads first, then threads that one controller each can claim.
+    /// I/O threads: first the shared ones, then the claimable ones, each of which serves a single
+    /// controller.
     handles: Vec<OnceLock<Handle>>,
     /// Number of shared threads.
     shared: usize,

@@ -497,7 +497,8 @@ impl QueueSet {
         let mut deadline: Option<Instant> = None;
         let Self { sqs, cqs, engine, shared, .. } = self;
         fenced.note(engine.can_advance());
-        // Commands that wait for a quota do not keep the thread awake.
+        // Commands that wait because an in-flight limit is reached do not keep the thread awake:
+        // the end of a command wakes it.
         let is_full = engine.is_full();
         poll_heads(cqs, shared, &mut invalid);
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
@@ -509,7 +510,7 @@ impl QueueSet {
                 if let Some(before) = before {
                     trace_poll(trace, shared, sq, before);
                 }
-                // An earlier burst may have left commands in the queue.
+                // The queue may also have commands that an earlier burst has not fetched.
                 let reachable =
                     cqs.get(sq.cq).and_then(Option::as_ref).is_some_and(|cq| cq.ring.is_some());
                 let waits = sq.ring.is_some() && sq.head != sq.tail.last();
@@ -520,8 +521,8 @@ impl QueueSet {
                     invalid.push((cq.layout.qid | COMPLETION_QUEUE, error));
                 }
                 cq.moved_from(before);
-                // The head may have been read before, for interrupts. So the room is checked even
-                // if the head has not moved now.
+                // The free entries are checked even if this recheck has found no new head: the new
+                // head may have been read before, for the interrupt decision.
                 let reachable = sq.ring.is_some() && cq.ring.is_some();
                 let room = 1 + u32::from(sq.waits_for_two);
                 let waits = cq.free() >= room && sq.head != sq.tail.last();
@@ -567,8 +568,9 @@ impl QueueSet {
 }
 
 /// Reads the heads of completion queues for which no submission queue waits. A fetch reads a head
-/// only if the queue is nearly full, so other invalid heads are found here. An armed head must only
-/// be read by its recheck.
+/// only if the queue is nearly full. So without this function, most invalid heads would not be
+/// found. The heads of queues for which a submission queue waits are skipped, because they are
+/// armed, and only a recheck may read an armed head.
 fn poll_heads(
     cqs: &mut [Option<Cq>],
     shared: &ControllerShared,
@@ -610,7 +612,7 @@ fn log_abandoned(shared: &ControllerShared, qid: u16, command: &RecoveredCommand
     );
 }
 
-/// Posts the staged completions. True if there was room for any.
+/// Posts the staged completions. Returns true if at least one was posted.
 #[inline]
 fn post_staged(cq: &mut Cq, engine: &Engine, journal: &mut Option<JournalPart>) -> bool {
     cq.check_memory(|| engine.view().table());
@@ -625,8 +627,9 @@ fn post_staged(cq: &mut Cq, engine: &Engine, journal: &mut Option<JournalPart>) 
     posted
 }
 
-/// Writes to the journal which completions were posted and up to which position the submission
-/// queue was fetched, in the order that the [journal](crate::journal) requires.
+/// Writes the positions of the completion queue and of the submission queue `sq` to the journal,
+/// and frees the records of commands whose completions were posted. The order is that which the
+/// [journal](crate::journal) requires.
 #[inline]
 fn write_down(journal: &mut JournalPart, cq: &mut Cq, sq: Option<&Sq>) {
     let is_wrong = is_wrong(WrongOrder::StoredBeforeFreed);
@@ -646,7 +649,8 @@ fn write_down(journal: &mut JournalPart, cq: &mut Cq, sq: Option<&Sq>) {
     }
 }
 
-/// Serves the queues of one controller on one I/O thread. `sq` is a submission queue's index.
+/// Replacement of the command processing of a controller's queues on one I/O thread, for fault
+/// injection. `sq` is the index of a submission queue.
 pub(crate) trait QueueOverride: Send {
     /// Fetches and starts commands of `sq`, whose tail is `tail`. Returns their number.
     fn fetch(

@@ -1,17 +1,18 @@
 //! Crash recovery of commands in flight, and detection of commands that crash the server process.
 //!
-//! Commands with a journal record are executed again by the next process, all at the same time. If
-//! this process crashes as well, one of these commands may be the cause, and the process after it
-//! executes them one at a time ([`Turn`]). Commands without a record are fetched again. The first
-//! burst of each queue is fetched one command at a time, and the journal says which command is
-//! being started. If a third process crashes with the same command, the command is not executed
-//! again but completed with an error. Other commands are not affected. There is an exception: if a
-//! disk hangs for longer than a turn ([`LONGEST_TURN`]), two commands may be in flight at a crash,
-//! and the one that was started first counts as the cause.
+//! The process after a crash (the second one) executes all commands that have a journal record
+//! again, at the same time. If it crashes as well, one of these commands may be the cause. So the
+//! third process executes them one at a time ([`Turn`]). If it crashes too, the command that was
+//! then in flight is not executed again, but completed with an error. Other commands are not
+//! affected. Commands without a record are fetched again. After a crash, the first burst of each
+//! queue is fetched one command at a time, and the journal contains the command that is being
+//! started. There is an exception: if a disk does not complete a command within [`LONGEST_TURN`],
+//! the next command is started nevertheless. If the process then crashes, the older command counts
+//! as the cause.
 //!
-//! Only crashes by a fault count ([`CauseOfDeath`](crate::CauseOfDeath)). If an administrator kills
-//! processes repeatedly, the same commands may be in flight at each kill, although none of them is
-//! the cause.
+//! Only crashes by a fault count ([`CauseOfDeath`](crate::CauseOfDeath)). Kills by an administrator
+//! do not count, because the same commands may be in flight at several kills without being the
+//! cause.
 
 use super::mailbox::Unread;
 use super::observer::Observer;
@@ -22,10 +23,10 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Turns of this process to execute commands that may crash it. Only one such command is in flight
-/// at a time, so a crash has a single suspect. A disk may hang, and other commands must not wait
-/// for it forever. So a turn expires after [`LONGEST_TURN`]; then a second suspected command may be
-/// in flight.
+/// Mutual exclusion, in this process, of commands that may crash it. Only the command that holds
+/// the turn is in flight, so a crash has a single suspect. A turn expires after [`LONGEST_TURN`],
+/// because the other commands must not wait for ever for a hung disk. A second suspected command
+/// may then be in flight.
 struct Turns {
     /// Time when the current turn was taken, in nanoseconds; 0 if no turn is taken.
     taken: AtomicU64,
@@ -40,7 +41,8 @@ static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 const LONGEST_TURN: Duration = Duration::from_secs(1);
 
 impl Turns {
-    /// Takes the turn at time `now`, in nanoseconds; at least 1.
+    /// Takes the turn. `now` is the current time in nanoseconds, at least 1. `None` if the turn is
+    /// taken and has not expired.
     fn take(&self, now: u64) -> Option<Turn<'_>> {
         let before = self.taken.load(Ordering::Relaxed);
         let is_free = before == 0 || now.saturating_sub(before) > LONGEST_TURN.as_nanos() as u64;
@@ -53,7 +55,7 @@ impl Turns {
     }
 }
 
-/// Right to execute one command.
+/// Right to execute one suspected command. Dropping it releases the turn.
 struct Turn<'a> {
     turns: &'a Turns,
     taken: u64,
@@ -69,8 +71,9 @@ impl Turn<'static> {
 }
 
 impl Turn<'_> {
-    /// Number of crashes to store for the command of this turn, which is suspected of `crashes`
-    /// crashes so far. After a crash of this process, the next one adds 1 to the stored number.
+    /// Number of crashes to write to the journal for the command that holds this turn, and that may
+    /// have caused `crashes` crashes so far. If this process crashes, the next one adds 1 to the
+    /// number. So 1 is subtracted here if an older command would be the suspect.
     fn crashes_to_store(&self, crashes: u8) -> u8 {
         crashes.saturating_sub(u8::from(!self.is_sole))
     }
@@ -79,8 +82,7 @@ impl Turn<'_> {
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         self.turns.outstanding.fetch_sub(1, Ordering::AcqRel);
-        // The turn may have expired. Then another command may have taken it, and it must not be
-        // cleared.
+        // If this turn has expired and another command has taken it since, it is not cleared.
         let taken = &self.turns.taken;
         let _ = taken.compare_exchange(self.taken, 0, Ordering::AcqRel, Ordering::Relaxed);
     }
@@ -89,14 +91,15 @@ impl Drop for Turn<'_> {
 /// Submission queue whose next commands are started one at a time.
 struct Suspect {
     queue: SuspectQueue,
-    /// Position behind the last command that was in the queue when this process first read the
-    /// tail.
+    /// Position after the last command that was in the queue when this process first read the tail.
+    /// `None` before that.
     end: Option<u32>,
 }
 
 impl Suspect {
-    /// Number of crashes that command `count`, which is about to be started, may have caused. It is
-    /// at least one if the command was in the queue when the previous process crashed by a fault.
+    /// Number of crashes that the command at position `count`, which is about to be started, may
+    /// have caused: at least 1 if it may have been in the queue when the previous process crashed
+    /// by a fault.
     fn crashes_of(&self, count: u32) -> u8 {
         let was_there = self.queue.is_of_a_fault
             && self.end.is_some_and(|end| end.wrapping_sub(count) as i32 > 0);
@@ -115,7 +118,7 @@ impl Suspect {
 pub(crate) struct Recovery {
     replays: VecDeque<Replay>,
     suspects: Vec<Suspect>,
-    /// Submission queue whose command has the turn, and the turn.
+    /// Turn that a command of these queues holds, with the index of the command's submission queue.
     turn: Option<(usize, Turn<'static>)>,
 }
 
@@ -204,7 +207,8 @@ impl Recovery {
         self.turn.take_if(|(sq, _)| !is_under_way(*sq));
     }
 
-    /// Takes the turn for a submission queue, if none of its commands is in flight.
+    /// Takes the turn for the next command of a submission queue, if no command of this queue is in
+    /// flight and the turn is free. Returns true if the turn was taken.
     fn take_turn(&mut self, set: &QueueSet, sq: usize) -> bool {
         let is_idle =
             |sq: usize| set.sqs.get(sq).and_then(Option::as_ref).is_none_or(|sq| sq.in_flight == 0);
@@ -215,7 +219,7 @@ impl Recovery {
         false
     }
 
-    /// Starts a command again. Returns false if it has to wait.
+    /// Starts a recovered command again. Returns false if the command has to wait.
     fn replay(&mut self, set: &mut QueueSet, replay: &mut Replay) -> bool {
         if set.engine.is_paused() && !replay.needs_exclusive() {
             return false;
@@ -274,7 +278,8 @@ impl Recovery {
             return 0;
         }
         let Some(tail) = tail else { return 0 };
-        // Messages that were sent before the submission have precedence, as in the normal fetch.
+        // As in the normal fetch, messages that were sent before the host moved the tail are
+        // handled first.
         if unread.has_of(set.shared.id) {
             return 1;
         }
@@ -311,7 +316,7 @@ mod tests {
         let second = turns.take(2 + expiry).unwrap();
         assert_eq!(second.crashes_to_store(2), 1);
         drop(second);
-        // The first command is still in flight, with an expired turn.
+        // The first command is still in flight, although its turn has expired.
         let third = turns.take(3 + expiry).unwrap();
         assert_eq!(third.crashes_to_store(2), 1);
         drop(first);

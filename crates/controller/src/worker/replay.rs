@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Number of crashes after which a command is not executed any more.
 pub(crate) const DEADLY: u8 = 3;
-/// Number of crashes after which the command, and all others, are executed one at a time.
+/// Number of crashes of one command after which this process executes all recovered commands one at
+/// a time.
 const SUSPECT: u8 = 2;
 /// True if this process executes the recovered commands of all controllers one at a time.
 static ONE_AT_A_TIME: AtomicBool = AtomicBool::new(false);
@@ -17,9 +18,10 @@ pub(crate) struct Replay {
     /// Index of the submission queue.
     pub(crate) sq: usize,
     pub(crate) command: RecoveredCommand,
-    /// Journal slot that the command has until it is started and gets a new record.
+    /// Index of the journal record that protects the command until it is started again and gets a
+    /// new record.
     pub(crate) reserved_slot: u32,
-    /// Second command of a fused operation, with its journal slot.
+    /// Second command of a fused operation, with the index of its journal record.
     pub(crate) second: Option<(RecoveredCommand, u32)>,
 }
 
@@ -28,12 +30,13 @@ impl Replay {
         Self { sq, command, reserved_slot, second: None }
     }
 
-    /// Adds a command of a submission queue. The earlier commands of this queue begin at index
-    /// `from` of `all`. The two commands of a fused operation become one replay if the first has no
-    /// end in the journal. (The end of the first command is always written last.)
+    /// Adds a command of a submission queue. The commands of this queue that were added before
+    /// begin at index `from` of `all`. The two commands of a fused operation become one replay,
+    /// unless the journal contains the outcome of the first one. (The outcome of the first is
+    /// always written after that of the second.)
     pub(crate) fn add(all: &mut Vec<Self>, from: usize, mut replay: Self) {
-        // Status of the first command, stored with the second if the operation was one disk
-        // request.
+        // Status of the first command. If the operation was a single disk request, it is stored in
+        // the outcome of the second command.
         let mut step_status = None;
         if let Some(Decision::End { dw0, .. }) = &mut replay.command.decision
             && replay.command.sqe.fuse() == Fuse::Second
@@ -74,15 +77,15 @@ impl Replay {
         self.command.decision == Some(Decision::Begin) || self.second.is_some()
     }
 
-    /// Switches this process to one recovered command at a time if this command is suspected.
-    /// Called for all commands before the first one is started.
+    /// If this command may have caused several crashes, makes this process execute all recovered
+    /// commands one at a time. Called for all commands before the first one is started.
     pub(crate) fn isolate_suspects(&self) {
         if self.command.crashes >= SUSPECT {
             ONE_AT_A_TIME.store(true, Ordering::Relaxed);
         }
     }
 
-    /// True if the command is executed while no other recovered command is in flight.
+    /// True if the command may only be executed while no other recovered command is in flight.
     pub(crate) fn needs_turn(&self) -> bool {
         ONE_AT_A_TIME.load(Ordering::Relaxed) && !self.is_deadly()
     }
@@ -102,8 +105,8 @@ pub(crate) struct SuspectQueue {
     pub(crate) begin: u32,
     /// Number of processes that have crashed while starting that command.
     pub(crate) crashes: u8,
-    /// True if the last process crashed by a fault: any of the queue's next commands may be the
-    /// cause.
+    /// True if the last process crashed by a fault, so that any of the queue's next commands may be
+    /// the cause.
     pub(crate) is_of_a_fault: bool,
 }
 
@@ -115,7 +118,8 @@ pub(crate) struct Inheritance {
 }
 
 impl Inheritance {
-    /// Replaces each queue index by the result of `index`. Queues without a new index are dropped.
+    /// Replaces each queue index by the result of `index`, after a move of the queues. Commands and
+    /// queues for which the result is `None` are dropped.
     pub(crate) fn moved(self, index: impl Fn(usize) -> Option<usize>) -> Self {
         let replays = self.replays.into_iter().filter_map(|replay| {
             let sq = index(replay.sq)?;

@@ -6,22 +6,23 @@
 //! Deficit round robin divides the thread's time between its controllers.
 //!
 //! In each turn of the thread, each active controller gets the same time quantum. Its commands are
-//! fetched while some of the quantum is left. The last command may take more than the rest of the
-//! quantum; this deficit is deducted in the following turns. So a controller with long commands
-//! gets fewer of them fetched, and no controller can prolong a turn by more than its quantum and
-//! one command.
+//! fetched while some of the quantum is left. The last command may take longer than the rest of the
+//! quantum; this deficit is deducted from the quanta of the following turns. So fewer long commands
+//! are fetched than short ones, and a controller prolongs a turn by at most its quantum and one
+//! command.
 //!
-//! The cost of a command is estimated before its execution (`exec::quota::cost`). After a pass, its
-//! time is measured and deducted. A thread with only one controller measures no time.
+//! During a pass, the estimated cost of each command is deducted before its execution
+//! (`exec::quota::cost`). After the pass, the measured time of the pass is deducted from the share.
+//! A thread with only one controller measures no time.
 //!
 //! # Isolation of slow controllers
 //!
 //! Controllers whose turns take too long are detected, and get a thread of their own.
 //!
 //! Most work of a turn is bounded by the quantum and by `exec::quota`, but some depends on a peer.
-//! A page fault in memory that a client shares waits while the client punches holes in it. A disk
-//! may execute long requests inline. This module detects a controller with repeated long turns,
-//! which then moves to an I/O thread of its own.
+//! A client may punch holes in the memory that it shares, and a page fault of the thread in that
+//! memory waits meanwhile. A disk may execute long requests inline. This module detects a
+//! controller with repeated long turns. The controller then moves to an I/O thread of its own.
 //!
 //! A turn also takes long if the kernel preempts the thread, for which the controller is not the
 //! cause. So the first long turn only starts a watch of the controller. A second long turn is
@@ -34,20 +35,21 @@ use std::time::{Duration, Instant};
 
 /// Time quantum per turn, in nanoseconds: about ten reads of 4 KiB.
 const QUANTUM: i64 = 5_000;
-/// Maximum deficit of a controller.
+/// Maximum deficit of a controller, in nanoseconds.
 const DEBT: i64 = 40 * QUANTUM;
 /// Budget of a pass, in nanoseconds, if only one controller of the thread is active. It bounds the
 /// delay of a controller that becomes active during the pass.
 pub(crate) const SOLE: i64 = 100_000;
 
-/// Remaining share of a controller; a negative value is its deficit.
+/// Time that is left of a controller's quantum, in nanoseconds; a negative value is its deficit.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Share {
     left: i64,
 }
 
 impl Share {
-    /// Begins a turn. Returns the budget, which may be 0 or negative.
+    /// Begins a turn: adds the quantum. Returns the budget in nanoseconds. If it is 0 or negative,
+    /// no command may be fetched in this turn.
     pub(super) fn begin(&mut self) -> i64 {
         self.left = (self.left + QUANTUM).min(QUANTUM);
         self.left
@@ -59,7 +61,7 @@ impl Share {
         self.left = (self.left - time).max(-DEBT);
     }
 
-    /// Clears the deficit of the share.
+    /// Clears the deficit.
     pub(super) fn forgive(&mut self) {
         self.left = self.left.max(0);
     }
@@ -67,7 +69,8 @@ impl Share {
 
 /// Minimum duration of a turn that counts as long.
 const MIN_LONG_TURN: Duration = Duration::from_millis(1);
-/// Duration of the watch after a long turn.
+/// Time after a long turn for which the controller is watched, so that a second long turn is
+/// reported.
 const WATCH_TIME: Duration = Duration::from_secs(10);
 
 /// Detection of long turns of one controller.
@@ -89,8 +92,9 @@ impl SlowTurns {
         (!self.reported).then(ThreadUsage::now)
     }
 
-    /// Ends a turn at `now` that has taken `took`. Returns true, once, if the controller is too
-    /// slow to share the thread.
+    /// Ends a turn at `now` that has taken `took`; `before` is the result of
+    /// [`begin`](Self::begin). Returns true, only once, when the controller is found to be too slow
+    /// to share the thread.
     #[inline]
     pub(super) fn end(
         &mut self,
@@ -213,7 +217,7 @@ mod tests {
 
     #[test]
     fn the_second_long_turn_is_one_too_many() {
-        // A turn is long because of computation or because of a sleep.
+        // Two causes of a long turn: computation, and a blocking call.
         for work in [compute as fn(), || std::thread::sleep(2 * MIN_LONG_TURN)] {
             let mut slow = SlowTurns::default();
             assert!(!turn(&mut slow, work));
@@ -262,7 +266,7 @@ mod tests {
         assert_eq!(clock.awake(), awake);
         clock.wakes();
         assert!(clock.awake() >= awake);
-        // Lower bound: the time of the sleep is not contained in the awake time.
+        // The time of the sleep is not part of the awake time (1 ms is left as tolerance).
         assert!(clock.awake() + Duration::from_millis(19) < before.elapsed());
     }
 }

@@ -2,9 +2,10 @@
 //!
 //! The thread passes over all active controllers as long as there is work. Without work, it polls
 //! for a window, whose length it adapts to the time until work arrives. Then it arms the EventIdx
-//! of every doorbell, executes a full fence, checks everything once more, and sleeps. A single wait
-//! covers trapped doorbells, messages and disk completions. Controllers that were idle for a while
-//! are excluded from passes and arming until their doorbell is written (see `poll_group`).
+//! of every doorbell, executes a full fence, checks everything once more, and sleeps. One call of
+//! `epoll_wait` waits for trapped doorbell writes, messages and disk completions. Controllers that
+//! were idle for a while are excluded from passes and arming until their doorbell is written (see
+//! `poll_group`).
 
 use super::activity;
 use super::adaptive_poll::{IdlePolicy, Next, Polling};
@@ -28,11 +29,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Poll interval of a sleeping I/O thread that has mapped doorbells, whose writes cannot wake the
-/// thread. Epoll timeouts are whole milliseconds, and a timer costs about 20 us of CPU time.
+/// Poll interval of a sleeping I/O thread that has mapped doorbells, because their writes cannot
+/// wake the thread. It is the shortest timeout of epoll; a timer for shorter ones would cost about
+/// 20 us of CPU time each time.
 pub(super) const MAPPED_POLL: Duration = Duration::from_millis(1);
-/// Poll interval of a sleeping I/O thread while an operation waits for an end that no event
-/// signals.
+/// Poll interval of a sleeping I/O thread while an operation is pending whose end no event signals.
 const UNANNOUNCED_POLL: Duration = Duration::from_millis(1);
 
 /// Result of a turn after which the I/O thread ends, because the pool was dropped.
