@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 const TURNS: u32 = 1 << 14;
 /// Interval of completion checks during the drop of a queue.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Time after the cancellation of a request in which the disk should complete it.
+/// Time in which the disk should complete a request after the request was cancelled.
 const CANCELLED: Duration = Duration::from_secs(5);
 
 /// Data of a request.
@@ -437,9 +437,10 @@ impl Core {
         self.pending = self.pending.saturating_sub(1);
     }
 
-    /// Cancels requests that exceed the timeout. If a request with a buffer of this process does
-    /// not complete soon after its cancellation, it fails with a timeout. Its slot keeps the buffer
-    /// and the lock until the disk completes the request.
+    /// Cancels requests that exceed the timeout. If a request with a buffer of this crate does not
+    /// complete within `CANCELLED` after that, its future gets a timeout error. The slot keeps
+    /// the buffer and the lock until the disk completes the request. A request with segments of the
+    /// caller gets no such error, because the disk may still access the caller's memory.
     ///
     /// While the disk holds requests after an error of its storage, no request exceeds the timeout,
     /// unless the queue [is to end](Self::is_ending).

@@ -157,8 +157,8 @@ impl ControllerConfig {
     /// Opens and locks the disks, and validates the configuration. Calls `open` with the index and
     /// the specification of each disk. Creates no files.
     ///
-    /// `location` identifies this controller, such as the path of its socket; the default serial
-    /// number is derived from it.
+    /// `location` is a text that identifies this controller, for example the path of its socket.
+    /// The default serial number is derived from that text.
     ///
     /// # Errors
     /// [`ConfigureError`], as a sentence for the user.
@@ -374,8 +374,8 @@ fn identity(disk: &dyn Disk) -> String {
 /// Serial number derived from a location. The same location always has the same number, and
 /// different locations have different numbers.
 fn serial_from(location: &str) -> String {
-    // The last seven bytes of a UUID have no fixed bits. As digits, with two letters before them,
-    // they fit the serial number field.
+    // The last seven bytes of a UUID have no fixed bits. Their 14 hexadecimal digits, after two
+    // letters, fit the serial number field.
     let uuid = uuid_from(location);
     let digits: String = uuid.iter().skip(9).take(7).map(|byte| format!("{byte:02X}")).collect();
     format!("SB{digits}")

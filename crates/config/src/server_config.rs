@@ -216,8 +216,8 @@ impl ServerConfig {
         named.chain(of_controllers.map(|disk| &disk.disk[..]))
     }
 
-    /// Paths of the images of all disks, each with true if the image is only read: by its own
-    /// option, or because its controller is read-only.
+    /// Paths of the images of all disks. The second value is true if the image is only read,
+    /// because of an option of the disk or because the controller is read-only.
     pub fn images(&self) -> impl Iterator<Item = (PathBuf, bool)> {
         let named = self.disks.iter().filter_map(|disk| disk_spec::image(&disk.spec));
         let of_controllers = self.controllers.iter().flat_map(|served| {

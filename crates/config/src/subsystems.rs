@@ -35,7 +35,8 @@ pub struct Membership {
 /// Open subsystem of this process.
 struct Open {
     /// File of the subsystem, until the subsystem is created from it. The creation starts a thread,
-    /// so it must come after the process has entered its sandbox.
+    /// and a process cannot enter its sandbox with several threads. So the subsystem is created
+    /// afterwards.
     file: Option<File>,
     subsystem: Option<Subsystem>,
     /// Open disks, by their index in a controller and their specification. The controllers of the

@@ -188,12 +188,12 @@ pub(crate) struct SavedSharing {
     /// Pending reservation notifications: number, type, NSID.
     pub(crate) notices: Vec<(u64, u8, u32)>,
     pub(crate) last_notice: u64,
-    /// ANA state as the host may know it.
+    /// ANA states and Change Counts, as reported to the host.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) ana: SavedAna,
 }
 
-/// ANA state as the host may know it.
+/// ANA states and Change Counts, as reported to the host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedAna {
     /// Change Count.
@@ -423,8 +423,8 @@ pub(crate) struct Recorded {
 /// controller from the last checkpoint ([`Controller::recover`](crate::Controller::recover)).
 pub trait Recorder: Send + Sync {
     /// Stores a checkpoint. `fds` are the descriptors to which `state` refers. The host does not
-    /// see the new state before this method returns. It is called for rare operations (registers,
-    /// admin commands), on the thread that handles them, and should take at most about ten
+    /// see the new state before this method returns. The method is called for register writes and
+    /// admin commands, on the thread that handles them, so it should take at most about ten
     /// microseconds.
     fn record(&self, state: &SavedController, fds: Descriptors);
 }

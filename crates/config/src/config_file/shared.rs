@@ -35,9 +35,9 @@ pub(super) enum AnaStates {
 /// Subsystem, with the part of its configuration that was read so far.
 struct Known {
     table: SubsystemTable,
-    /// Number of its controllers that were read so far.
+    /// Number of the subsystem's controllers that were read so far.
     count: u16,
-    /// Disks of its controllers, and true if they are read-only.
+    /// Disks of the subsystem's controllers, and true if the controllers are read-only.
     disks: Option<(Vec<DiskConfig>, bool)>,
 }
 

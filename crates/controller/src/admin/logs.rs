@@ -261,7 +261,7 @@ const PAGES: &[u8] = &[
 
 /// Executes Get Log Page: returns the requested part of the page. If the page ends before the
 /// requested length, the returned data are shorter, and the rest of the host's buffer stays
-/// unchanged. The specification leaves its contents undefined (Base 2.1, 5.1.12).
+/// unchanged. The specification leaves the contents of that rest undefined (Base 2.1, 5.1.12).
 ///
 /// Without RAE, a read of the Changed Attached Namespace List clears the list. The caller must then
 /// call [`AsyncEvents::log_read`](super::events::AsyncEvents::log_read).
@@ -492,8 +492,8 @@ pub(crate) struct AnaChanges {
 }
 
 impl AnaChanges {
-    /// Compares the current states with the stored ones, and stores them. Returns true if a state
-    /// has changed. The first state of a group does not count as a change.
+    /// Compares the current states with the stored ones, and then stores the current ones. Returns
+    /// true if a state has changed. The first state of a group does not count as a change.
     pub(crate) fn review(&mut self, states: impl Iterator<Item = (u32, AnaState)>) -> bool {
         let before = self.count;
         for (group, state) in states {

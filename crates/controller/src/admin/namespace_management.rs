@@ -159,8 +159,8 @@ pub(crate) struct BlockFormat {
 }
 
 /// Block format of LBA format index `lbaf`. `extended` is true if metadata is transferred at the
-/// end of the data. `protection` is the type of protection information, and `first` is true if it
-/// is in the first bytes of the metadata.
+/// end of the data. `protection` is the type of protection information, and `first` is true if the
+/// protection information is in the first bytes of the metadata.
 ///
 /// # Errors
 /// Invalid Format.

@@ -459,7 +459,7 @@ mod tests {
     fn an_operation_ends_in_time() {
         let mut test = SelfTest::default();
         test.command(stc::EXTENDED, 1, &MEDIA, (false, 0)).unwrap();
-        // The test passes a time after the time limit, so it does not have to wait.
+        // The argument is a time after the time limit, so the test does not have to wait.
         let late = Instant::now() + EXTENDED_TIME + Duration::from_secs(1);
         assert_eq!(test.next(&MEDIA, late, 0), None);
         assert_eq!(test.page(&MEDIA).results[0].dsts, 0x20);

@@ -51,8 +51,8 @@ impl Control {
         match AdminQueue::new(&cx.shared, &table, aqa, asq, acq) {
             Ok(queue) => {
                 // The new positions must be in the journal before a checkpoint contains the queue:
-                // the journal still has the positions from before the reset, and their doorbell
-                // values may differ.
+                // before this, the journal has the queue positions and doorbell values from before
+                // the reset.
                 let journal = cx.shared.journal_part(0, generation).unwrap_or_default();
                 if let Some(journal) = &journal {
                     queue.write_down(journal);
@@ -135,7 +135,7 @@ impl Control {
         self.queues.flush(cx, &env, Operation::Shutdown, overriding);
     }
 
-    /// Continues a shutdown after all I/O threads have finished their parts of a step.
+    /// Continues a shutdown: all I/O threads have finished their parts of the current step.
     pub(super) fn continue_shutdown(&mut self, cx: &Context, deferred: &mut Deferred) {
         match self.lifecycle.shutdown {
             Shutdown::None | Shutdown::AfterReset => {}
@@ -386,8 +386,8 @@ impl Control {
         self.port.no_command_failed(Status::KEEP_ALIVE_TIMER_EXPIRED);
         let why = "the Keep Alive Timer expired without a command from the host";
         self.fail(cx, why, deferred);
-        // The host must reset the controller, so the queues are detached at once. The notice has
-        // the previous generation, so the control plane ignores it.
+        // The host must reset the controller, so the queues are detached at once. The notice of the
+        // latch has the previous generation, so the control plane ignores the notice.
         let before = self.lifecycle.generation.wrapping_sub(1);
         let latch = cx.latch(ended_notice(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {

@@ -89,8 +89,8 @@ pub(super) struct Ana {
 }
 
 impl Ana {
-    /// Compares the current states with the known ones, and stores them. Returns true if a state
-    /// has changed.
+    /// Compares the current states with the known ones, and then stores the current ones. Returns
+    /// true if a state has changed.
     pub(super) fn review(&mut self, cx: &Context) -> bool {
         cx.config.member.as_ref().is_some_and(|member| self.changes.review(states(cx, member)))
     }

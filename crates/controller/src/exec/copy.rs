@@ -82,7 +82,7 @@ pub(super) struct Copy {
     remaining: u32,
     /// Lowest source range that failed in this phase, and its status.
     failed: Option<(u32, Status)>,
-    /// True if the command is aborted or its namespace was removed.
+    /// True if the command is aborted, or a namespace of the copy was removed.
     cancelled: bool,
 }
 

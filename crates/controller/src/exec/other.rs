@@ -286,8 +286,8 @@ impl Engine {
         }
     }
 
-    /// Starts a command of several requests. It ends with its last request. If requests fail, the
-    /// first error becomes its status, reported for block `lba`.
+    /// Starts a command of several requests, which ends with the last of them. If requests fail,
+    /// the first error becomes the status of the command and is reported for block `lba`.
     fn begin(
         &mut self,
         (parts, metadata): (Vec<Part>, Option<Metadata>),
@@ -752,8 +752,9 @@ impl Engine {
         data.write_from(0, &report[..report.len().min(len)]).ok_or(Status::INTERNAL)
     }
 
-    /// Marks the command of this ticket, which the subsystem has executed, as ended. The next pass
-    /// of [`reap`](Self::reap) completes it, with `status` if that is an error.
+    /// Marks the reservation command with number `ticket` as ended: the subsystem has executed it.
+    /// The next call of [`reap`](Self::reap) completes the command, with `status` if that is an
+    /// error.
     pub(crate) fn reservation_ended(&mut self, ticket: u64, status: Status) {
         if let Some(tag) = self.reservations.end(ticket)
             && !status.is_success()

@@ -36,9 +36,9 @@ impl Prefetch {
         Self { cursor, known: burst }
     }
 
-    /// Announces the commands behind the one at `head`, which is number `done` of its burst.
-    /// `waiting` returns the number of commands in the queue, from `head` on. It is called only
-    /// near the end of the burst.
+    /// Announces the commands that follow the command at `head`, which is command number `done` of
+    /// the burst. `waiting` returns the number of commands in the queue, from `head` on. The
+    /// function is called only near the end of the burst.
     #[inline]
     pub(crate) fn hint(
         &mut self,

@@ -33,7 +33,8 @@ pub(super) const BEYOND_QUOTA: usize = 2048;
 
 /// Maximum number of commands fetched from one queue before other queues get their turn: round
 /// robin with a burst (Base 2.1, "Round Robin Arbitration"). The queue's position is stored after
-/// each burst. So if an unrecorded command crashes the process, it is one of at most this many.
+/// each burst. So if a command without a record crashes the process, at most this many commands can
+/// be the cause.
 pub(crate) const BURST: u32 = 64;
 
 /// Key flag: the record is valid.

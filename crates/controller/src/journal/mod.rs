@@ -156,13 +156,13 @@ pub(crate) struct Records {
 impl Records {
     fn write(&self, slot: u32, key: u64, sqe: &Sqe) {
         let at = slot as usize * RECORD;
-        // A write beyond the table would have no effect, but the quota prevents it.
+        // The quota prevents a write beyond the table, which would have no effect.
         if self.table.write(at + 8, sqe).is_some() {
             let _ = self.table.store_u64_release(at, key);
         }
     }
 
-    /// Frees the record at `slot`, after the completion of its command is posted.
+    /// Frees the record at `slot`: the completion of its command is posted.
     #[inline]
     fn free(&self, slot: u32) {
         let _ = self.table.store_u64_release(slot as usize * RECORD, 0);
@@ -246,7 +246,7 @@ impl JournalPart {
         self.by_tag.get(tag as usize).copied().unwrap_or(u32::MAX)
     }
 
-    /// Frees the record at `slot`, after the completion of its command is posted.
+    /// Frees the record at `slot`: the completion of its command is posted.
     #[inline]
     pub(crate) fn free(&mut self, slot: u32) {
         self.records.free(slot);

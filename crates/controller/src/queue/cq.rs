@@ -148,8 +148,9 @@ impl Cq {
         }
     }
 
-    /// Restores a saved queue. `irq` is the line of its vector. [`remap`](Self::remap) resolves its
-    /// memory. For its unread completions, an interrupt may or may not have been raised.
+    /// Restores a saved queue. `irq` is the interrupt line of its vector. The caller must then call
+    /// [`remap`](Self::remap), which resolves the queue's memory. The interrupt for the unread
+    /// completions may or may not have been raised.
     pub(crate) fn restore(
         saved: &SavedCq,
         shared: &ControllerShared,
@@ -249,7 +250,8 @@ impl Cq {
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
-    /// Registers the journal record at `place`. The completion of its command must be staged next.
+    /// Registers the journal record in slot `place`. The caller must stage the completion of the
+    /// record's command next.
     pub(crate) fn complete_record(&mut self, place: u32) {
         self.recorded.push_back((self.posted() + self.staged.len() as u64, place));
     }
