@@ -101,7 +101,7 @@ enum Step {
         count: u8,
         spare: u8,
     },
-    /// The process is dead, and the next one has not recovered yet.
+    /// The process has died, and the next process has not yet recovered the controller.
     Recover,
 }
 
@@ -114,9 +114,9 @@ struct State {
     cq: [Completion; ENTRIES as usize],
     cq_head: u8,
     host_phase: bool,
-    /// Outstanding command by identifier.
+    /// Outstanding commands: for each command identifier, the command that uses it.
     outstanding: [u8; 2],
-    /// Last command of each block whose completion the host has seen.
+    /// For each block, the last command whose completion the host has seen.
     acknowledged: [u8; 2],
     // Disk: its contents, and its requests in flight, each with the number of the process that
     // submitted it.
@@ -136,7 +136,7 @@ struct Worker {
     tail: u8,
     phase: bool,
     completions: u8,
-    /// Commands at the disk, and the places of their records.
+    /// Commands that were submitted to the disk, each with the place of its record in the journal.
     pending: Vec<(u8, u8)>,
     /// Commands that the disk has completed and the I/O thread has not reaped.
     ended: Vec<u8>,
@@ -203,7 +203,7 @@ impl State {
         usize::from(self.submitted) == BLOCKS.len() && self.outstanding == [NONE; 2]
     }
 
-    /// Number of free entries of the completion queue.
+    /// Number of free entries of the completion queue that no command in flight will need.
     fn room(&self) -> u8 {
         let taken = usize::from(distance(self.cq_head, self.worker.tail));
         (usize::from(ENTRIES) - 1).saturating_sub(
@@ -223,7 +223,7 @@ impl State {
         let place = self.free_record();
         self.journal.records.push(Record { place, count, command });
         self.journal.records.sort_unstable();
-        // The command is not in `pending` if it has completed already.
+        // A command that has completed already is no longer in `pending`.
         if let Some(pending) = self.worker.pending.iter_mut().find(|pending| pending.0 == command) {
             pending.1 = place;
         }
@@ -447,7 +447,8 @@ impl Model {
         }
     }
 
-    /// An I/O thread executes replays first, and then its other work in any order.
+    /// Adds the possible next steps of the I/O thread. It executes all replays first, and then its
+    /// other work in any order.
     fn choose(&self, state: &State, next: &mut Next) {
         if !state.worker.replays.is_empty() && state.room() > 0 {
             let mut replays = state.clone();
@@ -480,8 +481,9 @@ impl Model {
         }
     }
 
-    /// The next process recovers from the journal, as `RecoveredJournal` does. Its own new journal
-    /// comes into existence in one step, because the supervisor stores it only when it is complete.
+    /// Recovery by the next process from the dead process's journal, as in `RecoveredJournal`. The
+    /// model creates the new journal in one step, because the supervisor stores a new journal only
+    /// when it is complete.
     fn recover(&self, state: &mut State) {
         let Journal { mut records, sq_head, fetched, covers, .. } = state.journal.clone();
         let (mut head, mut count) = (sq_head, fetched);

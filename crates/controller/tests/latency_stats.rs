@@ -9,7 +9,7 @@ use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Tur
 use shadowbell_spec::Sqe;
 use std::time::{Duration, Instant};
 
-/// Creates a host with one queue, while this thread takes the I/O thread's turns.
+/// Creates a host with one queue, while this thread acts as the I/O thread.
 fn attached(controller: Controller, turns: &mut Turns) -> (Host, Queue) {
     run_beside(turns, move || {
         let mut host = Host::attach(controller);
@@ -34,7 +34,8 @@ fn commands_are_measured_by_namespace_on_request() {
     let mut run = |host: &mut Host, turns: &mut Turns, sqe: Sqe| {
         let sqe = sqe.with_prps(buffer, 0).with_cid(host.next_cid());
         host.submit(&mut queue, &sqe);
-        // The command waits, so that its latency can be measured.
+        // The command waits for 50 µs before the I/O thread runs, so its latency is at least this
+        // long.
         std::thread::sleep(Duration::from_micros(50));
         while turns.turn() {}
         host.reap(&mut queue).expect("these disks are memory").1
@@ -80,8 +81,8 @@ fn commands_are_measured_by_namespace_on_request() {
     assert_eq!(counts(&host.controller.stats().measured[0])[0].0, 18);
 }
 
-/// A trace is switched on and off during the measurement. Every command counts exactly once, at any
-/// depth.
+/// A trace is switched on and off while the latency is measured. Each command must be counted
+/// exactly once, at any queue depth.
 #[test]
 fn every_command_counts_once_beside_a_trace() {
     const TOTAL: u64 = 20_000;

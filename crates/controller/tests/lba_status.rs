@@ -27,10 +27,10 @@ const FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 const OUTSIDE: Status = Status::LBA_OUT_OF_RANGE.with_dnr();
 
-/// Allocated ranges: first block, and the block after the last.
+/// Ranges of allocated blocks: first block, and the first block after the range.
 type Found = Vec<(u64, u64)>;
 
-/// Instructions for an [`ExtentDisk`], and its calls.
+/// Control of an [`ExtentDisk`] by the test, and a record of the calls of the disk.
 #[derive(Debug, Default)]
 struct Gate {
     stalls: Mutex<bool>,
@@ -51,7 +51,7 @@ impl Gate {
     }
 }
 
-/// Disk with artificial extents, which a function defines.
+/// Disk whose extents do not depend on its data: a function defines them.
 #[derive(Clone, Debug)]
 struct ExtentDisk {
     inner: MemDisk,
@@ -167,8 +167,8 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
     assert_eq!(status(&mut host, 1, query(100, 160, 4096)), Ok((complete, some)));
     assert_eq!(status(&mut host, 1, query(130, 100, 4096)), Ok((complete, vec![])));
     assert_eq!(status(&mut host, 1, query(64 * 128 - 1, 1, 4096)), Ok((complete, vec![])));
-    // Buffers with room for a header, for a header and a part of a descriptor, for some
-    // descriptors.
+    // Too short buffers: for only the header, for the header and a part of a descriptor, and for
+    // some of the descriptors.
     for (bytes, count) in [(8, 0), (12, 0), (20, 0), (24, 1), (36, 1), (40, 2), (8 + 31 * 16, 31)] {
         let some = all[..count].to_vec();
         let expected = Ok((LbaStatusList::INCOMPLETE, some));
@@ -176,7 +176,8 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
     }
     assert_eq!(status(&mut host, 1, query(0, 0, 8 + 32 * 16)), Ok((complete, all)));
     assert_eq!(status(&mut host, 1, query(128, 128, 8)), Ok((complete, vec![])));
-    // The list fits in the first page, so the second PRP is not accessed.
+    // The command permits 8 KiB, but the list fits in the first page. So the controller must not
+    // access the second PRP.
     let at = host.alloc(4096);
     let sqe = Sqe::get_lba_status(1, query(0, 0, 8192), 0).with_prps(at, at + 4096);
     let (ended, _) = host.admin(sqe);
@@ -225,7 +226,7 @@ fn invalid_get_lba_status_fields_are_refused() {
         let fields = GetLbaStatus { atype, ..query(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Ok((LbaStatusList::COMPLETE, vec![])));
     }
-    // Invalid PRPs: outside of the memory, not dword-aligned, an invalid list.
+    // Invalid PRPs: outside of the guest's memory, not aligned to a dword, and an invalid PRP list.
     let at = host.alloc(4096);
     let ok = host.alloc(4096);
     for (prp1, prp2, bytes) in
@@ -268,7 +269,8 @@ fn a_command_examines_a_bounded_number_of_extents() {
     assert_eq!((cmpc, found.len(), found[0]), (LbaStatusList::INCOMPLETE, 255, (1, 2)));
     assert!(gate.reported.load(Ordering::SeqCst) <= 1100);
 
-    // For a disk with only holes, a single descriptor shows how far the command has got.
+    // The disk has no allocated block. Since the command reads a limited number of extents, it ends
+    // incomplete, and its only descriptor shows up to which block it has searched.
     let disk = ExtentDisk::new(1 << 20, single_block_holes);
     let gate = Arc::clone(&disk.gate);
     let mut host = self::host(disk);
@@ -335,7 +337,8 @@ fn each_disk_type_reports_its_extents() {
     assert_eq!(status(&mut host, 4, query(0, 0, 4096)), Ok((complete, vec![])));
 }
 
-/// Submits a Get LBA Status, and waits until the disk holds it.
+/// Submits a Get LBA Status, and waits until the disk has received the query of its extents, which
+/// it does not answer yet.
 fn stalled(host: &mut Host, gate: &Gate) -> (Queue, u64) {
     gate.stall(true);
     let at = host.alloc(4096);
@@ -371,7 +374,8 @@ fn a_hung_extents_call_delays_no_other_command() {
             Sqe::identify(0, Identify { cns: cns::CONTROLLER, ..Identify::default() }, 0);
         assert!(host.run(&mut admin, identify.with_prps(page, 0)).0.is_success());
     }
-    // The command has started, so an Abort is too late.
+    // The disk has already received the query of the first command, so an Abort cannot end this
+    // command.
     let abort = Sqe::abort(shadowbell_spec::admin::Abort { sqid: 0, cid: 900 }, 0);
     assert_eq!(host.run(&mut admin, abort), (Status::SUCCESS, 1));
     gate.stall(false);
@@ -410,7 +414,7 @@ fn a_reset_does_not_wait_for_the_disk() {
     host.enable();
     assert!(host.page(Sqe::identify(1, Identify::default(), 0)).is_ok());
     gate.stall(false);
-    // The command from before the reset posts no completion. The next one completes.
+    // The command that was in flight at the reset posts no completion. A new command completes.
     assert_eq!(status(&mut host, 1, query(0, 0, 4096)).unwrap().1.len(), 32);
     assert!(host.peek(at, 4096).iter().all(|byte| *byte == 0xee));
 }
@@ -421,7 +425,8 @@ fn a_removal_waits_for_a_running_extents_call() {
     let (gate, weak) = (Arc::clone(&disk.gate), Arc::downgrade(&disk.gate));
     let mut host = host(disk);
     let (mut admin, at) = stalled(&mut host, &gate);
-    // The second command waits for the first, so it has not started.
+    // The second command waits for the end of the first one, so it has not started, and can be
+    // aborted.
     host.submit(&mut admin, &Sqe::get_lba_status(1, query(0, 0, 4096), 901).with_prps(at, 0));
     let page = host.alloc(4096);
     let identify = Sqe::identify(1, Identify::default(), 0).with_prps(page, 0);

@@ -40,7 +40,7 @@ fn registers_follow_the_specification() {
     host.write32(regs::INTMS, 0b110);
     host.write32(regs::INTMC, 0b010);
     assert_eq!(host.read32(regs::INTMS), 0b100);
-    // A read of any offset and length returns.
+    // The controller must survive reads of any offset and length.
     for offset in (0..0x2100).chain([u64::MAX - 3, u64::MAX]) {
         for len in 0..9 {
             host.controller.read(offset, &mut vec![1; len]);
@@ -72,7 +72,8 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
         assert!(host.csts().rdy() && !host.csts().cfs(), "the queue is not needed yet");
         host
     };
-    // ACQ before the host sets it: an invalid address, and an address of a previous host.
+    // Value of ACQ before the host sets it: an invalid address, or an address that a previous host
+    // has set.
     for before in [0, common::BASE + (1 << 20)] {
         let mut host = configure(before);
         let acq = host.admin.cq;
@@ -87,7 +88,7 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
         assert_eq!(host.read64(regs::ACQ), acq);
         host.must(identify().with_prps(buffer, 0));
     }
-    // Without a valid address, the first command cannot complete.
+    // If ACQ has never had a valid address, the first command cannot complete.
     let mut host = configure(0);
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &identify());
@@ -98,7 +99,7 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
 }
 
 /// Base 2.1, 3.7.2: a Controller Level Reset resets all registers except those of the admin queue.
-/// So interrupts are not masked any more.
+/// So it also clears the interrupt mask.
 #[test]
 fn a_reset_unmasks_the_interrupts() {
     let mut host = Host::new(&["null:1GiB"], ADAPTIVE);
@@ -118,7 +119,8 @@ fn impossible_configurations_end_in_fatal_status_until_reset() {
     for (cc, aqa, asq) in [
         (cc.with_mps(5), good, common::BASE),
         (cc.with_css(1), good, common::BASE),
-        // Admin command set only, which CAP.CSS (bit 7 is 0) does not announce.
+        // This value selects the Admin Command Set only. It is invalid, because bit 7 of CAP.CSS is
+        // 0.
         (cc.with_css(7), good, common::BASE),
         (cc.with_ams(1), good, common::BASE),
         (cc, good.with_asqs(0), common::BASE),
@@ -148,7 +150,7 @@ fn cc_fields_are_fixed_while_the_controller_is_enabled() {
     let before = Cc::from_bits(host.read32(regs::CC));
     host.write32(regs::CC, before.with_mps(3).with_ams(1).with_css(1).into_bits());
     assert_eq!(host.read32(regs::CC), before.into_bits());
-    // PRPs still use pages of 4 KiB.
+    // The rejected change of the page size has no effect: PRPs still use pages of 4 KiB.
     let (a, b) = (host.alloc(4096), host.alloc(4096));
     let mut queue = host.create(1, 16, false);
     assert!(host.run(&mut queue, Sqe::read(1, 0, 15, 0).with_prps(a, b)).0.is_success());
@@ -165,7 +167,8 @@ fn write_zeroes_has_the_limit_of_wzsl() {
     config.namespaces.push(shadowbell_controller::NamespaceConfig { disk, uuid: [9; 16] });
     let mut host = Host::with(config, ADAPTIVE);
     let mut queue = host.create(1, 16, false);
-    // WZSL is 65536 blocks of 512 bytes. The limit applies to both namespaces.
+    // WZSL is equivalent to 65536 blocks of 512 bytes. It limits the number of bytes, so the second
+    // namespace has a lower limit in blocks.
     let zeroes = |nsid, blocks0: u16| {
         let mut sqe = Sqe::new(0x08, 0, nsid);
         sqe.cdw12 = u32::from(blocks0);
@@ -207,8 +210,8 @@ fn a_reset_waits_for_requests_in_flight() {
     assert!(host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(page, 0)).0.is_success());
 }
 
-/// A command in flight may use an older DMA table than the one that the unmap replaces. The unmap
-/// has to wait for this command.
+/// The DMA table is changed twice: a command in flight may use an older table than the one that the
+/// unmap replaces. The unmap has to wait for this command, too.
 #[test]
 fn unmapping_waits_for_commands_of_an_earlier_dma_table() {
     let (mut host, gate) = slow_host(ADAPTIVE);
@@ -220,7 +223,8 @@ fn unmapping_waits_for_commands_of_an_earlier_dma_table() {
     host.until("the request", || gate.waiting() == 1);
     let another = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     host.controller.map_dma(iova + 8192, 4096, &another).unwrap();
-    // The statistics need a reply of the I/O thread, so it uses the new table afterwards.
+    // The statistics contain a reply of the I/O thread. So the thread has received the new table
+    // when this call returns.
     let _ = host.controller.stats();
     let (sent, unmapped) = mpsc::channel();
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
@@ -301,7 +305,8 @@ fn queues_are_created_and_deleted_by_the_rules() {
     host.must(Sqe::delete_io_sq(3, 0));
     host.must(Sqe::delete_io_cq(1, 0));
     assert_eq!(bad(&mut host, Sqe::delete_io_cq(1, 0)), Status::INVALID_QID);
-    // Queues are created, used and deleted repeatedly: a deleted queue must not affect a new one.
+    // Queues with the same identifier and memory are created, used and deleted repeatedly. State of
+    // a deleted queue must not affect the next one.
     let page = host.alloc(4096);
     for round in 0..50 {
         host.memory.fill((at - common::BASE) as usize, 1 << 20, 0).unwrap();
@@ -379,7 +384,8 @@ fn shutdown_flushes_writes_of_deleted_queues() {
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
         gate.end(Ok(()));
         host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
-        // A shutdown after a reset flushes as well, although no queue was created after the reset.
+        // In the second round, the shutdown follows a reset, and the host has created no queue
+        // since. It flushes nevertheless.
         host.disable();
         host.enable();
     }
@@ -411,7 +417,8 @@ fn a_shutdown_waits_for_commands_in_flight() {
         wait::short_pause();
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING, "a read is in flight");
         gate.end(Ok(()));
-        // The flush follows, so that it covers the write.
+        // The controller flushes only after the write has completed, so that the flush covers the
+        // write.
         host.until("the flush", || gate.release.lock().unwrap().is_empty() && gate.waiting() == 1);
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
         gate.end(Ok(()));
@@ -434,7 +441,7 @@ fn a_shutdown_waits_for_commands_in_flight() {
 /// disk until the next enable. Commands are in flight when the shutdown starts, and more follow.
 #[test]
 fn nothing_changes_after_a_shutdown() {
-    // `SHADOWBELL_TEST_ROUNDS=10000` selects the long form of this test.
+    // The environment variable sets the number of rounds: 10000 for a long run.
     let rounds = std::env::var("SHADOWBELL_TEST_ROUNDS").map_or(200, |n| n.parse().unwrap());
     for polling in [Polling::Never, Polling::Always] {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -521,7 +528,8 @@ fn a_reset_that_exceeds_its_time_is_a_fatal_status() {
     host.enable();
 }
 
-/// Disk that reports orphans: requests in flight of queues that were closed.
+/// Disk that reports orphans, which are requests that are still in flight although their queues
+/// were closed.
 #[derive(Debug)]
 struct Stalled {
     below: Arc<dyn Disk>,
@@ -546,7 +554,8 @@ impl Disk for Stalled {
     }
 }
 
-/// Another process must not write to the disk before the orphans have ended.
+/// A controller with orphans does not quiesce, because the next process must not write to the disk
+/// before the orphans have ended.
 #[test]
 fn a_controller_does_not_quiesce_while_its_disk_has_orphans() {
     let below = shadowbell_disk_file::open("mem:1MiB").unwrap();
@@ -561,7 +570,8 @@ fn a_controller_does_not_quiesce_while_its_disk_has_orphans() {
     done.recv_timeout(LIMIT).unwrap();
 }
 
-/// A doorbell write to a disabled controller submits no command of the queue that is created later.
+/// A doorbell write to a disabled controller is ignored: it submits no command to the admin queue
+/// that is created by the next enable.
 #[test]
 fn admin_doorbells_of_a_disabled_controller_are_ignored() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
@@ -571,7 +581,8 @@ fn admin_doorbells_of_a_disabled_controller_are_ignored() {
     wait::short_pause();
     let completions = host.peek(common::BASE + 4096, 16);
     assert!(completions.iter().all(|byte| *byte == 0), "a command was executed: {completions:?}");
-    // With the stale tail, the first 31 commands of this queue would be entries of zeroes.
+    // If the controller had kept the old tail, it would now execute entries of zeroes before this
+    // command.
     let (status, _) = host.admin(Sqe::keep_alive(0));
     assert!(status.is_success(), "{status:?}");
 }
@@ -599,7 +610,8 @@ fn a_reset_of_a_disabled_controller_abandons_its_shutdown() {
     assert_eq!(host.csts().shst(), regs::SHST_NORMAL);
 }
 
-/// CC.EN cleared together with CC.SHN set: the reset ends first, and then the caches are flushed.
+/// The host clears CC.EN and sets CC.SHN in one write. The controller completes the reset first,
+/// and then flushes the caches for the shutdown.
 #[test]
 fn a_shutdown_during_a_reset_follows_it() {
     let (mut host, gate) = slow_host(ADAPTIVE);
@@ -619,7 +631,8 @@ fn a_shutdown_during_a_reset_follows_it() {
     await_shutdown(&host);
 }
 
-/// A reset that begins while a shutdown waits for commands in flight waits for them, too.
+/// A reset begins while a shutdown waits for commands in flight. The reset waits for these commands
+/// as well.
 #[test]
 fn a_reset_during_a_shutdown_waits_for_commands_in_flight() {
     let (mut host, gate) = slow_host(ADAPTIVE);
@@ -670,7 +683,7 @@ fn a_shutdown_of_a_disabled_controller_flushes() {
         gate.end(Ok(()));
         host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
         assert!(!host.csts().rdy());
-        // The flush holds no reference to the host's memory.
+        // The flush refers to no guest memory, so the unmap does not wait for it.
         let (sent, gone) = mpsc::channel();
         host.controller.unmap_all(move || sent.send(()).unwrap());
         gone.recv_timeout(LIMIT).unwrap();
@@ -770,9 +783,9 @@ const LOST: u64 = common::BASE + (32 << 20);
 /// Size of the host's memory after its truncation; the queues are below.
 const TRUNCATED: u64 = 16 << 20;
 
-/// The command that finds the lost memory fails, and so do all later commands. With a memory disk,
-/// the I/O thread itself accesses the memory. With a file, the kernel does, and reports the loss as
-/// an error of the transfer.
+/// Part of the guest memory is lost by a truncation. The command that accesses it first fails, and
+/// so do all later commands. With a memory disk, the I/O thread accesses the memory and gets a
+/// SIGBUS. With a file, the kernel accesses it and reports an error of the transfer.
 #[test]
 fn no_command_in_truncated_memory_succeeds() {
     let image = tempfile::NamedTempFile::new().unwrap();
@@ -795,7 +808,8 @@ fn no_command_in_truncated_memory_succeeds() {
     }
 }
 
-/// If an admin command finds lost memory, the controller fails, also without I/O queues.
+/// If an admin command accesses lost guest memory, the controller reports a fatal status, even if
+/// it has no I/O queues.
 #[test]
 fn no_admin_command_in_truncated_memory_succeeds() {
     let (mut host, memory) = truncatable_host("mem:1MiB");
@@ -837,8 +851,8 @@ fn mapped_doorbells_are_found_without_a_trap() {
 
 #[test]
 fn mapped_memory_is_usable_at_once() {
-    // The test runs on one CPU, so that the I/O thread is often preempted between its messages and
-    // its queues.
+    // The test is bound to one CPU. So the I/O thread is often preempted after it has handled its
+    // messages and before it polls its queues.
     let mut cpus = rustix::thread::CpuSet::new();
     cpus.set(0);
     rustix::thread::sched_setaffinity(None, &cpus).unwrap();
@@ -855,8 +869,8 @@ fn mapped_memory_is_usable_at_once() {
     }
 }
 
-/// VMMs unmap memory while a guest boots. The host rings a doorbell only once, even if the queue's
-/// memory is unmapped at that time.
+/// VMMs unmap and map all memory again while a guest boots. The host rings a doorbell only once, so
+/// the command must be executed even if the queue's memory is not mapped at that time.
 #[test]
 fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
     let (mut host, gate) = slow_host(ADAPTIVE);

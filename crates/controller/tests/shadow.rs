@@ -643,7 +643,7 @@ fn shadow_pages_are_not_accessed_after_a_shutdown() {
         let fill = |page: u64| (0..4096).step_by(4).for_each(|at| host.poke32(page + at, 7));
         fill(shadow);
         fill(event_idx);
-        // In the second round, the memory map of the first round is used.
+        // The second round uses the DMA map that the first round has restored.
         for _ in 0..2 {
             let (gone, is_gone) = channel();
             host.controller.disable_dma(move || gone.send(()).unwrap());

@@ -1,4 +1,4 @@
-//! Guest memory whose accesses hang: only its own controller waits for it.
+//! Guest memory whose accesses hang: only the controller of this guest waits for it.
 
 mod common;
 
@@ -50,18 +50,19 @@ fn run_in_time<T: Send + 'static>(
     let (done, is_done) = channel();
     std::thread::spawn(move || done.send(work()));
     is_done.recv_timeout(LIMIT).unwrap_or_else(|_| {
-        // Without the end of the mount, the exit of this process would hang, too.
+        // The mount must end before the test fails, because otherwise the exit of this process
+        // would hang, too.
         mount.end();
         panic!("{what}: blocked by hung memory")
     })
 }
 
-/// Makes the control thread write to hung memory.
+/// Makes the control thread hang in a write to hung memory, by an Identify command.
 fn stall(host: &mut Host, memory: &SharedBytes) -> Queue {
     host.controller.map_dma(STALLED, 4096, memory).unwrap();
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &identify(STALLED).with_cid(7));
-    // The command must not have completed, because the thread hangs in it.
+    // Checks that the command has not completed, because the thread hangs in it.
     wait::short_pause();
     assert_eq!(host.reap(&mut admin), None);
     admin
@@ -101,7 +102,8 @@ fn hung_guest_memory_delays_only_its_own_controller() {
         other.enable();
         other
     });
-    // A second hung command blocks another thread, and does not delay others.
+    // A second command hangs as well, in the thread that has replaced the first one. A third thread
+    // serves the other controllers.
     let mut third = host(&pool);
     let mut admin_of_third = stall(&mut third, &memory);
     let mut other = run_in_time(&mut mount, "another controller, beside two", move || {
@@ -149,8 +151,8 @@ fn a_reset_waits_for_hung_memory() {
     host.must(identify(page));
 }
 
-/// No other controller's reset waits for hung memory, and neither does the end of the process's
-/// threads.
+/// While memory of one guest hangs, resets of other controllers do not wait for it, and the
+/// process's threads can be stopped.
 #[test]
 fn hung_memory_does_not_delay_other_resets_and_the_end() {
     let Some((mut mount, _file, memory)) = stalled() else { return };
@@ -173,7 +175,7 @@ fn hung_memory_does_not_delay_other_resets_and_the_end() {
     assert!(status == Status::SUCCESS || !status.is_success());
 }
 
-/// Statistics include an I/O thread that hangs in guest memory.
+/// Statistics do not wait for an I/O thread that hangs in guest memory, but contain its counters.
 #[test]
 fn statistics_do_not_wait_for_a_hung_io_thread() {
     let Some((mut mount, _file, memory)) = stalled() else { return };

@@ -39,14 +39,14 @@ fn identify(cid: u16) -> Sqe {
     Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, cid, 0))
 }
 
-/// A host, and the configuration of its controller.
+/// Simulated host, and the configuration from which its controller and the successors are created.
 struct Setup {
     host: Host,
     config: Config,
     mapped: bool,
     /// Eventfds by vector.
     interrupts: BTreeMap<usize, EventFd>,
-    /// Recorder of checkpoints that successors use.
+    /// Recorder that receives the checkpoints of the successors.
     recorder: Option<Arc<LastCheckpoint>>,
 }
 
@@ -184,11 +184,12 @@ enum Step {
     Delete,
     Replace {
         workers: usize,
-        /// Number of commands submitted while no controller serves.
+        /// Number of commands that the host submits after the old controller has quiesced and
+        /// before the successor serves.
         during_replacement: u8,
     },
     Resume {
-        /// True if the controller resumes at once, possibly before it is quiesced.
+        /// True if the test resumes the controller without waiting until it has quiesced.
         at_once: bool,
     },
 }
@@ -260,8 +261,9 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 let delete = DeleteIoQueue { qid: queue.qid };
                 setup.host.must(delete.encode(Sqe::new(0x00, 0, 0)));
                 setup.host.must(delete.encode(Sqe::new(0x04, 0, 0)));
-                // Clears the shadow entry before a queue is created, like Linux. Otherwise an entry
-                // that returns to its old value unseen would count as unchanged.
+                // Clears the shadow entries before a queue is created, like Linux. Otherwise the
+                // new queue could begin with an old value, and the tail's return to this value
+                // would look like no change.
                 if let Some((shadow, event_idx)) = setup.host.shadow {
                     for entry in [shadow, event_idx] {
                         setup.host.poke(entry + u64::from(queue.qid) * 8, &[0; 8]);
@@ -274,7 +276,8 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 let before: Vec<_> = queues.iter().map(|queue| queue.tail).collect();
                 let queue = &mut queues[at];
                 setup.replace(pool(workers, polling), |host| {
-                    // The front end delays doorbell writes until the successor serves.
+                    // The host stores commands without a doorbell write: the front end delays
+                    // doorbell writes until the successor serves.
                     (0..during_replacement).for_each(|_| model.submit(host, queue, data, false));
                 });
                 if queues[at].tail != before[at] {
@@ -356,7 +359,8 @@ fn quiesce_waits_for_requests_in_flight_and_starts_no_others() {
     assert!(matches!(setup.host.controller.isolate(), Err(RelocateError::Frozen)));
     held.instruct(|instructions| instructions.hold = false);
     frozen.recv_timeout(common::LIMIT).unwrap();
-    // The command ended, and its completion was posted.
+    // The controller has quiesced after the end of the held command, whose completion it has
+    // posted.
     assert_eq!(setup.host.wait(&mut queue).0, 1);
     for cid in 2..9 {
         setup.host.submit(&mut queue, &Sqe::read(1, cid.into(), 0, cid).with_prps(page, 0));
@@ -389,7 +393,8 @@ fn a_quiesce_can_be_cancelled() {
         setup.host.controller.resume();
         assert!(frozen.recv().is_err(), "the callback is dropped and not called");
         setup.host.submit(&mut queue, &Sqe::read(1, 2, 0, second).with_prps(page, 0));
-        // The second request is submitted while the first one is held.
+        // The controller serves again: it submits the second request while the first one is still
+        // held.
         setup.host.until("the second", || held.seen().len() == usize::from(second) + 1);
         held.instruct(|instructions| instructions.hold = false);
         let mut ended = [setup.host.wait(&mut queue).0, setup.host.wait(&mut queue).0];
@@ -435,8 +440,8 @@ fn features_events_and_errors_survive_a_replacement() {
     setup.host.must(set(fid::INTERRUPT_COALESCING, 0x102).encode(Sqe::new(0x09, 0, 0)));
     setup.host.must(set(fid::ASYNC_EVENT_CONFIGURATION, 0x1ff).encode(Sqe::new(0x09, 0, 0)));
     let page = setup.host.alloc(4096);
-    // Event request that stays outstanding. The earlier temperature event does not complete it,
-    // because the host has not cleared that event.
+    // Asynchronous Event Request that stays outstanding over the replacement. The temperature event
+    // was already reported, and the host has not cleared it, so it does not complete this request.
     let mut admin = std::mem::replace(&mut setup.host.admin, Queue::none());
     setup.host.submit(&mut admin, &Sqe::new(0x0c, 900, 0));
     // This command adds an error to the log.
@@ -456,7 +461,8 @@ fn features_events_and_errors_survive_a_replacement() {
     assert_eq!((entry.error_count, entry.sqid), (1, 1));
     let after = setup.host.controller.stats();
     assert_eq!(after.io, before.io);
-    // The earlier request is still outstanding: an invalid doorbell completes it.
+    // The Asynchronous Event Request from before the replacement is still outstanding. An invalid
+    // doorbell write causes an event that completes it.
     setup.host.controller.write_doorbell(0x1000 + 8 * 60, 1);
     let mut admin = std::mem::replace(&mut setup.host.admin, Queue::none());
     let (cid, status, dw0) = setup.host.wait(&mut admin);
@@ -605,7 +611,8 @@ fn a_corrupt_state_never_panics() {
     assert!(*count.lock().unwrap() > 10);
 }
 
-/// Field whose values are not changed to extremes: the sum of counters must not overflow.
+/// Name of a field whose values the test does not change to extremes: the sum of counters must not
+/// overflow.
 const COUNTERS: &str = "counters";
 
 fn visit_numbers(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
@@ -641,8 +648,8 @@ fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
     }
 }
 
-/// The checkpoint of a successor contains the current state. With the state of its start, earlier
-/// admin commands would be executed again after a crash.
+/// The checkpoint of a successor contains its current state. If it still contained the state at the
+/// successor's start, the process after a crash would execute completed admin commands again.
 #[test]
 fn a_successors_checkpoint_has_its_current_state() {
     let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);
@@ -680,7 +687,7 @@ impl Recorder for WholeCheckpoint {
     }
 }
 
-/// A shutdown that a process has begun is ended by the process that recovers the controller.
+/// A shutdown that a process has begun is completed by the process that recovers the controller.
 #[test]
 fn a_shutdown_continues_after_a_crash() {
     type Begin<'a> = &'a dyn Fn(&mut Host, &Gate);
@@ -689,8 +696,8 @@ fn a_shutdown_continues_after_a_crash() {
         let cc = cc(host).with_shn(regs::SHN_NORMAL);
         host.write32(regs::CC, cc.into_bits());
     };
-    // State of the shutdown at the crash: the queues leave, or a reset comes first, or the host has
-    // enabled the controller meanwhile.
+    // Progress of the shutdown at the crash: it waits for the queues, it waits for a reset, or the
+    // host has enabled the controller in the meantime.
     let begin: [(&str, Begin<'_>); 3] = [
         ("ready", &|host, _| shut_down(host)),
         ("resetting", &|host, gate| {
@@ -739,7 +746,7 @@ fn a_shutdown_continues_after_a_crash() {
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING, "{what}");
         next.end(Ok(()));
         host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
-        // The requests of the first controller end, so that it can be dropped.
+        // Completes the requests of the dead controller, which otherwise could not be dropped.
         (0..2).for_each(|_| gate.end(Ok(())));
         drop(dead);
     }
@@ -768,9 +775,10 @@ fn form_of(value: &serde_json::Value) -> BTreeSet<String> {
     all
 }
 
-/// Each readable version has a file with a state (`tests/golden`). The file of this version has the
-/// fields that the program writes: after a change of the fields, `SHADOWBELL_WRITE_GOLDEN=1` writes
-/// it anew; a change that is not just a field with a default needs a new version.
+/// For each readable version of the state, `tests/golden` has a file. The file of the current
+/// version must have the same fields as the state that the program writes. After a change of the
+/// fields, `SHADOWBELL_WRITE_GOLDEN=1` writes the file again. A change other than a new field with
+/// a default requires a new version.
 #[test]
 fn states_of_all_readable_versions_are_read() {
     let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden");
@@ -779,7 +787,7 @@ fn states_of_all_readable_versions_are_read() {
     assert!(setup.host.configure_shadow(|_, _| 0).is_success());
     let _queue = setup.create(1, 16, true);
     let since = Instant::now();
-    // Times of 0 ms are not saved, so at least some milliseconds have to pass.
+    // Times of 0 ms are not saved. After some milliseconds, all times are greater than 0.
     wait::until("some milliseconds", || since.elapsed() > Duration::from_millis(2));
     setup.freeze();
     let mut fds = Descriptors::default();

@@ -154,7 +154,7 @@ fn write_uncorrectable_has_a_limit_and_a_quota() {
     let mut host = Host::new(&["mem:16MiB", "mem:1MiB?read-only=on"], ADAPTIVE);
     let cns6 = Identify { cns: 6, ..Identify::default() }.encode(Sqe::new(0x06, 0, 0));
     let page = host.page(cns6).unwrap();
-    // 512 KiB: 1024 blocks of 512 bytes.
+    // WUSL is 7: 512 KiB, or 1024 blocks of 512 bytes.
     assert_eq!(IdentifyNvmController::read_from_bytes(&page).unwrap().wusl, 7);
     let mut queue = host.create(1, 16, false);
     assert_eq!(code(&mut host, &mut queue, mark(0, 1024)), Status::INVALID_FIELD);

@@ -36,7 +36,7 @@ const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 const SIZE: u64 = 128;
 const CAPACITY: u64 = 96;
 const SMALL: &str = "zoned=64KiB&zone-capacity=48KiB&max-open=2&max-active=3&zone-extension=64";
-/// Size of a disk with eight zones.
+/// Memory disk on which the options make eight zones.
 const MEMORY: &str = "mem:1536KiB";
 
 fn zones(disk: Arc<dyn Disk>, options: &str, goes_on: bool) -> Arc<dyn Disk> {
@@ -501,8 +501,8 @@ fn zone_reports_have_the_requested_zones() {
     let bytes = guest.report(extended).unwrap();
     assert_eq!((found(&bytes).0, found(&bytes).1.za), (1, 0x80));
     assert_eq!(bytes[128..192], [0xab; 64]);
-    // The buffer has room for two zones. The count includes all zones, or only these two if
-    // `partial` is set.
+    // The buffer has room for the descriptors of two zones. The number of zones in the header
+    // includes zones without a descriptor, except if `partial` is set.
     let short = ZoneManagementReceive { nd0: 47, slba: 3 * SIZE + 5, ..Default::default() };
     assert_eq!(found(&guest.report(short).unwrap()).0, 5);
     assert_eq!(
@@ -589,7 +589,8 @@ fn zones_of_a_file_survive_a_restart() {
     assert_eq!(guest.send(3, 2 * SIZE, false), Status::SUCCESS);
     let before = guest.states();
     drop(guest);
-    // After a recovery, open zones are still open.
+    // A recovery after a crash keeps zones open. Opening the disk again without a recovery closes
+    // them.
     let mut guest = Guest::new(file(&path, SMALL, true));
     assert_eq!(guest.states(), before);
     drop(guest);

@@ -102,7 +102,8 @@ struct Step {
     stamp: u64,
 }
 
-/// Steps of the batch with this number. `None` if the batch is a flush.
+/// Operations of batch `number`, one in each part (lane) of the disk. `None` if the batch is a
+/// flush.
 fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
     let mut random = Random((seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
     for _ in 0..4 {
@@ -120,7 +121,8 @@ fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
             0 => (Op::Discard, 0),
             1 => (Op::WriteZeroes { deallocate: random.below(2) == 0, fua: false }, 0),
             other if other % 3 == 0 => (Op::Read, 0),
-            // The stamp is unique, and never 0.
+            // The stamp identifies the write that a unit contains: it is unique, and never 0, which
+            // stands for zeroes.
             _ => (Op::Write { fua: false }, seed << 40 | number << 8 | (lane as u64 + 1)),
         };
         Step { op, first: lane * LANE + first, count, stamp }
@@ -128,7 +130,7 @@ fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
     Some((0..LANES).map(step).collect())
 }
 
-/// Content of a unit with this stamp.
+/// Content of a unit, a fixed-size part of the disk, after the write with this stamp.
 fn content(stamp: u64, unit: usize) -> impl Iterator<Item = u64> {
     let mix = (stamp ^ ((unit as u64) << 20)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (0..UNIT as u64 / 8).map(move |at| match (stamp, at) {
@@ -144,7 +146,8 @@ fn fill(bytes: &mut Vec<u8>, stamp: u64, unit: usize) {
     content(stamp, unit).for_each(|word| bytes.extend(word.to_le_bytes()));
 }
 
-/// Returns the stamp in the content of a unit. Fails if the content is damaged.
+/// Returns the stamp of the write whose data the unit contains. Fails if the content is not that of
+/// one write.
 fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
     let words = || bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
     let stamp = words().next().unwrap_or(0);
@@ -155,8 +158,8 @@ fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
     Err(format!("unit {unit} starts with {stamp:#x} and differs from byte {} on", odd * 8))
 }
 
-/// Progress of a worker process: numbers of the last batch that was started, and of the last that
-/// was completed.
+/// Progress of a worker process: number of the last batch that it has begun, and of the last batch
+/// that has completed.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
     begun: u64,
@@ -234,7 +237,8 @@ fn work(image: &Path, progress: &Path, mix: Mix, seed: u64) -> Result<(), String
     Ok(())
 }
 
-/// Returns the stamp of the unit in `bytes`. It has to be one of `may`.
+/// Returns the stamp of the unit with index `at` in `bytes`. Fails if the stamp is not one of
+/// `may`.
 fn same(bytes: &SharedBytes, at: usize, may: &[u64], unit: &mut Vec<u8>) -> Result<u64, String> {
     unit.resize(UNIT, 0);
     bytes.read_into(at * UNIT, unit).unwrap();
@@ -280,8 +284,8 @@ struct Counters {
 struct Watch {
     directory: PathBuf,
     seed: u64,
-    /// True for a control run, which discards all writes of a killed process, so that the check
-    /// must fail.
+    /// True for a control run. It restores the image as it was before the killed process has
+    /// written, so the check must report lost data.
     control: bool,
     counters: Counters,
 }
@@ -298,8 +302,8 @@ impl Watch {
             let output = output.map_err(|error| format!("qemu-img: {error}"))?;
             let text = [output.stdout, output.stderr].concat();
             let text = String::from_utf8_lossy(&text).into_owned();
-            // The kernel holds the lock of the killed process until it has released the io_uring of
-            // that process.
+            // After a kill, the kernel releases the process's lock of the image only when it has
+            // released its io_uring. So the command is repeated for a while.
             let is_held = text.contains("Failed to get") || text.contains("Failed to lock byte");
             if !is_held || Instant::now() > until {
                 return Ok((output.status.code().unwrap_or(-1), text));
@@ -330,8 +334,8 @@ impl Watch {
         let soon = random.below(SOON_EVERY) == 0;
         let most = if soon { mix.longest() / 20 } else { mix.longest() };
         let time = most.mul_f64(random.below(1000) as f64 / 1000.0);
-        // The time until the kill starts with the first batch, after the process has read the whole
-        // image.
+        // The random time until the kill begins when the process has read the whole image and begun
+        // its first batch.
         let until = Instant::now() + Duration::from_secs(60);
         while Progress::read(&progress).begun == 0 && Instant::now() < until {
             if let Ok(Some(status)) = child.try_wait() {
@@ -348,7 +352,9 @@ impl Watch {
         Ok(Progress::read(&progress))
     }
 
-    /// Returns the allowed stamps of each unit after a process with this progress.
+    /// Returns the stamps that each unit may contain after a worker process ended with `progress`,
+    /// and the number of its operations. A batch that was begun but not answered may be partly
+    /// written.
     fn allowed(model: &[u64], (mix, seed): (Mix, u64), progress: Progress) -> (Vec<Vec<u64>>, u64) {
         let mut may: Vec<Vec<u64>> = model.iter().map(|stamp| vec![*stamp]).collect();
         let mut operations = 0;

@@ -1,6 +1,8 @@
-//! Model of crashes. All changes of a file by a random workload are recorded. After any of them,
-//! the process is killed, or the power is lost, so that any of the changes since the last sync, in
-//! units of sectors, are missing. The image must then have no errors, and its data must be right.
+//! Model of crashes. A random workload runs, and all changes of the file are recorded.
+//!
+//! Then, after a random change, the process is killed or the power is lost. After a power loss,
+//! sectors that were changed since the last sync may have their old content. In each case, the
+//! image must have no errors, and its data must be correct.
 
 use crate::check::Check;
 use crate::error::OpenError;
@@ -29,13 +31,13 @@ struct Done {
     op: Op,
     offset: u64,
     data: Vec<u8>,
-    /// Number of changes before the request and after it.
+    /// Number of recorded changes before the request began, and after it ended.
     start: usize,
     end: usize,
 }
 
 struct Workload {
-    /// Content of the file and of the disk at first.
+    /// Content of the image file, and of the disk, before the workload.
     file: Vec<u8>,
     disk: Vec<u8>,
     changes: Vec<Change>,
@@ -146,8 +148,8 @@ fn apply(file: &mut Vec<u8>, change: &Change, mut keeps: impl FnMut() -> bool) {
 }
 
 impl Workload {
-    /// Checks the image after a crash that has left `file`. `kept` is the number of requests whose
-    /// result must be there, and `started` that of the requests that may have had an effect.
+    /// Checks the image after a crash that has left the content `file`. The results of the first
+    /// `kept` requests must be there. The first `started` requests may have had an effect.
     fn check(&self, path: &Path, file: &[u8], kept: usize, started: usize, context: &str) {
         std::fs::write(path, file).unwrap();
         let name = path.to_str().unwrap();
@@ -183,7 +185,7 @@ impl Workload {
         assert!(matches!(code, Some(0 | 3)), "{context}: after a write: {code:?}");
     }
 
-    /// Kills the process after a random change.
+    /// Simulates a kill of the process after a random number of changes.
     fn kill(&self, path: &Path, random: &mut Random, context: &str) {
         let cut = random.below(self.changes.len() as u64 + 1) as usize;
         let mut file = self.file.clone();
@@ -193,23 +195,26 @@ impl Workload {
         self.check(path, &file, kept, started.max(kept), &format!("{context}: killed at {cut}"));
     }
 
-    /// Loses the power after a random change.
+    /// Simulates a power loss after a random number of changes.
     fn lose_power_at_random(&self, path: &Path, random: &mut Random, context: &str) {
         let cut = random.below(self.changes.len() as u64 + 1) as usize;
-        // Probability, in eighths, that a sector is on the storage.
+        // Probability, in eighths, that a sector that was changed since the last sync has reached
+        // the storage.
         let odds = random.below(9);
         let context = format!("{context}: {odds} of 8");
         self.lose_power(path, cut, &mut |_| random.below(8) < odds, &context);
     }
 
-    /// Number of changes up to and including the last sync, of the first `cut` changes.
+    /// Number of those of the first `cut` changes that a sync has made durable: all up to and
+    /// including the last sync.
     fn synced(&self, cut: usize) -> usize {
         let is_sync = |change: &Change| matches!(change, Change::Sync);
         self.changes[..cut].iter().rposition(is_sync).map_or(0, |at| at + 1)
     }
 
-    /// Loses the power after `cut` changes. `keeps` is called for each sector of a change since the
-    /// last sync, with the number of the change, and returns true if the sector is on the storage.
+    /// Simulates a power loss after `cut` changes. For each sector that was changed since the last
+    /// sync, `keeps` is called with the number of the change. It returns true if the sector has
+    /// reached the storage.
     fn lose_power(
         &self,
         path: &Path,
@@ -235,7 +240,7 @@ impl Workload {
     }
 }
 
-/// Runs workloads on images that `fresh` creates, and lets each of them crash.
+/// Runs workloads on images that `fresh` creates, and simulates crashes in each workload.
 fn crashes(fresh: impl Fn(&Path) -> bool) {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let path: PathBuf = directory.path().join("disk.qcow2");
@@ -275,7 +280,8 @@ fn create_overlay(path: &Path, options: &str) -> bool {
     create(path, options, &["-b", base.to_str().unwrap(), "-F", "raw"])
 }
 
-/// Writes data to an image, and returns its unused clusters.
+/// Fills the first half of an image with data, and releases the clusters that the image has
+/// reserved but not used.
 fn with_data(path: &Path) {
     let image = open_image(path);
     let mut data = IoBuffer::new(SIZE as usize / 2);
@@ -308,7 +314,7 @@ fn crashes_with_subclusters() {
     crashes(|path| create_overlay(path, "extended_l2=on,cluster_size=32k"));
 }
 
-/// Uses clusters and refcounts of a size at which the writes enlarge the refcount table.
+/// Small clusters and wide refcounts, with which the writes make the refcount table grow.
 #[test]
 fn crashes_with_wide_counts() {
     crashes(|path| create(path, "cluster_size=512,refcount_bits=64", &[]));
@@ -344,8 +350,9 @@ fn crashes_with_compressed_clusters() {
     });
 }
 
-/// An allocation that needs freed clusters releases them after a sync. Otherwise their counts could
-/// be on the storage without the tables that no longer refer to them.
+/// Before an allocation uses freed clusters, their release is written after a sync. Otherwise a
+/// power loss could leave the new refcounts on the storage together with old tables, which still
+/// refer to the freed clusters.
 #[test]
 fn crashes_between_the_release_and_the_use_of_clusters() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
@@ -375,8 +382,8 @@ fn crashes_between_the_release_and_the_use_of_clusters() {
     }
 }
 
-/// Each write after a discard and a flush uses the released cluster, without a search through the
-/// counts of all others.
+/// After a discard and a flush, a write uses the released cluster at once. It does not search the
+/// refcounts of all other clusters.
 #[test]
 fn released_clusters_are_found_without_a_search() {
     let directory = tempfile::tempdir().unwrap();
@@ -423,8 +430,8 @@ fn an_open_image_has_no_errors() {
     assert_eq!(features, [0; 8], "no dirty bit is needed");
 }
 
-/// The repair of a dirty image reads a table once, however many snapshots share it, and counts each
-/// of them.
+/// The repair of a dirty image reads a table that snapshots share only once, but counts a reference
+/// from each of them.
 #[test]
 fn tables_that_snapshots_share_are_read_once() {
     const SNAPSHOTS: u64 = 200;
@@ -483,7 +490,8 @@ fn a_valid_image_is_opened_without_a_check() {
     }
     with_data(&path);
     let image = open_image(&path);
-    // The image has 48 L2 tables, and some refcount blocks at its end are empty.
+    // Opening reads some empty refcount blocks at the end of the image, but none of its 48 L2
+    // tables.
     let reads = image.format.file.reads.load(Ordering::Relaxed);
     assert!(reads < 48, "{reads} reads");
 }
@@ -495,7 +503,8 @@ fn more_tables_than_fit_into_the_file_are_refused() {
     let path = directory.path().join("disk.qcow2");
     crate::create(&path, SIZE).unwrap();
     let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
-    // The L1 table refers to consecutive tables in a hole, which occupies no space.
+    // The L1 table refers to consecutive L2 tables, which are all in a hole of the file. So the
+    // file occupies little space.
     let l1: Vec<u8> = (0..TABLES).flat_map(|n| ((1 << 30) + (n << 16)).to_be_bytes()).collect();
     file.write_all_at(&l1, 1 << 20).unwrap();
     file.write_all_at(&(TABLES as u32).to_be_bytes(), 36).unwrap();

@@ -52,7 +52,8 @@ fn a_qcow2_image_is_locked_like_a_raw_one() {
     open(&path, "");
 }
 
-/// The offset of a table without entries has no meaning.
+/// If the header declares no snapshots, the offset of the snapshot table is ignored, whatever its
+/// value is.
 #[test]
 fn an_empty_snapshot_table_is_nowhere() {
     let directory = directory();
@@ -68,8 +69,8 @@ fn an_empty_snapshot_table_is_nowhere() {
     check_whole(&path);
 }
 
-/// The first write of a part of a cluster writes the whole cluster, but no bytes that the disk does
-/// not have.
+/// The first write to a part of a cluster writes the whole cluster to the data file, except for the
+/// part of the cluster that is beyond the end of the disk.
 #[test]
 fn a_data_file_does_not_grow_beyond_the_disk() {
     for raw in ["on", "off"] {
@@ -206,7 +207,7 @@ fn a_cancelled_read_writes_no_memory_and_writes_complete() {
             });
         }
         assert_eq!(pending, 0);
-        // All threads have finished their requests, so the memory must not change any more.
+        // No request is in flight any more, so no thread may still change the memory.
         let before = bytes.slice(0, 64 << 10).unwrap();
         let mut one = vec![0; 64 << 10];
         before.read_into(0, &mut one).unwrap();
@@ -307,7 +308,7 @@ fn a_truncated_file_returns_errors_and_no_zeroes() {
 }
 
 /// Clusters that are allocated neither in the image nor in its backing files are reported as holes.
-/// Written clusters are reported as data, even while only the tables in memory refer to them.
+/// A written cluster is reported as data, even if the table entry for it is so far only in memory.
 #[test]
 fn unallocated_clusters_are_holes() {
     let extents = |disk: &dyn Disk| {
@@ -397,8 +398,9 @@ fn writes_on_full_storage_fail_until_there_is_space() {
     check(&path);
 }
 
-/// Moves the refcount table of an image to its end, enlarged to `clusters` clusters, and adds a
-/// refcount block of ones as entry `nth`. Returns the length of the file.
+/// Moves the refcount table of an image to the end of the file, enlarges it to `clusters` clusters,
+/// and adds a refcount block whose counts are all 1 as entry `nth`. Returns the new length of the
+/// file.
 fn count_far_away(path: &Path, bits: u32, clusters: u64, nth: u64) -> u64 {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let number = |at: u64| {
@@ -420,8 +422,8 @@ fn count_far_away(path: &Path, bits: u32, clusters: u64, nth: u64) -> u64 {
     len
 }
 
-/// Opens an image whose refcount blocks count clusters so far away that a table entry has too few
-/// bits for their offsets. With such an offset, the entry would refer to another cluster.
+/// An image is refused if it has refcount blocks for clusters whose offsets do not fit into a table
+/// entry. If such a cluster were allocated, the entry would refer to another cluster.
 #[test]
 fn counts_beyond_the_largest_offset_are_refused() {
     let directory = directory();
@@ -437,8 +439,8 @@ fn counts_beyond_the_largest_offset_are_refused() {
     assert!(std::fs::read(&path).unwrap() == before, "nothing is changed");
 }
 
-/// The repair of a dirty image counts its references. Counts of clusters that do not exist make
-/// neither the file nor the memory large.
+/// The repair of a dirty image handles refcounts of clusters that do not exist: it neither enlarges
+/// the file nor needs much memory.
 #[test]
 fn counts_of_missing_clusters_do_not_matter_to_a_repair() {
     let directory = directory();
@@ -457,8 +459,8 @@ fn counts_of_missing_clusters_do_not_matter_to_a_repair() {
     check(&path);
 }
 
-/// Messages of panics in the code of the disk. The disk catches these panics, so only its requests
-/// fail.
+/// Messages of the panics in the code of the disk. The disk catches a panic, so that only a request
+/// fails; the test finds the panic here.
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn record_panics() {
@@ -526,7 +528,8 @@ fn child_that_writes() {
     let mut random = Random(seed);
     let mut out = std::io::stdout().lock();
     for number in 1_u32.. {
-        // Each number has its own block, so that flushed blocks are not overwritten.
+        // The numbers are in different blocks, so that a number that was flushed is not overwritten
+        // soon.
         let at = u64::from(number % 4096) * 16384;
         let mut data = vec![0; 16384];
         data[..4].copy_from_slice(&number.to_le_bytes());
@@ -568,7 +571,7 @@ fn a_killed_writer_leaves_a_consistent_image() {
         for (seen, number) in numbers.enumerate() {
             flushed = number;
             if seen as u64 == stop {
-                // A random delay, so that the kill occurs during the next operation.
+                // The kill comes after a random delay, so that it interrupts different operations.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
                 child.kill();
             }
@@ -586,7 +589,8 @@ fn a_killed_writer_leaves_a_consistent_image() {
     }
 }
 
-/// The tables of a completed write are in the file, in case the process is killed.
+/// When a write completes, the tables that refer to its data are in the file. So a kill of the
+/// process does not lose it.
 #[test]
 fn tables_are_written_with_the_data() {
     let directory = directory();
@@ -603,7 +607,8 @@ fn tables_are_written_with_the_data() {
     assert!(l2 != 0 && field(l2) != 0);
 }
 
-/// A read-only disk changes nothing: no bit of the header, and no descriptor is writable.
+/// A read-only disk does not change the image, not even a bit of the header, and has no writable
+/// descriptor of a file.
 #[test]
 fn a_read_only_image_is_not_changed() {
     let directory = directory();

@@ -23,8 +23,8 @@ fn image(directory: &Path, size: u64) -> PathBuf {
     path
 }
 
-/// Returns two flags for the first bytes of a cluster: true if reads take the fast path, and true
-/// if writes do.
+/// Returns true if reads of the first 4096 bytes of a cluster take the fast path, and true if
+/// writes do.
 fn fast_path(disk: &Qcow2Disk, cluster: u64) -> (bool, bool) {
     let at = cluster * CLUSTER;
     (disk.uses_fast_path(at, 4096, false), disk.uses_fast_path(at, 4096, true))
@@ -50,14 +50,16 @@ fn allocated_clusters_take_the_fast_path() {
         assert_eq!(fast_path(&disk, at / CLUSTER), (false, false), "{op:?}");
         assert_eq!(read(&mut *queue, at + 4096, 4096).unwrap(), [0; 4096]);
     }
-    // Zeroes in a part of a cluster are written in place, so the cluster stays mapped.
+    // A Write Zeroes to a part of a cluster writes zeroes in place, so requests to the cluster
+    // still take the fast path.
     run_one(&mut *queue, zeroes, 3 * CLUSTER, 4096, Segments::new()).unwrap();
     assert_eq!(fast_path(&disk, 3), (true, true));
     assert_eq!(read(&mut *queue, 3 * CLUSTER, 4096).unwrap(), [0; 4096]);
     flush(&mut *queue).unwrap();
     drop((queue, disk));
     check_whole(&path);
-    // After the image is opened again, the first request maps a whole part of the disk.
+    // When the image is opened again, no cluster is on the fast path. The first request adds many
+    // clusters at once, also others than its own.
     for (options, writes) in [("", true), ("?read-only=on", false)] {
         let disk = open(&path, options);
         assert_eq!(fast_path(&disk, 2), (false, false));
@@ -93,8 +95,9 @@ fn clusters_shared_with_a_snapshot_take_the_slow_path() {
     assert_eq!(read(&mut *disk.queue().unwrap(), 0, 8192).unwrap(), [1; 8192]);
 }
 
-/// Requests take the fast path while another queue frees, zeroes, allocates and writes the same
-/// clusters. At any time, each unit contains only its own data, and never a table.
+/// Runs requests on the fast path while another queue frees, zeroes, allocates and writes the same
+/// clusters. Checks that a read of a unit (4096 bytes) never returns data of another unit or of a
+/// table.
 fn race(path: &Path, cluster: u64, millis: u64) {
     const UNIT: u64 = 4096;
     const UNITS: u64 = 256;
@@ -115,7 +118,8 @@ fn race(path: &Path, cluster: u64, millis: u64) {
                 _ => Op::Write { fua: false },
             };
             let units = |from: u64, len: u64| (from * UNIT, len * UNIT);
-            // The request covers one unit, or a whole cluster. Each request has its own buffer.
+            // Reads and writes cover one unit, and other operations a whole cluster. Each request
+            // has its own buffer.
             let (offset, len) = match op {
                 Op::Read | Op::Write { .. } => units(at, 1),
                 _ => (at * UNIT / cluster * cluster, cluster.max(UNIT)),
@@ -186,8 +190,8 @@ fn fast_requests_survive_moving_clusters() {
     }
 }
 
-/// In a recoverable image, the fast path may overwrite a cluster only after the table that refers
-/// to it is in the file.
+/// In a recoverable image, the fast path may overwrite a cluster only if the table that refers to
+/// the cluster has already been written to the file.
 #[test]
 fn a_recoverable_image_is_overwritten_after_its_tables_are_saved() {
     let directory = directory();
@@ -237,7 +241,7 @@ impl Tables {
         u64::from_be_bytes(self.bytes[at..at + 8].try_into().unwrap())
     }
 
-    /// Writes the image to its file, with these numbers at these offsets.
+    /// Writes the image to its file, after replacing the 64-bit numbers at these offsets.
     fn with(&self, numbers: &[(u64, u64)]) -> &Path {
         let mut bytes = self.bytes.clone();
         for (at, number) in numbers {
@@ -303,7 +307,7 @@ fn invalid_cluster_offsets_are_not_accessed() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     let l2 = tables.l2;
-    // The entry refers beyond the end of the file, where no reference count exists, or to an
+    // The table entry refers to a place beyond the end of the file, which has no refcount, or to an
     // unaligned offset.
     for (what, place) in [("behind", 1 << 30), ("unaligned", 8 * CLUSTER + 512)] {
         let len = tables.bytes.len() as u64;
@@ -348,8 +352,8 @@ fn uncounted_tables_are_not_allocated() {
     }
 }
 
-/// A damaged image has data in a cluster without a count, which later becomes a table. From then
-/// on, the fast path does not access it.
+/// In a damaged image, a cluster with data has the refcount 0, so it is allocated again, for a
+/// table. From then on, the fast path must not access this cluster.
 #[test]
 fn data_that_become_a_table_leave_the_fast_path() {
     let directory = directory();

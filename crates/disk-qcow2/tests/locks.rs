@@ -18,7 +18,7 @@ enum Use {
     Write,
     /// `qemu-img resize`.
     Resize,
-    /// Read as the backing file of another image.
+    /// The image is read because it is the backing file of another image.
     Base,
     /// Read although others may write (`-U`).
     ForceShare,

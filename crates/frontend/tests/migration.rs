@@ -124,8 +124,8 @@ fn a_suspended_device_serves_the_next_client() {
             assert_eq!(guest.client().migration_state().unwrap(), MigrationState::Running);
             assert!(!guest.is_ready());
         }
-        // The guest moves together with its memory. The source must not execute the guest's
-        // commands too.
+        // The guest runs at the target, to which its memory has moved. So the source must not
+        // execute the guest's commands any more.
         drop(guest);
         let target = Server::start(&disk, 1);
         let mut next = Guest::boot(server.connect(), 1, false);
@@ -200,8 +200,8 @@ fn a_state_of_another_controller_is_refused() {
     guest.verify();
 }
 
-/// Each number, list and text of a state is replaced in turn. The server refuses the corrupted
-/// state, or the state affects only the client that sent it.
+/// Replaces each number, list and text of a migration state, one after the other. The server
+/// refuses such a state, or the state affects only the controller of the client that sent it.
 #[test]
 fn corrupt_migration_states_do_no_harm() {
     let disk = disk();
@@ -229,7 +229,8 @@ fn corrupt_migration_states_do_no_harm() {
     share(&client, &Mapping::shared("a guest", MEMORY).unwrap());
     let (mut taken, mut refusals) = (0, 0);
     for (n, place) in places.iter().enumerate() {
-        // One third of the values is tested at each place, because all values would take too long.
+        // Testing all values at each place would take too long. So each place is tested with a
+        // third of the values, and the next place with another third.
         for value in values.iter().skip(n % 3).step_by(3) {
             let mut state = state.clone();
             *state.pointer_mut(place).unwrap() = value.clone();
@@ -262,10 +263,11 @@ fn share(client: &Client, memory: &Mapping) {
     client.dma_map(&share).unwrap();
 }
 
-/// Lists the places at which two states differ, because the states are too long to print. The
-/// function is used for a stream of the first release with migration: the server restores the
-/// stream, and must save the same state. (`SHADOWBELL_CAPTURE=PATH` captures a stream. Add one for
-/// each release whose streams must stay readable.)
+/// Lists the places at which two states differ, because the states are too long to print.
+///
+/// The test restores a migration stream that the first release with migration has saved, and the
+/// server must save the same state again. `SHADOWBELL_CAPTURE=PATH` saves a stream to a file: add
+/// one for each release whose streams must stay readable.
 fn differences(at: &str, a: &serde_json::Value, b: &serde_json::Value) -> Vec<String> {
     use serde_json::Value::{Array, Null, Object};
     match (a, b) {
@@ -318,7 +320,7 @@ fn a_stream_of_another_release_is_restored() {
             ] {
                 *state.pointer_mut(place).unwrap() = 0.into();
             }
-            // A snapshot omits this field if it is zero.
+            // A saved state has no `reset_ms` if the value is zero.
             let control = state.pointer_mut("/0/body/controller/control").unwrap();
             control.as_object_mut().unwrap().remove("reset_ms");
             state
@@ -328,7 +330,8 @@ fn a_stream_of_another_release_is_restored() {
         let admin = &after[0]["body"]["controller"]["admin"];
         let number = |at: &serde_json::Value| at.as_u64().unwrap() as usize;
         let (head, tail) = (number(&admin["sq"]["head"]), number(&admin["cq"]["tail"]));
-        // The next admin command is Identify Controller, which writes to a page of its own.
+        // The test continues as the guest: its next admin command is Identify Controller, with a
+        // page of its own as buffer.
         let bytes = memory.bytes();
         let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, 77, 0));
         bytes.write(head * 64, &identify.with_prps(1 << 20, 0)).unwrap();

@@ -20,7 +20,8 @@ enum Bad {
     Offset,
 }
 
-/// Expected places of `len` bytes of data, entry by entry as the specification defines them.
+/// Reference implementation: places of `len` bytes of data, determined entry by entry as the
+/// specification defines it.
 fn naive(
     peer: &Peer,
     prp1: u64,
@@ -100,7 +101,8 @@ fn agree(
     let expected = naive(peer, prps.0, prps.1, len, page, write);
     match (expected, resolve(&peer.view(), prps, len, page, write)) {
         (Ok(data), Ok(segments)) => check(peer, &segments, &data, write).map(|()| true),
-        // Lists are read in pieces, so a list with two errors may be refused for either.
+        // If a list has two errors, either may be reported, because the crate reads several entries
+        // of a list at once.
         (Err(_), Err(_)) => Ok(false),
         (expected, got) => Err(TestCaseError::fail(format!("expected {expected:?}, got {got:?}"))),
     }
@@ -121,7 +123,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// Writes the lists; returns PRP 1 and PRP 2.
+    /// Writes the PRP lists into the peer's memory. Returns PRP 1 and PRP 2.
     fn lay(&self, peer: &Peer) -> (u64, u64) {
         let pages = GRANULES * GRANULE / self.page;
         let address = |index: &usize| BASE + (index % pages * self.page) as u64;
@@ -198,7 +200,8 @@ proptest! {
         }
         let peer = Peer::new(&stretches);
         peer.scribble(7);
-        // Lists and data get separate halves of the window, because data would overwrite lists.
+        // Data and lists are in different halves of the window, because otherwise a write of data
+        // would overwrite the lists.
         let pages = GRANULES * GRANULE / plan.page;
         let half = pages / 2;
         let plan = Plan {

@@ -49,7 +49,7 @@ impl Descriptor {
     }
 }
 
-/// Expected places of the data, or an error.
+/// Reference implementation: places of the data, or an error.
 fn naive(
     peer: &Peer,
     first: Descriptor,
@@ -133,7 +133,8 @@ fn resolve(
 
 fn agree(peer: &Peer, first: Descriptor, len: usize, write: bool) -> Result<bool, TestCaseError> {
     match (naive(peer, first, len, write), resolve(peer, first, len, write)) {
-        // A bit bucket takes a part of the data.
+        // A part of the data goes to a bit bucket, so the segments contain more than the data
+        // blocks.
         (Ok(data), Ok(segments)) if data.iter().map(|(_, len)| len).sum::<usize>() < len => {
             prop_assert!(write && segments.len() == len);
             Ok(true)
@@ -144,8 +145,8 @@ fn agree(peer: &Peer, first: Descriptor, len: usize, write: bool) -> Result<bool
     }
 }
 
-/// Writes chained segments of the given data blocks, the first at `lists[0]` and so on. Returns the
-/// descriptor for the command.
+/// Writes the SGL segments for lists of data blocks: the first segment to `lists[0]`, and so on.
+/// Each segment ends with a descriptor of the next one. Returns the descriptor for the command.
 fn lay(peer: &Peer, segments: &[Vec<(u64, usize)>], lists: &[u64]) -> Descriptor {
     let kind = |index: usize| if index + 1 == segments.len() { LAST_SEGMENT } else { SEGMENT };
     let size =
@@ -338,7 +339,7 @@ fn bit_buckets_discard_and_supply_no_data() {
     let parts = [
         bucket(100),
         Descriptor::new(DATA_BLOCK, data, 512),
-        // The descriptor is longer than the bit bucket memory.
+        // This bit bucket is longer than the memory into which the crate discards data.
         bucket(300_000),
         Descriptor::new(DATA_BLOCK, data + 4096, 512),
         bucket(7),

@@ -20,8 +20,8 @@ fn is_mapped(address: usize) -> bool {
 #[test]
 fn a_command_in_flight_keeps_unmapped_memory() {
     let mut space = DmaSpace::default();
-    // The mapping is larger than any other of this process, so that its address is not reused at
-    // once.
+    // The mapping is larger than any other of this process, so that no other mapping gets its
+    // address soon after the unmap.
     let mapping = Mapping::shared("guest", 64 << 20).unwrap();
     let address = mapping.address();
     space.map(0, 64 << 20, &mapping.bytes()).unwrap();
@@ -40,8 +40,8 @@ fn a_command_in_flight_keeps_unmapped_memory() {
     assert!(is_mapped(address));
     in_flight.write_from(0, &[7; 4096]).unwrap();
 
-    // The data can move to another thread's queue and back. They hold the same view until they are
-    // dropped.
+    // The data of a command can be moved, for example to the queue of another thread. They hold the
+    // view in which they were resolved until they are dropped.
     let taken = in_flight.take();
     assert!(in_flight.is_empty());
     assert!(!watch.is_idle());
@@ -67,7 +67,7 @@ fn the_same_addresses_can_be_mapped_to_new_memory_meanwhile() {
     let watch = before.watch();
     drop(before);
     assert!(!watch.is_idle());
-    // A new resolution releases the old view, like the end of the command.
+    // If the data are resolved again, they release the old view, as at the end of the command.
     after.resolve_prps(0x4000, 0, 512, 4096, true, &mut in_flight).unwrap();
     assert!(watch.is_idle());
     let mut seen = [0; 512];

@@ -98,7 +98,8 @@ fn disk(shared: FileShared) -> FileDisk {
     FileDisk { shared: Arc::new(shared), path: "test".into() }
 }
 
-/// Creates a disk on a pipe. Reads end when data are written to the other end.
+/// Creates a disk on the reading end of a pipe. A read is in flight until the test writes data to
+/// the other end.
 fn pipe() -> (Box<dyn Queue>, File) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     (disk(shared(reader, 1 << 30)).queue().unwrap(), writer.into())
@@ -237,7 +238,7 @@ fn pending_requests_are_cancelled() {
     wait(&*queue);
     assert_eq!(reap(&mut *queue), [(1, Err(DiskError::Cancelled))]);
     assert_eq!(queue.pending(), 2);
-    // This request is submitted, but not committed.
+    // This request is submitted, but not committed, and is cancelled in this state.
     let (_, mut data) = buffer(512);
     assert_eq!(queue.submit(8, &read(0, 512), &mut data), Submitted::Pending);
     queue.cancel(8);
@@ -246,8 +247,8 @@ fn pending_requests_are_cancelled() {
     assert_eq!(queue.pending(), 2);
 }
 
-/// A reset, or Delete I/O Submission Queue, cancels all commands of a host. Cancelling takes linear
-/// time in total. With quadratic time, this test would not end.
+/// A reset, or Delete I/O Submission Queue, cancels all commands of a queue. Cancelling takes time
+/// linear in their number. With quadratic time, this test would not end in acceptable time.
 #[test]
 fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -266,7 +267,8 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     ended.sort_unstable_by_key(|(tag, _)| *tag);
     assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
     assert_eq!(queue.pending(), 0);
-    // The tags can be used again, and no cancelled request was started.
+    // The tags are free again. The new request completes with its own result, so no cancelled
+    // request is still in progress.
     let (_, mut data) = buffer(512);
     assert_eq!(queue.submit(7, &read(0, 512), &mut data), Submitted::Pending);
     queue.commit();
@@ -286,7 +288,8 @@ fn a_cancelled_request_does_not_go_on_after_a_short_transfer() {
     assert_eq!(drain(&mut *queue), [(1, Err(DiskError::Cancelled))]);
 }
 
-/// A thread that may block executes buffered writes inline. It executes no other requests inline.
+/// If the thread is allowed to block, `submit` executes buffered writes without FUA directly. Other
+/// requests remain asynchronous.
 #[test]
 fn buffered_writes_complete_inline_on_a_blocking_thread() {
     let mut shared = shared(memfd(8192), 8192);
@@ -306,13 +309,13 @@ fn buffered_writes_complete_inline_on_a_blocking_thread() {
     let later = (Submitted::Pending, 0, vec![(7, Ok(()))]);
     assert_eq!(ask(&mut *queue, write, 1), later);
     queue.may_wait();
-    // The write was inline, so the caller has its buffer back.
+    // The write completed within `submit`, so the caller has its buffer back.
     assert_eq!(ask(&mut *queue, write, 2), (Submitted::Done(Ok(())), 4096, Vec::new()));
     assert_eq!(ask(&mut *queue, Op::Read, 0), later);
     let mut found = [0; 4096];
     bytes.read_into(0, &mut found).unwrap();
     assert_eq!(found, [2; 4096]);
-    // A FUA write needs a sync by the flusher, so it is not inline.
+    // A write with FUA needs a sync by the flusher, so `submit` does not complete it.
     assert_eq!(ask(&mut *queue, Op::Write { fua: true }, 3), later);
     assert_eq!(ask(&mut *queue, Op::Read, 0), later);
     bytes.read_into(0, &mut found).unwrap();
@@ -368,8 +371,8 @@ fn a_dropped_queue_writes_to_no_released_memory() {
     assert!(!watch.is_idle());
     drop(queue);
     assert!(watch.is_idle());
-    // A read that is still in the kernel would receive these bytes. A write error means that there
-    // is no such read.
+    // If a read were still in flight in the kernel, these bytes would reach the guest's memory. A
+    // write error is ignored: it means that no read is in flight.
     let _ = writer.write_all(&[0xee; 512]);
     assert_eq!(bytes.read::<u64>(0), Some(0));
 }
@@ -398,7 +401,7 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     }
 }
 
-/// Creates a disk whose syncs return the results that `scripted_result` returns.
+/// Creates a disk whose syncs have the results that `scripted_result` returns.
 fn answering(direct: bool, scripted_result: impl FnMut() -> i32 + Send + 'static) -> FileDisk {
     let mut shared = shared(memfd(4096), 4096);
     shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });

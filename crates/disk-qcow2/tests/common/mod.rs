@@ -11,8 +11,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-/// Creates a directory for images, on the file system of the build, which supports direct I/O more
-/// often than `/tmp`.
+/// Creates a directory for images in the build directory, whose file system supports direct I/O
+/// more often than that of `/tmp`.
 pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }

@@ -60,7 +60,8 @@ fn admin_doorbells_reach_register_and_shadow() {
             state.polling = polling;
         });
         let mut options = options();
-        // The limit expires for the command whose doorbell the controller does not read.
+        // A short limit: an admin command whose doorbell the controller does not read waits until
+        // this limit has expired.
         options.timeouts.admin = Duration::from_millis(200);
         let controller = Controller::attach(fake.transport(), &options).unwrap();
         assert_eq!(controller.doorbells(), Doorbells::Shadow);

@@ -85,8 +85,9 @@ fn memory_stays_mapped_if_the_controller_cannot_be_stopped() {
     drop(queue);
     drop(pool);
     fake.with(|state| {
-        // The buffers of admin commands were unmapped, because no admin command was outstanding.
-        // All other memory is still mapped.
+        // The detach has unmapped the buffers of admin commands, because no admin command was
+        // outstanding. All other memory must remain mapped, because an I/O command is still in
+        // flight.
         assert_eq!(state.dma.table().len(), before - 1, "queues and buffers are still mapped");
         // The held command still writes to the buffer.
         state.hold = false;
@@ -108,7 +109,8 @@ fn detaching_a_removed_controller_is_an_error() {
 
 #[test]
 fn detach_requests_a_normal_shutdown_while_enabled() {
-    // The controller sets SHST only for a shutdown that was requested while CC.EN was set.
+    // The fake controller sets SHST only for a shutdown that is requested while CC.EN is set. So
+    // this detach succeeds only if the driver requests the shutdown before it clears CC.EN.
     let fake = Fake::new();
     let controller = Controller::attach(fake.transport(), &options()).unwrap();
     fake.with(|state| assert_eq!(state.cc.shn(), regs::SHN_NONE));

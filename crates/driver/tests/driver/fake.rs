@@ -1,7 +1,6 @@
-//! A controller whose behaviour a test configures; correct by default.
+//! Fake controller whose behaviour the test configures. By default it behaves correctly.
 //!
-//! The controller runs on the thread that rings a doorbell, so its behaviour does not depend on
-//! time.
+//! Its code runs on the thread that rings a doorbell, so its behaviour does not depend on time.
 
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_driver::{Transport, TransportError};
@@ -45,8 +44,8 @@ pub(crate) struct State {
     pub(crate) stuck: bool,
     /// If true, CSTS.CFS is set when the controller is enabled.
     pub(crate) fatal: bool,
-    /// Number of enables in which the first memory access hits a stale translation, which sets
-    /// CSTS.CFS.
+    /// Number of enables that fail: the controller's first memory access uses a stale translation,
+    /// so CSTS.CFS is set.
     pub(crate) stale: usize,
     /// If true, CSTS.NSSRO cannot be cleared.
     pub(crate) keeps_nssro: bool,
@@ -68,10 +67,10 @@ pub(crate) struct State {
     pub(crate) io_status: Status,
     /// Wrong Identify data, by CNS.
     pub(crate) wrong_identify: BTreeMap<u8, Vec<u8>>,
-    /// If true, the controller polls shadow doorbells, and its EventIdx requests no register
-    /// writes.
+    /// If true, the controller polls the shadow doorbells, and sets EventIdx so that the host need
+    /// not write doorbell registers.
     pub(crate) polling: bool,
-    /// Fixed EventIdx while `polling` is true, instead of one that follows the doorbell.
+    /// Constant value of EventIdx while `polling` is true. `None` if EventIdx follows the doorbell.
     pub(crate) event_idx: Option<u32>,
     /// If true, the controller reads the admin queue's registers even with shadow doorbells.
     pub(crate) admin_by_register: bool,
@@ -185,7 +184,8 @@ impl Fake {
         state.post(qid, Cqe::new(sqe.cid, qid, 0, status, 0), None);
     }
 
-    /// Posts any completion. `phase` is `None` for the correct phase tag.
+    /// Posts the completion `cqe`, which need not belong to a command. With `None` as `phase`, it
+    /// has the correct phase tag.
     pub(crate) fn post(&self, qid: u16, cqe: Cqe, sq_head: u16, phase: Option<bool>) {
         let mut state = self.state();
         let cqe = Cqe { sq_head, ..cqe };
@@ -273,8 +273,8 @@ impl State {
                 let behind = |at: u32| self.event_idx.unwrap_or(at.wrapping_sub(1) & 0xffff);
                 let idx = if self.polling { behind(queue.tail) } else { queue.tail };
                 event_idx.store_release(idx);
-                // No command waits for a free completion queue entry. So EventIdx of the completion
-                // queue head follows the head as well.
+                // The controller does not wait for free completion queue entries. So it needs no
+                // notification of head updates, and EventIdx of the head follows the head as well.
                 if self.polling
                     && let Some((values, event_idxs)) = &self.shadow
                 {

@@ -209,7 +209,8 @@ fn excess_requests_wait_in_order() {
                 }
                 Poll::Pending => true,
             });
-            // Command 3 completes as well, but its future was dropped, so no future ends.
+            // The future of command 3 was dropped, so the completion of this command completes no
+            // future.
             if futures.len() < before || order.last() == Some(&3) {
                 break;
             }
@@ -297,7 +298,8 @@ fn futures_fail_when_the_controller_is_detached() {
     futures.iter_mut().for_each(|future| assert!(poll_once(future, &count).is_pending()));
     wait_for(|| fake.state().held.len() == 15);
     controller.detach().unwrap();
-    // The queue thread notices the detach when it next wakes up.
+    // Each future ends with an error after the queue thread has noticed the detach, at its next
+    // wakeup.
     for future in futures {
         let error = block_on(future).unwrap_err();
         assert!(
@@ -342,11 +344,11 @@ fn many_tasks_on_many_threads_share_a_queue() {
 fn an_idle_queue_sleeps() {
     let Setup { disk, .. } = setup();
     block_on(disk.flush()).unwrap();
-    // The queue thread may fall asleep during the first attempts. A timer would wake it more often
-    // than every 100 ms.
+    // The condition is repeated, because the queue thread may still be about to sleep. It never
+    // holds if a timer wakes the thread more often than every 100 ms.
     wait::until("100 ms without a wakeup", || {
         let before = disk.queue().stats().sleeps;
-        // A timer would wake the thread in this time.
+        // Interval in which the queue thread must not wake up.
         std::thread::sleep(Duration::from_millis(100));
         disk.queue().stats().sleeps == before
     });

@@ -1,5 +1,5 @@
-//! Blocks with metadata, which the controller inserts and strips, or the host computes and checks;
-//! commands with metadata that are resubmitted after a reset.
+//! Blocks with metadata. Either the controller inserts and strips the metadata, or the host
+//! computes and checks them. Commands with metadata are also submitted again after a reset.
 
 #[path = "../common/direct.rs"]
 mod direct;
@@ -162,7 +162,8 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         assert_eq!((host.namespace.unusable(), format.protection()), (None, pi), "{text}");
         assert_eq!(format.guard() == GuardKind::Crc64, wide);
         let end = host.namespace.blocks();
-        // The four commands need a PRP list, two PRPs, one PRP, and reach the end of the disk.
+        // The first three transfers need a PRP list, two PRPs, and one PRP. The fourth one ends at
+        // the end of the disk.
         for (lba, blocks) in [(3, 60), (100, 9), (200, 1), (end - 17, 17)] {
             let wanted = data(lba, blocks as usize);
             host.write(lba, &wanted);
@@ -213,8 +214,8 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         host.put(10, &stored, &own);
         assert_eq!(host.read(3, 60).unwrap(), data(3, 60));
 
-        // Write Zeroes is executed with and without Deallocate. After Deallocate, protection
-        // information reads as FFh, which disables the checks.
+        // Write Zeroes is executed with and without Deallocate. The protection information of a
+        // deallocated block consists of FFh bytes, which disable the checks.
         for deallocate in [false, true] {
             let zeroes = host.namespace.write_zeroes(5, 4, deallocate).unwrap();
             assert_eq!(host.plain(zeroes, None).0, Status::SUCCESS);
@@ -294,8 +295,8 @@ fn a_host_computes_and_checks_protection_information() {
         assert!(buffer.copy_from(0, &[written[0] ^ 1]));
         assert_eq!(host.given(&compare, Some(buffer)).0.code(), Status::COMPARE_FAILURE);
 
-        // With PRACT, metadata that consist of protection information only are not transferred, as
-        // with a `Command` without tags.
+        // If the metadata consist of protection information only, a command with PRACT transfers no
+        // metadata. A `Command` without explicit tags works in the same way.
         let strips = ProtectionFields { prinfo: tags.prinfo | PRINFO_PRACT, ..tags };
         let read = host.namespace.read_with_metadata(lba, blocks, strips).unwrap();
         let alone = host.namespace.metadata().unwrap().is_protection_only();
@@ -319,7 +320,7 @@ fn plain_metadata_is_stored_unchanged() {
     for extended in ["off", "on"] {
         let mut host = Host::new(&format!("metadata=16&extended={extended}"));
         let write = host.namespace.write_with_metadata(7, 20, fields(PRINFO_PRACT, 3)).unwrap();
-        // PRACT and tags have no effect, because these metadata have no protection information.
+        // These metadata contain no protection information, so PRACT and the tags have no effect.
         assert_eq!(write.buffer_bytes(), 20 * 528);
         let mut buffer = host.buffer();
         let wanted = data(5, 21)[..20 * 528].to_vec();
@@ -432,7 +433,8 @@ fn a_resubmitted_command_keeps_its_tags() {
         ref_tag: 0xabcd_ef01,
     };
     let given = namespace.write_with_metadata(5, 8, tags).unwrap();
-    // Other commands are submitted as well, so that this command is not in the first slot.
+    // Another command is submitted first, so that the command under test does not use the first
+    // slot.
     queue.submit(namespace.flush(), None).unwrap();
     queue.submit_with_metadata(&given, pool.take()).unwrap();
     queue.submit(namespace.read(9, 2).unwrap(), pool.take()).unwrap();
@@ -457,7 +459,7 @@ fn a_resubmitted_command_keeps_its_tags() {
         controller.recovery_stats().resets != 0 && fake.state().held.len() == 4
     });
     assert_eq!(entries(), before);
-    // The commands that use the slots next do not get the tags of these commands.
+    // The commands that reuse the slots must not get the tags of the completed commands.
     for _ in 0..4 {
         fake.complete(0);
     }

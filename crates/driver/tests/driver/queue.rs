@@ -123,12 +123,14 @@ fn a_batch_takes_one_doorbell_write_or_none_with_shadow() {
     }
     let stats = queue.stats();
     assert_eq!(stats.sq_doorbell_mmio_writes, 4);
-    // The completion queue has 32 entries. Its head is published at least once per eight entries.
+    // The completion queue has 32 entries, and the driver publishes its head at least once per
+    // eight completions.
     assert!((1..=4).contains(&stats.cq_doorbell_mmio_writes), "{stats:?}");
     assert_eq!(stats.mmio_saved, 0);
     drop((queue, controller));
 
-    // EventIdx follows the doorbell, or is not a position of the ring, as in SPDK's target.
+    // EventIdx either follows the doorbell, or has a constant value that is no position of the
+    // ring, as with SPDK's target.
     for event_idx in [None, Some(u32::MAX), Some(0xfffe), Some(64)] {
         let fake = Fake::new();
         let (controller, mut queue) = one_queue(&fake, &options());
@@ -219,7 +221,8 @@ fn completions_without_a_command_are_ignored() {
     let pool = controller.buffers(4, 4096).unwrap();
     let token = queue.submit(read(&controller, 0, 8), pool.take()).unwrap();
     queue.ring().unwrap();
-    // These completions have the command identifier of a free slot, of no slot, or all ones.
+    // Completions without a command: their identifiers are that of a free slot, that of no slot,
+    // and all ones.
     for cid in [token.cid() + 1, 15, 0x7ff, 0xffff] {
         fake.post(1, Cqe::new(cid, 1, 0, Status::SUCCESS, 0), 1, None);
         assert!(queue.pop().is_none());
@@ -244,7 +247,8 @@ fn completions_without_a_command_are_ignored() {
 fn a_flood_of_completions_ends() {
     let fake = Fake::new();
     let (_controller, mut queue) = one_queue(&fake, &options());
-    // The test fills the whole completion queue, with the correct phase tag in each round.
+    // The controller fills the whole completion queue with completions that belong to no command.
+    // Their phase tags are correct.
     for _ in 0..3 {
         for _ in 0..32 {
             fake.post(1, Cqe::new(9, 1, 0, Status::SUCCESS, 0), 0, None);
@@ -276,8 +280,8 @@ fn invalid_queue_heads_are_ignored() {
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
     let flush = controller.namespace(1).unwrap().flush();
-    // These completions have an SQHD outside of the queue, an SQHD after the tail, or the
-    // identifier of another queue.
+    // Completions with a wrong field: SQHD is outside of the queue or beyond the tail, or SQID is
+    // that of another queue.
     for (i, (sq_head, sq_id)) in [(16, 1), (0xffff, 1), (15, 1), (4, 2)].into_iter().enumerate() {
         let token = queue.submit(flush, None).unwrap();
         queue.ring().unwrap();
@@ -294,9 +298,9 @@ fn invalid_queue_heads_are_ignored() {
     assert_eq!(queue.stats().bad_sq_heads, 4);
 }
 
-/// If commands are reaped and resubmitted, SQHD may advance by more than a queue length before the
-/// driver publishes the completion queue head. The driver must not count such an SQHD as
-/// impossible.
+/// If the driver reaps and submits many commands before it publishes the completion queue head,
+/// SQHD may advance by more than the length of the submission queue. The driver must accept such an
+/// SQHD.
 #[test]
 fn heads_are_correct_for_any_batch_between_two_rings() {
     let fake = Fake::new();
@@ -442,7 +446,8 @@ fn buffers_of_a_queue_that_is_not_deleted_are_kept() {
     drop(queue);
     assert_eq!(pool.available(), 1, "the other one");
     let error = controller.create_queue_pair(16).map(|queue| queue.qid());
-    // Identifier 1 is never used again, and the controller has granted only one pair.
+    // No queue can be created: queue identifier 1 is never used again, and the controller has
+    // granted only one I/O queue pair.
     assert!(error.is_err());
     // A late write of the device reaches only the old buffer.
     fake.with(|state| state.blocks.fill(0x5a));
@@ -505,8 +510,8 @@ fn a_long_queue_is_rung_for_several_commands_at_a_time() {
         queue.submit(flush, None).unwrap();
         published.push(queue.ring_in_time().unwrap());
     }
-    // Each command is published at once while it is at least half of the commands in flight.
-    // Afterwards commands are published in groups of two, then three, then four.
+    // A command is published at once if it is at least half of the commands in flight. The later
+    // commands are published in groups of two, then three, then four.
     assert_eq!(published[..4], [true; 4]);
     assert_eq!(published[4..], [0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0].map(|published| published == 1));
     assert_eq!(queue.stats().batches, 7);

@@ -43,7 +43,7 @@ fn a_failed_controller_is_detected_while_idle() {
         fake.with(|state| match csts {
             "cfs" => state.csts = state.csts.with_cfs(true),
             "nssro" => state.csts = state.csts.with_nssro(true),
-            // The controller is in the state after a reset by another process.
+            // The controller is disabled, as after a reset by another process.
             _ => state.reset(),
         });
         wait_for(|| controller.recovery_stats().resets == 1);

@@ -1,4 +1,5 @@
-//! A peer's memory in two forms: mapped through the crate, and as one vector with a flag per page.
+//! Memory of a simulated peer: mapped through the crate under test, and for comparison as a list of
+//! granules.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use proptest::prelude::*;
@@ -19,8 +20,8 @@ pub(crate) enum Access {
     ReadWrite,
 }
 
-/// A number of granules that form one map. With `apart`, the map is elsewhere in the process's
-/// memory, so that neighbours are only sometimes contiguous there.
+/// Consecutive granules that are mapped by one call. If `apart` is true, their memory is elsewhere
+/// in this process, so that it is not contiguous with that of the neighbours.
 #[derive(Clone, Debug)]
 pub(crate) struct Stretch {
     pub(crate) granules: usize,
@@ -30,7 +31,8 @@ pub(crate) struct Stretch {
 
 pub(crate) struct Peer {
     space: DmaSpace,
-    /// The memory of `space` by granule, always mapped for writing.
+    /// Memory of each granule of the window, `None` if it is not mapped. The test can write to it
+    /// even if the peer's mapping is read-only.
     backing: Vec<Option<SharedBytes>>,
     pub(crate) access: Vec<Access>,
 }
@@ -176,8 +178,8 @@ pub(crate) fn stretches(granules: usize) -> impl Strategy<Value = Vec<Stretch>> 
     })
 }
 
-/// Compares resolved segments with the expected places of the data, a list of (IOVA, length).
-/// Checks the bytes, and the effect of a write through the segments.
+/// Compares resolved segments with the expected places of the data (IOVA and length). Also checks
+/// the bytes that are read, and those that are written, through the segments.
 pub(crate) fn check(
     peer: &Peer,
     segments: &Segments,
@@ -197,7 +199,7 @@ pub(crate) fn check(
     segments.read_into(0, &mut got).unwrap();
     prop_assert!(got == wanted, "the resolved bytes differ");
     prop_assert!(segments.read_into(len, &mut [0]).is_none(), "there is more than that");
-    // Parts of the data that start and end in any piece.
+    // Reads and copies parts of the data that start and end inside any segment.
     let scratch = Mapping::anonymous(len as u64 + 1).unwrap().bytes();
     for part in 1..9 {
         let offset = len * part / 9;

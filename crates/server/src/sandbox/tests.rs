@@ -11,13 +11,14 @@ use std::path::Path;
 use std::process::{Command, exit};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Environment variables of the process in the sandbox: its configuration file, whether it has a
-/// supervisor, and the system call to attempt.
+/// Environment variables for the process in the sandbox: its configuration file, whether it has a
+/// supervisor, and the system call that it attempts.
 const CONFIG: &str = "SHADOWBELL_TEST_CONFIG";
 const SUPERVISED: &str = "SHADOWBELL_TEST_SUPERVISED";
 const ATTEMPT: &str = "SHADOWBELL_TEST_ATTEMPT";
 
-/// Placeholder of an argument: path of a file that exists and that the process must not reach.
+/// Value that stands for an argument of a system call: the path of an existing file that the
+/// process must not open.
 const PATH: usize = 1 << 40;
 
 /// Code of the process in the sandbox, which the other tests start.
@@ -50,7 +51,8 @@ fn attempt_in_the_sandbox() {
     exit(0);
 }
 
-/// Placeholder of an argument: descriptor of a Unix socket of the process.
+/// Value that stands for an argument of a system call: a descriptor of a Unix socket of the
+/// process.
 const SOCKET: usize = PATH + 1;
 
 /// Prints the requests that the io_uring instances accept.

@@ -100,7 +100,7 @@ fn access_registers(path: &Path, over: &AtomicBool) -> u32 {
         let mut read = [0; 4];
         peer.region_read(0, AQA, &mut read).unwrap();
         assert_eq!(u32::from_le_bytes(read), value);
-        // Setting an eventfd changes the recorded state of the client.
+        // A new eventfd changes the client's state, which the server records in the checkpoint.
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         peer.set_irq_eventfds(MSIX, 0, &[event.as_fd()]).unwrap();
         accesses += 1;

@@ -6,7 +6,7 @@ use crate::upgrade::{Client, Load, server_with, socket};
 use rustix::process::Signal;
 use shadowbell_spec::Status;
 
-/// A client's command kills three processes, and is then completed with an error. Other clients
+/// A command that has crashed three server processes is completed with an error. Other clients
 /// continue.
 #[test]
 fn a_command_that_killed_three_processes_fails() {
@@ -15,8 +15,8 @@ fn a_command_that_killed_three_processes_fails() {
     let load = Load::start(&server, 1, 1);
     until("the load", || server.stderr().contains("vm1.sock: the guest has 1 I/O queue"));
     client.write(1, 0, 1);
-    // The command to the file disk crashes the process after the command's execution, and that to
-    // the memory disk before it. The load does not use these LBAs.
+    // The command to the file disk crashes the process after its execution, and the command to the
+    // memory disk before its execution. The load of the other client does not use these LBAs.
     for (nsid, lba) in [(1, 20048), (2, 20024)] {
         assert_eq!(client.try_write(nsid, lba, 3), Status::INTERNAL.with_dnr());
         client.write(1, 0, 2);
@@ -29,8 +29,8 @@ fn a_command_that_killed_three_processes_fails() {
     load.assert_no_loss();
 }
 
-/// Four processes that recover are killed with the same command in flight, but the command is not
-/// the cause.
+/// A command is in flight when four processes crash during recovery, for another reason. So it must
+/// be executed and not fail.
 #[test]
 fn a_command_in_flight_at_unrelated_kills_is_executed() {
     let directory = tempfile::tempdir().unwrap();

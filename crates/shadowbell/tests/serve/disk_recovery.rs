@@ -69,7 +69,8 @@ pub(crate) fn survive(server: &mut Server, kills: u64) {
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     for n in 0..kills {
-        // The time before a kill is arbitrary, but long enough that the kills are not a crash loop.
+        // The kill comes at an arbitrary time, but each process serves for at least 60 ms, so that
+        // the supervisor does not detect a crash loop.
         std::thread::sleep(Duration::from_millis(60 + n * 37 % 90));
         kill(server, Signal::KILL);
     }
@@ -100,8 +101,8 @@ fn a_qcow2_image_survives_kills_under_load() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();
-    // The sandbox is on, and the format is detected from the first bytes of the file. It is not
-    // detected again from data that a guest writes.
+    // The sandbox is on. The server detects the format once, from the first bytes of the file. It
+    // must not detect it again after a kill, because a guest could have written these bytes.
     let mut server = Server::start(&[path.to_str().unwrap()], &["--supervisor"]);
     survive(&mut server, 10);
     is_consistent(&path);
@@ -194,7 +195,8 @@ fn an_nbd_disk_survives_kills_of_the_server_process() {
     survive(&mut server, 10);
 }
 
-/// At a read-only export no late writes are in flight, so a recovery needs no `settle` time.
+/// A read-only export receives no writes, so recovery need not wait for late writes, and the disk
+/// needs no `settle` time.
 #[test]
 fn a_read_only_nbd_disk_recovers_without_settling() {
     let below = Export::start("mem:4MiB");
@@ -208,7 +210,8 @@ fn a_read_only_nbd_disk_recovers_without_settling() {
     assert_no_loss(&server);
 }
 
-/// The process of a server and that of the server of its disk are killed at the same time.
+/// A server uses a namespace of a second server as its disk. The server processes of both are
+/// killed at the same time.
 #[test]
 fn both_stacked_servers_may_be_killed() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Test that every disk type has to pass: `verify` with all commands, and resets during I/O.
+//! Test for every disk type: `verify` with all commands, and resets during I/O.
 
 use crate::control::SetOnDrop;
 use crate::disk_recovery::{Export, is_consistent, supervisor};
@@ -14,7 +14,7 @@ const BYTES: u64 = 16 << 20;
 pub(crate) const PAGE: usize = 4096;
 /// Number of requests in flight, each to a page of its own.
 const DEPTH: u64 = 64;
-/// Number of resets, and maximum number if none of the resets has ended a request.
+/// Number of resets. If no reset has ended a request, more resets follow, up to the maximum.
 const RESETS: u64 = 12;
 const MOST_RESETS: u64 = 1000;
 
@@ -53,18 +53,19 @@ pub(crate) fn fill(buffer: &mut Buffer, number: u64) {
     assert!(buffer.copy_from(0, &page(number)));
 }
 
-/// A page, and the request in flight to it.
+/// A page of the disk, and the request in flight for this page, if any.
 #[derive(Default)]
 pub(crate) struct Page {
-    /// Numbers of which the page must hold one.
+    /// Numbers of which the page must contain one: that of the last acknowledged write, and those
+    /// of later writes that failed.
     pub(crate) may: Vec<u64>,
     /// Token of the request in flight, and the number that it writes. `None` for a read.
     pub(crate) in_flight: Option<(Token, Option<u64>)>,
 }
 
 /// Resets the controller with many requests in flight. A write that a reset ends is on the disk as
-/// a whole or not at all. The write does not reach the disk after the reset, when it could
-/// overwrite later writes, or write the later content of its buffer.
+/// a whole or not at all. After the reset, it must not reach the disk any more: it could overwrite
+/// later data, or store what its buffer contains by then.
 fn resets(server: &Server) {
     // Without repeats, the driver does not resubmit requests that a reset has ended.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };

@@ -76,7 +76,7 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     ctl_json(&server, &["limit", "data", "--iops", "5"]);
     restart(&server, true);
     assert_eq!(disk(&server, "data")["limits"], json!({"iops": "5"}));
-    // A replacement keeps them, and says so.
+    // A replacement of the source keeps the limits and the read-only state, and reports this.
     image(server.directory(), "other.img", 4 << 20);
     let (code, text, errors) = ctl(&server, &["disk", "replace", "data", "other.img"]);
     assert_eq!(code, Some(0), "{errors}");
@@ -86,7 +86,7 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
         (&replaced["limits"], &replaced["read_only"]),
         (&json!({"iops": "5"}), &json!(true))
     );
-    // A new controller can have it by its id.
+    // A new controller can use the named disk by its id.
     let added = ctl_json(&server, &["controller", "add", "c", "data", "--socket", "c.sock"]);
     assert_eq!(added[0]["namespaces"][0]["disk_id"], "data");
     assert_eq!(ctl(&server, &["controller", "remove", "c"]).0, Some(0));
@@ -104,7 +104,8 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// The message about an image that this server has open names its disk.
+/// The error message about an image that this server already has open names the disk that uses the
+/// image.
 #[test]
 fn an_image_of_this_server_is_named_by_its_disk() {
     let directory = tempfile::tempdir().unwrap();
@@ -120,7 +121,8 @@ fn an_image_of_this_server_is_named_by_its_disk() {
     assert!(server.stop().success());
 }
 
-/// The UUID of a disk is random, and in the state directory, from which each process takes it.
+/// The UUID of a disk is random, and is stored in the state directory, so that every later server
+/// process uses the same UUID.
 #[test]
 fn a_disk_keeps_its_uuid_in_the_state_directory() {
     let directory = tempfile::tempdir().unwrap();
@@ -145,7 +147,8 @@ fn a_disk_keeps_its_uuid_in_the_state_directory() {
     until("another process", || worker(&server) != process);
     assert_eq!(uuids(), before);
     assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "2", "--force"]).0, Some(0));
-    // Another server with that state directory, and one that cannot write its own.
+    // The UUID is kept by another server with the same state directory, but not by a server that
+    // cannot write to its state directory.
     for (state, is_kept) in [("state", true), ("b.img", false)] {
         let mut other = program();
         other.args([

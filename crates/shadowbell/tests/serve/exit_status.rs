@@ -49,8 +49,9 @@ fn a_wrong_option_has_one_status_in_all_verbs() {
     }
 }
 
-/// The exit status is that of bad input for a missing target, of "not found" for a missing server
-/// or an object of a server, and of a failure for a service, which a systemd unit then restarts.
+/// Each kind of missing object has one exit status in all verbs: bad input for a target, and "not
+/// found" for a server or an object of a server. If a service lacks its image or directory, the
+/// status is that of a failure, after which a systemd unit restarts the service.
 #[test]
 fn what_does_not_exist_has_one_status_in_all_verbs() {
     let directory = tempfile::tempdir().unwrap();
@@ -133,8 +134,8 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
     }
 }
 
-/// A command that a controller does not have, a directory that does not exist, and a file size
-/// limit are answered in words.
+/// Error messages say in words what to do: about a command that the controller does not support, a
+/// missing directory, and a limit of the file size.
 #[test]
 fn messages_name_the_remedy() {
     let directory = tempfile::tempdir().unwrap();
@@ -165,8 +166,8 @@ fn messages_name_the_remedy() {
     assert!(status == Some(1) && errors.contains("File too large"), "{status:?} {errors}");
 }
 
-/// After a temporary cause, a service has an exit status with which a systemd unit restarts it.
-/// After bad input, it has another one, with which the unit does not.
+/// A service that ends because of a temporary cause has an exit status after which a systemd unit
+/// restarts it. After bad input, it has a status after which the unit does not restart it.
 #[test]
 fn a_service_is_restarted_only_after_a_cause_that_can_pass() {
     let directory = tempfile::tempdir().unwrap();

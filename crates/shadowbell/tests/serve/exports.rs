@@ -112,7 +112,8 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
     command.args(["serve", "--supervisor", "--sandbox", "on", "--config", "vm.toml"]);
     let mut server = Server::spawn(command, directory, &["vm0.sock"]);
     let socket = server.directory().join("data.sock");
-    // The control socket listens only after both exports have started.
+    // The control socket accepts connections only after both exports have started, so the list is
+    // complete.
     assert_eq!(ctl_json(&server, &["export", "ls"]).as_array().unwrap().len(), 2);
     let mode = std::fs::metadata(&socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
@@ -208,7 +209,7 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
     machine.connect(&socket).unwrap();
     for is_crash in [true, false, true] {
         run(&mut machine, 100);
-        // These requests are in flight when the process ends.
+        // Submits requests that are in flight when the process ends.
         machine.submit_requests();
         let before = worker(&server);
         if is_crash {
@@ -217,13 +218,13 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
             assert_eq!(ctl(&server, &["upgrade"]).0, Some(0), "{}", server.stderr());
         }
         until("another process", || worker(&server) != before);
-        // The VMM reconnects until the next process listens.
+        // The VMM tries to reconnect until the next server process listens.
         until("the device", || machine.connect(&socket).is_ok());
     }
     run(&mut machine, 100);
     let listed = ctl_json(&server, &["export", "ls"]);
-    // Up to 16 of the 100 requests were in flight before, and the dead process may have counted
-    // them.
+    // The counters begin at zero in the new process. Up to 16 of the 100 requests were in flight at
+    // the replacement, and may have been counted by the old process.
     assert!(listed[0]["requests"].as_u64().unwrap() >= 100 - 16, "{listed}");
     assert_eq!(listed[0]["queues"], 1);
     let metrics = scrape(&server);
@@ -253,8 +254,8 @@ fn a_virtio_disk_continues_after_crashes_and_upgrades_of_the_server() {
     assert!(saved.contains("vhost-user-blk = "), "{saved}");
 }
 
-/// `ctl apply` shows what it changes of disks and exports, asks before a client is disconnected, and
-/// finds an address in use before it changes anything.
+/// `ctl apply` prints its changes of disks and exports, asks before it disconnects a client, and
+/// detects an address in use before it changes anything.
 #[test]
 fn applying_a_file_changes_disks_and_exports() {
     let file = |disk: &str, rest: &str| {
@@ -288,7 +289,7 @@ fn applying_a_file_changes_disks_and_exports() {
     let data = disks.as_array().unwrap().iter().find(|disk| disk["id"] == "data").unwrap();
     assert_eq!(data["limits"]["iops"], "9000", "{data}");
 
-    // The address of another server is found before the limits change.
+    // `ctl apply` detects that another server uses the address, before it changes the limits.
     let _other = UnixListener::bind(server.directory().join("b.sock")).unwrap();
     let more = "[[export]]\nid = \"b\"\ndisk = \"data\"\nnbd = \"unix:b.sock\"\n\
                 read-only = true\n";
@@ -339,11 +340,12 @@ fn two_writers_of_a_disk_need_share_on_both() {
     assert_eq!(guest.read(1, 0), 6);
     let mut machine = Machine::new();
     machine.connect(&path("c.sock")).unwrap();
-    // The supervisor of a sandboxed server binds only the TCP addresses of the configuration.
+    // The supervisor of a sandboxed server binds only those TCP addresses that were in the
+    // configuration at start-up.
     let tcp = ["export", "add", "tcp", "data", "--read-only", "--nbd", "tcp:127.0.0.1:0"];
     let (code, _, errors) = ctl(&server, &tcp);
     assert!(code == Some(2) && errors.contains("the sandbox permits only the TCP"), "{errors}");
-    // A third writer without `share` is refused, and accepted with it.
+    // A third writer is refused without `share`, and accepted with it.
     let add = ["export", "add", "three", "data", "--vhost-user-blk", "d.sock"];
     let (code, _, errors) = ctl(&server, &add);
     assert!(code == Some(4) && errors.contains("written by namespace 1"), "{errors}");
@@ -355,15 +357,15 @@ fn two_writers_of_a_disk_need_share_on_both() {
     assert!(code == Some(4) && errors.contains("written by the export shared"), "{errors}");
 }
 
-/// After a crash, an export whose disk another program has locked is served when the disk is
-/// recovered.
+/// After a crash, another program has locked the disk of an export. The export is served as soon as
+/// the disk can be recovered.
 #[test]
 fn an_export_waits_for_the_recovery_of_its_disk() {
     let file = "[[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\
                 [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n\
                 [[export]]\nid = \"e\"\ndisk = \"data\"\nnbd = \"unix:e.sock\"\n";
     let server = start(file, &["vm0.sock"]);
-    // The answer shows that the server serves, and so has a checkpoint.
+    // The answer shows that the server is ready, so the supervisor has its checkpoint.
     assert_eq!(ctl_json(&server, &["export", "ls"])[0]["id"], "e");
     let thief = Thief::of(server.directory().join("disk.img"));
     until("the lock of the thief", || {
@@ -452,7 +454,8 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     let (code, _, errors) = ctl(&server, &remove);
     assert!(code == Some(4) && errors.contains("programs use"), "{errors}");
     file.write_all_at(b"still", 0).unwrap();
-    // The refused removal has not unmounted it, and the other changes keep the mount.
+    // The file is still mounted after the refused removal, and stays mounted while other settings
+    // are changed.
     let size = || std::fs::metadata(&path).unwrap().len();
     assert_eq!(size(), BLOCK * BLOCKS);
     ctl_json(&server, &["limit", "data", "--iops", "100000"]);
@@ -467,7 +470,8 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     server.signal(Signal::TERM);
     server.wait_for_log("is mounted, waiting for its users");
-    // The stop limit of 1 s does not count the wait for users of a file.
+    // This sleep is longer than the stop timeout of 1 s, which does not limit the wait for users of
+    // a mounted file.
     std::thread::sleep(Duration::from_millis(1500));
     file.write_all_at(b"at the end", 0).unwrap();
     drop(file);

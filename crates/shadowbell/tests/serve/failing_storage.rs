@@ -33,19 +33,19 @@ fn a_shrunken_image_gives_lba_out_of_range() {
     let namespace = controller.namespace(1).unwrap().clone();
     let pool = controller.buffers(1, 4096).unwrap();
     let read = run(&mut queue, namespace.read(last, 8).unwrap(), pool.take()).status;
-    // Blocks beyond the end of the truncated file must not read as zeroes.
+    // Blocks beyond the end of the truncated file fail, and must not read as zeroes.
     assert_eq!(read.code(), Status::LBA_OUT_OF_RANGE);
     assert_eq!(write_and_read(&controller, &mut queue, 0), (Status::SUCCESS, Status::SUCCESS));
     drop((queue, pool));
     controller.detach().unwrap();
     assert!(server.is_alive());
     drop(server.attach());
-    // The flush at the end of the server fails, which the exit status and the log show.
+    // The last flush fails when the server stops. The exit status and the log report it.
     assert_eq!(server.stop().code(), Some(1));
     assert!(server.stderr().contains("cannot flush disk.img"), "{}", server.stderr());
 }
 
-/// Checks a server whose storage has room for the first half of the disk.
+/// Checks a server on full storage, which has room only for the first half of the disk.
 fn check_full_storage(mut server: Server) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
