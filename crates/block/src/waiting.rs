@@ -102,8 +102,8 @@ fn run<F: Future>(
     let is_woken = || sleep.sleeper.woken.load(Ordering::Acquire);
     let mut context = Context::from_waker(&waker);
     loop {
-        // A swap, unlike a store, orders the poll after the writes of a thread that found the flag
-        // set.
+        // This has to be a swap, not a store. If another thread has found the flag set and sent no
+        // signal, the swap makes that thread's earlier writes visible to the poll.
         sleep.sleeper.woken.swap(false, Ordering::AcqRel);
         if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
             return Ok(Some(output));

@@ -330,7 +330,8 @@ fn check_text(config: &Config) -> Result<(), String> {
     }
 }
 
-/// MDTS for a maximum transfer size in bytes, which is a power of two of 4096-byte pages.
+/// MDTS for a maximum transfer size in bytes. `None` unless the size is 4096 bytes times a
+/// supported power of two.
 fn mdts(bytes: u64) -> Option<u8> {
     let mdts = bytes.checked_ilog2()?.checked_sub(12)? as u8;
     let possible =

@@ -25,7 +25,8 @@ use std::time::{Duration, Instant};
 /// Time limit of a turn while other tasks wait. After it, the standby thread continues with the run
 /// queue.
 const MAX_BLOCKED: Duration = Duration::from_millis(20);
-/// Poll interval of admin doorbells that are mapped into a guest, whose writes cause no event.
+/// Poll interval of admin doorbells that are mapped into a guest: a write to a mapped doorbell
+/// causes no event.
 const MAPPED_POLL: Duration = Duration::from_millis(1);
 /// Time limit for [`ControlThread::stop`] to wait for the threads, because a guest may block a
 /// thread for longer.
@@ -59,8 +60,8 @@ const RUNNING: u8 = 2;
 /// A turn is running, and another one was requested after its start.
 const RUNNING_REQUESTED: u8 = 3;
 
-/// Scheduling state of a [`TurnTask`]: idle, queued or running. By this state, a task is in the run
-/// queue at most once, and runs on one thread at a time.
+/// Scheduling state of a [`TurnTask`]: idle, queued or running. The state ensures that a task is in
+/// the run queue at most once, and that it runs on one thread at a time.
 ///
 /// Every transition is a read-modify-write, even if the value stays the same. So a turn that starts
 /// after [`request`](Self::request) sees all earlier writes of the caller.

@@ -423,9 +423,9 @@ impl Controller {
         Ok(())
     }
 
-    /// Adds one of several maps, like [`map_dma`](Self::map_dma). The caller must call
-    /// [`publish_dma`](Self::publish_dma) after the last map, which makes the maps accessible. So
-    /// I/O threads switch to a new DMA table once, and not once per map.
+    /// Adds one of several maps, like [`map_dma`](Self::map_dma). After the last map, the caller
+    /// must call [`publish_dma`](Self::publish_dma) to make all of them accessible. So I/O threads
+    /// switch to a new DMA table once, and not once per map.
     ///
     /// # Errors
     /// [`DmaError`] if the range is invalid or in use.

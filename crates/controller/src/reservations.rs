@@ -195,7 +195,7 @@ impl Reservations {
                 self.unregister(host, &mut then);
                 self.count();
             }
-            // With Ignore Existing Key, the host may be unregistered and is then registered.
+            // With Ignore Existing Key, Replace registers a host that is not registered yet.
             Action::Replace { key: None, new } if self.key(host).is_none() => {
                 self.add(host, new)?
             }

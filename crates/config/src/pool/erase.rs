@@ -166,7 +166,7 @@ mod tests {
         pace.written = 50 << 20;
         // `wait` only computes a time: 50 MiB at 100 MiB/s take 500 ms.
         assert_eq!(pace.wait(Duration::ZERO), Duration::from_millis(500));
-        // The times are computed: the test itself does not wait.
+        // 400 ms have passed, so 100 ms remain.
         assert_eq!(pace.wait(Duration::from_millis(400)), Duration::from_millis(100));
         // If the storage is slower than the rate, there is no wait.
         assert_eq!(pace.wait(Duration::from_secs(9)), Duration::ZERO);

@@ -144,7 +144,7 @@ impl Control {
                 self.lifecycle.shutdown = Shutdown::None;
                 self.shut_down(cx, deferred);
             }
-            // The host has enabled the controller during the flush, which ends the shutdown.
+            // During the flush, the host has enabled the controller. So the shutdown has ended.
             Shutdown::Flushing if self.lifecycle.phase == Phase::Ready => {
                 self.lifecycle.shutdown = Shutdown::None;
             }

@@ -555,7 +555,8 @@ impl Engine {
         let is_different = status.code() == Status::COMPARE_FAILURE;
         let ends = match (step, parked.progress) {
             _ if status.is_success() => (status, status),
-            // The dead process's request may have succeeded before another user wrote.
+            // The request of the dead process may have succeeded before another user wrote. The
+            // result is not known, so Compare Failure could be wrong.
             (Step::CompareAgain, _) if is_different => by_compare(Status::INTERNAL.with_dnr()),
             (_, FusedProgress::MaybeSubmitted) if is_different => {
                 return self.repark(FusedProgress::Differs, (sq, cid), permit);

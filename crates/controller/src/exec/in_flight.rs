@@ -423,7 +423,7 @@ impl Appends {
 pub(super) struct ReservationCommands {
     /// True if access to a namespace is restricted.
     pub(super) is_restricted: bool,
-    /// In-flight entry of each ticket that waits for the subsystem.
+    /// In-flight entries of the commands that the subsystem has not executed yet, by ticket number.
     waiting: HashMap<u64, u32>,
     /// In-flight entries of waiting and of ended commands.
     entries: HashSet<u32>,

@@ -311,7 +311,8 @@ mod tests {
         assert!(moderation.is_due(start + GRACE + Duration::from_secs(1)));
         moderation.release();
         assert!(!moderation.is_holding());
-        // The limit also applies if completions keep arriving, one per grace.
+        // The maximum hold time also applies if completions keep arriving, one in each grace
+        // period.
         bursts(&mut moderation, 32, 100);
         assert!(!moderation.add(1, Instant::now()));
         moderation.held =

@@ -321,7 +321,7 @@ mod tests {
             }
             decision
         };
-        // After bursts of 32 completions, moderation holds the interrupt of a single one.
+        // After bursts of 32 completions, moderation holds the interrupt of a single completion.
         for _ in 0..100 {
             post(&mut policy, 32, &coalescing);
         }

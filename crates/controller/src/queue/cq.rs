@@ -236,8 +236,8 @@ impl Cq {
         (self.free() != 0).then(|| self.reserve(1).take())
     }
 
-    /// Returns a permit whose command ends without a completion or gets one without a reserved
-    /// entry.
+    /// Returns a permit without using the reserved entry: the command gets no completion, or a
+    /// completion without a reserved entry.
     pub(crate) fn release(&mut self, permit: Permit) {
         let Permit(()) = permit;
         self.reserved -= 1;
