@@ -45,7 +45,7 @@ pub(super) type Id = (u64, u32, u32, u64);
 pub(super) struct Grants {
     pub(super) facts: Facts,
     images: Vec<Image>,
-    /// Number of changes since the start.
+    /// Number of changes of the grants since the start of the supervisor.
     changes: u64,
 }
 
@@ -138,8 +138,8 @@ impl Grants {
         Some(Arc::clone(&image.file))
     }
 
-    /// Returns the location at which a permitted path is to be opened, and whether it may be
-    /// written. `None` if the path is not permitted.
+    /// Returns the location of the image at a permitted path, and whether the image may be written.
+    /// `None` if the path is not permitted.
     pub(super) fn location(&self, path: &Path) -> Option<(Location, bool)> {
         let path = absolute(path);
         let permissions = self.facts.permissions.as_ref()?;

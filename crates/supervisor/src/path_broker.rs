@@ -3,7 +3,8 @@
 //! The broker's threads act with the server process's user id. They create sockets in
 //! [granted](super::grants) directories, one trace file, and TCP sockets at configured addresses.
 //! Only sockets that this supervisor has created are removed. So the server process can neither
-//! read nor write other files through the broker, and cannot replace other programs' sockets.
+//! read nor write other files through the broker, and can replace a socket of another program only
+//! if that program has ended and the configuration names the path.
 
 use super::grants::GRANTS;
 use crate::path_protocol::{
@@ -218,7 +219,8 @@ mod tests {
         }
     }
 
-    /// A compromised server process sends requests outside of its permissions.
+    /// Tests the answers to a compromised server process, which sends requests outside of its
+    /// permissions.
     #[test]
     fn requests_outside_of_the_permissions_are_refused() {
         let directory = tempfile::tempdir().unwrap();
@@ -274,8 +276,8 @@ mod tests {
             assert!(at(name).exists(), "{name}");
         }
         drop(others);
-        // Sockets of other programs are not replaced either, unless the configuration names their
-        // path.
+        // Sockets that other programs have left are not replaced either, unless the configuration
+        // names their path.
         drop(UnixListener::bind(at("sockets/configured")).unwrap());
         let before = of("sockets/b");
         let answer = process.listen(Kind::Plain, &at("sockets/b"));

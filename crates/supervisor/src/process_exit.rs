@@ -70,8 +70,8 @@ impl Supervisor {
         }
     }
 
-    /// Restarts after the death of the only server process, or ends the service. `served` is the
-    /// time of service, if the process served.
+    /// Schedules the start of the next server process after the death of the only one, or ends the
+    /// service. `served` is the time of service, if the process served.
     pub(super) fn worker_has_died(
         &mut self,
         what: &str,

@@ -125,9 +125,9 @@ impl Supervisor {
         self.send_to_worker(to_worker::QUIESCE);
     }
 
-    /// Ends the server process after its answer to a quiesce. `unfinished` names the clients that
-    /// did not quiesce, one per line. If it is empty, no request is in flight at a disk, and the
-    /// locks are released.
+    /// Ends the old server process after it has answered the request to quiesce. `unfinished` names
+    /// the clients that did not quiesce, one per line. If it is empty, no request is in flight at a
+    /// disk, and the locks are released.
     pub(super) fn has_quiesced(&mut self, unfinished: &str) {
         if !unfinished.is_empty() {
             return self.end_old(unfinished);
@@ -201,8 +201,8 @@ impl Supervisor {
                 format!("the new process {pid} {} before it could recover", how(status))
             })
         });
-        // After the quiesce has begun, the upgrade does not fail here: the old process resumes, or
-        // the previous program recovers.
+        // After the quiesce has begun, the failure is handled elsewhere: the old process resumes,
+        // or a process of the previous program recovers.
         if !matches!(upgrade.step, Step::Quiescing | Step::Ending) {
             let why = why.clone();
             self.upgrade_failed(&why);
@@ -261,7 +261,8 @@ impl Supervisor {
         }
     }
 
-    /// Reports the upgrade as done and schedules the supervisor's own exec of the new program.
+    /// Ends an upgrade when the new process serves. Schedules the supervisor's own exec of the new
+    /// program, after which the requester receives the result.
     pub(super) fn replacement_serves(&mut self) {
         if self.ended != 0 {
             // The signal to end the service came while no server process could receive `END`.

@@ -33,7 +33,8 @@ pub(super) enum Due {
 
 impl Watchdog {
     /// Creates the watchdog that the environment (`WATCHDOG_USEC`) requests. The first check is due
-    /// at once: before an exec, another program may have sent the last notification long ago.
+    /// at once, because after an exec the last notification, which the previous program sent, may
+    /// have been long ago.
     pub(super) fn wanted() -> Option<Self> {
         notify::watchdog().map(|every| Self::new(every, Instant::now()))
     }

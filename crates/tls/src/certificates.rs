@@ -37,7 +37,7 @@ pub enum CertificateError {
         /// Files that the directory must contain.
         needed: &'static str,
     },
-    /// A file does not contain an object of the expected kind.
+    /// A file contains no object of the expected kind (certificate, key or revocation list).
     #[error("{} contains no {what} in PEM format", .path.display())]
     Empty {
         /// Path of the file.

@@ -15,7 +15,7 @@ pub enum SessionError {
          certificates of one CA"
     )]
     Issuer,
-    /// The peer's certificate is valid for another host.
+    /// The peer's certificate is for another host than the one to which this client has connected.
     #[error("the certificate of the other end is not for this host but for {0}")]
     OtherName(String),
     /// The peer's certificate has expired.
@@ -27,7 +27,8 @@ pub enum SessionError {
     /// The peer's certificate is revoked by the CA.
     #[error("the certificate of the other end was revoked")]
     Revoked,
-    /// The peer's certificate is for another purpose.
+    /// The peer's certificate is for another purpose: a server's is required and it is a client's,
+    /// or the reverse.
     #[error("the certificate of the other end is for another purpose (client or server)")]
     Purpose,
     /// The peer's certificate cannot be used for another reason.
@@ -36,7 +37,7 @@ pub enum SessionError {
     /// The peer has sent no certificate, although one is required.
     #[error("the other end has sent no certificate")]
     None,
-    /// The peer requires a certificate.
+    /// The peer requires a certificate, and this side has sent none.
     #[error("the other end requires a certificate, and got none")]
     Wanted,
     /// The peer has refused the certificate of this side.

@@ -119,7 +119,7 @@ impl Session {
         Ok(())
     }
 
-    /// Processes the received bytes, or reads from the socket if there are none.
+    /// Processes received bytes. If none are left, first reads from the socket.
     fn advance(&mut self, socket: &mut impl Read) -> io::Result<()> {
         if let Some(fault) = &self.fault {
             return Err(broken(fault.clone()));

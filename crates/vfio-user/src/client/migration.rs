@@ -11,7 +11,8 @@ use crate::migration::{
 use crate::wire::command;
 
 impl Client {
-    /// Migration states that the device supports.
+    /// Bits of the migration states that the device supports, such as
+    /// [`MIGRATION_STOP_COPY`](crate::migration::MIGRATION_STOP_COPY).
     ///
     /// # Errors
     ///

@@ -25,12 +25,13 @@
 //!
 //! The session is idle if nothing is partly received or partly sent, and no completion is
 //! outstanding. While it is idle, it is in the slot of its [`SharedSession`]. The reactor takes it
-//! out of the slot for its turns. The second thread uses the session inside the slot, under the
-//! slot's lock, for a few messages at a time. It handles only writes that it recognizes as
-//! doorbells. Other messages stay in the socket: other commands, messages with descriptors, and
-//! incomplete or invalid ones. The reactor's next turn starts with them, so messages are handled in
-//! order. The second thread calls no method of the device, does not map, open or close anything,
-//! and never blocks. If the lock is taken or the slot is empty, the reactor is using the session.
+//! out of the slot for each of its turns, in which it handles the messages of one connection. The
+//! second thread uses the session inside the slot, under the slot's lock, for a few messages at a
+//! time. It handles only writes that it recognizes as doorbells. Other messages stay in the socket:
+//! other commands, messages with descriptors, and incomplete or invalid ones. The reactor's next
+//! turn starts with them, so messages are handled in order. The second thread calls no method of
+//! the device, does not map, open or close anything, and never blocks. If the lock is taken or the
+//! slot is empty, the reactor is using the session.
 //!
 //! If checkpoints are on, a message leaves the socket only when its effects survive a crash of this
 //! process. The effects of doorbells do survive: they are written to memory that the next server
@@ -218,8 +219,9 @@ struct Slot {
     /// Session; present only while it is idle.
     session: Option<Box<Session>>,
     /// Duplicate of the socket; `None` after the sharing has ended. It is necessary because an
-    /// epoll instance accepts each descriptor only once, and the reactor watches the socket in two
-    /// ways.
+    /// epoll instance accepts each descriptor only once, and the reactor watches the socket twice:
+    /// for input by the duplicate, as the second thread does, and for other events by the original
+    /// descriptor.
     socket: Option<OwnedFd>,
     /// Epoll instance of the second thread, which the kernel tries first.
     first: Option<Arc<OwnedFd>>,

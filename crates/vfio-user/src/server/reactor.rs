@@ -306,7 +306,8 @@ enum State {
     Free,
     /// A client is connected.
     Attached(Box<Attachment>),
-    /// The client has disconnected, and a request of that client is outstanding at the device.
+    /// The client has disconnected, but the device has not yet completed a request of that client.
+    /// The device is asked to release the client only after that.
     Unfinished { sequence: u64 },
     /// The client has disconnected, and the device is releasing it.
     Leaving { sequence: u64 },
@@ -327,7 +328,7 @@ pub struct Reactor {
     requests: Vec<Request>,
     /// Deadline for the devices to release their clients, after a stop.
     stop: Option<Instant>,
-    /// True while a freeze is not complete yet.
+    /// True from the start of a freeze until the reactor is quiesced.
     freezing: bool,
     /// True if the reactor is quiesced; the next run resumes it.
     frozen: bool,
