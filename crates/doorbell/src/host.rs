@@ -54,8 +54,8 @@ pub struct HostDoorbell<C, F = FullFence> {
     current: u16,
     /// Last position of the ring.
     last: u16,
-    /// Value before the [published](Self::publish_deferred) one, if EventIdx has not been read
-    /// since.
+    /// Value before the last [deferred publication](Self::publish_deferred), until EventIdx is
+    /// checked for that publication.
     deferred: Option<u16>,
     shadow: Option<HostShadow<C>>,
     stats: HostStats,
@@ -67,8 +67,8 @@ struct HostShadow<C> {
     value: C,
     event_idx: C,
     trusted: bool,
-    /// Entry of an earlier Doorbell Buffer Config, which the controller reads until it has executed
-    /// the new one.
+    /// Shadow entry of an earlier Doorbell Buffer Config. The controller reads this entry until it
+    /// has executed the new command.
     old: Option<C>,
 }
 

@@ -188,7 +188,7 @@ pub enum QueueError {
         needed: u32,
         /// Offset of the data in the buffer.
         offset: u32,
-        /// Length of the buffer; 0 without a buffer.
+        /// Length of the buffer in bytes; 0 without a buffer.
         len: usize,
     },
     /// The data do not begin at a multiple of 4 bytes (Base 2.1, 4.1.1).

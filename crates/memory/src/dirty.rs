@@ -130,7 +130,7 @@ impl Pages {
     }
 
     /// Removes the pages from `first` to `last`, and calls `each` with every one of them. Returns
-    /// false if the set holds all pages, which is permanent.
+    /// false if the set holds all pages. No page can be removed from such a set.
     fn take(&mut self, first: u64, last: u64, mut each: impl FnMut(u64)) -> bool {
         let numbers: Vec<u64> =
             self.chunks.range(first / CHUNK..=last / CHUNK).map(|(number, _)| *number).collect();

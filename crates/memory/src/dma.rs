@@ -332,8 +332,8 @@ fn last_address(iova: u64, len: u64) -> Result<u64, DmaError> {
     len.checked_sub(1).and_then(|l| iova.checked_add(l)).ok_or(DmaError::Range { iova, len })
 }
 
-/// Handle of one thread on a [`DmaTable`], which resolves addresses without a lock or an atomic
-/// operation. The map of the last lookup is tried first.
+/// Handle of one thread on a [`DmaTable`]. The handle resolves addresses without a lock or an
+/// atomic operation. The map of the last lookup is tried first.
 ///
 /// A clone costs one plain increment. Every command in flight holds a clone (in its
 /// [`Segments`](crate::Segments)), so that [`ViewWatch`] reports the end of the last command.
@@ -366,7 +366,7 @@ impl Drop for ViewShared {
 #[derive(Debug)]
 struct Hit {
     start: Cell<u64>,
-    /// Length of the map. 0 before the first lookup, so that no address matches.
+    /// Length of the map in bytes. 0 before the first lookup, so that no address matches.
     len: Cell<u64>,
     /// Address of `start` in this process.
     base: Cell<NonNull<u8>>,

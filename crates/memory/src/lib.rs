@@ -5,7 +5,7 @@
 //! truncate the file behind it. This crate makes such memory safe to use:
 //!
 //! * [`Mapping`] is one `mmap`, kept alive by every object that can still access it;
-//! * [`SharedBytes`] is a bounds-checked window into a mapping, which is read by single copies;
+//! * [`SharedBytes`] is a bounds-checked window into a mapping (each read is a single copy);
 //!   [`SharedU32`] is one 32-bit cell of a mapping (a doorbell, a shadow entry);
 //! * [`DmaSpace`] is the control plane's map of the peer's I/O virtual addresses (IOVA),
 //!   [`DmaTable`] an immutable snapshot of it, and [`View`] one thread's handle on a snapshot,

@@ -281,7 +281,7 @@ impl Mapping {
     }
 
     /// Takes ownership of a mapped range. `peers` is the page size if a peer can remove pages of
-    /// the memory, which is then guarded against SIGBUS. `None` for other memory.
+    /// the memory: such memory is guarded against SIGBUS. `None` for other memory.
     fn adopt(
         ptr: rustix::io::Result<*mut core::ffi::c_void>,
         len: usize,
@@ -310,8 +310,8 @@ impl Mapping {
         self.len
     }
 
-    /// Bytes of address space that the mapping occupies: whole pages of the file, which may be
-    /// huge.
+    /// Bytes of address space that the mapping occupies: whole pages of the file, which may be huge
+    /// pages.
     #[must_use]
     pub fn reserved(&self) -> usize {
         self.region.as_ref().map_or(0, |region| region.reserved)

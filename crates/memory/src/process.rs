@@ -66,7 +66,7 @@ pub fn block_signals(signals: &[i32]) -> io::Result<()> {
     change_mask(libc::SIG_BLOCK, signals)
 }
 
-/// Unblocks signals in this thread, which delivers pending signals.
+/// Unblocks signals in this thread. Pending signals are delivered at once.
 ///
 /// # Errors
 /// The error of the system call.

@@ -14,7 +14,8 @@ pub(crate) fn count_freed_tables() {
     FREED_EVENTS.fetch_add(1, SeqCst);
 }
 
-/// Counts the unmapping of `len` bytes of a peer's memory, which also frees their page tables.
+/// Counts the unmapping of `len` bytes of a peer's memory, because it also frees the page tables of
+/// that memory.
 pub(crate) fn count_unmapping(len: usize) {
     if len as u64 >= SMALL {
         count_freed_tables();

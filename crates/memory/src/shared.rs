@@ -244,9 +244,9 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Aligned 32-bit cell at `offset`, which keeps the mapping alive. `None` if it is not inside
-    /// the window, is not aligned to 4 bytes, or is read-only, because the holder of an atomic can
-    /// write it.
+    /// Aligned 32-bit cell at `offset`. The cell keeps the mapping alive. `None` if the cell is not
+    /// inside the window, is not aligned to 4 bytes, or is read-only, because the holder of an
+    /// atomic can write it.
     #[must_use]
     pub fn cell(&self, offset: usize) -> Option<SharedU32> {
         let ptr = self.at_for_write(offset, 4)?.cast::<AtomicU32>();

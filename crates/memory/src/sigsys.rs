@@ -1,9 +1,9 @@
 //! SIGSYS handler that reports a system call forbidden by the sandbox (seccomp).
 //!
 //! The kernel does not execute a forbidden call, but raises SIGSYS in the calling thread. The
-//! handler prints the name of the call and ends the process by that signal, which the parent
-//! process sees. If the filter made the call fail instead, the cause of the resulting error would
-//! be hard to find.
+//! handler prints the name of the call, and ends the process by SIGSYS, so that the parent process
+//! sees the reason. If the filter made the call fail instead, the cause of the resulting error
+//! would be hard to find.
 
 use std::io;
 use std::sync::OnceLock;

@@ -35,7 +35,7 @@ pub(super) struct Worker {
     next_scan: Option<Instant>,
     /// Time when the queue thread noticed that the queue is to be closed.
     closing: Option<Instant>,
-    /// Time when the last spin began, if it ended without work, so that the thread has to sleep.
+    /// Time when the last spin began. `None` if that spin found work, so that no sleep follows it.
     waiting: Option<Instant>,
     /// True if futures waited for a free `Op` at the last check.
     waiters: bool,
@@ -305,7 +305,8 @@ impl Worker {
         let freed = state.remove_waiter(None);
         drop(state);
         freed.wake_next();
-        // The drop of `self` also drops the queue pair, which deletes it in the controller.
+        // The drop of `self` also drops the queue pair, and so deletes the queue pair in the
+        // controller.
     }
 }
 
@@ -350,8 +351,8 @@ fn run(mut worker: Worker, shared: &AsyncShared) {
 
 /// Number of pooled buffers for the ranges of Dataset Management and Copy commands.
 const RANGE_BUFFERS: usize = 8;
-/// Size of each range buffer in bytes: 256 source ranges of Copy, which are longer than the ranges
-/// of Dataset Management.
+/// Size of each range buffer in bytes: 256 source ranges of Copy. The ranges of Dataset Management
+/// are shorter.
 const RANGE_BYTES: usize = 256 * size_of::<CopyRange>();
 
 /// An async queue with its queue thread. Dropping the last reference closes the queue.

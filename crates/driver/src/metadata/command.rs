@@ -230,9 +230,9 @@ pub enum ProtectionError {
     /// The buffer is shorter than the transferred data and metadata.
     #[error("the command's data and metadata are {needed} bytes, and the buffer has {len}")]
     Buffer {
-        /// Minimum length of the buffer.
+        /// Minimum length of the buffer in bytes.
         needed: usize,
-        /// Length of the buffer.
+        /// Length of the buffer in bytes.
         len: usize,
     },
     /// A block does not match its protection information.

@@ -447,7 +447,8 @@ mod tests {
         core.ring().unwrap();
         let mut retries = RetryTable::new(0);
         assert!(retries.end_all(&mut core, "it is gone", true).is_empty());
-        // A read of the submission queue now raises SIGBUS, which marks its mapping as poisoned.
+        // A read of the submission queue now raises SIGBUS, and the handler marks the mapping of
+        // the queue as poisoned.
         file.set_len(0).unwrap();
         for taken in 1..=core.capacity() {
             assert!(retries.end_all(&mut core, "it is gone", true).is_empty());

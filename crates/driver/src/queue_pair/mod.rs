@@ -350,7 +350,8 @@ impl QueuePair {
         self.queue.core.ring_cq_doorbell()
     }
 
-    /// Deadline of a sleep: the time of the next timeout tick, which this thread counts.
+    /// Deadline of a sleep: the time of the next timeout tick, because this thread has to count the
+    /// tick.
     fn next_tick(&self) -> Option<Instant> {
         if self.outstanding() == 0 || !self.controller.recovery.enabled {
             return None;

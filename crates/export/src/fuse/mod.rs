@@ -8,8 +8,8 @@
 //! losetup --find --show --direct-io=on /run/disk
 //! ```
 //!
-//! If a program copies within the file by `copy_file_range(2)`, the disk copies the data, which
-//! then does not pass through the kernel or the program.
+//! If a program copies within the file by `copy_file_range(2)`, the disk copies the data, and the
+//! data does not pass through the kernel or the program.
 //!
 //! Size, owner and mode of the file cannot be changed. So programs have to open the file without
 //! truncation (`dd conv=notrunc`).

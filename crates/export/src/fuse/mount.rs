@@ -226,7 +226,8 @@ fn mount(file: &OwnedFd, source: &str, read_only: bool) -> io::Result<OwnedFd> {
     Ok(device)
 }
 
-/// Path of an open file by its descriptor, which is valid even if the file's name changes.
+/// Path of an open file through its descriptor. The path stays valid if the name of the file
+/// changes.
 fn by_descriptor(file: &OwnedFd) -> PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }

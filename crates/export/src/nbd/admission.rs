@@ -44,7 +44,7 @@ pub(super) struct Admitted {
     by_peer: Mutex<HashMap<Peer, usize>>,
 }
 
-/// Admission of a client, which ends when the value is dropped.
+/// Admission of a client. Dropping the value ends the admission.
 pub(super) struct Admission {
     admitted: Arc<Admitted>,
     peer: Peer,
@@ -94,8 +94,8 @@ impl Drop for Admission {
     }
 }
 
-/// Client in the handshake, with a duplicate of its socket, by which it can be evicted. When the
-/// handshake has ended, the value is dropped, which closes the duplicate.
+/// Client in the handshake. The value has a duplicate of the client's socket, by which the client
+/// can be evicted. When the handshake has ended, the drop of the value closes the duplicate.
 pub(super) struct NewClient {
     pub(super) peer: Peer,
     socket: Arc<Mutex<Option<OwnedFd>>>,

@@ -26,8 +26,8 @@ pub(super) struct Offer {
 /// Current offer, and the threads of the server.
 struct State {
     offer: Offer,
-    /// Each thread's event, which ends its sleep, and the number of the offer that its client got.
-    /// For the listening thread, the number is `u64::MAX`.
+    /// For each thread, the event that ends its sleep, and the number of the offer that the
+    /// thread's client got. For the listening thread, that number is `u64::MAX`.
     threads: BTreeMap<u64, (u64, EventFd)>,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct ServerShared {
     pub(super) log: LogLimit,
 }
 
-/// Registration of a thread's waker, which ends when the value is dropped.
+/// Registration of a thread's waker. Dropping the value ends the registration.
 pub(super) struct Registered {
     shared: Arc<ServerShared>,
     number: u64,

@@ -150,7 +150,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             }
             if self.queue.prepared() > 0 && self.io.tasks().reserved() > 0 {
                 // The prepared answers are submitted before the thread polls for the requests in
-                // flight, which takes time.
+                // flight, because the polling takes time.
                 self.queue.enter(false)?;
                 continue;
             }

@@ -5,8 +5,8 @@
 //! waits for each of its commands, and a [`Queue`] keeps the buffer of a tag while the kernel has
 //! the tag. When one of them is dropped, memory that the kernel may still use is leaked.
 //!
-//! A call on the image's file transfers data from or to memory of the kernel, which is identified
-//! by an index in the ring's buffer table. So this process need not keep memory for the call.
+//! A call on the image's file transfers data from or to memory of the kernel. An index in the
+//! ring's buffer table identifies that memory. So this process need not keep memory for the call.
 
 use super::wire::{
     ABORTED, ControlCommand, Descriptor, DeviceInfo, IoCommand, control, data_of, descriptors,

@@ -106,8 +106,8 @@ pub(super) struct ServedQueue<'a, F> {
     disk: BlockQueue,
     make: fn(BlockQueue, Job) -> F,
     kick: Option<EventFd>,
-    /// Requests whose start is delayed until two later requests are known, so that the disk can
-    /// prefetch its memory. `None` if the disk needs no prefetch.
+    /// Requests whose start is delayed until two later requests are known. Meanwhile the disk
+    /// prefetches the memory that these requests will access. `None` if the disk needs no prefetch.
     ready: Option<VecDeque<(usize, Job)>>,
     /// Requests in flight, by slot.
     requests: Vec<Pending>,

@@ -162,8 +162,8 @@ impl Files {
         let singles = Arc::strong_count(&self.singles) - 1;
         if singles < SINGLE {
             match self.map_single(fd, offset, len, protection) {
-                // The range may be a part of a huge page, which the kernel does not map. So the
-                // whole file is mapped.
+                // The range may be only a part of a huge page, and the kernel maps only whole huge
+                // pages. So the whole file is mapped.
                 Err(FileError::Map(MapError::System { .. })) => {}
                 outcome => return outcome,
             }

@@ -165,7 +165,7 @@ impl Bar {
 }
 
 /// Returns an error if the device was removed. An access to its mapping has then raised SIGBUS, and
-/// the handler has marked the mapping as poisoned, which reads as zeroes.
+/// the handler has marked the mapping as poisoned. A poisoned mapping reads as zeroes.
 fn check_not_removed(bytes: &SharedBytes) -> io::Result<()> {
     if bytes.mapping().is_poisoned() {
         return Err(io::Error::other("its registers are not mapped any more"));

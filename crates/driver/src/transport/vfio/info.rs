@@ -8,11 +8,11 @@
 use std::ops::RangeInclusive;
 use vfio_bindings::bindings::vfio;
 
-/// Length of a capability header.
+/// Length of a capability header in bytes.
 const HEADER: usize = 8;
-/// Size of `struct vfio_region_info`.
+/// Size of `struct vfio_region_info` in bytes.
 pub(super) const REGION_INFO: usize = 32;
-/// Size of `struct vfio_iommu_type1_info`, including the offset of the capabilities.
+/// Size of `struct vfio_iommu_type1_info` in bytes, including the offset of the capabilities.
 pub(super) const IOMMU_INFO: usize = 24;
 
 fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {

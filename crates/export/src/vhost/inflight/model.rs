@@ -57,14 +57,14 @@ impl Words for &Log {
     }
 }
 
-/// Volatile state of a process, which is lost when it dies.
+/// Volatile state of a process: it is lost when the process dies.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Process {
     number: u8,
     tracker: TrackerState,
     available: u16,
     replays: Vec<u16>,
-    /// Requests that the disk has completed, which the process has not answered.
+    /// Requests that the disk has completed, and that the process has not answered.
     ended: Vec<u16>,
 }
 
