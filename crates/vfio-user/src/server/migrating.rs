@@ -62,7 +62,7 @@ impl Migrating {
         *self = Self::default();
     }
 
-    /// Parses a DEVICE_FEATURE request, and executes it unless it has to wait.
+    /// Parses a DEVICE_FEATURE request, and executes it if that needs no wait.
     pub(super) fn feature(
         &self,
         payload: &[u8],
@@ -146,10 +146,10 @@ impl Migrating {
         reply(flags, &[state.as_bytes()])
     }
 
-    /// Changes the state towards `to`, as far as possible without waiting. If the result is
-    /// [`Progress::Waits`], the device has got the callback of `done`. When it completes, the
-    /// caller calls [`stepped`](Self::stepped) after a success, or [`failed`](Self::failed) after a
-    /// failure.
+    /// Takes all steps towards the state `to` that need no wait. If the result is
+    /// [`Progress::Waits`], the device has started a further step, and has the callback from
+    /// `done`. When it completes, the caller calls [`stepped`](Self::stepped) after a success, or
+    /// [`failed`](Self::failed) after a failure.
     pub(super) fn step_towards(
         &mut self,
         to: MigrationState,
@@ -200,8 +200,8 @@ impl Migrating {
         self.state = self.state.next(to).unwrap_or(self.state);
     }
 
-    /// Handles a failed step towards `to`. If the device could not discard its state, or not parse
-    /// the new one, it is unusable.
+    /// Handles a failed step towards `to`. If the device could not discard its state, or could not
+    /// parse the new one, the device is then unusable.
     pub(super) fn failed(&mut self, to: MigrationState) {
         let states = [Some(self.state), self.state.next(to)];
         if states.contains(&Some(MigrationState::Resuming)) {

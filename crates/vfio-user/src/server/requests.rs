@@ -78,7 +78,7 @@ pub(super) enum Remaining {
     Writes { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
     /// Further state transitions until the migration state `to` is reached.
     State { to: MigrationState, flags: u32 },
-    /// Payload of a reply to send.
+    /// Payload of the reply, to send when the device's `sync_log` has completed.
     Reply(Vec<u8>),
     /// Report of the dirty page log, to send when the log contains all earlier writes.
     Log { report: LoggingReport, flags: u32 },
@@ -107,8 +107,8 @@ impl Link {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
     }
 
-    /// True if the waiting request is an unmap. The device has executed it except for the end of
-    /// accesses in flight, which can wait for slow storage.
+    /// True if the waiting request is an unmap. The device has removed the range, and waits only
+    /// for the end of accesses in flight. Slow storage can delay that end.
     pub(super) fn is_unmapping(&self) -> bool {
         let next_step = self.waiting.as_ref().map(|waiting| &waiting.next_step);
         matches!(next_step, Some(NextStep::Unmapped(_)))
@@ -147,7 +147,7 @@ impl Link {
         !ended.is_empty()
     }
 
-    /// True if the version is negotiated, and no reply is unsent and no request outstanding or
+    /// True if the version is negotiated, all replies are sent, and no request is outstanding or
     /// partly executed.
     pub(super) fn is_idle(&self) -> bool {
         self.agreed.is_some() && self.is_quiesced() && self.out.is_empty()
@@ -158,17 +158,18 @@ impl Link {
         std::mem::take(&mut self.changed)
     }
 
-    /// True if no request is outstanding or partly executed, including postponed unmaps.
+    /// True if no request is outstanding or partly executed. Postponed unmaps count as outstanding.
     pub(super) fn is_quiesced(&self) -> bool {
         self.is_between_requests() && self.unmaps.is_empty()
     }
 
-    /// True if no request is outstanding or partly executed, apart from postponed unmaps.
+    /// True if no request is outstanding or partly executed. Postponed unmaps do not count.
     pub(super) fn is_between_requests(&self) -> bool {
         self.waiting.is_none() && self.unfinished.is_none()
     }
 
-    /// Serializes a link. No request may be partly executed, except for postponed unmaps.
+    /// Serializes a link. No request may be outstanding or partly executed, except for postponed
+    /// unmaps.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedLink> {
         let unmaps = self.unmaps.iter().map(|PostponedUnmap { header, unmap, .. }| {
             (Bytes(header.as_bytes().to_vec()), Bytes(unmap.as_bytes().to_vec()))
@@ -446,7 +447,8 @@ impl Link {
         }
     }
 
-    /// Changes the migration state, as far as possible without waiting.
+    /// Changes the migration state in one or more steps. If a step is asynchronous, the request
+    /// continues when the device has completed it.
     fn change_state(
         &mut self,
         header: &Header,
@@ -472,7 +474,8 @@ impl Link {
         Ok(())
     }
 
-    /// Waits until the dirty page log contains all earlier writes, then continues with `remaining`.
+    /// Starts to bring the dirty page log up to date. When it contains all earlier writes, the
+    /// request continues with `remaining`.
     fn sync_log(
         &mut self,
         header: &Header,
@@ -587,8 +590,8 @@ fn changes(number: u16, payload: &[u8]) -> bool {
     match number {
         command::REGION_WRITE => split::<wire::RegionAccess>(payload)
             .is_ok_and(|(access, _)| access.region != crate::device::region::BAR0),
-        // The checkpoint must show that the device is stopped. Otherwise the next process would run
-        // it.
+        // The checkpoint must contain the new migration state. Otherwise the next process would run
+        // a device that the client has stopped.
         command::DEVICE_FEATURE => Migrating::changes(payload),
         command::REGION_WRITE_MULTI
         | command::DMA_MAP
