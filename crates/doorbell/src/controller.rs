@@ -300,10 +300,10 @@ macro_rules! doorbell {
                 $name { doorbell }
             }
 
-            /// Drops the cells of the shadow entry and of EventIdx: first step of a Controller
-            /// Level Reset, or after the host has unmapped their page. The state of the entry is
-            /// kept. If the entry is the source of the value, the value does not change until
-            /// [`reattach`](Self::reattach).
+            /// Drops the cells of the shadow entry and of EventIdx. Call this as the first step of
+            /// a Controller Level Reset, and when the host has unmapped their pages. The state of
+            /// the entry is kept. If the entry is the source of the value, the value does not
+            /// change until [`reattach`](Self::reattach).
             #[inline]
             pub fn disable(&mut self) {
                 self.doorbell.shadow = None;

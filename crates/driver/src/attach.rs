@@ -60,8 +60,8 @@ struct AttemptError {
 }
 
 impl AttemptError {
-    /// Creates the error of an attempt that failed after the controller was enabled. Reads
-    /// CSTS.CFS.
+    /// Creates the error of an attempt that failed after the controller was enabled, with the value
+    /// that CSTS.CFS has now.
     fn of(error: AttachError, enabled: &EnabledController) -> Self {
         let csts = enabled.admin.device.csts();
         // A removed device reads as all ones, which is not a status.

@@ -28,7 +28,8 @@ pub(crate) struct AttachedController {
     has_long_running: AtomicBool,
     /// Process-wide count of SIGBUS faults (lost memory pages) at the last check.
     faults: AtomicU64,
-    /// Namespaces that were read again after an event and not yet taken by the program.
+    /// Namespaces that were identified again after an event, and that the program has not taken
+    /// yet.
     changed_namespaces: Mutex<Option<Vec<Namespace>>>,
     watchdog: OnceLock<Watchdog>,
 }
@@ -122,12 +123,12 @@ impl AttachedController {
         self.faults.swap(now, Ordering::Relaxed) != now
     }
 
-    /// Stores namespaces that were read again, until the program takes them.
+    /// Stores namespaces that were identified again, until the program takes them.
     pub(crate) fn set_changed_namespaces(&self, namespaces: Vec<Namespace>) {
         *self.changed_namespaces.lock() = Some(namespaces);
     }
 
-    /// Takes the namespaces that were read again since the last call.
+    /// Takes the namespaces that were identified again since the last call.
     pub(crate) fn take_changed_namespaces(&self) -> Option<Vec<Namespace>> {
         self.changed_namespaces.lock().take()
     }

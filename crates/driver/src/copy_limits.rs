@@ -32,8 +32,7 @@ impl CopyLimits {
         (limits.range_blocks != 0 && limits.blocks != 0).then_some(limits)
     }
 
-    /// The maximum number of blocks that one command copies from one contiguous part of the
-    /// namespace.
+    /// The maximum number of blocks that one command can copy if they are contiguous.
     #[must_use]
     pub fn max(&self) -> u32 {
         let ranges = u32::try_from(self.ranges).unwrap_or(u32::MAX);

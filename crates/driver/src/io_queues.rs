@@ -111,8 +111,8 @@ impl IoQueueTable {
         Ok(IoQueuePair { core, layout, event })
     }
 
-    /// Creates the queues of a pair again after the controller has lost them. The caller has
-    /// restarted `core` with new [`doorbells`].
+    /// Creates the queues of a pair again. The controller has lost the old queues by a deletion or
+    /// a reset. The caller has restarted `core` with new [`doorbells`].
     pub(crate) fn recreate(
         &mut self,
         admin: &AdminPlane,

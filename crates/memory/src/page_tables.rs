@@ -99,7 +99,8 @@ pub(crate) fn reach(len: u64) -> u64 {
     len.saturating_add(2 * SPAN)
 }
 
-/// Requests a check after the caller has touched [`TOUCHES_PER_CHECK`] places of a peer's memory.
+/// Requests a check. To be called when the caller has touched [`TOUCHES_PER_CHECK`] places of a
+/// peer's memory.
 ///
 /// All earlier accesses of the caller must have ended. Returns the check for which the caller has
 /// to wait before it touches more, or `None` if no check is necessary. Costs a system call, and a

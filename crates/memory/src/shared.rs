@@ -177,8 +177,8 @@ impl SharedBytes {
     /// Copies `count` cache lines from `lines` to `offset`, in order, without a check.
     ///
     /// # Safety
-    /// `count` times 64 bytes must be readable at `lines`, and must lie inside the window from
-    /// `offset`. The window must be writable.
+    /// `count` times 64 bytes must be readable at `lines`. The same number of bytes from `offset`
+    /// must lie inside the window, which must be writable.
     #[inline]
     pub(crate) unsafe fn write_lines_at(&self, offset: usize, lines: *const u8, count: usize) {
         let into = self.ptr.as_ptr().wrapping_add(offset);

@@ -143,7 +143,7 @@ impl Model {
         (states, index)
     }
 
-    /// Returns the first step that rings, if any.
+    /// Returns the first step in which the host rings, if any.
     fn find_ring(&self) -> Option<(State, Step)> {
         let mut found = None;
         for state in self.explore().0 {

@@ -233,8 +233,8 @@ impl RecoverableQueue {
         Ok(false)
     }
 
-    /// Creates the queues again, after the controller has deleted them, and submits repeatable
-    /// outstanding commands again.
+    /// Creates the queues again, and submits repeatable outstanding commands again. The controller
+    /// has deleted the old queues before this call.
     fn create_queues(
         &mut self,
         controller: &AttachedController,

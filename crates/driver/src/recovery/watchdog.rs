@@ -90,8 +90,9 @@ fn watch(
             return;
         }
         drop(stopped);
-        // A paused watchdog skips this tick, because the last handle may be about to be dropped.
-        // `_watching` is declared before the strong reference `target`, so it is dropped later.
+        // A paused watchdog skips this tick: the thread that paused it may be about to drop the
+        // last handle. `_watching` is declared before the strong reference `target`, so it is
+        // dropped later.
         let Some(_watching) = control.watching.try_lock() else { continue };
         let Some(target) = target.upgrade() else { return };
         let is_due = target.tick();

@@ -6,8 +6,8 @@ use shadowbell_block::Geometry;
 /// Largest request in bytes. Each tag has a buffer of this size, whose pages are allocated on
 /// first use.
 pub(super) const MAX_BYTES: u32 = 256 << 10;
-/// Largest block size of a device, in bytes. If the disk has larger blocks, requests are for parts
-/// of blocks.
+/// Largest block size of a device, in bytes. If the disk has larger blocks, a request can be for a
+/// part of a block.
 pub(super) const LARGEST_BLOCK: u32 = 4096;
 /// Largest number of sectors of a discard or write zeroes request.
 const MAX_RANGE: u32 = u32::MAX >> 9;

@@ -41,8 +41,8 @@ impl PageTableQuota {
         }
     }
 
-    /// Decides whether page tables are counted, after a change of the guest's memory to regions of
-    /// these lengths.
+    /// Decides whether page tables are counted. Called after a change of the guest's memory, with
+    /// the lengths of its new regions.
     pub(super) fn memory_changed(&self, regions: impl Iterator<Item = u64>) {
         let counted = page_tables::may_exceed_limit(regions);
         let pieces = if counted { IN_FLIGHT / self.queues } else { usize::MAX };

@@ -144,8 +144,9 @@ impl Ring {
         }
     }
 
-    /// Stores the positions `now` in the two rings, for a thread that started at the positions
-    /// `began`, unless the frontend has changed the positions meanwhile.
+    /// Stores the positions in the two rings at which a thread has stopped (`now`). The thread
+    /// started at the positions `began`. A position that the frontend has changed meanwhile is not
+    /// replaced.
     pub(super) fn give_back(&self, began: (u16, u16), now: (u16, u16)) {
         let mut config = self.config.lock();
         if config.next_available == began.0 {

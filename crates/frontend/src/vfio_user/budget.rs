@@ -93,8 +93,8 @@ pub(super) struct Reservation {
 }
 
 impl Reservation {
-    /// Increases the reserved size of a mapping to `bytes`, after the mapping has turned out larger
-    /// than requested.
+    /// Increases the reserved size of a mapping to `bytes`. Called if the mapping has turned out
+    /// larger than requested.
     pub(super) fn grow(&mut self, bytes: u64) -> Result<(), OverBudget> {
         let more = bytes.saturating_sub(self.amount.bytes);
         self.account.charge(Amount { bytes: more, ..Amount::default() })?;

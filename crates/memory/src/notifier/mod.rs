@@ -28,9 +28,10 @@ pub(crate) fn is_available() -> bool {
 }
 
 /// Creates up to `count` io_uring instances for signals to peers' eventfds, and all other objects
-/// that the signals need, before the process enters its system call filter. No instance is created
-/// later. Threads without an instance share one. Returns the number of instances. 0 means that AIO
-/// is used: then the filter has to permit the system calls `io_submit` and `io_getevents`.
+/// that the signals need. Must be called before the process enters its system call filter. No
+/// instance is created later. Threads without an instance share one. Returns the number of
+/// instances. 0 means that AIO is used: then the filter has to permit the system calls `io_submit`
+/// and `io_getevents`.
 pub fn prepare(count: usize) -> usize {
     let made = ring::prepare(count);
     if made == 0 {

@@ -31,8 +31,8 @@ static RESERVE: Reserve = Reserve::new("signals", || {
 /// Ring that threads share if the sealed reserve has no ring left for them.
 static SHARED: Mutex<Option<Ring>> = Mutex::new(None);
 
-/// Creates up to `count` rings, before the process enters its system call filter. No ring is
-/// created later. Returns the number of rings.
+/// Creates up to `count` rings. Must be called before the process enters its system call filter. No
+/// ring is created later. Returns the number of rings.
 pub(super) fn prepare(count: usize) -> usize {
     if !is_available() {
         return 0;

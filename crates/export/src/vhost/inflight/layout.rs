@@ -11,7 +11,7 @@ const STATE: usize = 8;
 /// Size of a request's state in bytes: a [`Mark`], and the request's number.
 const REQUEST: usize = 16;
 const NUMBER: usize = 8;
-/// Alignment of each queue's part, as in other implementations.
+/// Alignment in bytes of each queue's tracking memory, as in other implementations.
 const ALIGNMENT: usize = 64;
 
 /// Version of the layout.
