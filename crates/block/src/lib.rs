@@ -54,10 +54,11 @@
 //! # Timeouts
 //!
 //! A request that takes longer than [`BlockOptions::timeout`] is cancelled. If the disk does not
-//! complete it soon after the cancellation, it fails with [`BlockError::TimedOut`], and its range
-//! remains locked until the disk completes it. But a request with memory of the caller
-//! ([`BlockQueue::read_to`]) does not end before the disk completes it. The timeout does not apply
-//! while the disk [holds](BlockQueue::holds_requests) requests after an error of its storage.
+//! complete the request soon after the cancellation, the future returns [`BlockError::TimedOut`].
+//! The range of the request remains locked until the disk completes the request. The future of a
+//! request with memory of the caller ([`BlockQueue::read_to`]) always waits for the disk. The
+//! timeout does not apply while the disk [holds](BlockQueue::holds_requests) requests after an
+//! error of its storage.
 //!
 //! # Not implemented
 //!

@@ -1,8 +1,8 @@
 //! UUIDs of disks whose configuration gives none: generated at random once, and stored in a file
 //! of the state directory.
 //!
-//! The file has a line for each disk, with its UUID and its name. Servers that share it only append
-//! to it. Of several lines for a disk, the first one counts, so no lock is needed.
+//! The file has a line for each disk, with its UUID and its name. Servers that share the file only
+//! append lines. Of several lines for a disk, the first one counts, so no lock is needed.
 
 use crate::uuid_text::{parse_uuid, uuid_text};
 use std::fs::{DirBuilder, File, OpenOptions};

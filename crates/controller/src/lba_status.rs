@@ -2,10 +2,10 @@
 //! NVM 1.1, 4.2.1.
 //!
 //! Only the disk knows its allocated blocks, and a query of the disk may wait for storage. So the
-//! command is executed neither under the control plane's lock, like other admin commands, nor on an
-//! I/O thread. The command has its own turns on the control thread, where a blocked turn delays no
-//! other controller (`control_thread`). Extents per turn, extents per command and commands per
-//! controller are limited.
+//! command is not executed under the control plane's lock, as other admin commands are. It is not
+//! executed on an I/O thread either. The command has its own turns on the control thread, where a
+//! blocked turn delays no other controller (`control_thread`). Extents per turn, extents per
+//! command and commands per controller are limited.
 
 use crate::control_thread::{RunState, Turn, TurnTask};
 use crate::notice::{ControlHandle, Latch, Notice, Operation};

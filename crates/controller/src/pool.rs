@@ -1,9 +1,9 @@
 //! Namespace pool: interface to the storage from which a host creates namespaces.
 //!
 //! The controller decodes, checks and completes Namespace Management, Namespace Attachment, Format
-//! NVM and Sanitize. A [`NamespacePool`] manages the namespaces and their storage; it outlives the
-//! controller. It executes one [order](PoolOrder) at a time on its own thread. To add or remove
-//! attached namespaces, it uses the public methods of the controller
+//! NVM and Sanitize. A [`NamespacePool`] manages the namespaces and their storage, and outlives the
+//! controller. The pool executes one [order](PoolOrder) at a time on its own thread. To add or
+//! remove attached namespaces, the pool uses the public methods of the controller
 //! ([`Controller::add_namespace`](crate::Controller::add_namespace)).
 
 use crate::notice::{ControlHandle, Notice};

@@ -4,8 +4,8 @@
 //! reservation. It does not depend on controllers, queues or files. The file stores the
 //! reservations of a subsystem.
 //!
-//! The file has [two slots](AbSlots) for the contents, which are written alternately. So one valid
-//! version survives a power loss at any time.
+//! The file has [two slots](AbSlots), which are written alternately. So one valid version of the
+//! contents survives a power loss at any time.
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};

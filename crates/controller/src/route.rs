@@ -1,9 +1,9 @@
 //! Message routing of a controller: to the I/O thread at which a queue was placed, or to the one
 //! that has taken the controller over.
 //!
-//! The control plane identifies an I/O thread by the number that it had when queues were assigned
-//! to it. These numbers stay valid if the controller moves to another I/O thread (see
-//! `worker::scheduling`), because the route translates them. While queues move, the route keeps the
+//! The control plane always uses the number of the I/O thread to which the queues were assigned at
+//! first. This number stays valid if the controller moves to another I/O thread (see
+//! `worker::scheduling`), because the route translates it. While queues move, the route keeps the
 //! messages for them, and sends the messages to the new I/O thread, in order, when the queues have
 //! arrived.
 

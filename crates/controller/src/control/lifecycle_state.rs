@@ -5,11 +5,11 @@
 //! A controller is quiesced before it is transferred to another process.
 //!
 //! The controller first waits until no admin command is in flight, no other operation is pending,
-//! and its disks have no [orphans](shadowbell_disk::Orphans), because another process must not
-//! write to a disk before its orphans have ended. I/O continues meanwhile. Then its queues leave
-//! their I/O threads: no further command is fetched, and requests in flight at the disks end. After
-//! that the controller is quiesced: the callbacks are called, and it can be saved. A quiesce can be
-//! cancelled in every step.
+//! and its disks have no [orphans](shadowbell_disk::Orphans) (cancelled writes that the storage may
+//! still execute). Another process must not write to a disk before the disk's orphans have ended.
+//! I/O continues meanwhile. Then its queues leave their I/O threads: no further command is fetched,
+//! and requests in flight at the disks end. After that the controller is quiesced: the callbacks
+//! are called, and it can be saved. A quiesce can be cancelled in every step.
 
 use crate::event::Event;
 use crate::notice::Latch;

@@ -16,9 +16,9 @@
 //!
 //! First, the I/O threads stop fetching and let commands in flight end. Then each I/O thread
 //! executes its waiting exclusive commands, one I/O thread after the other. Finally, changes are
-//! checkpointed and all I/O threads resume. The messages are sent to all I/O threads that may have
-//! queues of the controller, even while the controller moves or quiesces. An I/O thread that
-//! receives a moved queue checks `ControllerShared::is_exclusive`. The admin budget
+//! checkpointed and all I/O threads resume. The messages for these steps are sent to all I/O
+//! threads that may have queues of the controller, even while the controller moves or quiesces. An
+//! I/O thread that receives a moved queue checks `ControllerShared::is_exclusive`. The admin budget
 //! (`control_plane`) limits a host that repeats exclusive commands.
 
 mod admin_port;

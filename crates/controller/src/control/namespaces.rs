@@ -21,8 +21,8 @@
 //! The control plane forwards changes of the [subsystem] to I/O threads and to the host.
 //!
 //! Changes are forwarded to all I/O threads that may have queues of the controller, even while the
-//! controller moves or quiesces. When queues arrive at an I/O thread, it opens their namespaces and
-//! reads the current access rights.
+//! controller moves or quiesces. When queues arrive at an I/O thread, the thread opens the
+//! namespaces and reads the current access rights.
 
 use super::Control;
 use super::diagnostics::hours;

@@ -5,12 +5,13 @@
 //! it writes the whole destination. Therefore overlapping ranges are copied correctly, and nothing
 //! is written if a source cannot be read. The Maximum Copy Length (MCL) bounds the size of the
 //! buffer. An I/O thread has a few buffers per controller; if all are in use, further copies wait
-//! for one in order of arrival.
+//! for a buffer in order of arrival.
 //!
-//! The start of a Copy command only appends it to a list. Its requests are submitted between two
-//! passes over the queues, range by range, and are charged to the controller's share of the I/O
-//! thread's time. On a disk that completes requests inline, other commands are executed between the
-//! ranges. On an asynchronous disk, several requests of a phase are in flight at a time.
+//! The start of a Copy command only appends the command to a list. The requests of the command are
+//! submitted between two passes over the queues, range by range, and are charged to the
+//! controller's share of the I/O thread's time. On a disk that completes requests inline, other
+//! commands are executed between the ranges. On an asynchronous disk, several requests of a phase
+//! are in flight at a time.
 
 use super::data_pointer::{Protection, read_list, submit_any};
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};

@@ -6,9 +6,10 @@
 //! A fused operation is executed [exclusively](super::exclusive_state), so it is atomic with
 //! respect to commands of this server. If the storage has other users, such as an image that
 //! several machines share, another machine may write between the Compare and the Write. A disk with
-//! atomic compare-and-write ([`Queue::compares_and_writes`]) prevents this: after a successful
-//! Compare, the controller submits that request instead of the Write. The request does not support
-//! metadata, zones and uncorrectable blocks. On such namespaces, a plain Write follows the Compare.
+//! an atomic compare-and-write request ([`Queue::compares_and_writes`]) prevents this: after a
+//! successful Compare, the controller submits the atomic request instead of the Write. The request
+//! does not support metadata, zones and uncorrectable blocks. On namespaces with one of these, a
+//! plain Write follows the Compare.
 //!
 //! If the atomic request finds different blocks, another user has written in between. Then the
 //! Compare ends with Compare Failure and the Write with Command Aborted due to Failed Fused
@@ -24,10 +25,12 @@
 //! the crash, and no other command of this server was in flight. Therefore the result of the second
 //! request means:
 //!
-//! * Equal: the data are written now. As with any write in flight, it may be the second time.
+//! * Equal to the data of the Compare: the request has written the data of the Write. The dead
+//!   process may have written them before, as with any write in flight.
 //! * Equal to the data of the Write: the dead process has written them, and the operation has
-//!   succeeded. A write of identical data by another user at the same time has the same result.
-//!   Hosts that must tell the two cases apart write unique data, such as a host name and a counter.
+//!   succeeded. If another user has written identical data at the same time, the result is the
+//!   same. Hosts that must distinguish these cases write unique data, such as a host name and a
+//!   counter.
 //! * Different from both: another user has written, either before the operation or after its
 //!   success. In the second case, Compare Failure would be wrong, and the host would repeat an
 //!   operation that has succeeded. Therefore the Compare ends with Internal Error and Do Not Retry.

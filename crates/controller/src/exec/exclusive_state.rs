@@ -15,10 +15,10 @@
 //! A parked command has an entry in the journal, like any command in flight. Each outcome is
 //! written to that entry as a [`Decision`] before it takes effect. There are two outcomes: a
 //! successful Compare, recorded before its Write begins, and the end of a command, recorded before
-//! other commands continue. Thus the process that recovers the controller does not repeat a
-//! Compare, which would find the data of its own Write, and does not repeat a write over newer
-//! data. A command that changes the uncorrectable blocks is an exception: first the control plane
-//! records the change, then the command's end is written to the journal, then other commands
+//! other commands continue. Thus the process that recovers the controller does not repeat a Compare
+//! that would find the data of the Write of the same operation, and does not repeat a write over
+//! newer data. A command that changes the uncorrectable blocks is an exception: first the control
+//! plane records the change, then the command's end is written to the journal, then other commands
 //! continue.
 
 use super::in_flight::InFlightTable;

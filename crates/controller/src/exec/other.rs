@@ -5,9 +5,10 @@
 //!
 //! ZNS 1.1.
 //!
-//! The disk owns the zones (`shadowbell_disk::Zones`). At submission, it checks Read, Write and
-//! other commands against the zones. This module decodes the three zone commands. If a command
-//! consists of several requests, this module checks its zones before the first request.
+//! The disk owns the zones (`shadowbell_disk::Zones`). The disk checks Read, Write and other
+//! commands against the zones when they are submitted. This module decodes the three zone commands.
+//! If a command consists of several requests, this module checks all zones of the command before it
+//! submits the first request.
 //!
 //! # Reservations
 //!

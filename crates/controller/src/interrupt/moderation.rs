@@ -21,8 +21,8 @@
 //! CPU. That looks like the end of a run. So the learnt number drops substantially only after two
 //! short runs in a row.
 //!
-//! Moderation is the controller's own choice. It applies only if the host has not set Interrupt
-//! Coalescing (feature 08h), which has precedence.
+//! Moderation is the controller's own choice. The host's settings have precedence: Interrupt
+//! Coalescing (feature 08h), and coalescing disabled for the vector (feature 09h).
 
 use std::time::{Duration, Instant};
 

@@ -2,11 +2,12 @@
 //!
 //! Three mechanisms hold an interrupt, in this order:
 //!
-//! 1. *Coalescing*: if the host has set features 08h and 09h, only these settings decide.
-//! 2. *Suppression*: the host has not consumed all completions of the last interrupt yet, so it
-//!    will find later completions without another interrupt. The interrupt is raised when the host
-//!    has consumed the announced completions, after a time limit, or before the I/O thread sleeps.
-//!    It is never lost.
+//! 1. *Coalescing*: if the host has set feature 08h, or has disabled coalescing of the vector by
+//!    feature 09h, only these settings decide.
+//! 2. *Suppression*: the host has not consumed all completions of the last interrupt yet, so the
+//!    host will find later completions without another interrupt. The interrupt is raised when the
+//!    host has consumed the announced completions, after a time limit, or before the I/O thread
+//!    sleeps. The interrupt is never lost.
 //! 3. *Moderation*: further completions are expected soon ([`Moderation`]).
 
 use super::moderation::{HoldLimit, Moderation};

@@ -6,9 +6,9 @@
 //!
 //! # Order of stores
 //!
-//! 1. A command with a request in flight is [recorded](JournalPart::record). The record contains a
-//!    copy of its submission queue entry, because the host may overwrite the original, and the
-//!    number of the command, counted from the creation of its queue.
+//! 1. A command with a request in flight is [recorded](JournalPart::record). The record contains
+//!    the number of the command, counted from the creation of its queue, and a copy of the
+//!    submission queue entry. A copy is needed because the host may overwrite the original.
 //! 2. Completions are posted.
 //! 3. The records of the posted commands are [freed](JournalPart::free).
 //! 4. The position of the submission queue is stored: first the number of posted completions, then
@@ -24,9 +24,10 @@
 //! of the submission queue at the time when the completion was posted. If the last step 4 has
 //! counted this completion already, the stored position of the submission queue is ahead of this
 //! head. The commands to execute again are the recorded ones without a completion, and all commands
-//! behind the position in the submission queue. The latter may include commands that were executed
-//! inline and whose completions were not posted. For the host, their second execution is equivalent
-//! to a late one. The record of a command is ignored if the command is fetched again.
+//! in the submission queue after its position. The latter may include commands that were executed
+//! inline and whose completions were not posted. The host cannot distinguish a second execution of
+//! these commands from a late execution. If a recorded command comes after the position, it is
+//! fetched again, and its record is ignored.
 //!
 //! The order prevents these errors. With step 3 before step 2, a command could be lost. With step 5
 //! before step 3, a completed command could be executed again and overwrite newer data. With step 5
@@ -43,11 +44,11 @@
 //! # Commands that crash the process
 //!
 //! A command may be the cause of a crash. Its record contains the number of processes that have
-//! crashed with the command in flight. Of an unrecorded command it is only known that it belongs to
-//! the burst that begins at the stored position. So after a crash by a fault, the next process
-//! fetches the commands of that burst one at a time. Before it starts each, it
-//! [stores](JournalPart::store_trying) the command's number. `worker::recovery` evaluates records
-//! and numbers.
+//! crashed with the command in flight. A command without a record may also be the cause. Such a
+//! command belongs to the burst of commands that begins at the stored position. So after a crash by
+//! a fault, the next process fetches the commands of that burst one at a time. Before the start of
+//! each command, the process [stores](JournalPart::store_trying) the command's number.
+//! `worker::recovery` evaluates records and numbers.
 
 mod layout;
 
