@@ -16,7 +16,7 @@
 //! | `drop-after` | a command is executed, but not completed |
 //! | `hang` | a command is neither executed nor completed, until aborted or its queue deleted |
 //! | `hang=TIME` | as `hang`, but after that time the command ends with Internal Error |
-//! | `stall=TIME` | a command is executed only after that time, unless aborted or its queue deleted |
+//! | `stall=TIME` | a command is executed after that time, unless aborted or its queue deleted |
 //! | `delay=TIME` | a completion is delayed by that time: `delay=2ms`, `delay=500us` |
 //! | `duplicate` | a command is completed twice |
 //! | `corrupt` | bits of a completion are flipped: result, status, SQ head or SQ identifier |
