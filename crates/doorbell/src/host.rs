@@ -238,7 +238,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         // the new value, or this load sees the new EventIdx.
         F::full();
         let event_idx = shadow.event_idx.load_relaxed();
-        // The first condition is checked first, because it is nearly always false.
+        // `needs_mmio` is checked first, because it is nearly always false.
         predicate.needs_mmio(event_idx, old, self.current) && event_idx as u16 <= self.last
     }
 }

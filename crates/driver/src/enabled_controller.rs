@@ -33,8 +33,8 @@ impl EnabledController {
         let device = Device::probe(transport, options.page_size, options.timeouts)?;
         device.disable().map_err(|error| device.attach_error("disabling", error))?;
         let (admin, layout) = AdminPlane::new(device)?;
-        // The value is created before the controller is enabled: if a later step fails, its drop
-        // disables the controller.
+        // The value is created before the controller is enabled: if a later step fails, the drop of
+        // the value disables the controller.
         let enabled = Self {
             admin,
             state: ControllerState::new(),
