@@ -242,12 +242,12 @@ fn invalid_region_capabilities_are_refused() {
         (48, u32::MAX, capability(1, 0)),
         (40, 32, capability(1, 0)[..7].to_vec()),
         (44, 32, capability(1, 0)[..12].to_vec()),
-        // The count of areas exceeds their actual number.
+        // The reply announces more areas than it contains.
         (48, 32, [&capability(1, 0)[..8], &u32::MAX.to_ne_bytes(), &[0; 4]].concat()),
-        // The first reply has an area without a descriptor; the second one has no area.
+        // The area refers to a descriptor, but the reply has none. The reply after it has no area.
         (64, 32, [&capability(1, 0)[..8], &[1, 0, 0, 0, 0, 0, 0, 0], &[0; 16]].concat()),
         (48, 32, capability(1, 0)),
-        // The reply requests more space than the client's maximum.
+        // The reply announces a longer description than the client accepts.
         (1 << 20, 32, vec![]),
     ];
     for (argsz, cap_offset, capabilities) in cases {
@@ -258,8 +258,8 @@ fn invalid_region_capabilities_are_refused() {
     // The reply describes another region than the requested one.
     let error = fails(described(32, 0, 0, &[]), |client| client.region_info(3));
     assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
-    // If the description is longer than the client's buffer, the client repeats the query with a
-    // sufficient one.
+    // If the reply announces a longer description than the client's buffer, the client repeats the
+    // query with a larger buffer.
     let mut asked = Vec::new();
     let (client, server) = fake_server(move |to, payload| {
         let argsz = u32::from_ne_bytes(payload[..4].try_into().unwrap());
@@ -345,8 +345,8 @@ proptest! {
     fn any_reply_is_survived(
         bytes in prop::collection::vec(any::<u8>(), 0..200), proper: bool, which in 0..5
     ) {
-        // After a partial message, the client waits for the rest until the timeout, which is an
-        // error too.
+        // If the reply is incomplete, the client waits for the rest until its timeout, and then
+        // returns an error.
         let (client, server) = fake_server_with_timeout(Duration::from_millis(200), move |to, _| {
             if proper { reply(to, 0, &bytes) } else { [&bytes[..], &[0; 16]].concat() }
         });
@@ -385,7 +385,7 @@ fn invalid_ioeventfd_lists_are_errors() {
         list(56, 0, 2, &[entry(0)]),
         list(96, 0, u32::MAX, &[entry(0), entry(0)]),
         list(96, 0, 2, &[entry(0)]),
-        // The replies have no descriptor for an entry, or request too much space.
+        // A reply with an entry but without a descriptor, and one that announces too long a list.
         list(56, 0, 1, &[entry(0)]),
         list(u32::MAX, 0, 1, &[entry(0)]),
         vec![0; 15],
@@ -416,8 +416,8 @@ fn a_server_that_only_sends_commands_times_out() {
         let mut sent = 0;
         while theirs.write_all(command.as_bytes()).is_ok() {
             sent += 1;
-            // The pauses keep the number of commands within the client's time limit far below the
-            // number that counts as a flood.
+            // With these pauses, the server sends far fewer commands until the client's timeout
+            // than the client would treat as a flood. So the timeout has to end the wait.
             std::thread::sleep(Duration::from_millis(20));
         }
         sent

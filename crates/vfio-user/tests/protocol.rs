@@ -200,7 +200,7 @@ fn invalid_accesses_are_refused() {
     refused(access(4, 0, 4), &[0; 4], Errno::NXIO);
     refused(access(0, 0, (1 << 20) + 1), &[0; (1 << 20) + 1], Errno::INVAL);
     refused(access(0, 0, u32::MAX as usize), &[0; 8], Errno::INVAL);
-    // The message has less data than its header announces.
+    // The message has fewer bytes of data than its access header announces.
     let reply = raw.request(command::REGION_WRITE, &[access(0, 0, 8).as_bytes(), &[0; 7]]);
     assert_eq!(reply.errno(), Errno::INVAL);
     let reply = raw.request(command::REGION_READ, &[b"too short"]);
@@ -217,13 +217,14 @@ fn posted_writes_have_no_reply() {
     for n in 0..100u8 {
         let access = access(0, n.into(), 1);
         stream.extend(raw.message(command::REGION_WRITE, posted, &[access.as_bytes(), &[n + 1]]));
-        // The server refuses these messages, and sends no reply because they are posted.
+        // These messages are posted. The server refuses them, and sends no reply.
         let nowhere = common::access(77, 0, 1);
         stream.extend(raw.message(command::REGION_WRITE, posted, &[nowhere.as_bytes(), &[0]]));
         stream.extend(raw.message(4711, posted, &[&[n; 33]]));
     }
     raw.send(&stream);
-    // The first reply belongs to the read, which is executed after all writes.
+    // The first reply is that of the read, because the posted messages get none. The read is
+    // executed after all writes.
     let expected: Vec<u8> = (1..=100).collect();
     assert_eq!(raw.read(0, 100).ok()[16..], expected);
 }
@@ -240,7 +241,7 @@ fn several_writes_share_one_message() {
         entry(16, 0, [6; 8]),
     ];
     let count = wire::WriteMulti { count: 4 };
-    // QEMU's message always has space for many entries, and only the first ones are valid.
+    // Like QEMU, the client sends space for many entries, of which only the first ones are valid.
     let payload = [count.as_bytes(), entries.as_bytes(), &[0xff; 24 * 196]];
     assert_eq!(raw.request(command::REGION_WRITE_MULTI, &payload).ok(), count.as_bytes());
     assert_eq!(raw.read(0, 18).ok()[16..], [1, 2, 7, 4, 0, 0, 0, 0, 5, 5, 5, 5, 5, 5, 5, 5, 0, 0]);
@@ -297,8 +298,8 @@ fn memory_is_mapped_with_and_without_a_descriptor() {
     assert_eq!(reply.errno(), Errno::INVAL);
     assert!(shared.take_log().is_empty());
 
-    // The reply has the payload of the request. The request's descriptor, which is not used, is
-    // closed.
+    // The reply repeats the payload of the request. The server closes the descriptor of the
+    // request, which it does not need.
     let unmap = |flags, address, size| wire::DmaUnmap { argsz: 24, flags, address, size };
     let range = unmap(0, 0x10_0000, 0x2000);
     let reply = raw.request_with_fds(command::DMA_UNMAP, &[range.as_bytes()], &fd);
@@ -324,15 +325,16 @@ fn interrupts_are_set_up_masked_and_raised() {
     let mut raw = Raw::attach(&path);
     let set = |flags, index, start, count| wire::SetIrqs { argsz: 20, flags, index, start, count };
     let fds = eventfds(16);
-    // Cloud Hypervisor sends 16 eventfds in one message. QEMU sends the other eventfds in a second
-    // message.
+    // Cloud Hypervisor sends 16 eventfds in one message. Like QEMU, the client sends the other
+    // eventfds in a second message.
     let many = set(4 | 32, 2, 0, 16);
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[many.as_bytes()], &fds).ok();
     let rest = set(4 | 32, 2, 16, 2);
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[rest.as_bytes()], &fds[..2]).ok();
     assert_eq!(shared.eventfds.lock().unwrap().len(), 18);
-    // The first request has no descriptors, which removes eventfds. The second one has zero
-    // vectors, which disables all vectors. The third one has flags, which select some vectors.
+    // Three requests. The first one has no descriptors, so it removes eventfds. The second one has
+    // zero vectors, so it disables all vectors. The third one masks vectors, and has a flag
+    // for each vector that selects it.
     raw.request(command::DEVICE_SET_IRQS, &[set(4 | 32, 2, 3, 2).as_bytes()]).ok();
     raw.request(command::DEVICE_SET_IRQS, &[set(1 | 32, 2, 0, 0).as_bytes()]).ok();
     let payload = [set(2 | 8, 2, 1, 3).as_bytes(), &[1, 0, 2]].concat();
@@ -381,15 +383,15 @@ fn unknown_commands_are_refused_and_their_payload_skipped() {
     let unknown = [0, 11, 12, 14, feature, 17, 18, 19, 255, u16::MAX];
     let mut stream = Vec::new();
     for command in unknown {
-        // The payload contains valid messages, which must not be executed.
+        // The payload looks like valid messages. The server must not execute them.
         let inner = raw.message(command::DEVICE_RESET, 0, &[]);
         stream.extend(raw.message(command, 0, &[&inner, &inner]));
     }
     raw.send(&stream);
     for command in unknown {
         let reply = raw.reply();
-        // For DEVICE_FEATURE, the error means that the device has no features, because it has no
-        // migration.
+        // The device does not support migration, so it has no features, and DEVICE_FEATURE has
+        // another error.
         let errno = if command == feature { Errno::NOTTY } else { Errno::OPNOTSUPP };
         assert_eq!((reply.header.command, reply.errno()), (command, errno));
     }

@@ -1,5 +1,5 @@
-//! Tests in which a second thread, the poller, polls a client's socket for doorbell writes in
-//! addition to the reactor.
+//! Shared sockets: a second thread, the poller, polls the socket of a client for doorbell writes,
+//! in addition to the reactor.
 
 mod common;
 
@@ -24,10 +24,10 @@ const STOP: u64 = 8;
 /// State that a [`Poller`] and its test share.
 #[derive(Default)]
 struct PollerState {
-    /// True if the thread waits, or is about to wait.
+    /// True if the thread sleeps in epoll, or is about to.
     waits: AtomicBool,
     thread: AtomicU32,
-    /// Results of the thread's polls.
+    /// Result of each poll of the shared socket by the thread.
     polled: Mutex<Vec<PolledWrites>>,
 }
 
@@ -44,8 +44,8 @@ impl Poller {
         Arc::new(epoll::create(CreateFlags::CLOEXEC).unwrap())
     }
 
-    /// Starts a thread that sleeps in `epoll`. If `socket` is given, the thread handles the writes
-    /// at [`DOORBELL`] that arrive on it.
+    /// Starts a thread that sleeps in `epoll`. If there is a `socket`, the thread polls it at each
+    /// wakeup, and handles writes at [`DOORBELL`].
     fn start(
         epoll: Arc<OwnedFd>,
         socket: Option<SharedSocket>,
@@ -155,21 +155,22 @@ fn request_shared_socket(raw: &mut Raw, shared: &TestDeviceState) -> SharedSocke
     socket.unwrap()
 }
 
-/// Attaches a client whose socket is in two epoll instances: first that of a sleeping poller, then
-/// that of the reactor.
+/// Attaches a client whose socket is in two epoll instances. That of a sleeping poller is the first
+/// one that the kernel wakes, and that of the reactor is the second.
 fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<TestDeviceState>, Raw, Poller) {
     let (server, path, shared) = Server::with_device(limits);
     let (raw, socket) = share(&path, &shared);
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
     let poller = Poller::start(epoll, Some(socket), &shared);
-    // The reactor's epoll instance becomes the second one in the reactor's next turn. Then the
-    // reactor sleeps.
+    // In its next turn, the reactor registers the socket in its own epoll instance again, behind
+    // that of the poller. Then the reactor sleeps.
     wait_idle(&server, &poller);
     (server, path, shared, raw, poller)
 }
 
-/// Waits until both threads sleep, because one of them may still have work from the other.
+/// Waits until both threads sleep. Each of them may still have to handle a message that the other
+/// one has received.
 fn wait_idle(server: &Server, poller: &Poller) {
     poller.wait_asleep();
     eventually("the reactor sleeps", || sleeps(server.tid));
@@ -201,12 +202,12 @@ fn a_sleeping_poller_is_woken_instead_of_the_reactor() {
     let all = PolledWrites { writes: 1, all: true };
     wait_idle(&server, &poller);
     assert_eq!(poller.polled().iter().filter(|polled| **polled == all).count(), 50);
-    // A write that requires a reply gets one.
+    // A doorbell write may require a reply, and gets one.
     let bytes = doorbell(&mut raw, 50, 0);
     raw.send(&bytes);
     assert_eq!(raw.reply().ok(), access(0, DOORBELL, 1).as_bytes());
-    // With checkpoints, the reactor handles a write that requires a reply, because only the reactor
-    // can send the reply.
+    // If the server stores checkpoints, a write that requires a reply is handled by the reactor,
+    // because then only the reactor sends replies.
     assert_eq!(doorbell_writes(&shared).last(), Some(&(50, is_recorded())));
 }
 
@@ -223,7 +224,7 @@ fn all_tests_pass_with_recorded_servers() {
     assert!(status.success());
 }
 
-/// Doorbell write that either thread may handle.
+/// Encodes a doorbell write that the poller may handle: with checkpoints, a write without a reply.
 fn takable_write(raw: &mut Raw, value: u8) -> Vec<u8> {
     doorbell(raw, value, if is_recorded() { header_flags::NO_REPLY } else { 0 })
 }
@@ -268,14 +269,15 @@ fn fuse_daemon() {
     shadowbell_testing::stalled::run_daemon_if_requested();
 }
 
-/// The poller receives a descriptor after a doorbell write, and the client disconnects before the
-/// reactor handles the message. Closing the descriptor would block, so the thread that drops it
-/// must leave the close to another thread.
+/// The poller has received a descriptor that follows a doorbell write, and the client disconnects
+/// before the reactor handles the message. Closing the descriptor would block. So neither of the
+/// two threads may close it: another thread must.
 #[test]
 fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     let (server, path, shared) = Server::with_device(Limits::default());
     let (other, other_shared, _) = server.add("other");
-    // The mount is dropped before the server. That ends system calls in which the reactor may hang.
+    // If the reactor hangs in a system call, the unmount ends it. So the mount must be dropped
+    // before the server.
     let Some(mount) = shadowbell_testing::stalled::Mount::new("fuse_daemon") else { return };
     let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
     let (mut raw, socket) = share(&path, &shared);
@@ -293,7 +295,7 @@ fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     let bytes = other_raw.message(command::REGION_WRITE, posted, &[write.as_bytes(), &[1]]);
     other_raw.send(&bytes);
     is_busy.recv().unwrap();
-    // From here on, the server cannot send a reply.
+    // The client reads no more, so the server cannot send a reply.
     raw.stream.shutdown(std::net::Shutdown::Read).unwrap();
     let (first, second) = (takable_write(&mut raw, 1), doorbell(&mut raw, 2, 0));
     raw.send(&first);
@@ -312,8 +314,8 @@ fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     assert!(is_recorded() || doorbell_writes(&shared).len() == 1);
 }
 
-/// The poller may be preempted while it handles a client's messages. Only that client has to wait
-/// for the poller.
+/// If the poller is preempted while it handles messages of a client, only this client waits for the
+/// poller.
 #[test]
 fn a_preempted_poller_delays_no_other_client() {
     let (server, path, shared) = Server::with_device(Limits::default());
@@ -387,7 +389,8 @@ fn half_a_message_is_left_to_the_reactor() {
     wait_idle(&server, &poller);
     ring(&mut raw, 2);
     assert_eq!(wait_doorbell_writes(&shared, 2), [(1, true), (2, false)]);
-    // The reactor waits for the rest of a message only until a timeout.
+    // The message is incomplete. The reactor waits for the rest until a timeout, and then closes
+    // the connection.
     let bytes = doorbell(&mut raw, 3, header_flags::NO_REPLY);
     raw.send(&bytes[..20]);
     raw.assert_closed();
@@ -421,8 +424,8 @@ fn a_disconnect_on_a_shared_socket_frees_the_device() {
     drop(raw);
     shared.wait_log("disconnected");
     assert_eq!(doorbell_writes(&shared).len(), 1, "writes before the disconnect count");
-    // The shared socket of a disconnected client has no effect, in particular not on the next
-    // client.
+    // After a disconnect, the shared socket of the old client has no effect, neither on the device
+    // nor on the next client.
     let (mut next, socket) = share(&path, &shared);
     let old = poller.stop().unwrap();
     assert!(old.watch(&poller.epoll, TOKEN).is_err());
@@ -467,14 +470,14 @@ fn hold_reactor(raw: &mut Raw, shared: &TestDeviceState) -> std::sync::mpsc::Sen
 fn a_doorbell_write_between_the_reactors_last_read_and_its_sleep_is_not_lost() {
     let (_server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
     let socket = poller.stop();
-    // The reactor has read everything, and polls again only after an event.
+    // The reactor has read all messages. It polls the socket again only after an event.
     let go = hold_reactor(&mut raw, &shared);
     let epoll = Arc::clone(&poller.epoll);
     epoll::delete(&epoll, &poller.stop).unwrap();
     let poller = Poller::start(epoll, socket, &shared);
     ring(&mut raw, 5);
     eventually("the poller was woken", || !poller.polled().is_empty());
-    // The poller may be woken again before the reactor has continued.
+    // The poller may be woken several times before the reactor continues. It must handle no write.
     let nothing = PolledWrites { writes: 0, all: false };
     assert!(poller.polled().iter().all(|polled| *polled == nothing), "{:?}", poller.polled());
     go.send(()).unwrap();
@@ -487,7 +490,8 @@ fn a_doorbell_write_after_the_poller_stopped_is_not_lost() {
     let socket = poller.stop().unwrap();
     let epoll = Arc::clone(&poller.epoll);
     epoll::delete(&epoll, &poller.stop).unwrap();
-    // The stopped thread sleeps in the same epoll instance, for other events.
+    // Another thread sleeps in the epoll instance of the stopped poller, as a thread that has other
+    // events.
     let stopped = Poller::start(epoll, None, &shared);
     let (path, other, _) = server.add("other");
     let mut second = Raw::attach(&path);
@@ -516,7 +520,7 @@ impl Dice {
     }
 }
 
-/// No message is lost, repeated or reordered, for any order in which the two threads poll.
+/// The two threads poll in a random order. No message may be lost, repeated or reordered.
 #[test]
 fn every_message_is_handled_once_and_in_order() {
     for seed in 0..12 {
@@ -558,7 +562,8 @@ fn every_message_is_handled_once_and_in_order() {
             raw.send(&bytes[at..]);
             (0..replies).for_each(|_| drop(raw.reply().ok()));
             match dice.roll(40) {
-                // The poller stays awake for a while, or stops polling.
+                // Replaces the poller. A write arrives in between, as if the poller were awake for
+                // a while. The new poller may have no socket.
                 0 => {
                     let socket = poller.stop();
                     let (epoll, kept) = (Arc::clone(&poller.epoll), dice.roll(2) == 0);
@@ -586,7 +591,7 @@ fn a_frozen_server_has_taken_the_socket_back() {
     let mut old = server.freeze();
     let polled = poller.polled().len();
     (1..=5).for_each(|value| ring(&mut raw, value));
-    // A woken poller would have polled before it sleeps again.
+    // If the poller had been woken, it would have polled the socket before it slept again.
     poller.wait_asleep();
     assert_eq!(poller.polled().len(), polled, "the poller is not woken");
     assert_eq!(doorbell_writes(&shared).len(), 1);
@@ -605,8 +610,8 @@ fn a_frozen_server_has_taken_the_socket_back() {
     assert_eq!(wait_doorbell_writes(&shared, 7)[6], (6, false));
 }
 
-/// A message with a descriptor that the poller has received, and the reactor has not handled, is
-/// not lost when the server is replaced.
+/// The poller has received a message with a descriptor, and the reactor has not handled it. If the
+/// server is replaced now, the message is not lost.
 #[test]
 fn messages_received_by_the_poller_are_handed_over() {
     let (mut server, path, shared) = Server::with_device(Limits::default());
@@ -614,7 +619,7 @@ fn messages_received_by_the_poller_are_handed_over() {
     let (mut raw, socket) = share(&path, &shared);
     let mut other_raw = Raw::attach(&other);
     let go = hold_reactor(&mut other_raw, &other_shared);
-    // The freeze is requested before the reactor reads the following message.
+    // The reactor must freeze before it handles the next message, so the freeze is requested first.
     server.handle.freeze();
     let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: 0x1000 };
     let bytes = raw.message(command::DMA_MAP, 0, &[map.as_bytes()]);
@@ -641,8 +646,7 @@ fn no_message_is_lost_in_a_replacement_with_a_poller() {
         for _ in 0..40 {
             let socket = request_shared_socket(&mut raw, &shared);
             let epoll = Poller::epoll();
-            // The reactor may be using the session at the moment, so the call may have to be
-            // repeated.
+            // The call fails while the reactor uses the session, so it is repeated.
             eventually("the registration in epoll", || socket.watch(&epoll, TOKEN).is_ok());
             let _poller = Poller::start(epoll, Some(socket), &shared);
             let mut replies = 0;

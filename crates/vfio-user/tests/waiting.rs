@@ -1,4 +1,5 @@
-//! Tests of requests that do not complete immediately, and of requests behind them.
+//! Requests that do not complete immediately, and the requests of the same client that arrive after
+//! them.
 
 mod common;
 
@@ -25,8 +26,8 @@ fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
     let mut raw = Raw::attach(&path);
     let mut other = Raw::attach(&other_path);
     shared.hold.store(true, Ordering::SeqCst);
-    // All requests are sent in one piece, so the server has received the later ones when it handles
-    // the first.
+    // All requests are sent by one call. So when the server handles the first one, it has already
+    // received the others.
     let write = access(0, 0, 1);
     let mut stream = raw.message(command::DEVICE_RESET, 0, &[]);
     stream.extend(raw.message(command::REGION_WRITE, 0, &[write.as_bytes(), &[7]]));
@@ -51,8 +52,8 @@ fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
     assert_eq!(raw.reply().ok()[16..], [7]);
 }
 
-/// An unmap can wait for commands in flight on slow storage. Later messages are handled meanwhile,
-/// whether they have arrived before or after the unmap began to wait.
+/// An unmap may wait for commands in flight on slow storage. Meanwhile the server handles later
+/// messages of the client, including those that it had received before the unmap began to wait.
 #[test]
 fn messages_do_not_wait_behind_an_unmap_of_the_same_client() {
     let (_server, path, shared) = Server::with_device(Limits::default());
@@ -67,7 +68,7 @@ fn messages_do_not_wait_behind_an_unmap_of_the_same_client() {
     assert_eq!(raw.read(0, 1).ok()[16..], [7]);
     let irqs = wire::SetIrqs { argsz: 20, flags: 4 | 32, index: 2, start: 0, count: 2 };
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[irqs.as_bytes()], &eventfds(2)).ok();
-    // A second unmap waits as well, and a reset does not wait for either.
+    // A second unmap also waits. A reset waits for neither of the two.
     let second = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
     raw.send(&second);
     let second = shared.wait_held();
@@ -93,8 +94,8 @@ impl PortRecorder for Last {
     }
 }
 
-/// An unmap that was overtaken is in the checkpoint. The accesses for which it has waited end with
-/// the process, so the next process replies to it.
+/// The checkpoint contains an unmap that waits while later messages are handled. It waits for
+/// accesses of the device, which end with the process. So the next process can reply to it at once.
 #[test]
 fn the_next_process_replies_to_an_unmap_that_was_overtaken() {
     let server = Server::start(Limits::default());
@@ -128,7 +129,8 @@ fn the_next_process_replies_to_an_unmap_that_was_overtaken() {
     });
 }
 
-/// The number of unmaps that wait is bounded, and the client can disconnect while they wait.
+/// The number of waiting unmaps is limited. A client that has reached the limit can still
+/// disconnect.
 #[test]
 fn a_client_with_many_waiting_unmaps_waits_itself() {
     let (_server, path, shared) = Server::with_device(Limits::default());
@@ -232,7 +234,7 @@ fn disconnected_is_called_after_the_request_in_flight() {
     assert_eq!(shared.log()[1..], ["reset"]);
     done.ok();
     shared.wait_log("disconnected");
-    // The next client has to wait until the device completes its disconnect.
+    // The next client waits until the device has completed the disconnection of the previous one.
     let done = shared.wait_held();
     next.assert_silent();
     assert_eq!(shared.log()[1..], ["reset", "disconnected"]);
@@ -250,8 +252,9 @@ fn a_disconnect_right_after_a_message_is_noticed() {
     let reset = raw.message(command::DEVICE_RESET, posted, &[]);
     raw.send(&reset);
     let done = shared.wait_held();
-    // The write and the disconnect arrive while the server does not read, and one wakeup reports
-    // both. The write is posted, so no reply could fail.
+    // The write and the end of the connection arrive while the server waits for the reset, so it
+    // finds both at one wakeup. The write is posted: the server cannot notice the disconnection by
+    // a reply that fails.
     let last = access(0, 0, 1);
     let last = raw.message(command::REGION_WRITE, posted, &[last.as_bytes(), &[1]]);
     raw.send(&last);

@@ -81,7 +81,8 @@ fn main() -> ExitCode {
     std::fs::create_dir_all(&arguments.artifacts).expect("a directory for what fails");
     let corpus = programs(&arguments.corpus);
     let mut random = Random(arguments.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-    // The file contains the current program, so that it is known if the process is killed.
+    // The current program is written to a file, so that it is available after the process has been
+    // killed.
     let now = arguments.artifacts.join(format!("now-{}", std::process::id()));
     let file: OwnedFd = std::fs::File::create(&now).expect("a file for the program").into();
     static PROGRAMS: AtomicU64 = AtomicU64::new(0);

@@ -31,9 +31,9 @@ use std::time::{Duration, Instant};
 
 /// Number of actions of one program.
 const ACTIONS: usize = 96;
-/// Maximum number of turns of an operation.
+/// Maximum number of turns of the reactor for which the client waits for an operation.
 const MAX_TURNS: usize = 400;
-/// Offset of the numbered writes.
+/// Offset at which the client sends the numbered writes.
 const DOORBELL: u64 = 0x1000;
 
 /// Runs the program that `input` encodes.
@@ -51,7 +51,8 @@ pub fn run(input: &[u8]) {
     }
     connection.finish();
     drop(connection);
-    // The closer thread closes some descriptors, so they may be open for a short time.
+    // Some descriptors are closed by a separate thread, the closer thread, so they may remain open
+    // for a short time.
     let until = wait::deadline();
     while descriptors() > before {
         let now = descriptors();
@@ -64,7 +65,7 @@ pub fn run(input: &[u8]) {
 /// State of the device.
 #[derive(Default)]
 struct Seen {
-    /// Number of the next expected write.
+    /// Number that the next executed write must have.
     next: u32,
     socket: Option<SharedSocket>,
     wants: bool,
@@ -73,7 +74,8 @@ struct Seen {
 impl Seen {
     fn write(&mut self, data: &[u8]) {
         let number = data.try_into().map(u32::from_le_bytes).expect("four bytes");
-        // The numbers of a new client's writes begin after those of the previous client.
+        // The first write of a new client has a higher number than all writes of the previous
+        // client, some of which may be lost.
         if number >> 16 > self.next >> 16 {
             self.next = number >> 16 << 16;
         }
@@ -152,9 +154,10 @@ struct Connection {
     socket: Option<OwnedFd>,
     frames: Frames,
     file: OwnedFd,
-    /// Number of the next write to send.
+    /// Number that the next write will contain.
     next: u32,
-    /// True if the connection may end before the server has read all sent bytes.
+    /// True if the server may end the connection before it has read all sent bytes, so that writes
+    /// may be lost.
     unsure: bool,
 }
 
@@ -210,8 +213,8 @@ impl Connection {
         assert!(alive, "the reactor was not stopped");
     }
 
-    /// Runs the reader of the second thread once. It takes at most `most` doorbell writes, and
-    /// stops at any other message.
+    /// Runs the reader of the second thread once. It executes doorbell writes until it has executed
+    /// `most` of them or finds another message.
     fn poll(&mut self, most: u32) {
         let mut seen = self.seen.lock();
         let Some(socket) = seen.socket.take() else { return };
@@ -327,8 +330,8 @@ impl Connection {
                     self.frames.forfeit();
                 }
                 self.unsure |= odd || fds.len() > 16;
-                // Random writes to the doorbell offset are skipped, because the device would treat
-                // them as numbered ones.
+                // Random messages must not write at the doorbell offset, because the device would
+                // take such a write for a numbered one.
                 let writes = [verb::REGION_WRITE, verb::REGION_WRITE_MULTI].map(u16::to_le_bytes);
                 if !writes.iter().any(|verb| bytes.get(2..4) == Some(verb)) {
                     self.send(&bytes, &fds);
@@ -338,7 +341,8 @@ impl Connection {
             12 => {
                 let seen = self.seen.lock();
                 if let Some(socket) = &seen.socket {
-                    // The socket is registered once. The kernel refuses a second registration.
+                    // The socket may be registered already. Then the kernel refuses the second
+                    // registration, which is no error here.
                     let _ = socket.watch(&self.epoll, 7);
                 }
             }
@@ -371,7 +375,8 @@ impl Connection {
         }
     }
 
-    /// True if the device has executed every write, or if the connection may have lost some.
+    /// True if the device has executed every write of the client, or if writes may have been lost
+    /// with the connection.
     fn has_seen_all(&self) -> bool {
         let none = self.next & 0xffff == 0;
         self.unsure || none || !self.frames.is_sound() || self.seen.lock().next == self.next
@@ -381,9 +386,9 @@ impl Connection {
         self.pump();
         self.poll(u32::MAX);
         self.pump();
-        // The server accepts a new client only after the closer thread has closed the descriptors
-        // of the last client. It also closes the descriptors of a message before it takes later
-        // writes without a reply.
+        // The wait is for the closer thread. The server accepts a new client only after that thread
+        // has closed the descriptors of the last client. The closer thread also closes the
+        // descriptors of a message before the server takes later writes without a reply.
         let until = wait::deadline();
         while self.socket.is_some()
             && !(self.frames.is_answered() && self.has_seen_all())

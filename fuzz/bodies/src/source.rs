@@ -2,7 +2,7 @@
 
 use arbitrary::Unstructured;
 
-/// Rest of an input. After the end, all values are zero.
+/// Rest of an input. At the end of the input, all further values are zero.
 pub(crate) struct Source<'a>(Unstructured<'a>);
 
 impl<'a> Source<'a> {
@@ -40,7 +40,7 @@ impl<'a> Source<'a> {
         self.0.int_in_range(0..=end.saturating_sub(1)).unwrap_or(0)
     }
 
-    /// True once in `n` times on average, and never at the end of the input.
+    /// True once in `n` times on average. At the end of the input, always false.
     pub(crate) fn rarely(&mut self, n: usize) -> bool {
         self.below(n) == n - 1
     }
@@ -50,7 +50,7 @@ impl<'a> Source<'a> {
         choices[self.below(choices.len())]
     }
 
-    /// At most `most` bytes. In the input, their number precedes them.
+    /// Up to `most` bytes of the input. The input contains their number before them.
     pub(crate) fn bytes(&mut self, most: usize) -> Vec<u8> {
         let len = self.below(most + 1);
         self.exactly(len)
@@ -63,7 +63,7 @@ impl<'a> Source<'a> {
         bytes
     }
 
-    /// `len` different bytes, generated from one input byte.
+    /// Returns `len` bytes that differ from their neighbours. They depend on one byte of the input.
     pub(crate) fn pattern(&mut self, len: usize) -> Vec<u8> {
         let seed = self.u8();
         (0..len).map(|n| (n as u8).wrapping_mul(7) ^ (n >> 8) as u8 ^ seed).collect()

@@ -70,8 +70,8 @@ pub fn run(input: &[u8]) {
 struct Reserved {
     generation: u32,
     keys: BTreeMap<u64, u64>,
-    /// Type and holder of the reservation. The holder has no meaning for types with all registrants
-    /// as holders.
+    /// Type of the reservation, and its holder. The holder is not used for the types in which all
+    /// registrants are holders.
     held: Option<(u8, u64)>,
     data: BTreeMap<u64, u8>,
 }
@@ -249,13 +249,13 @@ impl Field {
         field
     }
 
-    /// Takes turns until the condition holds.
+    /// Runs turns of the I/O thread until the condition holds.
     fn until(&mut self, what: &str, mut holds: impl FnMut(&mut Self) -> bool) {
         let end = Instant::now() + HUNG;
         while !holds(self) {
             assert!(Instant::now() < end, "{what} does not come");
             if !self.turns.turn() {
-                // The subsystem has its own thread, which must run as well.
+                // Lets the subsystem's own thread run, on which the condition may depend.
                 std::thread::yield_now();
             }
         }

@@ -1,5 +1,5 @@
-//! A disk that a program controls: requests end at once or late, with success or failure. The
-//! contents never change, so the data of a read are known; writes are recorded.
+//! Disk that a fuzz program controls: each request ends at once or late, and succeeds or fails.
+//! Writes are recorded but do not change the contents, so the data of each read are known.
 
 use crate::source::Source;
 use parking_lot::{Mutex, MutexGuard};
@@ -14,7 +14,8 @@ use std::sync::Arc;
 pub(crate) const BLOCKS: u64 = 128;
 pub(crate) const BLOCK: u64 = 512;
 
-/// The byte at `offset` of the disk. It is never 0, and never a fill byte of fresh memory.
+/// Content of the disk at the byte `offset`. It differs from 0 and from the bytes with which the
+/// bodies fill fresh memory.
 pub(crate) fn content(offset: u64) -> u8 {
     (offset ^ offset >> 7 ^ offset >> 13) as u8 | 1
 }
@@ -32,11 +33,11 @@ pub(crate) struct TestDiskState {
     pub(crate) cancellable: bool,
     /// Errors of the next requests.
     pub(crate) fail: VecDeque<DiskError>,
-    /// Offset and data of each write since the list was last taken.
+    /// Offset and data of each write that the disk has received since this list was last taken.
     pub(crate) written: Vec<(u64, Vec<u8>)>,
     /// Pending requests, oldest first: queue, tag, and true for a flush.
     deferred: VecDeque<(usize, u32, bool)>,
-    /// Requests that end next: queue, tag, and true if cancelled.
+    /// Requests that the next reap reports: queue, tag, and true if the request was cancelled.
     ending: Vec<(usize, u32, bool)>,
     queues: usize,
 }
@@ -59,8 +60,8 @@ impl TestDiskState {
         }
     }
 
-    /// Ends all flushes. If a disabled controller is shut down, it flushes the disk. A reset or
-    /// disconnect does not wait for this flush, because a flush accesses no memory.
+    /// Ends all pending flushes. Such a flush may be that of the shutdown of a disabled controller.
+    /// A reset or disconnection does not wait for it, because it accesses no guest memory.
     pub(crate) fn complete_flushes(&mut self) {
         while let Some(at) = self.deferred.iter().position(|(.., is_flush)| *is_flush) {
             self.end(at);
@@ -153,7 +154,8 @@ impl Disk for TestDisk {
         "test".into()
     }
 
-    /// Reports data and holes of odd lengths, regardless of writes: the bodies do not compare them.
+    /// Reports alternating data and holes of odd lengths, which do not depend on writes. The bodies
+    /// do not compare them with a model.
     fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         let (mut at, end) = (offset, offset + len);
         while at < end {

@@ -47,7 +47,7 @@ fn understand(source: &mut Source<'_>) {
         }
         2 => {
             if let Ok(target) = text.parse::<Target>() {
-                // The text of a parsed value parses to the same value.
+                // A parsed value is printed as a text that parses to the same value.
                 let again = target.to_string().parse::<Target>();
                 let again = again.unwrap_or_else(|error| panic!("{target}: {error}"));
                 assert_eq!(again.to_string(), target.to_string());

@@ -40,8 +40,8 @@ const INFLIGHT: usize = 16 + MARK * ENTRIES as usize;
 const MARK: usize = 16;
 /// Address of request headers.
 const HEADERS: u64 = 0x11_3000;
-/// Number of requests that are submitted at once. Each uses its own part of the disk and of the
-/// memory.
+/// Maximum number of requests that are in flight together. Each of them uses its own part of the
+/// disk and of the guest's memory.
 const AT_ONCE: usize = 4;
 const PART: usize = SECTORS / AT_ONCE;
 
@@ -51,7 +51,7 @@ const INDIRECT: u16 = 4;
 
 /// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
-    // Only one program at a time uses the disk.
+    // Programs use the same disk, so only one of them may run at a time.
     let disk = disk().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -90,14 +90,15 @@ struct Descriptor {
 /// Pieces of memory: address and length.
 type Pieces = Vec<(u64, usize)>;
 
-/// A valid request, or one with a known error.
+/// Submitted request that is valid, or whose error the model predicts.
 struct Submitted {
     head: u16,
     status_at: u64,
     status: u8,
-    /// Pieces of memory that the request changes, and their expected contents afterwards.
+    /// Pieces of guest memory that the device writes, and their expected contents after the
+    /// request.
     read: Option<(Pieces, Vec<u8>)>,
-    /// Expected length in the used ring entry.
+    /// Length that the device must store in the used ring entry.
     len: u32,
     write: Option<(usize, Vec<u8>)>,
 }
@@ -108,15 +109,16 @@ struct Guest {
     files: [OwnedFd; REGIONS.len()],
     inflight: SharedBytes,
     inflight_file: OwnedFd,
-    /// Expected contents of the disk, if known.
+    /// Expected contents of the disk. `None` if they are unknown.
     disk: Option<Vec<u8>>,
     entries: u16,
     available: u16,
     /// Address and length of each writable descriptor.
     writable: Vec<(u64, u64)>,
-    /// True if the contents of the descriptors are unknown.
+    /// True if a random write may have changed the descriptors, so that the model does not know
+    /// them.
     wild: bool,
-    /// True if no random write has changed the rings.
+    /// True as long as no random write has changed the rings.
     fresh: bool,
     /// Number of descriptors in use.
     taken: u16,

@@ -32,13 +32,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         return Ok(());
     };
     let image = run.image("disk.img", DISK)?;
-    // Each guest needs its own directory. The second directory is deleted, because its logs add no
-    // information.
+    // Each guest needs a directory of its own. That of the second guest is deleted at the end,
+    // because its logs contain nothing that the first does not.
     let second = RunDir::new(setup.roots.directory())?;
     let sockets = [run.socket("one"), second.socket("other")];
     let served = Served::start(&program, run, &sockets, &image)?;
-    // QEMU ends with the thread that started it, so this thread boots both guests, one after the
-    // other.
+    // QEMU ends together with the thread that started it. So this thread boots both guests, one
+    // after the other.
     let mut one = ReservationHost::boot(setup, kernel, run, "one", 1)?;
     let mut other = ReservationHost::boot(setup, kernel, &second, "other", 2)?;
     report.check("both guests register, and one reserves the disk", |_| {

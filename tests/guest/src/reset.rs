@@ -15,8 +15,8 @@ use shadowbell_testing::wait::LIMIT;
 
 const SIZE: u64 = 256 << 20;
 
-/// Starts large reads at offsets after the slots of the [`Writer`], so that DMA to the guest is
-/// always in flight. These reads may fail during a reset.
+/// Starts large reads, so that DMA to the guest is always in flight. They are at offsets after the
+/// slots of the [`Writer`], and may fail during a reset.
 fn start_reads(guest: &mut Guest, dev: &str) -> Result<()> {
     guest
         .sh(
@@ -70,7 +70,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         writer.start(&mut guest, &dev, 2)?;
         writer.join(&mut guest)?;
         guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/unbind"), LIMIT)?;
-        // All reads have ended, with or without success, and their memory is free.
+        // All reads have ended, some of them with an error, and the guest has freed their memory.
         stop_reads(&mut guest)?;
         patrol(&mut guest)?;
         writer.verify()?;
@@ -141,7 +141,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 fn wait_for_boot(guest: &mut Guest, dev: &mut String) -> Result<()> {
     guest.wait_reboot()?;
     *dev = names(guest, 0)?.1;
-    // The check reads from the disk, because the block device may exist before it works.
+    // The block device may exist before it works, so the check reads from it.
     guest
         .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), LIMIT)
         .map(drop)?;

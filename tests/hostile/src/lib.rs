@@ -157,7 +157,8 @@ fn make(
     let times = Times {
         baseline: seconds / 4,
         attacked: seconds,
-        // Duration of a load, not a limit: the second attack runs this long before SIGTERM.
+        // Time for which the second attack runs before SIGTERM. It is the duration of a load and
+        // not a limit.
         before_end: seconds.min(Duration::from_millis(150)),
     };
     let mut table = verdict::table();

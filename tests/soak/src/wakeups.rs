@@ -54,7 +54,8 @@ const SECTORS: u64 = BYTES / 512;
 const LONGEST: Duration = Duration::from_millis(100);
 /// Duration of each sleep of the control thread.
 const CONTROL: Duration = Duration::from_millis(10);
-// Shortest delay that the control thread records: a fraction of the limit for a request.
+// Shortest delay that the control thread records. It is a small part of the time limit of a
+// request.
 const DELAY: Duration = Duration::from_millis(2);
 
 #[derive(clap::Args)]
@@ -138,7 +139,7 @@ type Period = (Instant, Instant);
 struct Request {
     began: Instant,
     ended: Instant,
-    /// Time for which the client was runnable without a CPU meanwhile.
+    /// Time during the request for which the client could run but had no CPU.
     waited: Duration,
 }
 
@@ -175,14 +176,15 @@ impl Requests {
 struct Part {
     /// Requests of each honest client.
     requests: Vec<Vec<Request>>,
-    /// Times for which the machine did not run the control thread.
+    /// Periods in which the machine delayed the control thread or threads of the server.
     delays: Vec<Period>,
-    /// Number of chains of hostile VMs.
+    /// Number of descriptor chains that hostile VMs have submitted.
     chains: u64,
 }
 
 impl Part {
-    /// Requests that took too long: the time of each, and whether the machine was the cause.
+    /// Requests that took too long: the time of each, and true if the machine was the cause and not
+    /// the server.
     fn long(&self) -> Vec<(Duration, bool)> {
         let all = self.requests.iter().flatten();
         let long = all.filter(|request| request.time() > LONGEST);
@@ -205,7 +207,7 @@ impl Part {
     }
 }
 
-/// Runs the clients of one server for this time.
+/// Runs all clients of one server for `time`.
 fn part(server: &Server, vms: Vms, time: Duration, seed: u64) -> Result<Part> {
     let (nbd, blk) = (server.directory().join("disk.sock"), server.directory().join("blk.sock"));
     let clock = Clock::start(time);
@@ -252,8 +254,8 @@ fn part(server: &Server, vms: Vms, time: Duration, seed: u64) -> Result<Part> {
     Ok(Part { chains, delays, ..part })
 }
 
-/// Periods in which this thread slept far longer than requested, or in which threads of the server
-/// were runnable without a CPU.
+/// Periods in which the machine had too few CPUs: this thread slept far longer than requested, or
+/// threads of the server could run but had no CPU.
 fn control(clock: &Clock, server: &Server) -> Vec<Period> {
     let waited = || usage(&server.processes()).map_or(Duration::ZERO, |usage| usage.waited);
     let (mut delays, mut before) = (Vec::new(), waited());
@@ -272,7 +274,8 @@ fn control(clock: &Clock, server: &Server) -> Vec<Period> {
     delays
 }
 
-/// Range of a request: some are no whole blocks of the file system, and all overlap often.
+/// Random range of a request: offset and length. Some ranges are not whole blocks of the file
+/// system, and ranges often overlap.
 fn range(random: &mut Random) -> (u64, usize) {
     let len = if random.below(4) == 0 { 1 + random.below(5000) } else { 4096 };
     let unit = if random.below(4) == 0 { 1 } else { 4096 };
@@ -298,7 +301,8 @@ fn nbd_client(socket: &Path, clock: &Clock, mut random: Random) -> Result<Vec<Re
                 _ => client.write(offset, &data),
             })
             .context("an NBD client")?;
-        // The pace of the client, which lets the server's threads sleep.
+        // This pause sets the pace of the client. Without it, the server's threads would never
+        // sleep, and no wakeup would be tested.
         sleep(Duration::from_micros(random.below(300)));
     }
     Ok(requests.all)
@@ -317,12 +321,13 @@ fn honest_vm(socket: &Path, clock: &Clock, mut random: Random) -> Result<Vec<Req
             guest.submit(kind, sector, sectors as u32 * 512)?;
             while guest.outstanding() != 0 {
                 ensure!(Instant::now() < deadline, "a request of the honest VM has no completion");
-                // The pause is short, because the duration of the request is measured.
+                // This sleep is short, because it lengthens the request whose duration is measured.
                 sleep(Duration::from_micros(50));
             }
             Ok(())
         })?;
-        // The pace of the VM, which lets the server's threads sleep.
+        // This pause sets the pace of the VM. Without it, the server's threads would never sleep,
+        // and no wakeup would be tested.
         sleep(Duration::from_micros(random.below(300)));
     }
     Ok(requests.all)
@@ -334,7 +339,8 @@ fn hostile_vms(socket: &Path, clock: &Clock, mut random: Random) -> Result<u64> 
     while !clock.is_over() {
         let mut guest = VirtioGuest::attach(socket)?;
         for _ in 0..random.below(8) {
-            // If the device has disconnected this VM, the chains have no effect.
+            // The chains are counted even if the device has already disconnected this VM, so that
+            // they have no effect.
             chains += guest.offer_random(&mut random, &(0..SECTORS))?;
             // The pace of the attack.
             sleep(Duration::from_micros(random.below(2000)));

@@ -58,8 +58,8 @@ pub(crate) struct Job<'a> {
     pub(crate) depth: u32,
 }
 
-/// Command for fio. If the user is root, libnbd takes certificates only from `/etc`. With TLS, fio
-/// therefore runs in a user namespace as another user, with its own home directory.
+/// Command for fio. With TLS, fio runs in a user namespace as another user than root, with its own
+/// home directory: for root, libnbd takes certificates only from `/etc`.
 fn program(source: Source<'_>) -> Command {
     if let Source::Rbd { conf, .. } = source {
         let mut command = child(Path::new("fio"));
@@ -127,7 +127,8 @@ fn parse(text: &str, job: &Job<'_>) -> Result<Value> {
     let of_side = |name: &str| figure(format!("/jobs/0/{side}/{name}"));
     let of_job = |name: &str| figure(format!("/jobs/0/{name}"));
     let iops = of_side("iops")?;
-    // CPU utilization in percent of the job's duration, user and kernel.
+    // CPU utilization of fio's job in user and kernel mode together, in percent of the job's
+    // duration.
     let percent = of_job("usr_cpu")? + of_job("sys_cpu")?;
     Ok(json!({
         "device": job.source.engine(), "rw": job.rw, "bs": job.bs, "iodepth": job.depth, "numjobs": 1,

@@ -60,9 +60,10 @@ pub(crate) struct Load<'a> {
     pub(crate) waiting: Waiting,
     pub(crate) jobs: u16,
     pub(crate) workers: u16,
-    /// Offered I/Os per second; `None`: as many as possible.
+    /// Number of I/Os that are submitted per second. `None`: as many as possible.
     pub(crate) rate: Option<u64>,
-    /// True if the disk is overwritten first, so that reads find allocated blocks.
+    /// True if the whole disk is written before the measurement, so that reads find allocated
+    /// blocks.
     pub(crate) fill: bool,
     pub(crate) doorbells: &'a str,
     /// Maximum poll time of driver and controller in microseconds; `None`: the default.
@@ -72,7 +73,7 @@ pub(crate) struct Load<'a> {
 }
 
 impl Default for Load<'_> {
-    /// 4 KiB random reads of a null disk, one at a time, polling.
+    /// Random reads of 4 KiB from a null disk, with one in flight, and with polling.
     fn default() -> Self {
         Self {
             disk: "null:1TiB",
@@ -108,7 +109,7 @@ impl Load<'_> {
         options
     }
 
-    /// The option `--poll-max`, which both programs have.
+    /// Option `--poll-max`, which `shadowbell serve` and `shadowbell bench` have in common.
     fn longest_poll(&self) -> Option<String> {
         self.poll_max.map(|micros| format!("--poll-max={micros}"))
     }
@@ -163,8 +164,8 @@ impl Load<'_> {
         let mut command = child(&settings.binary);
         command.args(["bench", target]).args(self.bench_options(settings));
         if settings.quick {
-            // The run ends after a number of I/Os and not after a time, so that the row is valid on
-            // a busy machine.
+            // A run of a fixed number of I/Os, because a run of fixed duration might complete none
+            // on a busy machine.
             command.arg(format!("--number-ios={}", self.few()));
         } else {
             command.arg(format!("--runtime={}ms", settings.time.as_millis()));
@@ -180,8 +181,8 @@ impl Load<'_> {
         let server = self.serve(settings)?;
         let mut row = self.drive(settings, &server.target(0), Some(server.id()))?;
         let counted = server.stop()?;
-        // The counters include the start and the end of the run. All of them are divided by the
-        // same number of I/Os.
+        // The counters also include the start and the end of the run. They are divided by the
+        // number of all commands that the server has counted.
         let number = |name: &str| counted.get(name).and_then(Value::as_u64);
         let commands = number("commands").context("the server counted no commands")?;
         let interrupts = number("interrupts").context("the server counted no interrupts")?;
@@ -197,7 +198,7 @@ impl Load<'_> {
         Ok(row)
     }
 
-    /// Number of I/Os of each job that take some milliseconds.
+    /// Number of I/Os per job for a short run: together they take some tens of milliseconds.
     fn few(&self) -> u64 {
         let ios = (64 << 20) / u64::from(self.bs.max(1)) / u64::from(self.jobs.max(1));
         self.rate.map_or(ios, |rate| ios.min(rate / 20)).clamp(64, 2000)

@@ -36,8 +36,8 @@ pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
 /// the hypervisor.
 const REPORTING_ORDER: &str = "/sys/module/page_reporting/parameters/page_reporting_order";
 
-/// True if the order is valid: the kernel's maximum is 10, and -1, printed as an unsigned number,
-/// means that no free memory is reported.
+/// True if the kernel reports free memory to the hypervisor. The maximum of the order is 10. The
+/// value -1, which is printed as an unsigned number, means that no memory is reported.
 fn gives_free_memory_back(order: &str) -> bool {
     order.parse::<u64>().is_ok_and(|order| order <= 10)
 }
@@ -88,7 +88,7 @@ pub(crate) fn stolen() -> Option<(u64, u64)> {
 fn steal(stat: &str) -> Option<(u64, u64)> {
     let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let fields: Vec<u64> = line.split_whitespace().map_while(|word| word.parse().ok()).collect();
-    // The last two fields, guest time, are included in the first two.
+    // The last two fields (guest time) are left out, because the first two fields include them.
     Some((*fields.get(7)?, fields.iter().take(8).sum()))
 }
 

@@ -15,7 +15,7 @@ pub(crate) struct Memory {
     disk: SharedBytes,
 }
 
-/// Number of bytes between two reads of the clock.
+/// Number of bytes that are copied between two reads of the clock.
 const CHUNK: usize = 1 << 20;
 
 impl Memory {
@@ -100,7 +100,7 @@ mod tests {
         let time = Duration::from_millis(5);
         assert!(memory.copy(cpu, 4096, 3, false, time).unwrap() > 0.0);
         assert!(all(0xa5));
-        // Thousands of blocks are copied to 16 offsets, so every offset is written.
+        // Thousands of blocks are copied to 16 offsets at random, so each offset is written.
         assert!(memory.copy(cpu, 4096, 3, true, time).unwrap() > 0.0);
         assert!(all(0x5a));
         for (block, buffers) in [(0, 1), (4096, 0), (1 << 20, 1)] {

@@ -22,8 +22,8 @@ pub(crate) struct NbdServer {
     home: Option<PathBuf>,
 }
 
-/// Directory below a user's home in which libnbd searches for certificates. The URI cannot contain
-/// a directory, because fio and other programs do not support that.
+/// Directory in which libnbd searches for certificates, below the home directory of a user. It is
+/// used because the URI cannot name a directory: fio and other programs do not support that.
 pub(crate) fn certificates_in(home: &Path) -> PathBuf {
     home.join(".pki/libnbd")
 }
@@ -101,8 +101,8 @@ impl NbdServer {
 
     /// NBD export of `qemu-storage-daemon` of a qcow2 image with O_DIRECT.
     pub(crate) fn storage_daemon(image: &Path) -> Result<Self> {
-        // After a server was killed, its image stays locked until the kernel has released its
-        // io_uring.
+        // The start is repeated: after a kill of the previous server, its image stays locked until
+        // the kernel has released its io_uring.
         let until = wait::deadline();
         loop {
             match Self::storage_daemon_now(image) {

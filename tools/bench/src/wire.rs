@@ -338,7 +338,7 @@ mod tests {
         // The rate is not checked. The data of each entry are checked, many times around the rings.
         for depth in [1, 3, 32, 33, 128, RING - 1] {
             for update in TailUpdate::ALL {
-                // Duration of a measurement, not a limit.
+                // Duration of a measurement. It is not a time limit.
                 let rate = limit(processors(), depth, update, Duration::from_millis(20)).unwrap();
                 assert!(rate > 0.0, "{depth} {update:?}: {rate}");
             }
@@ -362,7 +362,7 @@ mod tests {
 
     #[test]
     fn invalid_parameters_are_refused() {
-        // Duration of a measurement that is refused, not a limit.
+        // Duration of a measurement, which is refused because of its depth. It is not a time limit.
         let time = Duration::from_millis(1);
         assert!(limit(processors(), 0, TailUpdate::Each, time).is_err());
         assert!(limit(processors(), RING, TailUpdate::Each, time).is_err());

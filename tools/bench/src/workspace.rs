@@ -9,8 +9,8 @@ use serde_json::Value;
 
 /// Root directory of the repository.
 pub fn root() -> PathBuf {
-    // Cargo sets the variable to the current path of the package. A program that is started without
-    // cargo uses the path at compile time.
+    // If cargo runs this program, the environment variable has the current path of the package.
+    // Otherwise the path at compile time is used.
     let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
     manifest.ancestors().nth(2).map_or_else(|| manifest.clone(), Path::to_path_buf)
@@ -41,8 +41,8 @@ pub fn build_shadowbell() -> Result<PathBuf> {
 /// dev profile, with fault injection. The program is not for measurements.
 pub fn build_for_tests() -> Result<PathBuf> {
     eprintln!("building shadowbell for tests ...");
-    // With an example, cargo enables the features of dev-dependencies, as for tests. Otherwise
-    // half of the crates would be built a second time.
+    // The example makes cargo enable the features of dev-dependencies, as for tests. Without it,
+    // half of the crates would be built a second time, with other features.
     build(&["--workspace", "--bin", "shadowbell*", "--example", "step"])
 }
 

@@ -55,10 +55,11 @@ pub(crate) fn kill(processes: &[Process]) {
 }
 
 /// Kills all processes that have a pipe open, except this one, and returns them. A process may fork
-/// after it was found and before it is killed, so the search is repeated until it finds none.
+/// between the search and its kill, so the search is repeated until no process is found.
 pub(crate) fn kill_holders(pipe_inode: u64) -> Vec<Process> {
     let mut killed: Vec<Process> = Vec::new();
-    // The limit is for processes that the kernel cannot end, because they wait for a device.
+    // The number of searches is limited, because the kernel cannot end a process that waits for a
+    // device.
     for _ in 0..1000 {
         let found = holders(pipe_inode);
         if found.is_empty() {
@@ -132,7 +133,8 @@ mod tests {
     #[test]
     fn descendants_and_holders_of_a_pipe_are_found() {
         let mut shell = Command::new("sh");
-        // `cat` keeps the shell's standard output open until the shell's input is closed.
+        // `cat` is a child that has the shell's standard output open until the shell's standard
+        // input is closed.
         shell
             .args(["-c", "exec 3<&0; cat <&3 & wait"])
             .stdin(Stdio::piped())

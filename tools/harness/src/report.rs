@@ -17,7 +17,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Begins a section (a suite on a kernel, a step). Later checks belong to it.
+    /// Begins a section, for example a suite on one kernel, or a step. Later checks belong to this
+    /// section.
     pub fn begin(&mut self, part: &str) {
         println!("== {part}");
         part.clone_into(&mut self.part);
@@ -60,7 +61,7 @@ impl Report {
         self.skipped.extend(skipped);
     }
 
-    /// Adds the counts of another report. The names of its failures already contain their sections.
+    /// Adds the counts of another report. Its failures already have the names of their sections.
     pub fn include(&mut self, passed: u64, failures: &[String]) {
         self.passed += passed;
         self.failures.extend_from_slice(failures);
@@ -102,8 +103,8 @@ impl Report {
     }
 }
 
-/// First line of the error's root cause, cut at 300 characters, for the summary of a run: the whole
-/// message may be far above it.
+/// First line of the error's root cause, up to 300 characters. The summary of a run repeats it,
+/// because the whole message may be far above.
 fn cause(error: &anyhow::Error) -> String {
     let cause = error.root_cause().to_string();
     cause.lines().next().unwrap_or_default().chars().take(300).collect()

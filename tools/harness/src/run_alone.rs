@@ -22,8 +22,8 @@ pub fn run(command: &[OsString], grace: Duration) -> Result<ExitCode> {
     let child = Command::new(program).args(arguments).spawn();
     let child = child.with_context(|| program.display().to_string())?;
     let child = i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("no process")?;
-    // The runner reaps orphans while the program runs, because a test may wait for the end of an
-    // orphan.
+    // The runner also reaps orphans while the program runs, because a test may wait until an orphan
+    // no longer exists.
     let status = loop {
         match wait(WaitOptions::empty()) {
             Ok(Some((pid, status))) if pid == child => break status,
@@ -48,10 +48,12 @@ pub fn run(command: &[OsString], grace: Duration) -> Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
-/// Kills all descendants. A process may fork after it was found and before it is killed; its
-/// children become children of this process, so the search is repeated until none is left.
+/// Kills all descendants of this process. A process may fork between the search and its kill; its
+/// children then become children of this process. So the search is repeated until no descendant is
+/// left.
 fn end_descendants() {
-    // The limit is for processes that the kernel cannot end, because they wait for a device.
+    // The number of searches is limited, because the kernel cannot end a process that waits for a
+    // device.
     for _ in 0..1000 {
         processes::kill(&processes::descendants(std::process::id()));
         loop {

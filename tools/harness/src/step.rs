@@ -12,9 +12,9 @@ use anyhow::{Context, Result, bail};
 use crate::processes;
 use crate::report::Report;
 
-/// Time without output after which a step counts as hung. The duration of the whole step has no
-/// limit, because compilation takes several times as long on a busy machine. Cargo prints each
-/// crate that it compiles, unless it is quiet.
+/// Time without output after which a step counts as hung. The whole step has no time limit, because
+/// compilation may take several times as long on a busy machine. But cargo prints a line for each
+/// crate, unless it is quiet.
 const SILENCE: Duration = Duration::from_secs(15 * 60);
 /// Time for which the output may stay open after the step has ended.
 const AFTERWARDS: Duration = Duration::from_secs(60);
@@ -89,7 +89,8 @@ pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
             let ended = counts.is_some();
             let (passed, failed) = counts.unwrap_or_default();
             report.include(passed, &failed);
-            // If the job reports failed checks, its exit status adds no information.
+            // A job that has reported failed checks also has a failing exit status, which is not
+            // reported in addition.
             if !ended || failed.is_empty() && result.is_err() {
                 report.begin(&name);
                 report.check("the program ends with a summary", |_| -> Result<()> {
@@ -122,10 +123,12 @@ fn test_counts(name: &str, lines: &[String], report: &mut Report) -> Option<(u64
     (counts.results > 0).then_some((counts.passed, failed))
 }
 
-/// Runs a command to its end. Fails if the command fails, if it prints nothing for the time
-/// `silence`, or if its output stays open for the time `afterwards` after its end. In the last two
-/// cases the processes are listed and killed. `each` receives the lines of standard output and
-/// standard error.
+/// Runs a command to its end, and calls `each` with each line of its standard output and standard
+/// error.
+///
+/// Fails if the command fails, if it prints nothing for the time `silence`, or if its output is
+/// still open at the time `afterwards` after its end. In the last two cases, the processes are
+/// listed and killed.
 fn run(
     command: &mut Command,
     silence: Duration,
@@ -136,7 +139,8 @@ fn run(
     let inode = rustix::fs::fstat(&output).context("the output")?.st_ino;
     command.stdin(Stdio::null()).stdout(end.try_clone().context("a pipe")?).stderr(end);
     let child = command.spawn();
-    // `command` has a copy of the writing end of the pipe, which would keep the pipe open.
+    // The value `command` contains a copy of the writing end of the pipe, which would keep the pipe
+    // open.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child.with_context(|| command.get_program().display().to_string())?;
     let (sender, lines) = channel();
@@ -222,8 +226,8 @@ mod tests {
     fn a_process_left_behind_fails_the_step_and_is_killed() {
         let mut lines = Vec::new();
         let mut shell = Command::new("sh");
-        // The loop runs in a subshell, because a program has no command line for a moment while
-        // exec replaces it.
+        // A loop in a subshell, because a program has no command line for a moment while the
+        // shell's child executes it.
         shell.args(["-c", "while :; do sleep 3600; done & echo $!"]);
         let error = run(&mut shell, NEVER, Duration::ZERO, |line| lines.push(line.to_owned()));
         let error = error.unwrap_err().to_string();

@@ -83,8 +83,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
         report.check("next to fio", |_| {
             let name = "bench";
             cluster.call("rbd", &["create", name, "--size", "256M"])?;
-            // The image is filled first, because reads of objects that were never written are
-            // faster.
+            // The image is filled first, because reads of objects that do not exist are faster.
             let io = ["--io-type", "write", "--io-size", "1M", "--io-total", "256M"];
             cluster.call("rbd", &[&["bench", name, "--io-pattern", "seq"], &io[..]].concat())?;
             let program = arguments.shadowbell.as_deref();
@@ -133,8 +132,8 @@ impl Cluster {
         cluster.call("ceph-mon", &["--mkfs", "-i", "a", "--monmap", &map])?;
         cluster.call("ceph-mon", &["-i", "a"])?;
         let until = Instant::now() + START;
-        // The command waits for a slow monitor, but fails as long as the monitor's socket does not
-        // exist.
+        // The command itself waits for a monitor that is slow. But it fails while the monitor's
+        // socket does not exist, so it is repeated.
         while let Err(error) = cluster.call("ceph", &["--connect-timeout", "5", "quorum_status"]) {
             if Instant::now() > until {
                 return Err(error);
@@ -178,16 +177,16 @@ impl Drop for Cluster {
             if let Some(pid) = pid.filter(|pid| is_of(*pid, self.directory.path()))
                 && let Some(pid) = Pid::from_raw(pid)
             {
-                // The daemons are killed: they store nothing, and an orderly end would wait for the
-                // other daemons.
+                // The daemons are killed, because an orderly end would take long: each would wait
+                // for the others. They have no data that must be kept.
                 let _ = kill_process(pid, Signal::KILL);
             }
         }
     }
 }
 
-/// True if a process belongs to this cluster. Process ids are reused, so the id alone is not
-/// enough.
+/// True if the process belongs to this cluster. The process id alone does not show it, because ids
+/// are reused.
 fn is_of(pid: i32, directory: &Path) -> bool {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&line).contains(&*directory.to_string_lossy())
@@ -212,8 +211,8 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
         ("osd_crush_chooseleaf_type", "0"),
         ("osd_objectstore", "memstore"),
         ("memstore_device_bytes", "1073741824"),
-        // Without this option, Ceph reads an object that was written at random offsets in many
-        // small pieces.
+        // Without this option, Ceph stores an object that is written at random offsets as many
+        // small pieces, which makes its reads slow.
         ("memstore_page_set", "true"),
         ("osd_memory_target", "939524096"),
         ("osd_pool_default_pg_num", "8"),
@@ -241,7 +240,8 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
 
 fn call(program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new("timeout");
-    // A daemon keeps the standard input that it inherits. Therefore standard input is /dev/null.
+    // A daemon keeps the standard input that it inherits. So it gets /dev/null, and not the
+    // standard input of this process.
     let output = command
         .args(["60", program])
         .args(arguments)

@@ -47,7 +47,8 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
         cargo().env("RUSTDOCFLAGS", "-D warnings").args(["doc", "--workspace", "--no-deps"]),
     );
     book_step(report);
-    // This step only packages. `cargo xtask crates` also builds each package, which takes minutes.
+    // This step packages the crates without building them. `cargo xtask crates` also builds each
+    // package, which takes minutes.
     crates::check(report, false);
     report.begin("tests");
     build_tests(report);
@@ -81,8 +82,9 @@ pub(crate) fn test_busy(report: &mut Report, rounds: u32) -> Result<()> {
     Ok(())
 }
 
-/// Processes that use all CPUs, until they are dropped or this process ends. Each has a session of
-/// its own, because the kernel divides CPU time between sessions first (`sched_autogroup`).
+/// Processes that use all CPUs, until they are dropped or this process ends. Each has its own
+/// session, because the kernel first divides CPU time between sessions (`sched_autogroup`), and a
+/// common session would get too little.
 struct BusyLoops(Vec<Child>);
 
 impl BusyLoops {
@@ -100,7 +102,7 @@ impl BusyLoops {
 impl Drop for BusyLoops {
     fn drop(&mut self) {
         for busy in &mut self.0 {
-            // An error means that the process has ended.
+            // An error is ignored: it means that the process has already ended.
             let _ = busy.kill().and_then(|()| busy.wait());
         }
     }

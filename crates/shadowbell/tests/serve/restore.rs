@@ -84,9 +84,9 @@ fn calls(queues: u16) -> Option<usize> {
     Some(calls)
 }
 
-/// Before the next process reports that it has recovered, it makes few system calls per queue, to
-/// receive and check the queue's eventfd. The setup of interrupts, which takes as many calls, comes
-/// later.
+/// Before the next process reports that the clients' controllers are recovered, it makes only the
+/// system calls that receive and check each queue's eventfd. It sets up interrupts later, because
+/// this takes as many system calls again.
 #[test]
 fn recovery_of_a_queue_takes_few_system_calls() {
     let (Some(one), Some(many)) = (calls(1), calls(64)) else {

@@ -18,7 +18,7 @@ use std::process::Command;
 use std::process::Stdio;
 
 fn status_of(pid: u32, key: &str) -> String {
-    // Name of the thread: that of the program, of which the kernel keeps 15 bytes.
+    // Name of the thread: the program's name, of which the kernel keeps 15 bytes.
     crate::idle::status_of(pid, "shadowbell-serv", key)
 }
 
@@ -39,7 +39,7 @@ fn a_forbidden_system_call_ends_the_process() {
         assert!(errors.contains(&line) && errors.contains("SIGSYS"), "{call}: {errors}");
         assert!(!errors.contains("attempt"), "{errors}");
     }
-    // The supervisor reports a death by a forbidden system call.
+    // The supervisor reports that a server process was killed because of a forbidden system call.
     let server = Server::start(&["null:1MiB"], &["--attempt", "socket"]);
     server.wait_for_log("for a system call that its sandbox forbids");
     drop(server);
@@ -131,8 +131,8 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
 }
 
-/// A backing file that an image names needs a grant like the image itself. `ctl` passes the
-/// descriptors of both.
+/// The backing file of an image has to be in an allowed directory, like the image itself, or `ctl`
+/// has to pass its descriptor. `ctl` passes the descriptors of both files.
 #[test]
 fn backing_files_need_a_grant() {
     let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -165,8 +165,8 @@ fn backing_files_need_a_grant() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// The supervisor reads the configuration file with the allowed paths only on request. Each client
-/// of the control socket may add disks in allowed directories.
+/// The supervisor reads the allowed paths in the configuration file again only on request. All
+/// clients of the control socket may add disks in allowed directories.
 #[test]
 fn allowed_paths_of_the_configuration_file_are_read_on_request() {
     let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -201,16 +201,16 @@ fn allowed_paths_of_the_configuration_file_are_read_on_request() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// The queues of all disks share the I/O thread's io_uring. A server whose limit of descriptors is
-/// too low for its disks and clients is refused at the start.
+/// Disks need few descriptors, because the queues of all disks share the I/O thread's io_uring. If
+/// the limit of descriptors is too low for the disks and clients, the server refuses to start.
 #[test]
 fn many_disks_need_few_descriptors() {
     let refused = limits_refused(250, "", &[512, 400, 360, 320, 280, 200]);
     assert!(!refused.contains(&512) && refused.contains(&200), "{refused:?}");
 }
 
-/// Descriptors that an I/O thread opens only at the first command of a guest are counted at the
-/// start.
+/// At the start, the server also counts the descriptors that an I/O thread will open at the first
+/// command of a guest.
 #[test]
 fn descriptors_of_queues_are_counted_at_the_start() {
     let limits = [640, 220, 190, 170, 160, 150, 140];
@@ -218,8 +218,8 @@ fn descriptors_of_queues_are_counted_at_the_start() {
     assert!(!refused.contains(&640) && refused.contains(&140), "{refused:?}");
 }
 
-/// Serves `disks` images with each of the limits of descriptors. Returns the limits with which the
-/// server refuses to start. With all other limits, the guest's commands succeed.
+/// Starts a server of `disks` images once with each limit of descriptors. Returns the limits at
+/// which it refuses to start. Checks that a guest's commands succeed at all other limits.
 fn limits_refused(disks: u32, options: &str, limits: &[u32]) -> Vec<u32> {
     let mut refused = Vec::new();
     for &limit in limits {
@@ -488,7 +488,8 @@ fn path_system_calls_are_forbidden_under_a_supervisor() {
         let said = directory.path().join(call);
         let mut command = program();
         command.args(["serve", "--supervisor", "null:1MiB", "--socket"]);
-        // Each run has a socket of its own: the previous process may not have ended yet.
+        // Each run uses another socket, because the process of the previous run may not have ended
+        // yet.
         command.arg(directory.path().join(format!("{call}.sock"))).args(["--attempt", call]);
         command.env("SHADOWBELL_RUN_DIR", directory.path());
         command.stdin(Stdio::null()).stdout(Stdio::null());
@@ -497,7 +498,7 @@ fn path_system_calls_are_forbidden_under_a_supervisor() {
             shadowbell_testing::process_group::ProcessGroup::spawn(&mut command).unwrap();
         let line = format!("error: the sandbox forbids the system call {call} (");
         until(&line, || std::fs::read_to_string(&said).unwrap().contains(&line));
-        // Ends the supervisor, which would restart the process.
+        // The supervisor is ended first, because it would restart the killed server process.
         drop(supervisor);
     }
 }

@@ -1,4 +1,4 @@
-//! A supervisor that executes the new program after an upgrade to it.
+//! After an upgrade to a new program, the supervisor also executes the new program.
 
 use crate::control::ctl;
 use crate::harness::{Server, finish, program, until};
@@ -27,7 +27,7 @@ fn descriptors(server: &Server) -> Vec<String> {
     all
 }
 
-/// Targets of the supervisor's descriptors, when they have not changed for 100 ms.
+/// Targets of the supervisor's descriptors, after they have not changed for 100 ms.
 fn stable_descriptors(server: &Server) -> Vec<String> {
     let mut last = Vec::new();
     for _ in 0..100 {
@@ -55,8 +55,8 @@ fn copy_program(server: &Server, name: &str) -> PathBuf {
     path.canonicalize().unwrap()
 }
 
-/// Creates another program: it runs `script` if it is started to check the supervisor's state, and
-/// otherwise the program under test.
+/// Creates a wrapper of the program under test. If the supervisor starts it to check whether it can
+/// read the supervisor's state, the wrapper runs `script`.
 fn wrapper(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("wrapper");
     let program = env!("CARGO_BIN_EXE_shadowbell");
@@ -83,7 +83,7 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
     client.write(2, 0, 2);
     let loads = [(0, 1), (1, 2), (3, 1)];
     let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
-    // At these log lines, the supervisor has received all descriptors of the loads.
+    // When these lines are in the log, the supervisor has received all descriptors of the loads.
     until("the loads' queues", || {
         server.stderr().matches("the guest has 1 I/O queue").count() >= 4
     });
@@ -95,7 +95,8 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         assert!(output.contains("; its supervisor runs that program too"), "{output}");
         assert_eq!(executable_of(&server), *program);
         assert!(server.is_alive(), "the supervisor is the same process");
-        // The server process is still a child of the supervisor, which restarts it after a kill.
+        // The server process is still a child of the supervisor after the exec, so the supervisor
+        // restarts it after a kill.
         if n % 5 == 4 {
             // The process serves for a while, so that its death is not part of a crash loop.
             std::thread::sleep(Duration::from_millis(80));
@@ -105,11 +106,12 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
         assert_eq!(children(server.pid()).len(), 1);
-        // The old server process's request socket is closed a moment later.
+        // The number of descriptors is checked repeatedly, because the request socket of the old
+        // server process is closed a moment later.
         let most: &Vec<_> = before.get_or_insert_with(|| stable_descriptors(&server));
         until("no more descriptors than before", || descriptors(&server).len() <= most.len());
     }
-    // The supervisor has its main thread, one that closes descriptors of clients, and three
+    // Threads of the supervisor: the main thread, one that closes descriptors of clients, and three
     // brokers.
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
     assert_eq!(threads, 5);
@@ -128,7 +130,7 @@ fn images_can_be_opened_after_the_supervisors_change() {
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 1);
     upgrade_to(&server, &copy_program(&server, "one"));
-    // The server process that was started before the exec and later ones can open the image.
+    // Both the server process that ran during the exec and later ones can open the image.
     let image = crate::harness::image(server.directory(), "later.img", 1 << 20);
     let add = |nsid: &str| {
         let add = ["namespace", "attach", "vm0.sock", nsid, image.to_str().unwrap()];
@@ -159,7 +161,7 @@ fn a_program_that_cannot_continue_is_not_executed() {
             "this program reads versions 2 to 3",
         ),
         ("sleep 1000", "did not answer within 10 s"),
-        // A program that passes the check and then cannot be started.
+        // The program passes the check, and makes itself not executable, so that the exec fails.
         ("printf 'can go on'; chmod -x \"$0\"; exit 0", "Permission denied"),
     ] {
         until("one worker", || children(server.pid()).len() == 1);
@@ -182,7 +184,8 @@ fn a_program_that_cannot_continue_is_not_executed() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Signals and deaths of server processes during the supervisor's exec are not lost.
+/// If server processes die or signals arrive while the supervisor executes the new program, the
+/// supervisor still handles them.
 #[test]
 fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
     let server = server(1, &[]);
@@ -200,7 +203,8 @@ fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
                 children(server.pid()).iter().any(|pid| *pid != before) || upgrading.is_finished()
             });
             let next = children(server.pid()).into_iter().find(|pid| *pid != before);
-            // The new process is killed after it serves, in each round a little later.
+            // The new server process is killed after the old one has ended, and in each round a
+            // little later.
             until("the old one's end", || {
                 !children(server.pid()).contains(&before) || upgrading.is_finished()
             });

@@ -55,8 +55,7 @@ fn every_command_reaches_the_other_controller() {
         // With zero copy, the lower server accesses the guest's memory directly, which the log
         // says.
         assert_eq!(server.stderr().contains("accesses guest memory directly"), options.is_empty());
-        // Data that the guest wrote remain on the lower server's disk after the upper server has
-        // ended.
+        // What the guest wrote is on the lower server's disk after the upper server has ended.
         assert!(server.stop().success());
         let (controller, mut queue) = attach(&below);
         let pool = controller.buffers(1, len).unwrap();
@@ -86,7 +85,7 @@ fn a_dead_lower_controller_gives_the_guest_an_error() {
     assert_eq!(fine, Status::SUCCESS, "the other namespace still works");
     drop((queue, pool));
     controller.detach().unwrap();
-    // A guest that attaches again finds the same state, and the server ends on a signal.
+    // The state is the same for a guest that attaches again, and the server ends on a signal.
     let (controller, mut queue) = attach(&server);
     let pool = controller.buffers(1, 4096).unwrap();
     assert!(!run(&mut queue, read, pool.take()).status.is_success());
@@ -95,9 +94,9 @@ fn a_dead_lower_controller_gives_the_guest_an_error() {
     server.stop();
 }
 
-/// A controller whose disk is a namespace of another controller (`ssd`) gets an I/O thread of its
-/// own, unless the configuration assigns one. If the other controller hangs, it blocks the thread
-/// for ten seconds at a time, and controllers without such a disk must not wait meanwhile.
+/// A controller whose disk is a namespace of another controller gets an I/O thread of its own,
+/// unless the configuration assigns one. The reason: a lower controller that hangs blocks the
+/// thread for ten seconds at a time, and other controllers must not wait meanwhile.
 #[test]
 fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
     let (below, other_below) = (ssd("mem:1MiB"), ssd("mem:1MiB"));

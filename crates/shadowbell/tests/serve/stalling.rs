@@ -1,5 +1,5 @@
-//! A client whose memory and eventfds are files of its own hung file system, and another client of
-//! the same server.
+//! Two clients of one server: the memory and eventfds of the first are files of a hung file system,
+//! which must not delay the second.
 
 use crate::harness::{Server, attach, program, run};
 use shadowbell_driver::AttachOptions;
@@ -50,7 +50,7 @@ fn io_continues_beside_a_client_with_hung_memory() {
         let mut data = [0; 4096];
         assert!(read.buffer.unwrap().copy_to(0, &mut data));
         assert_eq!(data, [value; 4096]);
-        // Registers, which the reactor serves, can be read as well.
+        // The reactor still works: it handles reads of registers.
         controller.registers().unwrap();
     };
     check(1);
@@ -72,8 +72,8 @@ fn io_continues_beside_a_client_with_hung_memory() {
     drop(client);
     check(6);
     drop((queue, controller));
-    // When the file system's daemon is dead, the server can end, although it could not close
-    // descriptors before.
+    // While the file system hung, the server could not close its descriptors. They are closed when
+    // the file system's daemon is dead, so the server can end.
     drop(mount);
     assert!(server.stop().success());
 }

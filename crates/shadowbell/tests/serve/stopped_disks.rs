@@ -1,5 +1,5 @@
-//! Disks with the error policy `stop`: requests are held while the storage is full, and are
-//! repeated after a resume.
+//! Disks with the error policy `stop`. While the storage is full, failed requests are held; they
+//! are submitted again when the disk is resumed.
 
 use crate::control::{ctl, ctl_json, http_request, request};
 use crate::exports::Nbd;
@@ -17,13 +17,14 @@ use std::process::Command;
 use std::time::Duration;
 use tempfile::TempDir;
 
-// The limit must not affect the memory that the processes share.
+// Size of the disk. The limit on the size of files is half of it, and must be larger than the
+// memory files that the processes share.
 const SIZE: u64 = 64 << 30;
 /// First block without room.
 const FULL_FROM: u64 = SIZE / 2 / 512;
 
-/// Serves `disk.img` with the policy `stop`. A limit on the size of files acts as a full storage:
-/// writes to the second half of the disk find no room.
+/// Serves `disk.img` with the error policy `stop`. A limit on the size of files simulates full
+/// storage: writes to the second half of the disk fail for lack of space.
 fn start(options: &[&str]) -> Server {
     let words = ["disk.img?on-error=stop", "--socket", "vm.sock", "--workers", "1"];
     serve(tempfile::tempdir().unwrap(), &[&words, options].concat())
@@ -72,7 +73,7 @@ impl Guest {
         self.queue.ring().unwrap();
     }
 
-    /// Submits a write that finds no room, and waits until it is held.
+    /// Submits a write for which the storage has no space, and waits until the write is held.
     fn hold(&mut self, server: &Server) {
         self.submit(FULL_FROM, 9);
         until("a stopped disk", || disk(server)["held"] == 1);
@@ -96,7 +97,8 @@ fn disk(server: &Server) -> serde_json::Value {
     disks.as_array().unwrap().last().unwrap().clone()
 }
 
-/// Makes room, resumes the disk, and checks that the held write of [`Guest::hold`] succeeds.
+/// Removes the limit of the storage, resumes the disk, and checks that the write that
+/// [`Guest::hold`] has submitted succeeds.
 fn resume(server: &Server, guest: &mut Guest) {
     make_room(server);
     let id = disk(server)["id"].as_str().unwrap().to_owned();
@@ -116,7 +118,7 @@ fn a_write_to_a_full_storage_is_held_until_the_disk_is_resumed() {
     assert_eq!(about["stopped"], "no space is left on the storage below", "{about}");
     let id = about["id"].as_str().unwrap();
     server.wait_for_log(&format!("run `shadowbell ctl disk resume {id}`"));
-    // Other requests of the disk pass.
+    // Other requests of the disk succeed while a request is held.
     guest.submit(0, 3);
     assert_eq!(complete(&mut guest.queue).status, Status::SUCCESS);
     assert_eq!((guest.read(0), guest.read(FULL_FROM)), (3, 0));
@@ -135,11 +137,12 @@ fn a_write_to_a_full_storage_is_held_until_the_disk_is_resumed() {
     }
     let (_, snapshot) = http_request(&server, &request("GET", "/v1/snapshot", ""));
     assert!(snapshot.contains(r#""stopped":true"#), "{snapshot}");
-    // A repetition without room is held again.
+    // If the storage is still full after a resume, the request fails again and is held again.
     ctl_json(&server, &["disk", "resume", id]);
     until("another stop", || server.stderr().matches(" is stopped: ").count() == 2);
     assert_eq!(disk(&server)["held"], 1);
-    // A held request is old, but the storage does not hang.
+    // A request that is held for long does not make the disk count as stalled, because the storage
+    // answers.
     until("an old request", || disk(&server)["oldest_ms"].as_u64().unwrap() > 1500);
     assert!(disk(&server)["stalled"] == false && !server.stderr().contains("stalled"));
     resume(&server, &mut guest);
@@ -190,7 +193,7 @@ fn abort_reset_and_disconnection_end_held_requests() {
     assert_eq!(complete(&mut guest.queue).status, Status::ABORTED_BY_HOST);
     is_over();
 
-    // Held requests do not delay changes of other memory of the guest, which do not end them.
+    // An unmap of other guest memory does not wait for held requests, and does not end them.
     guest.hold(&server);
     drop(guest.controller.buffers(1, 4096).unwrap());
     assert_eq!(disk(&server)["held"], 1);

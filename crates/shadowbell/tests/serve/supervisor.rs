@@ -56,8 +56,8 @@ fn signals_are_forwarded_and_the_exit_status_returned() {
     }
 }
 
-/// A signal that supervisor and server process both receive, as from systemd, counts once: a second
-/// signal would end the server without waiting for its disks.
+/// If supervisor and server process both receive the same signal, for example from systemd, the
+/// server counts it once. A second signal would end the server without waiting for its disks.
 #[test]
 fn a_signal_to_all_processes_counts_once() {
     for _ in 0..5 {
@@ -113,8 +113,8 @@ fn a_dead_server_process_is_restarted() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// A process that recovers the clients and then crashes is replaced without end, and no client
-/// loses its controller.
+/// A server process that recovers the clients and crashes afterwards is replaced each time, without
+/// a limit. So no client loses its controller.
 #[test]
 fn a_crash_loop_in_service_costs_no_client_its_controller() {
     let mut server = start(&["mem:1MiB"], &[]);
@@ -132,8 +132,8 @@ fn a_crash_loop_in_service_costs_no_client_its_controller() {
     assert!(server.stop().success(), "{log}");
 }
 
-/// If the processes that are to recover the clients crash again and again, the checkpoint is
-/// discarded, and at last the supervisor ends.
+/// If server processes crash repeatedly before they have recovered the clients, the supervisor
+/// discards the checkpoint. If the crashes continue, the supervisor ends.
 #[test]
 fn a_crash_loop_ends_the_supervisor() {
     let directory = tempfile::tempdir().unwrap();
@@ -182,7 +182,8 @@ fn a_hung_configuration_file_does_not_block_the_supervisor() {
 #[test]
 fn a_server_process_ends_with_its_supervisor() {
     let mut server = start(&["mem:1MiB"], &[]);
-    // The supervisor creates the socket before the server process serves, so the test attaches.
+    // The socket exists before the server process serves, because the supervisor creates it. So the
+    // test attaches to wait for the server process.
     drop(server.attach());
     let worker = worker(&server);
     server.signal(Signal::KILL);
@@ -218,27 +219,30 @@ fn a_supervisor_is_small_and_idle() {
     let server = start(&["mem:1MiB"], &[]);
     let status = |key: &str| crate::idle::status_of(server.pid(), "shadowbell-serv", key);
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    // The supervisor has its main thread, a broker for images and one for sockets. After an
-    // upgrade, a fourth thread closes descriptors.
+    // Threads of the supervisor: the main thread, a broker for images, and one for sockets. After
+    // an upgrade, a fourth thread closes descriptors.
     assert!((3..=4).contains(&threads), "{threads}");
-    // Other tests that search for a supervisor send requests to this supervisor too, and wake it.
+    // The condition is repeated: tests that run in parallel and search for their supervisor also
+    // send requests to this one, which wake it.
     until("a second without a wakeup", || {
         let before = status("voluntary_ctxt_switches");
-        // A thread that has a timer or polls would wake up during this time.
+        // Interval in which the supervisor must not wake up. A periodic timer or polling would wake
+        // it.
         std::thread::sleep(std::time::Duration::from_secs(1));
         status("voluntary_ctxt_switches") == before
     });
     let kib = |key: &str| status(key).split(' ').next().unwrap().parse::<u64>().unwrap();
-    // The descriptor tables are large from the start, so no thread waits for the kernel to enlarge
-    // them.
+    // The descriptor tables have their maximum size from the start. Otherwise a thread could wait
+    // while the kernel enlarges a table.
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
     let limit = limit.unwrap_or(1 << 16).min(1 << 16);
     let its =
         |pid| crate::idle::status_of(pid, "shadowbell-serv", "FDSize").parse::<u64>().unwrap();
     assert!(its(server.pid()) >= limit && its(worker(&server)) >= limit);
     println!("resident: {} KiB of its own, {} KiB of files", kib("RssAnon"), kib("RssFile"));
-    // Only anonymous memory is limited: pages of the program's file belong to the page cache and
-    // depend on the build. Parsing the command line and the configuration leaves some pages.
+    // The limit is for anonymous memory only. Pages of the program's file belong to the page cache,
+    // and their number depends on the build. Most of the anonymous memory remains from parsing the
+    // command line and the configuration.
     assert!(kib("RssAnon") < 3072, "{} KiB", kib("RssAnon"));
     // After the supervisor has handled a client, its anonymous memory is still small.
     drop(server.attach());

@@ -106,7 +106,7 @@ impl Frames {
         assert!(may, "the server drops a client that kept to the protocol");
     }
 
-    /// True if the client has followed the protocol.
+    /// True if the client has followed the protocol so far, so that its replies are predictable.
     pub(crate) fn is_sound(&self) -> bool {
         !self.forfeit && !self.broken
     }

@@ -33,8 +33,8 @@ pub(crate) fn dma_map(address: u64, size: u64, offset: u64, flags: u32) -> [u8; 
     zerocopy::transmute!(wire::DmaMap { argsz: 32, flags, offset, address, size })
 }
 
-/// A random message, its descriptors, and true if the descriptors may have other types than the
-/// message needs.
+/// Returns a random message, its descriptors, and true if descriptors may have another type than
+/// the message needs.
 pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>, bool) {
     let verb = if source.rarely(12) { source.u16() } else { 1 + source.below(18) as u16 };
     let (mut fds, mut odd) = (Vec::new(), false);
@@ -217,8 +217,8 @@ fn value(source: &mut Source<'_>, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Descriptors: mostly of the type `wanted` (0 for memory, 1 for eventfds), and some of other
-/// types.
+/// Returns random descriptors, and true if their types are random. Otherwise all have the type
+/// `wanted`: 0 for memory, 1 for eventfds.
 fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<OwnedFd>, bool) {
     let count = match (source.below(8), wanted) {
         (0, _) => 0,
@@ -227,8 +227,8 @@ fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<O
         _ => 1 + source.below(5),
     };
     let odd = source.rarely(6);
-    // The server accepts a new client only after the unsuitable descriptors of the last one are
-    // closed, which takes time.
+    // Few descriptors of random types: the server accepts the next client only after it has closed
+    // them, which takes time.
     let count = if odd { count.min(4) } else { count };
     let fds = (0..count).map(|_| {
         let kind = if odd { source.below(8) } else { wanted };
@@ -261,7 +261,7 @@ fn descriptor(kind: usize, file: &OwnedFd) -> OwnedFd {
     .expect("a descriptor")
 }
 
-/// Damages the bytes as a faulty client might.
+/// Changes the bytes of a message, as a faulty client might.
 pub(crate) fn mangle(source: &mut Source<'_>, bytes: &mut Vec<u8>) {
     match source.below(4) {
         0 => bytes.truncate(source.below(bytes.len() + 1)),

@@ -262,7 +262,7 @@ fn file_system(guest: &mut Guest, controller: &Controller) -> Result<()> {
     guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), LIMIT)?;
     guest.sh(&format!("cd / && {SUMS} >/tmp/before && cp -a usr /mnt/ && umount /mnt"), LIMIT)?;
     export.stop(guest)?;
-    // The file system is mounted again, through a new server.
+    // A new server serves the disk, and its file system is mounted again.
     let export = Export::start(guest, &target, "")?;
     guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), LIMIT)?;
     guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after", LIMIT)?;
@@ -289,8 +289,8 @@ fn in_use(guest: &mut Guest, controller: &Controller) -> Result<()> {
     Ok(())
 }
 
-/// fio writes and verifies while the server process of its disk is killed repeatedly. The log of
-/// each server process must contain `words`.
+/// Runs fio, which writes and verifies, while the server process of its disk is killed repeatedly.
+/// The log of each next server process must contain `words`.
 pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()> {
     let mut export = Export::start(guest, target, "--recover")?;
     let disk = export.disk.clone();
@@ -306,13 +306,13 @@ pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()>
     for _ in 0..3 {
         guest.sh("sleep 0.7; ! grep ended /tmp/fio", LIMIT).context("fio was too fast")?;
         export.signal(guest, "KILL")?;
-        // The controller stays in use until the kernel has released the memory of the killed
-        // process.
+        // Waits for the end of the killed process: until the kernel has released its memory, the
+        // controller is in use.
         export.ended(guest)?;
         // Without --recover, a new server must refuse the device of the dead process.
         refused(guest, &format!("{target} --ublk --ublk-id 0"), &["--recover"]).or_else(
             |error| {
-                // The killed process may still exist, which gives another message.
+                // The killed process may still exist. Then the refusal has another message.
                 if error.to_string().contains("is served by") { Ok(()) } else { Err(error) }
             },
         )?;
@@ -338,7 +338,7 @@ fn check_not_claimed(guest: &mut Guest, controller: &Controller) -> Result<()> {
     export.ended(guest)?;
     refused(guest, &format!("{target} --ublk --ublk-id 0 --recover"), &["bytes", "536870912"])?;
     refused(guest, "local:mem:1GiB --ublk --ublk-id 0 --recover", &["was lost"])?;
-    // The killed process may still hold the lock of the first target, so another target is used.
+    // Another target, because the killed process may still hold the lock of the first one.
     let export = Export::start(guest, "local:null:1GiB", "--recover")?;
     export.stop(guest)
 }

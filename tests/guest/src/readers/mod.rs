@@ -55,8 +55,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     };
     let controllers = [find(0, "qemu")?, find(1, "shadowbell")?];
     let [qemu, shadowbell_controller] = &controllers;
-    // Measurements are not checked. With one round, only one controller is measured. Without
-    // rounds, none is measured.
+    // With one round, only one controller is measured; with zero rounds, none. The measured speeds
+    // are not checked.
     let measured = match setup.rounds {
         0 => &[][..],
         1 => std::slice::from_ref(shadowbell_controller),

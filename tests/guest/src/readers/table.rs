@@ -27,10 +27,10 @@ const LARGE: u32 = 128 << 10;
 const RAW: [u16; 2] = [1, 5];
 /// Numbers of sequential readers through a file system. Each reader has its own file.
 const FILES: [u16; 2] = [1, 2];
-/// Duration of random reads in one turn. The duration is short, because there are many turns.
+/// Duration of the random reads of one turn. It is short, because a turn is repeated many times.
 const TIME: Duration = Duration::from_millis(500);
-/// Number of bytes that sequential readers read: of all readers of the raw disk together, and of
-/// each reader of a file.
+/// Number of bytes that sequential readers read in one turn. The first number is the total of all
+/// readers of the raw disk; the second is for each reader of a file.
 const RAW_BYTES: u64 = 320 << 20;
 const FILE_BYTES: u64 = 128 << 20;
 
@@ -48,7 +48,7 @@ pub(crate) struct Row {
     iops: f64,
     bandwidth: f64,
     commands: u64,
-    /// Rate of each turn, in the order of the turns.
+    /// Rate that was measured in each turn, in the order of the turns.
     turns: Vec<f64>,
 }
 
@@ -103,7 +103,7 @@ impl Row {
     }
 }
 
-/// A condition that is measured.
+/// Combination of parameters for which the speed is measured.
 #[derive(Clone, Copy)]
 struct Condition {
     device: &'static str,
@@ -136,9 +136,9 @@ fn median(mut rounds: Vec<Figures>) -> Result<Figures> {
     Ok(middle)
 }
 
-/// Measures conditions on every controller in turn, so that other load of this machine affects all
-/// controllers. Every second turn has the reverse order, so that a condition does not always follow
-/// the same one.
+/// Measures each condition once per turn on every controller. So other load of this machine affects
+/// all controllers. Every second turn has the reverse order, so that a condition does not always
+/// follow the same other condition.
 fn in_turn<'a>(
     controllers: &'a [Controller],
     turns: usize,
@@ -166,8 +166,8 @@ fn in_turn<'a>(
     rows.collect()
 }
 
-/// Groups conditions that are compared with each other, so that they are measured together: the
-/// sizes of random reads.
+/// Groups conditions that differ only in the size of random reads. The conditions of a group are
+/// compared with each other, so they are measured in the same turns.
 fn together(things: impl Iterator<Item = Condition>) -> Vec<Vec<Condition>> {
     let mut groups: Vec<Vec<Condition>> = Vec::new();
     for what in things {
@@ -278,7 +278,7 @@ fn through(
     let disk = &export.disk;
     let one = std::slice::from_ref(controller);
     let mut rows = Vec::new();
-    // Random reads of 4 KiB are only measured through the driver.
+    // Random reads of 4 KiB are measured only without ublk, by Shadowbell's driver itself.
     for what in raw("shadowbell", "ublk").filter(|what| what.bs != 4096) {
         let turns = turns(&[what], rounds);
         let asleep = export.sleeps(guest)?;
@@ -286,7 +286,8 @@ fn through(
             Ok(fio::run(guest, what.rw, &raw_readers(disk, what), TIME)?.into())
         })?;
         if (what.rw, what.readers) == ("randread", 1) {
-            // The number of reads in all turns is estimated from the number in the median turn.
+            // The number of reads in all turns is not known exactly: it is estimated as the number
+            // in the median turn, times the number of turns.
             let reads = row.iter().map(|row| row.commands).sum::<u64>() * turns as u64;
             let each = export.sleeps(guest)?.saturating_sub(asleep) as f64 / reads.max(1) as f64;
             println!(

@@ -2,9 +2,10 @@
 
 use shadowbell_guest::config;
 
-/// All recoverable faults, each many times. The driver aborts a hung command. If a command is lost,
-/// or its completion is not visible, the driver creates a new queue pair. If the controller refuses
-/// the new queue pair, or reports a fatal state, the driver resets it.
+/// All recoverable faults, each of which is injected many times. The driver recovers from them in
+/// three steps. It aborts a hung command. If a command is lost, or its completion is not visible,
+/// it creates a new queue pair. If the controller refuses the new queue pair, or reports a fatal
+/// state, it resets the controller.
 const FAULTS: &str = "seed=2604,fatal:every=4000,subsystem-reset:every=9000,\
     wrong-phase:every=2500,hang:rate=1/250,drop-before:rate=1/400,drop-after:rate=1/400,\
     stall=25ms:rate=1/300,delay=20ms:rate=1/300,duplicate:rate=1/200,corrupt:rate=1/200,\

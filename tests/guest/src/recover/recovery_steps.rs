@@ -10,8 +10,8 @@ use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
 use shadowbell_testing::wait::LIMIT;
 
-/// Names in the server's log of all faults of I/O commands. Each of these faults must have been
-/// injected.
+/// Names of all faults of I/O commands, as they are in the server's log. Each of these faults must
+/// have been injected at least once.
 const INJECTED: [&str; 14] = [
     "Fatal",
     "SubsystemReset",
@@ -29,10 +29,10 @@ const INJECTED: [&str; 14] = [
     "Status",
 ];
 
-/// The load on each controller. Its time limits suit an emulated guest on a busy machine.
+/// Options of the load, and its time limits, which suit an emulated guest on a busy machine.
 const LOAD: &str = "--iodepth 128 --numjobs 2 --size 32m --max-bs 32k";
 const IMPATIENT: &str = "--timeout 240ms --admin-timeout 1 --repeats 40 --retries 200";
-/// Minimum number of each recovery step other than aborts.
+/// Minimum number of times that the driver must take each recovery step, except aborts.
 const MIN_STEPS: u64 = 3;
 
 pub(crate) fn run(report: &mut Report, guest: &mut Guest, kernel: Kernel) {
@@ -67,7 +67,8 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest, kernel: Kernel) {
                 "no command was submitted again: {row}"
             );
             ensure!(number(&row, "/recovery/failed")? == 0, "the controller was given up: {row}");
-            // The unknown completions are duplicate ones, and those without a command.
+            // The faults include duplicate completions and completions without a command, which the
+            // driver counts as unknown.
             ensure!(number(&row, "/unknown_completions")? > 0, "{row}");
             Ok(())
         },

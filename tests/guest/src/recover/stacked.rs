@@ -55,8 +55,9 @@ fn stacked(guest: &mut Guest, disk: &str) -> Result<Value> {
     served(guest)
 }
 
-/// Serves `disk`, kills three clients with commands in flight, and then verifies as [`stacked`]
-/// does. DMA into a client's memory must end before this memory is released.
+/// Serves `disk`, kills three clients with commands in flight, one after the other, and then
+/// verifies as [`stacked`] does. The server must release the memory of a dead client only after all
+/// DMA to it has ended.
 fn stacked_after_a_crash(guest: &mut Guest, disk: &str) -> Result<Value> {
     start(guest, disk)?;
     let load = "--iodepth 128 --size 32m --max-bs 128k --runtime 60";

@@ -159,7 +159,8 @@ pub(crate) fn run(
         )?;
         events.stop(&mut all)
     });
-    // Repeats events under fio until there are as many as the command line requests.
+    // Repeats the event while fio runs, until it has occurred as often as the command line
+    // requests.
     while all < setup.events {
         let before = all;
         let left = setup.events - all;

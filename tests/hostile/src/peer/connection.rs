@@ -143,8 +143,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends whole messages and discards the replies meanwhile. Otherwise the unread replies would
-    /// block the flood.
+    /// Sends whole messages, and discards the replies that arrive meanwhile. Otherwise the server
+    /// would stop reading when the unread replies fill its buffers.
     pub fn flood(&mut self, bytes: &[u8]) -> Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
@@ -160,8 +160,8 @@ impl Connection {
         self.throw_away()
     }
 
-    /// Discards the replies that have arrived. Call [`settle`](Self::settle) before the next
-    /// [`request`](Self::request).
+    /// Discards the replies that have arrived, possibly in the middle of one. So
+    /// [`settle`](Self::settle) must be called before the next [`request`](Self::request).
     pub fn throw_away(&mut self) -> Result<()> {
         let mut bytes = [0u8; 1 << 16];
         loop {

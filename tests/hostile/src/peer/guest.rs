@@ -85,8 +85,8 @@ impl Guest {
         Ok(Self::address(at))
     }
 
-    /// Allocates a buffer of `bytes` bytes, at most 513 pages, and its PRP list. Returns PRP1 and
-    /// PRP2 of a transfer of the whole buffer.
+    /// Allocates a buffer of `bytes` bytes (at most 513 pages) and its PRP list. Returns PRP1 and
+    /// PRP2 for a transfer of the whole buffer.
     pub fn buffer(&mut self, bytes: u64) -> Result<(u64, u64)> {
         let at = Self::address(self.alloc(bytes)?);
         let pages: Vec<u64> = (0..bytes.div_ceil(PAGE)).map(|page| at + page * PAGE).collect();
@@ -155,7 +155,7 @@ impl Guest {
             if began.elapsed() > PATIENCE {
                 bail!("CSTS.RDY does not become {}", u8::from(ready));
             }
-            // The pause is short, because the duration of the wait is measured.
+            // This sleep is short, because it lengthens the wait whose duration is measured.
             std::thread::sleep(Duration::from_micros(500));
         }
     }
@@ -231,7 +231,7 @@ fn one(queue: &mut Queue, link: &mut Connection, sqe: Sqe) -> Result<Cqe> {
         if began.elapsed() > PATIENCE {
             bail!("command {:02x}h of queue {} has no completion", sqe.opcode, queue.qid);
         }
-        // The pause is short, because there are many commands.
+        // This sleep is short, because it occurs for each command.
         std::thread::sleep(Duration::from_micros(50));
     }
 }

@@ -145,8 +145,8 @@ impl VirtioGuest {
         Ok(())
     }
 
-    /// Writes a request for `len` bytes into descriptors 0 to 2, at head 0, and makes it available.
-    /// The data are at [`ROOM`] plus one page.
+    /// Stores a request for `len` bytes in descriptors 0 to 2, and makes this chain available. The
+    /// data are at [`ROOM`] plus one page.
     pub fn submit(&mut self, kind: u32, sector: u64, len: u32) -> Result<()> {
         let data = if kind == 0 { NEXT | WRITE } else { NEXT };
         self.put(ROOM, &header(kind, sector))?;
@@ -159,8 +159,9 @@ impl VirtioGuest {
         self.offer(&[0])
     }
 
-    /// Kicks the device with random chains: most are requests that begin at one of these `sectors`,
-    /// of which some have a wrong descriptor; some heads and counts are invalid.
+    /// Makes random chains available, and kicks the device. Most chains are requests whose first
+    /// sector is one of `sectors`; some of these have a wrong descriptor. Some heads, and some
+    /// values of the available index, are invalid.
     pub fn offer_random(&mut self, random: &mut Random, sectors: &Range<u64>) -> Result<u64> {
         for first in (0..ENTRIES - 2).step_by(3) {
             let at = ROOM + u64::from(first) * 32;
