@@ -16,8 +16,8 @@ use std::sync::Arc;
 /// them, and dropping the disk frees all of them.
 ///
 /// If huge pages are enabled (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or
-/// `always`), the disk uses them: the first write to a range of 2 MiB allocates the whole range,
-/// and each later random access has one TLB miss less.
+/// `always`), the disk uses them: the first write to a range of 2 MiB then allocates the whole
+/// range, and a random access causes fewer TLB misses.
 ///
 /// Every operation completes inline. Blocks are read and written atomically, even if several
 /// threads access the same block at the same time.
@@ -38,7 +38,8 @@ struct SavedMem {
 
 /// Granularity, in bytes, at which memory is returned to the kernel.
 const PAGE: usize = 4096;
-/// Number of bytes that are returned or zeroed in one step, which takes some tens of microseconds.
+/// Number of bytes that are returned to the kernel or zeroed in one step. A step takes some tens of
+/// microseconds.
 const STRIDE: u64 = 1 << 20;
 
 impl MemDisk {
@@ -103,7 +104,7 @@ impl MemDisk {
 
     fn of(mapping: Arc<Mapping>, info: DiskInfo, regions: Arc<Regions>) -> Self {
         mapping.prefer_huge_pages();
-        // The mapping is rounded up to whole pages, and the disk may be shorter.
+        // The disk may be shorter than the mapping, which has whole pages.
         let len = usize::try_from(info.bytes()).unwrap_or(usize::MAX).min(mapping.len());
         let bytes = mapping.bytes().slice(0, len).unwrap_or_else(|| mapping.bytes());
         Self { info, bytes, regions }
@@ -202,8 +203,8 @@ impl Disk for MemDisk {
     }
 }
 
-/// Size in bytes from which a disk counts as larger than the CPU's caches. Writes to such a disk
-/// bypass the caches, because the data would be evicted before they are used again.
+/// Size in bytes from which a disk is assumed to be larger than the CPU's caches. Long copies to
+/// and from such a disk bypass the caches, because the data would be evicted before their next use.
 const LARGE: usize = 64 << 20;
 
 /// One thread's queue on a memory disk.
@@ -277,7 +278,7 @@ impl MemQueue {
         }
         fill(at, first)?;
         fill(last, end)?;
-        // Locked memory cannot be returned, so it is zeroed.
+        // The kernel refuses to take back locked memory (`mlock`). It is zeroed instead.
         if PAGE.is_multiple_of(rustix::param::page_size())
             && self.bytes.mapping().discard(first, last - first).is_ok()
         {
@@ -287,8 +288,8 @@ impl MemQueue {
     }
 }
 
-/// Number of bytes of a request to prefetch: one page. The prefetcher of the CPU covers the rest of
-/// a longer request.
+/// Number of bytes of a request to prefetch: one page. The rest of a longer request is left to the
+/// prefetcher of the CPU.
 const PREFETCH: usize = PAGE;
 /// Number of bytes to prefetch at once. A CPU has a limited number of line-fill buffers. If a whole
 /// page was prefetched at once, the CPU would drop the last prefetches, and the copy would stall on
@@ -308,8 +309,8 @@ impl Queue for MemQueue {
         // An offset beyond the address space is also beyond the disk. There, prefetching has no
         // effect.
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        // The same prefetch serves writes of parts of cache lines (no PREFETCHW is needed): no
-        // other CPU caches these lines, so they arrive in exclusive state.
+        // A prefetch for reading is also sufficient for a write: usually no other CPU caches these
+        // lines, so they arrive in exclusive state (PREFETCHW is not needed).
         if distance > 1 {
             self.bytes.prefetch_range(offset, len.min(PREFETCH_STEP));
         } else if len > PREFETCH_STEP {

@@ -12,8 +12,8 @@ use std::sync::Arc;
 /// Disk of any size that stores nothing and completes each request immediately. A benchmark on it
 /// measures everything except the storage.
 ///
-/// A read leaves the data buffer unchanged. The buffer is the host's own memory, so the host sees
-/// no data of others. Compare and Verify succeed. With `read_zeroes`, a read fills the buffer with
+/// A read leaves the data buffer unchanged. This leaks nothing, because the buffer is memory of the
+/// host itself. Compare and Verify succeed. With `read_zeroes`, a read fills the buffer with
 /// zeroes, and Compare succeeds only against zeroes.
 #[derive(Clone, Debug)]
 pub struct NullDisk {

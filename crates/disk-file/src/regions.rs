@@ -7,8 +7,9 @@
 //!
 //! Each region of the disk has a sequence number, which is odd while a writer copies. The number is
 //! also the lock by which writers exclude each other. A reader compares the number before and after
-//! its copy. If it has changed, the reader takes the lock of the writers and copies again. Without
-//! writers, the cache line of the number is shared among the CPUs of all readers.
+//! its copy. If it has changed, the reader takes the lock of the writers and copies again. While
+//! there are no writers, all CPUs can hold the cache line of the number, so readers do not slow
+//! each other down.
 
 use std::hint::spin_loop;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -17,13 +18,14 @@ use std::sync::atomic::{AtomicU64, fence};
 /// Number of bytes per region. A long request is copied region by region. Larger regions are
 /// faster, but a reader may have to wait for the copy of one region, which takes some microseconds.
 const REGION: usize = 128 << 10;
-/// Number of sequence locks. A region uses the lock with its number modulo this number.
+/// Number of sequence locks. Region n uses lock n modulo this number.
 const NUMBERS: usize = 256;
-/// Number of spins before the thread yields its CPU. They take longer than one copy.
+/// Number of spins before a waiting thread yields its CPU. So many spins take longer than the copy
+/// of one region.
 const SPINS: u32 = 4096;
 
-/// Sequence number of a region. A writer increments it before and after each write. It has a cache
-/// line of its own.
+/// Sequence number of one or more regions, in a separate cache line. A writer increments it before
+/// and after each write.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct Number(AtomicU64);

@@ -203,8 +203,8 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..len).unwrap_or_default()))
     }
 
-    /// Detects the format of the data on a namespace. Reads whole blocks by a command, which also
-    /// shows whether this process may send commands.
+    /// Detects the format of the data on a namespace. Reads whole blocks by an NVMe command, so the
+    /// result is an error if this process may not send commands to the device.
     fn format_of(&self, facts: &NamespaceFacts) -> Result<Option<ImageFormat>, OpenError> {
         let path = || self.path.display().to_string();
         let mut start =
@@ -221,8 +221,9 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..ImageFormat::DETECTION_BYTES).unwrap_or(&start)))
     }
 
-    /// Bypasses the page cache if `direct` requests or allows that, for requests in units of
-    /// `block_size`. Returns the alignment that requests need, or `None` if the page cache is used.
+    /// Enables direct I/O for requests in units of `block_size` bytes, if `direct` requests it, or
+    /// permits it and the storage supports it. Returns the alignment that direct I/O needs, or
+    /// `None` if the page cache is used.
     ///
     /// # Errors
     /// [`OpenError::NotDirect`] if direct I/O was requested but is not possible.
@@ -237,8 +238,8 @@ impl ImageFile {
                 let why = "a character device has no page cache; leave out `direct=off`".to_owned();
                 return Err(OpenError::OpenRefused { path, why });
             }
-            // A stricter alignment is not needed: the kernel copies data that do not have the
-            // alignment of the device.
+            // Data with the alignment of an NVMe data pointer are sufficient. If the device needs a
+            // stricter one, the kernel copies the data.
             return Ok(Some(Alignment { memory: 4, offset: facts.block_size as usize }));
         }
         Ok(match direct {
@@ -279,7 +280,8 @@ impl ImageFile {
         Ok(block_size)
     }
 
-    /// Returns the file, which stays locked. The caller becomes responsible for releasing the lock.
+    /// Returns the file without releasing its lock. From then on, the caller has to release the
+    /// lock.
     pub(super) fn into_locked(mut self) -> Arc<File> {
         self.is_locked = false;
         Arc::clone(&self.file)
@@ -303,7 +305,7 @@ pub(super) enum Kinds {
     Disks,
 }
 
-/// Reason for an error: the kernel refuses a command although the device supports it.
+/// Explanation for the user if the kernel does not let this process send a command to the device.
 const NO_COMMANDS: &str = "this user may not send commands to the device: before Linux 6.2 that \
                            needs CAP_SYS_ADMIN, later read and write permission for the device; \
                            the namespace's block device needs neither";
@@ -330,7 +332,7 @@ fn inspect(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError>
     Err(OpenError::NoFile { path: name(), what })
 }
 
-/// Reads the Identify data of the namespace behind the character device `file`.
+/// Reads the Identify data of the namespace of the character device `file`.
 fn about(
     path: &Path,
     file: &File,
@@ -341,8 +343,8 @@ fn about(
     let ask = || opener::identify(opener::name_of(file)?.as_fd(), written);
     retry_while(io::ErrorKind::ResourceBusy, lock_wait, ask).map_err(|error| {
         match error.raw_os_error() {
-            // An error without an error number comes from the device, or means that the namespace
-            // cannot be a disk.
+            // An error without an error number has one of two causes: the device has failed the
+            // command, or the namespace cannot be a disk.
             None => OpenError::OpenRefused { path: name(), why: error.to_string() },
             Some(libc::EBUSY) => in_use(path),
             Some(libc::EACCES) => OpenError::OpenRefused { path: name(), why: NO_COMMANDS.into() },
@@ -363,7 +365,8 @@ fn refused(path: String, source: io::Error) -> OpenError {
     match source.kind() {
         io::ErrorKind::NotFound => OpenError::Missing { path },
         io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
-        // An error without an error number comes from the process that opens images for this one.
+        // An error without an error number is a refusal by the process that opens images for this
+        // one (see `Opener`).
         io::ErrorKind::PermissionDenied if source.raw_os_error().is_none() => {
             OpenError::OpenRefused { path, why: source.to_string() }
         }
@@ -412,10 +415,11 @@ fn open_file(
 pub(super) enum LockWait<'a> {
     /// Wait up to [`LOCK_TIMEOUT`].
     Short,
-    /// Wait until the callback returns false.
+    /// Wait as long as the callback returns true.
     While(Wait<'a>),
 }
-/// Calls `attempt` again while it fails with `passing`, for as long as `lock_wait` allows.
+/// Calls `attempt`, and repeats the call while it fails with an error of kind `passing` and
+/// `lock_wait` permits further waiting.
 fn retry_while<T>(
     passing: io::ErrorKind,
     lock_wait: LockWait<'_>,
@@ -434,7 +438,7 @@ fn retry_while<T>(
     }
 }
 
-/// Enables direct I/O for `file`, if requests of one logical block are then possible. Otherwise
+/// Enables direct I/O for `file`, if direct requests of one logical block are possible. Otherwise
 /// leaves the file unchanged and returns the reason.
 fn bypass_cache(file: &File, size: u64, block_size: u32) -> Result<Alignment, String> {
     let reason = |e: Errno| format!("the file system refuses it ({})", io::Error::from(e));
@@ -482,7 +486,8 @@ fn tried_alignment(file: &File, size: u64) -> Result<Alignment, String> {
     let base = room.as_ptr().align_offset(4096).min(4096);
     let mut reason = None;
     for unit in [512, 4096] {
-        // The address and the offset are multiples of `unit`, and not of a larger power of two.
+        // The address and the offset of the test read are aligned to `unit` and to no larger power
+        // of two. So a stricter requirement makes the read fail.
         let offset = if size >= 2 * unit as u64 { unit as u64 } else { 0 };
         let Some(piece) = room.get_mut(base + unit..base + 2 * unit) else {
             continue;

@@ -4,19 +4,19 @@
 //! # Architecture
 //!
 //! [`FileDisk::open`] probes the file and the features of its file system once, so that requests
-//! need no probing. Each thread's [`Queue`](shadowbell_disk::Queue) has an io_uring of its own (or
-//! threads of its own): `submit` prepares requests, one system call per batch passes them to the
-//! kernel, and completions are read from shared memory. A request is a small state machine
-//! ([`task`]) of one or more calls; short transfers are continued, interrupted calls repeated.
-//! Threads of the queue make calls that would block in the kernel: buffered writes on most file
-//! systems, zeroing, and all calls on a file system without non-blocking I/O. The worker threads of
-//! the kernel are not used for them: all rings of a thread share these workers, so a single hung
-//! image would block all others. The ring owns the memory of a request until the kernel no longer
-//! accesses it ([`crate::sys`]).
+//! need no probing. Each thread has one io_uring, which its [`Queue`](shadowbell_disk::Queue)s
+//! share; without io_uring, each queue has threads. `submit` prepares requests, one system call per
+//! batch passes them to the kernel, and completions are read from shared memory. A request is a
+//! small state machine ([`task`]) of one or more calls; short transfers are continued, interrupted
+//! calls repeated. Threads of the queue make calls that would block in the kernel: buffered writes
+//! on most file systems, zeroing, and all calls on a file system without non-blocking I/O. The
+//! kernel's own worker threads are not used for these calls, because the files of a thread share
+//! them, and a single hung image would block all others. The ring owns the memory of a request
+//! until the kernel no longer accesses it ([`crate::sys`]).
 //!
-//! With direct I/O, the device may not support the addresses or lengths of the data. Such data are
-//! copied through an aligned bounce buffer, in pieces of bounded size. Compare and Verify use
-//! bounce buffers too.
+//! With direct I/O, the addresses or lengths of the data may not have the alignment that the device
+//! requires. Such data are copied through an aligned bounce buffer, in parts of at most its size.
+//! Compare and Verify use bounce buffers too.
 //!
 //! Requests to an NVMe generic character device ([`namespace`]) take the same path, but the calls
 //! are NVMe commands, and Identify data describe the features.
@@ -25,9 +25,9 @@
 //!
 //! A read beyond the end of a truncated image fails with `DiskError::OutOfRange`; it never returns
 //! zeroes. After a read or a flush has detected the new end, all queues refuse access beyond it
-//! until the disk is opened again, even if the file grows back, because its old content is lost. If
-//! a write comes before that detection, it extends the file, and the truncation cannot be
-//! distinguished from a hole any more.
+//! until the disk is opened again, even if the file grows back, because its old content is lost. A
+//! write beyond the new end, before that detection, extends the file again. Then the truncation is
+//! not detected: the lost bytes are a hole and read as zeroes.
 //!
 //! # Failed write-back
 //!
@@ -35,9 +35,9 @@
 //! the next sync, and drops the data. Concurrent and later syncs succeed, so a host that repeats
 //! its flush would believe that its data are durable. Therefore all syncs of a disk are serialized
 //! ([`flusher`]). After a failed sync, all further syncs fail until the disk is opened again; a
-//! controller reset does not help, because it cannot restore the data. A FUA write through the page
-//! cache is a write followed by a sync, so it fails too. With direct I/O the kernel drops no data,
-//! so a repeated sync may succeed.
+//! controller reset does not change that, because it cannot restore the data. A FUA write through
+//! the page cache is a write followed by a sync, so it fails too. With direct I/O, the kernel holds
+//! no data that it could drop, so a later sync may succeed.
 //!
 //! # Atomic blocks
 //!

@@ -12,10 +12,10 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Maximum number of bytes per command, even if the device supports more: the kernel cannot map
-/// more scattered pages for one passthrough command.
+/// Maximum number of bytes per command, even if the device supports more, because the kernel limits
+/// the number of pages of one passthrough command.
 const MAX_TRANSFER: u64 = 128 << 10;
-/// Unit of MDTS: the smallest page size of any controller.
+/// Assumed unit of MDTS (CAP.MPSMIN) in bytes: the smallest page size that a controller can have.
 const PAGE: u64 = 4096;
 
 /// Identify data of a namespace that a disk needs.
@@ -88,8 +88,8 @@ impl NamespaceFacts {
         let zeroed = namespace.dlfeat.drb() == 1;
         let has_own_atomicity = namespace.nsfeat.nsabp();
         let atom = if has_own_atomicity { namespace.nawupf } else { controller.awupf };
-        // A write is not atomic if it crosses an atomic boundary. So with boundaries, only one
-        // block counts.
+        // A write is not atomic if it crosses an atomic boundary (NABSPF). So if the namespace has
+        // boundaries, only a write of one block is taken as atomic.
         let atom = if namespace.nabspf == 0 { u64::from(atom) + 1 } else { 1 };
         let granule = if namespace.nsfeat.optperf() & 1 == 1 { namespace.npdg } else { 0 };
         Ok(Self {
@@ -135,8 +135,9 @@ pub fn is_namespace(device: u64) -> bool {
     subsystem.is_ok_and(|path| path.ends_with("nvme-generic"))
 }
 
-/// Reads the Identify data of the namespace behind the character device at `path`. With `written`,
-/// fails with `EBUSY` while the block device of the namespace is mounted or part of another device.
+/// Reads the Identify data of the namespace behind the character device at `path`. If the disk is
+/// to be `written`, fails with `EBUSY` while the block device of the namespace is mounted or part
+/// of another device.
 ///
 /// # Errors
 /// The system's error; an error without an error number if the namespace cannot be a disk.
@@ -212,7 +213,8 @@ mod tests {
         assert_eq!((facts.atom, facts.granularity), (4096, 64 << 10));
         assert!(!facts.deallocates && facts.zeroes_deallocate && facts.discards());
         assert!(facts.has_cache && facts.is_protected);
-        // Implausible values must cause neither a shift that panics nor a size that wraps.
+        // The device may report implausible values. They must cause neither a panic by a shift nor
+        // an overflow of a size.
         identity.controller.mdts = 255;
         identity.namespace.nsze = u64::MAX;
         identity.namespace.nabspf = 7;

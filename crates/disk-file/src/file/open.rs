@@ -26,14 +26,16 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
     let name = || path.display().to_string();
     let image = ImageFile::open_as(path, options.read_only, Kinds::Disks)?;
     let format = match options.format {
-        // The detection of the format reads by a command. So if this process is not allowed to send
-        // commands to the device, the open fails, and not the first request.
+        // The format is detected although it is known to be raw, because that sends a command to
+        // the device. So opening fails if this process may not send commands, instead of the first
+        // request.
         Some(Format::Raw) if image.namespace.is_some() => image.format().map(|_| None)?,
         Some(Format::Raw) => None,
         Some(Format::Qcow2) => Some(ImageFormat::Qcow2),
         None => image.format()?,
     };
-    // A guest must see the disk that the image contains, and not the bytes of the image file.
+    // An image with a format is refused here: the guest must see the disk that the image contains,
+    // and not the bytes of the file.
     if let Some(format) = format {
         return Err(OpenError::Format { path: name(), format });
     }
@@ -41,8 +43,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         image.block_size(options.block_size)
         && let Some(format) = image.format()?
     {
-        // The image has a format, and raw access was requested. The advice of the usual error, to
-        // extend the file, would damage the format.
+        // Raw access was requested to an image with a format. The usual error advises to extend the
+        // file, which would damage the image.
         return Err(OpenError::OddFormat { path, size, block_size, format });
     }
     take(image, path, options)
@@ -73,7 +75,8 @@ pub(super) fn take(
             None if is_block => discards(&metadata),
             None => punches(&file, size),
         };
-    // Allocation unit of the file system. It is a power of two on all known file systems.
+    // Allocation unit of the file system, or preferred deallocation size of the namespace. It is a
+    // power of two on all known file systems.
     let cluster = about.map_or(metadata.blksize(), |facts| facts.granularity);
     let cluster = cluster.clamp(u64::from(block_size), 1 << 20) as u32;
     let zeroes = zeroes()?;
@@ -130,7 +133,7 @@ pub(super) fn zeroes() -> Result<SharedBytes, OpenError> {
     Ok(mapping.bytes())
 }
 
-/// Selects the I/O engine. If threads are selected although `aio` does not request them, also
+/// Selects the I/O engine. If io_uring is unavailable and `aio` permits threads instead, also
 /// returns the reason.
 pub(super) fn engine(
     aio: Aio,
@@ -146,8 +149,8 @@ pub(super) fn engine(
     }
 }
 
-/// True if the file system does not support `RWF_NOWAIT`. The test read is harmless: such a file
-/// system refuses the flag before it does anything else.
+/// True if the file system does not support `RWF_NOWAIT`. The test read cannot block: a file system
+/// without support refuses the flag before it does anything else.
 pub(super) fn waits(file: &File) -> bool {
     let mut room = [0; 512];
     let into = &mut [io::IoSliceMut::new(&mut room)];
@@ -164,7 +167,8 @@ fn punches(file: &File, size: u64) -> bool {
     .is_ok()
 }
 
-/// True if the block device can zero ranges by itself. That is its equivalent of punching a hole.
+/// True if the block device has a command for zeroing a range, which the kernel uses to punch a
+/// hole in the device.
 fn discards(metadata: &Metadata) -> bool {
     // A partition has no such attributes of its own; those of the whole disk are one directory up.
     ["queue", "../queue"].iter().any(|queue| {

@@ -21,17 +21,17 @@ pub enum Access {
     WriteExclusive,
 }
 
-/// Connection to another process that opens images for this one.
+/// Connection to another process that opens images for this one, which has no permission to do so.
 pub trait Opener: Send + Sync {
-    /// Returns a descriptor that only names the file at `path` (`O_PATH`).
+    /// Returns an `O_PATH` descriptor of the file at `path`, which gives no access to its content.
     ///
     /// # Errors
     /// The system's error; [`io::ErrorKind::PermissionDenied`] with a reason if the other process
     /// refuses.
     fn name(&self, path: &Path) -> io::Result<OwnedFd>;
 
-    /// Opens the file that a descriptor names. This creates a new open file description: the image
-    /// lock belongs to the description and must not be shared.
+    /// Opens the file of an `O_PATH` descriptor. The result must be a new open file description,
+    /// because the image lock belongs to it and must not be shared.
     ///
     /// # Errors
     /// Like [`name`](Self::name).
@@ -51,13 +51,14 @@ pub fn open_images_by(opener: Box<dyn Opener>) {
     let _ = OPENER.set(opener);
 }
 
-/// Has the [`Opener`] return a descriptor that names the file at `path`. `None` if this process
-/// opens images itself.
+/// Requests an `O_PATH` descriptor of the file at `path` from the [`Opener`]. `None` if this
+/// process opens images itself.
 pub(super) fn name(path: &Path) -> Option<io::Result<OwnedFd>> {
     OPENER.get().map(|opener| opener.name(path))
 }
 
-/// Returns an `O_PATH` descriptor of `file`, which does not keep the open file description alive.
+/// Returns an `O_PATH` descriptor of `file`. The lock of `file` does not depend on it, because it
+/// has its own open file description.
 pub(super) fn name_of(file: &File) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)

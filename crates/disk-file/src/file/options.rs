@@ -15,8 +15,8 @@ pub struct FileOptions {
     pub aio: Aio,
     /// Image format; `None` to detect it by the first bytes.
     pub format: Option<Format>,
-    /// True if the image, which contains the names of its backing files and data file, may have
-    /// such files.
+    /// True if the image may have backing files and an external data file. The image itself
+    /// contains their names, so an untrusted image could otherwise name any file.
     pub allow_backing: bool,
 }
 
@@ -24,13 +24,13 @@ pub struct FileOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Format {
-    /// Raw: the bytes of the file are the disk.
+    /// Raw: byte n of the disk is byte n of the file.
     Raw,
     /// QEMU qcow2, opened by the crate `shadowbell-disk-qcow2`.
     Qcow2,
 }
 
-/// I/O engine, for many requests in flight at once.
+/// I/O engine: mechanism by which many calls on the file are in flight at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Aio {

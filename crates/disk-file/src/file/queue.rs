@@ -19,31 +19,33 @@ const WAITING: u32 = 0;
 
 pub(super) struct FileQueue {
     ring: Ring<Task>,
-    /// Ranges of the requests. This field must be declared after the ring, because dropping the
-    /// ring first ends all requests in flight.
+    /// Range locks of the requests. This field must be declared after the ring: the ring is dropped
+    /// first and ends all requests in flight, and only then their locks may be released.
     entered: Entered,
     shared: Arc<FileShared>,
     by_tag: TagIndex<Key>,
     /// Slots of requests that wait for room in the ring or for a bounce buffer, in order.
     waiting: Lists,
-    /// Cancelled requests that had been waiting. `reap` will return them.
+    /// Requests that were cancelled while they waited for a resource. The next call of `reap`
+    /// reports them.
     cancelled: Vec<Key>,
-    /// Free bounce buffers. Each is allocated when it is first needed.
+    /// Free bounce buffers. A further one is created when none is free, up to [`BOUNCES`].
     bounces: Vec<SharedBytes>,
     bounces_created: usize,
-    /// Scratch buffer for completions. It is kept, so that a batch allocates nothing.
+    /// Scratch buffer for completions, kept between batches to save allocations.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
-    /// Number of completions that `requester` still has to receive, or that the queue has not yet
-    /// taken from it: of the flusher for syncs, and of the range locks for requests that wait.
+    /// Number of completions that the queue still has to take from `requester`, including those
+    /// that have not arrived yet: one for each requested sync, and one for each request that waits
+    /// for a range lock.
     notifications: usize,
     requester: Arc<Requester>,
 }
 
 impl FileQueue {
     pub(super) fn new(shared: Arc<FileShared>) -> io::Result<Self> {
-        // One bounce buffer exists from the start; its pages are allocated at the first use. So if
-        // a request has to wait for a buffer, another request has one and will release it.
+        // The first bounce buffer is created here, where an error can be reported. So whenever a
+        // request waits for a buffer, another request has one and will release it.
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
         let (file, direct) = (Arc::clone(&shared.file), shared.direct.is_some());
         let ring = match &shared.namespace {
@@ -96,8 +98,9 @@ impl FileQueue {
         self.ring.prepare(key, next.call, next.skip, next.offset, next.len)
     }
 
-    /// Assigns a bounce buffer, or the shared buffer of zeroes, to a task whose stage needs it. If
-    /// the piece is to be written, fills the bounce buffer. Returns false if none is free.
+    /// Assigns a bounce buffer or the shared buffer of zeroes to a task, if its stage needs one.
+    /// For a write, copies the data of the current part to the bounce buffer. Returns false if no
+    /// bounce buffer is free.
     fn equip(&mut self, key: Key) -> bool {
         let Some((task, data, own)) = self.ring.get(key) else {
             return true;

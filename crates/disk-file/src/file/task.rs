@@ -8,10 +8,11 @@ use shadowbell_memory::Segments;
 use shadowbell_spec::Status;
 use std::sync::atomic::Ordering;
 
-/// Size of a bounce buffer in bytes. It is the maximum length of a call that uses the buffer.
+/// Size of a bounce buffer in bytes, and so maximum length of a call that uses one.
 pub(super) const BOUNCE: usize = 256 * 1024;
 
-/// Maximum number of retries of a call that fails with `EAGAIN` and makes no progress.
+/// Maximum number of consecutive retries of a call that fails with a temporary error (such as
+/// `EAGAIN`).
 const RETRIES: u8 = 64;
 
 /// Current stage of a request.
@@ -19,7 +20,8 @@ const RETRIES: u8 = 64;
 pub(super) enum Stage {
     /// Transfer directly to or from the command's memory.
     Straight,
-    /// Transfer through the bounce buffer. Of the `piece` bytes, `moved` were transferred.
+    /// Transfer of the next `piece` bytes of the range through the bounce buffer. `moved` of them
+    /// have already been transferred between the file and the buffer.
     Bounced { piece: usize, moved: usize },
     /// Dataset Management command that deallocates the range.
     Deallocate,
@@ -38,7 +40,8 @@ pub(super) enum Stage {
 pub(super) enum Step {
     /// Make the call that [`Task::call`] describes.
     Call,
-    /// Use the piece that is in the bounce buffer, then call [`Task::finish_piece`].
+    /// The part in the bounce buffer is complete. Copy it to the data or compare it, then call
+    /// [`Task::finish_piece`].
     Piece,
     /// The request has ended.
     End(Result<(), DiskError>),
@@ -108,8 +111,9 @@ impl Task {
         };
         let syncs_after = match request.op {
             Op::WriteZeroes { fua, .. } => fua,
-            // The kernel reports a write-back error to only one caller. The flusher must be this
-            // caller, so the write call itself does not sync.
+            // A sync by the flusher has to follow. The write call itself must not sync
+            // (`RWF_DSYNC`), because the kernel reports a failed write-back only once, and the
+            // flusher must see it.
             Op::Write { fua } => fua && shared.direct.is_none(),
             _ => false,
         };
@@ -144,7 +148,7 @@ impl Task {
         matches!(self.request.op, Op::Read | Op::Write { .. } | Op::Compare | Op::Verify)
     }
 
-    /// Offset and length of the current piece, in the data of the request.
+    /// Offset in the request's data, and length, of the part that is in the bounce buffer.
     pub(super) fn piece(&self) -> (usize, usize) {
         match self.stage {
             Stage::Bounced { piece, .. } => (self.done as usize, piece),
@@ -173,7 +177,7 @@ impl Task {
             _ => Call::Read(memory),
         };
         Some(match self.stage {
-            // The data are as long as the range, so `done` fits in a `usize`.
+            // The data in memory are as long as the range, so `done` fits in a `usize`.
             Stage::Straight => {
                 NextCall { skip: self.done as usize, ..rest(transfer(Memory::Data)) }
             }
@@ -259,7 +263,7 @@ impl Task {
                 self.done = self.request.len;
                 (self.request.len, self.request.len)
             }
-            // The image was truncated, so a part of its content is not on stable storage.
+            // The image was truncated, so the flush cannot promise that all data are durable.
             Stage::Sync if shared.record_size(shared.flusher.len()) => {
                 return Step::End(Err(DiskError::Io(libc::EIO)));
             }
@@ -272,8 +276,8 @@ impl Task {
             self.retries = 0;
             return self.unless_cancelled(Step::Call);
         }
-        // No bytes were transferred: the read is at the end of the file, or the kernel did not
-        // execute the write.
+        // The call has succeeded without any usable progress: a read at the end of the file, or a
+        // write that the kernel did not execute.
         let reads = matches!(self.request.op, Op::Read | Op::Compare | Op::Verify);
         Step::End(Err(if reads && shared.has_shrunk() {
             DiskError::OutOfRange
@@ -282,7 +286,8 @@ impl Task {
         }))
     }
 
-    /// Continues after the piece in the bounce buffer was used.
+    /// Continues after the part in the bounce buffer was copied or compared: with the next part, or
+    /// with the end of the request.
     pub(super) fn finish_piece(&mut self) -> Step {
         if let Stage::Bounced { piece, .. } = self.stage {
             self.done += piece as u64;
@@ -315,7 +320,8 @@ fn refuses(errno: i32) -> bool {
     matches!(status.code(), Status::INVALID_OPCODE | Status::INVALID_FIELD)
 }
 
-/// True if the device can access the first `len` bytes of the data directly.
+/// True if no bounce buffer is needed: the first `len` bytes of the data have the alignment that
+/// direct I/O requires, or the page cache is used.
 fn straight(data: &Segments, len: u64, shared: &FileShared) -> bool {
     let Some(align) = shared.direct else {
         return true;
@@ -339,8 +345,9 @@ fn zeroing(deallocate: bool, shared: &FileShared) -> Stage {
     }
 }
 
-/// Usable part of a transfer of `wanted` bytes. A complete transfer counts in full. With direct
-/// I/O, a short one counts up to the last aligned offset, at which it can be continued.
+/// Returns how many of the `moved` bytes of a transfer of `wanted` bytes count. With direct I/O, a
+/// short transfer counts only up to the last aligned offset, because the next call has to start at
+/// one.
 fn aligned_progress(moved: u64, wanted: u64, shared: &FileShared) -> u64 {
     match shared.direct {
         Some(align) if moved < wanted => moved & !(align.offset as u64 - 1),

@@ -1,5 +1,5 @@
-//! Test script for the calls on a file. A fuzz target completes them, in any order and with any
-//! result. Without a script, threads complete them.
+//! Test script by which a fuzz target completes the system calls on a file, in any order and with
+//! any result. Without a script, threads execute them.
 
 use super::flusher::Flusher;
 use crate::sys::{CallOutcome, Ring, ThreadsShared};
@@ -25,7 +25,7 @@ impl Script {
         Self { queues: Arc::default(), flusher }
     }
 
-    /// Gives the script control of the calls of a ring.
+    /// Adds a ring to the script, which then completes the calls of the ring.
     pub(super) fn adopt<T>(&self, mut ring: Ring<T>) -> Ring<T> {
         self.queues.lock().extend(ring.set_scripted());
         ring
@@ -38,7 +38,8 @@ impl Script {
         self.queues.lock().get(queue).map_or(0, |calls| calls.waiting())
     }
 
-    /// Ends the `n`th pending call of a queue, if it exists.
+    /// Ends the `n`th pending call of a queue as `how` determines. No effect if there is no such
+    /// call.
     pub fn end(&self, queue: usize, n: usize, how: CallOutcome) {
         let calls = self.queues.lock().get(queue).map(Arc::clone);
         if let Some(calls) = calls {

@@ -19,7 +19,7 @@ pub(super) enum WriteAtomicity {
     Storage,
     /// Each write of one block has to set `RWF_ATOMIC`.
     Requested,
-    /// No known mechanism: the block may be torn.
+    /// No known mechanism: after a loss of power, a block may contain old and new parts.
     Nothing,
 }
 
@@ -30,8 +30,8 @@ const WRITE_ATOMIC: StatxFlags = StatxFlags::from_bits_retain(0x0001_0000);
 
 impl WriteAtomicity {
     /// Selects the mechanism for blocks of `block_size` bytes. `physical` is the physical block
-    /// size, if it is known. `reported` contains the sizes of the smallest and the largest atomic
-    /// write.
+    /// size in bytes, if it is known. `reported` contains the minimum and maximum size in bytes of
+    /// a write with `RWF_ATOMIC`, if it is supported.
     fn of(block_size: u32, physical: Option<u32>, reported: Option<(u32, u32)>) -> Self {
         if block_size <= SECTOR || physical.is_some_and(|physical| physical >= block_size) {
             Self::Storage
@@ -57,16 +57,15 @@ impl WriteAtomicity {
         block_size: u32,
     ) -> Self {
         let device = if is_block { metadata.rdev() } else { metadata.dev() };
-        // A tmpfs loses its content in a loss of power, so it cannot contain torn blocks.
+        // After a loss of power, the content of a tmpfs is gone, so it contains no torn blocks.
         let physical = if !is_block && is_tmpfs(file) { Some(u32::MAX) } else { physical(device) };
-        // `RWF_ATOMIC` needs direct I/O: the page cache writes data back at unknown times and in
-        // unknown pieces.
+        // `RWF_ATOMIC` needs direct I/O: the page cache may write a block back in several parts.
         Self::of(block_size, physical, if direct { reported(file) } else { None })
     }
 }
 
-/// Physical block size of a block device in bytes. `None` if the device is not aligned to its
-/// physical blocks.
+/// Physical block size of a block device in bytes. `None` if it is unknown, or if the start of the
+/// device (a partition) is not aligned to physical blocks.
 fn physical(device: u64) -> Option<u32> {
     // A partition has no such attribute of its own; that of the whole disk is one directory up.
     let size = ["queue", "../queue"]

@@ -118,8 +118,8 @@ struct Blocking {
     reads: bool,
     /// True if all writes may block, because the file does not support `RWF_NOWAIT`.
     writes: bool,
-    /// True if reads bypass the page cache. (The kernel needs no worker thread for a buffered read
-    /// that has to wait: it continues the read when the page arrives.)
+    /// True if reads bypass the page cache. If not, reads need no threads: the kernel continues a
+    /// buffered read without a worker thread when the page arrives.
     direct: bool,
     /// True if threads cannot be used, for example for lack of file descriptors.
     off: bool,
@@ -129,7 +129,8 @@ struct Blocking {
     retries: Vec<u32>,
 }
 
-/// Queue of calls, with their slots. `T` is the state that the owner stores for each call.
+/// Queue of calls on one file, with a slot for each call. `T` is the state that the owner stores
+/// for each call.
 pub(crate) struct Ring<T> {
     engine: Engine,
     slots: Vec<Slot<T>>,
@@ -138,8 +139,8 @@ pub(crate) struct Ring<T> {
     blocking: Blocking,
     /// Parameters of the namespace, if the file is an NVMe generic character device.
     namespace: Option<Namespace>,
-    /// Epoll descriptor that [`merge`](Self::merge) has created, in place of the engine's
-    /// descriptor.
+    /// Epoll descriptor that [`merge`](Self::merge) has created. If there is one, [`fd`](Self::fd)
+    /// returns it instead of the engine's descriptor.
     merged: Option<OwnedFd>,
 }
 
@@ -171,8 +172,8 @@ impl<T> Ring<T> {
         Ok(Self::with(engine, blocking, None))
     }
 
-    /// Opens a queue on the character device of `namespace`. Its calls are NVMe commands. Their
-    /// statuses are reported as error numbers from [`NVME_STATUS`] on.
+    /// Opens a queue on the character device of `namespace`. Its calls are NVMe commands. An error
+    /// status is reported as the error number [`NVME_STATUS`] plus the status.
     pub(crate) fn of_namespace(
         file: Arc<File>,
         engine: EngineKind,
@@ -206,7 +207,8 @@ impl<T> Ring<T> {
         Self { engine, slots, free, busy: 0, blocking, namespace, merged: None }
     }
 
-    /// Lets a test decide when and how calls end. `None` for io_uring, which does not support that.
+    /// Disables the threads of the engine, so that a test determines when and how calls end. `None`
+    /// for io_uring, which does not support that.
     #[cfg(feature = "scripted")]
     pub(crate) fn set_scripted(&mut self) -> Option<Arc<super::threads::ThreadsShared>> {
         let Engine::Threads(threads) = &mut self.engine else { return None };
@@ -235,7 +237,7 @@ impl<T> Ring<T> {
         self.blocking.threads.is_some()
     }
 
-    /// Passes the calls that io_uring has returned to the threads.
+    /// Passes the calls that io_uring has returned, because they would block, to the threads.
     fn retry_blocked(&mut self) {
         let mut retries = std::mem::take(&mut self.blocking.retries);
         for index in retries.drain(..) {
@@ -327,7 +329,8 @@ impl<T> Ring<T> {
         Some((slot.task.as_mut()?, &slot.data, slot.own.as_ref()))
     }
 
-    /// Gives the buffer `own` to a slot that is not busy.
+    /// Stores the buffer `own` in a slot that is not busy. The slot holds it until
+    /// [`remove`](Self::remove).
     pub(crate) fn set_buffer(&mut self, key: Key, own: SharedBytes) {
         if let Some(slot) = self.slot(key).filter(|s| !s.busy) {
             slot.own = Some(own);
@@ -368,9 +371,9 @@ impl<T> Ring<T> {
         let for_threads = self.is_for_threads(kind);
         let nowait = match kind {
             Kind::Read => self.blocking.direct,
-            // io_uring makes the direct writes. The kernel serializes direct writes to a regular
-            // file, so they occupy at most one of its workers. Threads would only contend for the
-            // lock of the file.
+            // io_uring makes the direct writes. If such writes would block, the kernel executes
+            // them one after another, because it locks a regular file for each, so they occupy at
+            // most one of its workers. Several threads would only wait for that lock.
             Kind::Write { .. } => !self.blocking.direct,
             _ => false,
         };
@@ -416,11 +419,11 @@ impl<T> Ring<T> {
     /// Submits the prepared calls like [`submit`](Self::submit), but only if at least as many calls
     /// are prepared as are in flight.
     ///
-    /// Calls that are submitted together reach the device together, after the kernel has prepared
-    /// the last of them. Each call takes the kernel some microseconds, during which an idle device
-    /// does nothing. So the first call is submitted at once, then one, two, four and so on. The
-    /// device stays busy while the next calls are prepared, and a batch of n calls costs log n
-    /// system calls.
+    /// Calls that are submitted together reach the device only after the kernel has prepared the
+    /// last of them. The preparation takes some microseconds per call, during which an idle device
+    /// would do nothing. So the first call is submitted alone, then batches of one, two, four and
+    /// so on follow. The device is busy with one batch while the next is prepared, and n calls need
+    /// only log n system calls.
     pub(crate) fn submit_in_time(&mut self) {
         self.submit_blocking();
         let prepared = with!(&mut self.engine, it => it.prepared());
@@ -472,8 +475,8 @@ impl<T> Ring<T> {
         if self.has_threads() {
             return self.retry_blocked();
         }
-        // Without threads, the returned calls are repeated without `RWF_NOWAIT`, and the kernel's
-        // workers execute them.
+        // Without threads, the calls end with `EAGAIN`. The owner repeats them, now without
+        // `RWF_NOWAIT`, and the kernel's workers execute them.
         for index in std::mem::take(&mut self.blocking.retries) {
             let slot = &mut self.slots[index as usize];
             slot.busy = false;
@@ -509,8 +512,9 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Makes the descriptor readable again if [`quieten`](Self::quieten) has ended the wake-up of
-    /// another queue of the thread. Called after the results for this queue were taken.
+    /// Makes the descriptor readable again if results for other queues of the thread have not been
+    /// taken: [`quieten`](Self::quieten) has cleared their wake-up too. Called after the results
+    /// for this queue were taken.
     pub(crate) fn wake_others(&self) {
         if let Some(alarm) = self.alarm() {
             alarm.ring_if_due();
@@ -561,8 +565,9 @@ impl<T> Drop for Ring<T> {
                 break;
             }
             if self.blocking.threads.is_some() {
-                // The next completion may come from io_uring or from the threads. The descriptor
-                // may also be readable for another queue, so the thread sleeps in addition.
+                // The next completion may come from io_uring or from the threads. `poll` may return
+                // at once because the descriptor is readable for another queue of the thread. So
+                // the thread also sleeps.
                 let fd = self.fd();
                 let mut fds = [PollFd::new(&fd, PollFlags::IN)];
                 let pause = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };

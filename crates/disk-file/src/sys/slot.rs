@@ -3,14 +3,14 @@
 use super::call::{HOLE, Kind, NVME_STATUS};
 use shadowbell_memory::{Segments, SharedBytes};
 
-/// Maximum number of pieces per call (UIO_MAXIOV). A call with more pieces transfers only a part,
-/// and is continued.
+/// Maximum number of `iovec`s per call (UIO_MAXIOV). If the data have more segments, the call
+/// transfers only the first ones, and further calls follow.
 const MAX_IOVECS: usize = 1024;
-/// Maximum number of bytes per call. It fits the kernel's 32-bit length, and is a multiple of the
-/// page size.
+/// Maximum number of bytes per call. It fits in the kernel's 32-bit length, and is a multiple of
+/// the page size.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// Operation on the file. Its offset is passed separately.
+/// Operation on the file. The range of the file is passed separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     /// Reads from the file into memory.
@@ -31,7 +31,8 @@ pub(crate) enum Call {
 pub(crate) enum Memory {
     /// The command's data.
     Data,
-    /// The buffer that the queue has assigned to the slot: a bounce buffer, or the zeroes.
+    /// Buffer that the queue has assigned to the slot: a bounce buffer, or the shared buffer of
+    /// zeroes.
     Own,
 }
 
@@ -44,7 +45,8 @@ pub(super) struct Slot<T> {
     pub(super) data: Segments,
     pub(super) own: Option<SharedBytes>,
     pub(super) iovecs: Vec<libc::iovec>,
-    /// The call. It is stored because a thread has to make it if io_uring returns it.
+    /// Parameters of the call. They are stored, because a thread has to repeat the call if io_uring
+    /// returns it.
     pub(super) kind: Kind,
     pub(super) offset: u64,
     pub(super) len: u64,
@@ -52,7 +54,8 @@ pub(super) struct Slot<T> {
 }
 
 impl<T> Slot<T> {
-    /// Lists the memory pieces of `call`. Returns the kind of the call.
+    /// Fills `iovecs` with the memory of `call`, from byte `skip` of its buffer on. Returns the
+    /// kind of the call.
     pub(super) fn gather_for(&mut self, call: Call, skip: usize, len: u64) -> Kind {
         match call {
             Call::Read(memory) => {
@@ -85,8 +88,9 @@ impl<T> Slot<T> {
         }
     }
 
-    /// Lists at most `len` bytes of the pieces of a buffer, from `skip` on. The list stays empty if
-    /// the buffer does not exist, or if it is read-only and the call writes to it.
+    /// Fills `iovecs` with at most `len` bytes of a buffer, from byte `skip` on. `iovecs` stays
+    /// empty if the buffer does not exist, or if the call `write`s to memory and the buffer is
+    /// read-only.
     fn gather(&mut self, memory: Memory, skip: usize, len: u64, write: bool) {
         self.iovecs.clear();
         let mut left = len.min(MAX_BYTES) as usize;

@@ -1,6 +1,6 @@
 //! Thread pool engine. It is used where io_uring does not exist or this process is not allowed to
-//! use it, as in most containers. A call then costs two wake-ups and a system call of its own, and
-//! the number of calls in flight is limited by the number of threads.
+//! use it, as in most containers. With this engine, each call costs two thread wake-ups and one
+//! system call, and there are at most as many calls in flight as threads.
 
 use super::call::{HOLE, Kind, Prepared, Stuck};
 use super::jobs::Jobs;
@@ -18,7 +18,7 @@ use std::time::Duration;
 const MAX_THREADS: usize = 64;
 /// Time after which an idle thread exits.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Stack size in bytes. It is small, because the threads only make system calls.
+/// Stack size of a thread in bytes. It is small, because the threads only make system calls.
 const STACK: usize = 128 * 1024;
 
 pub(super) struct Threads {
@@ -29,7 +29,7 @@ pub(super) struct Threads {
     ended: Vec<(u64, i32)>,
     /// Maximum number of threads.
     max_threads: usize,
-    /// True if no threads run. The owner of the shared state, which is a test, ends the calls.
+    /// True if no threads run, because a test that has the shared state ends the calls.
     #[cfg(feature = "scripted")]
     is_scripted: bool,
 }
@@ -82,8 +82,7 @@ impl Threads {
     }
 
     /// Creates the engine for calls on a file. If there is a `namespace`, `file` is its character
-    /// device and the calls are commands. A command needs its data in one piece; otherwise it ends
-    /// with `EINVAL`.
+    /// device and the calls are commands. A command with several `iovec`s ends with `EINVAL`.
     ///
     /// # Errors
     /// Like [`new`](Self::new).
@@ -115,9 +114,8 @@ impl Threads {
 
     /// Queues a call.
     ///
-    /// # Safety
-    /// The list of pieces, and the memory of the pieces, must stay valid until the completion of
-    /// the call was collected.
+    /// # Safety The call's `iovecs`, and the memory that they describe, must stay valid until the
+    /// completion of the call was collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let Prepared { id, kind, iovecs, offset, len, .. } = *call;
         let count = i32::try_from(iovecs.len()).unwrap_or(0);
@@ -164,8 +162,8 @@ impl Threads {
         thread.spawn(run).is_ok()
     }
 
-    /// Handles threads that could not be created; `missing` is their number. If there is no thread
-    /// at all, executes the calls on this thread.
+    /// Records that `missing` threads could not be created. If no thread exists, executes the
+    /// waiting calls on the calling thread.
     fn run_inline(&self, missing: usize) {
         let mut work = self.shared.work.lock();
         work.threads -= missing;
@@ -219,8 +217,8 @@ impl Threads {
 }
 
 impl Drop for Threads {
-    /// Waits until all threads have exited; they have no work left. A thread that has not exited
-    /// holds the file open, and an open block device cannot be opened exclusively again.
+    /// Waits until all threads, which have no more work, have exited. A running thread would hold
+    /// the file open, and a block device could not be opened exclusively again.
     fn drop(&mut self) {
         let mut work = self.shared.work.lock();
         work.closing = true;

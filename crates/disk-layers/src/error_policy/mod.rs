@@ -1,18 +1,18 @@
 //! Error policy: requests that fail because of the storage are reported to the host, or held.
 //!
-//! A [`HoldingDisk`] is a layer around a disk. A request that fails because the storage is full or
-//! fails is held in the layer, and the disk is [stopped](shadowbell_disk::Disk::stopped). Held
-//! requests are submitted again when the operator has repaired the storage and
-//! [resumes](shadowbell_disk::Disk::resume) the disk. A disk whose errors are reported has no such
-//! layer and no such cost.
+//! A [`HoldingDisk`] is a layer around a disk. If a request fails because the storage is full or
+//! defective, the layer holds the request, and the disk is
+//! [stopped](shadowbell_disk::Disk::stopped). Held requests are submitted again when the operator
+//! has repaired the storage and [resumes](shadowbell_disk::Disk::resume) the disk. A disk with the
+//! policy to report errors has no such layer, and so no cost.
 //!
-//! A held request is in flight for the host and for the journal. So it ends by a cancellation
-//! (Abort, reset, deletion of the queue, disconnection of the client), and the next server process
-//! submits it again. New requests are not delayed while a disk is stopped. They are held if they
-//! fail, too.
+//! A held request is in flight for the host and for the journal. So it can be cancelled (by an
+//! Abort, a reset, the deletion of the queue or a disconnection of the client), and after a crash,
+//! the next server process submits it again. While a disk is stopped, new requests are submitted
+//! normally, and are held only if they fail too.
 //!
 //! A held request keeps the guest's memory mapped, so a change of the guest's memory map moves its
-//! data to the new map. A request whose data are not in the new map ends.
+//! data to the new map. If its data are not in the new map, the request ends with an error.
 //!
 //! | module | content |
 //! |---|---|

@@ -14,13 +14,14 @@ pub enum ErrorPolicy {
     /// The host gets the error.
     #[default]
     Report,
-    /// The request is held if the storage is full or fails.
+    /// Hold a request if the storage is full or has failed.
     Stop,
-    /// The request is held if the storage is full. The host gets other errors.
+    /// Hold a request if the storage is full. Other errors are reported to the host.
     StopOnFull,
 }
 
-/// Error numbers that come from the request or from this process. A repetition fails again.
+/// Error numbers that are caused by the request or by this process, and not by the storage. A
+/// repetition would fail again.
 const OF_REQUEST: [i32; 6] = {
     // EPERM, EBADF, ENOMEM, EFAULT, EINVAL and EOPNOTSUPP of Linux.
     [1, 9, 12, 14, 22, 95]
@@ -42,10 +43,10 @@ impl ErrorPolicy {
 
     /// True if a request is held that fails with `error`.
     ///
-    /// A flush is never held: after a failure, the storage may have discarded the writes that the
-    /// flush was for, so a repetition could succeed without them. A compare and write is held only
-    /// if the storage is full: after other failures, the write may have been executed, and the
-    /// repeated comparison would fail.
+    /// A flush is never held: after a failed flush, the storage may have dropped the written data,
+    /// and a repeated flush could succeed nevertheless. A compare and write is held only if the
+    /// storage is full. After another failure, the write may have been executed, so a repeated
+    /// comparison could fail.
     pub(super) fn holds(self, op: Op, error: DiskError) -> bool {
         let is_full = error == DiskError::NoSpace;
         match self {

@@ -19,7 +19,7 @@ struct Task {
     /// Error with which a held request ends if it is not submitted again.
     error: DiskError,
     is_held: bool,
-    /// True if the caller has cancelled the request, which therefore must not be held.
+    /// True if the caller has cancelled the request. It must then not be held when it fails.
     is_cancelled: bool,
 }
 
@@ -36,9 +36,9 @@ pub(super) struct HoldingQueue {
     /// Requests in flight by their tags. Held ones are in the waiting list.
     tasks: Tasks<Task>,
     held: u64,
-    /// Number of the disk's resumes that this queue has seen.
+    /// Value of [`StopState::resumes`] when this queue last submitted its held requests again.
     resumes: u64,
-    /// Address of the present table of guest memory. `None` until the first change of the table.
+    /// Address of the current DMA table. `None` before its first change.
     table: Option<usize>,
     notices: Vec<()>,
     /// Scratch buffer for completions of the disk below.
@@ -73,8 +73,9 @@ impl HoldingQueue {
 
     /// True if a request that fails with `error` is held.
     ///
-    /// After lost writes, durable writes fail until the disk is opened again, so they are reported.
-    /// Data in memory of an earlier DMA table must not stay in use.
+    /// Not held are durable writes (FUA) after a loss of data, because they fail until the disk is
+    /// opened again, and requests whose data are in an earlier DMA table, because its memory must
+    /// be released.
     fn holds(&self, op: Op, error: DiskError, data: &Segments) -> bool {
         self.policy.holds(op, error)
             && !(is_durable(op) && self.disk.has_lost_writes())
@@ -170,7 +171,8 @@ impl HoldingQueue {
     ) -> Option<(u32, Result<(), DiskError>, Segments)> {
         let Some(key) = self.tasks.find(tag) else { return Some((tag, outcome, data)) };
         let task = self.tasks.get_mut(key)?;
-        // The disk below may have released the buffer of a write whose data it has copied.
+        // A request cannot be repeated if the disk below has not returned its whole buffer: it may
+        // have copied the data and released guest memory.
         let can_repeat = !task.is_cancelled && data.len() == task.len;
         let op = task.request.op;
         if let Err(error) = outcome
@@ -201,7 +203,7 @@ impl HoldingQueue {
     }
 }
 
-/// True if the completion of the request means that its data are on stable storage.
+/// True if the host may rely on durable data after the completion of this request.
 fn is_durable(op: Op) -> bool {
     matches!(
         op,
@@ -252,7 +254,8 @@ impl Queue for HoldingQueue {
         let resumes = self.state.resumes();
         if std::mem::replace(&mut self.resumes, resumes) != resumes {
             self.repeat(done);
-            // A request that was started during this call must be in flight when the call returns.
+            // Requests to the disk below that this call has submitted must be started before it
+            // returns.
             self.inner.commit();
         }
     }

@@ -10,7 +10,7 @@ pub(super) type Bell = CompletionQueue<()>;
 
 #[derive(Debug, Default)]
 struct State {
-    /// Error of the first request that was held since the disk was stopped.
+    /// Error of the request that stopped the disk.
     reason: Option<DiskError>,
     held: u64,
     /// True from a resume until the next request is held.
@@ -60,7 +60,8 @@ impl StopState {
         }
     }
 
-    /// Stopped state; `None` if no request is held, or all of them are submitted again.
+    /// Stopped state; `None` if no request is held, or if the held ones are being submitted again
+    /// after a resume.
     pub(super) fn stopped(&self) -> Option<Stopped> {
         let state = self.state.lock();
         let reason = state.reason.filter(|_| state.held != 0 && !state.is_resumed)?;

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 #[derive(Clone, Debug)]
 pub struct LimitedDisk {
     inner: Arc<dyn Disk>,
-    /// Limiter of the disk, followed by the limiter of its group.
+    /// Limiter of the disk, followed by the limiter of its limit group, if it is in one.
     limiters: Arc<[Arc<Limiter>]>,
     counts: Counts,
 }
@@ -40,7 +40,8 @@ impl LimitedDisk {
         &self.limiters
     }
 
-    /// Number of requests that wait for the limits: the storage does not have them.
+    /// Number of requests that wait because of the limits, and are not submitted to the storage
+    /// yet.
     #[must_use]
     pub fn waiting(&self) -> u64 {
         self.counts.waiting.load(Ordering::Relaxed)

@@ -3,8 +3,9 @@
 //! Each limit is a virtual clock, in [ticks](TICKS), that holds the start time of the next request.
 //! A request takes that time and advances the clock by its cost: its number of units (one request,
 //! or its bytes) divided by the rate. If the clock is more than one burst in the past, it is first
-//! set to one burst ago. Requests of all users of the limit thus start in the order in which they
-//! took their times. A request that starts earlier than its time reduces the later allowance.
+//! set to one burst ago. So the requests of all users of a limit start in the order in which they
+//! took their start times. While the limits are suspended, requests start before their times, but
+//! advance the clock too, so later ones have to wait longer.
 
 use super::rates::Limits;
 use super::timer::{TICKS, Timer};
@@ -16,8 +17,8 @@ use std::sync::{Arc, LazyLock, Weak};
 use std::time::{Duration, Instant};
 
 const SECOND: u64 = TICKS * 1_000_000_000;
-/// Default burst: the allowance of 10 ms. A thread that is scheduled up to 10 ms late loses nothing
-/// of the rate.
+/// Default burst: the number of units that the rate permits in 10 ms. So a thread that is scheduled
+/// up to 10 ms late still reaches the rate.
 const BURST: u64 = SECOND / 100;
 
 /// Clock in nanoseconds, with an arbitrary origin.
@@ -43,7 +44,8 @@ struct Bucket {
     next: AtomicU64,
     /// Units per second; 0 if there is no limit.
     rate: AtomicU64,
-    /// Maximum time, in ticks, that `next` may be in the past. This is the allowance for a burst.
+    /// Maximum time, in ticks, that `next` may be in the past: the size of a burst as a duration at
+    /// this rate.
     burst: AtomicU64,
 }
 
@@ -91,7 +93,8 @@ impl Limiter {
                 rate.burst.map_or(BURST, |burst| time_of(burst, rate.per_second))
             });
             bucket.burst.store(burst, Ordering::Relaxed);
-            // A start time in the far future, which an old low rate has caused, is reset to now.
+            // An old, lower rate may have set the start time far in the future. Then it is reset to
+            // now.
             bucket.next.fetch_min(now, Ordering::Relaxed);
             bucket.rate.store(rate.map_or(0, |rate| rate.per_second.max(1)), Ordering::Relaxed);
         }
@@ -99,9 +102,9 @@ impl Limiter {
         self.wake();
     }
 
-    /// Suspends the limits or enforces them again. Quiescing suspends them: otherwise it would have
-    /// to wait for requests that the limits hold back. Requests that start meanwhile are counted
-    /// and reduce the later allowance.
+    /// Suspends the limits or enforces them again. They are suspended during a quiesce, which would
+    /// otherwise have to wait for the delayed requests. Requests that start meanwhile are counted,
+    /// so later ones have to wait longer.
     pub fn open(&self, is_open: bool) {
         self.is_open.store(is_open, Ordering::SeqCst);
         self.generation.fetch_add(1, Ordering::SeqCst);
@@ -121,7 +124,8 @@ impl Limiter {
         (self.clock)().saturating_mul(TICKS)
     }
 
-    /// Takes and returns the start time of a request. The time is before `now` only within a burst.
+    /// Takes the next start time for a request and returns it, in ticks. It is before `now` only if
+    /// a burst is left.
     pub(super) fn take(&self, request: &Request, now: u64) -> u64 {
         let Some((is_write, bytes)) = class(request) else { return now };
         let [all, reads, writes, bytes_of_all, bytes_read, bytes_written] = &self.buckets;
@@ -166,7 +170,7 @@ fn monotonic() -> u64 {
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Duration of `amount` units at this rate.
+/// Time in ticks that `amount` units take at a rate of `rate` units per second.
 fn time_of(amount: u64, rate: u64) -> u64 {
     let time = u128::from(amount) * u128::from(SECOND) / u128::from(rate.max(1));
     u64::try_from(time).unwrap_or(u64::MAX)

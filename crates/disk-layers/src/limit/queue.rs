@@ -1,8 +1,8 @@
 //! Waiting requests of one rate-limited queue.
 //!
-//! The submission queues of a host are served round robin, one request each. Of all waiting
-//! requests, only the next one has taken a start time from the limiter, so other users of the limit
-//! alternate with this queue.
+//! Waiting requests of different submission queues of the host are served in turn, one request each
+//! (round robin). Only the first waiting request takes a start time from the limiter. So other
+//! users of the same limit get start times in between.
 
 use super::counts::Counts;
 use super::limiter::Limiter;
@@ -23,11 +23,13 @@ struct Waiting {
     data: Segments,
     /// Submission queue of the host that the request came from.
     source: u32,
-    /// True if memory of the data has been unmapped.
+    /// True if guest memory that contains the data was unmapped. The request then ends with an
+    /// error.
     is_unmapped: bool,
 }
 
-/// Start time that was taken for the next request.
+/// Start time that was taken for the first waiting request, and the generation of the limits from
+/// which it was computed.
 struct Slot {
     at: u64,
     generation: u64,
@@ -45,12 +47,14 @@ pub(super) struct LimitedQueue {
     by_source: Lists,
     /// Submission queues with waiting requests. The first one is served next.
     sources: Lists,
-    /// Start time of the next request, which is the first one of the first submission queue.
+    /// Start time that was taken for the first waiting request: the first one of the first
+    /// submission queue in `sources`.
     slot: Option<Slot>,
-    /// Submission queue of the requests that are being submitted.
+    /// Submission queue of the host from which requests are being submitted now.
     source: u32,
     cancelled: Vec<(u32, Segments)>,
-    /// True if all waiting requests are to be submitted without limits.
+    /// True if all waiting requests have to be submitted now, without limits, because a change of
+    /// guest memory waits for them.
     is_urgent: bool,
     counts: Counts,
 }
@@ -165,8 +169,8 @@ impl LimitedQueue {
             if slot.at > now && !self.is_open() {
                 self.timer.arm(slot.at, now);
                 self.slot = Some(slot);
-                // The limits may have changed, and fired the timer, before the timer was armed.
-                // Then the start time is computed again.
+                // If the limits have changed after the start time was computed, the change may have
+                // fired the timer before it was armed. So the start time is computed again.
                 if self.generation() == generation {
                     return;
                 }
@@ -268,7 +272,8 @@ impl Queue for LimitedQueue {
         }
         self.inner.reap(done);
         self.release(done);
-        // A request that was started during this call must be in flight when the call returns.
+        // Requests to the disk below that this call has submitted must be started before it
+        // returns.
         self.inner.commit();
     }
 
@@ -287,7 +292,8 @@ impl Queue for LimitedQueue {
     fn memory_changed(&mut self, view: &View) {
         self.inner.memory_changed(view);
         // The caller completes a change of guest memory only when no request uses the old memory.
-        // If a waiting request may use it, the waiting requests are submitted without limits.
+        // If a waiting request may use old memory, all waiting requests are submitted without
+        // limits, so that they end soon.
         let mut change = ViewChange::new(view);
         let keys: Vec<_> = self.waiting.keys().collect();
         let mut must_end = false;

@@ -9,8 +9,8 @@ use std::fmt;
 pub struct Rate {
     /// Requests or bytes per second, at least 1.
     pub per_second: u64,
-    /// Number of requests or bytes that may start at once after a time below the rate. Default: the
-    /// allowance of 10 ms.
+    /// Number of requests or bytes that may start at once after a time with a load below the rate.
+    /// Default: as many as the rate permits in 10 ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
 }

@@ -5,8 +5,8 @@
 //! that serves only one queue therefore writes inline, unless a recent write was slow
 //! (`InlineWrites`).
 //!
-//! io_uring returns `EAGAIN` both for a file without support for non-blocking writes and for a
-//! write that would block this time. Repeating the write by `pwritev2` distinguishes the two cases.
+//! `EAGAIN` of io_uring has two possible causes: the file does not support non-blocking writes, or
+//! only this write would block. The error of `pwritev2` for the same write distinguishes the two.
 
 use super::super::slot::{Call, Slot};
 use super::{Blocking, Key, Kind, Ring};
@@ -77,8 +77,9 @@ impl<T> Ring<T> {
     }
 }
 
-/// Interprets the error of a non-blocking write. The first flag is true if all writes to this file
-/// may block; the second is true if the file supports non-blocking writes.
+/// Interprets the error of a non-blocking write as two flags. The first one is true if the file
+/// does not support non-blocking writes; the second is true if it does. Both are false if the error
+/// shows neither.
 fn support_after(error: i32) -> (bool, bool) {
     match error {
         libc::EOPNOTSUPP | libc::EINVAL => (true, false),
@@ -89,8 +90,8 @@ fn support_after(error: i32) -> (bool, bool) {
 }
 
 impl<T> Slot<T> {
-    /// Writes the pieces of the slot. Returns the number of transferred bytes, or a negative error
-    /// number.
+    /// Writes the memory that the slot's `iovecs` describe. Returns the number of transferred
+    /// bytes, or a negative error number.
     fn write(&self, file: &File, offset: u64, flags: i32) -> i32 {
         let count = libc::c_int::try_from(self.iovecs.len()).unwrap_or(0);
         let (pieces, offset) = (self.iovecs.as_ptr(), offset as libc::off_t);
