@@ -47,17 +47,20 @@ pub(crate) enum Loss {
     Silent,
 }
 
-/// Queue that receives replies: its number on the connection, and the list for its completions.
+/// Queue that calls a method of the link: its number on the connection, and the list to which its
+/// completions are added directly.
 pub(crate) type CallerResults<'a> = (u32, &'a mut Vec<SubrequestResult>);
 
 struct Connection {
     stream: Stream,
     receiver: Receiver,
-    /// Requests to send, in order. The first one may have been sent in part.
+    /// Encoded requests to send, in order, each with the index of its subrequest. The first one may
+    /// have been sent in part.
     sending: VecDeque<(u32, [u8; wire::Request::SIZE])>,
-    /// Sent bytes of the first request.
+    /// Number of bytes of the first request, including its data, that were sent.
     sent: usize,
-    /// True if the socket buffer is full, and the queues wait until it has room.
+    /// True if the socket buffer is full. All queues of the connection are then woken when it has
+    /// room.
     is_blocked: bool,
 }
 
@@ -97,7 +100,8 @@ impl Link {
     pub(crate) fn leave(&mut self, user: u32, shared: &Shared) {
         for slot in self.parts.all(|part| part.owner.is_some_and(|owner| owner.user == user)) {
             if !self.drop_subrequest(slot, shared) {
-                // The next queue with this number must not get the result.
+                // The number will be reused, and the next queue with it must not get the result of
+                // this subrequest.
                 self.parts.disown(slot);
             }
         }
@@ -115,8 +119,8 @@ impl Link {
         self.connection.is_some()
     }
 
-    /// Returns the socket if requests are in flight. The flag is true if some requests still have
-    /// to be sent.
+    /// Returns the socket if requests are in flight. The flag is true if some of them are not
+    /// completely sent yet.
     pub(crate) fn busy(&self) -> Option<(Stream, bool)> {
         let connection = self.connection.as_ref().filter(|_| self.in_flight != 0)?;
         Some((connection.stream.clone(), !connection.sending.is_empty()))
@@ -162,9 +166,9 @@ impl Link {
         self.waiting.push_front(WAITING, slot);
     }
 
-    /// Cancels the subrequests of a queue's request. Sent writes become orphans; with too many
-    /// orphans, they are not cancelled. Returns the number of cancelled subrequests and their
-    /// bytes.
+    /// Cancels the subrequests of a queue's request. Sent writes become orphans; if the disk has
+    /// too many orphans, they are not cancelled. Returns the number of cancelled subrequests and
+    /// their bytes.
     pub(crate) fn cancel(&mut self, user: u32, task: u32, shared: &Shared) -> (u32, u64) {
         let mut sum = (0, 0);
         for slot in self.parts.of(user, task) {
@@ -176,8 +180,9 @@ impl Link {
         sum
     }
 
-    /// Drops a subrequest. If it has been sent, it has no owner until its reply. Returns false, and
-    /// leaves a sent write as it is, if the disk has too many orphans.
+    /// Cancels a subrequest. One that was not sent is removed. One that was sent loses its owner,
+    /// so that its reply is ignored; a write also becomes an orphan. Returns false without effect
+    /// if the disk has too many orphans for that.
     fn drop_subrequest(&mut self, slot: u32, shared: &Shared) -> bool {
         match self.parts.get_mut(slot) {
             Some(part) if part.is_sent => {
@@ -185,7 +190,8 @@ impl Link {
                     let orphan = shared.orphans.adopt(part.offset, part.len.into());
                     let Some(orphan) = orphan else { return false };
                     part.orphan = Some(orphan);
-                    // The queue may be closed, so the reconnection thread receives the reply.
+                    // The reconnection thread is woken to receive the reply, because the queue may
+                    // be closed before.
                     shared.wake.signal();
                 }
                 self.parts.disown(slot);
@@ -200,8 +206,8 @@ impl Link {
         true
     }
 
-    /// Returns the socket if the connection has orphans in flight, or an automatic flush. The flag
-    /// is true if some requests still have to be sent.
+    /// Returns the socket if replies are awaited that no queue may receive: those to orphans or to
+    /// an automatic flush. The flag is true if some requests are not completely sent yet.
     pub(crate) fn unattended(&self) -> Option<(Stream, bool)> {
         let is_unattended = |part: &Subrequest| part.orphan.is_some() || part.is_automatic;
         self.busy().filter(|_| self.parts.any(is_unattended))
@@ -224,8 +230,8 @@ impl Link {
         self.pump(shared, None);
     }
 
-    /// Sends waiting subrequests, as far as the limits of requests in flight and the socket buffer
-    /// allow.
+    /// Sends waiting subrequests, until a limit of the requests in flight is reached or the socket
+    /// buffer is full.
     pub(crate) fn pump(&mut self, shared: &Shared, mut caller: Option<CallerResults<'_>>) {
         let outcome = self.begin(shared).and_then(|()| self.send());
         if let Err(loss) = outcome {
@@ -377,9 +383,9 @@ impl Link {
             self.in_flight -= 1;
             self.bytes -= part.cost();
             if error == wire::NbdError::Shutdown as u32 {
-                // The server is about to end and has not executed the request, so the request is
-                // sent again on the next connection. This connection stays until its other requests
-                // have ended.
+                // The server is shutting down and has not executed the request. So the request is
+                // sent again on the next connection. This connection is not closed before its other
+                // requests have ended.
                 is_ending = true;
                 self.resubmit(part, shared);
                 continue;
@@ -392,8 +398,8 @@ impl Link {
         outcome
     }
 
-    /// Returns a subrequest to the waiting list. Drops it instead if it has no owner and does not
-    /// change the export; an automatic flush is then requested again.
+    /// Returns a subrequest to the waiting list. A subrequest without an owner that does not change
+    /// the export is dropped instead. For an automatic flush, a new one is requested.
     fn resubmit(&mut self, mut part: Subrequest, shared: &Shared) {
         if part.is_automatic {
             shared.unflushed.lock().flush = Flush::Requested;
@@ -418,8 +424,8 @@ impl Link {
         caller: &mut Option<CallerResults<'_>>,
     ) {
         let Subrequest { command, flags, offset, len, mut data, owner, flushes, .. } = part;
-        // The orphan is dropped after the write is recorded. Requests that wait for the orphan then
-        // start.
+        // The orphan is dropped at the end of this function, after the write was recorded, because
+        // that starts requests that wait for it.
         let (_orphan, is_automatic) = (part.orphan, part.is_automatic);
         let changes = matches!(command, command::WRITE | command::WRITE_ZEROES | command::TRIM);
         if changes && error == 0 {
@@ -437,7 +443,8 @@ impl Link {
                 unflushed.flush = Flush::None;
             }
             let can_continue = error == 0 && unflushed.flushed(flushes);
-            // An automatic or cancelled flush has no owner to which its error could be reported.
+            // An error of a flush without an owner (automatic or cancelled) cannot be reported to a
+            // request. So it counts as a loss of the unflushed writes.
             let is_lost = error != 0 && owner.is_none();
             shared.flush_soon(&mut unflushed);
             drop(unflushed);
@@ -472,8 +479,9 @@ impl Link {
         self.recycle(data);
     }
 
-    /// Ends the connection in order, unless requests are in flight: the server can end without
-    /// waiting for this client. Waiting requests wait for the next connection.
+    /// Closes the connection by `NBD_CMD_DISC`, unless requests are in flight, so that a server
+    /// that is shutting down need not wait for this client. Waiting subrequests are sent on the
+    /// next connection.
     pub(crate) fn disconnect(&mut self) {
         let Some(connection) = self.connection.take_if(|_| self.in_flight == 0) else { return };
         for user in self.users.iter().flatten() {
@@ -483,7 +491,7 @@ impl Link {
         connection.stream.shut_down();
     }
 
-    /// Ends the connection. Requests in flight wait for the next connection.
+    /// Closes the connection. Requests in flight are sent again on the next connection.
     pub(crate) fn set_lost(
         &mut self,
         shared: &Shared,
@@ -499,16 +507,16 @@ impl Link {
         let sent = self.parts.all(|part| part.is_sent);
         warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
         (self.in_flight, self.bytes) = (0, 0);
-        // The slots are in reverse order, because each request is put in front of all waiting
-        // subrequests.
+        // The order is reversed, because each subrequest is put in front of all waiting ones. So
+        // the original order is restored.
         for slot in sent.into_iter().rev() {
             let Some(part) = self.parts.get_mut(slot) else { continue };
             part.breaks += u32::from(is_broken);
             if part.is_automatic {
                 shared.unflushed.lock().flush = Flush::Requested;
             }
-            // A cancelled read is dropped. A write without an owner is sent again, because the
-            // server may have executed it.
+            // A cancelled read is dropped. A cancelled write is sent again, because the server may
+            // already have executed a part of it.
             if part.owner.is_none() && !part.changes() {
                 if let Some(part) = self.parts.remove(slot) {
                     self.recycle(part.data);

@@ -68,7 +68,8 @@ fn server_message(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(" (it says: {text})") }
 }
 
-/// Result of the greeting: true if the reply to `EXPORT_NAME` omits the zero padding.
+/// Result of the greeting. `no_zeroes` is true if the reply to `EXPORT_NAME` will not have its zero
+/// padding.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Greeted {
     no_zeroes: bool,
@@ -142,8 +143,8 @@ fn negotiate_allocation(
                 }
             }
             (answer::ACK, _) => return Ok(found),
-            // The server refuses this context, or the export does not exist. The reply to the next
-            // option shows whether the export exists.
+            // Either the server refuses this metadata context, or the export does not exist. The
+            // reply to the next option distinguishes the two.
             (kind, _) if kind & answer::ERROR != 0 => return Ok(None),
             _ => break,
         }
@@ -246,7 +247,8 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
                         let mut next = || reader.u32().ok_or_else(broken);
                         sizes = Some((next()?, next()?, next()?));
                     }
-                    // The client has to ignore information that it has not requested.
+                    // The protocol requires a client to ignore information types that it does not
+                    // know.
                     _ => {}
                 }
             }

@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::task::Waker;
 
-/// Maximum size of the buffers of a queue's subrequests, in bytes. Further subrequests wait.
+/// Maximum total length of a queue's subrequests in flight, in bytes. Further subrequests wait.
 const BUFFERS: u64 = 16 << 20;
 /// Maximum number of a queue's subrequests in flight.
 const PARTS: u32 = 512;
@@ -23,7 +23,7 @@ pub(crate) struct NbdQueue {
     /// Index of the connection.
     link: usize,
     user: Arc<User>,
-    /// Waker for the ends of orphans.
+    /// Waker of this queue, called when an orphan that a request waits for has ended.
     waker: Waker,
     /// Value of `Orphans::ended` when blocked requests were last checked.
     orphans_ended: u64,
@@ -31,9 +31,10 @@ pub(crate) struct NbdQueue {
     number: u32,
     bounds: Bounds,
     reads_zeroes: bool,
-    /// Requests. A request in the waiting list has subrequests to start.
+    /// Requests that have not ended. Those in the waiting list have subrequests that are not
+    /// started yet.
     tasks: Tasks<Task>,
-    /// Buffer bytes, and number, of the started subrequests.
+    /// Total length in bytes of the subrequests in flight, and their number.
     bytes: u64,
     parts: u32,
     /// Scratch buffer for completions.
@@ -68,8 +69,8 @@ impl NbdQueue {
         })
     }
 
-    /// Processes completions if `receives` is true. Then starts and sends subrequests, up to
-    /// `BUFFERS` bytes and `PARTS` subrequests in flight.
+    /// Receives and processes replies if `receives` is true. Then starts and sends further
+    /// subrequests, up to the limits `BUFFERS` and `PARTS`.
     fn turn(&mut self, receives: bool) {
         let Self { handle, link, tasks, bytes, parts, ended, number, waker, .. } = self;
         let connections = &handle.0;
@@ -133,8 +134,9 @@ impl NbdQueue {
         link.pump(&connections.shared, Some((*number, ended)));
     }
 
-    /// Ends a request early with `error`. Its sent reads are cut off, and its sent writes become
-    /// orphans, unless there are too many. Then it ends when these have ended.
+    /// Ends a request early with `error`. The results of its sent reads will be ignored, and its
+    /// sent writes become orphans. If there are too many orphans, the request ends only after its
+    /// sent writes.
     fn end_early(&mut self, key: u32, error: DiskError) {
         let connections = &self.handle.0;
         let (Some(task), Some(link)) = (self.tasks.get_mut(key), connections.links.get(self.link))
@@ -147,8 +149,8 @@ impl NbdQueue {
         self.parts = self.parts.saturating_sub(count);
         self.bytes = self.bytes.saturating_sub(bytes);
         if count == 0 && task.next(connections.part).is_none() && !task.is_barrier {
-            // The request cannot be cancelled: it has ended, or its writes are in flight and there
-            // are too many orphans.
+            // The request cannot be cancelled: it has already ended, or all of its writes are in
+            // flight and cannot become orphans.
             return;
         }
         task.in_flight = task.in_flight.saturating_sub(count);
@@ -156,7 +158,8 @@ impl NbdQueue {
         let is_finished = task.is_finished(connections.part);
         self.tasks.stop_waiting(key);
         if is_finished && self.tasks.finish(key) {
-            // `reap` will end the request. The signal makes the I/O thread call it.
+            // The next call of `reap` ends the request. The signal makes the I/O thread call
+            // `reap`.
             self.user.completions.signal();
         }
     }
@@ -198,8 +201,8 @@ impl Queue for NbdQueue {
         loop {
             self.user.completions.take(&mut self.ended);
             self.turn(true);
-            // If the connection breaks during sending, requests may end. They are processed in the
-            // next iteration.
+            // If the connection is lost during sending, subrequests may end. The next iteration
+            // processes them.
             if self.ended.is_empty() {
                 break;
             }

@@ -7,14 +7,14 @@ use shadowbell_nbd::wire::{Reader, chunk};
 
 /// Size of the input buffer in bytes. It receives everything except the data of long reads.
 const INPUT: usize = 128 << 10;
-/// Minimum length of long data in bytes. A long reply is received separately: its header into the
-/// input buffer, and its data directly to their destination. Data in the input buffer have to be
-/// copied once more.
+/// Minimum length in bytes of data that are received directly into the buffer of their subrequest,
+/// after their header was received into the input buffer. Shorter data are received into the input
+/// buffer and then copied.
 const MIN_DIRECT_READ: usize = 16 << 10;
 /// Length in bytes of a reply header with the offset of a data chunk.
 const HEAD: usize = 20 + 8;
-/// Maximum number of extent bytes to keep per reply, eight bytes for each extent. The rest of the
-/// range is requested again.
+/// Maximum number of bytes of extents that are used of a reply, at eight bytes per extent. The
+/// range after them is requested again.
 const EXTENTS: usize = 64 << 10;
 /// Maximum payload in bytes of a chunk of extents. nbdkit sends at most a million extents, and QEMU
 /// 128 K.
@@ -22,7 +22,7 @@ const MAX_EXTENTS: u32 = 4 + (8 << 20);
 /// Maximum payload of an error chunk: its text has at most 4096 bytes.
 const MAX_ERROR: u32 = 4096 + 64;
 /// Maximum number of error chunks of one reply. A server may report an error for each part of a
-/// request; without a limit, it could send chunks that never end the reply.
+/// request, so several chunks are valid. The limit prevents a reply that never ends.
 const MAX_ERRORS: u16 = 256;
 
 /// Violation of the protocol.
@@ -67,7 +67,8 @@ pub(crate) struct Receiver {
     from: usize,
     to: usize,
     state: State,
-    /// True if the last data were long. The next data are then probably long too.
+    /// True if the data of the last reply were long. The next ones are then probably long too, so
+    /// only a header is received at first.
     is_long: bool,
     structured: bool,
     /// Context id for block status.
@@ -80,8 +81,8 @@ impl Receiver {
         Self { input, from: 0, to: 0, state, is_long: false, structured, allocation }
     }
 
-    /// Destinations of the next bytes: first the awaited data of a subrequest, then the input
-    /// buffer.
+    /// Two destinations for the next bytes from the socket: first the missing data of a subrequest
+    /// (may be empty), then the input buffer.
     pub(crate) fn room<'a>(
         &'a mut self,
         parts: &'a mut Subrequests,
@@ -93,8 +94,8 @@ impl Receiver {
             (self.from, self.to) = (0, self.to - self.from);
         }
         let end = if self.is_long { self.from + HEAD } else { self.input.len() };
-        // The unparsed rest in the buffer is shorter than a header. There must be room for at least
-        // one more byte.
+        // The buffer may contain the beginning of a header. At least one more byte must fit, so
+        // that the receiver makes progress.
         let end = end.max(self.to + 1).min(self.input.len());
         let rest = self.input.get_mut(self.to..end).unwrap_or_default();
         let first = match self.state {

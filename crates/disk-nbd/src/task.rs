@@ -84,7 +84,8 @@ impl Task {
                     if zeroes { Action::NoData(command::WRITE_ZEROES) } else { Action::Fill };
                 (action, if deallocate || !zeroes { 0 } else { flag::NO_HOLE })
             }
-            // The range reads as zeroes whether or not the server deallocates it.
+            // Write Zeroes guarantees that the range reads as zeroes, even if the server does not
+            // deallocate it.
             Op::Discard if reads_zeroes => (Action::NoData(command::WRITE_ZEROES), 0),
             // After NBD's trim, reads would return undefined data. Discarded blocks of a disk must
             // read as zeroes, so the discard is ignored.
@@ -130,8 +131,8 @@ impl Task {
             (Action::Flush, None) if self.is_barrier && self.outcome.is_ok() => {
                 Request { op: Op::Flush, offset: 0, len: 0 }
             }
-            // Every operation with a range waits for the same orphans, so a read stands for all of
-            // them.
+            // All operations with a range wait for the same orphans. So the check is made with a
+            // read of this range.
             (_, Some(next)) => Request { op: Op::Read, offset: next.offset, len: next.len.into() },
             (_, None) => return false,
         };
@@ -139,7 +140,7 @@ impl Task {
     }
 
     /// Returns the next subrequest, with at most `max_len` bytes of data. `None` if all were
-    /// started, or if the flush has to wait for those in flight.
+    /// started, or if the next one is a flush that has to wait for those in flight.
     pub(crate) fn next(&self, max_len: u32) -> Option<Next> {
         let left = self.len.saturating_sub(self.started);
         if self.outcome.is_err() {
@@ -194,8 +195,8 @@ impl Task {
         }
     }
 
-    /// Releases guest memory that is not accessed any more: that of a write whose data were copied.
-    /// Moves other data to the new view.
+    /// Adapts the task to a change of guest memory. Releases the memory of a write whose data were
+    /// all copied; moves other data to the new view.
     pub(crate) fn change_memory(&mut self, change: &mut ViewChange) -> AfterChange {
         if self.action == Action::Write && self.started == self.len {
             self.data.release_view();

@@ -6,7 +6,7 @@ use shadowbell_nbd::wire::flag;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Memory of an entry in addition to its data, in bytes.
+/// Number of bytes that an entry counts in addition to its data.
 const OVERHEAD: u64 = 128;
 
 /// Request that has changed the export.
@@ -25,7 +25,7 @@ impl Entry {
         self.data.capacity() as u64 + OVERHEAD
     }
 
-    /// True if both requests change a common byte.
+    /// True if the ranges of the two requests overlap.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         let end = |entry: &Self| entry.offset + u64::from(entry.len);
         self.offset < end(other) && other.offset < end(self)
@@ -43,8 +43,8 @@ pub(crate) enum Flush {
 
 #[derive(Debug, Default)]
 pub(crate) struct Unflushed {
-    /// Entries in the order of the replies. If two overlapping entries were not in flight at the
-    /// same time, the later entry was also written later.
+    /// Entries in the order of the replies. If one of two overlapping writes was sent after the
+    /// reply to the other, it is later in this order too, so a replay restores the right data.
     entries: VecDeque<Entry>,
     /// Number of the first entry. Entries are numbered consecutively, and numbers are never used
     /// again.
@@ -52,7 +52,7 @@ pub(crate) struct Unflushed {
     bytes: u64,
     /// Limit of `bytes`. With 0, replay is disabled and no data are kept.
     max_bytes: u64,
-    /// True if the server does not support flushes.
+    /// True if no list is needed, because the server does not support flushes.
     is_needless: bool,
     /// State of the automatic flush, which the reconnection thread sends.
     pub(crate) flush: Flush,
@@ -76,8 +76,9 @@ impl Unflushed {
         Self { is_needless: true, ..Self::default() }
     }
 
-    /// True if a request with these flags has to be [added](Self::add). A FUA write is durable, but
-    /// it has to be added if an earlier entry exists: the replay of that entry could overwrite it.
+    /// True if a request with these flags has to be [added](Self::add). A FUA write is durable. But
+    /// if an earlier entry exists, it has to be added too: otherwise a replay of that entry could
+    /// overwrite its data.
     pub(crate) fn must_record(&self, flags: u16) -> bool {
         !self.is_needless && (flags & flag::FUA == 0 || !self.entries.is_empty())
     }
@@ -103,8 +104,9 @@ impl Unflushed {
         self.first + self.entries.len() as u64
     }
 
-    /// Removes the entries before `end` after a flush. [`next_number`](Self::next_number) had this
-    /// value when the flush was sent. Returns true if waiting queues can continue.
+    /// Removes the entries before number `end` after a successful flush. `end` is the value of
+    /// [`next_number`](Self::next_number) when the flush was sent. Returns true if waiting queues
+    /// can continue.
     pub(crate) fn flushed(&mut self, end: u64) -> bool {
         while self.first < end
             && let Some(entry) = self.entries.pop_front()

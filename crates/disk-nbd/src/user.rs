@@ -1,5 +1,5 @@
-//! Queue of a disk as a user of its connection: its completion queue, and its wake-up by the
-//! socket.
+//! A disk queue as seen by its connection: completions of the queue's subrequests, and wake-up of
+//! the queue's thread.
 
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_disk::{CompletionQueue, DiskError};
@@ -35,19 +35,20 @@ impl User {
         Ok(Self { completions, wakes })
     }
 
-    /// From now on, input on this connection wakes the thread of the queue.
+    /// Adds a socket to the wake descriptor, so that input on the connection wakes the thread of
+    /// the queue.
     pub(crate) fn watch(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         Ok(epoll::add(&self.wakes, socket, EventData::new_u64(1), EventFlags::IN)?)
     }
 
-    /// Adds or removes the wake-up for a socket buffer with room.
+    /// Sets whether the thread is also woken when the socket buffer has room (`room`).
     pub(crate) fn watch_room(&self, socket: BorrowedFd<'_>, room: bool) {
         let flags = if room { EventFlags::IN | EventFlags::OUT } else { EventFlags::IN };
         // Fails only for a connection that has ended and is no longer in the set.
         let _ = epoll::modify(&self.wakes, socket, EventData::new_u64(1), flags);
     }
 
-    /// From now on, this connection no longer wakes the thread.
+    /// Removes a socket from the wake descriptor.
     pub(crate) fn forget(&self, socket: BorrowedFd<'_>) {
         let _ = epoll::delete(&self.wakes, socket);
     }

@@ -16,7 +16,7 @@ use std::time::Duration;
 use std::{fmt, io};
 use thiserror::Error;
 
-/// Maximum number of allocated ranges that one command reports.
+/// Maximum number of allocated ranges to request by one command.
 const MAX_RANGES: usize = 64;
 
 /// Options for opening a namespace as a disk.
@@ -170,7 +170,7 @@ fn info(namespace: &Namespace, read_only: bool) -> DiskInfo {
     info.read_only = read_only || namespace.is_read_only();
     info.volatile_cache = namespace.has_volatile_cache();
     info.discard = crate::task::discards(namespace);
-    // NPDG is a 0's based value. An implausibly large value is clamped.
+    // NPDG is a 0's based number of blocks. An implausibly large one is limited.
     info.granularity = u32::from(namespace.identity().npdg).min(0x7ff).saturating_add(1);
     info
 }

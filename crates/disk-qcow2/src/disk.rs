@@ -90,17 +90,18 @@ impl Qcow2Disk {
         let mut info = DiskInfo::new(block_size, size / u64::from(block_size));
         info.read_only = opened.files.first().is_none_or(ImageFile::is_read_only);
         info.volatile_cache = !info.read_only;
-        // A discard needs zero clusters, which hide the data of a backing file. Version 2 has none.
+        // Discarded blocks must read as zeroes, even if the backing file has data there. That needs
+        // zero clusters, which version 2 does not have.
         info.discard = !info.read_only && version >= 3;
         info.granularity = ((1 << bits) / block_size).max(1);
         let pool = Arc::new(Pool::new(Image::new(opened, info, name)));
         Self { pool, path: path.to_owned() }
     }
 
-    /// True if a request for these bytes would take the fast path now: its clusters are in the map,
-    /// allow the access (a write if `writes` is true), and are contiguous in the file. Shared and
-    /// compressed clusters are not in the map. Others are added when an earlier request has
-    /// accessed them or their neighbours.
+    /// True if a request for these bytes would take the fast path now: its clusters are contiguous
+    /// in the file, and the map permits the access (a write if `writes` is true). Clusters are
+    /// added to the map after the first request to them or to their neighbours; compressed ones
+    /// never are, and shared ones only on a read-only disk.
     #[must_use]
     pub fn uses_fast_path(&self, offset: u64, len: u64, writes: bool) -> bool {
         let Some(map) = &self.pool.image().map else { return false };
@@ -209,8 +210,8 @@ mod tests {
     use shadowbell_memory::Segments;
     use shadowbell_testing::wait;
 
-    /// The completion of a cancelled read must not keep an I/O thread awake: the thread reaps only
-    /// queues with pending requests.
+    /// An I/O thread reaps only queues with pending requests. So the late completion of a cancelled
+    /// read must not keep its descriptor readable for the thread.
     #[test]
     fn the_end_of_a_cancelled_read_wakes_the_owner_once() {
         let directory = tempfile::tempdir().unwrap();

@@ -13,11 +13,12 @@ pub(crate) struct FastPath {
     queue: BytesQueue,
     /// Requests in flight. Their keys are their tags in `queue`.
     in_flight: Tasks<InFlight>,
-    /// True if the file length was checked for the current batch of writes.
+    /// True if the check that the file was not truncated was made for the current batch. Later
+    /// writes of the batch skip it.
     is_checked: bool,
 }
 
-/// Request on the fast path.
+/// Request in flight on the fast path.
 struct InFlight {
     /// Request. Its offset is an offset on the disk, not in the file.
     request: Request,
@@ -36,7 +37,8 @@ impl FastPath {
         Self { queue, in_flight: Tasks::default(), is_checked: false }
     }
 
-    /// Starts a valid request. Returns `None` if the request has to take the slow path.
+    /// Starts a request, whose validity was checked before. Returns `None` if it has to take the
+    /// slow path.
     pub(crate) fn submit(
         &mut self,
         image: &Image,
@@ -92,7 +94,7 @@ impl FastPath {
             if let Some(map) = &image.map {
                 map.leave(entered);
             }
-            // If the file was truncated, the slow path detects that and reports it.
+            // The file was truncated. The request is repeated on the slow path, which reports that.
             if result == Err(DiskError::OutOfRange) {
                 return back.push(Back { tag, request, data });
             }

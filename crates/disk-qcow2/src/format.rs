@@ -48,7 +48,7 @@ pub(crate) enum Base {
     Qcow2(Box<Format>),
 }
 
-/// Part of the disk with one kind of content.
+/// Range of the disk whose content is of one kind and, if in the file, contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) offset: u64,
@@ -70,7 +70,7 @@ pub(crate) enum Kind {
 }
 
 impl Format {
-    /// Creates the format. The header has been checked.
+    /// Creates the format of an image whose `header` was checked before.
     pub(crate) fn new(
         header: Header,
         file: FileStorage,
@@ -83,8 +83,7 @@ impl Format {
         Self { header, layout, file, data_file, base, meta, inflated, map: OnceLock::new() }
     }
 
-    /// Limits the caches of the `count` backing files, so that together they are as large as one
-    /// cache.
+    /// Divides the size of one cache among the caches of the `count` backing files.
     pub(crate) fn limit_caches(&self, count: usize) {
         let mut base = &self.base;
         while let Some(Base::Qcow2(format)) = base {
@@ -147,8 +146,9 @@ impl Format {
     }
 
     /// Maximum number of clusters with tables, by the space that the file occupies. Without this
-    /// limit, a small file could have tables in holes that take very long to read. Valid tables are
-    /// in holes only if they are empty, or if the file system compresses them.
+    /// limit, a small file could refer to very many tables in holes, and reading them would take
+    /// very long. The limit is generous, because valid tables occupy little space if they are empty
+    /// or if the file system compresses them.
     pub(crate) fn max_tables(&self) -> io::Result<u64> {
         let bytes = self.file.occupied()?.saturating_mul(DENSITY).saturating_add(HOLES);
         Ok(bytes >> self.header.cluster_bits)
@@ -209,7 +209,8 @@ impl Format {
         Ok(found)
     }
 
-    /// Kinds of content of a range of the disk, in order. Stops after a limited number of clusters.
+    /// Splits a range of the disk into runs of one kind of content, in order. Covers at most
+    /// [`MOST`] clusters, so the result may end before the range.
     pub(crate) fn runs(&self, offset: u64, len: u64) -> Vec<Run> {
         let (layout, end) = (&self.layout, offset + len);
         let meta = &mut *self.meta();
@@ -276,7 +277,8 @@ impl Format {
                         piece.copy_from_slice(&cluster[from..from + run.len as usize]);
                     }
                     Kind::Bad => {
-                        // The look-up is repeated, to return its error.
+                        // The look-up is repeated only to return its error, which the run does not
+                        // contain.
                         self.look_up(&mut self.meta(), run.offset >> self.layout.bits)?;
                         return Err(damaged("a damaged L2 entry"));
                     }
@@ -314,8 +316,8 @@ impl Format {
         Ok(cluster)
     }
 
-    /// Calls `tell` for the parts of a range in order, each with its length and true if it is
-    /// allocated, in the image or in its backing files. Stops if `tell` returns false.
+    /// Calls `tell` for each part of a range in order, with its length and a flag that is true if
+    /// the part is allocated in the image or in a backing file. Stops if `tell` returns false.
     pub(crate) fn extents(
         &self,
         range: Range<u64>,
@@ -355,8 +357,9 @@ impl Format {
             return synced;
         }
         if let Err(error) = meta.counts.release(&self.file, &mut meta.cache, freed) {
-            // The data are durable, so the sync succeeds. The clusters leak, and the next change of
-            // the image reports the error.
+            // Only the release of freed clusters has failed; they leak. The data are durable, so
+            // the sync itself succeeds. If the error persists, the next change of the image reports
+            // it.
             tracing::warn!("unused clusters of a qcow2 image could not be released: {error}");
         }
         Ok(())

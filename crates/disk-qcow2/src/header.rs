@@ -62,7 +62,7 @@ pub(crate) struct Header {
     pub(crate) is_zstd: bool,
     /// True if L2 entries have subclusters.
     pub(crate) has_subclusters: bool,
-    /// True if the reference counts may be out of date.
+    /// True if the image is marked as dirty: its reference counts may be out of date.
     pub(crate) is_dirty: bool,
     /// True if the image is marked as corrupt.
     pub(crate) is_corrupt: bool,
@@ -241,14 +241,14 @@ impl Header {
         Ok(())
     }
 
-    /// Marks the reference counts, which must be durable, as up to date.
+    /// Clears the dirty flag of the image. The correct reference counts must already be durable.
     pub(crate) fn clear_dirty(&self, file: &FileStorage) -> io::Result<()> {
         file.patch(&(self.incompatible & !DIRTY).to_be_bytes(), INCOMPATIBLE_AT)?;
         file.sync()
     }
 
-    /// Header fields that refer to a refcount table at `offset`: their bytes, and their offset in
-    /// the header.
+    /// Encodes the header fields for a refcount table at `offset`. Returns their bytes, and the
+    /// offset of these fields in the header.
     pub(crate) fn refcount_table(offset: u64, clusters: u32) -> ([u8; 12], u64) {
         let mut bytes = [0; 12];
         bytes[..8].copy_from_slice(&offset.to_be_bytes());

@@ -1,5 +1,5 @@
-//! Threads that execute requests on the slow path. All queues of a disk share them. Other disks
-//! have their own threads, so hung storage blocks only the threads of its own disk.
+//! Threads that execute requests on the slow path. All queues of a disk share them. Each disk has
+//! threads of its own, so hung storage blocks no other disk.
 
 use crate::image::Image;
 use crate::storage::IoBuffer;
@@ -12,8 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-/// Maximum number of threads of a disk. It also limits the number of requests in flight at the
-/// storage.
+/// Maximum number of threads of a disk, and so of its slow-path requests in flight at the storage.
 pub const MAX_THREADS: usize = 16;
 /// Time without work after which a thread ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -42,7 +41,7 @@ impl Job {
         to.push(Ended { id, result, buffer });
     }
 
-    /// True if the request must be durable when it ends.
+    /// True if the request has FUA, so that a sync has to follow.
     fn forces(&self) -> bool {
         matches!(self.request.op, Op::Write { fua: true } | Op::WriteZeroes { fua: true, .. })
     }
@@ -62,7 +61,7 @@ struct PoolShared {
 #[derive(Default)]
 struct Work {
     jobs: VecDeque<Job>,
-    /// Jobs that wait for the next sync.
+    /// Jobs that wait for the next sync: flushes, and FUA writes that were executed.
     syncs: Vec<Job>,
     /// True while a thread syncs.
     is_syncing: bool,
@@ -119,8 +118,8 @@ impl Pool {
         }
     }
 
-    /// Releases the locks of the image, after unused clusters were returned. If the storage does
-    /// not respond in time, the locks are released later, or by the end of the process.
+    /// Releases unused clusters, then the locks of the image. If the storage does not respond
+    /// within [`RELEASE_LIMIT`], the locks are released later, at the latest when the process ends.
     pub(crate) fn release_lock(&self) {
         if self.0.image.try_release_lock() {
             return;
@@ -142,15 +141,16 @@ impl Pool {
         let shared = Arc::clone(&self.0);
         let run = move || {
             let _guard = AbortOnPanic::new();
-            // The I/O thread that starts this thread may be pinned to a CPU.
+            // This thread would otherwise inherit the CPU affinity of the I/O thread that starts
+            // it.
             unpin();
             shared.serve();
         };
         std::thread::Builder::new().name("sb-qcow2".into()).spawn(run).is_ok()
     }
 
-    /// Handles threads that could not be started. If the disk has no thread at all, all jobs fail,
-    /// because the I/O thread must not execute them.
+    /// Records that `missing` threads could not be started. If the disk has no thread at all, all
+    /// waiting jobs fail, because an I/O thread must not execute them.
     fn fewer(&self, missing: usize) {
         let mut work = self.0.work.lock();
         work.threads -= missing;
@@ -158,15 +158,14 @@ impl Pool {
             return;
         }
         let jobs = std::mem::take(&mut work.jobs);
-        // The jobs in `syncs` are flushes that no thread has executed. They cannot be executed FUA
-        // writes: such a write waits here only while another thread syncs, and `threads` is then
-        // not 0.
+        // The jobs in `syncs` are flushes that no thread has executed. An executed FUA write cannot
+        // be among them: it waits here only while another thread exists, and `threads` is 0 now.
         let syncs = std::mem::take(&mut work.syncs);
         drop(work);
         jobs.into_iter().chain(syncs).for_each(|job| job.end(Err(DiskError::Io(libc::EAGAIN))));
     }
 
-    /// Takes the first waiting job in place of a thread, for a test.
+    /// In a test, removes and returns the first waiting job, as a thread does.
     #[cfg(test)]
     pub(crate) fn start_by_hand(&self) -> Option<Job> {
         self.0.work.lock().jobs.pop_front()
@@ -182,7 +181,7 @@ impl Pool {
     pub(crate) fn take_back(&self, id: u64, to: &Arc<CompletionQueue<Ended>>) -> Option<Job> {
         let mut work = self.0.work.lock();
         let is = |job: &Job| job.id == id && Arc::ptr_eq(&job.to, to);
-        // A write that waits for a sync was executed already and cannot be removed.
+        // A FUA write in `syncs` was already executed, so it is not removed.
         if let Some(at) = work.syncs.iter().position(|job| is(job) && !job.forces()) {
             return Some(work.syncs.swap_remove(at));
         }

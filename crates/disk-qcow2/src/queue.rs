@@ -10,9 +10,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// Maximum buffer size of requests in flight, in bytes. Further requests wait.
+/// Maximum total size in bytes of the buffers of slow-path requests in flight. Further requests
+/// wait.
 const BUFFERS: usize = 32 << 20;
-/// Size of buffers that are used again, and maximum number of free ones.
+/// Size in bytes of buffers that are kept for reuse, and maximum number of kept ones.
 const KEPT_LEN: usize = 128 << 10;
 const KEPT: usize = 64;
 
@@ -28,11 +29,12 @@ pub(crate) struct QcowQueue {
     requests: HashMap<u64, Pending>,
     by_tag: HashMap<u32, u64>,
     next_id: u64,
-    /// Requests that were not started, in order. Cancelled requests in this list are skipped.
+    /// Job numbers of requests that were not started, in order. Those of cancelled requests are
+    /// skipped.
     waiting: VecDeque<u64>,
     /// Cancelled requests, until `reap` returns them.
     cancelled: Vec<u64>,
-    /// Buffer size of started requests, in bytes.
+    /// Total size of the buffers of started requests, in bytes.
     in_use: usize,
     /// Free buffers of `KEPT_LEN` bytes.
     kept: Vec<IoBuffer>,
@@ -45,7 +47,7 @@ struct Pending {
     tag: u32,
     request: Request,
     data: Segments,
-    /// True if a thread may have taken the job.
+    /// True if the job was passed to the threads, so that one may be executing it.
     has_begun: bool,
 }
 
@@ -204,8 +206,7 @@ impl Queue for QcowQueue {
         let mut ended = std::mem::take(&mut self.ended);
         self.completions.take(&mut ended);
         for Ended { id, mut result, buffer } in ended.drain(..) {
-            // The request may have been cancelled and ended. For such a request, only the buffer
-            // has to be released.
+            // If the request was cancelled, it has already ended. Then only its buffer is released.
             if let Some(pending) = self.remove(id) {
                 if let (Op::Read, Ok(()), Some(buffer)) = (pending.request.op, result, &buffer) {
                     let from = &buffer[..pending.request.len as usize];
@@ -239,14 +240,14 @@ impl Queue for QcowQueue {
         if let Some(buffer) = taken.and_then(|job| job.buffer) {
             self.give_back(buffer);
         }
-        // A started write cannot be cancelled, because a later write of the host must take effect
-        // after it.
+        // A started write is not cancelled: it could still reach the file after a later write of
+        // the host.
         if has_begun && !reads {
             return;
         }
         self.by_tag.remove(&tag);
         self.cancelled.push(id);
-        // `reap` will end the request. The signal makes the I/O thread call it.
+        // The next call of `reap` ends the request. The signal makes the I/O thread call `reap`.
         self.completions.signal();
     }
 
@@ -261,8 +262,9 @@ impl Queue for QcowQueue {
         }
     }
 
-    /// Returns true: the job of a cancelled read may complete while no request is pending, and
-    /// nothing would reap that completion.
+    /// Returns true, because the job of a cancelled read may complete while no request is pending.
+    /// The queue is not reaped then, and a level-triggered descriptor would wake the thread again
+    /// and again.
     fn wakes_by_edges(&self) -> bool {
         true
     }

@@ -1,7 +1,7 @@
 //! Locks on ranges of clusters of the disk.
 //!
 //! A request on the slow path holds the lock of its clusters: shared to read, exclusively to change
-//! them. So a cluster does not move while a request uses it.
+//! them. So a cluster does not get another location in the file while a request uses it.
 
 use parking_lot::{Condvar, Mutex};
 use std::ops::Range;

@@ -2,13 +2,13 @@
 //!
 //! # Order of writes
 //!
-//! A cluster is counted, durably, before anything refers to it. That needs no sync per cluster:
-//! clusters are counted in batches, the *reserve*, from which they are handed out. A file is also
-//! extended, durably, before its new clusters are handed out. A cluster is released only after a
-//! sync that follows the removal of the last reference; until then it is *freed*, and not used
-//! again. So after a crash at any time, there are no errors but leaked clusters: the rest of the
-//! reserve, most of which occupies no space, and freed clusters. Closing the image returns the
-//! reserve.
+//! The reference count of a cluster is above 0 (the cluster is *counted*), durably, before anything
+//! refers to the cluster. That needs no sync per cluster: clusters are counted in batches, which
+//! form the *reserve*, and allocations take clusters from the reserve. A file is also extended,
+//! durably, before its new clusters are allocated. A cluster is released only after a sync that
+//! follows the removal of the last reference; until then it is *freed*, and not used again. So
+//! after a crash at any time, the only defects are leaked clusters: the rest of the reserve, most
+//! of which occupies no space, and the freed clusters. Closing the image returns the reserve.
 
 use crate::header::Header;
 use crate::storage::{FileStorage, IoBuffer, Reach};
@@ -17,7 +17,7 @@ use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::ops::Range;
 
-/// Offset of a refcount block in an entry of the refcount table.
+/// Mask of the bits of a refcount table entry that contain the offset of the refcount block.
 const BLOCK: u64 = !0x1ff;
 /// Size of the first and of the largest reserve in bytes, and its minimum number of clusters.
 const FIRST: u64 = 1 << 20;
@@ -28,12 +28,12 @@ const MAX_TABLE: u64 = 8 << 20;
 /// Maximum number of ranges in the list of freed clusters, and in that of released ones.
 const MAX_FREED: usize = 1 << 16;
 
-/// Clusters that are counted and not used yet.
+/// Adjacent clusters of the reserve: they are counted and not used yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(crate) start: u64,
     pub(crate) len: u64,
-    /// True if the clusters are a new part of the file, so that they contain zeroes.
+    /// True if the file was extended by these clusters, so that they contain zeroes.
     pub(crate) is_fresh: bool,
 }
 
@@ -43,23 +43,24 @@ pub(crate) struct Refcounts {
     order: u32,
     table: Vec<u64>,
     table_offset: u64,
-    /// No cluster before this one is free, except `released` ones.
+    /// Number of the cluster from which the next search starts. Before it, only clusters in
+    /// `released` can be free.
     cursor: u64,
     /// Clusters before the cursor that may be free.
     released: Vec<Range<u64>>,
-    /// True if clusters were released that no search has found yet.
+    /// True if clusters have been released since the last complete search.
     has_released: bool,
     /// Number of counts that searches have read.
     #[cfg(test)]
     pub(crate) searched: u64,
-    /// End of the counted clusters; `None` until it is looked up.
+    /// Number of the first cluster after all counted ones; `None` until it is looked up.
     top: Option<u64>,
     reserve: VecDeque<Span>,
     /// Clusters to release after the next sync.
     freed: Vec<Range<u64>>,
     /// Clusters of the header and of tables. They are never data.
     pub(crate) tables: HashSet<u64>,
-    /// Number of clusters of the next reserve.
+    /// Number of clusters to add to the reserve when it is next filled.
     batch: u64,
     /// True if a write of the refcount table has failed, so that its content in the file is
     /// unknown.
@@ -105,7 +106,7 @@ impl Refcounts {
         self.bits + 3 - self.order
     }
 
-    /// End of the clusters whose offsets fit into an entry.
+    /// Number of clusters whose offsets fit in an L1 or L2 entry.
     fn limit(&self) -> u64 {
         1 << (56 - self.bits)
     }
@@ -130,8 +131,8 @@ impl Refcounts {
         }
     }
 
-    /// Adds the missing refcount blocks of the clusters below `end`. Clusters from `end` on may be
-    /// used for these blocks; the used clusters are returned.
+    /// Adds the missing refcount blocks for the clusters before `end`. The blocks are placed in
+    /// clusters from `end` on. Returns the clusters that were used for that.
     pub(crate) fn cover(
         &mut self,
         file: &FileStorage,
@@ -158,8 +159,9 @@ impl Refcounts {
         self.released.clear();
     }
 
-    /// Changes the counts of clusters, slice by slice. `change` gets the cluster and its count.
-    /// Clusters without a block have no count, and are skipped.
+    /// Changes the counts of clusters, slice by slice. `change` is called with the number of a
+    /// cluster and its count, and returns the new count. Clusters without a block have no count,
+    /// and are skipped.
     pub(crate) fn update(
         &mut self,
         file: &FileStorage,
@@ -201,7 +203,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// End of the counted clusters and of the tables.
+    /// Number of the first cluster after all counted clusters and all tables.
     pub(crate) fn top(&mut self, file: &FileStorage, cache: &mut Cache) -> io::Result<u64> {
         if let Some(top) = self.top {
             return Ok(top);
@@ -230,7 +232,7 @@ impl Refcounts {
     }
 
     /// Finds up to `want` clusters that are not used: released ones, and those from the cursor on.
-    /// No count is read again unless its cluster was released.
+    /// Each count is read only once, unless its cluster is released later.
     fn search(
         &mut self,
         file: &FileStorage,
@@ -242,7 +244,7 @@ impl Refcounts {
         while found.have < want
             && let Some(range) = self.released.pop()
         {
-            // Clusters from the top on are counted when the image is extended.
+            // Clusters from `top` on are not searched: the image is extended to use them.
             let range = range.start..range.end.min(top);
             let left = self.search_range(file, cache, range.clone(), want, &mut found)?;
             if left < range.end {
@@ -255,8 +257,8 @@ impl Refcounts {
         Ok(found.ranges)
     }
 
-    /// Finds clusters of a range that are not used, until there are `want`. Returns the first
-    /// cluster that was not looked at.
+    /// Finds clusters of a range that are not used, until there are `want`. Returns the number of
+    /// the first cluster that was not examined.
     fn search_range(
         &mut self,
         file: &FileStorage,
@@ -291,8 +293,8 @@ impl Refcounts {
         Ok(at.min(range.end))
     }
 
-    /// Adds clusters that may be free. Clusters from the cursor on are left out, because the search
-    /// finds them, and must not find them twice.
+    /// Adds clusters that may be free. Those from the cursor on are left out: the search finds them
+    /// anyway, and would find them twice.
     fn add_released(&mut self, clusters: Range<u64>) {
         let clusters = clusters.start..clusters.end.min(self.cursor);
         if clusters.is_empty() {
@@ -308,7 +310,8 @@ impl Refcounts {
         }
     }
 
-    /// Fills the reserve with at least one cluster, and up to `want` or a batch.
+    /// Adds clusters to the reserve: at least one, and at most `want` or `batch`, whichever is
+    /// larger.
     fn fill(&mut self, file: &FileStorage, cache: &mut Cache, want: u64) -> io::Result<()> {
         if self.is_broken {
             return Err(damaged("a refcount table that could not be written"));
@@ -400,7 +403,7 @@ impl Refcounts {
         if file.grows && end * cluster > file.len() {
             file.set_len(end * cluster)?;
         }
-        // Counts in existing blocks are changed by `update`; new blocks are written afterwards.
+        // `update` changes the counts in existing blocks only. The new blocks are written below.
         self.update(file, cache, base..end, &mut |_, _| 1)?;
         cache.forget(base * cluster, (in_table + in_blocks) * cluster);
         let mut table = self.table.clone();
@@ -453,7 +456,8 @@ impl Refcounts {
         cache: &mut Cache,
         want: u64,
     ) -> io::Result<Span> {
-        // Clusters that were released are used before new ones, which need more space.
+        // Released clusters are used before new ones at the end of the file, so that the file does
+        // not grow.
         if self.reserve.front().is_none_or(|front| front.is_fresh && self.has_released) {
             self.fill(file, cache, want)?;
         }
@@ -468,12 +472,14 @@ impl Refcounts {
         Ok(taken)
     }
 
-    /// Returns clusters, to which nothing refers, to the reserve. Their content is unknown.
+    /// Returns allocated clusters to the reserve. Nothing may refer to them; their content is
+    /// arbitrary.
     pub(crate) fn give_back(&mut self, start: u64, len: u64) {
         self.reserve.push_front(Span { start, len, is_fresh: false });
     }
 
-    /// Removes one reference to each of these clusters, after the next sync.
+    /// Records that one reference to each of these clusters was removed. Their counts are
+    /// decremented after the next sync.
     pub(crate) fn free(&mut self, clusters: Range<u64>) {
         push(&mut self.freed, clusters);
     }

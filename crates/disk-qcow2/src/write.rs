@@ -6,11 +6,11 @@
 //!
 //! When a call returns, its change is in the file, with the tables, so a killed process loses
 //! nothing. After a loss of power, any of the changes since the last sync may be missing, even if
-//! later ones are present. So a table is durable before it becomes reachable. A copy of a cluster
-//! with old content, of which only a part is written, is also durable before it becomes reachable;
-//! otherwise the old content would be lost. A cluster without old content in a new part of the file
-//! needs no sync, because the new part is durably zero. [`refcount`](crate::refcount) has the order
-//! for reference counts.
+//! later ones are present. So a new table is durable before an entry refers to it. If a part of a
+//! cluster with old content is written to a new location, the copy is also durable before the L2
+//! entry refers to it; otherwise the old content could be lost. A cluster without old content needs
+//! no sync if it is in a new part of the file, which is durably zero. For the order of reference
+//! counts, see [`refcount`](crate::refcount).
 
 use crate::format::{Format, Kind, Meta};
 use crate::refcount::Span;
@@ -55,8 +55,8 @@ impl Format {
         let meta = &mut *self.meta();
         let outcome = outcome.and_then(|()| self.link(meta, &steps));
         if let Err(error) = outcome {
-            // New clusters are returned only if the storage is full. After another error, the
-            // content of a table may be unknown, and the clusters are leaked.
+            // New clusters are returned to the reserve only if the storage is full. After another
+            // error, a table in the file may already refer to them, so they are leaked.
             if is_full(&error) {
                 for step in steps.iter().filter(|step| step.moves) {
                     if self.look_up(meta, step.cluster).is_ok_and(|now| now == step.old) {
@@ -112,7 +112,8 @@ impl Format {
         Ok(steps)
     }
 
-    /// Makes sure that the L2 table of a cluster exists and that no snapshot shares it.
+    /// Ensures that the L2 table of a cluster exists and is not shared with a snapshot: creates or
+    /// copies the table if necessary.
     fn own_table(&self, meta: &mut Meta, cluster: u64) -> io::Result<()> {
         let (layout, size) = (&self.layout, self.layout.cluster());
         let old = match self.table(meta, cluster)? {
@@ -124,7 +125,8 @@ impl Format {
         let (at, place) = (start << layout.bits, self.l1_entry(cluster)?);
         meta.cache.forget(at, size);
         if let Some(map) = self.map.get().filter(|_| !is_fresh) {
-            // A damaged image may refer to this cluster as data, although its count was zero.
+            // In a damaged image, the new table's cluster may also be used as data, although its
+            // count was zero. So all clusters are removed from the map.
             map.close(0, layout.size);
         }
         let cache = &mut meta.cache;
@@ -308,9 +310,9 @@ impl Format {
         }
     }
 
-    /// Zeroes a range. Whole clusters become zero clusters; with `keep`, they keep their location.
-    /// Before a cluster changes, `close` is called for its range of the disk, with the lock of the
-    /// tables, so that the map gets no additions meanwhile.
+    /// Zeroes a range. Whole clusters become zero clusters; with `keep`, they stay allocated.
+    /// Before a cluster changes, `close` is called for its range of the disk. The lock of the
+    /// tables is held during that call, so that the cluster is not added to the map again.
     pub(crate) fn zero(
         &self,
         range: Range<u64>,
@@ -360,8 +362,8 @@ impl Format {
         let bytes = first << layout.bits..(end << layout.bits).min(layout.size);
         close(bytes.clone());
         if let Some(data_file) = &self.data_file {
-            // A cluster has the same offset in the data file as in the disk, so it is zeroed in
-            // place.
+            // In an external data file, a cluster has the same offset as on the disk and cannot get
+            // another location. So it is zeroed in place.
             data_file.zero(bytes.start, bytes.end - bytes.start)?;
         }
         let mut old = Vec::with_capacity((end - first) as usize);

@@ -17,8 +17,8 @@ pub(crate) struct CallResult {
     pub(crate) buffer: Vec<u8>,
 }
 
-/// Completion queue of a disk queue. The calls in flight share it, so it outlives the disk queue
-/// until the last of them has completed.
+/// Completion queue of a disk queue. Each call in flight has a reference to it, so it exists until
+/// the last call has completed, even if the disk queue is dropped before.
 pub(crate) struct Completions {
     pub(crate) queue: CompletionQueue<CallResult>,
     disk: Arc<Orphans>,
@@ -35,8 +35,8 @@ impl Completions {
     /// Adds the completion of a call. Ceph's threads call this.
     pub(crate) fn push(&self, result: CallResult) {
         let id = result.id;
-        // The completion is added before the check for an orphan. If the call becomes an orphan
-        // after the check, the owner of the queue finds the completion, and ends the orphan.
+        // The completion is added before the check for an orphan. So if the call becomes an orphan
+        // only after the check, the owner of the queue finds the completion and ends the orphan.
         self.queue.push(result);
         self.ended(id);
     }

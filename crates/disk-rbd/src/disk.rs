@@ -16,9 +16,9 @@ use std::{fmt, io};
 
 /// RBD image of a Ceph cluster.
 ///
-/// If the image has the feature `exclusive-lock`, the first write acquires its lock. The lock moves
-/// to another client when that client writes. The image is closed when the disk and all its queues
-/// are dropped.
+/// If the image has the feature `exclusive-lock`, the first write acquires that lock of Ceph. If
+/// another client then writes to the image, Ceph passes the lock to that client. The image is
+/// closed when the disk and all its queues are dropped.
 #[derive(Clone)]
 pub struct RbdDisk(Shared);
 
@@ -31,8 +31,9 @@ impl RbdDisk {
         Self::open_excluding(spec, &[], true)
     }
 
-    /// Opens the image without a cache in this process. A write completes when the cluster has
-    /// stored it, so [checkpoints](Disk::checkpoint) for crash recovery cost nothing in addition.
+    /// Opens the image without a cache in this process. Each write completes only when the cluster
+    /// has stored it, as crash recovery requires. So [checkpoints](Disk::checkpoint) do not slow
+    /// writes down further.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -73,7 +74,8 @@ impl RbdDisk {
         state.get(KEY).is_some()
     }
 
-    /// Opens the image, after the cluster has blocked the clients `dead`.
+    /// Opens the image after the clients `dead` were added to the cluster's blocklist. `caches`
+    /// permits librbd's cache.
     fn open_excluding(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
@@ -137,15 +139,15 @@ impl Disk for RbdDisk {
         self.0.opened.name.clone()
     }
 
-    /// Returns the checkpoint. From now on, a write completes when the cluster has stored it; with
-    /// a cache, each write is followed by a flush for that purpose.
+    /// Returns the checkpoint. From then on, a write completes only when the cluster has stored it.
+    /// If librbd has a cache, this layer flushes it after each write.
     fn checkpoint(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         let Shared { opened, info } = &self.0;
         let Some(image) = &opened.image else {
             return Err(CheckpointError::Unfenced { disk: self.name(), why: "it is closed" });
         };
-        // The dead process cannot change the image through a read-only client, so the client need
-        // not be blocked.
+        // A read-only client cannot change the image after the death of the process, so the next
+        // process need not add it to the blocklist, and its address is not stored.
         let mut clients = Vec::new();
         if !info.read_only {
             let system = |source| CheckpointError::System { disk: self.name(), source };

@@ -1,9 +1,9 @@
 //! Exit of the process while images are open.
 //!
 //! A separate thread closes an image, because closing may wait for the cluster. At the exit of the
-//! process, the destructors of Ceph's libraries run while other threads are active; they crash if a
-//! thread is closing an image. So the exit waits, with a limit, until images are closed. If images
-//! are still open afterwards, the process exits without running the destructors.
+//! process, the destructors of Ceph's libraries run while other threads are still active, and crash
+//! if one of these threads is closing an image. So the exit waits, with a limit, until images are
+//! closed. If images are still open afterwards, the process exits without running the destructors.
 
 use parking_lot::{Condvar, Mutex};
 use std::time::Duration;
@@ -21,7 +21,7 @@ struct OpenImages {
 static OPEN_IMAGES: Mutex<OpenImages> = Mutex::new(OpenImages { open: 0, closing: 0 });
 static CHANGED: Condvar = Condvar::new();
 
-/// Entry of one image in the counts. Dropping the value records that the image is closed.
+/// Registration of one open image in the counts. Dropping it records that the image is closed.
 pub(crate) struct Counted {
     is_closing: bool,
 }

@@ -15,10 +15,10 @@
 //!
 //! Ceph is required neither to build nor to install this crate: its libraries are loaded (`dlopen`)
 //! when an image is opened. All calls for requests are asynchronous: the I/O thread starts them,
-//! and Ceph's threads complete them. They use buffers of the queue and never guest memory: a call
-//! cannot be cancelled, and guest memory may be unmapped at any time. If a request is cancelled,
-//! the results of its reads are ignored, and its writes become [orphans](shadowbell_disk::Orphans)
-//! until Ceph completes them.
+//! and Ceph's threads complete them. The calls use buffers of the queue and never guest memory,
+//! because a call cannot be cancelled, and guest memory may be unmapped at any time. If a request
+//! is cancelled, the results of its reads are ignored, and its writes become
+//! [orphans](shadowbell_disk::Orphans) until Ceph completes them.
 //!
 //! # Durability
 //!
@@ -32,9 +32,9 @@
 //!
 //! Without the cache, a write fails with [`NoSpace`](shadowbell_disk::DiskError::NoSpace) if the
 //! pool or a quota is full. Operations that need no space continue to work: reads, overwrites of
-//! existing objects, discards, opening an image. With the cache, such an error would lose writes
-//! that have completed already. So writes wait for space, and so do later flushes and the opening
-//! of an image.
+//! existing objects, discards, opening an image. With the cache, an error would come after the
+//! completion of the write, and its data would be lost. So with the cache, writes wait until there
+//! is space, and later flushes and the opening of an image wait too.
 //!
 //! # Discards
 //!

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Waker;
 
-/// Maximum buffer size of calls in flight, in bytes. Further calls wait.
+/// Maximum total size in bytes of the buffers of calls in flight. Further calls wait.
 const BUFFERS: u64 = 32 << 20;
 /// Maximum length of one call in bytes, for a call with data and for a call that writes zeroes.
 const DATA: u64 = 4 << 20;
@@ -58,15 +58,15 @@ impl Calls {
 /// Call of librbd in flight: its task, and the range of the task's request that it covers.
 struct Subrequest {
     task: u32,
-    /// Number of the task. It shows whether the key still belongs to the same task: a cancelled
-    /// request may have ended, and its key may have been used again. [`RELEASED`] for a call that
-    /// was released from its task.
+    /// Number of the task. If the task with this key has another number, the original one was
+    /// cancelled and has ended, and its key was reused. [`RELEASED`] for a call that no longer
+    /// belongs to a task.
     number: u64,
     at: u64,
     len: u64,
 }
 
-/// Task number of a call that no task waits for.
+/// Task number of a call whose task has been cancelled and does not wait for it.
 const RELEASED: u64 = 0;
 
 pub(crate) struct RbdQueue {
@@ -74,11 +74,11 @@ pub(crate) struct RbdQueue {
     bounds: Bounds,
     /// Completions, which Ceph's threads add.
     completions: Arc<Completions>,
-    /// Waker for the ends of orphans.
+    /// Waker of this queue, called when an orphan that a request waits for has ended.
     waker: Waker,
     /// Value of `Orphans::ended` when blocked requests were last checked.
     orphans_ended: u64,
-    /// Requests. A request in the waiting list has calls to start.
+    /// Requests that have not ended. Those in the waiting list have calls that are not started yet.
     tasks: Tasks<Task>,
     /// Number of tasks so far.
     count: u64,
@@ -202,7 +202,7 @@ impl RbdQueue {
             return;
         };
         let task = self.tasks.get_mut(key).filter(|task| task.number == number);
-        // The task of a cancelled call may have ended. For such a call, only its buffers have to be
+        // If the call was cancelled, its task has ended. Then only the buffer of the call is
         // released.
         let Some(task) = task.filter(|task| task.in_flight != 0) else { return };
         task.in_flight -= 1;
@@ -239,8 +239,9 @@ impl RbdQueue {
         }
     }
 
-    /// Ends a request early with `error`. Its started reads are cut off, and its started writes
-    /// become orphans, unless there are too many. Then it ends when these have ended.
+    /// Ends a request early with `error`. The results of its started reads are ignored, and its
+    /// started writes become orphans. If there are too many orphans, the request ends only after
+    /// its started writes.
     fn end_early(&mut self, key: u32, error: DiskError) {
         let Some(task) = self.tasks.get_mut(key) else { return };
         let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
@@ -266,7 +267,7 @@ impl RbdQueue {
         task.outcome = task.outcome.and(Err(error));
         task.in_flight -= released;
         self.tasks.wait_first(key);
-        // `reap` will end the request. The signal makes the I/O thread call it.
+        // The next call of `reap` ends the request. The signal makes the I/O thread call `reap`.
         self.completions.queue.signal();
     }
 }
@@ -388,8 +389,9 @@ impl Queue for RbdQueue {
         Some(self.completions.queue.as_fd())
     }
 
-    /// Returns true: the call of a cancelled read may complete while no request is pending, and
-    /// nothing would reap that completion.
+    /// Returns true, because the call of a cancelled read may complete while no request is pending.
+    /// The queue is not reaped then, and a level-triggered descriptor would wake the thread again
+    /// and again.
     fn wakes_by_edges(&self) -> bool {
         true
     }
@@ -412,7 +414,8 @@ mod tests {
     use shadowbell_testing::disks::{memory, segments};
     use std::sync::atomic::AtomicBool;
 
-    /// State of a disk whose cluster does not answer: no call completes by itself.
+    /// State of a disk whose cluster does not answer. Calls complete only when the test completes
+    /// them.
     fn hung() -> Shared {
         let opened = Opened {
             image: None,
@@ -492,7 +495,7 @@ mod tests {
         complete(&queue.completions, id, 512);
         queue.cancel(1);
         assert_eq!(orphans.len(), 1);
-        // The clone stands for the reference of a call in flight to the completions.
+        // This clone takes the place of the reference that a call in flight has.
         let completions = Arc::clone(&queue.completions);
         drop(queue);
         assert!(orphans.is_empty());

@@ -5,9 +5,9 @@
 //! Requests that the dead process has sent may still be in flight, and Ceph's servers (OSDs)
 //! execute them when they arrive. So the next process adds the dead client to the cluster's
 //! *blocklist*, by the address in the checkpoint, and waits for the cluster's new map. Each request
-//! of the next process carries the version of that map, so the OSD obtains the map before it
-//! executes the request. An OSD with that map refuses all requests of the dead client. librbd
-//! breaks the `exclusive-lock` of an image in the same way.
+//! of the next process contains the version of that map. An OSD obtains this version before it
+//! executes the request, and from then on refuses all requests of the dead client. librbd breaks
+//! the `exclusive-lock` of an image in the same way.
 //!
 //! An entry of the blocklist expires after an hour (`mon_osd_blocklist_default_expire`). Adding an
 //! entry requires a user with the capability for it (`profile rbd`).

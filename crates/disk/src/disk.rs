@@ -26,16 +26,17 @@ pub enum WaitReason<'a> {
     Unavailable(&'a str),
 }
 
-/// Callback that waits a moment. It is called repeatedly while a disk cannot be recovered yet.
-/// Returns false if the caller has to stop waiting.
+/// Callback that waits for a short time and returns true, or returns false if the caller has to
+/// stop waiting. It is called repeatedly while a disk cannot be recovered yet.
 pub type Wait<'a> = &'a dyn Fn(WaitReason<'_>) -> bool;
 
 /// A block device that a namespace stores its data on. Shared by all threads.
 ///
-/// A disk can be a layer over another disk, which it returns from [`inner`](Self::inner). Provided
-/// methods forward to the inner disk; "default" below means the result without an inner disk. Sizes
-/// ([`resized`](Self::resized), [`with_writes`](Self::with_writes)) and memory ([`map`](Self::map))
-/// are not forwarded: a layer has to implement these methods itself.
+/// A disk can be a layer over another disk, which it returns from [`inner`](Self::inner). The
+/// provided methods call the same method of the inner disk. "Default" below is their result if
+/// there is no inner disk. Sizes ([`resized`](Self::resized), [`with_writes`](Self::with_writes))
+/// and memory ([`map`](Self::map)) are not forwarded: a layer has to implement these methods
+/// itself.
 pub trait Disk: Any + Send + Sync + fmt::Debug {
     /// Properties of the disk, such as block size and capacity.
     fn info(&self) -> DiskInfo;
@@ -149,8 +150,9 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
 
     /// Serializes the disk for a checkpoint, from which the next process recovers the disk after a
     /// crash of this one, even if requests are in flight. Adds the disk's descriptors to `fds`.
-    /// None of them may be the open file that requests use: the kernel must close that file when
-    /// the last request ends, which fences the dead process. Default: [`CheckpointError::Mortal`].
+    /// None of them may be the open file that requests use. That file must be closed when the last
+    /// request of the dead process ends, because its lock is the fence. Default:
+    /// [`CheckpointError::Mortal`].
     ///
     /// # Errors
     /// [`CheckpointError`].
@@ -163,8 +165,8 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
 
     /// Sets the callback for changes of the state that [`checkpoint`](Self::checkpoint) returns.
     /// The thread that detects a change calls it, before any host can see the change. A disk and
-    /// the disks [made from it](Self::resized) share one callback: the one set last. Default: no
-    /// changes.
+    /// the disks [made from it](Self::resized) share one callback; a new one replaces it. Default:
+    /// the callback is never called, because the state does not change.
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
         if let Some(inner) = self.inner() {
             inner.on_change(changed);
@@ -192,10 +194,10 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
 /// One thread's queue on a disk.
 ///
 /// A queue of a layer returns the queue of the disk below from [`inner`](Self::inner) and
-/// [`inner_mut`](Self::inner_mut). Provided methods forward to that queue; "default" below means
-/// the result without an inner queue. Requests with other data
-/// ([`submit_with_metadata`](Self::submit_with_metadata), [`write_bytes`](Self::write_bytes)) are
-/// not forwarded.
+/// [`inner_mut`](Self::inner_mut). The provided methods call the same method of that queue.
+/// "Default" below is their result if there is no inner queue. Exceptions are
+/// [`submit_with_metadata`](Self::submit_with_metadata) and [`write_bytes`](Self::write_bytes),
+/// which a layer has to implement itself.
 pub trait Queue {
     /// Queue of the disk below this layer. Default: none.
     fn inner(&self) -> Option<&dyn Queue> {
@@ -257,7 +259,7 @@ pub trait Queue {
     }
 
     /// Marks the requests submitted from now on as replays. A dead process may have executed them
-    /// already, so a zone write behind the zone's write pointer is no error.
+    /// already. So a write to a zone that the write pointer has already passed is no error.
     fn set_replays(&mut self, replays: bool) {
         if let Some(inner) = self.inner_mut() {
             inner.set_replays(replays);
@@ -269,8 +271,8 @@ pub trait Queue {
         self.inner().is_some_and(|inner| inner.schedules_sources())
     }
 
-    /// Sets the host's submission queue that the following requests come from. `source` is a small
-    /// number that the caller assigns to the submission queue.
+    /// Announces that the following requests come from the host's submission queue `source`, a
+    /// small number that the caller has assigned to that queue.
     fn begin_turn(&mut self, source: u32) {
         if let Some(inner) = self.inner_mut() {
             inner.begin_turn(source);
@@ -315,9 +317,9 @@ pub trait Queue {
         }
     }
 
-    /// Calls `done` for each completed request, with its buffer. Does not block. Work that the
-    /// queue itself starts during the call is in flight when the call returns, without a
-    /// [`commit`](Self::commit): the caller may sleep afterwards.
+    /// Calls `done` for each completed request, with its buffer. Does not block. Requests to the
+    /// storage that the queue itself prepares during this call are submitted before it returns. So
+    /// the caller need not call [`commit`](Self::commit) before it sleeps.
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         if let Some(inner) = self.inner_mut() {
             inner.reap(done);
@@ -359,14 +361,15 @@ pub trait Queue {
     /// File descriptor that is readable while [`reap`](Self::reap) has completions to report;
     /// `None` for a disk that never leaves a request pending.
     ///
-    /// The caller must treat an `EINTR` of its wait as a wake-up too: the kernel delivers io_uring
-    /// completions to a sleeping thread that way.
+    /// If the wait for this descriptor ends with `EINTR`, the caller must call [`reap`](Self::reap)
+    /// too: the kernel may wake a sleeping thread that way for io_uring completions.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner()?.wake_fd()
     }
 
-    /// Timer descriptor that becomes readable when a deadline expires for which
-    /// [`reap`](Self::reap) has work. It stays readable until that call. Default: none.
+    /// Descriptor that becomes readable when [`reap`](Self::reap) has work at a certain time, for
+    /// example to start a delayed request. It stays readable until the next call of `reap`.
+    /// Default: none.
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner()?.timer_fd()
     }

@@ -3,8 +3,8 @@
 use crate::format::ImageFormat;
 use std::io;
 
-/// Maximum size of a memory disk in bytes. The disk must fit the address space in one piece. On
-/// x86-64 that space has 128 TiB, and the program and its libraries divide it.
+/// Maximum size of a memory disk in bytes. The disk needs contiguous addresses. An x86-64 process
+/// has 128 TiB of address space, but the program and its libraries are in between.
 pub const MAX_MEMORY: u64 = 64 << 40;
 
 /// Error of opening a disk. Each message says what is wrong, where, and what to do.
@@ -41,7 +41,7 @@ pub enum OpenError {
         /// Path of the file.
         path: String,
     },
-    /// The process that opens images on request refused this image.
+    /// Opening was refused, for example by the process that opens images on request.
     #[error("{path}: {why}")]
     OpenRefused {
         /// Path of the file.
@@ -133,7 +133,7 @@ pub enum OpenError {
     Busy {
         /// Path of the file.
         path: String,
-        /// Kind of the lock holder, as far as the kernel reports it.
+        /// Description of the other user of the file, as far as it is known.
         what: &'static str,
         /// True if the disk was to be opened writable.
         writable: bool,
@@ -178,7 +178,7 @@ pub enum OpenError {
     },
 }
 impl OpenError {
-    /// True if the same disk may be usable later: its file is missing, or in use.
+    /// True if the cause may be temporary: the file is missing, or is in use.
     #[must_use]
     pub fn can_pass(&self) -> bool {
         match self {

@@ -33,8 +33,8 @@ pub(super) struct Task {
     pub(super) stage: Stage,
     /// Buffer for the stored metadata.
     pub(super) stored: Option<SharedBytes>,
-    /// Cache versions that were taken before the read of the stored metadata, while that read is in
-    /// flight.
+    /// Versions of the cache lines before the read of the stored metadata. `Some` while that read
+    /// is in flight.
     pub(super) versions: Option<Versions>,
     /// True if a write of the metadata has started.
     pub(super) has_written: bool,
@@ -46,7 +46,7 @@ pub(super) struct Task {
 /// Kind of access to the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Transfer {
-    /// Passes the request on, without metadata.
+    /// Passes the request to the disk below unchanged, without access to metadata.
     Plain,
     Read,
     /// Compares the data and reads the metadata.
@@ -90,7 +90,7 @@ impl Task {
             Op::Write { .. } => Transfer::Write,
             Op::WriteZeroes { .. } | Op::Discard => Transfer::Zero,
             Op::Flush | Op::Verify => Transfer::Plain,
-            // This layer or the disk below refuses these operations.
+            // These operations are refused, by this layer or by the disk below.
             Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => Transfer::Plain,
         }
     }
@@ -114,13 +114,13 @@ impl Task {
         Ok(())
     }
 
-    /// True if the disk below can use the buffer of the request directly. Metadata that follow the
-    /// data in the buffer are ignored there.
+    /// True if the buffer of the request can be passed to the disk below directly. It ignores
+    /// metadata that follow all data in the buffer.
     pub(super) fn is_direct(&self) -> bool {
         self.metadata.buffer != MetadataBuffer::Extended
     }
 
-    /// Allocates a buffer for data that are read for a check and not returned to the host.
+    /// Allocates a buffer for a Verify that has to check the data, because the host provides none.
     pub(super) fn provide(&mut self, layout: &Layout) -> Result<(), DiskError> {
         if self.request.op == Op::Verify && self.transfer(layout) == Transfer::Read {
             let mapping = Mapping::anonymous(self.request.len).map_err(|_| DiskError::Io(12))?;
@@ -129,7 +129,8 @@ impl Task {
         Ok(())
     }
 
-    /// Selects the data in the buffer for the disk below, without the metadata between them.
+    /// Adds the data in the host's buffer to `into`, for the disk below, without the metadata after
+    /// each block (extended LBA).
     pub(super) fn select(&self, layout: &Layout, into: &mut Segments) -> Result<(), DiskError> {
         let (len, block) = (self.request.len as usize, layout.block_size as usize);
         let stride = block + usize::from(layout.format.size);

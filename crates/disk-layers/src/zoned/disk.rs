@@ -9,8 +9,8 @@ use shadowbell_disk::{
 use std::io;
 use std::sync::Arc;
 
-/// Zoned disk (ZNS) on another disk, which must be memory or a raw image. The zone table is in the
-/// first part of the disk below.
+/// Zoned disk (ZNS) on another disk, which must be memory or a raw image. The first part of the
+/// disk below contains the zone table.
 #[derive(Clone, Debug)]
 pub struct ZonedDisk {
     inner: Arc<dyn Disk>,
@@ -19,8 +19,8 @@ pub struct ZonedDisk {
 
 impl ZonedDisk {
     /// Opens the zones on `disk`, or creates them if the first page is zero. Open zones become
-    /// closed, as after a power cycle. They stay open if `recovers` is true: then this process
-    /// continues the disk of another process, and the host does not notice the change.
+    /// closed, as after a power cycle. If `recovers` is true, they stay open, because this process
+    /// continues the disk of another one, and the host must not notice that.
     ///
     /// # Errors
     /// A sentence with the reason.
@@ -101,8 +101,8 @@ impl Disk for ZonedDisk {
         let (mut at, end) = (offset, offset.saturating_add(len));
         let size = self.zones.format().size;
         while at < end {
-            // Each step covers at most one zone, which bounds the time between two calls of
-            // `report`.
+            // At most one zone is looked up per step, so the time between two calls of `report` is
+            // bounded.
             let to = end.min((at / size + 1) * size);
             let written = self.zones.written(at, to - at, false).unwrap_or_default();
             let data = written.first().map_or(0, |piece| piece.len);

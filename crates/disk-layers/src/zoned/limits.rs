@@ -7,17 +7,17 @@ use shadowbell_spec::zns::ZoneState;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-/// State of a zone in memory: its record of the stored table, and its requests in flight.
+/// State of a zone in memory: a copy of its record in the zone table, and its writes in flight.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Zone {
     pub(super) record: Record,
     /// True while a reset discards the data of the zone.
     pub(super) resetting: bool,
-    /// Number of writes in flight that have a position in the zone.
+    /// Number of writes in flight to the zone.
     pub(super) in_flight: u32,
 }
 
-/// State of all zones, which the lock protects.
+/// State of all zones of a disk, protected by the lock of [`ZoneSet`](super::zones::ZoneSet).
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) zones: Vec<Zone>,
@@ -64,8 +64,7 @@ impl State {
         let before = self.zones[index].record;
         self.count(index, before.state, record.state, table.layout.format.max_open != 0);
         self.zones[index].record = record;
-        // Storing cannot fail: the table is mapped memory, and the zones of a read-only disk do not
-        // change.
+        // `store` fails only on read-only memory, and the zones of a read-only disk never change.
         let _ = table.store(index as u64, record);
     }
 
@@ -82,7 +81,8 @@ impl State {
         if is_too_much { Err(DiskError::TooManyActiveZones) } else { Ok(()) }
     }
 
-    /// Makes room for one more open zone. Closes the oldest implicitly opened zone if necessary.
+    /// Ensures that one more zone may become open. At the limit, closes the zone that was
+    /// implicitly opened first.
     pub(super) fn make_room(&mut self, table: &Table) -> Result<(), DiskError> {
         let most = table.layout.format.max_open;
         if most == 0 || self.open < most {
@@ -93,8 +93,8 @@ impl State {
         Ok(())
     }
 
-    /// Checks that `more` additional zones may become open. Implicitly opened zones do not count,
-    /// because they can be closed.
+    /// Checks that `more` additional zones may become open. Implicitly opened zones are not
+    /// counted, because they can be closed.
     pub(super) fn check_open(&self, table: &Table, more: u32) -> Result<(), DiskError> {
         let most = table.layout.format.max_open;
         let fixed = self.open.saturating_sub(self.implicit.len() as u32);

@@ -12,10 +12,11 @@ use std::sync::Arc;
 pub(super) enum Reset {
     /// The reset has ended: the zone is empty.
     Finished,
-    /// Writes or another reset are in flight in the zone. The [`Bell`] notifies the caller when it
-    /// may try again.
+    /// Writes or another reset are in flight in the zone. When the caller may try again, its
+    /// [`Bell`] is rung.
     Wait,
-    /// Discard this many bytes, then [end the reset](ZoneSet::end_reset).
+    /// The caller has to discard this many bytes from the start of the zone, then [end the
+    /// reset](ZoneSet::end_reset).
     Discard(u64),
 }
 
@@ -60,7 +61,7 @@ impl ZoneSet {
         Ok(())
     }
 
-    /// Applies an action other than Reset to all zones in a suitable state.
+    /// Applies an action other than Reset to all zones whose state permits it (Select All).
     pub(super) fn manage_all(&self, action: ZoneAction) -> Result<(), DiskError> {
         let mut state = self.state.lock();
         let (which, to): (fn(ZoneState) -> bool, _) = match action {
@@ -75,7 +76,7 @@ impl ZoneSet {
             .filter(|index| which(state.zones[*index].record.state))
             .collect();
         if action == ZoneAction::Open {
-            // The action applies to all of these zones or to none.
+            // If there would be too many open zones, none is opened.
             state.check_open(&self.table, concerned.len() as u32)?;
         }
         for index in concerned {

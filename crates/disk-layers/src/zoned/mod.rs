@@ -10,11 +10,11 @@
 //! | `report` | Report Zones |
 //! | `disk`, `queue`, `task` | the disk, one thread's queue, and a request |
 //!
-//! A write takes its position when it is submitted, under a lock of the disk. The lock is held for
-//! a few instructions only, so write pointers never wait for the storage. The zone table is in the
-//! first part of the disk below, which is mapped as memory. It is updated by stores to that memory
-//! and survives the process together with the data. A reset waits for the writes in flight in its
-//! zone.
+//! When a write is submitted, the write pointer is advanced under a lock of the disk. The lock is
+//! held for a few instructions only, and never while storage is accessed. The zone table is in the
+//! first part of the disk below, which is mapped as memory. It is updated by stores to that memory.
+//! So it survives a crash of the process, as the data do. A reset waits for the writes in flight in
+//! its zone.
 
 mod disk;
 mod limits;

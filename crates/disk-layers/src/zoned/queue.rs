@@ -14,9 +14,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Maximum number of zones that a reset of all zones handles in one pass.
+/// Maximum number of steps of a reset in one call of `advance`. It bounds the time in which a reset
+/// of all zones delays other requests.
 const AT_ONCE: u32 = 64;
-/// Tag of requests that the queue itself sends to the disk below.
+/// Tag of requests to the disk below that belong to no request of the host.
 const INTERNAL: u32 = u32::MAX;
 /// Maximum number of free segment lists to keep.
 const MAX_POOLED: usize = 16;
@@ -26,7 +27,8 @@ pub(super) struct ZonedQueue {
     zones: Arc<ZoneSet>,
     bounds: Bounds,
     discards: bool,
-    /// True if a FUA write needs a flush, because the zone table is in the page cache.
+    /// True if a FUA write is followed by a flush of the disk below, because FUA alone would not
+    /// make the write pointer in the zone table durable.
     syncs: bool,
     read_only: bool,
     bell: Arc<Bell>,
@@ -35,7 +37,7 @@ pub(super) struct ZonedQueue {
     tasks: Tasks<Task>,
     serial: u64,
     replays: bool,
-    /// Offsets at which completed Zone Appends have written, by tag.
+    /// Offsets at which completed Zone Appends have written their data, by the tag of the request.
     appended_at: HashMap<u32, u64>,
     pooled: Vec<Segments>,
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
@@ -69,7 +71,8 @@ impl ZonedQueue {
         })
     }
 
-    /// Translates a range to the disk below.
+    /// Creates the request to the disk below for a range of the zoned disk: it adds the offset of
+    /// the data.
     fn below(&self, op: Op, offset: u64, len: u64) -> Request {
         Request { op, offset: self.zones.layout().data + offset, len }
     }
@@ -98,8 +101,9 @@ impl ZonedQueue {
         }
     }
 
-    /// Flushes the data and the write pointer after the FUA write of a task. `own` is the buffer of
-    /// the task. If the flush completes inline, the buffer is returned in `data`.
+    /// Starts the flush after a FUA write, which makes the data and the write pointer durable.
+    /// `own` is the buffer of the task. If the flush completes inline, the buffer is returned in
+    /// `data`.
     fn flush(&mut self, key: u32, own: Segments, data: &mut Segments) -> Submitted {
         if let Some(task) = self.tasks.get_mut(key) {
             (task.kind, task.data) = (Kind::Flush, own);
@@ -138,7 +142,8 @@ impl ZonedQueue {
     /// Executes Read, Compare and Verify. Written parts are read from the disk below; the rest is
     /// zero.
     fn read(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        // A Verify may be a background check by the controller, which ignores zone boundaries.
+        // A Verify may come from a device self-test, which may verify a range that spans several
+        // zones.
         let across = self.zones.format().read_across || request.op == Op::Verify;
         let pieces = match self.zones.written(request.offset, request.len, across) {
             Ok(pieces) => pieces,
@@ -157,7 +162,8 @@ impl ZonedQueue {
         }
     }
 
-    /// Zeroes the unwritten parts of the buffer, or compares them with zeroes.
+    /// Handles the parts of a request that were never written: a Read zeroes them in the buffer,
+    /// and a Compare compares the buffer with zeroes.
     fn gaps(request: &Request, pieces: &[Piece], data: &Segments) -> Result<(), DiskError> {
         let end = request.offset + request.len;
         let starts = pieces.iter().map(|piece| piece.offset).chain([end]);
@@ -233,7 +239,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Changes the state of one zone, or of all zones in a suitable state.
+    /// Executes a Zone Send Action on one zone, or on all zones whose state permits it.
     fn manage(
         &mut self,
         (tag, request): (u32, &Request),
@@ -264,7 +270,7 @@ impl ZonedQueue {
         if self.advance(key) { self.finish_now(key, data) } else { Submitted::Pending }
     }
 
-    /// Continues a reset, for a bounded time. Returns true if the reset has ended.
+    /// Continues a reset by a bounded number of steps. Returns true if the reset has ended.
     fn advance(&mut self, key: u32) -> bool {
         for _ in 0..AT_ONCE {
             let Some(task) = self.tasks.get_mut(key) else { return false };
@@ -297,7 +303,7 @@ impl ZonedQueue {
                         Submitted::Pending => return false,
                         Submitted::Done(outcome) => self.discarded(key, outcome),
                     }
-                    // The next piece is discarded in a later pass, so that other work is not
+                    // The next part is discarded in a later pass, so that other requests are not
                     // delayed.
                     self.bell.ring(serial);
                     return false;
@@ -314,7 +320,7 @@ impl ZonedQueue {
         false
     }
 
-    /// Records that a piece of a zone's data has been discarded.
+    /// Records the result of a discard of one part of a zone's data.
     fn discarded(&mut self, key: u32, outcome: Result<(), DiskError>) {
         let longest = self.inner.longest_inline();
         let Some(task) = self.tasks.get_mut(key) else { return };
@@ -403,7 +409,7 @@ impl Queue for ZonedQueue {
         false
     }
 
-    // Hints are not passed on, because offsets on the disk below differ.
+    // The disk below must not get hints, because they contain offsets of this disk.
     fn uses_prefetch_hints(&self) -> bool {
         false
     }
@@ -419,7 +425,7 @@ impl Queue for ZonedQueue {
         }
         let placed = match request.op {
             Op::Read | Op::Compare | Op::Verify => return self.read(tag, request, data),
-            // A discard has no effect. Only a reset returns space.
+            // A discard is ignored, because written blocks of a zone cannot change before a reset.
             Op::Discard => return Submitted::Done(Ok(())),
             Op::CompareAndWrite { .. } => return Submitted::Done(Err(DiskError::Unsupported)),
             Op::Flush => return self.submit_below((tag, Kind::Plain), request, data),
@@ -471,7 +477,8 @@ impl Queue for ZonedQueue {
                 done(tag, outcome, data);
             }
         }
-        // A request that was started during this call must be in flight when the call returns.
+        // Requests to the disk below that this call has submitted must be started before it
+        // returns.
         self.inner.commit();
     }
 
@@ -480,7 +487,8 @@ impl Queue for ZonedQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         match task.kind {
             Kind::Reset { stage: Stage::Asking, .. } => {
-                // The request ends when the queue takes the notification.
+                // The queue's next `reap` takes this notification, and ends the request with that
+                // outcome.
                 task.outcome = Err(DiskError::Cancelled);
                 self.bell.ring(task.serial);
             }

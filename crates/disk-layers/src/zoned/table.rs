@@ -2,7 +2,8 @@
 //!
 //! The first part of the disk below is the table: a page with the zone format, a 64-bit word per
 //! zone, and the zone descriptor extensions. A word is stored atomically and contains its own
-//! checksum, so a crash cannot leave half of a state. The data follow the table.
+//! checksum. So after a crash, a word is either old or new, and damage is detected. The data follow
+//! the table.
 
 use shadowbell_disk::ZoneFormat;
 use shadowbell_memory::SharedBytes;
@@ -20,8 +21,8 @@ const ALIGNMENT: u64 = 1 << 20;
 /// Size in bytes of the checksum that precedes an extension.
 const SEAL: usize = 8;
 
-/// Fields of a zone's word: mask of the number of written blocks, shift of the state, flag of an
-/// extension, and shift of the checksum.
+/// Fields of a zone's word in the table: mask of the number of written blocks, bit position of the
+/// state, flag that the zone has an extension, and bit position of the checksum.
 const WRITTEN: u64 = (1 << 40) - 1;
 const STATE: u32 = 40;
 const HAS_EXTENSION: u64 = 1 << 44;
@@ -101,7 +102,7 @@ impl Layout {
         self.end() <= bytes
     }
 
-    /// End of the used part of the disk below.
+    /// End of the used part of the disk below, in bytes.
     fn end(&self) -> u64 {
         let last = self.zones.saturating_sub(1).saturating_mul(self.format.size);
         self.data.saturating_add(last).saturating_add(self.format.capacity)
@@ -213,8 +214,8 @@ impl Table {
         Self { layout, memory }
     }
 
-    /// Writes an empty table. The header is written last, so a table without a header is
-    /// incomplete.
+    /// Writes a table of empty zones. The header is written last. So after a crash during this call
+    /// there is no header, and the table is created again.
     pub(super) fn create(&self) -> Option<()> {
         (0..self.layout.zones).try_for_each(|zone| self.store(zone, Record::EMPTY))?;
         self.memory.write_from(0, &self.layout.header())
