@@ -644,8 +644,8 @@ fn a_copy_reads_from_other_namespaces() {
             assert_eq!(host.peek(page, 512), [[nsid, block]; 256].concat(), "{format} {at}");
         }
     }
-    // Formats 0h and 1h ignore the NSID in the descriptor: the source namespace is that of the
-    // destination.
+    // In descriptor formats 0h and 1h, the NSID is ignored: source and destination are in the same
+    // namespace.
     let sqe = copy_between(&mut host, 1, 3000, &[(2, 5, 1)]);
     assert_eq!(host.run(&mut queue, sqe), (Status::SUCCESS, 0));
     let page = host.alloc(4096);
@@ -688,7 +688,7 @@ fn a_bad_source_namespace_has_its_status() {
         let sqe = copy_between(&mut host, 2, 100, &ranges);
         assert_eq!(host.run(&mut queue, sqe).0.code(), expected, "{ranges:?}");
     }
-    // A reset disables the formats.
+    // A reset disables the additional descriptor formats.
     host.disable();
     host.enable();
     let mut queue = host.create(1, 64, false);
@@ -696,7 +696,7 @@ fn a_bad_source_namespace_has_its_status() {
     assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD);
 }
 
-/// Test of the removal of a copy's source namespace while it is being read.
+/// The source namespace of a copy is removed while the copy reads it. The copy ends with an error.
 #[test]
 fn a_copy_ends_with_its_source_namespace() {
     let held = Held::new(1024);

@@ -24,7 +24,7 @@ fn self_test(stc: u8, nsid: u32) -> Sqe {
     DeviceSelfTest { stc }.encode(Sqe::new(0x14, 0, nsid))
 }
 
-/// Reads `len` bytes of a log page, with the other fields of `request`.
+/// Reads `len` bytes of the log page that `request` selects; the length in `request` is ignored.
 fn page(host: &mut Host, request: GetLogPage, len: u32) -> Result<Vec<u8>, Status> {
     let fields = GetLogPage { numd0: len / 4 - 1, ..request };
     host.page(Sqe::get_log_page(0, fields, 0)).map(|page| page[..len as usize].to_vec())
@@ -82,7 +82,8 @@ fn an_unreadable_piece_fails_the_self_test() {
     }
     let result = run_until_over(&mut host).results[0];
     assert_eq!((result.dsts, result.segment, result.nsid.get()), (0x17, 3, 1));
-    // Failing LBA: start of the second of 32 pieces of 64 KiB, which are distributed over 512 MiB.
+    // The self-test reads 32 pieces of 64 KiB, which are distributed over 512 MiB. The failing LBA
+    // is the start of the second piece.
     assert_eq!(result.flba.get(), ((512 << 20) - (64 << 10)) / 31 / 512);
     assert_eq!((result.sct, result.sc, result.valid.into_bits()), (2, 0x81, 0xf));
 }
@@ -136,7 +137,7 @@ fn telemetry_is_captured_for_a_host_and_stays_until_the_next() {
         assert!(text.contains(line), "{line:?} in {text}");
     }
     assert!(text.contains("\nerror 0.80 1 LBA Out of Range\n"), "{text}");
-    // The captured data do not change after further errors.
+    // Errors that occur after the capture do not change the captured telemetry data.
     host.run(&mut queue, Sqe::read(1, 1 << 40, 0, 0));
     assert_eq!(page(&mut host, GetLogPage { lpo: 512, ..read }, 1024).unwrap(), first);
     assert_eq!(header(&mut host, GetLogPage { lsp: 1, ..read }).host_generation, 2);
@@ -158,7 +159,8 @@ fn telemetry_is_captured_for_a_host_and_stays_until_the_next() {
 fn a_fatal_status_is_in_the_telemetry_after_the_reset() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
     host.disable();
-    // The controller refuses an admin queue of one entry with Controller Fatal Status.
+    // An admin queue of one entry is invalid, so enabling the controller results in Controller
+    // Fatal Status.
     let aqa = host.read32(0x24);
     host.write32(0x24, 0);
     host.write32(0x14, 0x46_0001);
@@ -206,7 +208,7 @@ fn events_are_kept_over_resets() {
     types.retain(|event| *event != event_type::SMART);
     let (enabled, changed) = (event_type::POWER_ON_OR_RESET, event_type::TIMESTAMP_CHANGE);
     assert_eq!(types, [enabled, changed, enabled]);
-    // The context can be read in several pieces.
+    // The log can be read in several parts, because the established context does not change.
     let piece = page(&mut host, GetLogPage { lpo: 512, ..read }, 1024).unwrap();
     assert_eq!(piece, all[512..1536]);
     assert_eq!(page(&mut host, establish, 512).unwrap_err().code(), Status::COMMAND_SEQUENCE_ERROR);

@@ -1,4 +1,4 @@
-//! Doorbell sources that an I/O thread polls while it sleeps.
+//! Doorbell sources: an I/O thread polls them, and they wake the thread while it sleeps.
 
 mod common;
 
@@ -8,7 +8,7 @@ use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
 
-/// Creates a host with one queue, while this thread takes the I/O thread's turns.
+/// Creates a host with one queue, while this thread acts as the I/O thread.
 fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
     let config = shadowbell_controller::Config { io_queues: 2, ..config(&["null:1GiB"]) };
     let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
@@ -20,7 +20,7 @@ fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
     })
 }
 
-/// Stores a command in the queue's memory. Returns the new tail, which is not written to the
+/// Stores a command in the queue's memory. Returns the new tail; the caller has to write it to the
 /// doorbell.
 fn put(host: &mut Host, queue: &mut Queue) -> u32 {
     let buffer = host.alloc(4096);
@@ -51,14 +51,14 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
     let controller = host.controller.clone();
     let stats = run_beside(&mut turns, move || controller.stats());
     let (sq, cq) = stats.io_queues();
-    // The completion queue's doorbell was also written by the host when it consumed completions.
+    // The host has also written the completion queue's doorbell when it consumed completions.
     assert_eq!((sq.commands, sq.doorbell.mmio_writes, cq.doorbell.mmio_writes), (20, 20, 40));
     let spurious: u64 = stats.workers.iter().map(|worker| worker.spurious_wakes).sum();
     assert_eq!(spurious, 0);
 }
 
-/// Invalid doorbell values are counted, although valid values follow before the I/O thread reads
-/// the registers.
+/// An invalid doorbell value is reported even if the host writes a valid one before the I/O thread
+/// reads the register.
 #[test]
 fn invalid_values_from_a_source_are_refused() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
@@ -123,7 +123,8 @@ fn writes_to_other_registers_stay_in_the_source() {
         while turns.turn() {}
     }
     assert!(host.csts().rdy() && !host.csts().cfs());
-    // After some wakeups by writes that it cannot handle, the I/O thread drops the source.
+    // Writes that it cannot handle wake the I/O thread. After some of these wakeups, the thread
+    // drops the source.
     for _ in 0..7 {
         wire.write(regs::CC, 0);
         turns.sleep();
@@ -172,7 +173,7 @@ fn a_reset_or_a_new_source_ends_the_old_source() {
     while turns.turn() {}
     assert!(!third.is_watched());
     assert_eq!(second.take(), [(sq_doorbell_offset(1, 0), 1)]);
-    // The source is dropped together with the I/O thread.
+    // When the I/O thread ends, it drops its source.
     drop((pool, controller));
 }
 

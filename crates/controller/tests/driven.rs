@@ -1,4 +1,4 @@
-//! Driven pool: the test takes the turns of its I/O thread.
+//! Driven pool: the test thread acts as its I/O thread.
 
 mod common;
 
@@ -14,11 +14,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Creates a host with one queue of `entries` entries, while this thread takes the I/O thread's
-/// turns.
+/// Creates a host with one queue of `entries` entries, while this thread acts as the I/O thread.
 fn attached(controller: Controller, turns: &mut Turns, entries: u32) -> (Host, Queue) {
-    // The host runs on another thread, because it waits for the creation of a queue, which needs
-    // turns of the I/O thread.
+    // The host runs on another thread, because it blocks until its queue is created. This thread
+    // acts as the I/O thread, which creates it.
     let host = std::thread::spawn(move || {
         let mut host = Host::attach(controller);
         host.enable();
@@ -55,13 +54,13 @@ fn commands_are_executed_only_in_turns() {
     assert!(!turns.sleep());
     assert!(turns.turn());
     assert_eq!(host.reap(&mut queue).map(|done| done.0), Some(8));
-    // After the pool was dropped, the turns find no work.
+    // After the pool was dropped, `turn` finds no work.
     drop(host);
     while turns.turn() {}
     assert!(!turns.turn());
 }
 
-/// A liveness check completes when the I/O thread takes a turn, and not before.
+/// A liveness check completes in the next turn of the I/O thread, and not before.
 #[test]
 fn a_liveness_check_ends_at_the_io_threads_next_turn() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
@@ -71,7 +70,8 @@ fn a_liveness_check_ends_at_the_io_threads_next_turn() {
     while turns.turn() {}
     comes.try_recv().unwrap();
 
-    // All shared I/O threads have to respond. A thread of an isolated controller is not waited for.
+    // All shared I/O threads have to respond. The check does not wait for the thread of an isolated
+    // controller.
     let options = PoolOptions { workers: 3, ..PoolOptions::default() };
     let pool = Pool::start(&options).unwrap();
     let (came, comes) = std::sync::mpsc::channel();
@@ -80,8 +80,8 @@ fn a_liveness_check_ends_at_the_io_threads_next_turn() {
     assert!(comes.recv().is_err(), "once");
 }
 
-/// Submits `depth` reads with a turn of the I/O thread after each, as a host with a slow CPU
-/// does, and takes completions at each interrupt. Returns the number of interrupts.
+/// Submits `depth` reads, with a turn of the I/O thread after each, as if the host had a slow CPU.
+/// Takes completions only at interrupts. Returns the number of interrupts.
 fn burst(host: &mut Host, queue: &mut Queue, turns: &mut Turns, depth: u32, read: &Sqe) -> u32 {
     let irq = queue.irq.as_ref().unwrap().try_clone().unwrap();
     let (mut submitted, mut taken, mut interrupts) = (0, 0, 0);
@@ -103,9 +103,9 @@ fn burst(host: &mut Host, queue: &mut Queue, turns: &mut Turns, depth: u32, read
 
 #[test]
 fn completions_that_come_together_share_an_interrupt() {
-    // After each completion, the interrupt waits for `GRACE` for the next one. If a busy machine
-    // stops this thread for longer, there is one more interrupt. The limit of 200 interrupts allows
-    // 150 of these.
+    // After each completion, the controller delays the interrupt for up to `GRACE`, in case another
+    // completion follows. If a busy machine stops this thread for longer, there is one more
+    // interrupt. The limit of 200 interrupts allows for 150 of these.
     const GRACE: Duration = Duration::from_millis(100);
     let (pool, mut turns) = Pool::driven(Polling::Adaptive(GRACE * 10)).unwrap();
     let controller = Controller::new(config(&["null:1GiB"]), pool, Carrier::default()).unwrap();
@@ -118,14 +118,15 @@ fn completions_that_come_together_share_an_interrupt() {
         (0..times).map(|_| burst(&mut host, &mut queue, &mut turns, depth, &read)).sum()
     };
     let raised = run(16, 50);
-    // Ideally one interrupt for sixteen completions.
+    // At best, sixteen completions share one interrupt, which would be 50 interrupts.
     assert!(raised <= 200, "{raised} interrupts for 800 completions");
-    // At depth 1, there is an interrupt for each completion.
+    // At depth 1, each completion has its own interrupt.
     assert_eq!(run(1, 7), 7);
 }
 
-/// Disk whose block 0 never completes. Fields: a write to the host's memory that the disk executes
-/// at the end of a batch, and the number of `memory_changed` calls.
+/// Disk on which requests for block 0 never complete. The first field is a write to the host's
+/// memory, which the disk executes once at the end of a batch. The second is the number of
+/// `memory_changed` calls.
 #[derive(Clone, Debug, Default)]
 struct WritingDisk(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
 
@@ -184,8 +185,9 @@ fn completion_room_seen_in_a_pass_prevents_sleep() {
     let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
     let buffer = host.alloc(4096);
     let read = |lba, cid| Sqe::read(1, lba, 0, cid).with_prps(buffer, 0);
-    // One command is pending, one completion is announced, and one is not announced because the
-    // host has not consumed the first. The completion queue is full.
+    // State of the three commands: the first is in flight at the disk. The second has a completion
+    // with an interrupt. The third has a completion without one, because the host has not consumed
+    // the completion before it. The completion queue is full.
     host.put(&mut queue, &read(0, 1));
     host.submit(&mut queue, &read(8, 2));
     turns.turn();
@@ -215,8 +217,8 @@ fn completion_room_seen_in_a_pass_prevents_sleep() {
     assert_eq!(host.reap(&mut queue), Some((4, Status::SUCCESS, 0)));
 }
 
-/// Disabling of bus mastering removes all DMA access. Enabling restores it without a new map,
-/// whatever the amount of memory.
+/// Disabling bus mastering removes all DMA access. Enabling restores the same map, without mapping
+/// each range again, which would take long for a large memory.
 #[test]
 fn dma_is_disabled_and_restored_with_the_same_map() {
     let disk = WritingDisk::default();
@@ -227,7 +229,8 @@ fn dma_is_disabled_and_restored_with_the_same_map() {
     host.controller.disable_dma(move || gone.send(()).unwrap());
     while turns.turn() {}
     is_gone.recv_timeout(common::LIMIT).unwrap();
-    // Memory that is shared while bus mastering is disabled is usable after it is enabled.
+    // Memory that the VMM shares while bus mastering is disabled becomes usable when bus mastering
+    // is enabled.
     let page = Mapping::anonymous(4096).unwrap().bytes();
     host.controller.add_dma(1 << 40, 4096, &page).unwrap();
     assert_eq!(host.controller.dma_table().len(), table.len() + 1);
@@ -239,8 +242,8 @@ fn dma_is_disabled_and_restored_with_the_same_map() {
     assert_eq!(host.reap(&mut queue), Some((9, Status::SUCCESS, 0)));
 }
 
-/// A guest with an IOMMU shares tens of thousands of ranges. If each range were a change of the
-/// map, other controllers of the I/O thread would have to wait for all of them.
+/// A guest with an IOMMU shares tens of thousands of ranges. They are added in one change of the
+/// map: a change for each range would delay the other controllers of the I/O thread.
 #[test]
 fn ranges_added_together_are_one_change() {
     let disk = WritingDisk::default();

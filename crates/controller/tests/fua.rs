@@ -82,8 +82,8 @@ fn fua_needs_no_flush_without_a_cache() {
     for (sqe, op) in reads() {
         assert_eq!(other.run(sqe, FUA), (Status::SUCCESS, vec![op]));
     }
-    // There is no flush either if the host has switched the cache off: later writes are on the
-    // medium.
+    // If the host has switched the cache off, there is no flush either, because later writes are
+    // already on the medium.
     let mut field = field(true);
     let off = SetFeatures { fid: fid::VOLATILE_WRITE_CACHE, ..SetFeatures::default() };
     field.host.must(off.encode(Sqe::new(0x09, 0, 0)));

@@ -98,7 +98,8 @@ fn a_fused_write_follows_only_an_equal_compare() {
     }
 }
 
-/// The disk has other users. One of them may write after the Compare and before the Write.
+/// Test with a disk that has other users: one of them may write between the Compare and the Write
+/// of a fused operation. So the disk gets an atomic compare-and-write request.
 #[test]
 fn an_atomic_disk_gets_one_compare_and_write_request() {
     let mut held = Held::new(64);
@@ -106,7 +107,7 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
     let mut host = host_with_held_disk(&held);
     let mut queue = host.create(1, 8, true);
     let (a, b) = (host.alloc(8192), host.alloc(4096));
-    // The data of the Compare are in two pages.
+    // The data buffer of the Compare extends over two pages.
     let a = a + 4096 - 8;
     let first = compare(9, 1).with_prps(block(&host, a, 0), a + 8);
     let second = write(9, 2).with_prps(block(&host, b, 1), 0);
@@ -114,16 +115,18 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
     let both = Op::CompareAndWrite { fua: false };
     assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
     assert_eq!((ops(0), held.marks(9, 1)), (vec![Op::Compare, both], vec![1]));
-    // After a Compare that finds different blocks, the disk gets no compare-and-write request.
+    // If the Compare finds different data, the disk gets no compare-and-write request after it.
     let failed = [Status::COMPARE_FAILURE, Status::FUSED_FAILED];
     assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
     assert_eq!((ops(2), held.marks(9, 1)), (vec![Op::Compare], vec![1]));
-    // If another user writes after the Compare, this user's data remain.
+    // Another user writes after the Compare. The atomic request finds this, and does not overwrite
+    // the new data.
     held.instruct(|instructions| instructions.after_compare = Some((9, 77)));
     let first = first.with_prps(block(&host, a, 1), a + 8);
     assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
     assert_eq!((ops(3), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
-    // A compare-and-write with FUA on a full disk fails. The result of its comparison is unknown.
+    // A compare-and-write request with FUA fails because the disk is full. Whether the data were
+    // equal remains unknown.
     held.instruct(|instructions| instructions.fail_both = true);
     let first = first.with_prps(block(&host, a, 77), a + 8);
     let forced = Sqe { cdw12: 1 << 30, ..second };
@@ -131,17 +134,19 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
     assert_eq!(run(&mut host, &mut queue, &first, &forced).map(Status::code), full);
     let both = Op::CompareAndWrite { fua: true };
     assert_eq!((ops(5), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
-    // An error of the Write command is found before the compare-and-write request is submitted.
+    // The data pointer of the Write is invalid. The controller detects this before it submits the
+    // compare-and-write request.
     let nowhere = second.with_prps(8 << 30, 0);
     let faulty = [Status::FUSED_FAILED, Status::DATA_XFER_ERROR];
     assert_eq!(run(&mut host, &mut queue, &first, &nowhere).map(Status::code), faulty);
     assert_eq!(ops(7), [Op::Compare]);
     let stats = host.controller.stats().io;
-    // A successful pair counts as a read and a write.
+    // A successful fused operation counts as one read and one write.
     assert_eq!((stats.reads, stats.writes, stats.errors), (4, 1, 8));
 }
 
-/// An abort or a reset does not prevent the end of the disk's request. Later commands succeed.
+/// An abort or a reset while the disk executes a compare-and-write request: the request still ends,
+/// and later commands succeed.
 #[test]
 fn an_abort_or_a_reset_during_compare_and_write() {
     let mut held = Held::new(64);
@@ -161,7 +166,7 @@ fn an_abort_or_a_reset_during_compare_and_write() {
         host.submit(&mut admin, &Sqe::abort(Abort { sqid: 1, cid }, 99));
         wait::short_pause();
         held.instruct(|instructions| instructions.hold_both = false);
-        // The Abort is too late for the request.
+        // The Abort fails, because the disk already executes the request.
         let (_, status, dw0) = host.wait(&mut admin);
         assert_eq!((status, dw0), (Status::SUCCESS, 1));
         host.admin = admin;
@@ -190,13 +195,13 @@ fn a_half_without_the_other_is_aborted() {
     let mut queue = host.create(1, 8, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    // Each command alone fails. The first command does not wait for a second command that a later
-    // doorbell write announces.
+    // Each command fails without the other one. The first command does not wait for a second one
+    // that a later doorbell write could announce.
     for sqe in [first, second] {
         let (status, _) = host.run(&mut queue, sqe);
         assert_eq!(status.code(), Status::FUSED_MISSING);
     }
-    // The pair fails with another command in between, and in the wrong order.
+    // The pair fails if another command is between the two, or if their order is wrong.
     let between = Sqe { flags: 0, ..Sqe::write(1, 5, 0, 2) }.with_prps(at, 0);
     let [one, other] = run(&mut host, &mut queue, &first, &between);
     assert_eq!((one.code(), other), (Status::FUSED_MISSING, Status::SUCCESS));
@@ -208,7 +213,7 @@ fn a_half_without_the_other_is_aborted() {
     let (status, _) = host.run(&mut queue, Sqe { flags: 0b11, ..first });
     assert_eq!(status.code(), Status::INVALID_FIELD);
     assert_eq!(read(&mut host, &mut queue, 0, at), 0);
-    // All errors are counted, and no command is left in flight.
+    // All errors are counted. No command remains in flight, so the queue can be deleted.
     assert_eq!(host.controller.stats().io.errors, 8);
     host.must(Sqe::delete_io_sq(1, 0));
 }
@@ -244,14 +249,15 @@ fn a_fused_pair_waits_for_two_completion_slots() {
     let mut queue = host.create(1, 4, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    // The completion queue has three usable entries. Two of them contain completions that the host
-    // has not consumed.
+    // The completion queue has room for three completions. Two of them are posted, and the host
+    // does not consume them.
     for _ in 0..2 {
         host.submit(&mut queue, &Sqe::read(1, 0, 0, 7).with_prps(at, 0));
     }
     let posted = |host: &Host| host.controller.stats().completion_queues[1].completions;
     host.until("two completions", || posted(&host) == 2);
-    // The I/O thread reads both commands, but there is no room for two completions.
+    // The I/O thread reads both commands, but does not execute them, because there is no room for
+    // their two completions.
     submit_both(&mut host, &mut queue, &first, &second);
     wait::short_pause();
     assert_eq!(posted(&host), 2);
@@ -302,7 +308,7 @@ fn fused_operations_are_atomic_across_queues_and_io_threads() {
                 }
             }
             let now = read(&mut host, &mut queues[0], 3, at[8]);
-            // The block contains the number of successful operations.
+            // The counter in the block equals the number of successful fused operations.
             assert_eq!(now, added.iter().sum::<u64>());
             guess = [now; 4];
         }
@@ -311,8 +317,8 @@ fn fused_operations_are_atomic_across_queues_and_io_threads() {
     }
 }
 
-/// A plain write that is in flight ends before a fused operation starts. A write that is submitted
-/// during a fused operation starts afterwards.
+/// A fused operation starts only after earlier writes in flight have ended. A write that is
+/// submitted during the fused operation starts only after it.
 #[test]
 fn no_other_command_is_in_flight_during_a_fused_pair() {
     let held = Held::new(64);
@@ -401,7 +407,8 @@ fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
     assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
 }
 
-/// A reset after the Compare has ended and while the Write is at the disk posts neither completion.
+/// A reset that comes after the Compare, while the disk executes the Write: neither command gets a
+/// completion.
 #[test]
 fn a_reset_between_fused_halves_does_not_wait() {
     let (mut host, gate) = common::slow_host(ADAPTIVE);

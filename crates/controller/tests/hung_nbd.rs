@@ -1,5 +1,5 @@
-//! Commands in flight on an NBD server that does not answer: nothing that the host does to end them
-//! waits for the server.
+//! Commands in flight on an NBD server that does not answer. Whatever the host does to end them
+//! must not wait for the server.
 
 mod common;
 #[path = "../../disk-nbd/tests/common/mod.rs"]
@@ -20,7 +20,8 @@ use zerocopy::IntoBytes;
 const MIB: usize = 1 << 20;
 const CID: u16 = 9;
 
-/// A command with data at the first address, and parameters at the second.
+/// Function that builds a command. Its arguments are the addresses of the data and of the
+/// parameters.
 type Make = fn(u64, u64) -> Sqe;
 
 const COMMANDS: [(&str, Make); 7] = [
@@ -58,8 +59,8 @@ fn check(command: (&str, Make), end: &str) {
     host.controller.map_dma(iova, 4096, &data).unwrap();
     let range = DsmRange { attributes: 0, blocks: 8, slba: 0 };
     host.poke(ranges, range.as_bytes());
-    // The content of the disk differs from that of the memory. An unflushed write keeps the server
-    // busy for a flush.
+    // The disk and the guest's memory have different contents. A write that is not flushed makes a
+    // later flush wait for the server.
     let page = host.alloc(4096);
     host.poke(page, &[5; 4096]);
     let written = host.run(&mut queue, Sqe::write(1, 0, 7, 0).with_prps(page, 0));
@@ -98,7 +99,8 @@ fn check(command: (&str, Make), end: &str) {
     data.fill(0, 4096, 0xcc).unwrap();
     fake.change(|manner| manner.condition = false);
     host.until("the answers to orphans", || shadowbell_disk::Disk::orphans(&*disk) == 0);
-    // A reply that is received after this request was sent is received before its reply.
+    // Replies arrive in order. So when the reply to this request arrives, the replies to all
+    // earlier requests have arrived.
     let mut other = shadowbell_disk::Disk::queue(&*disk).unwrap();
     let mut none = shadowbell_memory::Segments::new();
     let flush = shadowbell_disk::Request { op: shadowbell_disk::Op::Flush, offset: 0, len: 0 };

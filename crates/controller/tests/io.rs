@@ -19,7 +19,7 @@ fn host() -> (Host, Queue) {
     (host, queue)
 }
 
-/// Adds PRP entries for `pages`, the first of which is PRP 1.
+/// Sets PRP 1 and PRP 2 of a command for `pages`; for more than two pages, stores a PRP list.
 fn prps(host: &mut Host, sqe: Sqe, pages: &[u64]) -> Sqe {
     match pages {
         [one] => sqe.with_prps(*one, 0),
@@ -151,7 +151,8 @@ fn random_entries_never_stop_the_queue() {
             .new_tree(&mut runner)
             .map(|t| proptest::strategy::ValueTree::current(&t))
             .unwrap();
-        // Every second command is mostly valid, so that it passes the decoding.
+        // Every second command has mostly valid fields, so that it is not refused by the first
+        // checks.
         if round % 2 == 0 {
             bytes[0] = [0, 1, 2, 5, 8, 9, 0xc, 0x19][round as usize / 2 % 8];
             bytes[4..8].copy_from_slice(&1u32.to_le_bytes());
@@ -305,7 +306,8 @@ fn bit_bucket_descriptors_discard_data() {
     let blocks: Vec<u8> = (0..8u8).flat_map(|block| [block + 1; 512]).collect();
     host.poke(page, &blocks);
     assert!(host.run(&mut queue, Sqe::write(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
-    // The SGL transfers the third and the last of eight blocks.
+    // The list has bit buckets, so that the read transfers only the third and the last of eight
+    // blocks.
     let parts = [
         SglDescriptor::bit_bucket(1024),
         SglDescriptor::data_block(page, 512),
@@ -323,7 +325,7 @@ fn bit_bucket_descriptors_discard_data() {
     assert!(host.run(&mut queue, read).0.is_success());
     let expected = [[3; 512], [8; 512], [0xee; 512]].concat();
     assert_eq!(host.peek(page, 1536), expected);
-    // For a write, only the data blocks supply data.
+    // In a write, bit buckets have no data, so only the data blocks count.
     let write = with_list(Sqe::write(1, 20, 1, 0), 4);
     assert!(host.run(&mut queue, write).0.is_success());
     assert!(host.run(&mut queue, Sqe::read(1, 20, 1, 0).with_prps(page + 2048, 0)).0.is_success());

@@ -1,12 +1,13 @@
-//! Exhaustive model of the journal of commands in flight. It covers every order of the steps of a
-//! host, an I/O thread, a disk and crashes, for a few commands. The test also shows that each step
-//! needs its place in the order: otherwise a command is lost, completed twice, or executed again
-//! over newer data.
+//! Exhaustive model of the journal of commands in flight. For a few commands, it covers every order
+//! of the steps of a host, an I/O thread and a disk, with crashes. The test also shows that the
+//! order of the steps is necessary: with another order, a command is lost, completed twice, or
+//! executed again over newer data.
 //!
-//! The model has one queue pair and the order of stores that `journal` describes. A process may die
-//! between any two stores. The disk executes its requests in any order, also those of a dead
-//! process. Like Linux, the host reuses an identifier as soon as it has seen the completion. It
-//! also reuses entries of the submission queue without regard to the controller's fetch position.
+//! The model has one queue pair, and stores the journal in the order that `journal` describes. A
+//! process may die between any two stores. The disk executes its requests in any order, also those
+//! of a dead process. Like Linux, the host reuses a command identifier as soon as it has seen the
+//! completion. It also reuses entries of the submission queue that the controller has fetched but
+//! not completed.
 
 use std::collections::HashSet;
 
@@ -19,8 +20,8 @@ const BLOCKS: [usize; 7] = [0, 1, 1, 1, 0, 1, 0];
 const MAX_CRASHES: u8 = 3;
 const NONE: u8 = u8::MAX;
 
-/// Deliberate errors in the model, which the search has to find: a step that is missing, or is done
-/// in another order.
+/// Deliberate error in the model: a step is missing, or is done in another order. The search must
+/// find a violated rule for each of these errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     FreedBeforePosted,
@@ -36,13 +37,14 @@ enum Mistake {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Completion {
-    /// Command identifier: the number of the block.
+    /// Command identifier, which is the number of the block that the command writes.
     cid: u8,
     sq_head: u8,
     phase: bool,
 }
 
-/// A journal record: the command's position in its queue, and the command.
+/// Journal record of a command in flight: the place of the record, the count of the command in its
+/// queue, and the command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Record {
     place: u8,
@@ -56,7 +58,8 @@ struct Journal {
     records: Vec<Record>,
     sq_head: u8,
     fetched: u8,
-    /// Number of posted completions (`.1`) when the position `.0` was stored.
+    /// Submission queue position that was stored last, and the number of completions that had
+    /// been posted by then.
     covers: (u8, u8),
     cq_tail: u8,
     cq_phase: bool,

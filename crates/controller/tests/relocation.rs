@@ -72,13 +72,13 @@ fn an_isolated_controller_continues_on_its_own_thread() {
         host.controller.isolate().unwrap();
         work(&mut host, &mut queues, 2);
         assert_eq!(worker(&host), 1);
-        // The move keeps the counters, and counts nothing twice.
+        // The controller keeps its counters when it moves, and counts no command twice.
         let after = host.controller.stats();
         assert_eq!(after.io.writes, before.io.writes * 2);
         assert_eq!(after.submission_queues.len(), before.submission_queues.len());
         work(&mut neighbour, &mut others, 1);
         assert_eq!(worker(&neighbour), 0);
-        // New queues, and queues created after a reset, are on the same thread.
+        // Queues that are created later, also after a reset, are on the same thread as the others.
         queues.push(host.create(3, 16, false));
         work(&mut host, &mut queues, 3);
         assert_eq!(worker(&host), 1);
@@ -88,7 +88,8 @@ fn an_isolated_controller_continues_on_its_own_thread() {
         work(&mut host, &mut queues, 4);
         assert_eq!(worker(&host), 1);
         assert!(matches!(host.controller.isolate(), Err(RelocateError::Placed)));
-        // The thread is free again, and can serve the next isolated controller.
+        // The I/O thread of the dropped controller is free, and can serve another isolated
+        // controller.
         drop((host, queues));
         neighbour.controller.isolate().unwrap();
         work(&mut neighbour, &mut others, 2);
@@ -153,8 +154,8 @@ fn a_move_waits_for_commands_in_flight() {
     for cid in 2..20 {
         host.submit(&mut queue, &Sqe::read(1, u64::from(cid), 0, cid).with_prps(page, 0));
     }
-    // Memory that is unmapped during the move is released at its end. Messages to the old I/O
-    // thread reach the new one.
+    // The old I/O thread is about to give up the controller. It passes messages to the new thread.
+    // Memory that is unmapped meanwhile is released when the move has ended.
     let memory = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     host.controller.map_dma(1 << 40, 4096, &memory).unwrap();
     let unmapped = Arc::new(AtomicBool::new(false));
@@ -319,8 +320,8 @@ fn a_slow_controller_is_isolated_from_its_neighbour() {
     let mut slow = Host::attach(controller);
     slow.enable();
     let mut queues = vec![slow.create(1, 16, false)];
-    // A controller that is alone on its I/O thread is not isolated, because it delays no other
-    // controller.
+    // A controller that is alone on its I/O thread is not isolated, even if it is slow, because it
+    // delays no other.
     work(&mut slow, &mut queues, 1);
     assert_eq!(worker(&slow), 0);
     let mut neighbour = attach(config(&["mem:4MiB"]), &pool);

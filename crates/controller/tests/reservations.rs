@@ -122,8 +122,8 @@ fn reservations_need_a_host_identifier_and_valid_fields() {
         (Sqe { cdw11: 1, ..one.entry(0x0e, 0, (0, 0)) }, Status::HOST_ID_INCONSISTENT_FORMAT),
     ];
     for (sqe, expected) in codes {
-        // The current key is valid. The new key is valid as well, except for a registration (0Dh
-        // with CDW10 0), for which it is 0.
+        // The current key is 1, which is valid. The new key is 0 for a registration (0Dh with CDW10
+        // 0), where this is invalid, and otherwise 1.
         one.host.poke(one.keys, &1u64.to_le_bytes());
         let zero = u64::from(sqe.opcode != 0x0d || sqe.cdw10 != 0);
         one.host.poke(one.keys + 8, &zero.to_le_bytes());
@@ -172,8 +172,9 @@ fn preempt_waits_for_or_aborts_commands_in_flight() {
         let action = if aborts { 2 } else { 1 };
         let preempt = one.entry(0x11, 1 << 8 | action, (1, 2));
         one.host.submit(&mut one.queue, &preempt.with_cid(9));
-        // The preemption waits, and new commands are refused. These commands address blocks outside
-        // of the namespace, so they end even if they are not refused, and the queue is never full.
+        // The preemption waits for commands in flight, and new commands are refused. The new
+        // commands of this loop address blocks outside of the namespace. So they end at once even
+        // before the refusals begin, and the queue is never full.
         let late = loop {
             let sqe = Sqe::write(1, 1 << 40, 0, 6).with_prps(other.data, 0);
             other.host.submit(&mut other.queue, &sqe);
@@ -237,7 +238,8 @@ fn reservation_changes_raise_events_and_fill_the_log_page() {
     assert_eq!((cid, status), (77, Status::SUCCESS));
     assert_eq!(AsyncEvent::from_dw0(dw0), AsyncEvent::RESERVATION_LOG_PAGE);
     assert_eq!(page(&mut one), (1, ReservationNotification::RESERVATION_RELEASED, 0, 1));
-    // The host masks this type of notification. Another type is still enabled.
+    // The host masks this type of reservation notification, so it gets none. Another type stays
+    // enabled.
     let mask = |fields| Sqe::set_features(1, fields, 0);
     one.host.must(mask(SetFeatures {
         fid: fid::RESERVATION_NOTIFICATION_MASK,

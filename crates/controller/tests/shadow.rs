@@ -66,10 +66,10 @@ fn a_polling_controller_is_not_rung_ring_wraps_included() {
     let mut host = Host::new(&["null:1GiB"], Polling::Always);
     assert!(host.configure_shadow(|_, _| 0).is_success());
     let mut queue = host.create(1, 256, false);
-    // A polling controller keeps EventIdx away from updates of at most an eighth of the ring (here
-    // 16 of 256 entries), so the host writes no register. The first update of each doorbell is an
-    // exception and does ring: until the shadow entry has changed once, EventIdx is the last
-    // position that the controller has seen. So the first 256 reads are not part of the check.
+    // With a polling controller, EventIdx is not in the range of an update if the update is at most
+    // an eighth of the ring (here 16 of 256 entries). So the host writes no register. The first
+    // update of each doorbell is an exception: until the shadow entry has changed once, EventIdx is
+    // the last position that the controller has seen. So the check begins after 256 reads.
     stream(&mut host, &mut queue, 16, 256);
     let before = host.rings;
     stream(&mut host, &mut queue, 16, 256 * 500);
@@ -107,7 +107,8 @@ fn an_eventfd_wakes_like_a_doorbell_write() {
         assert_eq!((sq.commands, sq.doorbell.mmio_writes + cq.doorbell.mmio_writes), (6_000, 0));
         let rings = host.rings - admin_rings(&host);
         assert_eq!(host.controller.stats().doorbell_events, rings);
-        // A process that shares the eventfd can make it blocking. Still, no thread may wait for it.
+        // A process that shares the eventfd can make it blocking. Even then, no thread of the
+        // controller may wait for it.
         let event = &host.doorbell_eventfds.events[0];
         event.drain();
         let flags = rustix::fs::fcntl_getfl(event).unwrap();
@@ -162,8 +163,8 @@ fn plain_doorbells_work_after_the_configuration() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let mut queue = host.create(1, 16, false);
     stream(&mut host, &mut queue, 8, 1000);
-    // Register writes also work after Doorbell Buffer Config, for a host that does not use the
-    // queue's shadow entries.
+    // After Doorbell Buffer Config, a host may still write registers, and not use the queue's
+    // shadow entries.
     assert!(host.configure_shadow(|_, _| 0).is_success());
     stream(&mut host, &mut queue, 8, 1000);
 }
@@ -210,8 +211,7 @@ fn enabling_shadow_doorbells_loses_no_command_in_flight() {
             _ => 0,
         });
         assert!(status.is_success());
-        // Just after the configuration, the host may still write the register without the shadow
-        // entry.
+        // Directly after the command, a host may still write the register and not the shadow entry.
         host.submit(&mut queue, &read(5));
         queue.shadowed = true;
         for cid in 6..9 {
@@ -233,7 +233,8 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
         if shadowed {
             assert!(host.configure_shadow(|_, _| 0).is_success());
         }
-        // Completion queue of 4 entries (room for 3), for a submission queue of 16.
+        // The completion queue has 4 entries and room for 3 completions. The submission queue has
+        // 16 entries.
         let (cq, sq) = (host.alloc(4096), host.alloc(4096));
         host.must(common::create_cq(1, 3, None, cq));
         host.must(common::create_sq(1, 15, 1, sq));
@@ -249,7 +250,8 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
         host.until("a full completion queue", || blocked() > 0);
         let mut seen = Vec::new();
         for _ in 0..10 {
-            // The I/O thread usually goes to sleep here, while the queue waits for room.
+            // In this time, the I/O thread usually goes to sleep, and waits for room in the
+            // completion queue.
             wait::pause();
             seen.push(host.wait(&mut queue).0);
         }
@@ -296,8 +298,8 @@ enum Doorbells {
     Shadow,
 }
 
-/// After an invalid tail, positions of host and controller differ, so no command is taken until the
-/// queue is created again.
+/// After an invalid tail, host and controller do not agree on the position. So the controller
+/// fetches no command until the queue is created again.
 #[test]
 fn no_command_is_taken_after_an_invalid_tail() {
     let tail = regs::sq_doorbell_offset(1, 0);
@@ -325,8 +327,8 @@ fn no_command_is_taken_after_an_invalid_tail() {
             host.put(&mut queue, &Sqe::read(1, 0, 7, 1).with_prps(buffer, 0));
             host.doorbell(shadowed, tail, old, 16);
             if doorbells == Doorbells::Trapped {
-                // An invalid value that is overwritten before a poll is detected only if its write
-                // was trapped.
+                // If the host overwrites the invalid value before the controller polls, the value
+                // is detected only if its write was trapped.
                 host.ring(&queue, old);
             }
             if shadowed {
@@ -394,7 +396,8 @@ fn expect_invalid_doorbell(host: &mut Host, admin: &mut Queue, what: &str) {
     assert_eq!(dw0 & 0xffff, 0x0100, "error, invalid doorbell write value: {what}");
 }
 
-/// The heads are checked even if there is room for completions, so that no queue waits for them.
+/// The controller checks heads even while there is room for completions. Otherwise it would find an
+/// invalid head only when a queue waits for room.
 #[test]
 fn invalid_heads_are_reported_however_they_arrive() {
     let head = shadowbell_spec::regs::cq_doorbell_offset(1, 0);
@@ -409,14 +412,16 @@ fn invalid_heads_are_reported_however_they_arrive() {
                 let mut queue = host.create(1, 16, false);
                 stream(&mut host, &mut queue, 8, used);
                 let mut admin = std::mem::replace(&mut host.admin, Queue::none());
-                // An entry that was not posted, and values outside of the ring. Then a valid value.
+                // Invalid heads: an entry that was not posted, and values outside of the ring. Each
+                // is followed by a valid value.
                 for value in [queue.head + 1, 16, u32::MAX] {
                     let what = format!("{polling:?}, mapped {mapped_doorbells}: {value}");
                     host.submit(&mut admin, &Sqe::async_event_request(99));
                     host.doorbell(false, head, 0, value);
                     expect_invalid_doorbell(&mut host, &mut admin, &what);
                     host.doorbell(false, head, 0, queue.head);
-                    // The event is masked until its log page is read.
+                    // The event is not sent again until the host has read the log page of the last
+                    // one.
                     std::mem::swap(&mut host.admin, &mut admin);
                     newest_error(&mut host);
                     std::mem::swap(&mut host.admin, &mut admin);
@@ -427,7 +432,8 @@ fn invalid_heads_are_reported_however_they_arrive() {
     }
 }
 
-/// A value in a shadow page is validated when it is read. A trapped value is only a wakeup then.
+/// A value in a shadow page is validated when the controller reads it. A trapped register write is
+/// then only a wakeup, and its value is ignored.
 #[test]
 fn invalid_shadow_heads_are_reported() {
     let head = shadowbell_spec::regs::cq_doorbell_offset(1, 0);
@@ -520,7 +526,7 @@ fn configured_twice_the_second_pages_count() {
     stream(&mut host, &mut queue, 4, 1000);
 }
 
-/// Pages of a further Doorbell Buffer Config.
+/// Pages that the host passes with another Doorbell Buffer Config.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pages {
     /// The pages in use.
@@ -531,8 +537,9 @@ enum Pages {
     Zeroed,
 }
 
-/// Submits Doorbell Buffer Config just after commands to all queues, `depths` of them to each, and
-/// waits until all commands have completed. `spare` are pages that are not in use.
+/// Submits `depths` commands to the queues, one number per queue, and directly afterwards a
+/// Doorbell Buffer Config. Waits until all commands have completed. `spare` contains the pages that
+/// are not in use.
 fn reconfigure(
     host: &mut Host,
     queues: &mut [Queue],
@@ -588,9 +595,9 @@ fn configured_ten_thousand_times_under_load_no_doorbell_is_lost() {
         let mut queues: Vec<_> = (1..=4).map(|qid| host.create(qid, 256, false)).collect();
         let mut spare = (host.alloc(4096), host.alloc(4096));
         for round in 0..5_000 {
-            // After entries of zero, which the specification forbids, two updates can return an
-            // entry to zero, which the controller cannot detect. So the next round makes only one
-            // update per queue.
+            // A round with zeroed pages violates the specification. After it, two updates could
+            // return an entry to zero, which the controller would not notice. So the next round
+            // makes only one update per queue.
             let pages = [Pages::Same, Pages::Zeroed, Pages::Current][usize::from(round % 3)];
             // Most batches are short, and some have the full depth.
             let deep = if round % 16 == 0 { 128 } else { 8 };
@@ -611,7 +618,8 @@ fn remapped_shadow_pages_continue_to_work() {
         let done = move || sent.send(()).unwrap();
         host.controller.unmap_dma(common::BASE, common::MEMORY, done).unwrap();
         unmapped.recv_timeout(LIMIT).unwrap();
-        // A doorbell write while the memory is unmapped is found after the memory was mapped again.
+        // The host writes a doorbell while its memory is unmapped. The controller finds the command
+        // when the memory is mapped again.
         let old = queue.tail;
         let at = common::BASE + common::MEMORY - 4096;
         host.put(&mut queue, &Sqe::read(1, 0, 0, 500).with_prps(at, 0));
@@ -625,8 +633,9 @@ fn remapped_shadow_pages_continue_to_work() {
     }
 }
 
-/// Linux shuts the controller down and frees the pages. Later it enables bus mastering before it
-/// resets the controller. By then, the pages may have another use, such as page tables.
+/// Linux shuts the controller down, and frees the shadow pages, which may get another use, such as
+/// page tables. Later it enables bus mastering before it resets the controller. Until the reset,
+/// the controller must not access the pages.
 #[test]
 fn shadow_pages_are_not_accessed_after_a_shutdown() {
     for polling in [SLEEPY, Polling::Always] {

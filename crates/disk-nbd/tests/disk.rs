@@ -88,7 +88,8 @@ fn invalid_exports_are_refused_with_the_reason() {
     refused(&fake, "is unreachable");
 }
 
-/// Compares random batches of requests with a model, on a server with this behaviour.
+/// Compares random batches of requests with a model. The parameters define the behaviour of the
+/// server.
 fn cases(flags: u16, structured: bool, options: &str, most: Option<u32>) {
     let config = Config { cases: 4, failure_persistence: None, ..Config::default() };
     TestRunner::new(config)
@@ -169,7 +170,7 @@ fn an_error_affects_its_request_only() {
                 manner.errors = [(command::WRITE, error)].into();
             });
             assert_eq!(write(&mut *queue, 0, &[1; 512]), Err(expected));
-            // The disk is full until a write succeeds.
+            // The disk counts as full from a write error for lack of space until a write succeeds.
             assert_eq!(disk.is_full(), [28, 95, u32::MAX].contains(&error));
             assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
         }
@@ -189,7 +190,8 @@ fn unflushed_writes_survive_a_kill_of_the_server() {
         write(&mut *queue, 0, &[1; 4096]).unwrap();
         write(&mut *queue, 4096, &[2; 4096]).unwrap();
         flush(&mut *queue).unwrap();
-        // The writes overlap and have a fixed order; one of them has FUA.
+        // The writes overlap, and each is submitted after the previous one has completed. One of
+        // them has FUA.
         write(&mut *queue, 0, &[3; 4096]).unwrap();
         write(&mut *queue, 512, &[4; 512]).unwrap();
         write_durably(&mut *queue, 1024, &[5; 512]).unwrap();
@@ -274,8 +276,8 @@ fn a_full_replay_buffer_is_flushed() {
     assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
 }
 
-/// Several writers have separate blocks, while the server is killed and restarted. There is no
-/// error, and each block has its last data, which are durable at the end.
+/// Several writers, each on its own blocks, run while the server is killed and restarted
+/// repeatedly. No request fails, and at the end each block durably contains the last data.
 #[test]
 fn a_load_survives_repeated_kills_of_the_server() {
     for flags in [ALL, ALL & !transmission::CAN_MULTI_CONN] {
@@ -320,7 +322,8 @@ fn a_load_survives_repeated_kills_of_the_server() {
                 }));
             }
             for _ in 0..8 {
-                // Reads are not replayed, so their number shows the progress of the writers.
+                // Reads are never replayed, so the number of reads shows the progress of the
+                // writers.
                 let rounds = fake.count(command::READ) + 20;
                 fake.wait(|counts| counts.get(&command::READ).is_some_and(|r| *r > rounds));
                 fake.kill();
@@ -360,11 +363,12 @@ fn requests_of_a_lost_connection_are_replayed() {
     assert_eq!(disk.counters()[1..3], [("connections_lost", 1), ("reconnections", 1)]);
 }
 
-/// A server that ends in order refuses requests, and waits until all of its clients have
-/// disconnected. Only then can the next server listen.
+/// A server that is about to end refuses requests, and waits until all clients have disconnected.
+/// So the disk must close all its connections, because the next server cannot listen before.
 #[test]
 fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
-    // The end is announced by a refused request, or by the end of one connection.
+    // The disk notices that the server is about to end by a refused request, or by the end of one
+    // connection.
     for is_announced in [true, false] {
         let mut fake = Fake::new(MIB, ALL);
         let disk = fake.open("connections=4");
@@ -382,7 +386,7 @@ fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
         }
         submit(&mut *queues[0], 1, op, 0, 512, segments(&bytes, 0, 512));
         wait_until("the end of all connections", || {
-            // The queue receives the refusal.
+            // The reap receives the refusal. The request must not complete.
             queues[0].reap(&mut |_, result, _| panic!("{result:?}"));
             fake.open_connections() == 0
         });
@@ -398,8 +402,9 @@ fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
     }
 }
 
-/// Writes more than the option `replay` allows to be unflushed. The disk then sends flushes
-/// automatically, and writes beyond the limit wait for such a flush.
+/// The unflushed writes exceed the limit of the option `replay`. So the disk sends flushes
+/// automatically, and further writes wait for them. A server that is about to end refuses such a
+/// flush, which is sent to the next server.
 #[test]
 fn an_automatic_flush_that_an_ending_server_refuses_is_sent_again() {
     let fake = Fake::new(MIB, ALL);
@@ -427,8 +432,8 @@ fn requests_survive_frequent_disconnects() {
         let fresh = random.bytes(4096);
         model[at..at + 4096].copy_from_slice(&fresh);
         write(&mut *queue, at as u64, &fresh).unwrap();
-        // Each new connection begins with a replay of the unflushed writes and ends after 9
-        // requests, so a flush keeps their number below 9.
+        // Each connection ends after 9 requests, and a new one first replays the unflushed writes.
+        // With 9 or more of them, no replay would ever finish, so the test flushes in time.
         if round % 4 == 0 {
             flush(&mut *queue).unwrap();
         }
@@ -438,8 +443,8 @@ fn requests_survive_frequent_disconnects() {
     assert!(fake.durable() == model);
 }
 
-/// Without a server, a cancelled request ends. It is not executed later, unless the server had
-/// received it.
+/// While there is no server, a cancelled request ends. It is not executed later, except for a write
+/// that the server had already received.
 #[test]
 fn requests_are_cancelled_without_a_server() {
     let mut fake = Fake::new(MIB, ALL);
@@ -451,7 +456,8 @@ fn requests_are_cancelled_without_a_server() {
     let write_op = Op::Write { fua: false };
     submit(&mut *queue, 1, write_op, 0, 512, segments(&bytes, 0, 512));
     submit(&mut *queue, 2, Op::Read, 512, 512, segments(&bytes, 512, 512));
-    // The server has received both requests. Both end at once, the write as an orphan.
+    // The server has received both requests. Both end at once. The write becomes an orphan, because
+    // the server may still execute it.
     queue.cancel(1);
     queue.cancel(2);
     let mut ended = Vec::new();
@@ -464,7 +470,7 @@ fn requests_are_cancelled_without_a_server() {
     assert_eq!((&ended[..], queue.pending()), (&[(1, cancelled), (2, cancelled)][..], 0));
     assert_eq!(disk.orphans(), 1);
     fake.kill();
-    // From now on, nothing can be sent.
+    // The connection is lost, so the requests that follow are not sent.
     wait_until("the end of the connection", || disk.counters()[1] == ("connections_lost", 1));
     submit(&mut *queue, 3, write_op, 1024, MIB as u64 / 2, segments(&bytes, 0, MIB / 2));
     submit(&mut *queue, 4, Op::Flush, 0, 0, Segments::new());
@@ -490,8 +496,8 @@ fn submit_write(queue: &mut dyn Queue, tag: u32, offset: u64, byte: u8) {
     submit(queue, tag, Op::Write { fua: false }, offset, 512, segments(&bytes, 0, 512));
 }
 
-/// A queue on a hung server can be closed at once. Later requests of other queues wait only if they
-/// overlap its writes.
+/// A queue whose writes are on a hung server can be closed at once. A later request of another
+/// queue waits only if its range overlaps one of these writes.
 #[test]
 fn writes_on_a_hung_server_are_cancelled_at_once_and_later_requests_wait_for_them() {
     let fake = Fake::new(MIB, ALL);
@@ -544,7 +550,8 @@ fn writes_on_a_hung_server_are_cancelled_at_once_and_later_requests_wait_for_the
     assert_eq!(disk.orphans(), 0);
 }
 
-/// Guest memory is released as soon as a write has been copied, if the guest unmaps it.
+/// A guest can unmap the memory of a write as soon as the disk has copied the data, even if the
+/// server is hung.
 #[test]
 fn an_unmap_does_not_wait_for_writes_on_a_hung_server() {
     let fake = Fake::new(MIB, ALL);
@@ -571,8 +578,8 @@ fn an_unmap_does_not_wait_for_writes_on_a_hung_server() {
     assert_eq!(fake.cache()[..4096], [8; 4096]);
 }
 
-/// An unmap does not wait for reads on a hung server, nor for requests that wait for an orphan.
-/// Those in other memory continue, and those in the unmapped memory end.
+/// An unmap waits neither for reads on a hung server, nor for requests that wait for an orphan.
+/// Requests whose buffers are in the unmapped memory end; others continue.
 #[test]
 fn an_unmap_does_not_wait_for_reads_on_a_hung_server() {
     let fake = Fake::new(MIB, ALL);
@@ -593,7 +600,7 @@ fn an_unmap_does_not_wait_for_reads_on_a_hung_server() {
         view.resolve_prps(at, 0, 2048, 4096, reads, &mut data).unwrap();
         data
     };
-    // The second half of the requests waits for the orphan.
+    // The requests at offset 4096 overlap the orphan, so they wait for it.
     for (tag, offset) in [(1, 0), (2, 4096)] {
         submit(&mut *queue, tag, Op::Read, offset, 2048, segments(0, true));
         submit(&mut *queue, 2 + tag, Op::Read, offset, 2048, segments(8192, true));
@@ -645,7 +652,8 @@ fn a_flush_waits_for_orphans_on_a_server_without_flushes() {
     assert_eq!(fake.cache()[..512], [9; 512]);
 }
 
-/// With too many orphans, a cancelled write ends with its own result.
+/// The number of orphans is limited. Beyond the limit, a cancelled write does not end before the
+/// server has replied.
 #[test]
 fn orphans_are_bounded() {
     const EACH: u32 = 200;
@@ -690,8 +698,8 @@ fn the_error_of_a_cancelled_flush_is_not_lost() {
     assert!(disk.has_lost_writes());
 }
 
-/// Cancelling takes constant time per request. With quadratic time in total, this test would take
-/// minutes.
+/// Cancelling a request takes constant time. If it took time proportional to the number of
+/// requests, this test would take minutes.
 #[test]
 fn a_hundred_thousand_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;

@@ -107,7 +107,7 @@ fn nbdkit_with_few_features() {
     model(&disk, 6, 20);
 }
 
-/// The server replies late, and in any order.
+/// The server delays each reply, so that replies may arrive in any order.
 #[test]
 fn nbdkit_with_delays() {
     let parameters = ["--filter=delay", "memory", "2M", "rdelay=3ms", "wdelay=2ms"];
@@ -134,8 +134,8 @@ fn nbdkit_with_errors() {
     assert_eq!(disk.counters()[1], ("connections_lost", 0));
 }
 
-/// Reads from a server that kills itself during every eighth read on average and is started again
-/// each time.
+/// Reads from a server that kills itself at about every eighth read, and is started again each
+/// time.
 #[test]
 fn requests_survive_repeated_crashes_of_nbdkit() {
     let script = r#"
@@ -191,8 +191,8 @@ fn qemu_nbd_killed_and_restarted() {
         skipped("`qemu-img` is not here; it is in Debian's qemu-utils");
         return;
     }
-    // With this cache mode, writes stay in the memory of the server, and metadata stay there for
-    // any length of time.
+    // With this cache mode, writes remain in the server's memory, and the metadata of the image may
+    // remain there until the server ends.
     let arguments = ["--format=qcow2", "--shared=8", "--cache=writeback", "--discard=unmap", name];
     let Some(mut child) = start("qemu-nbd", &arguments, &socket) else { return };
     let disk = open(&socket, "");
@@ -229,8 +229,8 @@ fn tcp() {
             None => false,
         };
         if !is_alive(&mut server) {
-            // Another program may take the port between the moment when it is found free and the
-            // start of `nbdkit`. Then `nbdkit` ends, and the test tries again.
+            // After the test has found a free port, another program may take it before `nbdkit`
+            // does. Then `nbdkit` ends, and the test tries another port.
             let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
             let mut command = Command::new("nbdkit");
             command.args(["--foreground", "--exit-with-parent", "--ipaddr=127.0.0.1", "--port"]);
@@ -300,7 +300,7 @@ impl Certificates {
         made
     }
 
-    /// Starts nbdkit with a memory disk. It requires client certificates.
+    /// Starts an nbdkit with a memory disk that requires client certificates.
     fn nbdkit(&self, more: &[&str]) -> Option<Peer> {
         let directory = format!("--tls-certificates={}", self.directory.path().display());
         let tls = [&directory[..], "--tls=require", "--tls-verify-peer"];
@@ -341,7 +341,7 @@ fn nbdkit_over_tls_killed_and_restarted() {
     let directory = format!("--tls-certificates={}", certificates.directory.path().display());
     let arguments = [&directory[..], "--tls=require", "--tls-verify-peer", "memory", "2M"];
     peer.child = start("nbdkit", &arguments, &socket).unwrap();
-    // The data in the memory of the server were lost, so unflushed data are replayed.
+    // The killed server has lost the data in its memory. So the disk replays the unflushed writes.
     assert!(read(&mut *queue, 0, MIB).unwrap() == data);
     assert_eq!(flush(&mut *queue), Ok(()));
     assert!(disk.counters()[1].1 > 0);

@@ -43,7 +43,8 @@ fn a_disk_with_settle_is_recovered() {
     let flushes = fake.count(command::FLUSH);
     let since = Instant::now();
     let next = recover(&fake, "settle=200ms", &state).unwrap();
-    // Lower bound only: recovery must wait for the full time of `settle`.
+    // This is only a lower bound: recovery must wait for the whole time of `settle`, and may wait
+    // longer.
     assert!(since.elapsed() >= Duration::from_millis(200));
     assert_eq!(
         fake.count(command::FLUSH),
@@ -75,7 +76,8 @@ fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
     larger["nbd"]["blocks"] = 4096.into();
     let error = recover(&fake, "settle=0", &larger).unwrap_err().to_string();
     assert!(error.contains("smaller than it was"), "{error}");
-    // If the flush of the recovery fails, unflushed data were lost, before or after the crash.
+    // If recovery's flush fails, the server may have lost unflushed data, before or after the
+    // crash.
     let fails = (command::FLUSH, NbdError::Io as u32);
     fake.change(|manner| manner.errors.extend([fails]));
     let lost = recover(&fake, "settle=0", &state).unwrap();

@@ -1,5 +1,6 @@
-//! Tests with three layers in one process. A driver uses a virtual controller; the disk of that
-//! controller is an SSD; the SSD is an emulated controller over a disk that records its requests.
+//! Tests with three layers in one process: the driver of a guest uses a controller, whose disk is
+//! the namespace of a second controller (the SSD). The disk of the second controller records its
+//! requests.
 
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, ReportExtent, Request, Submitted};
 use shadowbell_disk_file::{MemDisk, NullDisk};
@@ -17,7 +18,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use zerocopy::IntoBytes;
 
-/// Requests that reached the disk of the SSD, and the error to inject.
+/// Record of the requests that have reached the disk of the SSD, and the error that the test
+/// injects there.
 #[derive(Debug, Default)]
 struct Recorded {
     /// Requests, each with the addresses of its data in the memory of this process.
@@ -97,7 +99,7 @@ fn rig_over(spy: Spy, options: &Options) -> Rig {
 }
 
 fn options(zero_copy: bool) -> Options {
-    // Short queues make requests wait for slots.
+    // The queues are short, so that requests have to wait for slots.
     let mut options = Options::default();
     options.zero_copy = zero_copy;
     options.queue_pairs = 2;
@@ -226,8 +228,8 @@ fn excess_requests_wait_and_none_is_lost() {
                 let token = rig.queue.submit(command.unwrap(), Some(buffer)).unwrap();
                 slots[token.index()] = submitted;
                 submitted += 1;
-                // Commands alternate between 256 writes and 256 reads of the same blocks. Each
-                // group is submitted after the previous one has completed.
+                // Groups of 256 writes and of 256 reads of the same blocks alternate. A group is
+                // submitted after the previous group has completed.
                 if submitted.is_multiple_of(256) {
                     break;
                 }
@@ -404,12 +406,12 @@ fn a_waiting_request_can_be_cancelled() {
     ended.sort_by_key(|(tag, _)| *tag);
     assert_eq!(ended.len(), 40);
     assert_eq!(ended[39], (39, Err(DiskError::Cancelled)));
-    // The SSD had received the other requests before the cancellation.
+    // The SSD received these requests before the cancellation, so they succeed.
     assert!(ended[..39].iter().all(|(_, outcome)| outcome.is_ok()), "{ended:?}");
 }
 
-/// Cancelling takes constant time per request. With quadratic time in total, this test would take
-/// minutes.
+/// Cancelling a request takes constant time. If it took time proportional to the number of
+/// requests, this test would take minutes.
 #[test]
 fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -431,7 +433,8 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     }
     ended.sort_by_key(|(tag, _)| *tag);
     assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
-    // The SSD had received the first few requests before the cancellation.
+    // The SSD received some of the first hundred requests before the cancellation, so these may
+    // have succeeded.
     assert!(ended[100..].iter().all(|(_, outcome)| *outcome == Err(DiskError::Cancelled)));
 }
 

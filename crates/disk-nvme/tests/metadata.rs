@@ -1,5 +1,5 @@
-//! Test of a namespace with protection information as a disk without it: the SSD inserts and strips
-//! the protection information.
+//! Namespace with protection information that is used as a disk without it: the SSD inserts and
+//! strips the protection information.
 
 use shadowbell_disk::{Disk, MetadataFormat};
 use shadowbell_disk_file::MemDisk;

@@ -1,4 +1,4 @@
-//! Test of every operation on a namespace of another controller, in batches, against a model in
+//! Namespace of another controller as a disk: all operations, in batches, compared with a model in
 //! memory. Disks of other types pass the same suite.
 
 use shadowbell_disk::Disk;

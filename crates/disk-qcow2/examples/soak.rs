@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 const UNIT: usize = 4096;
 /// Number of units of the disk.
 const UNITS: usize = 8192;
-/// Number of concurrent operations. Each has its own part of the disk.
+/// Number of concurrent operations. Each has its own part of the disk, called a lane.
 const LANES: usize = 32;
 const LANE: usize = UNITS / LANES;
 /// Cluster sizes, one per image.
@@ -66,8 +66,9 @@ impl Mix {
         }
     }
 
-    /// Two parameters of lengths: the mean interval of operations that may cover their whole part
-    /// of the disk, and the maximum length of all others.
+    /// Two parameters of the lengths of operations. The first is the mean number of operations
+    /// between two that may cover their whole lane. The second is the maximum length of the others,
+    /// in units.
     fn lengths(self) -> (u64, usize) {
         match self {
             Self::All => (16, 8),
@@ -98,7 +99,8 @@ struct Step {
     op: Op,
     first: usize,
     count: usize,
-    /// Stamp that the units have afterwards, if the operation changes them.
+    /// Number that identifies the write: it is part of the data of all units that the operation
+    /// changes.
     stamp: u64,
 }
 

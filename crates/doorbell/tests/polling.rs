@@ -1,5 +1,5 @@
-//! Cost of a busy queue, with a host and a polling controller, over millions of entries and many
-//! turns of the ring.
+//! Cost of a busy queue with a polling controller, checked by counts: MMIO writes of the host and
+//! stores of EventIdx, over millions of entries and many wraps of the ring.
 #![cfg(not(loom))]
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,16 +22,17 @@ impl Random {
 
 #[derive(Debug)]
 struct Cost {
-    /// Number of MMIO writes, without that of the first update, which always needs one.
+    /// Number of MMIO writes of the host. The first update is not counted, because it always needs
+    /// one.
     mmio: u64,
     event_idx_stores: u64,
     entries: u64,
     turns: u64,
 }
 
-/// A submission queue with at most `depth` commands outstanding. In each round, the host submits as
-/// many commands as possible, some, or none, in updates of at most `batch`. The controller polls,
-/// and completes some of the fetched commands.
+/// Runs a submission queue with at most `depth` outstanding commands. In each round, the host
+/// submits all commands for which there is room, or some of them, or none, with at most `batch`
+/// commands per doorbell update. The controller polls, and completes some of the fetched commands.
 fn busy(entries: u32, predicate: Predicate, depth: u32, batch: u32, total: u64) -> Cost {
     let size = RingSize::new(entries).unwrap();
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
@@ -98,8 +99,8 @@ fn a_busy_queue_rings_never() {
     }
 }
 
-/// The host reads the cache line of EventIdx, so EventIdx is stored at most once per eighth of the
-/// ring.
+/// EventIdx is stored at most once per eighth of the ring: each store takes the cache line from the
+/// host, which reads it.
 #[test]
 fn event_idx_is_stored_rarely() {
     for entries in SIZES {
@@ -113,13 +114,14 @@ fn event_idx_is_stored_rarely() {
     }
 }
 
-/// With a full queue, the host rings a few times per turn. The limits are those of the exhaustive
-/// model.
+/// If the queue is always full, the host writes the register a few times per wrap of the ring. The
+/// limits are those of the exhaustive model.
 #[test]
 fn a_full_queue_rings_few_times_per_turn() {
     for entries in SIZES {
         for (predicate, worst) in [(Predicate::Linux, 3), (Predicate::SpdkInclusive, 5)] {
-            // In the smallest rings, a turn consists of only a few updates, each of which may ring.
+            // In the smallest rings, a wrap consists of a few updates only, and each of them may
+            // need a register write.
             if entries < 8 {
                 continue;
             }
@@ -130,8 +132,8 @@ fn a_full_queue_rings_few_times_per_turn() {
     }
 }
 
-/// The completion queue doorbell. The host acknowledges completions in batches, and the controller
-/// polls once per posted batch. No acknowledgement needs an MMIO write.
+/// Completion queue doorbell: the host consumes completions in batches, and the controller polls
+/// once per batch that it posts. No update of the head needs an MMIO write.
 #[test]
 fn acknowledging_completions_rings_never() {
     for entries in SIZES {

@@ -44,8 +44,8 @@ fn sixteen_bit_arithmetic_is_ring_arithmetic_in_every_small_ring() {
     }
 }
 
-/// No value means "never ring". An EventIdx outside of the ring makes the host ring at every wrap,
-/// and at no other time.
+/// No value of EventIdx means "never ring". With an EventIdx outside of the ring, the host rings
+/// when the ring wraps, and at no other time.
 #[test]
 fn an_event_idx_outside_the_ring_rings_once_per_turn() {
     for entries in [2u32, 3, 100, 1024, 65535] {

@@ -1,5 +1,5 @@
-//! Sequential model tests of a queue, with steps in any order: no wakeup is lost, no invalid
-//! value is used, and no foreign memory is written.
+//! Model tests of a queue, on one thread and with random steps: no wakeup is lost, no invalid value
+//! is used, and no memory outside of the queue is written.
 #![cfg(not(loom))]
 
 use std::cell::RefCell;
@@ -16,8 +16,7 @@ thread_local! {
     static AT_FENCE: RefCell<Option<Peer>> = const { RefCell::new(None) };
 }
 
-/// A fence that executes one action of the peer between the store and the load, which is the
-/// critical moment.
+/// Fence that runs one action of the peer, at the critical moment between the store and the load.
 struct Intrusive;
 
 impl Fence for Intrusive {
@@ -162,8 +161,8 @@ proptest! {
             signalled: false,
         }));
         let mut tail = SqTail::new(size, register);
-        // The host stores its values in the shadow entry from the start. The command may be
-        // executed at any time, or never.
+        // The host stores its values in the shadow entry from the start. The controller may execute
+        // Doorbell Buffer Config at any time, or never.
         let mut page = 0;
         host.borrow_mut().doorbell.attach_shadow(pages[page].0, pages[page].1);
         let (mut enabled, mut trusted) = (false, false);
@@ -193,7 +192,8 @@ proptest! {
                     }
                 }
                 Step::LateWrite => {
-                    // A late write can only occur with a host that no longer uses the register.
+                    // Only a register write that the host made before the controller used the
+                    // shadow entry can arrive late.
                     let host = host.borrow();
                     if tail.state().truth == shadowbell_doorbell::Truth::Shadow
                         && let Some(&old) = host.register_writes.first()

@@ -81,7 +81,7 @@ fn exercise(controller: &Controller, queue: &mut QueuePair, depth: usize, ops: u
     let namespace = controller.namespace(1).unwrap();
     let pool = controller.buffers(depth, 300 * 1024).unwrap();
     let mut versions = vec![0u64; namespace.blocks() as usize];
-    // Blocks and expected data of the read in each slot.
+    // For each slot with a read in flight: its first block, and the expected data.
     let mut expected: Vec<Option<(u64, Vec<u8>)>> = vec![None; queue.capacity()];
     let mut busy = vec![false; versions.len()];
     let (mut submitted, mut completed, mut random) = (0, 0, 0x1234_5678_9abc_def1u64);
@@ -382,7 +382,7 @@ fn copies_on_the_emulated_controller() {
     let range =
         |slba, blocks: u32| CopyRange { slba, nlb0: (blocks - 1) as u16, ..Default::default() };
     block_on(async {
-        // Discards use the same buffers as copies, whose ranges are longer.
+        // A discard uses a buffer from the same pool as copies, whose range descriptors are longer.
         on.discard(&[DsmRange { attributes: 0, blocks: 1, slba: 9000 }]).await.unwrap();
         let all: Vec<_> = limits.split(0, limits.max()).collect();
         on.copy(4096, &all).await.unwrap();

@@ -1,4 +1,5 @@
-//! Replies to a disconnected client must not raise SIGPIPE, whose default action ends a program.
+//! A reply to a disconnected client raises SIGPIPE, unless the server prevents it; the default
+//! action of this signal ends a program.
 //!
 //! This is a test program of its own, because signal actions apply to a whole process.
 

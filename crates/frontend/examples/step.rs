@@ -35,7 +35,8 @@ const FILL: u64 = 1 << 20;
 struct Form {
     opcode: u8,
     prinfo: u32,
-    /// Number of logical blocks per I/O, and number of I/Os of this size that fit on the disk.
+    /// Number of logical blocks per I/O, and the number of positions on the disk for I/Os of this
+    /// size.
     blocks: u32,
     places: u64,
 }
@@ -62,8 +63,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (pool, mut turns) = Pool::driven(Polling::Never)?;
     let controller = Controller::new(config, pool, Carrier::default())?;
     let transport = Arc::new(InProcess::new(controller, "local:null:1TiB".into()));
-    // Another thread attaches, because `attach` waits for the controller, which runs in `turn` on
-    // this thread.
+    // `attach` runs on another thread, because it waits for the controller, which this thread runs
+    // by `turn`.
     let options = AttachOptions { queue_pairs: 1, interrupts: false, ..AttachOptions::default() };
     let attaching =
         std::thread::spawn(move || shadowbell_driver::Controller::attach(transport, &options));

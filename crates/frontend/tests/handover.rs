@@ -117,8 +117,8 @@ fn share<'a>(iova: u64, len: u64, fd: Option<BorrowedFd<'a>>, fd_offset: u64) ->
 fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     let mut server = Server::start();
     let client = Client::connect(server.directory.path(), Options::default()).unwrap();
-    // The client shares single pages of one file (more pages than are mapped one by one), another
-    // file, a read-only file, and a range that cannot be mapped.
+    // The client shares four kinds of memory: single pages of one file (more than the server maps
+    // one by one), another file, a read-only file, and a range that cannot be mapped.
     let [pages, other, read_only] =
         [600, 8, 2].map(|pages| Mapping::shared("guest", pages * PAGE).unwrap());
     for n in 0..300 {
@@ -152,8 +152,8 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     assert_eq!(ranges.len(), 302);
 
     for _ in 0..2 {
-        // The transferred descriptors are those of the listener, the connected socket, the files
-        // and the eventfds.
+        // The descriptors are those of the listener, the connected socket, three files and three
+        // eventfds.
         assert_eq!(server.replace(), 1 + 1 + 3 + 3);
         assert_eq!(registers(), before);
         let table = server.controller.dma_table();

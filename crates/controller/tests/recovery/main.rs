@@ -117,7 +117,8 @@ fn an_isolated_controller_survives_kills() {
     }
 }
 
-/// While a controller quiesces, it fetches no commands, but executes those of the dead process.
+/// A controller quiesces directly after its recovery. It fetches no new commands, but still
+/// executes those that were in flight in the dead process.
 #[test]
 fn a_controller_that_quiesces_after_recovery_survives_kills() {
     let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -158,7 +159,8 @@ fn a_file_with_mapped_doorbells_survives_kills() {
     run_with_kills(Ok(path.display().to_string()), true, true, 0x7777_8888);
 }
 
-/// The process is killed while the host creates and deletes queues and requests events.
+/// The host creates and deletes queues and submits event requests while the process is killed
+/// repeatedly. Each command completes once.
 #[test]
 fn admin_commands_end_once_each() {
     let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -195,8 +197,8 @@ fn admin_commands_end_once_each() {
 }
 
 /// Submits writes and reads until the process has died at its crash point. Returns false if the
-/// crash point is not reached. If `admin` is true, also creates and deletes queues, during which
-/// another process may already have been started.
+/// crash point is not reached. If `admin` is true, also creates and deletes queues; in this case,
+/// the next process may have been started already.
 fn work_until_crash(host: &mut Host, random: &mut Random, admin: bool) -> bool {
     let (began, mut completed) = (Instant::now(), 0);
     while !host.has_died() && host.instructions.abort_at.is_some() && completed < 300 {
@@ -227,7 +229,8 @@ fn crash_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint
     for (point, nth) in points.iter().flat_map(|point| [(*point, 1), (*point, 2), (*point, 5)]) {
         println!("{}, time {nth}", point.name());
         if matches!(point, AbortPoint::ReplayStarted | AbortPoint::ReplayRecorded) {
-            // This earlier crash leaves commands to recover.
+            // A crash before the crash point under test, so that the next process has commands to
+            // recover.
             host.instructions.abort_at = Some((AbortPoint::SqStored, 3));
             host.kill();
             assert!(work_until_crash(host, random, false), "nothing is ever fetched");
@@ -235,7 +238,8 @@ fn crash_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint
         host.instructions.abort_at = Some((point, nth));
         host.kill();
         let is_reached = work_until_crash(host, random, true);
-        // Only the first occurrence is certain: there may be fewer than `nth` commands to recover.
+        // If `nth` is greater than 1, the crash point may not be reached, because there are too few
+        // commands to recover.
         assert!(is_reached || nth != 1, "crash point {} is not reached", point.name());
         host.kill();
         host.until_taken();
@@ -262,8 +266,8 @@ const FILE_CRASH_POINTS: &[AbortPoint] = &[
     AbortPoint::QueuesRecovered,
 ];
 
-/// Crash points of a controller with a memory disk. Its requests complete inline, so none is in
-/// flight.
+/// Crash points of a controller with a memory disk. This disk completes requests at once, so there
+/// are no crash points with a request in flight.
 const MEMORY_CRASH_POINTS: &[AbortPoint] = &[
     AbortPoint::Fetched,
     AbortPoint::Staged,
@@ -307,7 +311,8 @@ fn steps_in_a_wrong_order_do_not_survive() {
         let outcome = std::panic::catch_unwind(move || {
             let mut host = Host::new(Ok(disk), false, false);
             host.instructions.wrong = Some(order);
-            // Shorter than elsewhere, because the expected failure may be a timeout.
+            // This time limit is shorter than in other tests, because a timeout is a failure that
+            // the test expects.
             host.timeout = Duration::from_secs(10);
             crash_at_each_step(&mut host, &mut Random(0xeeee_ffff), &[point; 4]);
         });
@@ -315,8 +320,8 @@ fn steps_in_a_wrong_order_do_not_survive() {
     }
 }
 
-/// After a reset and a crash, recovery must use the admin doorbells that were written after the
-/// reset.
+/// The process dies as soon as the controller is ready after a reset. Recovery must use the admin
+/// doorbells that the host has written since the reset.
 #[test]
 fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
     let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -331,8 +336,8 @@ fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
     }
 }
 
-/// A recovering process finds the completions that the previous process has posted. The process
-/// after it must not post them again.
+/// A recovering process finds completions that its predecessor has posted. If it crashes as well,
+/// the next process must not post them again.
 #[test]
 fn completions_are_not_posted_again_after_a_second_crash() {
     let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

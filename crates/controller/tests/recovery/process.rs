@@ -44,7 +44,7 @@ pub(crate) struct Task {
     pub(crate) workers: usize,
     pub(crate) mapped: bool,
     pub(crate) recovers: bool,
-    /// True if the previous process has died by a fault.
+    /// True if the previous process died by a fault of its own and not by a kill.
     pub(crate) by_fault: bool,
     /// True if the controller gets an I/O thread of its own.
     pub(crate) isolated: bool,
@@ -78,7 +78,8 @@ pub(crate) fn open(
     fds: &mut Descriptors,
 ) -> Arc<dyn Disk> {
     match disk {
-        // The file is locked until the I/O of the dead process has ended.
+        // Opening is repeated, because the file is locked until the I/O of the dead process has
+        // ended.
         Ok(path) => {
             let until = Instant::now() + LIMIT;
             loop {
@@ -86,7 +87,7 @@ pub(crate) fn open(
                     Ok(disk) => return disk,
                     Err(error) => assert!(Instant::now() < until, "{path}: {error}"),
                 }
-                // The pause leaves the CPU to the kernel, which ends the I/O of the dead process.
+                // This pause leaves the CPU to the kernel, which has to end the dead process's I/O.
                 wait::pause();
             }
         }
@@ -169,7 +170,7 @@ fn worker() {
         recorder.send_message("taken", &0usize, Descriptors::default());
     }
     if task.isolated {
-        // An error is ignored, because a recovered controller may be isolated already.
+        // An error is ignored: the controller may be isolated already, as its predecessor was.
         let _ = controller.isolate();
     }
     // The loop runs until the process is killed or the host has ended.
@@ -183,7 +184,7 @@ fn worker() {
     std::process::exit(0);
 }
 
-/// Resets the controller. Kills this process as soon as the controller is ready again.
+/// Resets the controller, and kills this process as soon as CSTS.RDY is 1 again.
 fn reset_and_exit(controller: &Controller) {
     let cc = |en| Cc::new().with_en(en).with_iosqes(6).with_iocqes(4).into_bits().to_le_bytes();
     controller.write(regs::CC, &cc(false));

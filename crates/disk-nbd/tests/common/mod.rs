@@ -328,7 +328,7 @@ fn transmit(
         *store.counts.entry(request.command).or_default() += 1;
         served += 1;
         if store.manner.hangs_up_after == Some(served) {
-            // This request was executed, but the connection is cut before its reply.
+            // The request was executed. The server closes the connection before it replies.
             state.changed.notify_all();
             return socket.shutdown(Shutdown::Both);
         }

@@ -85,7 +85,7 @@ pub(crate) fn word(value: u32) -> Word {
     Arc::new(AtomicU32::new(value))
 }
 
-/// A queue at position `at` without a shadow entry.
+/// State of a queue at position `at` that has no shadow entry.
 pub(crate) fn by_register(at: u16) -> DoorbellState {
     DoorbellState { last: at, truth: Truth::Register, snapshot: None }
 }
@@ -128,7 +128,7 @@ impl DoorbellCells {
     }
 }
 
-/// The waking side of a sleeping thread.
+/// Waker of a sleeping thread, and the eventfd on which the thread sleeps.
 pub(crate) struct Wake<F = FullFence> {
     pub(crate) waker: Waker<Word, F>,
     pub(crate) event: Arc<Event>,
@@ -220,9 +220,9 @@ pub(crate) fn sleep_on<F: Fence, W: Fence>(
     }
 }
 
-/// A queue that has been in use: one entry was submitted and fetched at position `at` - 1, so that
-/// EventIdx is behind and requests nothing. So the models do not depend on initial values that
-/// happen to be correct.
+/// Host and controller of a submission queue that has been in use: one entry was submitted and
+/// fetched at position `at` - 1. So EventIdx is behind the tail and requests no notification, and
+/// the models do not depend on initial values that are correct by chance.
 pub(crate) fn in_use<F: Fence>(
     cells: &DoorbellCells,
     size: RingSize,
@@ -248,8 +248,8 @@ pub(crate) fn in_use_head<F: Fence>(
     (host, head)
 }
 
-/// Runs the controller until the tail is at `end`: polls, fetches, and sleeps when there is nothing
-/// to fetch. Each turn brings the tail nearer to `end`, because it never moves backwards.
+/// Runs the controller until the tail is at `end`: it polls, fetches, and sleeps when there is
+/// nothing to fetch. It ends, because the tail never moves backwards.
 pub(crate) fn serve<F: Fence, W: Fence>(
     tail: &mut SqTail<Word>,
     entries: &Entries,

@@ -57,8 +57,8 @@ fn no_wakeup_is_lost_at_the_wrap_of_the_ring() {
     }
 }
 
-/// The host evaluates the predicate of each value together with the next value, and of the last
-/// value before it waits.
+/// With `publish_deferred`, the host evaluates the predicate for an update only at the next update.
+/// For the last update, it does so before it waits.
 #[test]
 fn no_wakeup_is_lost_with_a_deferred_predicate() {
     for count in [1, 2, 3] {
@@ -90,8 +90,8 @@ fn no_wakeup_is_lost_with_a_deferred_predicate() {
     }
 }
 
-/// More than one turn of a ring of two entries. The host waits for room before each entry, and
-/// EventIdx has one of only two values.
+/// The host submits more entries than a ring of two entries has, so the ring wraps. It waits for
+/// room before each entry. EventIdx has only two possible values.
 #[test]
 fn no_wakeup_is_lost_over_several_turns() {
     for predicate in PREDICATES {
@@ -122,8 +122,8 @@ fn no_wakeup_is_lost_over_several_turns() {
     }
 }
 
-/// While the controller only polls, no interleaving makes the host ring, because EventIdx moves in
-/// time.
+/// While the controller polls and does not sleep, the host never writes the register, because
+/// EventIdx moves in time.
 #[test]
 fn polling_costs_no_mmio() {
     for predicate in PREDICATES {

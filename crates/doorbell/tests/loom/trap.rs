@@ -35,8 +35,8 @@ fn no_trapped_doorbell_is_lost() {
     explore(Some(3), || trapped::<FullFence, FullFence>(3));
 }
 
-/// Two concurrent wakers, one of which may rely on the signal of the other. The second of two
-/// rounds of sleep may get a late wakeup of the first.
+/// Two threads write doorbells at the same time, and one of them may signal for both. If the
+/// controller sleeps twice, the second sleep may get a late wakeup that was for the first.
 #[test]
 fn two_wakers_share_a_signal_and_lose_no_wakeup() {
     explore(Some(3), || {
@@ -70,8 +70,8 @@ fn two_wakers_share_a_signal_and_lose_no_wakeup() {
     });
 }
 
-/// A control message wakes the thread like a doorbell, if the sleeper checks its mailbox between
-/// the fence and the sleep.
+/// A control message wakes the thread in the same way as a doorbell. The thread has to check its
+/// mailbox between the fence and the sleep.
 #[test]
 fn a_message_wakes_too() {
     explore(None, || {

@@ -59,13 +59,14 @@ fn any_command_has_data_and_a_deadline() {
 
     fake.with(|state| state.ignored.insert(0xc1));
     let began = Instant::now();
-    // The limit is short, because only its expiry ends the command.
+    // The command never completes, so only this limit ends it. The limit is short, because the test
+    // waits for it.
     let limit = Duration::from_millis(50);
     let error = admin.execute(vendor, AdminData::FromController(4096), limit).unwrap_err();
     assert!(matches!(error, CommandError::Timeout { .. }), "{error}");
     // The command must not end before the limit.
     assert!(began.elapsed() >= limit);
-    // The queue stays usable, and the late completion is not taken for the completion of another
+    // The admin queue stays usable. The completion that arrives late must not complete another
     // command.
     for _ in 0..100 {
         admin.identify_controller().unwrap();
@@ -91,7 +92,8 @@ fn hung_commands_fill_the_queue_only() {
         assert!(matches!(error, CommandError::Timeout { .. }), "{error}");
     }
     drop(admin);
-    // The commands to delete the queue fail as well, but the controller is still disabled.
+    // The commands that delete the queue fail as well. The driver disables the controller
+    // nevertheless.
     assert!(controller.detach().is_err());
     assert!(!fake.state().csts.rdy());
 }
@@ -126,7 +128,7 @@ fn a_completion_found_by_another_thread_reaches_its_owner() {
                 }
                 std::thread::yield_now();
             };
-            // After this pause, the waiting thread polls less often.
+            // The pause lets the waiting thread enter the phase in which it polls less often.
             std::thread::sleep(Duration::from_millis(2));
             fake.post(0, Cqe::new(cid, 0, 0, Status::SUCCESS, round), 0, None);
             // Another thread reaps that completion, and reuses the slot for its own command.

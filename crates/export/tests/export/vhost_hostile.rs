@@ -210,8 +210,8 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
     });
 }
 
-/// A file of huge pages that the machine does not have. The file can be mapped, but an access
-/// raises SIGBUS.
+/// Guest memory in huge pages that the machine does not have. The file can be mapped, but an access
+/// raises SIGBUS, which must only end the connection.
 #[test]
 fn missing_huge_pages_disconnect_the_frontend() {
     each_block_size(|| {
@@ -240,13 +240,14 @@ fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
     let _ = std::io::Write::write_all(&mut &*socket, &bytes);
 }
 
-/// Blocking eventfds: a write waits if the count is full, and a read waits if it is zero.
+/// The frontend's eventfds are blocking: a write to one with a full count would wait, and so would
+/// a read from one with a count of zero. The device must not wait.
 #[test]
 fn a_full_or_empty_eventfd_stalls_no_thread() {
     each_block_size(|| {
         let rig = Rig::new(false);
-        // Without EVENT_IDX, the device signals every completion, so the count of `call` would
-        // overflow.
+        // EVENT_IDX is not negotiated, so the device signals every completion, and would block at
+        // an eventfd whose count is full.
         let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         for event in [&guest.rings[0].call, &guest.rings[0].kick] {
@@ -262,8 +263,8 @@ fn a_full_or_empty_eventfd_stalls_no_thread() {
     });
 }
 
-/// The available index announces more requests than the queue has entries. A guest can write such
-/// an index without its VMM.
+/// The available index announces more chains than the queue has entries. The guest can write such
+/// an index without the help of its VMM.
 #[test]
 fn an_invalid_available_index_keeps_no_thread_busy() {
     each_block_size(|| {
@@ -285,8 +286,8 @@ fn an_invalid_available_index_keeps_no_thread_busy() {
     });
 }
 
-/// A guest shares memory with the device, so it can submit requests even after its frontend has
-/// disconnected.
+/// The guest submits requests endlessly. Since it shares memory with the device, it can do so even
+/// after its frontend has disconnected. The next frontend must be served nevertheless.
 #[test]
 fn a_guest_that_submits_endlessly_blocks_no_other_frontend() {
     each_block_size(|| {
@@ -313,7 +314,8 @@ fn a_guest_that_submits_endlessly_blocks_no_other_frontend() {
     });
 }
 
-/// No descriptors are leaked. A guest that restarts every hour connects 10,000 frontends in a year.
+/// Disconnected frontends leave no descriptors open. A guest that restarts every hour connects
+/// about 10,000 times in a year.
 #[test]
 fn disconnected_frontends_leak_no_descriptors() {
     each_block_size(|| {

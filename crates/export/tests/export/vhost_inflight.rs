@@ -80,7 +80,7 @@ fn requests_in_flight_are_recorded_in_inflight_memory() {
         let found = words(&file, 1);
         assert_eq!(found[..2], [0, header(0, 1)]);
         for (slot, number) in [(5, 1), (2, 2), (9, 3)] {
-            // A slot consists of four descriptors.
+            // Each request slot of the test has four descriptors.
             assert_eq!(found[2 + 2 * 4 * slot..][..2], [mark(1), number], "slot {slot}");
         }
         let in_flight =
@@ -184,13 +184,14 @@ fn invalid_inflight_memory_ends_the_connection() {
             ("features", 0, vec![1; 8]),
             ("a version", 8, header(2, QUEUE, 0, 0)),
             ("entries", 8, header(1, QUEUE + 1, 0, 0)),
-            // The index of the used ring is 0, and a request is in flight.
+            // In these cases a request is marked as in flight, and the used ring's index is 0.
             ("a head", 8, [header(1, QUEUE, QUEUE, 0xffff), vec![1]].concat()),
             ("a used ring", 8, [header(1, QUEUE, 0, 0x8000), vec![1]].concat()),
         ] {
             let file = memory(2 * REGION);
             file.write_all_at(&bytes, at).unwrap();
-            // The device disconnects when the first queue starts, so there is no second one.
+            // The guest has only one queue, because the device disconnects when it starts the first
+            // one.
             let mut guest = guest_with(&rig, 1, &shape, &file);
             wait::until(&format!("a refusal of {what}"), || !guest.is_served());
             let mut after = vec![0; bytes.len()];

@@ -1,5 +1,5 @@
-//! Queues whose frontend changes their configuration while the guest submits requests; and long
-//! requests.
+//! Queues that the frontend reconfigures while the guest submits requests, and requests with long
+//! data.
 
 use crate::vhost::{EVENT_IDX, Guest, READ, Rig, Ring, WRITE, each_block_size, short_blocks};
 use shadowbell_disk::Op;
@@ -9,7 +9,7 @@ use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Guest address of a request's header. `TABLE` is that of its indirect descriptor table.
+/// Guest address of the header of a request, and that of its indirect descriptor table (`TABLE`).
 const HEADER: u64 = 0x60_0000;
 const TABLE: u64 = 0x60_1000;
 /// Data segments of a request, as guest address and length.
@@ -122,8 +122,8 @@ fn a_running_queue_survives_new_memory_and_eventfds() {
     }
 }
 
-/// A frontend that replaces the call eventfd cannot know whether the last answer was signalled to
-/// the previous one after it looked. So the new one is signalled.
+/// When a frontend replaces the call eventfd, the device signals the new one. The reason: the last
+/// completion may have been signalled to the previous eventfd after the frontend has last read it.
 #[test]
 fn a_new_call_eventfd_is_signalled() {
     short_blocks(|| {
@@ -140,8 +140,8 @@ fn a_new_call_eventfd_is_signalled() {
     });
 }
 
-/// A frontend stops a queue repeatedly while the queue's thread begins to poll it. The thread stops
-/// each time. After the next start, it executes the guest's requests.
+/// The frontend stops a queue repeatedly while the queue's thread begins to poll it. Each time the
+/// thread must stop polling, and execute the guest's requests after the next start.
 #[test]
 fn a_queue_is_stopped_at_any_moment() {
     each_block_size(|| {
@@ -186,8 +186,8 @@ fn a_queue_without_requests_keeps_no_thread_busy() {
             let times = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
             Duration::new(times.tv_sec as u64, times.tv_nsec as u32)
         };
-        // The test is repeated until other tests of this process, which also use processor time,
-        // have ended.
+        // The condition is repeated, because other tests of this process also use processor time,
+        // until they have ended.
         wait::until("an idle process", || {
             let before = used();
             // A thread that polls would use processor time for most of this sleep.

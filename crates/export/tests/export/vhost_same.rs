@@ -5,14 +5,15 @@ use crate::vhost::{Guest, MEMORY, READ, Rig, Ring, each_block_size, has_short_bl
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// Guest address of a request's header. `TABLE` is that of its indirect descriptor table.
+/// Guest address of the header of a request, and that of its indirect descriptor table (`TABLE`).
 const HEADER: u64 = 0x60_0000;
 const TABLE: u64 = 0x60_1000;
-/// Guest address of the used ring. `UNUSED_ENTRIES` is that of used ring entries that this test
-/// leaves unused.
+/// Guest address of the used ring, and that of used ring entries to which the device writes nothing
+/// in this test (`UNUSED_ENTRIES`).
 const USED: u64 = 0x1_3000;
 const UNUSED_ENTRIES: u64 = USED + 4 + 40 * 8;
-/// Names of the cases whose status descriptor is valid and whose data is outside of guest memory.
+/// Names of those cases in which the data are outside of guest memory, but the status descriptor is
+/// valid.
 const DATA_OUTSIDE: [&str; 4] =
     ["data outside", "half of the data outside", "data at the end of all", "data of 4 GiB"];
 /// Slot of a well-formed request.
@@ -82,8 +83,8 @@ fn cases(data: u64, status: u64) -> Vec<Case> {
     cases
 }
 
-/// Used entries (head, length, status byte), and the byte in memory at the malformed request's
-/// status.
+/// Observed results: the used entries (head, length, status byte), and the byte at the address of
+/// the malformed request's status.
 type Answers = (Vec<(u16, u32, u8)>, [u8; 1]);
 
 fn answers(ring: &mut Ring, case: &Case) -> Answers {

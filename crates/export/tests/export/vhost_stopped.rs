@@ -37,8 +37,8 @@ fn a_disabled_queue_is_not_read_while_its_guest_submits() {
                     wrong.push(format!("round {round}: {more} more"));
                 }
                 frontend.set_vring_enable(0, true).unwrap();
-                // The guest sends no further notification, so the device must check the queue
-                // itself.
+                // The guest does not notify the device again. So the device has to check the queue
+                // itself when it is enabled.
                 wait::until("an answer", || answers() != now);
             }
             enough.store(true, Ordering::Relaxed);

@@ -1,5 +1,6 @@
-//! Writes of whole blocks, which are received directly into buffers of the disk's queue, mixed with
-//! writes of parts of blocks, which are copied. The disk must have the written contents.
+//! Writes of whole blocks, which the server receives directly into buffers of the disk's queue,
+//! mixed with writes of parts of blocks, which it copies. Afterwards the disk must have the
+//! contents of all writes.
 
 use crate::client::Client;
 use crate::nbd::Rig;
@@ -37,7 +38,8 @@ impl Random {
     }
 }
 
-/// Creates writes to disjoint, ascending ranges. They may complete in any order.
+/// Creates writes to disjoint, ascending ranges. Since the ranges are disjoint, the writes may
+/// complete in any order.
 fn requests(random: &mut Random, count: usize) -> Vec<(usize, Vec<u8>)> {
     let mut at = 0usize;
     let mut requests = Vec::new();
@@ -104,7 +106,8 @@ fn requests_of_all_lengths_and_fragmentations_are_correct() {
         for (n, (at, data)) in requests.iter().enumerate() {
             let cookie = client.ask(command::READ, 0, *at as u64, data.len() as u32, b"");
             asked.insert(cookie, (*at, data.len()));
-            // The client can decode a chunked reply only while no other request is in flight.
+            // The client can decode a reply in several chunks only if it has no other request in
+            // flight, so it sends long reads alone.
             let is_long =
                 |next: usize| requests.get(next).is_some_and(|(_, d)| d.len() > 256 << 10);
             let most = if is_long(n) || is_long(n + 1) { 0 } else { 6 };
@@ -115,7 +118,7 @@ fn requests_of_all_lengths_and_fragmentations_are_correct() {
         while !asked.is_empty() {
             check(&mut client, &mut asked);
         }
-        // The disk is zeroed, so that old data cannot satisfy the comparison of the next round.
+        // Zeroes the disk, because data of this round could hide a missing write of the next round.
         let len = model.len() as u32;
         assert_eq!(client.run(command::WRITE_ZEROES, 0, 0, len, b"").error, 0);
     }
@@ -127,7 +130,8 @@ fn a_disk_that_fails_costs_no_buffer() {
     let rig = Rig::new(4096, &shadowbell_block::BlockOptions::default());
     let mut client = rig.client();
     rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::Io(5)));
-    // There are more requests than buffers of each size, so a leak would exhaust the buffers.
+    // There are more requests than buffers of each size. So if a request did not return its buffer,
+    // the buffers would be exhausted.
     for (len, count) in [(4096, 140), (64 << 10, 40), (256 << 10, 10)] {
         for _ in 0..count {
             let reply = client.run(command::WRITE, 0, 0, len, &vec![1; len as usize]);
@@ -143,14 +147,15 @@ fn a_disk_that_fails_costs_no_buffer() {
     rig.end();
 }
 
-/// A long read delays the requests after it. The server may have to wait until the client receives
-/// the end of the reply, and the client sends nothing that could wake the server.
+/// A long read delays the requests behind it. The server waits until the client has received the
+/// end of the reply. Meanwhile the client sends nothing, so the server has to notice by itself that
+/// it can continue.
 #[test]
 fn requests_behind_a_long_read_are_answered_after_it() {
     const LEN: u32 = 2 << 20;
     let rig = Rig::new(1 << 13, &shadowbell_block::BlockOptions::default());
-    // If the wakeup is lost, a round lasts until another event wakes the server, a second later. On
-    // a busy machine, some rounds take that long even with the wakeup.
+    // Without a wakeup, a round ends only when another event wakes the server, after a second. On a
+    // busy machine, some rounds take that long anyway, so the test waits for four quick ones.
     let mut quick = 0;
     wait::until("four quick rounds", || {
         let began = std::time::Instant::now();
@@ -160,8 +165,8 @@ fn requests_behind_a_long_read_are_answered_after_it() {
         });
         client.socket.write_all(&reads.concat()).unwrap();
         assert_eq!(client.bytes(16)[8..], 1u64.to_be_bytes());
-        // The server has read the rest of the reply from the disk, but it exceeds the socket's
-        // buffer.
+        // The server has read all data of the reply from the disk, but the rest of the reply does
+        // not fit into the socket's buffer.
         let left = 250 << 10;
         client.bytes(LEN as usize - left);
         wait::short_pause();

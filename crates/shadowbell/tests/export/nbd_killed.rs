@@ -67,14 +67,14 @@ fn a_load_over_nbd_survives_kills_of_the_export() {
         let nbd = ["--nbd", "unix:DIR/nbd"];
         let mut service = Service::start_on(*image, 16 * MIB, &nbd, &[]);
         let load = Load::start(&service.path("nbd"));
-        // Time for load before the first kill.
+        // The load runs for a while before the first kill.
         std::thread::sleep(Duration::from_millis(300));
         for moment in KILL_DELAYS {
             // The kill comes at an arbitrary moment.
             std::thread::sleep(Duration::from_millis(moment));
             service.kill();
             service.restart(&[]);
-            // Time for the load to reconnect, usually.
+            // In this time, the load usually reconnects.
             std::thread::sleep(Duration::from_millis(200));
         }
         load.assert_no_loss();
@@ -83,8 +83,8 @@ fn a_load_over_nbd_survives_kills_of_the_export() {
     }
 }
 
-/// The export is a client of a server whose process is killed; the export's driver recovers without
-/// an error.
+/// The disk of the export is a namespace of a supervised server whose process is killed. The driver
+/// of the export recovers without an error.
 #[test]
 fn an_export_survives_kills_of_its_supervised_server() {
     let directory = tempfile::tempdir().unwrap();
@@ -103,10 +103,11 @@ fn an_export_survives_kills_of_its_supervised_server() {
     let target = format!("vfio-user:{}", socket.display());
     let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd"]);
     let load = Load::start(&export.path("nbd"));
-    // Time for load before the first kill.
+    // The load runs for a while before the first kill.
     std::thread::sleep(Duration::from_millis(300));
     for moment in KILL_DELAYS {
-        // An arbitrary time, long enough that the kills are not a crash loop.
+        // The time is arbitrary, but at least 100 ms, so that the supervisor does not detect a
+        // crash loop.
         std::thread::sleep(Duration::from_millis(100 + moment));
         let before = worker().unwrap();
         kill(before, Signal::KILL);
@@ -121,7 +122,7 @@ fn an_export_survives_kills_of_its_supervised_server() {
 /// QEMU's NBD client, with requests in flight that it resubmits after a reconnect.
 #[test]
 fn qemus_nbd_client_survives_kills_of_the_export() {
-    /// Rounds of writes between two deaths.
+    /// Number of rounds of writes between two kills.
     const ROUNDS: u64 = 10;
     const AT_ONCE: u64 = 8;
     const LEN: u64 = 64 << 10;
@@ -151,10 +152,10 @@ fn qemus_nbd_client_survives_kills_of_the_export() {
             let mut script: String = writes.collect();
             script += "aio_flush\nflush\n";
             script.extend(reads);
-            // If the client has ended, its output has the reason.
+            // An error is ignored here: if the client has ended, its output contains the reason.
             let _ = input.write_all(script.as_bytes());
         }
-        // The client is in the middle of these writes.
+        // Waits until the client is in the middle of the writes of this script.
         let first = (rounds.start + 2) * AT_ONCE;
         until("the first writes", || {
             let mut found = [0];

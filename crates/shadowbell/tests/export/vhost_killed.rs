@@ -21,7 +21,7 @@ impl Running {
         running
     }
 
-    /// Connects to the device process, or waits for its death if it dies during recovery.
+    /// Connects to the device process. If the process dies during recovery, waits for its death.
     fn connect(&mut self) {
         let socket = self.service.path("vm.sock");
         if let Err(error) = self.machine.connect(&socket) {
@@ -35,8 +35,8 @@ impl Running {
         self.connect();
     }
 
-    /// Runs the machine until `requests` were completed, or the process dies. Returns whether it
-    /// died.
+    /// Runs the machine until `requests` more requests have completed, or the device process has
+    /// died. Returns true if it has died.
     fn run(&mut self, requests: u64) -> Result<bool, String> {
         let until = self.machine.answered + requests;
         let mut since = (self.machine.answered, Instant::now());
@@ -102,7 +102,7 @@ fn a_vhost_process_may_be_killed_at_any_moment() {
     }
 }
 
-/// A paused machine has nothing in flight at the disk, and resumes with another process.
+/// A paused machine has no request in flight, so it can resume with another device process.
 #[test]
 fn a_paused_machine_resumes_with_a_new_vhost_process() {
     let mut running = Running::start(Image::Raw);

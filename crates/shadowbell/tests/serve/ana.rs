@@ -65,8 +65,8 @@ fn an_inaccessible_ana_state_survives_crashes_and_upgrades() {
         })
     };
     assert!(line(0, " inaccessible ") && line(1, " optimized "), "{printed}");
-    // The saved configuration has the state. An edited configuration changes the state while a
-    // guest is attached.
+    // The saved configuration contains the ANA state. Applying an edited configuration changes the
+    // state while a guest is attached.
     let (status, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(status == Some(0) && saved.contains("ana = [\"inaccessible\"]"), "{saved}");
     let wanted = saved.replace("[\"inaccessible\"]", "\"non-optimized\"");

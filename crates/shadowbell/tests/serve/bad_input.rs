@@ -14,7 +14,7 @@ fn refused(directory: &Path, arguments: &[&str], words: &[&str]) {
     refused_with(ExitStatus::BadInput, directory, arguments, words);
 }
 
-/// Like [`refused`], for a temporary cause. With its exit status, a systemd unit restarts the
+/// Like [`refused`], for a temporary cause: with this exit status, a systemd unit restarts the
 /// service.
 #[track_caller]
 fn unavailable(directory: &Path, arguments: &[&str], words: &[&str]) {
@@ -63,7 +63,8 @@ fn invalid_images_are_refused_with_advice() {
     assert!(!at.join("vm.sock").exists());
 }
 
-/// The error says that the image is named twice, and not that another program has locked it.
+/// If an image is named twice, the error says so. It must not say that another program has locked
+/// the image.
 #[test]
 fn an_image_named_twice_is_refused() {
     let directory = tempfile::tempdir().unwrap();
@@ -112,8 +113,7 @@ fn an_unreadable_image_is_refused() {
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o000)).unwrap();
     let mut command = program();
     if rustix::process::geteuid().is_root() {
-        // Root may read everything, so the test runs the program as another user, from a copy that
-        // this user may execute.
+        // Root may read every file. So the test runs a copy of the program as another user.
         std::fs::set_permissions(directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
         command = std::process::Command::new("setpriv");
         command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
@@ -174,8 +174,8 @@ fn a_live_servers_socket_is_kept_and_a_stale_one_replaced() {
         &["mem:1MiB", "--socket", socket.to_str().unwrap()],
         &["in use by a running server", "choose another path"],
     );
-    // The same error is reported while a client is attached, during which the server does not
-    // answer other clients.
+    // While a client is attached, the server does not answer on this socket. The error about the
+    // socket in use is the same.
     let controller = server.attach();
     unavailable(
         server.directory(),
@@ -188,7 +188,7 @@ fn a_live_servers_socket_is_kept_and_a_stale_one_replaced() {
     let worker = crate::supervisor::worker(&server);
     server.signal(rustix::process::Signal::KILL);
     server.wait();
-    // The server process ends by itself, and cannot remove the socket file without its supervisor.
+    // Without its supervisor, the server process ends, but cannot remove the socket file.
     until("the end of the process that served", || has_ended(worker));
     assert!(socket.exists());
     let mut command = program();

@@ -57,7 +57,8 @@ fn a_server_with_a_ceph_image_is_upgraded_under_load() {
     let socket = server.socket().display().to_string();
     for _ in 0..3 {
         let before = worker(&server);
-        // The first writes are slow while the image's lock is taken over from the previous process.
+        // The upgrade is repeated: the first writes are slow until the lock of the image has passed
+        // from the previous process, and an upgrade may time out meanwhile.
         until("an upgrade", || {
             let (status, output, errors) = upgrade(&socket, None);
             assert!(status == Some(0) || errors.contains("try again"), "{output}{errors}");
@@ -91,7 +92,8 @@ fn a_namespace_follows_the_size_of_its_ceph_image() {
         let status = Command::new("kill").args([signal, &before.to_string()]).status().unwrap();
         assert!(status.success());
     };
-    // A stopped process receives no notification before it is killed.
+    // The process is stopped, so that it does not receive the notification of the new size before
+    // it is killed.
     stopped("-STOP");
     let mut resizing = Command::new("rbd");
     resizing.args(["-c", &conf, "resize", "--no-progress", "follows", "--size", "40M"]);

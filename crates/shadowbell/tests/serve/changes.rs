@@ -23,7 +23,7 @@ fn a_controller_is_added_and_removed_beside_a_guest() {
     let mut guest = server.attach();
     let add = ["controller", "add", "b", "b.img", "--socket", "b.sock"];
     assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
-    // The request is repeated, as after a lost response, and changes nothing.
+    // The same request again, as after a lost response: it succeeds and changes nothing.
     assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
     let (code, _, errors) = ctl(&server, &[&add[..], &["--read-only"]].concat());
     assert!(
@@ -53,7 +53,7 @@ fn a_controller_is_added_and_removed_beside_a_guest() {
     assert!(!server.directory().join("b.sock").exists());
     let (code, _, errors) = ctl(&server, &["controller", "remove", "b"]);
     assert!(code == Some(3) && errors.contains("there is no controller `b`"), "{errors}");
-    // The disk of the removed controller is free for another one.
+    // The disk of a removed controller can be used by another controller.
     assert_eq!(
         ctl_json(&server, &["controller", "add", "d", "b.img", "--socket", "d.sock"])[0]["id"],
         "d"
@@ -122,7 +122,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     let plan = ctl_json(&server, &["apply", "vms.toml"]);
     assert_eq!((&plan["unchanged"], &plan["applied"]), (&2.into(), &true.into()));
 
-    // The disk of vm1 moves to vm2, and vm3 is new.
+    // In the new file, vm2 has the disk of vm1, vm1 is removed, and vm3 is new.
     write(server.directory(), &[("vm0", "0.img"), ("vm2", "1.img"), ("vm3", "2.img")]);
     let (code, printed, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
     assert_eq!(code, Some(0));
@@ -131,13 +131,13 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
         "+ vm2\n+ vm3\n- vm1\n2 added, 1 removed, 0 replaced, 0 changed, 1 unchanged; not applied\n"
     );
     assert_eq!(ids(), ["vm0", "vm1"]);
-    // The connection that tested whether vm1 listens may still count as its client.
+    // The request is repeated: the test's own connection to vm1 may still count as a client.
     until("vm1 has no client", || ctl(&server, &["apply", "vms.toml"]).0 == Some(0));
     assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
     assert!(UnixStream::connect(server.directory().join("vm1.sock")).is_err());
     drop(attached(&server, "vm2.sock"));
 
-    // A file of which any part is invalid changes nothing.
+    // If any part of the file is invalid, nothing is changed.
     write(server.directory(), &[("vm0", "0.img"), ("vm4", "mem:1MiB"), ("vm5", "no.img")]);
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(2) && errors.contains("nothing was changed"), "{code:?} {errors}");
@@ -237,8 +237,8 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     assert_eq!(disks(), now);
     assert_eq!(ctl_json(&server, &["limit-group", "ls"])[0]["limits"]["iops"], "5000");
 
-    // A namespace with a client is not removed without `--force`. After a removal its disk is free
-    // for another NSID.
+    // Without `--force`, a namespace is not removed while a client is attached. After its removal,
+    // the disk can be attached with another NSID.
     write(server.directory(), "", "\"mem:4MiB\", { disk = \"a.img\", nsid = 5 }", "");
     let (code, _, errors) = apply(&[]);
     let words =
@@ -251,7 +251,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
         client() && ctl_json(&server, &["limit-group", "ls"])[0]["limits"] == serde_json::json!({})
     );
 
-    // Server-wide settings do not change at run time, which the output says.
+    // Server-wide settings cannot change at run time. The output reports this.
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
     std::fs::write(server.directory().join("vms.toml"), format!("workers = 2\n{text}")).unwrap();
     let (_, printed, _) = apply(&[]);
@@ -299,8 +299,8 @@ fn check_validates_a_file_without_opening_disks() {
     assert!(!directory.path().join("a.sock").exists());
 }
 
-/// A server starts without controllers, as that of a package does, and gets one by the control
-/// socket.
+/// A server starts without controllers, like the service of the Debian package. A controller is
+/// added later through the control socket.
 #[test]
 fn a_server_starts_without_controllers_and_gets_them_later() {
     let directory = tempfile::tempdir().unwrap();
@@ -328,7 +328,7 @@ fn a_server_starts_without_controllers_and_gets_them_later() {
     let options = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
     let mut guest = attach(&server.directory().join("vm0.sock"), &options);
     assert_eq!(read(&mut guest), Status::SUCCESS);
-    // A file that is empty by mistake removes no controller.
+    // An empty file may be a mistake, so applying it is refused and removes no controller.
     std::fs::write(server.directory().join("vms.toml"), "").unwrap();
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml", "--force"]);
     assert!(code == Some(2) && errors.contains("or write `controller = []`"), "{errors}");

@@ -26,8 +26,8 @@ fn block(lba: u64, round: u64) -> Vec<u8> {
     bytes
 }
 
-/// Entry point of the child process that is killed, not a test of its own. Writes many blocks at a
-/// time, and prints which writes were completed.
+/// Entry point of the child process that is killed; not a test of its own. It keeps many writes in
+/// flight, and prints which of them have completed.
 #[test]
 fn victim() {
     let Ok(socket) = std::env::var(VICTIM) else { return };
@@ -119,8 +119,8 @@ fn a_stopped_server_disconnects_its_client() {
 #[test]
 fn sigint_and_sighup_end_the_server_like_sigterm() {
     for signal in [Signal::INT, Signal::HUP] {
-        // `env` restores the default of these signals, because a shell ignores them for commands
-        // started with `&`.
+        // A shell ignores these signals for commands that it starts with `&`. `env` restores their
+        // default action.
         let mut command = Command::new("env");
         command.arg("--default-signal=INT,HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
         command.args(["serve", "mem:4MiB", "--socket", "vm.sock"]);
@@ -215,9 +215,10 @@ fn clients_leave_no_thread_or_descriptor_behind() {
     for round in 2..=4 {
         twenty_come_and_go(20 * round);
     }
-    // Sixty more clients must leave no thread and no descriptor behind. A thread may keep up to
-    // four descriptors for its next client, of which three are io_urings that signal eventfds. The
-    // number may be smaller than `before`, which may include descriptors that were being closed.
+    // Sixty more clients must not leave threads or descriptors behind. But a thread may keep up to
+    // four descriptors for its next client, three of which are io_urings that signal eventfds. The
+    // number may also be smaller than `before`, which may have included descriptors that were about
+    // to be closed.
     let (before_threads, (before_rings, before_others)) = before;
     let is_left = || {
         let (rings, others) = descriptors();

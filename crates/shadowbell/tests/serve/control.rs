@@ -34,8 +34,8 @@ fn control_socket(server: &Server) -> PathBuf {
     server.directory().join("run/vm/control.sock")
 }
 
-/// Guard that sets the flag which ends a thread's loop, even if the test panics, because the scope
-/// then joins the thread.
+/// Guard that sets a flag on drop. The flag ends the loop of a thread, which is necessary if the
+/// test panics: the scope then joins the thread.
 pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -200,8 +200,9 @@ fn the_log_level_changes_at_run_time_and_survives_an_upgrade() {
     assert_eq!(ctl(&server, &["log-level"]).1, "debug\n");
 }
 
-/// Every request during upgrades is answered: a socket always listens, and no accepted connection
-/// is closed without a response. A request that would take long gets the response 503.
+/// Each request during upgrades is answered: the socket always accepts connections, and no accepted
+/// connection is closed without a response. A request that would take too long gets the response
+/// 503.
 #[test]
 fn control_requests_during_upgrades_are_all_answered() {
     let mut server = Server::start(&["mem:4MiB"], &["--supervisor"]);
@@ -209,7 +210,8 @@ fn control_requests_during_upgrades_are_all_answered() {
     let is_over = AtomicBool::new(false);
     let ask = || {
         let mut asked = 0;
-        // Each connection is made one round before its request is sent.
+        // A connection is opened one round before its request is sent, so that it may be open
+        // during an upgrade.
         let mut waiting = UnixStream::connect(control_socket(&server)).unwrap();
         while !is_over.load(Ordering::Relaxed) {
             let fresh = UnixStream::connect(control_socket(&server)).unwrap();
@@ -244,10 +246,11 @@ fn control_requests_during_upgrades_are_all_answered() {
         askers.map(|asker| asker.join().unwrap())
     });
     assert!(asked.iter().all(|asked| *asked > 5), "{asked:?}");
-    // An upgrade request that names a program is refused.
+    // An upgrade request over HTTP must not name another program.
     let other = r#"{"binary":"/bin/false"}"#;
     let (status, body) = http_request(&server, &request("POST", "/v1/upgrade", other));
-    // A sandboxed process must not choose the program that its supervisor starts.
+    // It is refused, because a sandboxed server process must not choose the program that its
+    // supervisor starts.
     assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
     let program = server.directory().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &program).unwrap();
@@ -301,7 +304,7 @@ fn misbehaving_control_clients_do_not_block_others() {
             assert!(problem["message"].as_str().unwrap().len() > 10, "{body}");
         }
     }
-    // A request whose body does not end is cut off.
+    // If the body of a request does not end, the server closes the connection.
     let mut endless = connect();
     endless.set_write_timeout(Some(LIMIT)).unwrap();
     let head =
@@ -312,7 +315,8 @@ fn misbehaving_control_clients_do_not_block_others() {
         sent += len as u64;
         assert!(sent < 64 << 20, "an endless request is accepted");
     }
-    // Connections without a request take all slots, so the next connection waits.
+    // Connections that send no request occupy all slots of the server, so the next connection has
+    // to wait.
     let silent: Vec<_> = (0..16).map(|_| connect()).collect();
     let mut next = connect();
     next.write_all(request("GET", "/v1/status", "").as_bytes()).unwrap();
@@ -353,7 +357,7 @@ fn a_controller_in_use_can_be_inspected() {
         assert_eq!(status, Some(0), "{verb}");
         let (status, output, errors) = look(verb, &target, &["--json"]);
         assert_eq!(status, Some(0), "{verb}: {errors}");
-        // Except for the counters of `smart-log`, the output is identical to that without a guest.
+        // The output is the same as without a guest, except for the counters of `smart-log`.
         if verb != &"smart-log" {
             assert_eq!(output, rested, "{verb}");
         }
@@ -406,8 +410,8 @@ fn top_finds_the_servers_that_run() {
 
 #[test]
 fn controller_sockets_have_the_configured_mode_and_group() {
-    // Only root can give files to other groups, so for another user the group is that of the
-    // process.
+    // Only root may give a file to a group of which it is no member. For another user, the group is
+    // that of the process.
     let is_root = rustix::process::geteuid().is_root();
     let group = if is_root { 7 } else { rustix::process::getegid().as_raw() };
     let options = ["--socket-mode", "0624", "--socket-group", &group.to_string()];

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A server whose processes die at crash points, two loads that verify their data, and a client
-/// each of whose requests must be answered once.
+/// Server whose processes die at crash points, with three clients: two loads that verify their
+/// data, and a client each of whose requests must be answered once.
 struct CrashingServer {
     server: Server,
     file: std::path::PathBuf,
@@ -51,8 +51,8 @@ impl CrashingServer {
         std::fs::write(&self.file, format!("{}:{nth}", point.name())).unwrap();
     }
 
-    /// Requests upgrades until a process has died. The status of the upgrade is ignored: it depends
-    /// on which process dies, and on whether a disk quiesces in time.
+    /// Requests upgrades until a process has died. The result of an upgrade is ignored, because it
+    /// depends on which process dies, and on how fast a disk quiesces.
     fn upgrade_until_crash(&self, before: impl Fn(&Self)) {
         let died = self.file.with_extension("died");
         until("a death", || {

@@ -104,8 +104,8 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "on"])["read_only"], true);
     assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "off"])["read_only"], false);
 
-    // For the guest, the replacement disk has the same UUID. After the replacement, the old disk is
-    // free.
+    // To the guest, the new disk has the UUID of the old one. The old disk is free after the
+    // replacement.
     let replaced = done(&server, &["disk", "replace", "vm.sock/3", "c.img", "--force"]);
     assert_eq!(replaced["bytes"], json!(8 << 20));
     assert!(replaced["source"].as_str().unwrap().ends_with("c.img"));
@@ -139,7 +139,8 @@ fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
         if again % 2 == 0 {
             kill(server, Signal::KILL);
         } else {
-            // The supervisor has not recorded vm9.sock, which was added at run time.
+            // The supervisor does not know vm9.sock from its own configuration, because it was
+            // added at run time. An upgrade finds the server by this socket, too.
             let target = if again == 1 { "vm9.sock" } else { "vm0.sock" };
             let mut command = program();
             command.args(["upgrade", target]).current_dir(server.directory());
@@ -224,7 +225,8 @@ fn delayed(server: &Server, at: usize) -> u64 {
     ctl_json(server, &["namespaces"])[at]["counters"]["delayed"].as_u64().unwrap_or(0)
 }
 
-/// Keeps 8 reads in flight until `count` have completed. The I/O thread sleeps between them.
+/// Keeps 8 reads in flight until `count` reads have completed. Between completions, the I/O thread
+/// sleeps.
 fn read_many(server: &Server, nsid: u32, count: usize) {
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();
@@ -299,7 +301,7 @@ fn limits_change_at_run_time_and_survive_restarts() {
     assert_eq!(ctl_json(&server, &["limit-group", "ls"]), groups);
     assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
     assert_eq!((seen(&server), ctl_json(&server, &["limit-group", "ls"])), (limits, groups));
-    // A guest with throttled requests does not delay an upgrade.
+    // An upgrade does not wait for requests that wait for a rate limit.
     ctl_json(&server, &["limit", "vm.sock/1", "--iops", "1:1"]);
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();

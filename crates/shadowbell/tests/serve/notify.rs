@@ -1,4 +1,4 @@
-//! Messages to a service manager over a datagram socket, as to systemd.
+//! Messages to a service manager such as systemd, over a datagram socket.
 
 use crate::harness::{Server, attach, program, run, until};
 use crate::supervisor::{children, has_ended, signal, worker};
@@ -12,7 +12,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-// Time during which no message must arrive.
+// Time for which the test waits to check that no message arrives.
 const QUIET: Duration = Duration::from_secs(1);
 
 struct Manager {
@@ -84,8 +84,8 @@ fn the_service_manager_gets_ready_and_stopping() {
 #[test]
 fn the_watchdog_is_notified_at_half_of_its_interval() {
     let manager = Manager::new();
-    // A supervised process that does not respond for a quarter of the watchdog time is killed, so
-    // this time is far longer than any delay of a busy machine.
+    // A supervised process is killed if it does not respond for a quarter of the watchdog time. So
+    // this time has to be far longer than any delay on a busy machine.
     for (supervisor, watchdog) in [(&["--supervisor"][..], 8000), (&[], 600)] {
         let watchdog = Duration::from_millis(watchdog);
         let began = Instant::now();
@@ -100,17 +100,17 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
             |printed: &str| printed == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 with a client";
         until("its client is seen", || seen(&manager.next_message()));
         assert!(seen(&manager.next_message()));
-        // At least three watchdog messages have arrived. Their interval is half the watchdog time,
-        // or more on a busy machine.
+        // At least three watchdog messages have arrived, at intervals of half the watchdog time or
+        // more. So at least the watchdog time has passed.
         assert!(began.elapsed() >= watchdog, "{:?}", began.elapsed());
         drop(controller);
         assert!(server.stop().success());
         assert_eq!(manager.next_except_watchdog(), "STOPPING=1");
     }
-    // `WATCHDOG_PID` names another process, so no message is sent.
+    // `WATCHDOG_PID` is the id of another process, so the server must send no watchdog message.
     let mut command = program();
     command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).env("WATCHDOG_PID", "1");
-    // This watchdog time is far below `QUIET`, so a message would arrive within `QUIET`.
+    // With this watchdog time, a message would arrive far sooner than `QUIET`.
     let command = manager.of(command, Some(Duration::from_millis(10)));
     let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
@@ -118,11 +118,12 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
     assert!(server.stop().success());
 }
 
-/// Without a supervisor, the service manager kills a hung process.
+/// A hung server process sends no watchdog message. So without a supervisor, the service manager
+/// kills it.
 #[test]
 fn a_hung_process_sends_no_watchdog_message() {
     let manager = Manager::new();
-    // This watchdog time is below `QUIET`, so messages of a process that runs arrive within
+    // With this watchdog time, a process that is not hung sends messages at intervals below
     // `QUIET`.
     let server = manager.serve(&[], Some(Duration::from_millis(400)));
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
@@ -131,8 +132,8 @@ fn a_hung_process_sends_no_watchdog_message() {
     until("the end of watchdog messages", || manager.message_within(QUIET).is_none());
 }
 
-/// A hung server process is killed, and another one recovers: clients see a short pause, and the
-/// service manager receives its messages.
+/// The supervisor kills a hung server process, and another one recovers the clients. They see a
+/// short pause, and the service manager continues to receive messages.
 #[test]
 fn a_hung_server_process_is_replaced() {
     let manager = Manager::new();
@@ -206,7 +207,7 @@ fn sighup_reloads_the_configuration() {
                      vms.toml:1: unknown field `workres`";
         assert!(refused.starts_with(words), "{refused}");
         server.wait_for_log("error: the configuration is refused, and nothing was changed");
-        // A file by which a client would lose its controller is refused as well.
+        // A file is also refused if a client would lose its controller by it.
         std::fs::write(&config, text.replace("vm0.sock", "other.sock")).unwrap();
         assert!(
             reload().contains("nothing was changed: the client of vm0 would lose the controller")
@@ -223,7 +224,7 @@ fn sighup_reloads_the_configuration() {
     }
 }
 
-/// A SIGHUP that the server process does not handle before its death is handled by the next one.
+/// If the server process dies before it has handled a SIGHUP, the next process handles it.
 #[test]
 fn the_next_process_handles_a_missed_reload() {
     let manager = Manager::new();
@@ -235,7 +236,7 @@ fn the_next_process_handles_a_missed_reload() {
     let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
     assert!(manager.next_except_watchdog().starts_with("READY=1"));
     write_config(server.directory(), 2);
-    // A stopped process receives no message from its supervisor.
+    // The server process is stopped, so it cannot receive the supervisor's message.
     let before = worker(&server);
     signal(before, Signal::STOP);
     server.signal(Signal::HUP);

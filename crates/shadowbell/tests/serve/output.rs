@@ -104,7 +104,7 @@ fn counters_add_up() {
     assert_eq!(one["io"]["reads"], 100);
     assert_eq!(one["io"]["bytes_read"], 100 * 4096);
     controller.detach().unwrap();
-    // Totals include commands of deleted queues and disconnected clients.
+    // The totals also count commands of deleted queues and of disconnected clients.
     until("the client to leave", || counters(&server)["commands"] == 100);
     let mut controller = server.attach();
     read_blocks(&mut controller, 11);

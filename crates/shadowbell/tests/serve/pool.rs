@@ -163,7 +163,7 @@ fn namespaces_created_by_a_guest_survive_crashes_and_upgrades() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// After a crash the next process continues a Sanitize operation, before whose end no command can
+/// A Sanitize operation continues in the next process after a crash. Until its end, no command can
 /// access a namespace.
 #[test]
 fn a_sanitize_operation_continues_after_a_crash() {
@@ -227,8 +227,8 @@ fn blocks_are_marked_as_uncorrectable() {
     assert_eq!(guest.read(1, 5), Ok(1));
 }
 
-/// An upgrade waits for one step of a Sanitize operation, and the next process completes the
-/// operation. The event log has its start and its completion.
+/// An upgrade waits only for the current step of a Sanitize operation. The next process completes
+/// the operation. The event log contains the start and the completion of the operation.
 #[test]
 fn a_sanitize_operation_continues_across_upgrades() {
     let mut server = start(tempfile::tempdir().unwrap(), &[]);
@@ -251,7 +251,8 @@ fn a_sanitize_operation_continues_across_upgrades() {
         assert_eq!(after.scdw10, before.scdw10, "the same operation");
         progress.push((before.sstat.sos(), before.sprog, after.sstat.sos(), after.sprog));
         if after.sstat.sos() == sos::IN_PROGRESS {
-            // The next process repeats at most one pass over a namespace.
+            // The progress may be lower in the next process, but by no more than one pass over a
+            // namespace, which is repeated.
             let a_pass = u16::MAX / 8 + 1;
             assert!(after.sprog >= before.sprog.saturating_sub(a_pass), "{progress:?}");
             match guest.read(1, 0) {
@@ -279,8 +280,8 @@ fn a_sanitize_operation_continues_across_upgrades() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// With `pool` in the configuration file, created namespaces exist after a restart, and the saved
-/// configuration has the pool without its namespaces.
+/// With `pool` in the configuration file, namespaces that the guest has created exist after a
+/// restart. The saved configuration contains the pool, but not these namespaces.
 #[test]
 fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
     let config = "control-socket = \"ctl.sock\"\n[[controller]]\nsocket = \"vm.sock\"\n\
@@ -305,8 +306,7 @@ fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
     let (status, saved, errors) = ctl(&["save-config", "-"]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(saved.contains("pool?capacity=16") && saved.contains("disks = []"), "{saved}");
-    // The original file still equals the served configuration, although the guest has created
-    // namespaces.
+    // Applying the original file changes nothing, although the guest has created namespaces.
     let (status, printed, errors) = ctl(&["apply", "vm.toml", "--dry-run"]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(printed.contains("0 changed, 1 unchanged"), "{printed}");
@@ -321,8 +321,8 @@ fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// If the file system has less space than the pool's capacity, a write without space fails. Earlier
-/// data and the pool's index stay intact.
+/// The file system has less space than the capacity of the pool. A write for which there is no
+/// space fails, and earlier data and the index of the pool stay intact.
 #[test]
 fn a_full_file_system_under_a_pool_fails_writes_only() {
     let directory = tempfile::tempdir().unwrap();

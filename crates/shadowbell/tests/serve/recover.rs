@@ -73,8 +73,9 @@ fn a_verifying_load_survives_twenty_kills() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
-/// Memory shared in many pieces is not sent with each checkpoint. After a crash, an upgrade and
-/// another crash, all pieces are mapped that the client has not unmapped.
+/// A client shares its memory in many pieces. The checkpoints after this do not contain them again.
+/// Recovery after a crash, an upgrade and another crash maps all pieces that the client has not
+/// unmapped.
 #[test]
 fn memory_in_many_pieces_is_mapped_after_recovery() {
     let mut server = server(1, &[]);
@@ -82,8 +83,8 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
     client.share(200);
     let maps = || std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
     assert!(maps().contains("client-ranges"), "{}", maps());
-    // Number of memory descriptors that the supervisor has stored. It may receive them after the
-    // client's message was answered.
+    // Number of descriptors of guest memory that the supervisor holds. The supervisor may receive a
+    // descriptor only after the server has answered the client.
     let held = || {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
         let files = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
@@ -104,7 +105,8 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
         client.replace_shared(usize::from(n) * 20, 10);
     }
     assert_no_loss(&server);
-    // The supervisor closes the descriptors of unmapped pieces, and all when the client has left.
+    // The supervisor closes the descriptors of unmapped pieces, and after the client has
+    // disconnected, all of them.
     until("as many as before", || held() <= most);
     drop(client);
     until("none", || held() == 0);
@@ -113,8 +115,8 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// A server process recovers after a kill by each of several signals, after an upgrade, and without
-/// a client.
+/// Recovery works after a kill by any of several signals, after an upgrade, and while no client is
+/// attached.
 #[test]
 fn recovery_works_after_any_signal_and_after_an_upgrade() {
     let mut server = server(1, &[]);
@@ -193,8 +195,8 @@ fn a_recovering_process_may_be_killed() {
     assert_no_loss(&server);
 }
 
-/// A process with another configuration reports why it cannot recover from the checkpoint, and the
-/// next one starts without it.
+/// A server process whose configuration does not fit the checkpoint reports the reason and ends.
+/// The next process starts without the checkpoint.
 #[test]
 fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     let server = server(1, &[]);
@@ -216,8 +218,8 @@ fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     Client::attach(&socket(&server, 0)).write(2, 0, 1);
 }
 
-/// A check and a refused upgrade read the configuration file, but the supervisor keeps the previous
-/// configuration for restarts.
+/// A check of the configuration, and an upgrade that is refused, read the configuration file. But
+/// the supervisor still restarts the server with the previous configuration.
 #[test]
 fn a_refused_upgrade_does_not_install_its_configuration() {
     let server = server(1, &[]);
@@ -250,8 +252,8 @@ fn an_unrecoverable_disk_is_reported() {
     Client::attach(&server.socket()).write(1, 0, 1);
 }
 
-/// Creates a client whose memory no other process can map, because the client has sealed it after
-/// sharing it.
+/// Attaches a client that seals its memory after sharing it, so that no other process can map the
+/// memory.
 fn sealed_client(server: &Server) -> Peer {
     let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
     let memory = memfd_create("sealed", flags).unwrap();
@@ -307,7 +309,7 @@ fn a_client_with_unmappable_memory_is_dropped_alone() {
 /// disconnected.
 #[test]
 fn a_client_with_an_undecodable_state_is_dropped_alone() {
-    // These checkpoint items have the state of the second controller and of its socket.
+    // Checkpoint items with the state of the second controller, and with that of its socket.
     for item in ["controller/1", "port/1"] {
         for by_upgrade in [false, true] {
             let fault = format!("undecodable:{item}");
@@ -336,12 +338,14 @@ fn a_client_with_an_undecodable_state_is_dropped_alone() {
     }
 }
 
-/// After three crashes, only the client whose recovery crashes the server process is disconnected.
-/// This also holds if its controller has waited for its disks while others were served.
+/// The recovery of one client crashes the server process. After three crashes, this client is
+/// disconnected, and no other. This also holds if its controller waits for its disks while others
+/// are already served.
 #[test]
 fn a_client_whose_recovery_crashes_is_dropped_alone() {
     for waits in [false, true] {
-        // The item `port/1` is decoded only when the disks are open, and `controller/1` before.
+        // Recovery decodes the item `controller/1` before it opens the disks, and `port/1` only
+        // afterwards.
         let fault = if waits { "panic:port/1" } else { "panic:controller/1" };
         let mut server = server_with(3, &[], &[("SHADOWBELL_ITEM_FAULT", fault)]);
         let mut others = [0, 2].map(|n| Client::attach(&socket(&server, n)));
@@ -361,7 +365,7 @@ fn a_client_whose_recovery_crashes_is_dropped_alone() {
         );
         others.iter_mut().for_each(|other| assert_eq!(other.read(1, 0), 7));
         let log = server.stderr();
-        // One death by the kill, and three crashes during recovery.
+        // Four deaths: one by the kill of the test, and three crashes during recovery.
         assert_eq!(log.matches("another process recovers its clients").count(), 4, "{log}");
         assert_eq!(log.matches("is disconnected: ").count(), 1, "{log}");
         assert!(!log.contains("have lost"), "{log}");
@@ -376,7 +380,8 @@ fn a_client_whose_recovery_crashes_is_dropped_alone() {
     }
 }
 
-/// An upgrade is refused if its check crashes the next process, and no client is dropped later.
+/// If the check before an upgrade crashes in the new program, the upgrade is refused. Later
+/// recoveries disconnect no client.
 #[test]
 fn a_check_that_crashes_refuses_the_upgrade() {
     let server = server_with(2, &[], &[("SHADOWBELL_ITEM_FAULT", "panic:controller/1")]);
@@ -393,8 +398,8 @@ fn a_check_that_crashes_refuses_the_upgrade() {
     assert_eq!(log_count(&server, "is disconnected: "), 0, "{}", server.stderr());
 }
 
-/// Another program, which waits for the lock of an image and gets it when the server process
-/// releases it.
+/// Simulation of another program, which waits for the lock of an image. It gets the lock when the
+/// server process releases it.
 pub(crate) struct Thief {
     pub(crate) locked: std::sync::mpsc::Receiver<()>,
     pub(crate) release: std::sync::mpsc::Sender<()>,
@@ -406,7 +411,7 @@ impl Thief {
         let (release, released) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let file = std::fs::OpenOptions::new().read(true).write(true).open(image).unwrap();
-            // The lock belongs to the process, and conflicts with that of the server.
+            // This type of lock belongs to a process, and conflicts with the lock of the server.
             fcntl_lock(&file, FlockOperation::LockExclusive).unwrap();
             lock.send(()).unwrap();
             let _ = released.recv();
@@ -415,8 +420,8 @@ impl Thief {
     }
 }
 
-/// Checks that all views show the controller vm1.sock, which waits for its locked image, with the
-/// reason.
+/// Checks that all commands that list controllers show vm1.sock, and the reason why it waits: its
+/// image is locked.
 fn check_visibility(server: &Server) {
     let lists = |words: &[&str]| crate::control::ctl(server, words).1;
     until("the reason", || {
@@ -443,8 +448,8 @@ fn check_visibility(server: &Server) {
     assert!(rows.len() == 3 && waiting.len() == 1, "{rows:?}");
 }
 
-/// Only the controller whose image another program has locked waits, also during further crashes
-/// and upgrades. It is served when the lock is released.
+/// Another program has locked the image of one controller. Only this controller waits, also during
+/// further crashes and upgrades. It is served when the lock is released.
 #[test]
 fn a_controller_with_a_locked_image_waits_alone() {
     let mut server = server(3, &[]);
@@ -455,18 +460,18 @@ fn a_controller_with_a_locked_image_waits_alone() {
             client.write(1, 0, 7);
             client.write(2, 0, 8);
         }
-        // The buffer is shared before the death, because the message that shares memory would wait
-        // for the controller as well.
+        // The buffer is shared before the kill. Afterwards, the message that shares memory would
+        // have to wait for the controller.
         let pool = clients[1].parts().1.buffers(1, 4096).unwrap();
         let thief = Thief::of(server.directory().join("1.img"));
         let words = "process: vm1.sock, commands in flight";
         let recovered = log_count(&server, words);
         let mut output = String::new();
-        // The death is repeated until the thief has the lock, because on a busy machine the next
-        // process may be faster.
+        // The kill is repeated until the thief has the lock: on a busy machine, the next server
+        // process may be the first to get it.
         until("the lock of the thief", || {
-            // During this time, the thief starts to wait for the lock in the kernel. The time is
-            // also long enough that the deaths are not a crash loop.
+            // In this time, the thief begins to wait for the lock in the kernel. It is also long
+            // enough that the supervisor does not detect a crash loop.
             std::thread::sleep(Duration::from_millis(100));
             if by_upgrade {
                 let (status, text, errors) = upgrade(&target, None);
@@ -525,8 +530,8 @@ fn a_controller_with_a_locked_image_waits_alone() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Only the controller whose image hangs while it is opened waits. It is served when the storage
-/// responds again.
+/// Opening the image of one controller hangs. Only this controller waits, and is served when the
+/// storage responds again.
 #[test]
 fn a_controller_with_a_hung_image_waits_alone() {
     let directory = tempfile::tempdir().unwrap();
@@ -613,8 +618,8 @@ fn an_outdated_checkpoint_is_not_recovered() {
 }
 
 /// Clients send requests in a loop while the server process is killed at arbitrary times. Each
-/// request is answered exactly once. Some requests change the controller, and some are answered
-/// with descriptors.
+/// request is answered exactly once. Some of the requests change the controller's state, and some
+/// replies contain descriptors.
 #[test]
 fn each_request_is_answered_once_across_kills() {
     const AQA: u64 = 0x24;

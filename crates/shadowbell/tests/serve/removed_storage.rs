@@ -1,5 +1,5 @@
-//! Storage that is removed during a guest's I/O and returns (a FUSE file system whose daemon is
-//! killed), and a memory disk that exhausts memory.
+//! Storage that is removed during a guest's I/O and returns: a FUSE file system whose daemon is
+//! killed. Also a memory disk for which there is too little memory.
 
 use crate::control::ctl;
 use crate::disk_recovery::is_consistent;
@@ -21,9 +21,9 @@ fn fuse_daemon() {
     run_daemon_if_requested();
 }
 
-/// Serves an image on a FUSE file system whose daemon is killed. The guest gets media errors, and
-/// its other namespace and the controller continue. When the storage is available again, an
-/// operator reopens the image.
+/// Serves an image on a FUSE file system, and kills the daemon of the file system. The guest gets
+/// media errors; its other namespace and the controller continue to work. When the storage is
+/// available again, an operator reopens the image.
 fn survives_removal_and_return(behind: &Path, options: &str) {
     let Some(mut mount) = Mount::over("removed_storage::fuse_daemon", behind) else { return };
     let disk = format!("{}{options}", mount.path().display());
@@ -145,8 +145,8 @@ impl Drop for Group {
     }
 }
 
-/// Writes `byte`, if given, to the `nth` MiB of the first namespace. Reads the MiB, whose bytes
-/// must all be equal, and returns that byte.
+/// Fills the `nth` MiB of the first namespace with `byte`, if there is one. Then reads this MiB,
+/// checks that all of its bytes are equal, and returns this byte.
 fn mebibyte(client: &mut Client, nth: u64, byte: Option<u8>) -> u8 {
     let (queue, controller) = client.parts();
     let namespace = controller.namespace(1).unwrap();

@@ -9,8 +9,8 @@ use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::skipped;
 use std::process::{Command, Stdio};
 
-/// Text by which strace shows the message of the next process to its supervisor that it has
-/// recovered.
+/// Text in the output of strace that shows the message by which the next process tells its
+/// supervisor that it has recovered.
 const TAKEN: &str = "iov_base=\"A\"";
 
 /// strace of a supervisor and of the processes that it starts, which counts system calls.
@@ -43,7 +43,7 @@ impl Strace {
         self.0.wait();
         let calls = std::fs::read_to_string(server.directory().join("calls")).unwrap();
         let (before, _) = calls.split_once(TAKEN).expect("the message that recovery is complete");
-        // The thread that sends the report has made all system calls of the recovery.
+        // The thread that sends the report also makes all other system calls of the recovery.
         let thread = before.lines().last().and_then(|line| line.split_once(' ')).unwrap().0;
         let is_call = |line: &&str| {
             let whole = line.contains('(') && !line.contains(" resumed>");

@@ -1,5 +1,5 @@
-//! Tests of the range table: a recovery restores the ranges of the last checkpoint and ignores
-//! later changes.
+//! Tests of the range table in shared memory: a recovery restores exactly the ranges of the last
+//! checkpoint, even if the table was changed afterwards.
 
 use super::super::files::Files;
 use super::*;
@@ -111,7 +111,7 @@ fn changes_after_the_last_record_do_not_count() {
                 }
                 _ => {}
             }
-            // A crash is simulated by restoring the last checkpoint.
+            // Simulates a crash: restores the last checkpoint, with the table as it is now.
             let Some((saved, memory, expected)) = &last else { continue };
             let mut fds = Descriptors::default();
             let at = fds.add(memory.try_clone().unwrap());
@@ -127,7 +127,8 @@ fn changes_after_the_last_record_do_not_count() {
             });
             assert_eq!(found.collect::<Seen>(), *expected, "seed {seed}");
         }
-        // Slots are reused, and files that no checkpoint has contained leave no state.
+        // The table does not grow, because slots are reused. Files that were in no checkpoint leave
+        // nothing behind.
         assert!(written.unused_slot <= 2 * MAX_RANGES, "{}", written.unused_slot);
         let (given, _) = written.end();
         let mut given: Vec<_> = given.into_iter().collect();
@@ -136,8 +137,8 @@ fn changes_after_the_last_record_do_not_count() {
     }
 }
 
-/// A client whose memory allows no checkpoint may add and remove ranges without limit. The table
-/// does not grow.
+/// A client whose memory does not allow checkpoints may add and remove ranges without limit, and
+/// the table does not grow.
 #[test]
 fn unrecorded_changes_take_bounded_memory() {
     let mut files = Files::default();
