@@ -203,8 +203,9 @@ impl Disk for MemDisk {
     }
 }
 
-/// Size in bytes from which a disk is assumed to be larger than the CPU's caches. Long copies to
-/// and from such a disk bypass the caches, because the data would be evicted before their next use.
+/// Size in bytes from which a disk is assumed to be larger than the CPU's caches. Long writes to
+/// such a disk bypass the caches, because the data would be evicted before their next use. Long
+/// reads are prefetched.
 const LARGE: usize = 64 << 20;
 
 /// One thread's queue on a memory disk.

@@ -98,8 +98,8 @@ impl FileSpec {
 /// `state` as its [checkpoint](Disk::checkpoint). Returns only when no request of the dead process
 /// can reach the disk any more. Until then, calls `wait` repeatedly.
 ///
-/// # Errors [`OpenError`] if the disk has been replaced; [`OpenError::Busy`] if `wait` ends the
-/// waiting.
+/// # Errors
+/// [`OpenError`] if the disk has been replaced; [`OpenError::Busy`] if `wait` ends the waiting.
 pub fn recover(
     spec: &str,
     state: &serde_json::Value,

@@ -56,8 +56,9 @@ impl NbdDisk {
     /// request of the dead process can reach the export any more. Calls `wait` repeatedly during
     /// that time, and while the server is unavailable.
     ///
-    /// # Errors [`OpenError`] if the export has been replaced, if the disk is writable and has no
-    /// `settle`, or if `wait` ends the waiting.
+    /// # Errors
+    /// [`OpenError`] if the export has been replaced, if the disk is writable and has no `settle`,
+    /// or if `wait` ends the waiting.
     pub fn recover(
         spec: &NbdSpec,
         state: &Value,

@@ -25,8 +25,9 @@ const INVALID_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()
 
 /// Checks that the pool contains namespace `nsid`.
 ///
-/// # Errors Invalid Namespace or Format if the namespace does not exist. Operation Denied if
-/// `is_given` is true: the namespace is not in the pool, but in the controller's configuration.
+/// # Errors
+/// Invalid Namespace or Format if the namespace does not exist. Operation Denied if `is_given` is
+/// true: the namespace is not in the pool, but in the controller's configuration.
 pub(crate) fn find(nsid: u32, state: &PoolState, is_given: bool) -> Result<(), Status> {
     if is_given {
         // Operation Denied is the closest status in the specification: the host may use the

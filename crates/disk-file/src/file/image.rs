@@ -65,7 +65,8 @@ impl ImageFile {
     /// [`name_for_next`](Self::name_for_next). Returns only when no request of the dead process can
     /// reach the image any more. Until then, calls `wait` repeatedly.
     ///
-    /// # Errors Like [`open`](Self::open); [`OpenError::Busy`] if `wait` ends the waiting.
+    /// # Errors
+    /// Like [`open`](Self::open); [`OpenError::Busy`] if `wait` ends the waiting.
     pub fn recover(
         path: &Path,
         named: BorrowedFd<'_>,

@@ -88,8 +88,8 @@ impl RawFile {
 
     /// Starts a read or write. The memory of the caller must be as long as the request.
     ///
-    /// # Errors Not only failures: the result of the request, `Ok` or an error, if the request ends
-    /// without a call.
+    /// # Errors
+    /// The result of the request, which may be `Ok`, if the request ends without a call.
     pub fn begin(&self, request: &Request) -> Result<RawTransfer, Result<(), DiskError>> {
         let info = &self.shared.info;
         let (begin, len) = (request.offset, request.len);

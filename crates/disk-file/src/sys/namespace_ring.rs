@@ -56,8 +56,9 @@ impl NamespaceRing {
 
     /// Queues a call. The result in its completion is 0, an NVMe status or a negative error number.
     ///
-    /// # Safety As for [`Uring::push_entry`]. The memory that must stay valid consists of the
-    /// call's data buffers and their `iovecs`.
+    /// # Safety
+    /// As for [`Uring::push_entry`]. The memory that must stay valid consists of the call's data
+    /// buffers and their `iovecs`.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let namespace = self.namespace;
         let (command, is_list) = match namespace.with_data(call, self.range(call)) {

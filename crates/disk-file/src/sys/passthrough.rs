@@ -171,7 +171,8 @@ impl Namespace {
     /// Executes a call by `ioctl`, which waits until the call has ended. Returns the number of
     /// transferred bytes, or a negative error number: `EINVAL` if the call has several `iovec`s.
     ///
-    /// # Safety The memory of the call's `iovecs` must be valid, and writable for a read.
+    /// # Safety
+    /// The memory of the call's `iovecs` must be valid, and writable for a read.
     pub(super) unsafe fn call(&self, file: &File, call: &Prepared<'_>) -> i32 {
         let range = self.range(call.offset, call.len);
         let mut command = match self.with_data(call, &range) {

@@ -114,8 +114,9 @@ impl Threads {
 
     /// Queues a call.
     ///
-    /// # Safety The call's `iovecs`, and the memory that they describe, must stay valid until the
-    /// completion of the call was collected.
+    /// # Safety
+    /// The call's `iovecs`, and the memory that they describe, must stay valid until the completion
+    /// of the call was collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let Prepared { id, kind, iovecs, offset, len, .. } = *call;
         let count = i32::try_from(iovecs.len()).unwrap_or(0);

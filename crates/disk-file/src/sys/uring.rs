@@ -497,8 +497,9 @@ impl Uring {
     /// Queues a call. Returns false if the submission queue is full; [`enter`](Self::enter) makes
     /// room.
     ///
-    /// # Safety The call's `iovecs`, and the memory that they describe, must stay valid until the
-    /// completion of the call was collected.
+    /// # Safety
+    /// The call's `iovecs`, and the memory that they describe, must stay valid until the completion
+    /// of the call was collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let entry = match self.target() {
             Ok(fixed) => entry(call, fixed),

@@ -14,9 +14,9 @@ pub enum ErrorPolicy {
     /// The host gets the error.
     #[default]
     Report,
-    /// Hold a request if the storage is full or has failed.
+    /// Holds a request if the storage is full or has failed.
     Stop,
-    /// Hold a request if the storage is full. Other errors are reported to the host.
+    /// Holds a request if the storage is full. Other errors are reported to the host.
     StopOnFull,
 }
 

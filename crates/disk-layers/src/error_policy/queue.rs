@@ -36,7 +36,7 @@ pub(super) struct HoldingQueue {
     /// Requests in flight by their tags. Held ones are in the waiting list.
     tasks: Tasks<Task>,
     held: u64,
-    /// Value of [`StopState::resumes`] when this queue last submitted its held requests again.
+    /// Number of resumes of the disk when this queue last submitted its held requests again.
     resumes: u64,
     /// Address of the current DMA table. `None` before its first change.
     table: Option<usize>,
