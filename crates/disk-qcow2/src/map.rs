@@ -1,5 +1,6 @@
 //! Map of a disk's clusters to their locations in the image's file, for the fast path. It contains
-//! only allocated clusters that are neither compressed nor shared, nor in a backing file.
+//! only clusters that are allocated in the image itself and not compressed. A cluster that a
+//! snapshot shares is in the map only if the disk is read-only.
 //!
 //! # Concurrency
 //!
