@@ -1,4 +1,4 @@
-//! Tests in which the server is replaced while clients are connected, without an error for them.
+//! Replacements of the server while clients are connected. The clients must not see an error.
 
 mod common;
 
@@ -33,10 +33,10 @@ fn message(id: u16, command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
     out.front().0.to_vec()
 }
 
-/// Next expected reply: its message identifier, and the value if it is a reply to a read.
+/// Expected reply: its message identifier, and, for a read, the value.
 type Expected = (u16, Option<u32>);
 
-/// Client that sends requests in pieces, without waiting for replies.
+/// Client that sends requests without waiting for the replies, and splits them at random places.
 struct PipeliningClient {
     raw: Raw,
     dice: Dice,
@@ -75,8 +75,8 @@ impl PipeliningClient {
         message(id, command::REGION_WRITE, 0, &[access(0, 16, 4).as_bytes(), &value])
     }
 
-    /// Creates a message with several writes. While the device stores completion callbacks, one of
-    /// the writes (at `SLOW`) does not complete immediately.
+    /// Creates a message with several writes. One of them is to `SLOW`: while the device holds
+    /// completion callbacks, this write does not complete at once.
     fn write_several(&mut self) -> Vec<u8> {
         let entry = |offset, count, value: u32| {
             let mut data = [0; 8];
@@ -101,8 +101,7 @@ impl PipeliningClient {
         message(id, command::REGION_WRITE, 0, &[access(0, SLOW, 1).as_bytes(), &[1]])
     }
 
-    /// Sends a map in pieces, the last of which has the descriptor. So the descriptor can arrive
-    /// before the message is complete.
+    /// Sends a DMA_MAP in several parts, with the descriptor in the last one.
     fn map(&mut self) {
         let n = self.maps.fetch_add(1, Ordering::SeqCst) + 1;
         let len = u64::from(n) * 4096;
@@ -150,7 +149,8 @@ impl PipeliningClient {
     }
 }
 
-/// Reads replies, which must have the expected order. The reader may be slower than the server.
+/// Reads replies, and checks their order. Pauses at random, so that the server sometimes has unread
+/// replies.
 fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
     let mut dice = Dice(seed);
     while let Ok((id, read)) = expected.recv() {
@@ -168,8 +168,8 @@ fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
     raw.assert_silent();
 }
 
-/// The server is replaced at random moments; some replacements are cancelled, or fail. Each request
-/// is executed once, in order, and gets one reply.
+/// The server is replaced at random moments. Some replacements are cancelled or fail. Each request
+/// must be executed once and in order, and get one reply.
 #[test]
 fn every_request_is_answered_once_across_replacements() {
     for seed in 0..4 {
@@ -221,9 +221,10 @@ fn every_request_is_answered_once_across_replacements() {
             std::thread::sleep(Duration::from_micros(dice.roll(1500)));
             let mut old = server.freeze();
             match dice.roll(6) {
-                // This case cancels the replacement.
+                // Cancels the replacement: the old server continues.
                 0 => server.run(old),
-                // This case drops the next server before it runs.
+                // The replacement fails: the next server is dropped before it runs, and the old one
+                // continues.
                 1 => {
                     drop(server.successor(&mut old, &[&shared]));
                     server.run(old);
@@ -266,8 +267,8 @@ fn every_request_is_answered_once_across_replacements() {
     }
 }
 
-/// Unread replies are transferred together with their descriptors; requests behind them are
-/// transferred too.
+/// A replacement transfers unread replies with their descriptors, and the requests that wait behind
+/// them.
 #[test]
 fn unread_replies_survive_a_replacement() {
     let (mut server, path, shared) = Server::with_device(Limits::default());
@@ -291,8 +292,8 @@ fn unread_replies_survive_a_replacement() {
     for _ in 0..5 {
         server.replace(&[&shared]);
     }
-    // The server is replaced while it has replies in its own buffer, because the client has not
-    // read all of them. These replies must be transferred too.
+    // The client has not read all replies, so the server still has some in its own buffer. The
+    // replacement must transfer these replies as well.
     for id in &ids {
         if *id == 100 {
             server.replace(&[&shared]);
@@ -366,7 +367,8 @@ fn a_freeze_waits_for_the_request_in_flight_only() {
     raw.send(&message(2, command::DEVICE_RESET, 0, &[]));
     let done = shared.wait_held();
     server.handle.freeze();
-    // The reactor is not quiesced yet, so the freeze can still be cancelled.
+    // The device still executes a request, so the reactor has not quiesced, and the freeze can be
+    // cancelled.
     neighbour.send(&message(9, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]));
     eventually("the reactor waits", || sleeps(server.tid));
     assert!(!server.has_ended());
@@ -434,7 +436,7 @@ fn the_socket_file_exists_until_the_last_server_ends() {
     new.handle().freeze();
     old.release_to_successor();
     server.run(new);
-    // The freeze was requested before this server ran, so it quiesces immediately.
+    // The freeze was requested before this server ran, so it quiesces as soon as it runs.
     let new = server.frozen();
     server.run(new);
     waiting.negotiate();
@@ -459,11 +461,12 @@ fn a_successor_keeps_the_negotiated_limits() {
     assert_eq!(raw.read(0, 0x4000).ok()[16..], [7; 0x4000]);
 }
 
-/// The timeout for the rest of a message does not run while no server runs.
+/// The timeout for the rest of a message is suspended between the freeze of one server and the
+/// start of the next.
 #[test]
 fn a_freeze_suspends_the_message_timeout() {
-    // A busy machine does not exceed the limit before and after the pause. The pause itself is
-    // longer than the limit.
+    // The limit is long enough for a busy machine before and after the pause, and shorter than the
+    // pause.
     let limits = Limits { message: Duration::from_secs(5), ..Limits::default() };
     let (mut server, path, shared) = Server::with_device(limits);
     let mut raw = Raw::attach(&path);

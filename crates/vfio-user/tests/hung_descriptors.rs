@@ -1,5 +1,5 @@
-//! Tests of descriptors on which system calls hang, because the client controls their file system.
-//! The server must still serve its other clients.
+//! Descriptors of files on a client's own file system, on which system calls hang. The server must
+//! still serve its other clients.
 
 mod common;
 
@@ -38,8 +38,7 @@ fn dma_map(raw: &mut Raw, iova: u64, fds: &[BorrowedFd<'_>]) -> Reply {
     raw.reply()
 }
 
-/// Opens a file of the mount, and keeps it open until the process ends, because closing it would
-/// hang too.
+/// Opens a file of the mount. Its descriptor is never closed, because the close would hang.
 fn trap(mount: &Mount) -> BorrowedFd<'static> {
     let fd: &'static OwnedFd = Box::leak(Box::new(mount.open()));
     fd.as_fd()
@@ -49,7 +48,8 @@ fn trap(mount: &Mount) -> BorrowedFd<'static> {
 fn hung_descriptors_of_a_client_delay_no_other() {
     let (server, path, _shared) = Server::with_device(Limits::default());
     let (other, ..) = server.add("other");
-    // The mount is dropped before the server. That ends system calls in which the reactor may hang.
+    // If the reactor hangs in a system call, the unmount ends it. So the mount must be dropped
+    // before the server.
     let Some(mount) = mount() else { return };
     let file = trap(&mount);
     // Each command is sent with the file, even commands that do not accept descriptors.
@@ -90,7 +90,8 @@ fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
     raw.send_with_fds(&bytes, &[file; 60]);
     raw.assert_closed();
     assert!(!shared.log().contains(&"reset".to_owned()));
-    // The client's new connection is not accepted, but clients of the other device are.
+    // A new connection of this client is not accepted, because the close of its descriptors hangs.
+    // Clients of the other device are accepted.
     let mut again = Raw::connect(&path);
     for _ in 0..10 {
         assert_served(&other);
@@ -102,9 +103,9 @@ fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
     again.write(0, &[1]).ok();
 }
 
-/// Two sockets contain unreceived descriptors whose close hangs: the socket of a client that
-/// disconnects, and that of a client that was never accepted. The server closes both sockets, and
-/// still serves other clients.
+/// The descriptors are still in the queues of two sockets when the server closes these: the socket
+/// of a client that disconnects, and that of a client that was never accepted. Closing hangs, but
+/// the server still serves other clients.
 #[test]
 fn unreceived_hung_descriptors_delay_no_client() {
     let (mut server, path, _shared) = Server::with_device(Limits::default());
@@ -113,12 +114,14 @@ fn unreceived_hung_descriptors_delay_no_client() {
     let file = trap(&mount);
     let mut raw = Raw::attach(&path);
     let waiting = Raw::connect(&path);
-    // The file is in the queue of a socket, and this socket is in the queue of another socket.
+    // The descriptor of the file is in the queue of one socket, and this socket is in the queue of
+    // another one.
     let (nest, egg) = std::os::unix::net::UnixStream::pair().unwrap();
     Raw::new(egg).send_with_fds(&[0], &[file]);
     for socket in [&raw, &waiting] {
         socket.send_with_fds(&[0; 16], &[nest.as_fd(), file]);
-        // The server ends the connection at the first message, so these messages stay in the queue.
+        // The server closes the connection after the first message, so the other messages are never
+        // received.
         for _ in 0..3 {
             let _ = rustix::net::send(&socket.stream, &[1], rustix::net::SendFlags::NOSIGNAL);
         }
@@ -129,7 +132,7 @@ fn unreceived_hung_descriptors_delay_no_client() {
     drop((raw, waiting));
 }
 
-/// Only descriptors of memory are mapped, and only eventfds are signalled.
+/// The server maps a descriptor only if it is memory, and signals it only if it is an eventfd.
 #[test]
 fn descriptors_are_checked_for_their_type() {
     let (_server, path, shared) = Server::with_device(Limits::default());
@@ -162,7 +165,7 @@ fn descriptors_are_checked_for_their_type() {
     }
 }
 
-/// A client refuses a server's descriptors that may hang, and remains usable.
+/// A client refuses a server's descriptors on which system calls may hang, and remains usable.
 #[test]
 fn a_client_refuses_hung_descriptors_of_a_server() {
     use shadowbell_vfio_user::client::{ClientError, Options};

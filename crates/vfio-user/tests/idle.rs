@@ -1,5 +1,5 @@
-//! Many silent clients cost no CPU time. The test has a process of its own, so that it can measure
-//! the cost.
+//! Many silent clients cost no CPU time. The test is a program of its own, because it measures the
+//! cost of the whole process.
 
 mod common;
 
@@ -42,7 +42,7 @@ fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
     let mut before = cost();
     eventually("a second costs nothing", || {
         before = cost();
-        // A thread with a timer or with polling would run in this time.
+        // Interval of the measurement. A periodic timer or polling would use CPU time in it.
         std::thread::sleep(Duration::from_secs(1));
         cost() == before
     });

@@ -1,5 +1,5 @@
-//! Descriptors are closed in every error case. The test has a process of its own, so that it can
-//! count them.
+//! Descriptors are closed in every error case. The test is a program of its own, because it counts
+//! the descriptors of the whole process.
 
 mod common;
 
@@ -33,7 +33,7 @@ fn a_client_of_every_kind(path: &std::path::Path) {
     client.dma_unmap(DmaUnmap::All).unwrap();
     drop(client);
 
-    // Descriptors are sent with messages that do not use them, that are refused or posted, and with
+    // Messages with descriptors: some do not use them, some are refused or posted, and some have
     // unknown commands.
     let mut raw = Raw::attach(path);
     for command in 0..20 {

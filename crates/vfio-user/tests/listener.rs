@@ -23,12 +23,12 @@ fn the_socket_file_is_removed_with_the_listener() {
     assert!(!path.exists());
 }
 
-/// Environment variable with the directory for the part of a test that runs in a process of its
-/// own.
+/// Environment variable with the directory for a test's child process.
 const DIRECTORY: &str = "SHADOWBELL_TEST_LISTENER_DIRECTORY";
 
-/// If a step of `Listener::bind` fails for lack of descriptors, no socket file stays. The limit of
-/// descriptors applies to a whole process, so the test starts a process for it.
+/// If a step of `Listener::bind` fails for lack of descriptors, no socket file is left behind. The
+/// test lowers the descriptor limit in a child process, because the limit applies to a whole
+/// process.
 #[test]
 fn a_failed_listener_leaves_no_file() {
     let Some(path) = std::env::var_os(DIRECTORY) else {
@@ -42,7 +42,8 @@ fn a_failed_listener_leaves_no_file() {
     let directory = Path::new(&path);
     let free = std::fs::File::open("/dev/null").unwrap().as_raw_fd();
     let before = getrlimit(Resource::Nofile);
-    // The limit grows by one descriptor, so each step that needs a descriptor fails once.
+    // The limit grows by one descriptor in each round, so that each step fails in one of the
+    // rounds.
     for more in 0.. {
         let limit = Rlimit { current: Some(free as u64 + more), maximum: before.maximum };
         setrlimit(Resource::Nofile, limit).unwrap();
@@ -82,8 +83,8 @@ fn a_live_servers_socket_is_not_replaced() {
             path.display()
         )
     );
-    // The path also counts as in use while a client is attached, and the attempt does not disturb
-    // that client.
+    // While a client is attached, the path also counts as in use. The failed bind does not disturb
+    // the client.
     let mut raw = Raw::attach(&path);
     assert!(matches!(Listener::bind(&path), Err(BindError::InUse { .. })));
     raw.write(0, &[1]).ok();
@@ -103,7 +104,7 @@ fn a_stale_file_is_replaced() {
     drop(listener);
 }
 
-/// A client waits until the socket file exists, and then connects without an error.
+/// A client that connects as soon as the socket file exists gets no error.
 #[test]
 fn a_visible_socket_file_accepts_connections() {
     use std::io::ErrorKind;

@@ -18,8 +18,8 @@ use shadowbell_vfio_user::device::DmaUnmap;
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags, region_flags};
 use zerocopy::IntoBytes;
 
-/// Connects a client to a server that replies correctly to VERSION, and with `answer` to everything
-/// else.
+/// Connects a client to a server that replies correctly to VERSION. To every other message, it
+/// sends the bytes that `answer` returns.
 fn fake_server(
     answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
 ) -> (Result<Client, ClientError>, JoinHandle<()>) {
@@ -81,7 +81,7 @@ fn invalid_replies_are_errors() {
     };
     let info = |client: &Client| client.device_info();
     let read = |client: &Client| client.region_read(0, 0, &mut [0; 4]);
-    // The payload is good, but the reply belongs to another request.
+    // The payload is valid, but the message identifier is that of another request.
     let good = wire::DeviceInfo { argsz: 16, flags: 3, num_regions: 9, num_irqs: 5 };
     let other_id =
         move |to: &Header, _: &[u8]| reply(&Header { id: to.id + 1, ..*to }, 0, good.as_bytes());
@@ -92,7 +92,7 @@ fn invalid_replies_are_errors() {
     bad(fails(|to, _| reply(to, 0, &[0; 15]), info));
     // The reply describes a device that is not a PCI device.
     bad(fails(|to, _| reply(to, 0, &[0; 16]), info));
-    // The replies have too little data, too much data, and a wrong count.
+    // Replies with too little data, with too much data, and with a wrong count.
     let short = bad(fails(|to, _| reply(to, 0, &[0; 19]), read));
     assert_eq!(short, "the server's reply to REGION_READ is invalid: 3 bytes instead of 4");
     bad(fails(|to, _| reply(to, 0, &[0; 21]), read));
@@ -127,7 +127,8 @@ fn a_silent_slow_or_dead_server_is_an_error() {
             pause();
         }
     });
-    // The limit is short, and must expire although bytes continue to arrive.
+    // This limit must expire although further bytes of the reply continue to arrive. It is short,
+    // because the test waits for it.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
@@ -233,8 +234,9 @@ fn invalid_region_capabilities_are_refused() {
         [header.as_bytes(), &[0; 8]].concat()
     };
     let cases: Vec<(u32, u32, Vec<u8>)> = vec![
-        // These offsets of capabilities form a loop, step back, exceed the reply, or are inside of
-        // the structure before the capabilities; the last capability is truncated.
+        // Invalid offsets of capabilities: a loop, a step back, an offset beyond the reply, and one
+        // inside of the structure before the capabilities. In the last case, the capability is
+        // truncated.
         (48, 32, capability(9, 32)),
         (64, 48, [capability(9, 0), capability(9, 32)].concat()),
         (48, 32, capability(9, 4711)),

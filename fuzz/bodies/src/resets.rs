@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::{FromBytes, IntoBytes};
 
 const ACTIONS: usize = 128;
-/// Maximum number of turns of an operation.
+/// Maximum number of turns of the I/O thread for which the guest waits for an operation.
 const MAX_TURNS: usize = 20_000;
 /// Number of entries of each I/O queue.
 const ENTRIES: u32 = 32;
@@ -38,8 +38,8 @@ const QUEUES: u16 = 2;
 const DATA: u64 = 14;
 const COPY_RANGES: u64 = PAGES - 2;
 const DSM_RANGES: u64 = PAGES - 1;
-/// Maximum number of disk requests in flight beyond the quota, of commands that need many requests:
-/// multi-step commands and Copy.
+/// Maximum number of disk requests in flight that do not count for the quota. They belong to
+/// commands that need many requests: multi-step commands and Copy.
 const MAX_MULTI_STEP_REQUESTS: usize = 32 + 32;
 const CC: u32 = 0x0046_0000;
 
@@ -62,15 +62,16 @@ pub fn run(input: &[u8]) {
 
 /// State of the controller.
 enum Life {
-    /// Between the end of a reset and the next enable: the controller must not write.
+    /// The reset has ended, and the host has not enabled the controller again. The controller must
+    /// not write to memory.
     Off,
     On,
-    /// A reset is in progress. It has ended when this flag is set, or, without a flag, when
-    /// CSTS.RDY is 0.
+    /// A reset is in progress. If there is a flag, the reset ends when the flag is set. Otherwise
+    /// it ends when CSTS.RDY is 0.
     Ending(Option<Arc<AtomicBool>>),
 }
 
-/// Effect of a successful admin command on the model.
+/// Effect that an admin command has on the model if it succeeds.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     DeleteSq(u16),
@@ -104,17 +105,18 @@ struct Guest {
     life: Life,
     /// True if the reset in progress also unmaps the memory.
     unmaps: bool,
-    /// True after a forbidden operation of the host, which leaves the queues with unknown contents.
+    /// True if the host has done something forbidden, after which the model does not know the
+    /// contents of the queues.
     blind: bool,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     admin: BTreeMap<u16, Kind>,
-    /// Contents of all memory when the controller was disabled.
+    /// Contents of the guest's memory at the moment when the controller was disabled.
     image: Vec<u8>,
-    /// Buffer of the same length as `image`, into which all memory is read.
+    /// Buffer for a check: all guest memory is copied into it, and compared with `image`.
     snapshot: Cell<Vec<u8>>,
-    /// Unmap of the memory for data, if there is one: the flag that is set when the unmap is
-    /// confirmed, and then the contents of that memory.
+    /// Unmap of the memory for data, if there is one: a flag that is set when the controller
+    /// confirms the unmap, and the contents of that memory at this moment.
     away: Option<(Arc<AtomicBool>, Option<Vec<u8>>)>,
     cid: u16,
 }
@@ -289,7 +291,7 @@ impl Guest {
     }
 
     fn act(&mut self, source: &mut Source<'_>) {
-        // This write may have ended the reset. Doorbells that are written after the end have no
+        // If this register write has ended the reset, doorbells that are written later have no
         // effect.
         self.check_reset_end();
         if matches!(self.life, Life::Off) && !source.rarely(4) {
@@ -332,7 +334,8 @@ impl Guest {
             20 => self.move_memory(),
             21 => self.run_until_idle(),
             22 => {
-                // Commands that are in the queues during the reset must be dropped as well.
+                // Rings all doorbells, so that commands are in the queues during the reset. The
+                // reset must drop them.
                 (1..=QUEUES).for_each(|qid| self.ring(qid));
             }
             _ => {
@@ -478,8 +481,8 @@ impl Guest {
         if self.blind {
             return;
         }
-        // The admin queue is checked last: the completion of a queue's deletion proves that this
-        // queue has no further effect.
+        // The admin queue is checked last. If it has the completion of a queue's deletion, all
+        // completions of this queue have been checked, and there must be no more.
         for qid in (0..=QUEUES).rev() {
             while let Some(cq) = self.cqs.get_mut(&qid) {
                 let at = (command::cq_at(qid) - BASE) as usize + cq.head as usize * 16;
@@ -532,7 +535,7 @@ impl Guest {
         if !over {
             return;
         }
-        // A flush of a shutdown may still be at the disk.
+        // The disk must have no request of a command. It may still execute a flush of a shutdown.
         assert_eq!(self.test_disk.state().transfers(), 0, "requests at the disk without a command");
         self.life = Life::Off;
         self.sqs.clear();
@@ -565,8 +568,8 @@ impl Guest {
 
     /// Executes a last reset, and checks that it ends.
     fn finish(&mut self) {
-        // If no other reset is in progress, this reset cancels all requests, and the disk ends
-        // them.
+        // If no reset is in progress yet, this reset cancels all requests, and the disk ends
+        // cancelled requests.
         let prompt = matches!(self.life, Life::On);
         self.test_disk.state().cancellable |= prompt;
         if !matches!(self.life, Life::Off | Life::Ending(Some(_))) {

@@ -40,11 +40,11 @@ use zerocopy::IntoBytes;
 
 /// Number of actions of one program.
 const ACTIONS: usize = 64;
-/// Maximum number of turns of an operation.
+/// Maximum number of turns for which the client waits for an operation.
 const MAX_TURNS: usize = 2000;
 /// Number of consecutive idle turns after which server and client are idle.
 const IDLE_TURNS: usize = 2;
-/// Number of turns after which a client's disconnect has ended.
+/// Number of turns within which the server has handled a disconnection.
 const DISCONNECT_TURNS: usize = 12;
 
 /// Runs the program that `input` encodes.
@@ -68,7 +68,8 @@ pub fn run(input: &[u8]) {
     }
     connection.finish();
     drop(connection);
-    // The closer thread closes some descriptors, so they may be open for a short time.
+    // Some descriptors are closed by a separate thread, the closer thread, so they may remain open
+    // for a short time.
     let until = wait::deadline();
     while descriptors() > before {
         let now = descriptors();
@@ -86,14 +87,15 @@ struct Connection {
     listener: OwnedFd,
     /// The client's end of the connection.
     socket: Option<OwnedFd>,
-    /// Sent messages, expected replies, and received replies.
+    /// Model of the stream: sent messages, expected replies, and received bytes.
     frames: Frames,
     /// True if the client does not read replies.
     deaf: bool,
     /// The memory that is shared at [`BASE`], and its file.
     file: OwnedFd,
     memory: SharedBytes,
-    /// True if the file has been shorter than the memory.
+    /// True if the file has ever been shorter than the mapped memory, so that its contents are
+    /// unknown.
     cut: bool,
     tails: [u32; 4],
 }
@@ -146,8 +148,8 @@ impl Connection {
     /// Disconnects, and waits until the server has released the client.
     fn disconnect(&mut self) {
         self.socket = None;
-        // Within these turns the reactor reads the end of file, the I/O thread resets the
-        // controller, and the reset is confirmed. Then a waiting client is accepted.
+        // In these turns, the reactor reads the end of the stream, and the I/O thread resets the
+        // controller and confirms the reset. Then the reactor accepts the next client.
         for _ in 0..DISCONNECT_TURNS {
             self.step();
         }
@@ -173,7 +175,8 @@ impl Connection {
         panic!("there is always something to do");
     }
 
-    /// Reads replies. Returns true if there were any. The kernel closes the descriptors in them.
+    /// Reads replies. Returns true if there were any. The client passes no buffer for descriptors,
+    /// so the kernel closes those in the replies.
     fn receive(&mut self) -> bool {
         let Some(socket) = self.socket.as_ref().filter(|_| !self.deaf) else { return false };
         let mut bytes = [0u8; 4096];
@@ -192,7 +195,7 @@ impl Connection {
         }
     }
 
-    /// Sends bytes in `parts`, with the descriptors in the last one.
+    /// Sends bytes in `parts` parts, with the descriptors in the last part.
     fn send(&mut self, bytes: &[u8], fds: &[OwnedFd], parts: usize) {
         let chunk = bytes.len().div_ceil(parts.max(1)).max(1);
         let chunks: Vec<_> = bytes.chunks(chunk).collect();
@@ -225,7 +228,8 @@ impl Connection {
                         return;
                     }
                 }
-                // The server waits until the client reads replies.
+                // The socket is full, because the server waits until the client reads replies. So
+                // the client reads from now on.
                 Err(Errno::AGAIN) => self.deaf = false,
                 Err(Errno::PIPE | Errno::CONNRESET) => {
                     self.receive();
@@ -307,7 +311,7 @@ impl Connection {
             }
             15 => self.deaf = source.bool(),
             16 => {
-                // The file has the intended length, or is shorter or longer.
+                // Truncates or extends the file. The new length may be the correct one.
                 let len = source.of(&[PAGES, 0, 1, PAGES / 2, PAGES + 1]) * PAGE;
                 self.cut |= len < PAGES * PAGE;
                 ftruncate(&self.file, len + u64::from(source.u8())).expect("memory");
@@ -398,8 +402,8 @@ impl Connection {
     fn finish(&mut self) {
         self.deaf = false;
         self.pump();
-        // The server accepts a new client only after the closer thread has closed the descriptors
-        // of the last client.
+        // The wait is for the closer thread: the server accepts a new client only after that thread
+        // has closed the descriptors of the last client.
         let until = wait::deadline();
         while self.socket.is_some() && !self.frames.is_answered() && Instant::now() < until {
             wait::pause();

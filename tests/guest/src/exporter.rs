@@ -29,8 +29,8 @@ impl Exporter {
     /// Stops the server with SIGSTOP. It answers no request until [`Exporter::resume`].
     pub(crate) fn stall(&self) -> Result<()> {
         self.signal(Signal::STOP)?;
-        // The signal is delivered asynchronously, and the process may still send a reply. Therefore
-        // the test polls its state in /proc until it is stopped.
+        // The signal is delivered asynchronously, and the server may still send a reply. So the
+        // test polls the server's state in /proc until the server is stopped.
         let stat = format!("/proc/{}/stat", self.0.id());
         let deadline = wait::deadline();
         while !std::fs::read_to_string(&stat)?.contains(") T ") {

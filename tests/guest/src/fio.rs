@@ -14,8 +14,8 @@ pub(crate) struct Measured {
     pub(crate) iops: f64,
     /// Bytes per second.
     pub(crate) bandwidth: f64,
-    /// Number of I/Os of the run. The block size fits into one command, so this is also the number
-    /// of commands.
+    /// Number of I/Os of the run. Each I/O fits into one command, so it is also the number of
+    /// commands.
     pub(crate) total: u64,
     /// Completion latency in nanoseconds: mean, median, 99th and 99.9th percentile.
     pub(crate) latency: [f64; 4],
@@ -41,8 +41,8 @@ pub(crate) fn random_reads(
     parse(&text).with_context(|| format!("fio's output: {text:.400}"))
 }
 
-/// Runs fio with the arguments `words`, which end with the job names, for about the duration
-/// `time`. Results of several jobs are added.
+/// Runs fio with the arguments `words`, whose last part are the job names. The run takes about the
+/// time `time`. The results of several jobs are added.
 pub(crate) fn run(guest: &mut Guest, rw: &str, words: &str, time: Duration) -> Result<Measured> {
     let command = format!("fio --rw={rw} --thread --group_reporting --output-format=json {words}");
     let text = guest.sh(&command, time + LIMIT)?;

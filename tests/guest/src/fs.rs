@@ -95,8 +95,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// Tests a sparse image of 256 MiB on a file system of 48 MiB. When it is full, the guest's writes
-/// fail with ENOSPC and written data stay readable. After a discard, writes succeed again.
+/// Tests a sparse image of 256 MiB on a file system of 48 MiB. When the file system is full, the
+/// guest's writes fail with ENOSPC, and written data stay readable. After a discard, writes succeed
+/// again.
 fn full_disk(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<()> {
     let directory = run.file("small");
     std::fs::create_dir(&directory)?;

@@ -22,9 +22,10 @@ struct Used {
 /// seconds to check whether to exit. A process cannot prevent that, so these wakeups do not count.
 const KERNEL_WORKER_PREFIX: &str = "iou-wrk-";
 
-/// Wait before the check. The kernel's worker threads for slow io_uring operations (flush, hole
-/// punching) exit after five idle seconds, and the control socket's time limit for the head of a
-/// request, of ten seconds, may still run after the statistics were read.
+/// Time to wait before the check, so that two activities have ended: the kernel's worker threads
+/// for slow io_uring operations (flush, hole punching) exit after five idle seconds, and after the
+/// statistics were read, the control socket's time limit for the head of a request runs for up to
+/// ten seconds.
 const SETTLE_TIME: Duration = Duration::from_secs(12);
 
 /// Waits, and then fails if the process or its children use CPU time within three seconds.
@@ -35,7 +36,7 @@ pub(crate) fn check(process: u32) -> Result<()> {
 
 fn idle_now(process: u32) -> Result<()> {
     let before = all_used(process)?;
-    // The length of the measurement: within this time, a polling thread or a timer uses CPU time.
+    // Duration of the measurement. A thread that polls or has a timer uses CPU time within it.
     sleep(Duration::from_secs(3));
     let after = all_used(process)?;
     let busy: Vec<String> = after
@@ -133,7 +134,8 @@ mod tests {
         for (script, idle) in [("exec sleep 1000", true), ("while sleep 0.05; do :; done", false)] {
             let mut command = Command::new("sh");
             let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
-            // The shell first starts its program, and is idle afterwards.
+            // The check is repeated, because the shell is idle only after it has started its
+            // program.
             wait::until(script, || idle_now(child.id()).is_ok() == idle);
         }
     }

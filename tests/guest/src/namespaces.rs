@@ -1,10 +1,10 @@
-//! Namespaces are added, resized and removed, while a Linux guest reads and writes another
-//! namespace. The suite measures two times: until the server notifies the guest, and until the
-//! guest has updated its block device.
+//! Namespaces are added, resized and removed while a Linux guest reads and writes another
+//! namespace.
 //!
-//! The host takes all times. The server's trace contains the completion of the event, and the
-//! commands with which the guest reacts. The guest reports changes of its block device on a serial
-//! port.
+//! The suite measures the time from a change until the server notifies the guest, and the time
+//! until the guest has updated its block device. The host takes all times. The server's trace
+//! contains the completion of the event, and the commands by which the guest reacts. The guest
+//! reports changes of its block device on a serial port.
 
 use shadowbell_testing::wait::LIMIT;
 use std::fs;
@@ -31,7 +31,7 @@ const LARGE: u64 = 48 << 20;
 /// Number of times that a namespace is added, resized and removed.
 const ROUNDS: usize = 5;
 
-/// A request to the control socket, and the guest's reaction.
+/// Change that was requested through the control socket, and the times at which it was completed.
 struct Change {
     what: &'static str,
     /// Time of the request.
@@ -41,11 +41,11 @@ struct Change {
     seen: Duration,
 }
 
-/// Times of a change in the server's trace, since the request.
+/// Times of a change that are in the server's trace, measured from the request.
 struct EventTimes {
     /// Completion of the event.
     event: Duration,
-    /// Completion of the last command of the guest's reaction.
+    /// Completion of the last command by which the guest reacts to the event.
     reaction: Duration,
     /// Number of Get Log Page and Identify commands of the reaction.
     log_pages: usize,
@@ -135,7 +135,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// Shell command that reads and writes the other namespace until the file /tmp/enough exists.
+/// Shell command that reads and writes the namespace that is not changed, until the file
+/// /tmp/enough exists.
 fn background_load(main: &str) -> String {
     format!(
         "(until [ -e /tmp/enough ]; do \
@@ -219,7 +220,8 @@ struct SizePoll {
 impl SizePoll {
     fn start(guest: &mut Guest, run: &RunDir, disk: &str) -> Result<Self> {
         let size = format!("/sys/block/{disk}/size");
-        // The loop runs only shell built-ins, because the start of a process is slow in the guest.
+        // The loop uses only built-in commands of the shell, because starting a process is slow in
+        // the guest.
         guest.sh(
             &format!(
                 "(before=; until [ -e /tmp/unwatch ]; do now=0; \
@@ -234,8 +236,8 @@ impl SizePoll {
         Ok(watch)
     }
 
-    /// Makes a change after which the disk has `bytes` bytes, and waits until the guest reports
-    /// this size.
+    /// Makes a change that sets the size of the disk to `bytes` bytes, and waits until the guest
+    /// reports this size.
     fn expect(
         &mut self,
         what: &'static str,
@@ -247,7 +249,7 @@ impl SizePoll {
         let answered = at.elapsed();
         self.wait(bytes / 512).with_context(|| format!("after {what}"))?;
         let seen = at.elapsed();
-        // After the report, the guest needs some time to complete its reaction.
+        // In this time, the guest completes its reaction, which may continue after the report.
         sleep(Duration::from_millis(300));
         Ok(Change { what, at, answered, seen })
     }
@@ -268,7 +270,7 @@ impl SizePoll {
             if Instant::now() > deadline {
                 bail!("the guest did not report {words}; it reported {new:?}");
             }
-            // The polling interval is short, because the reaction time is measured.
+            // This sleep is short, because it adds to the time that is measured.
             sleep(Duration::from_micros(200));
         }
     }
@@ -278,8 +280,8 @@ impl SizePoll {
     }
 }
 
-/// Time of the monotonic clock and of the wall clock at one moment. The wall clock may be adjusted
-/// by some milliseconds during a run, so durations use the monotonic clock.
+/// The same moment on the monotonic clock and on the wall clock. The wall clock may be adjusted by
+/// some milliseconds during a run, so durations are computed with the monotonic clock.
 struct Clocks {
     day: SystemTime,
     steady: Instant,
@@ -290,7 +292,8 @@ impl Clocks {
         Self { day: SystemTime::now(), steady: Instant::now() }
     }
 
-    /// Converts a time of the wall clock, shortly after this moment, to the monotonic clock.
+    /// Converts a time of the wall clock to the monotonic clock. The time must be shortly after the
+    /// moment of `self`.
     fn steady(&self, day: SystemTime) -> Instant {
         self.steady + day.duration_since(self.day).unwrap_or_default()
     }
@@ -337,8 +340,8 @@ impl Records {
         Ok(Self(records))
     }
 
-    /// Times of a change, from the trace records between the change and `next`, the time of the
-    /// following change.
+    /// Times of a change, from the trace records after the change and before `next`, which is the
+    /// time of the next change.
     fn event_times(&self, change: &Change, next: Option<Instant>) -> Result<EventTimes> {
         let since = |at: Instant| at.saturating_duration_since(change.at);
         let is = |record: &Admin, opcode: AdminOpcode| record.opcode == Some(opcode as u64);
@@ -376,8 +379,8 @@ impl Records {
                     && record.opcode.is_none()
                 {
                     open.remove(at);
-                    // Commands more than 50 ms after the report come from `nvme list`, not from the
-                    // guest's reaction.
+                    // Commands more than 50 ms after the guest's report belong to `nvme list` of
+                    // the test, and not to the guest's reaction.
                     if since(record.at) <= change.seen + Duration::from_millis(50) {
                         event_times.reaction = since(record.at);
                     }

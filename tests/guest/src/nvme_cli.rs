@@ -23,7 +23,7 @@ pub(crate) fn number(json: &Value, name: &str) -> Result<u64> {
     json.get(name).and_then(Value::as_u64).with_context(|| format!("no {name}"))
 }
 
-/// Text in nvme-cli's output without the padding blanks. It must not be empty.
+/// Text in nvme-cli's JSON output, without the blanks that fill it up. Fails if it is empty.
 pub(crate) fn text(json: &Value, name: &str) -> Result<String> {
     let text = json.get(name).and_then(Value::as_str).unwrap_or_default().trim();
     if text.is_empty() {
@@ -32,8 +32,8 @@ pub(crate) fn text(json: &Value, name: &str) -> Result<String> {
     Ok(text.to_owned())
 }
 
-/// Checks that the controller refuses a command with one of these statuses (status code type and
-/// status code).
+/// Checks that the controller refuses a command with one of `statuses`. A status contains the
+/// status code type and the status code.
 pub(crate) fn refused(guest: &mut Guest, arguments: &str, statuses: &[u16]) -> Result<()> {
     let output = guest.run(&format!("nvme {arguments}"), LIMIT)?;
     if output.code == 0 {

@@ -140,8 +140,8 @@ fn sanitized(guest: &mut Guest) -> Result<()> {
     let deadline = wait::deadline();
     while Instant::now() < deadline {
         let log = nvme(guest, "sanitize-log /dev/nvme0 -o json")?;
-        // The JSON layout depends on the version of nvme-cli, but every version prints the progress
-        // 65535.
+        // The layout of the JSON depends on the version of nvme-cli. But every version prints the
+        // progress, which is 65535 at the end.
         if log.contains("65535") {
             return Ok(());
         }

@@ -61,7 +61,7 @@ pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
         LIMIT,
     )?;
     refused(guest, &block("write", 4, 5, "/tmp/wrong"), &[GUARD_CHECK])?;
-    // A write without a check stores the wrong guard, and a checked read detects it.
+    // A write without checks stores the wrong guard. A read that checks the guard detects it.
     nvme(guest, &block("write", 0, 5, "/tmp/wrong"))?;
     refused(guest, &block("read", 4, 5, "/tmp/other"), &[GUARD_CHECK])?;
     nvme(guest, &block("write", 7, 5, "/tmp/good"))?;

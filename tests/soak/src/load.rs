@@ -209,7 +209,8 @@ impl Load {
         let command = match op.kind {
             Kind::Flush => self.namespace.flush(),
             Kind::Read => {
-                // Data of an earlier read must not pass the verification of this read.
+                // The buffer is overwritten, because data of an earlier read could hide that this
+                // read has transferred nothing.
                 buffer.fill(0x5a);
                 self.namespace.read(first, blocks)?
             }
@@ -234,7 +235,7 @@ impl Load {
     /// Waits for completions and takes them.
     fn take(&mut self, meter: &Meter) -> Result<()> {
         let began = Instant::now();
-        // A bound of the soak on the time without an interrupt.
+        // Limit of the wait for an interrupt, after which the load has failed.
         if !self.queue.wait(Some(began + STALL))? && began.elapsed() >= STALL {
             bail!(
                 "{} commands have no completion after {} s",
@@ -242,7 +243,8 @@ impl Load {
                 STALL.as_secs()
             );
         }
-        // A bound of the soak on the time until an interrupt.
+        // There was a completion, but no interrupt for it within the limit, so the interrupt is
+        // lost.
         if began.elapsed() >= STALL {
             bail!("there was no interrupt for completions that are there");
         }

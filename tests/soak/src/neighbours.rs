@@ -1,5 +1,5 @@
-//! `cargo xtask soak neighbours`: one server with hundreds of controllers, some of which attackers
-//! use.
+//! `cargo xtask soak neighbours`: one server with hundreds of controllers, one in eight of which
+//! belongs to an attacker.
 
 use shadowbell_testing::wait::LIMIT;
 use std::path::PathBuf;
@@ -27,8 +27,8 @@ const DRIVERS: usize = 4;
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// Interval between two measurements of the server's memory.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Bounds on the time from SIGTERM to the server's end, and on memory and page tables for each
-/// attacker.
+/// Maximum time from SIGTERM to the end of the server, and maximum growth of the server's memory
+/// and page tables per attacker, in bytes.
 const MAX_STOP_TIME: Duration = Duration::from_secs(5);
 const MAX_GROWTH: u64 = 64 << 20;
 /// Maximum number of descriptors that the attackers use.
@@ -80,9 +80,10 @@ struct Soak {
 
 /// Results at the end.
 struct EndResults {
-    /// Result of a new client's attach and commands at the end.
+    /// Result of the check at the end: a new client attaches and executes commands.
     final_check: Result<()>,
-    /// Time from SIGTERM, during attacks, to the server's end; `None` if the server did not end.
+    /// Time from SIGTERM to the end of the server, while attacks run. `None` if the server has not
+    /// ended.
     end: Result<Option<Duration>>,
 }
 
@@ -98,8 +99,8 @@ impl Soak {
         };
         let disks: Vec<String> = (0..count).map(disk).collect();
         let began = Instant::now();
-        // The server inherits the default descriptor limit. This process raises its own limit
-        // afterwards.
+        // The server inherits the default descriptor limit. So this process raises its own limit
+        // only after it has started the server.
         let workers = usize::from(arguments.workers);
         let setup = Setup { workers, ..Setup::default() };
         let server = Server::serve_with(binary, &disks, setup, LogReader::File)?;
@@ -251,8 +252,8 @@ fn raise_descriptor_limit() {
     let has_enough = maximum.is_none_or(|maximum| maximum >= DESCRIPTORS);
     let raised = !has_enough && setrlimit(Resource::Nofile, wanted).is_ok();
     if !raised {
-        // A user without privilege can raise the limit only to the hard limit. Attacks that need
-        // more descriptors end early.
+        // Without privilege, the limit can be raised only to the hard limit. Attacks that need more
+        // descriptors then end early with an error.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }

@@ -1,9 +1,9 @@
 //! Model of a disk whose server may be killed at any moment.
 //!
-//! A disk is divided into slots of some blocks. Each slot is written repeatedly, so a stale write
-//! that is executed late overwrites newer data. A slot has at most one write in flight, and any
-//! number of reads. A block that was read must contain the last write that was acknowledged before
-//! the read was submitted, or a later write.
+//! A disk is divided into slots of some blocks. Each slot is written again and again, so that a
+//! stale write, which is executed late, would overwrite newer data. A slot has at most one write in
+//! flight, and any number of reads. A read must return, for each block, the last write that was
+//! acknowledged before the read was submitted, or a later one.
 
 use std::ops::RangeInclusive;
 
@@ -57,13 +57,13 @@ fn blocks(slot: u64) -> u64 {
     1 + slot * 7 % SLOT_BLOCKS
 }
 
-/// Persistence of written data, and atomicity.
+/// Kind of disk: whether it stores data, and whether its reads are atomic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Persistence {
     /// Written data are discarded.
     Nothing,
-    /// Data are stored, but a read concurrent with a write may return a block with old and new
-    /// bytes, as from the page cache.
+    /// Data are stored. A read that runs at the same time as a write may return a block with old
+    /// and new bytes, as from the page cache.
     Bytes,
     /// Data are stored, and reads return whole blocks.
     Blocks,
@@ -202,11 +202,11 @@ fn check(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> R
     Ok(())
 }
 
-/// Checks that each word of a block is from one of the allowed writes, for blocks that may be
-/// mixed.
+/// Checks a block that may be a mixture of several writes: each word must be from one of the
+/// allowed writes.
 fn is_mixture(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> bool {
     let (least, most) = (*allowed.start(), *allowed.end());
-    // Only one write is allowed, so the block cannot be a mixture.
+    // If only one write is allowed, there is no other write with which it could be mixed.
     if least == most {
         return false;
     }
@@ -230,7 +230,7 @@ mod tests {
         }
     }
 
-    /// Acknowledged writes must be found, writes in flight may be found, and older ones must not.
+    /// A read must return an acknowledged write or a write in flight. An older write is an error.
     #[test]
     fn a_stale_block_is_detected() {
         let mut slots = SlotMap::new(3, Persistence::Blocks, 1, 500);
@@ -273,7 +273,8 @@ mod tests {
         assert!(slots.completed(read, &new).is_err());
     }
 
-    /// A read of the page cache that is concurrent with a write returns a mixture.
+    /// A read from the page cache that runs at the same time as a write may return a mixture of old
+    /// and new words.
     #[test]
     fn a_block_with_words_of_two_writes_is_a_mixture() {
         let block = |generation| pattern(3, 7, generation);

@@ -28,7 +28,8 @@ pub(crate) enum DiskKind {
     Nbd,
 }
 
-/// Time for which an NBD server may still execute requests of a dead process (option `settle`).
+/// Value of the option `settle`: for this time, an NBD server may still execute requests of a dead
+/// process.
 const SETTLE_TIME: &str = "50ms";
 
 impl DiskKind {
@@ -207,7 +208,7 @@ impl SupervisedServer {
             if began.elapsed() > LIMIT {
                 bail!("no server process was started after {before:?}: {}", self.server.log());
             }
-            // The polling interval is short, because the reaction time is measured.
+            // This sleep is short, because it adds to the time that is measured.
             std::thread::sleep(Duration::from_micros(200));
         }
     }

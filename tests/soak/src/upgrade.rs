@@ -1,10 +1,10 @@
 //! `cargo xtask soak upgrade`: restarts the server for upgrade repeatedly, and checks that clients
 //! lose no data and no command.
 //!
-//! Each controller has a client with 32 commands in flight that verifies its data. Four clients,
-//! one for each disk type, submit with very short pauses; they measure the time without a
-//! completion. The other clients make longer pauses, because without pauses their load would exceed
-//! the CPUs of this machine. The longest command of all clients is reported.
+//! Each controller has a client that keeps 32 commands in flight and verifies its data. Four of the
+//! clients, one for each disk type, make only very short pauses, and measure the time without a
+//! completion. The other clients make longer pauses, because otherwise their load would exceed the
+//! CPUs of this machine. The duration of the longest command of all clients is reported.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -106,16 +106,16 @@ fn pace(arguments: &Arguments, number: usize) -> Pace {
 #[derive(Debug, Default)]
 struct Measurements {
     upgrades: u32,
-    /// Upgrades in which a client did not quiesce in time, so the next process waited for the
-    /// fence.
+    /// Number of upgrades in which a client did not quiesce in time, so that the next process had
+    /// to wait for the fence.
     fenced: u32,
     /// Upgrades that were refused because the other program does not support the state's version.
     refused: u32,
     /// Time without a completion, by disk type.
     gaps: [Times; BUSY],
-    /// Longest command of a client at each upgrade.
+    /// Duration of the longest command of any client, for each upgrade.
     commands: Times,
-    /// Time without a completion between two upgrades, while none runs.
+    /// Time without a completion in the intervals between upgrades, for comparison.
     idle_gaps: Times,
     totals: Totals,
 }
@@ -174,7 +174,8 @@ impl Measurements {
 /// Outcome of an upgrade.
 enum Outcome {
     Done,
-    /// Done, but a client did not quiesce in time.
+    /// The upgrade is done, but a client did not quiesce in time, so the next process waited for
+    /// the fence.
     Fenced,
     Refused(String),
 }
@@ -194,7 +195,7 @@ fn upgrade(
         for meter in meters {
             let _ = meter.take();
         }
-        // Random moment of the upgrade: any is valid.
+        // Random moment of the upgrade, because clients must lose nothing at any moment.
         sleep(MIN_INTERVAL + MAX_RANDOM_DELAY.mul_f64(random.share()));
         measured
             .idle_gaps

@@ -44,13 +44,13 @@ const DISKS: [Exported; 4] = [
     ("qcow2", "DIR/disk.qcow2?format=qcow2", Some(qcow2_image)),
     ("NBD, limited", "nbd+unix:///?socket=DIR/storage.sock&iops=20000:1", Some(storage_server)),
 ];
-/// Directory of the images: in memory, because a request may wait for a slow disk.
+/// Directory of the images. It is in memory, because a slow disk would delay requests.
 const DIRECTORY: &str = "/dev/shm";
-/// Part of the disk that the clients use, so that their requests overlap.
+/// Size of the part of the disk that the clients use. It is small, so that their requests overlap.
 const BYTES: u64 = 1 << 20;
 const SECTORS: u64 = BYTES / 512;
-/// Limit for the duration of a request. A lost wakeup takes far longer; any other request takes
-/// microseconds.
+/// Maximum duration of a request. Normal requests take microseconds, and a request whose wakeup is
+/// lost takes far longer than this limit.
 const LONGEST: Duration = Duration::from_millis(100);
 /// Duration of each sleep of the control thread.
 const CONTROL: Duration = Duration::from_millis(10);

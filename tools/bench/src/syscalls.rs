@@ -26,13 +26,15 @@ pub(crate) struct PerIo {
     pub(crate) controller: f64,
 }
 
-/// Counts the system calls of this load. The count of a short run is subtracted from that of a long
-/// run and divided by the difference of the I/Os, which excludes the start and the end.
+/// Counts the system calls per I/O of this load: the difference between the counts of a long and a
+/// short run, divided by the difference between their numbers of I/Os. So the start and the end of
+/// a run are not counted.
 pub(crate) fn count(settings: &Settings, load: &Load<'_>) -> Result<PerIo> {
     let (few, many) = if settings.quick { (200, 1200) } else { (1000, 21_000) };
     let short = run(settings, load, few)?;
     let long = run(settings, load, many)?;
-    // If an I/O needs no system calls, the short run may by chance have more than the long run.
+    // The difference is at least 0: if an I/O needs no system call, the short run may by chance
+    // have more system calls than the long one.
     let more = |a: u64, b: u64| b.saturating_sub(a) as f64 / (many - few) as f64;
     Ok(PerIo { driver: more(short.0, long.0), controller: more(short.1, long.1) })
 }

@@ -31,7 +31,7 @@ fn defines(source: &str, name: &str) -> bool {
     })
 }
 
-/// Number of checked names, and the wrong ones.
+/// Returns the number of names that were checked, and the names that do not exist.
 fn check(text: &str, all: &str) -> (usize, Vec<String>) {
     let (mut checked, mut wrong) = (0, Vec::new());
     // A block begins at a list item, or after an empty line.

@@ -75,9 +75,9 @@ fn every_suite_works_and_counts() {
             assert_eq!(row["doorbells"], "shadow");
         }
     }
-    // Driver and controller poll, so there are no interrupts. The driver writes doorbell registers
-    // only for the first commands of a queue pair, before the controller reads the shadow
-    // doorbells. The writes that filled the disk were commands of another queue pair.
+    // Driver and controller poll, so there are no interrupts. The driver writes a doorbell register
+    // only for the first commands of a queue pair, until the controller reads the shadow doorbells.
+    // Commands that filled the disk are not included, because they used another queue pair.
     for row in [shadowbell_rows("null"), shadowbell_rows("mem")].concat() {
         assert!(number(row, "doorbell_mmio_writes") <= 4.0, "{row}");
         assert!(number(row, "controller_mmio_writes") <= 8.0, "{row}");

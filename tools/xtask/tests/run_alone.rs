@@ -18,8 +18,9 @@ fn a_program_without_descendants_ends_as_it_would_without_the_runner() {
 
 #[test]
 fn an_orphan_that_ends_by_itself_is_waited_for() {
-    // The program ends at once. Its first orphan ends when a second orphan closes the pipe. The
-    // runner has no end of the pipe.
+    // The program ends at once and leaves two orphans. The first one ends when the second one
+    // closes the pipe. The runner must not have an end of the pipe open, because then the first one
+    // would never end.
     let script = "mkfifo $0.$$; (read line < $0.$$; rm $0.$$) & (: > $0.$$) & exit 0";
     let script = format!("cd {} && {script}", env!("CARGO_TARGET_TMPDIR"));
     assert_eq!(run_alone("300", &script).status.code(), Some(0));
@@ -27,8 +28,8 @@ fn an_orphan_that_ends_by_itself_is_waited_for() {
 
 #[test]
 fn a_process_that_stays_fails_the_program_and_is_killed() {
-    // The program ends as soon as its descendant runs a shell. The report must contain the shell's
-    // command line.
+    // The program ends as soon as its descendant executes a shell. The runner's report must contain
+    // the command line of this shell.
     let script = "mkfifo $0.$$; \
                   setsid sh -c ': > $0; while :; do sleep 3600; done' $0.$$ > /dev/null 2>&1 & \
                   read line < $0.$$; rm $0.$$; exit 0";
@@ -41,8 +42,8 @@ fn a_process_that_stays_fails_the_program_and_is_killed() {
 
 #[test]
 fn processes_that_fork_all_the_time_are_killed() {
-    // Each shell starts another one and ends. All of them hold the pipe of the standard output, so
-    // `output` returns only if none is left.
+    // Each shell starts another one and ends. All shells have the pipe of standard output open, so
+    // `output` returns only if the runner has ended every one of them.
     let script = "f() { sh -c \"$1\" sh \"$1\" & }; for n in 1 2 3; do f 'sh -c \"$1\" sh \"$1\" &'; done; exit 0";
     let left = run_alone("0", script);
     assert_eq!(left.status.code(), Some(1), "{left:?}");

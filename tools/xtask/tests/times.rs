@@ -1,8 +1,8 @@
-//! Check of test code: every sleep, short limit and asserted duration has its reason in a comment,
-//! on its line or directly above its statement.
+//! Check of test code: every sleep, short limit and asserted duration has a comment with its
+//! reason, on the same line or directly above the statement.
 //!
-//! A test waits for an event, by `shadowbell_testing::wait` and with the one limit of that module.
-//! A busy machine may exceed any shorter limit.
+//! The other waits of a test are waits for an event, by `shadowbell_testing::wait` and with the one
+//! limit of that module, because a busy machine may exceed any shorter limit.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ const TEST_CODE: [&str; 3] = ["crates/testing/src", "guest/src", "tools/xtask/sr
 const ALL_CODE: [&str; 5] = ["crates", "fuzz/bodies", "guest", "tests", "tools"];
 /// Minimum limit in seconds, which even a busy machine does not exceed.
 const LONG: u64 = 60;
-/// Minimum number of turns of a shell loop that waits, with a pause of 0.1 s in each.
+/// Minimum number of iterations of a shell loop that waits. Each iteration sleeps for 0.1 s.
 const TURNS: u64 = 600;
 /// Words that mark a duration on the same line as a limit.
 const OF_LIMITS: [&str; 14] = [
@@ -41,8 +41,8 @@ fn files(directory: &Path, all: &mut Vec<PathBuf>) {
     }
 }
 
-/// True if the line contains a sleep. A sleep for a constant is excluded, because the constant's
-/// definition has the reason.
+/// True if the line contains a sleep. A sleep for the time of a named constant does not count,
+/// because the reason is at the constant's definition.
 fn is_sleep(line: &str) -> bool {
     line.match_indices("sleep(").any(|(at, word)| {
         let before = line[..at].chars().next_back().is_none_or(|c| ": ({|".contains(c));
@@ -71,8 +71,8 @@ fn is_short(line: &str) -> bool {
         || short("Duration::from_micros(", 1_000_000)
 }
 
-/// True if the line contains a shell loop with fewer turns than a wait must have. Loops of a few
-/// turns do not wait.
+/// True if the line contains a shell loop with fewer iterations than a wait must have. A loop of
+/// very few iterations does not count, because it does not wait.
 fn is_short_loop(line: &str) -> bool {
     line.match_indices(" in $(seq ").any(|(at, word)| {
         let digits = line[at + word.len()..].chars().take_while(char::is_ascii_digit);
@@ -91,7 +91,8 @@ fn depends_on_a_time(line: &str) -> bool {
     if line.starts_with('"') {
         return false;
     }
-    // The field `timeout` of a test's host is checked where it is set.
+    // A comparison with the field `timeout` of a test's host is allowed, because the value is
+    // checked where it is set.
     let is_checked =
         ["LIMIT", "host.timeout", "self.timeout"].iter().any(|word| line.contains(word));
     is_sleep(line) || is_limit || compares && !is_checked
@@ -111,11 +112,11 @@ fn no_test_depends_on_a_time_without_a_reason() {
         let text = std::fs::read_to_string(&path).unwrap();
         let (mut has_reason, mut has_attribute) = (false, false);
         for (line, number) in text.lines().map(str::trim).zip(1..) {
-            // A module of tests is the last of its file.
+            // The tests of a file are in its last module, so all lines from here on are test code.
             is_test |= has_attribute && line.starts_with("mod ") && line.ends_with('{');
             has_attribute = line.starts_with("#[cfg(") && line.contains("test");
             let code = line.split("//").next().unwrap();
-            // A comment on a function or an item is no reason for a statement in it.
+            // A comment above a function or an attribute is not the reason for a statement in it.
             has_reason &= !line.contains("fn ") && !line.starts_with('#');
             has_reason |= line.contains("//");
             if is_test && !has_reason && depends_on_a_time(code) {

@@ -14,8 +14,8 @@ const FIRST: [&str; 20] = [
     "What", "Who", "Whoever", "Whose", "How", "Where", "Which", "Why", "When", "Whether", "It",
     "Its", "Those", "These", "They", "Nothing", "Nobody", "Somebody", "The same", "There",
 ];
-/// Phrases that are forbidden because a reader has to guess their meaning. A `~` stands for a word
-/// boundary, so that this list does not find itself.
+/// Phrases that are forbidden because a reader has to guess their meaning. In this list, `~`
+/// separates the parts of a word, so that the check does not find the list itself.
 const RIDDLES: [&str; 19] = [
     "go~es on",
     "go~ on",
@@ -70,8 +70,8 @@ fn is_riddle(text: &str) -> bool {
     let plain = |phrase: &str| {
         let phrase = phrase.replace('~', "");
         has(&text, &phrase, |after| {
-            // In "goes on the bus" the words name a place, which is allowed. "goes on" alone is
-            // forbidden.
+            // Before a noun with an article, the phrase names a place ("on the bus"), which is
+            // allowed. Without one, it is a riddle.
             let place = ["a", "the", "to"].iter().any(|w| {
                 has(&format!("{w} "), w, |_| {
                     after.strip_prefix(' ').is_some_and(|after| after.starts_with(&format!("{w} ")))
@@ -121,14 +121,15 @@ impl Found {
                 }
                 self.text(at, comment);
             } else {
-                // Help texts of derived command lines are doc comments. These marks precede all
-                // other help texts.
+                // Help texts of derived command lines are doc comments, which are checked as such.
+                // All other help texts begin after one of these marks.
                 for mark in ["description = \"", "about = \"", "help = \"", "# HELP "] {
                     if let Some((_, text)) = line.split_once(mark) {
                         self.first_line(at, text);
                     }
                 }
-                // Every second part of a line split at quotation marks is a string.
+                // The line is split at quotation marks, so every second part is the content of a
+                // string.
                 for string in line.split('"').skip(1).step_by(2).filter(|s| s.len() >= 12) {
                     self.text(at, string);
                 }
@@ -146,7 +147,8 @@ impl Found {
                 continue;
             }
             if line.starts_with("# ") || line.starts_with("## ") || line.starts_with("### ") {
-                // Headings of quoted messages begin with a backtick.
+                // A heading that quotes a message begins with a backtick, so it never begins with a
+                // forbidden word.
                 self.first_line(at, line.trim_start_matches('#').trim());
             }
             self.text(at, line);

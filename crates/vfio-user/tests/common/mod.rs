@@ -384,7 +384,7 @@ impl Server {
         self.frozen()
     }
 
-    /// Creates another reactor from the state of `old`. The state passes through a socket, as
+    /// Creates the next reactor from the state of `old`. The state is sent over a socket, as
     /// between two processes.
     pub(crate) fn successor(
         &self,
@@ -583,7 +583,7 @@ impl Raw {
 
     /// Checks that no data arrive for a short time.
     pub(crate) fn assert_silent(&mut self) {
-        // The test only detects data that arrive within this time.
+        // Only data that arrive within this time are detected.
         self.stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         let error = self.stream.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
@@ -635,10 +635,11 @@ pub(crate) fn memfd(len: u64) -> OwnedFd {
     fd
 }
 
-/// Duration of each limit of [`short_limits`]. It is long enough for a busy machine.
+/// Duration of each limit of [`short_limits`]. It is short enough to wait for, and long enough for
+/// a busy machine.
 pub(crate) const SHORT_LIMIT: Duration = Duration::from_secs(2);
 
-/// Limits that are short enough for tests to exceed them.
+/// Limits for tests that wait until a limit is exceeded.
 pub(crate) fn short_limits() -> Limits {
     Limits {
         negotiation: SHORT_LIMIT,

@@ -259,8 +259,8 @@ impl Host {
         }
     }
 
-    /// Publishes a doorbell value: to the register, or by the shadow doorbell rule of this kind of
-    /// host.
+    /// Publishes a doorbell value. A host with shadow doorbells stores it in the shadow entry, and
+    /// writes the register only if its rule requires that.
     fn ring(&mut self, qid: u16, offset: u64, old: u32, new: u32) {
         if self.shadow && (qid != 0 || self.shadows_admin) {
             let entry = offset - regs::DOORBELLS;
@@ -283,7 +283,7 @@ impl Host {
         self.controller.write_doorbell(offset, new);
     }
 
-    /// Takes a turn of the I/O thread, and checks the effects.
+    /// Runs one turn of the I/O thread, and checks its effects.
     pub(super) fn turn(&mut self) -> bool {
         let busy = self.turns.turn();
         if busy {
@@ -301,7 +301,7 @@ impl Host {
     fn run_until_idle(&mut self) {
         for _ in 0..MAX_TURNS {
             if !self.turn() {
-                // An idle turn must not change memory.
+                // A turn without work must not change the guest's memory.
                 return self.check();
             }
         }
@@ -316,7 +316,8 @@ impl Host {
         self.memory.read_into(0, &mut now).expect("memory");
         let mut allowed: Vec<(u64, usize)> = Vec::new();
         for (qid, cq) in &self.cqs {
-            // The free entries of a completion queue begin at the next one.
+            // The free entries of a completion queue begin at the entry that the model examines
+            // next.
             let unconsumed = (cq.next + cq.entries - cq.head) % cq.entries;
             let free = cq.entries - 1 - unconsumed;
             let indices = (0..free).map(|n| (cq.next + n) % cq.entries);
@@ -341,8 +342,8 @@ impl Host {
         self.snapshot = now;
         self.check_writes();
         let qids: Vec<u16> = self.cqs.keys().copied().collect();
-        // The admin queue is checked last: the completion of a queue's deletion proves that this
-        // queue has no further effect.
+        // The admin queue is checked last. If it has the completion of a queue's deletion, all
+        // completions of this queue have been checked, and there must be no more.
         qids.into_iter().rev().for_each(|qid| self.check_completions(qid));
         let outstanding = self.sqs.values().map(|sq| sq.commands.len()).sum::<usize>();
         let state = self.test_disk.state();
@@ -455,7 +456,8 @@ impl Host {
             self.consume(0, usize::MAX);
             self.run_until_idle();
         }
-        // Only Asynchronous Event Requests remain outstanding then, and may fill the queue.
+        // Only Asynchronous Event Requests are outstanding now. If they fill the queue, no command
+        // can be submitted.
         if !room(self) {
             return;
         }
@@ -473,7 +475,7 @@ impl Host {
             if !self.sqs[&0].commands.contains_key(&cid) {
                 return;
             }
-            // The deletion of a queue waits for requests of the disk.
+            // The deletion of a queue may wait for requests that the disk holds.
             self.test_disk.state().complete_all();
         }
         panic!("an admin command does not end");
@@ -533,14 +535,14 @@ impl Host {
         if self.shadow {
             return;
         }
-        // The shadow doorbells have the current values, and random values for queues that do not
-        // exist.
+        // The entries of existing queues get the current values, and all other entries random
+        // values.
         let junk = source.u8();
         self.poke(SHADOW, &[junk; PAGE as usize]);
         self.poke(EVENT_IDX, &[junk; PAGE as usize]);
         self.update_shadow();
         let sqe = Sqe::new(0x7c, 0, 0).with_prps(SHADOW, EVENT_IDX);
-        // The tail of the admin queue advances with this command.
+        // This command itself advances the tail of the admin queue.
         self.admin(sqe, Kind::Other, Expect::Success);
         self.shadow = true;
         self.update_shadow();
@@ -552,8 +554,8 @@ impl Host {
         let heads = self.cqs.iter().map(|(qid, cq)| (cq_doorbell_offset(*qid, 0), cq.head));
         let values: Vec<_> = tails.chain(heads).collect();
         for (bell, value) in values {
-            // A host without a shadow doorbell for the admin queue leaves the entries of this queue
-            // unchanged.
+            // If the host does not use shadow doorbells for the admin queue, it never updates the
+            // entries of this queue.
             let of_admin = bell < regs::DOORBELLS + 8;
             if self.shadow && of_admin && !self.shadows_admin {
                 continue;

@@ -1,5 +1,5 @@
-//! Messages that a client has sent, split by the framing of the protocol, and the outstanding
-//! replies.
+//! Model of a client's stream: the messages that were sent, split as the protocol requires, and the
+//! replies that are expected.
 
 use shadowbell_vfio_user::codec::{MAX_MESSAGE_FDS, MESSAGE_OVERHEAD};
 use shadowbell_vfio_user::wire::{HEADER_LEN, Header, command, header_flags};
@@ -12,17 +12,19 @@ const LONGEST: usize = (1 << 20) + MESSAGE_OVERHEAD;
 #[derive(Default)]
 pub(crate) struct Frames {
     written: Vec<u8>,
-    /// Number of descriptors that were sent with the bytes in `written`.
+    /// Number of descriptors that were sent with the bytes in `written`, which are an incomplete
+    /// message.
     fds: usize,
     inward: Vec<u8>,
     expected: VecDeque<Header>,
     /// True if the client has sent its first message.
     introduced: bool,
-    /// True if the first message may be a version that the server refuses.
+    /// True if the first message is a VERSION that the server may refuse, and whose reply has not
+    /// arrived.
     unsure: bool,
     /// True if the stream is invalid, so later bytes have no effect.
     broken: bool,
-    /// True if the server may disconnect this client.
+    /// True if the server is allowed to disconnect this client.
     forfeit: bool,
     /// The last complete reply.
     last: Vec<u8>,
@@ -33,7 +35,7 @@ impl Frames {
     pub(crate) fn sent(&mut self, bytes: &[u8], fds: usize) {
         self.written.extend_from_slice(bytes);
         self.fds += fds;
-        // The server may disconnect a client that sends more descriptors than a message may have.
+        // A client that sends more descriptors than a message may have can be disconnected.
         self.forfeit |= self.fds > MAX_MESSAGE_FDS;
         while let Ok((header, _)) = Header::read_from_prefix(&self.written) {
             let size = header.size as usize;
@@ -47,11 +49,11 @@ impl Frames {
                 return;
             }
             self.written.drain(..size);
-            // Descriptors that arrive with the end of one message and the start of the next belong
-            // to the next one.
+            // Descriptors that were sent with the end of one message and the start of the next
+            // belong to the next one.
             self.fds = if self.written.is_empty() { 0 } else { fds };
             if !std::mem::replace(&mut self.introduced, true) {
-                // The reply shows if the server accepts the version.
+                // Only the reply will show whether the server accepts the version.
                 self.unsure = header.command == command::VERSION && !header.no_reply();
                 self.forfeit |= !self.unsure;
             }
@@ -73,7 +75,8 @@ impl Frames {
             let is_it =
                 |expected: &Header| (header.id, header.command) == (expected.id, expected.command);
             let found = self.expected.iter().position(is_it).expect("a reply without a request");
-            // Later messages overtake an unmap that waits for accesses in flight.
+            // A reply may come before earlier ones only if these are replies to unmaps, which wait
+            // for accesses in flight.
             let mut overtaken = self.expected.iter().take(found);
             assert!(overtaken.all(|expected| expected.command == command::DMA_UNMAP), "the order");
             self.expected.remove(found);
@@ -94,8 +97,8 @@ impl Frames {
         self.last.clone()
     }
 
-    /// Allows the server to disconnect the client, after the client has shut down its end or sent
-    /// descriptors whose close may block.
+    /// Records that the server may disconnect the client from now on: the client has shut down its
+    /// end, or has sent descriptors whose close may block.
     pub(crate) fn forfeit(&mut self) {
         self.forfeit = true;
     }

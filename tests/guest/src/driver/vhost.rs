@@ -1,6 +1,8 @@
-//! A virtio disk whose backend is Shadowbell's driver on the host. `shadowbell export
+//! A virtio disk whose backend uses Shadowbell's driver on the host: `shadowbell export
 //! --vhost-user-blk` serves QEMU's `vhost-user-blk-pci`, and reads from a controller of another
-//! process. The rows belong to the table `S2`, but another guest is measured, which has no NVMe
+//! process.
+//!
+//! The rows belong to the table `S2`, but are measured in a guest of their own, which has no NVMe
 //! controller.
 
 use shadowbell_testing::wait;

@@ -1,5 +1,5 @@
 //! The disk as a ublk device of the guest's kernel: its attributes, the integrity of its data, and
-//! the end of its server process, in order or by `kill -9`.
+//! the end of its server process, by a signal or by `kill -9`.
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::Guest;
@@ -36,7 +36,7 @@ impl Export {
         Ok(Self { disk: format!("ublkb{number}"), number })
     }
 
-    /// Number of sleeps of the server's threads so far.
+    /// Number of times that the server's threads have slept so far.
     pub(crate) fn sleeps(&self, guest: &mut Guest) -> Result<u64> {
         let text = guest.sh(
             &format!(
@@ -231,8 +231,8 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
         ),
         LIMIT,
     )?;
-    // The steps are a Write Zeroes between blocks that are not zero, and a write through the page
-    // cache, which the end of the export flushes.
+    // Two steps: a Write Zeroes to blocks between others with data, and a write that stays in the
+    // page cache until the end of the export flushes it.
     guest.sh(
         &format!(
             "yes shadowbell | dd of=/dev/{disk} bs=1M seek=100 count=8 iflag=fullblock oflag=direct && \

@@ -273,12 +273,12 @@ fn vhost_attach(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Number of VMs after which the victim has to complete further reads.
+/// Number of hostile VMs after which the attack checks that the victim still completes reads.
 const VMS: u64 = 16;
 
 /// Each VM kicks random chains a few times, and disconnects with requests in flight.
 fn vhost_random(field: &mut Field) -> Result<()> {
-    // The victim's blocks are before these sectors.
+    // Sectors of the hostile VMs. The victim's blocks are before them.
     let sectors = (1 << 20) / 512..(16 << 20) / 512;
     let mut random = Random::new(1);
     for vm in 1.. {

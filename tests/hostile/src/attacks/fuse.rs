@@ -1,7 +1,8 @@
-//! Attacks by descriptors of files on a client's FUSE file system with a slow daemon.
+//! Attacks by descriptors of files on a client's FUSE file system, whose daemon does not answer.
 //!
-//! Nearly every system call on such a descriptor waits for the daemon, including `close`. This
-//! daemon answers only INIT, OPEN and GETATTR, so any other process that closes the file hangs.
+//! Nearly every system call on such a descriptor waits for the daemon, even `close`. This daemon
+//! answers only INIT, OPEN and GETATTR for other processes, so a process that closes the file
+//! hangs.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -39,12 +40,11 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("fuse-map", "descriptors of a FUSE file with maps", MEM, with_maps),
 ];
 
-/// A file on a FUSE file system. Dropping the value kills the daemon, so the kernel aborts all
+/// File on a FUSE file system. Dropping the value kills the daemon, and the kernel then aborts all
 /// requests to it.
 ///
-/// The daemon is a separate process. If it were a thread of this process, the kernel would close
-/// this process's descriptors of the file at its exit and wait for the daemon, so the exit would
-/// hang.
+/// The daemon is a separate process. If it were a thread of this process, the exit would hang: the
+/// kernel closes the descriptors of the file at the exit, and waits for the daemon.
 struct SlowFile {
     path: PathBuf,
     daemon: Process,
@@ -60,7 +60,7 @@ impl SlowFile {
         let options = std::ffi::CString::new(options)?;
         let flags = MountFlags::NOSUID | MountFlags::NODEV;
         mount("slow", &path, "fuse", flags, options.as_c_str()).context("mounting a FUSE file")?;
-        // This path is valid even if a build has replaced the file of this program.
+        // This path works even if a build has replaced the program's file since the start.
         let ourselves = format!("/proc/{}/exe", std::process::id());
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).arg(ourselves);
@@ -78,7 +78,8 @@ impl SlowFile {
 
 impl Drop for SlowFile {
     fn drop(&mut self) {
-        // The FUSE connection ends when its last descriptor is closed.
+        // The end of the daemon closes the last descriptor of the FUSE connection, which ends the
+        // connection.
         self.daemon.kill();
         let _ = unmount(&self.path, UnmountFlags::DETACH);
     }
@@ -95,7 +96,7 @@ pub fn daemon(friend: u32) -> Result<()> {
     loop {
         let len = device.read(&mut request).context("the kernel's requests")?;
         if let Some(answer) = request.get(..len).and_then(|request| answer(request, friend)) {
-            // A write fails if the request was aborted.
+            // An error is ignored: the request may have been aborted.
             let _ = device.write(&answer);
         }
     }
@@ -141,8 +142,8 @@ fn is_thread_of(thread: u32, process: u32) -> bool {
     PathBuf::from(format!("/proc/{process}/task/{thread}")).exists()
 }
 
-/// Sends the descriptor after a doorbell message, which an I/O thread reads from the socket, and
-/// then shuts down the socket for writing.
+/// Sends a doorbell message, which an I/O thread reads from the socket, and behind it the
+/// descriptor. Then shuts down the socket for writing.
 fn behind_a_doorbell(field: &mut Field) -> Result<()> {
     let slow = SlowFile::mount(field)?;
     let outcome = knock(field, &slow);
@@ -153,8 +154,8 @@ fn behind_a_doorbell(field: &mut Field) -> Result<()> {
 fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest_with(1, 64)?;
-        // An I/O thread that is woken by each doorbell message begins to read the socket itself.
-        // These messages request replies.
+        // Each doorbell message wakes an I/O thread, which then begins to read from the socket
+        // itself. The messages request replies.
         let access =
             wire::RegionAccess { offset: regs::sq_doorbell_offset(1, 0), region: BAR0, count: 4 };
         let bell = message(command::REGION_WRITE, 0, &[access.as_bytes(), &[0; 4]]);
@@ -167,9 +168,9 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let file = slow.open()?;
         let map = dma_map(1 << 41, PAGE, 0);
         let map = message(command::DMA_MAP, 0, &[map.as_bytes()]);
-        // The server fails to send the reply to the doorbell message, and checks the received
-        // descriptor later. The order of the two depends on the scheduler, so the socket is closed
-        // at three different points in turn.
+        // The server sends the reply to the doorbell message, which fails, and checks the
+        // descriptor later. Which of the two comes first depends on the scheduler. So the socket is
+        // closed at three different moments, one after the other.
         let turn = field.done % 3;
         let end = |when| match when == turn {
             true => shutdown(guest.link.socket(), Shutdown::Read),
@@ -197,8 +198,8 @@ fn with_maps(field: &mut Field) -> Result<()> {
 fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest()?;
-        // The server may answer late, because it waits for the slow file. The attack waits no
-        // longer than this for an answer.
+        // The server may wait for the slow file and answer late. The attack waits no longer than
+        // this limit.
         guest.link.set_patience(Duration::from_millis(500))?;
         for _ in 0..8 {
             let file = slow.open()?;

@@ -1,5 +1,6 @@
-//! Attacks on the isolation between clients: replacement of the server process, memory that the
-//! server gives away, storage servers, management endpoints. They are evaluated by counts.
+//! Attacks on the isolation between clients: by replacement of the server process, memory that the
+//! server shares with a client, storage servers, and management endpoints. They are evaluated by
+//! counts.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -38,10 +39,11 @@ use crate::server::{server_process, worker_of};
 
 const MEM: &[&str] = &["mem:16MiB"];
 const FILE: &[&str] = &["DIR/attacker.img=16777216"];
-/// Number of reads of the victim that prove that it is served.
+/// Number of completed reads that show that the victim is served.
 const PROGRESS: u64 = 20;
 
-/// Attack that is evaluated by counts, and so is in the short suite.
+/// Attack that is evaluated by counts. It is in the short suite, because counts do not depend on
+/// other load of the machine.
 const fn counted(
     name: &'static str,
     about: &'static str,
@@ -119,7 +121,8 @@ pub(super) fn victim_is_served(field: &mut Field, while_: &str) {
     }
 }
 
-/// Waits until `done` returns true. Records a failure if the limit of all waits expires first.
+/// Waits until `done` returns true. Records a failure if the common time limit of waits expires
+/// before.
 fn wait_until(field: &mut Field, what: &str, mut done: impl FnMut() -> bool) {
     let deadline = wait::deadline();
     while !done() {
@@ -130,7 +133,8 @@ fn wait_until(field: &mut Field, what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Shares memory, seals it against further writable maps, and upgrades.
+/// Shares memory, seals it so that no other process can map it for writing, and upgrades the
+/// server.
 fn sealed(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         let file = memfd_create("sealed", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
@@ -150,7 +154,7 @@ fn sealed(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Another program, which locks an image as soon as the server process releases it.
+/// Simulation of another program, which locks an image as soon as the server process releases it.
 struct Locker {
     locked: Receiver<()>,
     release: Sender<()>,
@@ -162,7 +166,7 @@ impl Locker {
         let (lock, locked) = channel();
         let (release, released) = channel();
         std::thread::spawn(move || {
-            // The lock belongs to this process, and conflicts with that of the server.
+            // This type of lock belongs to a process, and conflicts with the lock of the server.
             if fcntl_lock(&file, FlockOperation::LockExclusive).is_ok() && lock.send(()).is_ok() {
                 let _ = released.recv();
             }
@@ -185,7 +189,8 @@ fn locked(field: &mut Field) -> Result<()> {
             let worker = worker_of(field.server).context("no server process")?;
             let pid = Pid::from_raw(worker.cast_signed()).context("a process number")?;
             kill_process(pid, Signal::KILL)?;
-            // On a busy machine the next process may be faster than the other program.
+            // On a busy machine, the next server process may get the lock before the other program.
+            // Then the kill is repeated.
             if locker.locked.recv_timeout(Duration::from_millis(100)).is_ok() {
                 break;
             }
@@ -201,8 +206,8 @@ fn locked(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Upgrades while a VMM has stopped its controller for migration, and while another client has
-/// writes in flight all the time.
+/// Upgrades the server in two conditions at once: a VMM has stopped its controller for migration,
+/// and another client always has writes in flight.
 fn stopped(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest_with(4, 64)?;
@@ -222,7 +227,7 @@ fn stopped(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Tries to grow and to seal all memory that the server gives to a client.
+/// Tries to enlarge and to seal all memory files that the server shares with a client.
 fn grow(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         let client = Client::connect(field.socket(), Options { timeout: Some(wait::LIMIT) })?;
@@ -246,11 +251,11 @@ fn grow(field: &mut Field) -> Result<()> {
 
 /// True if the storage server sends error chunks without end.
 static IS_HOSTILE: AtomicBool = AtomicBool::new(false);
-/// Number of replies with error chunks, and the largest number of chunks in one.
+/// Number of replies that consist of error chunks, and the largest number of chunks in one of them.
 static REPLIES: AtomicU64 = AtomicU64::new(0);
 static MAX_CHUNKS: AtomicU64 = AtomicU64::new(0);
-/// Number of chunks after which the storage server gives up: far more than fit into the buffers of
-/// a socket, so the client has read most of them.
+/// Number of chunks after which the storage server ends a reply. They are far more than fit into
+/// the buffers of a socket, so the client must have read most of them.
 const MAX_SENT: u64 = 200_000;
 
 /// Starts an NBD server of 16 MiB of zeroes, which accepts writes, at `storage.sock`.
@@ -350,7 +355,8 @@ fn error_chunks(field: &mut Field) -> Result<()> {
     IS_HOSTILE.store(true, Ordering::Relaxed);
     field.fill_many(vec![guest], 4, |n| Sqe::read(1, n % 1024, 7, 0).with_prps(prp1, prp2))?;
     wait_until(field, "no read reaches the storage server", || REPLIES.load(Ordering::Relaxed) > 0);
-    // A reply that is being sent ends with its connection.
+    // When the client closes the connection, the reply that is being sent ends, and its number of
+    // chunks is known.
     wait_until(field, "a connection with error chunks does not end", || {
         MAX_CHUNKS.load(Ordering::Relaxed) > 0
     });
@@ -377,11 +383,12 @@ fn controller_id(guest: &mut Guest) -> Result<u16> {
     guest.memory.read(page as usize + 78).context("Identify data")
 }
 
-/// Overwrites a namespace in 16 passes. The bytes that the server writes are compared with the
-/// pool's rate.
+/// Starts a sanitize operation that overwrites a namespace in 16 passes, and compares the number of
+/// bytes that the server writes with the rate limit of the pool.
 fn overwrite(field: &mut Field) -> Result<()> {
     const RATE: u64 = 16 << 20;
-    /// Bytes of the namespace, and the most that may be written before the rate applies.
+    /// Size of the namespace in bytes, and the number of bytes that may be written at once before
+    /// the rate limit applies.
     const BYTES: u64 = 32 << 20;
     const AT_ONCE: u64 = 16 << 20;
     let mut guest = field.guest()?;
@@ -431,8 +438,8 @@ fn overwrite(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Touches a page of every 2 MiB of sparse memory with a dirty log. The bound on the growth of the
-/// server's memory includes the log.
+/// Starts a dirty log, and reads into one page in every 2 MiB of sparse memory. The bound on the
+/// growth of the server's memory also applies to the log.
 fn dirty_log(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(16, 64)?;
     if !start_logging(&mut guest)? {
@@ -452,8 +459,8 @@ fn scrape(address: &str, host: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&head[9..]).into_owned())
 }
 
-/// Holds silent connections to the metrics endpoint, and sends requests with other host names. An
-/// honest client must still get the metrics.
+/// Holds silent connections to the metrics endpoint, and sends requests with forbidden host names.
+/// An honest client must still get the metrics.
 fn metrics(field: &mut Field) -> Result<()> {
     let log = fs::read_to_string(field.directory.join("log"))?;
     let address = log.split("http://").nth(1).and_then(|rest| rest.split('/').next());
@@ -479,7 +486,7 @@ fn metrics(field: &mut Field) -> Result<()> {
 fn packed_image(directory: &Path) -> Result<()> {
     let (raw, packed) = (directory.join("raw.img"), directory.join("packed.qcow2"));
     let mut random = Random::new(1);
-    // A few bits of entropy in each byte, so that inflating takes far longer than reading.
+    // Each byte has a few bits of entropy, so that decompression takes far longer than reading.
     let bytes: Vec<u8> = (0..64 << 20).map(|_| b'a' + random.below(9) as u8).collect();
     fs::write(&raw, bytes)?;
     let mut command = Command::new("qemu-img");
@@ -489,7 +496,7 @@ fn packed_image(directory: &Path) -> Result<()> {
     Ok(fs::remove_file(raw)?)
 }
 
-/// Threads of a process with this name, and their CPU time in clock ticks.
+/// Number of a process's threads with this name, and their total CPU time in clock ticks.
 fn threads_named(pid: u32, name: &str) -> Result<(u64, u64)> {
     let (mut count, mut ticks) = (0, 0);
     for task in fs::read_dir(format!("/proc/{pid}/task"))?.flatten() {
@@ -505,8 +512,8 @@ fn threads_named(pid: u32, name: &str) -> Result<(u64, u64)> {
     Ok((count, ticks))
 }
 
-/// Reads compressed clusters at a high queue depth. At most half of the CPUs may decompress, and
-/// only on the threads for that.
+/// Reads compressed clusters with many commands in flight. The server must decompress only on its
+/// threads for this purpose, which may use at most half of the CPUs.
 fn inflate(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(4, 64)?;
     let (prp1, prp2) = guest.buffer(64 << 10)?;

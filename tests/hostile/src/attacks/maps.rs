@@ -20,7 +20,7 @@ use crate::victim::give_way;
 const MEM: &[&str] = &["mem:16MiB"];
 /// DMA address of additional maps.
 const ELSEWHERE: u64 = 1 << 40;
-/// Address range that one page of page tables maps (2 MiB).
+/// Size of the address range for which the kernel needs one page of page tables (2 MiB).
 const STRIDE: u64 = 2 << 20;
 
 pub(crate) const ATTACKS: &[Attack] = &[
@@ -66,7 +66,8 @@ fn page_tables(field: &mut Field) -> Result<()> {
     field.fill(guest, sparse_reads(lists))
 }
 
-/// Shares sparse memory, and makes PRP lists of pages that are 2 MiB apart.
+/// Shares sparse memory. Creates PRP lists whose pages are 2 MiB apart, so that each page needs a
+/// page table of its own.
 pub(super) fn page_lists(guest: &mut Guest) -> Result<Vec<(u64, u64)>> {
     let size = 64 << 30;
     let file = memfd(size)?;
@@ -86,7 +87,7 @@ pub(super) fn page_lists(guest: &mut Guest) -> Result<Vec<(u64, u64)>> {
     (0..1024).map(list).collect()
 }
 
-/// Reads of 1 MiB, which use the PRP lists in turn.
+/// Builds reads of 1 MiB, each with the next one of the PRP lists.
 pub(super) fn sparse_reads(lists: Vec<(u64, u64)>) -> impl FnMut(u64) -> Sqe {
     move |n| {
         let (prp1, prp2) = lists.get(n as usize % lists.len()).copied().unwrap_or_default();
@@ -168,7 +169,8 @@ fn map_churn(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Maps `count` single pages, none of which can be merged with its neighbour.
+/// Maps `count` single pages. No page can be merged with its neighbour, because there is a gap
+/// between them.
 fn map_pages(guest: &mut Guest, count: u64, file: &rustix::fd::OwnedFd) -> Result<()> {
     for n in 0..count {
         let map = dma_map(ELSEWHERE + n * 2 * PAGE, PAGE, n % 2 * PAGE);

@@ -57,7 +57,8 @@ fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     Ok(())
 }
 
-/// Sends DMA maps that the server refuses for different reasons, each of which it could log.
+/// Sends DMA maps that the server refuses for four different reasons. It could log each of them,
+/// and so fill its log.
 fn bad_maps(field: &mut Field) -> Result<()> {
     let file = memfd(1 << 20)?;
     let mut guest = field.guest_with(1, 64)?;
@@ -116,7 +117,7 @@ fn unread(field: &mut Field) -> Result<()> {
     let guest = field.guest()?;
     let messages = read_request(BAR0, 0, 0x4000).repeat(64);
     while !field.is_over() {
-        // Sends until the server stops reading.
+        // Sends messages until the socket is full because the server has stopped reading.
         let sent = rustix::net::send(
             guest.link.socket(),
             &messages,
@@ -188,8 +189,8 @@ fn silent(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Connects without sending a message. The socket is non-blocking, because the backlog of the
-/// listening socket may be full.
+/// Connects and sends nothing. The socket is non-blocking, because connecting would block if the
+/// backlog of the listening socket is full.
 pub(super) fn silent_connection(path: &std::path::Path) -> Result<std::os::fd::OwnedFd> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -236,7 +237,7 @@ pub(super) fn set_migration_state(guest: &mut Guest, state: MigrationState) -> R
     Ok(header.error == 0)
 }
 
-/// Sends a state that takes long to parse and is refused at its end.
+/// Sends a migration state that takes long to parse, and is invalid only at its end.
 fn migration_states(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(1, 64)?;
     if !set_migration_state(&mut guest, MigrationState::StopCopy)? {
@@ -244,7 +245,8 @@ fn migration_states(field: &mut Field) -> Result<()> {
     }
     let request = MigData { argsz: 8 + 4096, size: 4096 };
     let own = guest.link.request(command::MIG_DATA_READ, &[request.as_bytes()], &[])?;
-    // Magic, version and number of descriptors of the state that the controller has sent.
+    // Magic number, version and number of descriptors, copied from a state that the controller has
+    // sent.
     let head = own.get(8..24).context("the beginning of the state")?;
     let lists = vec!["[]"; 300_000].join(",");
     let body = format!(r#"[{{"name":"x","mandatory":false,"body":[{lists}]}}]"#);

@@ -9,7 +9,8 @@ use crate::settings::{QUEUE_DEPTHS, Settings};
 use crate::table::Table;
 use crate::wire::{self, TailUpdate};
 
-/// Number of round trips of a word, to measure the distance of the CPUs.
+/// Number of times that a word is sent back and forth, to measure the transfer time between the
+/// CPUs.
 const PASSES: u32 = 200_000;
 /// Minimum transfer time of a word between CPUs without a common cache, in nanoseconds.
 const SHARED_NS: f64 = 120.0;

@@ -7,8 +7,9 @@ use serde_json::Value;
 
 use super::modules::Target;
 
-/// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
-/// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
+/// Directories below `crates/`, from the bottom layer to the top. A crate may depend only on crates
+/// that precede it in this list. Packages outside of `crates/` (tests, tools) may depend on every
+/// crate, and no crate may depend on them.
 pub(super) const LAYERS: [&str; 30] = [
     "spec",
     "doorbell",

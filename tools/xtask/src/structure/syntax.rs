@@ -45,9 +45,9 @@ pub(super) fn text(attributes: &[Attribute], name: &str) -> Option<String> {
 /// One name of a `use` tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Leaf {
-    /// Imported path; of a glob, its module.
+    /// Path that is imported. For a glob import, the path of the module.
     pub(super) path: Vec<String>,
-    /// Name in this module; `None` for `_` and globs.
+    /// Name that the import has in this module. `None` for `_` and for globs.
     pub(super) name: Option<String>,
     pub(super) glob: bool,
     /// True if other modules can import the name from this one.
@@ -130,7 +130,8 @@ impl Scan {
                             self.uses.push(item);
                             at = end;
                         }
-                        // The tokens are no `use` item, or contain variables of the macro.
+                        // Either these tokens are no `use` item, or they contain variables of the
+                        // macro.
                         Err(_) => at += 1,
                     }
                 }
@@ -155,8 +156,8 @@ impl Scan {
     }
 }
 
-/// True if a path can start after the tokens `before`. No path starts within another path, at a
-/// field or method, or at a variable of the macro (except `$crate`).
+/// True if a path can begin behind the tokens `before`. A path cannot begin inside another path, at
+/// the name of a field or method, or at a variable of the macro (except `$crate`).
 fn leads(before: &[TokenTree], first: &str) -> bool {
     match before {
         // `0..LIMIT` is a range, not a field.

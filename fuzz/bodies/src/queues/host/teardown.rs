@@ -26,7 +26,7 @@ impl Host {
         self.run_until(&done, "memory is not given back");
     }
 
-    /// Unmaps the memory for data, and shares it again later.
+    /// Unmaps the guest's memory for data for a while, and maps it again.
     pub(in crate::queues) fn unmap_data(&mut self) {
         let (at, len) = (QUEUE_PAGES * PAGE, BYTES as u64 - QUEUE_PAGES * PAGE);
         self.trouble = true;
@@ -38,7 +38,8 @@ impl Host {
         self.map(at, len);
     }
 
-    /// Unmaps the memory of the queues, and shares it again later, as VMMs do while a guest boots.
+    /// Unmaps the memory of the queues for a while, and maps it again, as VMMs do while a guest
+    /// boots.
     pub(in crate::queues) fn unmap_queues(&mut self) {
         let len = QUEUE_PAGES * PAGE;
         self.unmap(0, len);
@@ -89,7 +90,7 @@ impl Host {
             self.controller.reset(move || flag.store(true, Ordering::SeqCst));
         }
         self.run_until(&done, "a reset does not end");
-        // From here on the controller must not write to memory.
+        // After the reset, the controller must not write to the guest's memory.
         self.sqs.clear();
         self.cqs.clear();
         (self.shadow, self.trouble) = (false, false);

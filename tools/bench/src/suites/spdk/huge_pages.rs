@@ -13,9 +13,9 @@ const COUNT: &str = "/proc/sys/vm/nr_hugepages";
 /// Reserved huge pages. Dropping restores the previous number and mounts.
 #[derive(Debug)]
 pub(crate) struct HugePages {
-    /// Previous number of huge pages, if it was changed.
+    /// Number of huge pages before the change. `None` if it was not changed.
     before: Option<u64>,
-    /// Mount point, and whether this process has mounted it.
+    /// Mount point of hugetlbfs, and true if this process has mounted it.
     mount_dir: PathBuf,
     mounted: bool,
 }

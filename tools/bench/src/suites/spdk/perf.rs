@@ -24,7 +24,7 @@ pub(crate) fn run(
     bs: u32,
     depth: u32,
 ) -> Result<Value> {
-    // The program's duration is in whole seconds.
+    // The duration is passed to the program in whole seconds.
     let seconds = settings.time.as_millis().div_ceil(1000).max(1);
     let warmup = u64::from(!settings.quick);
     let mut command = child(program);
@@ -33,7 +33,8 @@ pub(crate) fn run(
     command.args(["-a", &warmup.to_string(), "-c", &format!("[{}]", settings.cpus[1])]);
     // Without an NQN, the program treats the target as a discovery controller.
     let id = format!("trtype:VFIOUSER traddr:{} subnqn:{NQN}", directory.display());
-    // If the program fails, it does not remove its memory files, which occupy the huge pages.
+    // A directory of its own for the program's memory files: if the program fails, it does not
+    // remove them, and they would continue to occupy huge pages.
     let files = tempfile::tempdir_in(pages.mount_dir()).context("a directory for huge pages")?;
     let huge = format!("--env-context=--huge-dir={}", files.path().display());
     command.args(["-r", &id, &huge]);

@@ -19,7 +19,7 @@ use crate::server::child;
 /// `--mem-size` of SPDK's target in MiB: huge pages for its buffer pools and its memory disk.
 const MEMORY: u32 = 640;
 
-/// A running target. Its reactor polls permanently, so the target is killed when dropped.
+/// Running SPDK target. It polls until it ends, so it is killed when the value is dropped.
 #[derive(Debug)]
 pub(crate) struct Target {
     process: Process,

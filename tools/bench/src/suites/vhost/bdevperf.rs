@@ -24,7 +24,7 @@ pub(crate) fn run(
     row: Row,
 ) -> Result<Value> {
     let (rw, bs, depth) = row;
-    // The program's duration is in whole seconds.
+    // The duration is passed to the program in whole seconds.
     let seconds = settings.time.as_millis().div_ceil(1000).max(1);
     let directory = tempfile::tempdir()?;
     let config = directory.path().join("config.json");

@@ -63,7 +63,7 @@ impl Disks {
             tmpfs: PathBuf::from(format!("/dev/shm/shadowbell-bench-vhost-{id}.img")),
             qcow2: settings.directory.canonicalize()?.join(format!("vhost-{id}.qcow2")),
         };
-        // The file is filled, because unwritten blocks would be read faster.
+        // The whole file is written, because reads of unwritten blocks are faster.
         let bytes = vec![1; 1 << 20];
         let mut file = File::create(&disks.tmpfs)?;
         for _ in 0..disks.mebibytes {
@@ -262,8 +262,8 @@ fn contest(
     let mut contest = Contest::new(&rows, names);
     for _ in 0..settings.rounds {
         for (at, &row) in rows.iter().enumerate() {
-            // Only one server runs at a time, because a polling server uses the whole CPU, and an
-            // image can be opened only once.
+            // Only one server runs at a time: a polling server uses the whole CPU, and only one
+            // process can have the image open.
             let found = servers.iter().map(|server| {
                 let peer = server.start(settings, tree, disks, kind)?;
                 let socket = server.socket(&peer);

@@ -24,7 +24,7 @@ const HEADER: usize = 12;
 const GET_CONFIG: u32 = 24;
 /// Size of the configuration header: offset, length, flags.
 const CONFIG_HEADER: usize = 12;
-/// Length of the configuration: that of SPDK's request, and that of QEMU's device.
+/// Length of the configuration in bytes: in SPDK's request, and in QEMU's device.
 const SPDK_CONFIG_LEN: usize = 256;
 const QEMU_CONFIG_LEN: usize = 60;
 /// Maximum number of descriptors, and of bytes, of one message.
@@ -79,7 +79,8 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..at + 4).and_then(|word| word.try_into().ok()).map_or(0, u32::from_ne_bytes)
 }
 
-/// Changes a configuration request or reply of `from` bytes to `to` bytes.
+/// Changes the length of the configuration in a request or reply from `from` to `to` bytes. Other
+/// messages are not changed.
 fn resize(message: &mut Vec<u8>, from: usize, to: usize) {
     let is_one = word(message, 0) == GET_CONFIG && message.len() == HEADER + CONFIG_HEADER + from;
     if !is_one {
