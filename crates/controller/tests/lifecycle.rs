@@ -890,8 +890,8 @@ fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
     host.submit(&mut admin, &Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid: 9 }, 70));
     back(&host, gone);
     assert_eq!(host.wait(&mut admin).0, 70);
-    // This command completes while the memory is unmapped: it waits for a read that the disk ends
-    // only then.
+    // This read completes while the memory is unmapped, because the disk completes its request only
+    // then.
     let data = host.alloc(4096);
     host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(data, 0));
     host.until("the request", || gate.waiting() == 1);
@@ -902,8 +902,8 @@ fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
     assert_eq!(host.wait(&mut admin).0, 71);
 }
 
-/// Three pages are requested, so PRP2 is a list. The log page has one page of data, which lies in
-/// two pages of the host.
+/// The host requests three pages, so PRP2 points to a list. The log page has only one page of data,
+/// which extends over two pages of the host.
 #[test]
 fn a_log_page_shorter_than_asked_for_is_not_written_over_the_prp_list() {
     let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);

@@ -40,7 +40,7 @@ fn on(disk: Arc<dyn Disk>, options: &str) -> Arc<dyn Disk> {
     Arc::new(MetadataDisk::new(disk, format(options)).unwrap())
 }
 
-/// A host with one namespace, and the namespace's format.
+/// Host of one namespace with metadata, and the metadata format of this namespace.
 struct Guest {
     host: Host,
     queue: Queue,
@@ -99,7 +99,7 @@ impl Guest {
         assert!(len <= 65536);
         let sqe = Sqe::with_rw(op, 1, fields, 0);
         let descriptor = SglDescriptor::data_block(self.data, len as u32);
-        // PRPs for more than two pages would need a list, so an SGL is used.
+        // More than two pages would need a PRP list, so the command uses an SGL instead.
         let sqe = if len <= 4096 { sqe.with_prps(self.data, 0) } else { sqe.with_sgl(descriptor) };
         Sqe { mptr: self.metadata, ..sqe }
     }
@@ -179,7 +179,8 @@ fn identify_reports_the_format() {
     assert_eq!((nvm.elbaf[0], nvm.lbstm), (2 << 7, 0));
     let page = guest.host.page(identify(cns::CONTROLLER, 0)).unwrap();
     assert!(IdentifyController::read_from_bytes(&page).unwrap().ctratt.elbas());
-    // Blocks with extended guards are visible only to hosts that support them.
+    // A namespace with extended guards is unknown to a host that has not enabled the extended LBA
+    // formats.
     guest.enable_extended_formats(0);
     let unknown = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
     for op in [NvmOpcode::Read, NvmOpcode::Write, NvmOpcode::Verify, NvmOpcode::WriteZeroes] {
@@ -305,7 +306,7 @@ impl Model {
     }
 }
 
-/// Command of the test, possibly with an error that a correct host would not make.
+/// Command of the test. It may contain a deliberate error.
 #[derive(Clone, Debug)]
 struct Step {
     op: NvmOpcode,
@@ -314,7 +315,8 @@ struct Step {
     prinfo: u8,
     apptag: u16,
     apptag_mask: u16,
-    /// Injected error: in the reference tag, a guard or an application tag, or none.
+    /// Deliberate error: in the reference tag, in a guard or in an application tag. Other values
+    /// mean no error.
     wrong: u8,
     escapes: bool,
     fill: u8,
@@ -451,11 +453,11 @@ fn invalid_metadata_pointers_are_refused() {
     assert_eq!(run(&mut guest, Sqe { flags: 0b1000_0000, ..list }), invalid);
     let far = run(&mut guest, Sqe { mptr: 1 << 50, ..read });
     assert!(!far.is_success());
-    // No metadata are transferred, so the metadata pointer may be invalid.
+    // With PRACT, no metadata are transferred, so even an invalid metadata pointer is ignored.
     let stripped = RwFields { prinfo: PRINFO_PRACT, ..rw(0, 1) };
     let stripped = guest.command(NvmOpcode::Read, stripped);
     assert_eq!(run(&mut guest, Sqe { mptr: 1 << 50, ..stripped }), Status::SUCCESS);
-    // With its metadata, the transfer is longer than MDTS.
+    // The data of the transfer are as long as MDTS allows, so with the metadata it is too long.
     let guest = Guest::new("mem:4MiB", "metadata=8&extended=on");
     let mdts = 1usize << (12 + config(&["mem:1MiB"]).mdts);
     let sqe = Sqe::with_rw(NvmOpcode::Read, 1, rw(0, mdts / 512), 0);
@@ -474,7 +476,8 @@ fn deallocated_blocks_are_not_checked() {
         let fields = DatasetManagement { ad: true, ..Default::default() };
         let sqe = Sqe::dsm(1, fields, 0).with_prps(guest.data, 0);
         assert_eq!(guest.host.run(&mut guest.queue, sqe).0, Status::SUCCESS);
-        // The check is disabled by the block's tags, whatever tags the read expects.
+        // The tags of the block disable the check. The tags that the read expects have no
+        // influence.
         let prinfo = PRINFO_GUARD | PRINFO_APPTAG;
         let read = RwFields { prinfo, apptag: 9, apptag_mask: 0xffff, ..rw(7, 1) };
         assert_eq!(guest.run(NvmOpcode::Read, read), Status::SUCCESS);
@@ -492,7 +495,8 @@ fn a_long_range_is_verified_in_pieces() {
     assert_eq!(guest.run_plain(NvmOpcode::WriteZeroes, fields), Status::SUCCESS);
     let verify = RwFields { prinfo: ALL, apptag_mask: 0xffff, ..fields };
     assert_eq!(guest.run_plain(NvmOpcode::Verify, verify), Status::SUCCESS);
-    // The last block has another tag than expected, and the block after it was never written.
+    // The last block has another tag than the command expects. The block after it was never
+    // written.
     let last = RwFields { reftag: 9, apptag: 1, prinfo: PRINFO_PRACT, ..rw(3 + 5999, 1) };
     assert_eq!(guest.run(NvmOpcode::Write, last), Status::SUCCESS);
     assert_eq!(guest.run_plain(NvmOpcode::Verify, verify), Status::REFERENCE_TAG_CHECK);
@@ -559,7 +563,8 @@ fn copies_check_and_insert() {
         let other = CopyFields { desfmt: desfmt ^ 1, ..copy };
         let refused = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
         assert_eq!(guest.copy(other, &both(5), 0), refused);
-        // The reference tags are copied unchanged, so they are those of other blocks.
+        // The reference tags are copied unchanged. In the destination they are those of other
+        // blocks, so the check fails.
         let kept = CopyFields { prinfor: ALL, prinfow: ALL, ..copy };
         let kept = CopyFields { apptag: 5, apptag_mask: 0xffff, ..kept };
         assert_eq!(guest.copy(kept, &both(5), 0), Status::REFERENCE_TAG_CHECK);

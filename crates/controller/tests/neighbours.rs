@@ -1,5 +1,5 @@
-//! Fair shares of an I/O thread: limits of a controller's requests in flight, and of its work in
-//! one turn.
+//! Fair shares of an I/O thread: limits of a controller's requests in flight, and of the work for
+//! one controller in one turn of the thread.
 
 mod common;
 #[path = "common/held.rs"]
@@ -15,7 +15,7 @@ use shadowbell_spec::{Sqe, Status};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Maximum number of requests in flight for commands of many ranges.
+/// Maximum number of disk requests in flight that a command of many ranges may have.
 const PARTS: usize = 32;
 
 fn host_with_held_disk(blocks: u64) -> (Host, Held) {
@@ -53,7 +53,8 @@ fn ranges_are_submitted_in_batches_and_a_reset_drops_the_rest() {
     }
     host.ring(&queue, 0);
     host.until("the first ranges", || held.seen().len() == PARTS);
-    // A queue deletion or a reset cancels each request in flight once, and submits no further ones.
+    // The deletion of a queue, or a reset, cancels each request in flight once. The remaining
+    // ranges of the command are not submitted.
     let cancelled = held.clone();
     let release = std::thread::spawn(move || {
         while cancelled.cancelled() < PARTS {
@@ -92,7 +93,8 @@ fn all_ranges_of_all_commands_are_executed() {
     assert!(held.marks(0, 513).into_iter().eq(left));
 }
 
-/// A file frees only whole blocks of its file system, so adjacent ranges of 512 bytes are joined.
+/// Adjacent ranges are deallocated by one request, because a file can free only whole blocks of its
+/// file system, which are larger than a range of 512 bytes.
 #[test]
 fn adjacent_ranges_are_deallocated_together() {
     let (mut host, held) = host_with_held_disk(1024);
@@ -167,7 +169,8 @@ fn requests_in_flight_are_limited_by_the_quota() {
     assert_eq!(held.seen().len(), 4000);
 }
 
-/// Returns true if the controller's only I/O thread sleeps: its awake time does not grow.
+/// Returns true if the controller's only I/O thread sleeps, which means that its awake time does
+/// not grow.
 fn is_asleep(host: &Host) -> bool {
     let awake = || host.controller.stats().workers[0].awake_ns;
     let before = awake();
@@ -230,9 +233,9 @@ fn neighbours(turns: &mut Turns, pool: &Pool, queues: u16) -> (Host, Vec<Queue>,
     (busy, all, victim, queue)
 }
 
-/// Runs turns while the busy controller has commands left; the victim reads a block in each.
-/// Returns the maximum number of the busy controller's commands that completed in one turn, and the
-/// number of turns.
+/// Runs turns of the I/O thread while the busy controller has commands left. In each turn, the
+/// victim reads a block. Returns the maximum number of the busy controller's commands that
+/// completed in one turn, and the number of turns.
 fn run_beside_victim(
     turns: &mut Turns,
     (busy, queues): (&mut Host, &mut [Queue]),
@@ -251,7 +254,7 @@ fn run_beside_victim(
                 .iter_mut()
                 .map(|queue| std::iter::from_fn(|| busy.reap(queue)).count())
                 .sum();
-            // More commands complete if the victim has to wait for a CPU, so `done` may exceed
+            // While the victim waits for a CPU, more commands complete, so `done` may exceed
             // `left`.
             left = left.saturating_sub(done);
             most = most.max(done);
@@ -262,8 +265,8 @@ fn run_beside_victim(
                 break;
             }
             waited += 1;
-            // The time of the controller's passes is measured. A preemption of the thread counts as
-            // such time, and costs the victim up to 40 turns.
+            // The controller's share is measured in time. If the thread is preempted during a pass,
+            // this time counts as well, and the victim may have to wait for up to 40 turns.
             assert!(waited < 10_000, "the victim is starved");
         }
     }
@@ -286,7 +289,8 @@ fn long_reads_of_many_queues_share_a_turn() {
     }
     let others = (&mut busy, &mut queues[..]);
     let (most, all) = run_beside_victim(&mut turns, others, (&mut victim, &mut queue), 64 * 8);
-    // One read takes longer than a controller's share of a turn, so there is one per turn.
+    // One read takes longer than the share of the busy controller, so one read per turn is
+    // executed.
     assert_eq!(most, 1);
     assert!(all >= 64 * 8, "{all}");
     // Each turn begins with the queue after the last one of the previous turn.
@@ -329,7 +333,8 @@ fn a_message_flood_does_not_starve_other_controllers() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (busy, _, mut victim, mut queue) = neighbours(&mut turns, &pool, 1);
     let page = victim.alloc(4096);
-    // A map is sent in each round, so a message of the other controller is always pending.
+    // Each round sends a map of the other controller, so that a message of that controller is
+    // always pending.
     let memory = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     for round in 0..1000u64 {
         let cid = victim.next_cid();
@@ -351,12 +356,12 @@ fn page_tables() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// Full queues of large reads over much memory, of which much is in use: the page-table limit
-/// does not delay any of them.
+/// The queues are full of large reads into a large memory, much of which is in use. The limit of
+/// page tables must not delay any of them.
 #[test]
 fn much_guest_memory_does_not_limit_requests_in_flight() {
     const SIZE: u64 = 64 << 30;
-    // Working set: 4 GiB, in pages in random order.
+    // Size of the memory that the reads use: 4 GiB, in pages that are in random order.
     const USED: u64 = 4 << 30;
     const QUEUES: u16 = 16;
     const DEPTH: u64 = 32;
@@ -401,11 +406,12 @@ fn much_guest_memory_does_not_limit_requests_in_flight() {
     drop(memory);
 }
 
-/// Single bytes are touched, scattered over a terabyte: each needs its own page table.
+/// The reads use single bytes that are scattered over a terabyte, so that each needs its own page
+/// table.
 #[test]
 fn page_tables_are_reclaimed_as_fast_as_they_grow() {
     const SPAN: u64 = 2 << 20;
-    // Only the first part of each map is touched, because a scan of four terabytes would take long.
+    // Only the first part of each map is used, because scanning four terabytes would take long.
     const SIZE: u64 = 64 << 30;
     const PART: u64 = 8 << 30;
     const COUNT: u64 = 64;
@@ -443,7 +449,8 @@ fn page_tables_are_reclaimed_as_fast_as_they_grow() {
         done += 1;
         most = most.max(page_tables().saturating_sub(before));
     }
-    // Page tables are reclaimed from 16 MiB on. More page tables are created between two checks.
+    // The process reclaims page tables when they exceed 16 MiB. More may be allocated between two
+    // checks.
     assert!(most <= 40, "{most} MiB");
     drop(maps);
 }

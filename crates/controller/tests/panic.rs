@@ -1,4 +1,5 @@
-//! A panic of an I/O thread ends the process: otherwise other threads would wait for it forever.
+//! A panic of an I/O thread ends the whole process. Otherwise other threads would wait for this
+//! thread forever.
 
 mod common;
 

@@ -49,7 +49,8 @@ fn boot(host: &mut Host, kind: DoorbellKind) -> Queue {
     queue
 }
 
-/// Lets the I/O thread sleep. Ends the test process if the sleep does not end.
+/// Makes the I/O thread sleep. Ends the test process if the sleep does not end within the time
+/// limit.
 fn fall_asleep(turns: &mut Turns) -> bool {
     let (awake, asleep) = mpsc::channel::<()>();
     std::thread::spawn(move || {
@@ -63,7 +64,7 @@ fn fall_asleep(turns: &mut Turns) -> bool {
     slept
 }
 
-/// Hosts of controllers on one I/O thread, with a buffer each.
+/// Controllers on one I/O thread, each with its host and a buffer.
 struct PoolOfHosts {
     turns: Turns,
     pool: Pool,

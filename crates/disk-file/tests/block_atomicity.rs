@@ -11,15 +11,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const BLOCK: usize = 4096;
-/// Number of blocks that all queues access. It is small, so that requests often overlap. It is more
-/// than one, so that a request can overlap at one block with a first request and at another block
-/// with a second.
+/// Number of blocks that all queues access. It is small, so that requests often overlap. It is not
+/// 1, so that a request may overlap one request at its first block and another one at its second
+/// block.
 const BLOCKS: u64 = 2;
 /// Number of requests in flight in each queue.
 const DEPTH: usize = 4;
 
-/// Keeps `DEPTH` requests in flight until `over` is set. They access the blocks in turn. Each
-/// request has its own buffer. `prepared` fills the buffer, and `ended` examines it.
+/// Keeps `DEPTH` requests in flight until `over` is true. They access the blocks one after the
+/// other. `prepared` fills the buffer of a request before its submission, and `ended` examines the
+/// buffer after its completion.
 fn run(
     disk: &dyn Disk,
     op: Op,
@@ -65,7 +66,8 @@ fn run(
     }
 }
 
-/// Two queues write blocks that contain one byte value each, and a third queue reads them.
+/// Two queues write blocks, each filled with one byte value. A third queue reads the blocks, and
+/// must never see two values in one block.
 fn stays_whole(disk: &dyn Disk) {
     let over = AtomicBool::new(false);
     // Time for which the load runs.

@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 const LEN: usize = 4096;
 
-/// Sends the checkpoint of a disk through a socket, and returns what was received.
+/// Sends the checkpoint of a disk through a socket, as to another process, and returns what
+/// arrives.
 fn save_and_receive(disk: &dyn Disk) -> (serde_json::Value, Descriptors) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut parcel = Parcel::new();

@@ -55,7 +55,7 @@ fn a_disk_becomes_read_only_and_writable_again() {
     let writes = reads.with_writes(true).unwrap();
     run(&*writes, WRITE).unwrap();
     drop((reads, writes));
-    // A disk opened read-only cannot become writable.
+    // A disk whose file was opened read-only cannot become writable later.
     let opened = open(&path, "?read-only=on");
     assert!(matches!(opened.with_writes(true), Err(ResizeError::Opened { .. })));
     assert!(opened.with_writes(false).unwrap().info().read_only);
@@ -133,8 +133,8 @@ fn invalid_files_are_refused_with_the_reason() {
 
     let odd = image(directory.path(), MIB + 100);
     expect_message(&refused(&odd, ""), &odd, &["1048676 bytes", "512", "truncate -s %512"]);
-    // The image has a known format and is opened with `format=raw`. The message must not advise to
-    // extend it, which would damage it.
+    // The image has another format that is known. The error for `format=raw` must not advise to
+    // extend the file, which would damage it.
     let mut vmdk = std::fs::read(&odd).unwrap();
     vmdk[..4].copy_from_slice(b"KDMV");
     std::fs::write(&odd, vmdk).unwrap();
@@ -229,7 +229,7 @@ fn one_image_has_one_writer() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let writer = open(&path, "");
-    // A reader would be refused as well.
+    // The image is open for writing, so the lock excludes a reader as well.
     for options in ["", "?read-only=on"] {
         let error = refused(&path, options);
         assert!(matches!(error, OpenError::Busy { writable: false, .. }));
@@ -246,12 +246,12 @@ fn one_image_has_one_writer() {
     drop(disk);
     assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "a queue still uses the file");
     drop(queue);
-    // On a busy machine, the test may need several attempts.
+    // The test is repeated until one attempt is quick, because a busy machine may delay some.
     wait::until("an image that is free at once", || {
         drop(open(&path, "").queue().unwrap());
         let since = Instant::now();
         drop(open(&path, ""));
-        // The limit is below the time for which opening waits for a locked image.
+        // This time is shorter than the time for which opening waits for a locked image.
         since.elapsed() < Duration::from_millis(400)
     });
 }
@@ -260,8 +260,8 @@ fn one_image_has_one_writer() {
 fn opening_waits_for_the_lock_of_an_ending_server() {
     let directory = directory();
     let path = image(directory.path(), MIB);
-    // On a busy machine, the test may need several attempts, because the wait for the lock has its
-    // own limit.
+    // The test is repeated, because opening waits for the lock only for a limited time, and a busy
+    // machine may exceed it.
     wait::until("an image that was waited for", || {
         let old = open(&path, "");
         std::thread::scope(|threads| {
@@ -323,8 +323,8 @@ fn a_truncated_image_returns_errors_and_no_zeroes() {
             let result = run_one(&mut *queue, op, beyond, 4096, Segments::new());
             assert_eq!(result, Err(DiskError::OutOfRange), "{op:?}");
         }
-        // A write does not extend the file again. If another process extends it, its old contents
-        // are still lost, and every queue detects that.
+        // A write must not extend the file again. If another process extends it, the old contents
+        // are lost nevertheless, and every queue must detect that.
         let data = host.buffer(&[(0, 4096)], false);
         assert_eq!(run_one(&mut *other, WRITE, beyond, 4096, data), Err(DiskError::OutOfRange));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2 + 1000);
@@ -419,8 +419,8 @@ fn large_requests_and_scattered_ones_work() {
         let disk = open(&path, options);
         let mut queue = disk.queue().unwrap();
         let host = Host::new(48 * MIB);
-        // The buffer has more pieces than the kernel accepts in one call. Their addresses are
-        // suitable for direct I/O.
+        // The buffer has more pieces than the kernel accepts in one call. The pieces are aligned
+        // for direct I/O.
         let pieces: Vec<_> = (0..3000).map(|i| (i * 8192, 512)).collect();
         for (at, len) in &pieces {
             host.bytes.fill(*at, *len, (at / 8192) as u8).unwrap();
@@ -535,8 +535,8 @@ fn a_mounted_device_is_not_overwritten() {
     assert!(open(device.as_ref(), "?read-only=on").info().read_only);
 }
 
-/// The kernel reports a failed write-back to only one of several concurrent syncs. The other
-/// flushes must fail too.
+/// If a write-back fails, the kernel reports it to only one of several concurrent syncs. All
+/// flushes must fail nevertheless.
 #[test]
 fn concurrent_flushes_all_fail_after_a_lost_write() {
     let directory = directory();
@@ -581,7 +581,8 @@ fn concurrent_flushes_all_fail_after_a_lost_write() {
     }
 }
 
-/// A guest must see the disk that the image contains, and not the bytes of the image file.
+/// The guest must see the content of the disk in the image, and not the bytes of the image file. So
+/// images of other formats are refused without `format=raw`.
 #[test]
 fn images_of_other_formats_need_format_raw() {
     let directory = directory();

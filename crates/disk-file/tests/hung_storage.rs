@@ -1,4 +1,4 @@
-//! Tests of a hung image. The same thread uses another image.
+//! An image on hung storage must not delay another image that the same thread uses.
 
 mod common;
 
@@ -38,8 +38,8 @@ fn holds_up_no_other(mut mount: Mount, bad: Arc<dyn Disk>) {
     let directory = directory();
     let good = image(directory.path(), 64 * MIB);
     let (done, is_done) = mpsc::channel();
-    // One thread serves both images, as an I/O thread does. The kernel would run the calls of both
-    // images on the same few io_uring workers.
+    // One thread serves both images, like an I/O thread. The risk: the kernel executes the calls of
+    // both images on the same few io_uring workers, all of which may hang.
     let worker = std::thread::spawn(move || {
         let host = Host::new(MIB);
         let mut bad = bad.queue().unwrap();

@@ -123,8 +123,7 @@ struct Model {
 }
 
 impl Model {
-    /// Returns the request for an action, and the pieces of its buffer. It uses lane `lane` of
-    /// `lanes`.
+    /// Returns the request for an action in lane `lane` of `lanes`, and the pieces of its buffer.
     fn request(
         &self,
         action: &Action,

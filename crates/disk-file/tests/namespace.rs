@@ -1,5 +1,5 @@
-//! Tests that cancel requests to namespaces behind character devices during I/O. The devices
-//! execute each command after a delay.
+//! Cancellation of requests to NVMe character devices during I/O. The devices execute each command
+//! after a delay.
 
 mod common;
 
@@ -9,13 +9,13 @@ use shadowbell_testing::outside;
 use std::time::Duration;
 
 const PAGE: usize = 4096;
-/// Number of requests. It is larger than the number that the kernel gets at a time, so some are in
-/// flight and some wait.
+/// Number of requests. It exceeds the number of requests that the disk submits to the kernel at a
+/// time, so some are in flight and others wait.
 const PAGES: usize = 1536;
 const ROUNDS: u64 = 8;
 /// Waiting time that is longer than the delay of the devices.
 const LATER: Duration = Duration::from_millis(200);
-/// Content of the host's memory while no request may access it.
+/// Content of the host's memory at times when no request may access it.
 const NOBODYS: u8 = 0xa5;
 
 fn page(number: u64) -> Vec<u8> {
@@ -80,7 +80,8 @@ fn cancelled_in_mid_io(disk: &str) {
         queue.commit();
         // The first round fills the disk, and cancels nothing.
         if round > 0 {
-            // Time of the cancellation. Any moment is suitable.
+            // Moment of the cancellation. It differs in each round, because any moment must be
+            // safe.
             std::thread::sleep(Duration::from_millis(round * 3));
             (0..PAGES as u32).for_each(|tag| queue.cancel(tag));
         }
@@ -109,8 +110,8 @@ fn cancelled_in_mid_io(disk: &str) {
             }
             carried_out += usize::from(round > 0);
         }
-        // All requests have ended. A late access would now be visible: in the memory, or on the
-        // disk as this pattern.
+        // All requests have ended. If one of them accessed the memory later, the pattern in the
+        // memory would change, or the pattern would be on the disk.
         host.bytes.write_from(0, &vec![NOBODYS; PAGES * PAGE]).unwrap();
         // Waits long enough for a late read into the memory.
         std::thread::sleep(LATER);

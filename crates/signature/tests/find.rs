@@ -1,5 +1,5 @@
-//! Signatures that `mkfs` and other programs write are found. Other contents are not reported as a
-//! signature.
+//! The crate finds the signatures that `mkfs` and other programs write, and reports no signature in
+//! other contents.
 
 use shadowbell_signature::{FindError, SPAN, find};
 use std::fs::File;

@@ -41,15 +41,16 @@ const VARIABLES: [&str; 3] = ["HOSTILE_ATTACK", "HOSTILE_COUNT", "HOSTILE_DIRECT
 
 /// Number of messages before the shutdown, without an argument.
 const FEW: usize = 2000;
-/// Number of keys whose items need more memory than a checkpoint may have.
+/// Number of checkpoint keys. Items with so many keys need more memory than the limit of a
+/// checkpoint.
 const MANY_KEYS: usize = 400_000;
-/// Number of messages from which on the test checks the time until the shutdown begins.
+/// Minimum number of messages at which the test also checks how soon the shutdown begins.
 const CAMPAIGN: usize = 1_000_000;
 /// Time within which a shutdown has to begin.
 const BEGINS: Duration = Duration::from_millis(100);
 
-/// Attacks on the main socket that repeat one message: name of the attack and code of the message.
-/// `QUIESCED` is missing, because the supervisor then kills the sender.
+/// Attacks on the main socket that repeat one message: name of the attack, and code of the message.
+/// `QUIESCED` is not in the list, because the supervisor kills a process that has sent it.
 const MESSAGES: [(&str, u8); 13] = [
     ("SOCKET", to_supervisor::SOCKET),
     ("SERVING", to_supervisor::SERVING),
@@ -121,7 +122,8 @@ fn directory() -> PathBuf {
     std::env::var_os(VARIABLES[2]).expect("set by the test").into()
 }
 
-/// Name, type and mode, inode, times, size and content of each file outside of the grants.
+/// Lists the files for which the server process has no permission: name, type and mode, inode,
+/// times, size and content.
 fn outside(root: &Path) -> Vec<String> {
     let mut all = Vec::new();
     for name in ["secret", "other.sock", "stale.sock", "sockets/other.sock", "sockets/stale.sock"] {
@@ -151,7 +153,8 @@ fn withstands(attack: &str, count: usize) -> Duration {
     }
     let listen = |name: &str| UnixListener::bind(at(name)).expect("a socket");
     for listener in ["other.sock", "sockets/other.sock"].map(listen) {
-        // The supervisor connects to a socket to see whether it is in use.
+        // The supervisor connects to a socket to check whether it is in use, so these sockets must
+        // accept connections.
         std::thread::spawn(move || listener.incoming().for_each(drop));
     }
     drop(["stale.sock", "sockets/stale.sock"].map(listen));
@@ -182,7 +185,7 @@ fn withstands(attack: &str, count: usize) -> Duration {
     let began = Instant::now();
     let pid = rustix::process::Pid::from_child(&supervisor);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
-    // A server process without a connection is killed.
+    // In this attack, the supervisor kills the server process, because its connection has ended.
     let expected = if attack == ENDS_LINK { None } else { Some("end") };
     expected.into_iter().for_each(&mut line);
     let status = (attack == ENDS_LINK).then(|| supervisor.wait());
@@ -203,7 +206,7 @@ fn resident(pid: u32) -> u64 {
     line.trim().trim_end_matches(" kB").parse().expect("a number")
 }
 
-/// Requests of another user at the supervisor's control socket have no answer.
+/// Checks that the supervisor does not answer requests of another user at its control socket.
 fn refuses_another_user(supervisor: u32) {
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: only root can be another user");
@@ -280,7 +283,7 @@ fn hostile(is_first: bool) {
                 rustix::process::kill_process(supervisor, signal).expect("a signal");
             };
             // The supervisor is stopped until this process has closed its own copies of the
-            // sockets, so that the supervisor closes the last one.
+            // sockets. Then the supervisor has the last copies, whose close is slow.
             signal(rustix::process::Signal::STOP);
             for _ in 0..64 {
                 let (socket, reader) = slow_to_close();
@@ -288,8 +291,8 @@ fn hostile(is_first: bool) {
                 give(&link, b'?', &[], &[socket.as_fd()]);
             }
             signal(rustix::process::Signal::CONT);
-            // The second upgrade request is refused when the supervisor has handled the messages
-            // before it.
+            // The supervisor refuses the second upgrade request. The refusal shows that it has
+            // handled all messages before it.
             let (ours, theirs) = protocol::pair().expect("a pair");
             for fds in [&[][..], &[theirs.as_fd()]] {
                 give(&link, to_supervisor::UPGRADE, b"", fds);

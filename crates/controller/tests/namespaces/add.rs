@@ -56,7 +56,8 @@ fn a_namespace_is_added_and_removed() {
     }
     let there: Vec<_> = host.controller.namespaces().iter().map(|(nsid, _)| *nsid).collect();
     assert_eq!(there, [3]);
-    // While there is no event request, events are stored and merged into one.
+    // No event request is outstanding, so the controller stores the events and merges them into
+    // one.
     let (nsid, outcome) = add(&host, None, &Late::memory(8), "third");
     assert_eq!(nsid, 1, "the lowest that is free");
     ends(&outcome).unwrap();
@@ -67,7 +68,7 @@ fn a_namespace_is_added_and_removed() {
     request_event(&mut host, 503);
     no_event(&mut host);
     assert!(!first.was_used_after() && !other.was_used_after());
-    // If the host has not enabled the event, none is sent.
+    // A host that has not enabled the event gets none.
     host.disable();
     host.enable();
     let mut queue = host.create(1, 16, true);
@@ -106,7 +107,7 @@ fn invalid_additions_are_refused() {
     let error = change(1, large).to_string();
     assert!(error.contains("512 bytes") && error.contains("4096"), "{error}");
 
-    // Only one change of a namespace can be in progress.
+    // While a namespace is being changed, another change of it is refused.
     let mut host = host;
     let mut queue = host.create(1, 16, true);
     let page = host.alloc(4096);

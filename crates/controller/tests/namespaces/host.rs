@@ -150,7 +150,8 @@ pub(crate) fn get_features(nsid: u32) -> Sqe {
     GetFeatures { fid: fid::ERROR_RECOVERY, ..GetFeatures::default() }.encode(Sqe::new(10, 0, nsid))
 }
 
-/// Serializes the host's controller, and restores it in a new one.
+/// Replaces the host's controller: serializes its state, and restores the state in a new
+/// controller.
 pub(crate) fn replace(host: &mut Host, interrupts: &BTreeMap<usize, EventFd>) {
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());

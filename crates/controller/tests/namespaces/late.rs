@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Instructions for a [`Late`] disk, and its history.
+/// Instructions of the test for a [`Late`] disk, and a record of what happened to the disk.
 #[derive(Debug, Default)]
 pub(crate) struct Instructions {
     /// True if the disk holds its requests.
@@ -17,15 +17,15 @@ pub(crate) struct Instructions {
     pub(crate) removed: AtomicBool,
     /// True if the disk was used after its removal.
     pub(crate) used_after: AtomicBool,
-    /// Number of queues that can be opened.
+    /// Number of queues that the test still allows to be opened.
     pub(crate) queues: AtomicUsize,
     pub(crate) seen: Mutex<Vec<Request>>,
     pub(crate) cancelled: AtomicUsize,
     pub(crate) events: Mutex<Vec<EventFd>>,
 }
 
-/// Disk whose requests complete when they are reaped, in another order. Cancelled requests complete
-/// normally.
+/// Disk that completes its requests only when they are reaped, and in another order than they were
+/// submitted. A cancelled request completes normally.
 #[derive(Clone, Debug)]
 pub(crate) struct Late {
     pub(crate) inner: Arc<dyn Disk>,

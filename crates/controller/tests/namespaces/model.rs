@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 struct ExpectedNamespace {
     disk: Late,
     blocks: u64,
-    /// Written blocks; all others are zeroes.
+    /// Written blocks, with the byte that fills them. All other blocks contain zeroes.
     written: BTreeMap<u64, u8>,
 }
 
@@ -24,7 +24,8 @@ struct Command {
     nsid: u32,
     lba: u64,
     write: Option<u8>,
-    /// Number of changes of the namespace at submission; `None` if a change was in progress.
+    /// Number of changes of the namespace when the command was submitted. `None` if a change was in
+    /// progress at that time.
     age: Option<u64>,
     page: u64,
 }
@@ -66,7 +67,7 @@ struct ModelTest {
     queues: Vec<Queue>,
     interrupts: BTreeMap<usize, EventFd>,
     expected: BTreeMap<u32, ExpectedNamespace>,
-    /// Number of changes of each namespace.
+    /// Number of completed changes of each namespace.
     ages: BTreeMap<u32, u64>,
     in_flight: BTreeMap<(usize, u16), Command>,
     /// Changes in progress, each with the disk that it releases at its end.
@@ -153,7 +154,8 @@ impl ModelTest {
             match &expected {
                 Some(expected) if lba < expected.blocks => assert!(status.is_success(), "{status}"),
                 Some(_) => assert_eq!(status, OUTSIDE, "namespace {nsid}, block {lba}"),
-                // Either status is valid: which one depends on other additions of namespaces.
+                // Both statuses are valid, because the test does not know which other namespaces
+                // exist at this moment.
                 None => assert!([INACTIVE, INVALID].contains(&status), "{status}"),
             }
         } else {
@@ -165,7 +167,8 @@ impl ModelTest {
             Some(value) if status.is_success() && is_settled => {
                 expected.written.insert(lba, value);
             }
-            // If there was a change, the write may have been executed on the old disk.
+            // The namespace was changed while the write was in flight, so the old disk may have
+            // executed it.
             Some(_) => drop(expected.written.remove(&lba)),
             None if status.is_success() && is_settled => {
                 if let Some(value) = expected.written.get(&lba) {
@@ -181,7 +184,8 @@ impl ModelTest {
     /// Records changes that have ended. If `all` is true, waits for every change.
     fn record_ended_changes(&mut self, all: bool) {
         if all {
-            // Queues that move to another I/O thread wait for requests of every disk.
+            // A change may wait for a queue that moves to another I/O thread, and this move waits
+            // for requests of all disks. So all disks complete their requests.
             let expected = self.expected.values().map(|expected| &expected.disk);
             let leaving = self.changing.iter().filter_map(|(.., removed)| removed.as_ref());
             expected.chain(leaving).for_each(|disk| disk.hold(false));

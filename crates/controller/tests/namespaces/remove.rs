@@ -43,7 +43,7 @@ fn removal_ends_commands_and_releases_the_disk() {
     }
     host.until("the requests", || first.seen().len() > 60);
     let outcome = remove(&host, 1, &first);
-    // New commands are refused. The other namespace is served.
+    // New commands for the removed namespace are refused. The other namespace is still served.
     let mut ended: [BTreeMap<u16, Status>; 2] = Default::default();
     for (queue, ended) in queues.iter_mut().zip(&mut ended) {
         host.submit(queue, &Sqe::read(1, 1, 0, 20).with_prps(page, 0));

@@ -21,7 +21,8 @@ fn namespace_changes_during_a_reset_take_effect() {
     host.until("the write", || first.seen().len() == 1);
     let cc = Cc::from_bits(host.read32(regs::CC));
     host.write32(regs::CC, cc.with_en(false).into_bits());
-    // The reset waits for the disk, and so does a removal during the reset.
+    // The reset waits for the disk. A removal that is requested during the reset waits for the disk
+    // as well.
     let outcome = remove(&host, 1, &first);
     let added = add(&host, None, &Late::memory(9), "other").1;
     wait::short_pause();

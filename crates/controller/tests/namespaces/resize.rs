@@ -16,7 +16,7 @@ fn a_namespace_grows_and_shrinks() {
     want_events(&mut host, 500);
     assert!(write_and_read(&mut host, &mut queues[0], 1, 63, 5).is_success());
     let page = host.alloc(4096);
-    // A command in flight ends on the old disk.
+    // A command that was in flight at the change is completed by the old disk.
     small.hold(true);
     host.submit(&mut queues[1], &Sqe::read(1, 63, 0, 1).with_prps(page, 0));
     host.until("the read", || small.seen().len() == 3);
@@ -46,7 +46,7 @@ fn a_namespace_grows_and_shrinks() {
     host.submit(&mut queues[1], &Sqe::read(1, 999, 0, 1).with_prps(page, 0));
     host.until("the read", || large.seen().len() == 2 * 3 + 1);
     let outcome = change(&host, 1, &large.of_blocks(10));
-    // The smaller size is reported before the change has ended.
+    // The host gets the event about the smaller size before the change has ended.
     event(&mut host, 501);
     assert_eq!(size(&mut host, 1), 10);
     large.hold(false);

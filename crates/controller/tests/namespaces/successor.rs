@@ -33,12 +33,12 @@ fn a_successor_keeps_changed_namespaces() {
     assert_eq!(write_and_read(&mut host, &mut queue, 6, 0, 4), INVALID);
     ends(&remove(&host, 3, &Late::memory(1))).unwrap();
     event(&mut host, 500);
-    // An unread event, an unread Changed Attached Namespace List, and an empty set of namespaces
-    // are transferred.
+    // The transferred state contains an unread event, an unread Changed Attached Namespace List,
+    // and an empty set of namespaces.
     replace(&mut host, &BTreeMap::new());
     assert_eq!((active(&mut host), changed(&mut host)), (vec![], vec![1, 3, 5]));
 
-    // A new controller with other namespaces cannot be restored.
+    // A new controller whose namespaces differ from those of the state cannot be restored from it.
     ends(&add(&host, Some(2), &Late::memory(9), "second").1).unwrap();
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());

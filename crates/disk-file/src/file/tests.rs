@@ -410,7 +410,8 @@ fn answering(direct: bool, scripted_result: impl FnMut() -> i32 + Send + 'static
     disk(shared)
 }
 
-/// The kernel reports lost data once and drops them, so later syncs must fail as well.
+/// The kernel reports the loss of unwritten data only once, and drops the data. So after a failed
+/// sync, all later syncs of the disk must fail as well.
 #[test]
 fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
     let (flush, fua) = (Op::Flush, Op::Write { fua: true });
@@ -435,7 +436,8 @@ fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
             }
         }
     }
-    // With direct I/O, the kernel drops no data, so a repeated flush may succeed.
+    // With direct I/O, no data are in the page cache, so the kernel drops none, and a flush may
+    // succeed after a failed one.
     let mut answers = vec![-libc::EIO];
     let disk = answering(true, move || answers.pop().unwrap_or(0));
     let queue = &mut *disk.queue().unwrap();
@@ -446,7 +448,7 @@ fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
     assert_eq!(run(&mut *disk.queue().unwrap(), flush, 0), Ok(()));
 }
 
-/// Only one sync is in flight at a time. Requests that arrive meanwhile share the next one.
+/// Only one sync is in flight at a time. The requests that arrive during a sync share the next one.
 #[test]
 fn concurrent_flushes_share_a_sync() {
     use std::sync::mpsc::channel;
@@ -466,8 +468,8 @@ fn concurrent_flushes_share_a_sync() {
     for queue in &mut queues {
         (1..100).for_each(|tag| ask(queue, tag));
     }
-    // All these requests have arrived after the start of the first sync and before the start of the
-    // second.
+    // All these requests arrived during the first sync. So they need the second one, which starts
+    // only now.
     assert!(queues.iter_mut().all(|queue| reap(&mut **queue).is_empty()));
     end.send(0).unwrap();
     begins.recv().unwrap();
@@ -533,7 +535,7 @@ fn a_disk_is_no_longer_full_after_the_refused_request_succeeds() {
 
 #[test]
 fn an_unexpected_end_of_file_is_an_io_error() {
-    // The state marks the file as not regular, so its end counts as fixed. Nevertheless the file
+    // The test marks the file as not regular, so the disk does not check its length. But the file
     // is shorter than the disk.
     let mut queue = disk(shared(memfd(4096), MIB)).queue().unwrap();
     assert_eq!(run(&mut *queue, Op::Read, 4096), Ok(()));
@@ -590,8 +592,8 @@ fn the_zeroes_that_are_written_stay_zeroes() {
         let read = request(Op::Read);
         assert_eq!(run_at(&mut *queue, read, &mut Segments::from_bytes(&bytes)), Ok(()));
         assert_eq!(bytes.read::<[u8; 4096]>(0), Some([0; 4096]), "before {op:?}");
-        // If these requests used the shared buffer of zeroes as their own buffer, they would store
-        // the byte 7 in it, and the next Write Zeroes would write this byte.
+        // Checks that no request uses the shared buffer of zeroes as its own buffer. It would store
+        // the byte 7 there, and the next Write Zeroes would write this byte.
         bytes.fill(0, 4096, 7).unwrap();
         for op in [Op::Write { fua: false }, op] {
             let data = &mut Segments::from_bytes(&bytes);
@@ -619,7 +621,8 @@ fn an_unsupported_discard_changes_no_data() {
 fn many_bounced_requests_share_few_buffers() {
     let mut queue = disk(shared(memfd(64 * MIB), 64 * MIB)).queue().unwrap();
     for tag in 0..500 {
-        // Each request is longer than a bounce buffer, so it holds the buffer across several calls.
+        // Each request is longer than a bounce buffer, so it makes several calls, and keeps its
+        // buffer until the last one.
         let request = Request { op: Op::Verify, offset: u64::from(tag) * 512, len: MIB };
         assert_eq!(queue.submit(tag, &request, &mut Segments::new()), Submitted::Pending);
     }
@@ -709,8 +712,8 @@ fn misaligned_memory_uses_a_bounce_buffer_with_direct_io() {
     assert!(back.iter().all(|b| *b == 0x5a));
 }
 
-/// Repeats all tests that need no pipe with the threads engine, whose positioned reads a pipe does
-/// not support.
+/// Repeats the tests with the threads engine. Tests with a pipe are left out, because this engine
+/// uses positioned reads, which a pipe does not support.
 mod by_threads {
     use super::*;
 

@@ -59,8 +59,8 @@ fn check_full_storage(mut server: Server) {
     assert!(server.stop().success());
 }
 
-/// Serves `disk.img` of `directory`. The server is started by `command`, which prepares the
-/// environment.
+/// Serves `disk.img` of `directory`. `command` prepares the environment, and then starts the
+/// server.
 fn serve_through(mut command: Command, directory: TempDir, script: Option<&str>) -> Server {
     if let Some(script) = script {
         command.args(["sh", "-c", script, "sh"]);
@@ -114,8 +114,8 @@ fn a_full_file_system_gives_an_error_until_space_is_freed() {
         refused += u32::from(is_full);
     }
     assert!((64..128).contains(&refused), "{refused} writes were refused");
-    // A full file system is no media failure, so the SMART / Health log page is unchanged. The
-    // server's log has the cause once.
+    // A full file system is no media failure, so it does not change the SMART / Health log page.
+    // The server logs the cause once.
     assert_eq!(health(&controller), (false, 100));
     server.wait_for_log("there is no room left for namespace 1, disk.img");
     assert_eq!(server.stderr().matches("there is no room left").count(), 1);
@@ -145,8 +145,8 @@ impl Drop for Loop {
     }
 }
 
-/// After failed writeback of a block device, every Flush fails, although the kernel reports the
-/// error only once.
+/// The kernel reports a failed writeback of a block device only once. Every later Flush must fail
+/// nevertheless.
 #[test]
 fn every_flush_fails_after_failed_writeback() {
     let directory = tempfile::tempdir().unwrap();

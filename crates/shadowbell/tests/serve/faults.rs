@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 fn a_driver_recovers_from_injected_faults() {
     let faults = "hang:every=7,drop-after:every=11,duplicate:every=3";
     let server = Server::start(&["mem:4MiB"], &["--faults", faults]);
-    // A short timeout, so that hung commands are aborted soon; slow commands may be aborted, too.
+    // The timeout is short, so that the driver aborts hung commands soon. It may also abort
+    // commands that are only slow.
     let timeouts = Timeouts { io: Duration::from_millis(20), ..Timeouts::default() };
-    // The driver repeats commands often enough, because on a busy machine a command may time out
-    // several times.
+    // The limit of repeats is high, because a command may time out several times on a busy machine.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };
     let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
     let mut controller = server.attach_with(&options);
@@ -40,8 +40,8 @@ fn a_driver_recovers_from_injected_faults() {
     controller.detach().unwrap();
 }
 
-/// A command that hangs for a given time ends by itself with an error. It is not executed, and the
-/// driver does not abort it.
+/// A command with an injected hang of limited time is not executed, and ends with an error after
+/// this time. The driver need not abort it.
 #[test]
 fn a_timed_hang_ends_with_an_error() {
     let server = Server::start(&["mem:4MiB"], &["--faults", "hang=20ms:every=4"]);

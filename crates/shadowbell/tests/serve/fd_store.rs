@@ -22,21 +22,21 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Environment variable that makes this test program execute a service with stored descriptors.
-/// Value: their number.
+/// Environment variable with the number of stored descriptors. If it is set, this test program
+/// passes them to a service, which it executes.
 const PASS: &str = "SHADOWBELL_TEST_PASS";
 /// First temporary number of descriptors that are passed to a child. It is larger than any number
 /// in use.
 const FIRST_IN_TRANSIT: i32 = 50;
 
-/// State of the service manager: stored descriptors by name, in order of arrival, and whether the
-/// service is ready.
+/// State of the simulated service manager: the stored descriptors with their names, in order of
+/// arrival, and true if the service is ready.
 #[derive(Default)]
 struct FdStore {
     fds: Vec<(String, OwnedFd)>,
     is_ready: bool,
-    /// Number of messages that the manager has sent to its own socket and received, to know that
-    /// all earlier messages are received.
+    /// Number of messages that the manager has sent to its own socket and received. If such a
+    /// message has arrived, all earlier messages of the service have arrived, too.
     own: u32,
 }
 
@@ -209,8 +209,8 @@ impl Drop for Service {
     }
 }
 
-/// Entry point of a child process, not a test of its own: executes the program with the stored
-/// descriptors at the numbers from 3 on.
+/// Entry point of a child process; not a test of its own. It places the stored descriptors at the
+/// numbers from 3 on, and executes the program.
 #[test]
 fn pass_descriptors_on() {
     let Ok(count) = std::env::var(PASS) else { return };
@@ -297,8 +297,8 @@ fn a_supervisor_may_be_killed_at_any_moment() {
                 // The kill comes at an arbitrary moment of the upgrade.
                 std::thread::sleep(Duration::from_millis(n * 2));
             }
-            // After SIGSTOP the supervisor does not read, so messages about this client are unread
-            // when it is killed.
+            // The stopped supervisor does not read. So the server process's messages about this
+            // client are unread when the supervisor is killed.
             2 => {
                 signal(service.pid(), Signal::STOP);
                 let mut other = Client::attach(&service.socket(2));
@@ -309,8 +309,8 @@ fn a_supervisor_may_be_killed_at_any_moment() {
         }
         service.kill(n % 3 == 0);
         service.restart();
-        // In every second round, the supervisor is also killed while it recovers. In every round,
-        // the kills would be a crash loop.
+        // In every second round, the supervisor is killed a second time, while it recovers. If this
+        // happened in every round, the kills would count as a crash loop.
         if n % 2 == 1 {
             // The kill comes at an arbitrary moment before the service is ready.
             std::thread::sleep(Duration::from_millis(n / 2));
@@ -334,7 +334,7 @@ fn unusable_state_in_the_fd_store_is_removed() {
     let mut client = Client::attach(&service.socket(0));
     client.write(1, 0, 1);
     service.kill(true);
-    // The FD store gets a snapshot of another release.
+    // Replaces the snapshot in the FD store by one of another release.
     {
         let stored = service.stored.lock().unwrap();
         let (name, write) = &stored.fds[0];

@@ -1,5 +1,5 @@
-//! Fence: writes of a dead process that are still in flight end before any command is executed
-//! again.
+//! The fence: recovery executes commands again only after the writes of the dead process have
+//! ended.
 
 use crate::disk_recovery::Export;
 use crate::harness::{Server, program, until};
@@ -15,7 +15,8 @@ fn late_daemon() {
     run_daemon_if_requested();
 }
 
-/// A server whose process was killed with a write in flight, which reaches the device late.
+/// Server whose process was killed while a write was in flight. The device holds this write, and
+/// executes it later.
 struct Late {
     device: LateDevice,
     server: Server,
@@ -31,8 +32,8 @@ impl Late {
         Some(late)
     }
 
-    /// Like `start`, for a server with `arguments` whose disk is on this device. The killed
-    /// process, whose id is returned, may not have ended yet.
+    /// Like `start`, with `arguments` of the server and a disk on `device`. Returns the id of the
+    /// killed process, which may not have ended yet.
     fn start_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> (Self, u32) {
         let late = Self::begin_on(device, arguments, variables);
         let pid = worker(&late.server);
@@ -82,8 +83,8 @@ fn a_late_write_of_a_dead_process_does_not_overwrite_a_newer_one() {
     late.release();
 }
 
-/// A write that does not end does not prevent an upgrade: the old process is killed, and the next
-/// one waits for the fence.
+/// A write that does not end does not prevent an upgrade. The old process is killed, and the next
+/// process waits for the fence.
 #[test]
 fn a_late_write_does_not_refuse_an_upgrade() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -103,8 +104,8 @@ fn a_late_write_does_not_refuse_an_upgrade() {
     assert_ne!(worker(&server), before);
 }
 
-/// A killed process ends only after its write to a qcow2 image, because its thread is in a system
-/// call.
+/// A thread of the killed process is in a system call that writes to a qcow2 image. So the process
+/// ends only after this write.
 #[test]
 fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -128,8 +129,8 @@ fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     server.wait_for_log("recovered from the checkpoint of a dead process");
 }
 
-/// The late write is in flight at another server, whose namespace is the disk. That server accepts
-/// no new client before the write has ended.
+/// The disk is a namespace of another server, which executes the late write. That server accepts no
+/// new client until the write has ended.
 #[test]
 fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -149,7 +150,7 @@ fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
 fn without_a_fence_a_late_write_of_a_dead_process_overwrites_a_newer_one() {
     let order = [("SHADOWBELL_WRONG_ORDER", "no-fence")];
     let Some(Late { device, server, writing }) = Late::start(&order) else { return };
-    // The next process has executed the write again, so it is completed.
+    // The write has completed, because the next process has executed it again.
     let mut client = writing.join().unwrap();
     client.write(1, 0, 0xbb);
     assert_eq!(client.read(1, 0), 0xbb);
@@ -159,8 +160,8 @@ fn without_a_fence_a_late_write_of_a_dead_process_overwrites_a_newer_one() {
     drop(server);
 }
 
-/// An NBD server accepts a new client while it still executes a write of a disconnected one, so the
-/// write is repeated only after a settle time.
+/// An NBD server accepts a new client while it still executes a write of a disconnected one. So
+/// recovery waits for the settle time before it executes the write again.
 #[test]
 fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };

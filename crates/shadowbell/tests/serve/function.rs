@@ -289,7 +289,7 @@ fn without_bus_mastering_there_is_no_dma() {
         assert_eq!(guest.bytes().read::<u64>(n * 8), before, "offset {:#x}", n * 8);
     }
     assert_eq!(guest.bytes().read::<[u64; 8]>(Sqe::SIZE), submitted);
-    // A driver that takes over the controller resets it first.
+    // A driver that starts to use the controller resets it first.
     guest.write(regs::CC, &0u32.to_le_bytes());
     crate::harness::until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
     guest.command(MEMORY | BUS_MASTER);
@@ -359,8 +359,8 @@ fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
         until("the worker sleeps", || {
             status_of(worker(&server), "sb-worker0", "State").starts_with('S')
         });
-        // The server learns from the first commands which doorbells find a sleeping I/O thread, so
-        // these are not counted.
+        // In the first 20 commands, the server learns which doorbells find a sleeping I/O thread.
+        // The test counts only the commands after these.
         if n == 20 {
             before = sleeps();
         }
@@ -409,7 +409,8 @@ fn memory_is_mapped_and_unmapped() {
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 0x8000, len: 0x8000 }));
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }));
     guest.assert_usable();
-    // A map without a descriptor is recorded, and can be unmapped.
+    // A map without a descriptor is recorded: another map of the same range is refused, and the
+    // range can be unmapped.
     guest.client.dma_map(&DmaRange { fd: None, ..share(&more, 1 << 20) }).unwrap();
     refused(guest.client.dma_map(&share(&more, 1 << 20)));
     guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }).unwrap();
@@ -482,13 +483,13 @@ fn a_missing_share_option_is_logged_for_a_private_file() {
     guest.share();
     guest.command(MEMORY | BUS_MASTER);
     guest.enable();
-    // The guest's writes go to private pages, and the shared file stays empty.
+    // The guest's memory is private, so its writes do not reach the shared file, which stays empty.
     guest.write(regs::DOORBELLS, &1u32.to_le_bytes());
     server.wait_for_log("`share=on` is missing");
 }
 
-/// A guest kernel with a virtual IOMMU shares its memory page by page. One mapping per page would
-/// nearly exhaust the server process's limit of mappings.
+/// With a virtual IOMMU, the guest's kernel shares its memory page by page. If the server made one
+/// mapping per page, it would nearly reach the limit of mappings of a process.
 #[test]
 fn a_guest_behind_an_iommu_shares_page_by_page() {
     const PAGE: u64 = 4096;
@@ -497,7 +498,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     let mut guest = Guest::enabled(&server);
     assert_eq!(guest.client.server().max_dma_maps, 65_535);
     let memory = Mapping::shared("guest-pages", PAGES * PAGE).unwrap();
-    // Consecutive pages have distant bus addresses.
+    // Consecutive pages of the file have bus addresses that are far apart.
     let iova = |n: u64| (1 << 40) + n * 7919 % PAGES * 2 * PAGE;
     let page = |n: u64| DmaRange { fd_offset: n * PAGE, ..share(&memory, iova(n)).with_len(PAGE) };
     for n in 0..PAGES {

@@ -1,4 +1,5 @@
-//! Guard of destructive changes: connected clients lose nothing without `--force`.
+//! Guard of destructive changes: without `--force`, a change is refused if a connected client would
+//! lose something.
 
 use crate::control::{ctl, ctl_json, http_request, request};
 use crate::exports::Nbd;
@@ -33,8 +34,8 @@ fn disk(server: &Server, id: &str) -> Value {
     all.as_array().unwrap().iter().find(|disk| disk["id"] == id).cloned().unwrap_or_default()
 }
 
-/// Asserts that a command is refused without `--force`, with an error that names the option, the
-/// client, and what the client would lose.
+/// Checks that a command is refused without `--force`. The error must name the option, the client,
+/// and what this client would lose.
 #[track_caller]
 fn refused(server: &Server, arguments: &[&str], words: &str) {
     let (code, _, errors) = ctl(server, arguments);
@@ -107,7 +108,7 @@ fn an_export_with_a_client_is_not_removed_without_force() {
     drop(client);
     assert_eq!(ctl(&server, &["disk", "resize", "data", "4096"]).0, Some(0));
     assert_eq!(disk(&server, "data")["bytes"], 4096);
-    // Exports of a read-only disk may not become two writers.
+    // Two exports of a read-only disk must not become two writers when the disk becomes writable.
     ctl_json(&server, &["disk", "read-only", "data", "on"]);
     let other = format!("unix:{}", server.directory().join("other.sock").display());
     ctl_json(&server, &["export", "add", "one", "data", "--nbd", &address]);

@@ -77,7 +77,7 @@ impl Server {
             command.args(["--stop-timeout", "600"]);
         }
         let child = ProcessGroup::spawn(&mut command).unwrap();
-        // The drop closes this process's copy of a pipe end that the command has.
+        // The command contains a copy of the writing end of a pipe, which is closed here.
         drop(command);
         let mut server = Self { child, directory };
         until("the server's socket", || {

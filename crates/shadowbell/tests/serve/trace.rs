@@ -25,9 +25,9 @@ struct TimeLine {
     tracks: HashMap<(u64, u64), (String, String)>,
 }
 
-/// Parses a time line by the rules of the trace event format, as a viewer does. Panics on a
-/// violation: missing fields, wrong order, overlapping slices, arrows without both ends or with
-/// an end outside of a slice.
+/// Parses a time line by the rules of the trace event format, as a viewer does. Panics if a field
+/// is missing, events are in the wrong order, slices overlap, or an arrow has only one end or an
+/// end outside of a slice.
 #[track_caller]
 fn read(text: &str) -> TimeLine {
     let document: Value = serde_json::from_str(text).unwrap();
@@ -108,14 +108,14 @@ impl TimeLine {
     }
 }
 
-/// Reads some blocks at depth 1, each when the I/O thread is asleep.
+/// Reads some blocks, one at a time. Before each read, waits until the I/O thread sleeps.
 fn work(server: &Server) {
     let pid = worker(server);
     let is_asleep = || status_of(pid, "sb-worker0", "State").starts_with('S');
     reads(server, 20, || until("the I/O thread's sleep", is_asleep));
 }
 
-/// Reads `count` blocks at depth 1, and calls `wait` before each.
+/// Reads `count` blocks, one at a time, and calls `wait` before each read.
 fn reads(server: &Server, count: u64, wait: impl Fn()) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
@@ -160,8 +160,7 @@ fn a_time_line_shows_commands_doorbells_sleeps_and_interrupts() {
         let rings = time_line.count("X", "SQ 1 doorbell", "rang (MMIO)");
         if doorbells == "mmio" {
             assert_eq!(rings, 20, "{what}");
-            // The I/O thread does not always sleep when a command is submitted, so fewer than 20
-            // wakeups are possible.
+            // Some commands find the I/O thread awake, so there may be fewer than 20 wakeups.
             let woken = time_line.count("s", "SQ 1 doorbell", "wakes");
             assert!((1..=20).contains(&woken), "{what}: {woken}");
             assert_eq!(time_line.count("f", "worker 0", "wakes"), woken, "{what}");
@@ -179,8 +178,8 @@ fn a_time_line_shows_commands_doorbells_sleeps_and_interrupts() {
     }
 }
 
-/// Without a pause between commands, many arrive while the I/O thread goes to sleep. The thread
-/// finds them by its check after arming EventIdx.
+/// Without pauses between commands, many commands arrive while the I/O thread goes to sleep. The
+/// thread finds them when it checks again after it has armed EventIdx.
 #[test]
 fn commands_found_after_arming_eventidx_are_in_the_time_line() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
@@ -200,7 +199,8 @@ fn every_excerpt_of_a_trace_converts() {
     work(&server);
     assert!(server.stop().success());
     let file = server.directory().join("trace");
-    // The time line of every excerpt is valid: with any first record, and with any filter.
+    // Each part of the trace results in a valid time line, with any record as its first one and
+    // with any filter.
     for last in 1..120 {
         read(&trace(&file, &["--last", &last.to_string(), "--perfetto", "-"]));
     }
@@ -299,7 +299,8 @@ fn tracing_is_turned_on_and_off_at_run_time() {
     }
     work(&server);
     assert_eq!(save(), 40);
-    // A second trace starts empty, and continues in the next process with the same size.
+    // A second trace begins without records. After an upgrade, the next process continues the trace
+    // with the same maximum number of records.
     assert_eq!(ctl_json(&server, &["trace", "on", "--records", "1024"])["on"], true);
     work(&server);
     assert_eq!(save(), 20);

@@ -235,7 +235,8 @@ fn a_command_in_flight_during_an_upgrade_completes() {
     let mut client = Client::attach(&socket(&server, 0));
     let pool = client.controller.buffers(8, 4096).unwrap();
     for _ in 0..5 {
-        // Commands complete during the whole upgrade, whose requester gets the result later.
+        // Commands complete during the whole upgrade. The process that has requested the upgrade
+        // gets the result later.
         let target = server.pid().to_string();
         let asker = std::thread::spawn(move || upgrade(&target, None));
         let read = client.controller.namespace(1).unwrap().read(0, 8).unwrap();
@@ -257,12 +258,12 @@ pub(crate) fn fake(server: &Server, script: &str) -> PathBuf {
     path
 }
 
-/// Environment variable that makes this test program the server process of an upgrade. Value:
-/// messages to send, and how the process then behaves.
+/// Environment variable that makes this test program act as the new server process of an upgrade.
+/// Its value names the messages that the process sends, and whether it hangs or dies afterwards.
 const FAKE: &str = "SHADOWBELL_TEST_FAKE_WORKER";
 
-/// Entry point of a child process, not a test of its own: a server process of an upgrade that sends
-/// the messages in [`FAKE`], and then hangs or dies.
+/// Entry point of a child process; not a test of its own. It acts as the new server process of an
+/// upgrade: it sends the messages that [`FAKE`] names, and then hangs or dies.
 #[test]
 fn fake_worker() {
     let Ok(how) = std::env::var(FAKE) else { return };
@@ -278,14 +279,14 @@ fn fake_worker() {
         "hangs" => loop {
             std::thread::park();
         },
-        // Usually enough time for the checkpoint to arrive.
+        // In this time, the checkpoint usually arrives.
         _ => std::thread::sleep(Duration::from_millis(100)),
     }
     std::process::abort();
 }
 
-/// Script of a new program that starts without an error, sends the messages in `how`, and then
-/// hangs or dies.
+/// Script of a new program that starts without an error. It sends the messages that `how` names,
+/// and then hangs or dies.
 pub(crate) fn fake_worker_script(how: &str) -> String {
     let test = std::env::current_exe().unwrap();
     let test = test.display();
@@ -424,8 +425,8 @@ fn a_server_process_killed_during_an_upgrade_is_restarted() {
         if !has_ended(before) {
             signal(before, Signal::KILL);
         }
-        // A next process that was prepared when the old one died may have the sockets for a moment
-        // before it ends.
+        // When the old process died, the next process may have been prepared already. It may have
+        // the sockets for a moment before it ends.
         until("one worker that stays", || {
             let worker = |all: &[u32]| all.len() == 1 && all != [before];
             let serves = || {

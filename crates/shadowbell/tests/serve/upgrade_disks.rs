@@ -41,8 +41,8 @@ fn a_server_with_an_nbd_disk_is_upgraded_under_load() {
     replaced(&mut supervisor(&below.uri("&settle=50ms")));
 }
 
-/// An upgrade of a server with an NBD disk needs no settle time, because all requests of a process
-/// that has quiesced were answered.
+/// An upgrade with an NBD disk needs no settle time: when the old process has quiesced, the server
+/// has answered all its requests.
 #[test]
 fn an_nbd_disk_without_settle_is_upgraded_under_load() {
     let directory = tempfile::tempdir().unwrap();

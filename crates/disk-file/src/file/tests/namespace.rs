@@ -1,4 +1,4 @@
-//! Tests of the path for character devices, without an NVMe device. `/dev/null` accepts any
+//! Tests of the code for NVMe character devices, without such a device. `/dev/null` accepts every
 //! io_uring command and reports success. A regular file accepts none.
 
 use super::super::flusher::Syncs;
@@ -80,7 +80,7 @@ fn a_file_without_nvme_commands_fails_all_requests() {
     }
 }
 
-/// Call with its offset and its length.
+/// A system call of the disk, with its offset and its length.
 type Made = (Call, u64, u64);
 
 /// Lists the calls that a request makes. Each call ends with the result that `end` returns.
@@ -134,8 +134,8 @@ fn refused_device_commands_have_a_fallback_and_failures_keep_their_status() {
     assert_eq!(result, Ok(()));
     let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x4281));
     assert_eq!((made.len(), result), (1, Err(DiskError::Device(0x4281))));
-    // The kernel generates this status after a reset of the device. It is not passed on to the
-    // host.
+    // The kernel itself generates this status after a reset of the device. The host must not get
+    // it.
     let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x371));
     assert_eq!((made.len(), result), (65, Err(DiskError::Io(libc::EIO))));
 }
