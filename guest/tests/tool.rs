@@ -43,7 +43,8 @@ fn acknowledged_writes_are_on_the_disk_and_losses_are_detected() {
             fs::copy(&disk, directory.path().join("old")).unwrap();
         }
     }
-    // `old` is the image after the first session, so all writes of the second session are missing.
+    // `old` is the image as it was after the first session. It contains none of the writes of the
+    // second session, so every slot is broken.
     let old = directory.path().join("old");
     assert_eq!(acknowledged().broken(&old, SEED).unwrap().len(), acknowledged().slots.len());
     // One damaged byte is detected.

@@ -50,7 +50,7 @@ impl Images {
         .then_some(images)
     }
 
-    /// Image to open for this use of the base.
+    /// Path of the image to open: for the use as a base, that of the overlay.
     fn path(&self, how: Use) -> String {
         let name = if how == Use::Base { "top.qcow2" } else { "base.qcow2" };
         self.directory.path().join(name).to_str().unwrap().to_owned()
@@ -67,8 +67,8 @@ impl Images {
         try_open(Path::new(&self.path(how)), options)
     }
 
-    /// QEMU command for this use of the image: `qemu-img resize`, or a `qemu-io`, which takes
-    /// commands.
+    /// QEMU's command for this use of the image: `qemu-img resize`, or a `qemu-io` that waits for
+    /// commands on its standard input.
     fn qemu(&self, how: Use) -> Command {
         let mut command = Command::new("qemu-io");
         match how {
@@ -131,8 +131,8 @@ impl Images {
     }
 }
 
-/// True if `second` is possible during `first`, by QEMU's rules: no program permits others to
-/// write, and a resize counts as a write.
+/// True if `second` is possible while the image is used as in `first`. By QEMU's rules, no program
+/// permits others to write, and a resize is a write.
 fn is_possible(first: Use, second: Use) -> bool {
     let writes = |how| matches!(how, Use::Write | Use::Resize);
     match (first, second) {
@@ -153,8 +153,8 @@ fn the_locks_of_an_image_are_those_of_qemu() {
             for second_is_ours in [true, false] {
                 let seconds = if second_is_ours { &ours[..] } else { &qemus[..] };
                 for second in seconds.iter().copied() {
-                    // Both programs would write the same overlay, so the locks of the overlay would
-                    // exclude one of them, not those of the base image.
+                    // Both programs would write to the same overlay. The lock of the overlay would
+                    // then exclude one of them, and not the lock of the base image.
                     if (first, second) == (Use::Base, Use::Base) {
                         continue;
                     }
@@ -170,7 +170,8 @@ fn the_locks_of_an_image_are_those_of_qemu() {
                         }
                     };
                     if is_possible(first, second) {
-                        // Another test may have forked a child that still holds earlier locks.
+                        // The attempt is repeated: another test may have forked a child process,
+                        // which still holds locks of earlier uses.
                         until(&what, may);
                     } else {
                         assert!(!may(), "{what}: both may");

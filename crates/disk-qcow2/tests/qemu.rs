@@ -1,6 +1,6 @@
-//! Test of random images that QEMU has created and written, in turns with this crate: all features
-//! of the format in random combinations. After each turn, both read the same data, and
-//! `qemu-img check` finds nothing.
+//! Random images that QEMU has created, with all features of the format in random combinations.
+//! QEMU and this crate write to an image alternately. After each change, both read the same data,
+//! and `qemu-img check` finds no error.
 
 mod common;
 
@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::Command;
 
 const SIZE: u64 = 2 << 20;
-/// Number of images per test, and of turns per image.
+/// Number of images per test, and number of times that both programs change an image.
 const IMAGES: u64 = 12;
 const TURNS: u64 = 3;
 

@@ -19,7 +19,7 @@ use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
-/// Copies the image. The copy has the state that a kill at this moment would leave.
+/// Copies the image, with the content that the file would have if the process were killed now.
 fn killed(path: &Path) -> std::path::PathBuf {
     let copy = path.with_extension("copy");
     std::fs::copy(path, &copy).unwrap();
@@ -117,8 +117,8 @@ fn reference_counts_are_right_after_a_kill() {
     }
 }
 
-/// The old process returns its unused clusters before it releases the locks. Afterwards, it does
-/// not change the image any more.
+/// Before the old process releases the locks, it frees the clusters that it has reserved but not
+/// used. After the release, it does not change the image any more.
 #[test]
 fn a_released_image_is_not_changed() {
     let directory = directory();
@@ -272,7 +272,7 @@ fn each_completed_write_survives_a_kill() {
             ended.insert(at, number);
             seen += 1;
             if seen == stop {
-                // Time of the kill. Any moment is suitable.
+                // Random time until the kill, because no moment may cause an error.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
                 child.kill();
             }
@@ -291,7 +291,7 @@ fn each_completed_write_survives_a_kill() {
                 *number = there;
             }
         }
-        // Only the write that was in flight may differ.
+        // A block may differ only if its write was in flight at the kill.
         assert!(differ.len() <= 1, "{differ:?}");
         drop((queue, disk));
         check(&path);

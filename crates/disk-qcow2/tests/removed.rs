@@ -1,5 +1,5 @@
-//! Tests with storage that is removed during I/O on a qcow2 image, and then returns. Flushed data
-//! are in the image, and partial writes have not damaged it.
+//! Storage that is removed during I/O on a qcow2 image, and then returns. Flushed data must be in
+//! the image, and writes that were interrupted must not have damaged it.
 
 mod common;
 
@@ -31,9 +31,9 @@ struct Model {
     /// For each block: its content at the last completed flush, and all contents that were written
     /// since.
     blocks: Vec<Vec<u64>>,
-    /// True if the storage can lose everything that was not flushed. Then a cluster that was
-    /// allocated since the last flush may contain old data of any other use of that place in the
-    /// file.
+    /// True if the storage may lose everything that was not flushed. Then a cluster that was
+    /// allocated since the last flush may contain old data, from any earlier use of its place in
+    /// the file.
     is_rough: bool,
     /// All earlier contents of each block. With `is_rough`, only for blocks that were not flushed.
     older: Vec<Vec<u64>>,
@@ -55,8 +55,8 @@ impl Model {
     }
 
     /// Keeps writes in flight, with some flushes, until a request fails. `end` removes the storage
-    /// at some time, and returns true if it has done so; flushes after that do not count. At the
-    /// end, waits for all requests and returns their errors.
+    /// at some time, and returns true if it has done so; a flush that completes after that makes
+    /// nothing durable. Finally waits for all requests, and returns their errors.
     fn load(&mut self, queue: &mut dyn Queue, mut end: impl FnMut() -> bool) -> Vec<DiskError> {
         let bytes = memory((u64::from(DEPTH) * BLOCK) as usize);
         let mut sent: Vec<Option<Sent>> = (0..DEPTH).map(|_| None).collect();
@@ -137,7 +137,8 @@ impl Model {
         }
     }
 
-    /// Reads the whole disk and checks it. From then on, these contents are the expected ones.
+    /// Reads the whole disk, and checks its contents. The contents that were found are the expected
+    /// contents from then on.
     fn compare(&mut self, disk: &Qcow2Disk, context: &str) {
         let all = read(&mut *disk.queue().unwrap(), 0, SIZE as usize).unwrap();
         for (block, held) in all.chunks(BLOCK as usize).enumerate() {
@@ -203,8 +204,8 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// A file that is shorter than its tables require is a copy that is not complete. It is not
-/// written, and requests on the missing clusters fail.
+/// A file that is shorter than its tables require is an incomplete copy. It is opened only for
+/// reading, and requests on the missing clusters fail.
 #[test]
 fn a_file_shorter_than_its_tables_is_only_read() {
     let directory = directory();
@@ -232,7 +233,8 @@ fn a_file_shorter_than_its_tables_is_only_read() {
         assert_eq!(held, wanted, "{n}");
     }
     drop((queue, disk));
-    // The error message names a command that enlarges the file, and the test does the same.
+    // The error message contains a command that extends the file. The test extends it in the same
+    // way.
     assert!(error.contains(&format!("truncate -s {len} ")), "{error}");
     file.set_len(len).unwrap();
     let disk = open_soon(&path, "");

@@ -1,4 +1,4 @@
-//! Test of a qcow2 image on hung storage. The same thread uses another image.
+//! A qcow2 image on hung storage must not delay another image that the same thread uses.
 
 mod common;
 
@@ -30,8 +30,8 @@ fn hung_storage_delays_no_other_image() {
     let slow = open(&mount.path(), "");
     let good = open(&good, "");
     let (mut waits, mut goes) = (slow.queue().unwrap(), good.queue().unwrap());
-    // `mount` is declared again after the disks and queues, so that it is dropped before them.
-    // Dropping it ends the requests that wait for the stalled storage.
+    // The variable is declared again after the disks and queues, so `mount` is dropped before them. Its
+    // drop ends the requests that wait for the hung storage.
     let mount = mount;
     // From now on, the map contains the first clusters, so reads of them take the fast path.
     assert_eq!(read(&mut *waits, 0, 4096), Ok(vec![7; 4096]));

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 128;
-/// Maximum number of turns of an operation.
+/// Maximum number of turns of the I/O thread for which the guest waits for an operation.
 const MAX_TURNS: usize = 20_000;
 /// Number of repetitions of an operation in a flood.
 const FLOOD: u64 = 128;
@@ -69,16 +69,17 @@ struct Guest {
     turns: Turns,
     test_disk: TestDisk,
     memory: SharedBytes,
-    /// The same bytes as `memory`, mapped for reading.
+    /// Read-only mapping of the same memory as `memory`, for maps that the controller must not
+    /// write.
     to_read: SharedBytes,
     parts: [Part; REGIONS.len()],
     /// Expected contents of all memory: the contents at the last call of `remember`, with the
     /// guest's later writes. `check` compares the parts that the controller must not write.
     image: Vec<u8>,
-    /// Buffer of the same length as `image`, into which all memory is read.
+    /// Buffer for a check: all guest memory is copied into it, and compared with `image`.
     snapshot: Cell<Vec<u8>>,
-    /// True between the end of a reset and the next possible enable, when the controller must not
-    /// write.
+    /// True after the end of a reset, until the guest may have enabled the controller again. The
+    /// controller must not write meanwhile.
     frozen: bool,
     tails: [u32; 4],
     irq: EventFd,
@@ -169,7 +170,7 @@ impl Guest {
         }
     }
 
-    /// Records the contents of all memory, which `check` compares later.
+    /// Records the current contents of all memory, with which `check` will compare.
     fn remember(&mut self) {
         let now = self.all();
         self.snapshot.set(std::mem::replace(&mut self.image, now));
@@ -222,8 +223,8 @@ impl Guest {
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            // The operation may wait for requests that the disk completes only by a call of the
-            // program.
+            // The disk completes requests only when the program calls for it, and the operation may
+            // wait for such a request.
             self.test_disk.state().complete_all();
         }
         panic!("{what}");
@@ -281,7 +282,7 @@ impl Guest {
         }
     }
 
-    /// Stores a command at the probable next entry of this queue.
+    /// Stores a command at the entry that is probably the next one of this queue.
     fn store_command(&mut self, qid: u16, sqe: &shadowbell_spec::Sqe) {
         let tail = self.tails[usize::from(qid)];
         self.poke(command::sq_at(qid) + u64::from(tail) * 64, sqe.as_bytes());
@@ -440,7 +441,7 @@ impl Guest {
     fn finish(&mut self) {
         self.reset(1);
         self.check();
-        // An operation may wait for the end of another operation.
+        // Repeated, because an operation may wait for the end of another one.
         for _ in 0..8 {
             self.test_disk.state().complete_flushes();
             self.run_until_idle();

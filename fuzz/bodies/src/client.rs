@@ -1,6 +1,6 @@
 //! Hostile vfio-user server against the client. Its replies are in the socket before the client
-//! sends its requests. Most replies have the right id and command, but arbitrary fields, lengths,
-//! descriptors and interruptions.
+//! sends its requests. Most replies have the correct id and command. Their fields, lengths and
+//! descriptors are arbitrary, and commands of the server may come between them.
 
 use crate::limits::Limits;
 use crate::source::Source;

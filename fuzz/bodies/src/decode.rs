@@ -100,8 +100,8 @@ fn command(bytes: &[u8], source: &mut Source<'_>) {
     let _ = (status.name(), status.to_string(), status.code_type());
 }
 
-/// Checks that the decoded messages do not depend on the pieces in which a stream arrives, and that
-/// no message exceeds the negotiated size.
+/// Checks that the decoded messages do not depend on the sizes of the pieces in which a stream
+/// arrives, and that no message exceeds the negotiated size.
 fn stream(source: &mut Source<'_>) {
     let most = source.of(&[0, 64, 4096]);
     let pieces = source.of(&[1usize, 7, 100, 5000]);
@@ -128,7 +128,8 @@ fn stream(source: &mut Source<'_>) {
 
 type Messages = (Vec<(u16, Vec<u8>)>, bool);
 
-/// Commands and payloads of a stream, and whether the stream ends with an error.
+/// Decodes a stream that arrives in pieces. Returns its commands and payloads, and true if it ends
+/// with an error.
 fn messages(mut bytes: &[u8], piece: usize, most: usize) -> Messages {
     let mut decoder = Decoder::new(most);
     let mut found = Vec::new();

@@ -36,7 +36,7 @@ impl Cells {
         DoorbellState { last: 0, truth, snapshot: self.is_shadow.then_some(0) }
     }
 
-    /// Stores a value as the host does: near the last one, or any.
+    /// Stores a doorbell value as a host does: mostly near the last value, and sometimes any value.
     fn write(&self, source: &mut Source<'_>, last: u16, entries: u32) -> u32 {
         let near = u64::from(last).saturating_add(source.below(4) as u64);
         let value = source.near(&[near, entries.into(), u64::from(entries) - 1, 0]) as u32;
@@ -114,7 +114,7 @@ fn heads(source: &mut Source<'_>, size: RingSize, cells: &Cells) {
     let ahead = |from: u16, to: u32| (to + entries - u32::from(from)) % entries;
     let (mut last, mut posted, mut reported) = (0, 0u32, None);
     for _ in 0..source.below(32) {
-        // The controller posts entries, as far as there is room.
+        // The controller posts at most as many entries as there is room for.
         let room = entries - 1 - ahead(last, posted);
         posted = (posted + source.below(room as usize + 1) as u32) % entries;
         let value = cells.write(source, last, entries);
@@ -137,7 +137,7 @@ fn heads(source: &mut Source<'_>, size: RingSize, cells: &Cells) {
         };
         check(cells, entries, look, expected);
         match expected {
-            // A head that does not move does not allow a second report of an invalid value.
+            // An invalid value is reported again only if the head has moved since the first report.
             Ok(seen) if is_valid && seen != last => (last, reported) = (seen, None),
             Ok(_) => {}
             Err(error) => reported = Some(error.value),

@@ -161,7 +161,7 @@ fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller, 
             }
         }
     }
-    // From here on the controller behaves correctly, so that the driver can release its memory.
+    // The controller behaves correctly from now on, so that the driver can release its memory.
     {
         let mut state = device.state();
         (state.malicious, state.removed) = (false, false);

@@ -27,11 +27,11 @@ const BLOCKS: usize = 1280;
 /// Maximum number of requests in flight of a queue.
 const TAGS: u32 = 8;
 const QUEUES: usize = 2;
-/// Maximum number of blocks of a request: more than one piece of a bounce buffer.
+/// Maximum number of blocks of a request. Such a request exceeds one bounce buffer.
 const MAX_BLOCKS: usize = 600;
 /// Distance of the buffers of two requests in bytes. It leaves room for an unaligned buffer.
 const SLOT: usize = MAX_BLOCKS * BLOCK + 4096;
-/// Maximum number of rounds until all requests must have ended.
+/// Number of rounds within which all requests must have ended.
 const ROUNDS: usize = 400;
 
 const EIO: i32 = 5;
@@ -62,19 +62,19 @@ pub fn run(input: &[u8]) {
 /// Expected state of a block.
 #[derive(Clone, Copy, Default)]
 struct Block {
-    /// Value of all words of the block, if known.
+    /// Word with which the whole block is filled. `None` if it is unknown.
     word: Option<u64>,
     /// Number of requests in flight that change the block.
     writers: u32,
-    /// Number of starts and ends of requests that change the block.
+    /// Number of times that a request which changes the block has started or ended.
     version: u64,
 }
 
 struct Pending {
     request: Request,
-    /// Offset of the request's data.
+    /// Offset of the request's data in the buffers.
     at: usize,
-    /// For a write: the value of its first block. The value increases by one with each block.
+    /// For a write: the word that fills its first block. Each further block has the next word.
     word: u64,
     /// State of each block when the request was submitted.
     blocks: Vec<Block>,

@@ -267,7 +267,8 @@ impl Guest {
         let rings = (0, REGIONS[0].1 as u64);
         let overlaps = |(at, len): (u64, u64)| at < rings.1 && len > 0;
         if self.wild || self.writable.iter().any(|range| overlaps(*range)) {
-            // The data of a reply may have overwritten descriptors.
+            // The data of a reply may have overwritten descriptors, so the model does not know them
+            // any more.
             (self.wild, self.fresh) = (true, false);
             return served.is_ok();
         }
@@ -276,7 +277,7 @@ impl Guest {
             if was == is {
                 continue;
             }
-            // Most of a part is unchanged. A comparison by large chunks finds that quickly.
+            // Most of the memory is unchanged, so large chunks are compared first.
             let chunks = was.chunks(CHUNK).zip(is.chunks(CHUNK)).enumerate();
             let others = chunks.filter(|(_, (was, is))| was != is).flat_map(|(nth, (was, is))| {
                 let differs = was.iter().zip(is).enumerate().filter(|(_, (was, is))| was != is);
@@ -348,9 +349,10 @@ impl Guest {
         }
     }
 
-    /// Simulates a process that has taken some of these requests and then died.
+    /// Simulates a dead process that had taken some of these requests.
     fn simulate_crash(&mut self, source: &mut Source<'_>, submitted: &[Submitted]) {
-        // A process that has started the queue has recorded the start in the in-flight memory.
+        // The in-flight memory must look as if a process had started the queue, which records the
+        // start there.
         self.queue.replace().expect("a queue");
         let version = self.inflight.load_u64_acquire(8).expect("a word").to_ne_bytes();
         if version[..2] == [0; 2] {
@@ -450,7 +452,7 @@ impl Guest {
                 self.chain(source, n, (kind, sector), &[], &[])
             }
         };
-        // A sector whose byte offset overflows is refused for any request type.
+        // If the byte offset of the sector overflows, every type of request is refused.
         if sector.checked_mul(SECTOR as u64).is_none() {
             (submitted.status, submitted.len, submitted.read) = (1, 1, None);
         }
@@ -458,8 +460,8 @@ impl Guest {
         submitted
     }
 
-    /// Creates a chain with a header, data and a status, in one table or two. Returns its head, and
-    /// the address of the status.
+    /// Creates a descriptor chain with a header, data and a status. It may be continued in an
+    /// indirect table. Returns the head of the chain, and the address of the status.
     fn chain(
         &mut self,
         source: &mut Source<'_>,
@@ -569,8 +571,8 @@ impl Guest {
         let _ = self.queue.start(place, source.bool(), source.bool());
         (self.wild, self.fresh, self.disk) = (true, false, None);
         self.notify();
-        // Later chains are added as in a ring of `ENTRIES` entries, whatever size the queue has
-        // accepted.
+        // The size that the queue has accepted may be another one, but later chains are made
+        // available as in a ring of `ENTRIES` entries.
         self.entries = ENTRIES;
     }
 
@@ -631,7 +633,8 @@ fn pieces(source: &mut Source<'_>, n: usize, len: usize) -> Pieces {
         let last = pieces.len() >= 5;
         let most = if last { left } else { 1 + source.below(left) };
         let most = if last { most } else { most.min(source.of(&[SECTOR, 1, 4096])) };
-        // A descriptor may cross two parts, but the test accesses each part separately.
+        // The data may cross the border of two memory regions. The test accesses each region by its
+        // own mapping, so it splits them there.
         let border = REGIONS[2].0;
         let most = if at < border { most.min((border - at) as usize) } else { most };
         pieces.push((at, most));

@@ -9,9 +9,9 @@ use shadowbell_vfio_user::server::Limits;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-/// Maximum number of io_uring instances of this process. A thread keeps up to 64 instances to
-/// signal eventfds of peers, and creates one more for another eventfd when all are in use. Disks
-/// create and close some in addition.
+/// Maximum number of io_uring instances of this process. To signal eventfds of peers, a thread
+/// keeps up to 64 instances, and creates one more if all are in use for other eventfds. Disks also
+/// create some and close them again.
 const RINGS: usize = 80;
 
 /// Number of open descriptors of this process, without io_uring instances. The process opens some
@@ -46,8 +46,9 @@ pub(crate) fn describe_descriptors() -> String {
     links.map(|link| format!("{} ", link.display())).collect()
 }
 
-/// Limits of the server. In most programs the server closes descriptors immediately, without the
-/// closer thread. Then a program always has the same result, and no turn waits for a thread.
+/// Limits of the server. In most programs, the server closes descriptors itself and not on the
+/// closer thread. Then no turn depends on another thread, and the same program always has the same
+/// result.
 pub(crate) fn limits(source: &mut Source<'_>) -> Limits {
     Limits { close_at_once: !source.rarely(16), ..Limits::default() }
 }
@@ -58,8 +59,8 @@ fn new_socket() -> OwnedFd {
         .expect("a socket")
 }
 
-/// Connects to a server. The server takes turns until it accepts the client: first a thread closes
-/// the descriptors of earlier clients.
+/// Connects to a server, and calls `serve` until the server accepts the client. Before that, the
+/// closer thread has to close the descriptors of earlier clients.
 pub(crate) fn connect(listener: &OwnedFd, mut serve: impl FnMut()) -> OwnedFd {
     let name = rustix::net::getsockname(listener).expect("an address");
     let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");

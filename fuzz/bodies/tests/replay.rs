@@ -1,5 +1,5 @@
-//! Replay of the bodies on any toolchain: the seeds, and some thousand pseudo-random programs. The
-//! replay finds less than libFuzzer, but detects bodies that no longer work.
+//! Replay of the fuzz bodies on any toolchain, with the seeds and some thousand pseudo-random
+//! programs. It finds fewer errors than libFuzzer, but detects bodies that no longer work.
 
 use shadowbell_fuzz_bodies as bodies;
 use std::path::Path;
@@ -18,8 +18,8 @@ impl Random {
     }
 }
 
-/// Targets that count the descriptors of this process. No other target may open descriptors
-/// meanwhile, so they run alone.
+/// Targets that count the open descriptors of this process. They run alone, because other targets
+/// would open descriptors meanwhile.
 const ALONE: [&str; 2] = ["session", "shared"];
 static OTHERS: RwLock<()> = RwLock::new(());
 
@@ -34,7 +34,8 @@ fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
         println!("{}", seed.path().display());
         run(&std::fs::read(seed.path()).expect("a seed"));
     }
-    // Environment variables set other numbers, for example BODIES_FROM=1000000 BODIES_TIMES=100.
+    // The environment variables BODIES_FROM and BODIES_TIMES select other programs, for example
+    // BODIES_FROM=1000000 BODIES_TIMES=100.
     let (since, steps) = (Instant::now(), bodies::steps());
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let first = number("BODIES_FROM").unwrap_or(0);
@@ -46,7 +47,8 @@ fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
         let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
         run(&bytes);
     }
-    // The steps of all concurrent targets are counted. To measure a target, run it alone.
+    // The count includes the steps of other targets that run at the same time. To measure a target,
+    // run it alone.
     let (steps, took) = (bodies::steps() - steps, since.elapsed());
     println!("{target}: {steps} steps in {took:?}");
 }

@@ -56,10 +56,10 @@ impl Control<'_> {
         Ok([count(one)?, count(other)?])
     }
 
-    /// Number of commands that each controller executes within the duration `length`.
+    /// Number of commands that each controller executes in the time `length`.
     fn commands_within(&self, length: Duration) -> Result<[u64; 2]> {
         let before = self.counts()?;
-        // The length of the measurement: the commands of this time are counted.
+        // Duration of the measurement, in which the commands are counted.
         sleep(length);
         let after = self.counts()?;
         Ok([after[0] - before[0], after[1] - before[1]])
@@ -95,8 +95,9 @@ fn set_round_robin(guest: &mut Guest) -> Result<()> {
     guest.sh(script, LIMIT).map(drop)
 }
 
-/// Checks of ANA. `names` are the two controllers, and `disk` is the disk that they share. The load
-/// runs until the file /tmp/enough exists, and then writes its exit status to /tmp/fio.done.
+/// Checks of ANA. `names` are the names of the two controllers, and `disk` is that of the disk that
+/// they share. A load runs in the background until the file /tmp/enough exists, and then writes its
+/// exit status to /tmp/fio.done.
 pub(crate) fn check(
     guest: &mut Guest,
     report: &mut Report,
@@ -127,8 +128,8 @@ pub(crate) fn check(
             names[0]
         );
         refused(guest, &read, &[INACCESSIBLE])?;
-        // The kernel logs the passthrough command, which was refused as expected. The log is
-        // cleared, because later checks would count that line as an error.
+        // The kernel logs that the passthrough command was refused, which the test expects. The log
+        // is cleared, because later checks would count this line as an error.
         guest.sh("dmesg -c >/dev/null", LIMIT)?;
         control.set(0, "optimized")?;
         wait_for_ana_state(guest, &names[0], "optimized")
@@ -167,7 +168,7 @@ pub(crate) fn check(
         for round in 0..10 {
             let which = round % 2;
             control.set(which, "inaccessible")?;
-            // The time in which the path must receive no command.
+            // Time in which the path must receive no command.
             let counts = control.commands_within(Duration::from_millis(500))?;
             ensure!(counts[which] == 0, "round {round}: {counts:?}");
             control.wait_for_commands(1 - which)?;
@@ -183,7 +184,7 @@ pub(crate) fn check(
         for state in ["inaccessible", "change"] {
             control.set(0, state)?;
             control.set(1, state)?;
-            // The time in which no path must receive a command.
+            // Time in which neither path must receive a command.
             let counts = control.commands_within(Duration::from_secs(1))?;
             ensure!(counts == [0, 0], "{state}: {counts:?}");
             control.set(1, "optimized")?;
@@ -210,7 +211,7 @@ pub(crate) fn wait_for_end(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Shell commands that print the state of a load that makes no progress.
+/// Shell commands that print the guest's state, for a load that makes no progress.
 const PRINT_LOAD_STATE: &str = "\
     for disk in /sys/block/nvme*; do echo $disk in flight: $(cat $disk/inflight); done; \
     for path in /sys/class/nvme/*/nvme*/ana_state; do echo $path $(cat $path); done; \

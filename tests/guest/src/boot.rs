@@ -12,7 +12,8 @@ const SIZE: u64 = 256 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let image = run.file("boot.img");
-    // QEMU passes no kernel, so this word can come only from the command line in the image.
+    // QEMU passes no kernel and no command line to the guest. So if this word is in the kernel's
+    // command line, the kernel was started from the image.
     let word = format!("shadowbell.boot={}", std::process::id());
     report.check("a disk with a kernel on an EFI system partition", |_| {
         let initramfs = std::fs::read(setup.roots.directory().join(MINIMAL))?;

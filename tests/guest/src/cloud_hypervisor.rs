@@ -32,8 +32,9 @@ const INNER_GUEST_TIMEOUT: Duration = Duration::from_secs(600);
 /// Seconds between two events.
 const PAUSE: &str = "0.7";
 
-/// Init script of the inner guest. The first word of the kernel parameters selects its steps. There
-/// is no agent, because the steps never change, and the console is a file of the outer guest.
+/// Init script of the inner guest. The first word of the kernel's command line selects its steps.
+/// The inner guest needs no agent, because its steps never change; its console is a file of the
+/// outer guest.
 const INNER: &str = r#"#!/usr/bin/busybox sh
 export PATH=/usr/sbin:/usr/bin:/opt/busybox HOME=/root TERM=dumb LANG=C
 busybox mount -t proc proc /proc
@@ -180,7 +181,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
     let began = Instant::now();
     let mut said = String::new();
     loop {
-        // Each poll takes CPU time of the guest, so the pause is long.
+        // The pause is long, because each poll takes CPU time of the outer guest.
         std::thread::sleep(Duration::from_secs(1));
         let now = guest.sh("grep -a @INNER /tmp/inner.log || true", LIMIT)?;
         if now.len() > said.len() {
@@ -191,7 +192,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
         if said.contains("ok end") {
             break;
         }
-        // A time limit that is long enough for any machine.
+        // This time limit is long enough for any machine.
         ensure!(began.elapsed() < INNER_GUEST_TIMEOUT, "the inner guest did not come to its end");
         guest.sh("[ -e /proc/$(cat /tmp/vmm) ]", LIMIT).context("Cloud Hypervisor has ended")?;
     }
@@ -202,7 +203,8 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
         ensure!(said.contains(&format!("ok {step}")), "the inner guest failed at `{step}`");
     }
     ensure!(events >= 10, "only {events} times");
-    // The VMM ends with its guest; the server ends by SIGTERM.
+    // Waits for the end of the VMM, which ends together with its guest, and ends the server by
+    // SIGTERM.
     guest.sh(
         "for pid in $(cat /tmp/vmm); do \
             for try in $(seq 600); do [ -e /proc/$pid ] || break; sleep 0.1; done; \

@@ -67,7 +67,7 @@ struct ModelTest {
     queues: Vec<Queue>,
     interrupts: BTreeMap<usize, EventFd>,
     expected: BTreeMap<u32, ExpectedNamespace>,
-    /// Number of completed changes of each namespace.
+    /// Number of changes of each namespace so far.
     ages: BTreeMap<u32, u64>,
     in_flight: BTreeMap<(usize, u16), Command>,
     /// Changes in progress, each with the disk that it releases at its end.

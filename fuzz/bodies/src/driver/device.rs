@@ -1,5 +1,5 @@
-//! A controller that is correct until its script says otherwise. It runs on the driver's thread
-//! that writes a doorbell.
+//! Controller that is correct unless its script makes it misbehave. Its code runs on the driver's
+//! thread when the driver writes a doorbell.
 
 use ::shadowbell_driver::{Transport, TransportError};
 use parking_lot::{Mutex, MutexGuard};
@@ -15,7 +15,7 @@ pub(super) const BLOCKS: u64 = 1 << 16;
 /// Maximum number of commands that the driver may submit in a program.
 const COMMANDS: usize = 20_000;
 
-/// Rest of the script, the input bytes that choose how the controller misbehaves. After the end of
+/// Rest of the script: input bytes that determine how the controller misbehaves. After the end of
 /// the script, the controller behaves correctly.
 #[derive(Default)]
 pub(super) struct Script(VecDeque<u8>);
@@ -68,8 +68,8 @@ pub(super) struct State {
     irqs: BTreeMap<u32, EventFd>,
     /// Fetched commands that are not completed: the controller may still write their data.
     busy: Vec<(u16, Sqe)>,
-    /// Command identifiers with forged completions, after which any behaviour of the driver is
-    /// correct.
+    /// Identifiers of commands for which the controller has posted a forged completion. For these,
+    /// any behaviour of the driver is correct.
     forged: BTreeSet<(u16, u16)>,
     requests: VecDeque<u16>,
     commands: usize,
@@ -411,8 +411,9 @@ impl Transport for Device {
         let mut state = self.state();
         Ok(match offset {
             _ if state.removed => u32::MAX,
-            // A disabled controller always reports CSTS correctly. CSTS.RDY 0 means that it has
-            // released all memory, and a driver cannot detect a false report.
+            // While the controller is disabled, CSTS is always correct: CSTS.RDY 0 tells the driver
+            // that the controller has released all memory, and the driver cannot detect a false
+            // value.
             regs::CSTS if !state.cc.en() && !state.csts.rdy() => {
                 let csts = state.csts;
                 state.reset();

@@ -1,6 +1,7 @@
-//! NVMe character devices (`/dev/ng0n1`) as disks of a server inside the guest. The server passes
-//! its clients' commands by io_uring to the kernel's driver. The kernel's driver sends them to a
-//! controller outside of the guest: Shadowbell's or QEMU's.
+//! NVMe character devices (`/dev/ng0n1`) as disks of a server that runs inside the guest.
+//!
+//! The server passes the commands of its clients by io_uring to the kernel's NVMe driver, which
+//! sends them to a controller outside of the guest: Shadowbell's or QEMU's.
 
 mod tests;
 
@@ -26,7 +27,7 @@ const FAULTS: &str = "seed=7,status=0x281:queue=1:rate=1/40,status=0x281:queue=2
 /// The kernel's ublk driver.
 const UBLK: &str = "ublk_drv";
 const LOAD: &str = "--iodepth 64 --numjobs 2 --size 32m --max-bs 512k";
-/// Number of kills, and of upgrades, of the server process.
+/// Number of kills of the server process, and number of upgrades.
 const EVENTS: usize = 3;
 
 /// Controllers, in the order of their PCI addresses.
@@ -99,8 +100,8 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         servers.push(Server::start(run, &serve)?);
         devices.push(Device::VfioUser { socket: name.into() });
     }
-    // With multipath, two paths to a namespace share one character device, but each controller
-    // needs its own. Therefore multipath is off.
+    // Multipath is off, because with it, two paths to a namespace have one character device. The
+    // test needs one for each controller.
     let mut guest = boot(setup, run, kernel, devices, |config| {
         config.iommu = false;
         config.firmware =
@@ -290,7 +291,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
                       done; }; \
                   worker() { children | tail -n 1; }";
     for _ in 0..EVENTS {
-        // Each server process serves the load for this time.
+        // Time for which each server process serves the load.
         std::thread::sleep(Duration::from_secs(4));
         let event = if is_kill {
             "before=$(worker); kill -KILL $before && for i in $(seq 600); do \
@@ -312,7 +313,8 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
     Ok(())
 }
 
-/// Measures one load on the character device and on the block device of a namespace, in turns.
+/// Measures the same load on the character device and on the block device of a namespace,
+/// alternately.
 fn next_to_the_block_device(guest: &mut Guest, kernel: Kernel, rounds: usize) -> Result<Table> {
     let device = Which::Ours.device(guest)?;
     let disks = [device.clone(), device.replace("/ng", "/nvme")];

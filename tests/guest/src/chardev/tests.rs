@@ -122,14 +122,14 @@ fn booted(
 ) -> Result<Guest> {
     boot(setup, run, kernel, devices, |config| {
         config.iommu = false;
-        // With multipath, two paths to a namespace share one character device, but each controller
-        // needs its own. Therefore multipath is off.
+        // Multipath is off, because with it, two paths to a namespace have one character device.
+        // The test needs one for each controller.
         config.firmware = Firmware::Direct { append: format!("nvme_core.multipath=0 {words}") };
     })
 }
 
-/// Executes a test on the character device of this controller. When the test requests it, stops and
-/// resumes the storage behind the controller.
+/// Executes a test on the character device of this controller. The test asks for the storage behind
+/// the controller to be stopped and resumed, which this function does.
 fn run_test(
     guest: &mut Guest,
     tests: &[PathBuf],
