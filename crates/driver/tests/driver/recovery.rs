@@ -96,7 +96,7 @@ fn namespaces_are_read_again_when_they_change() {
     assert!(!controller.check().unwrap());
     // The program still receives the event.
     assert_eq!(controller.admin().take_events(), [AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED]);
-    // Another type of event does not cause an Identify.
+    // An event of another type does not make the driver execute Identify again.
     fake.event(AsyncEvent::TEMPERATURE_THRESHOLD.dw0());
     assert!(!controller.check().unwrap());
     assert_eq!(controller.recovery_stats().namespaces_read, 1);
@@ -203,8 +203,9 @@ fn a_duplicate_completion_does_not_end_the_repetition() {
     assert_eq!((queue.stats().repeated, queue.outstanding()), (1, 0));
 }
 
-/// The controller aborts its late commands while their queue is deleted. The driver finds their
-/// completions in the completion queue after the deletion of the submission queue.
+/// When the driver deletes the queue of late commands, the controller aborts these commands. Their
+/// completions are in the completion queue after the deletion of the submission queue, and the
+/// driver finds them there.
 #[test]
 fn commands_aborted_with_their_queue_are_resubmitted() {
     let fake = Fake::new();
@@ -262,12 +263,12 @@ fn futures_survive_a_recreated_queue() {
             });
         }
         wait_for(|| fake.state().held.len() == 4);
-        // The commands are lost when their queue is deleted.
+        // The deletion of the queue loses the commands, which get no completion.
         fake.with(|state| state.hold = false);
     });
     let stats = controller.recovery_stats();
     assert_eq!((stats.queues_recreated, stats.repeated, stats.resets), (1, 4, 0), "{stats:?}");
-    // The removal of the device fails all futures.
+    // After the removal of the device, all futures end with an error.
     fake.with(|state| {
         state.hold = true;
         state.removed = true;

@@ -190,7 +190,7 @@ impl Server {
     }
 
     fn connect(&self) -> Result<VfioUser, TransportError> {
-        // The path is the directory, in which the client opens `cntrl`.
+        // The path is that of the directory. The client connects to the socket `cntrl` in it.
         VfioUser::connect(self.directory.path(), LIMIT)
     }
 
@@ -254,8 +254,8 @@ fn data_doorbells_and_interrupts_work_over_the_socket() {
             Controller::attach(Arc::clone(&transport) as Arc<dyn Transport>, &options).unwrap();
         {
             let board = server.board.lock().unwrap();
-            // SPDK's target raises INTx if it is not disabled and MSI-X is not enabled, and fails
-            // the controller if INTx has no handler.
+            // SPDK's target raises INTx if MSI-X is not enabled and INTx is not disabled. If INTx
+            // then has no handler, the target fails the controller.
             assert_eq!(board.config[4..6], [6, 4], "memory space, bus master, no interrupt pin");
             assert_eq!(board.config[0x53], 0x80, "MSI-X enabled, and not masked");
         }
@@ -390,7 +390,7 @@ impl Drop for HugePages {
     }
 }
 
-/// The server has the descriptor of the shared memory, which is not sealed against holes. After the
+/// The server has the descriptor of the shared memory, and no seal prevents holes in it. After the
 /// server has punched a hole, an access there may find no free huge page.
 #[test]
 fn punched_huge_pages_disconnect_the_server() {
@@ -412,7 +412,7 @@ fn punched_huge_pages_disconnect_the_server() {
     };
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     fallocate(huge, hole, 0, LEN as u64).unwrap();
-    // Without the reservation, no other huge page is available.
+    // The drop returns the reserved huge pages to the system, so none is available for the hole.
     drop(pages);
     buffer.fill(2);
     assert_eq!(buffer.to_vec(LEN), vec![2; LEN]);

@@ -14,7 +14,7 @@ pub(crate) const BLOCK: usize = 512;
 struct Bytes {
     cached: Vec<u8>,
     stable: Vec<u8>,
-    /// Blocks whose last write is only in the cache.
+    /// Blocks whose last write is only in the cache, so that a power cut would lose it.
     dirty: HashSet<usize>,
 }
 
@@ -32,7 +32,7 @@ impl CachedDisk {
         Self { blocks, bytes: Arc::new(Mutex::new(bytes)) }
     }
 
-    /// Contents of a block after a power cut at this moment.
+    /// Contents that the block would have after a power cut at this moment.
     pub(crate) fn stable(&self, block: u64) -> [u8; BLOCK] {
         let bytes = self.bytes.lock();
         bytes.stable[block as usize * BLOCK..][..BLOCK].try_into().unwrap()

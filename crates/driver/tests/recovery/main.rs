@@ -26,8 +26,8 @@ fn emulated(disk: Arc<dyn Disk>) -> Emulated {
     Emulated::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Options with time limits that the injected faults exceed. The limits are long enough for a
-/// controller that gets no processor for a while on a busy machine.
+/// Options with time limits that only injected faults exceed: they are long enough for a controller
+/// that gets no processor for a while on a busy machine.
 fn options() -> AttachOptions {
     AttachOptions {
         // Only injected faults exceed these limits.

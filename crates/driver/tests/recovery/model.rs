@@ -27,7 +27,8 @@ fn fill(block: u64, version: u64) -> [u8; BLOCK] {
     bytes
 }
 
-/// The version in `bytes`, if they are an intact version of `block`.
+/// Returns the version of `block` that `bytes` contains. Fails if the bytes are not one intact
+/// version.
 fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let version = if bytes.iter().all(|b| *b == 0) { 0 } else { word(8) };
@@ -42,7 +43,8 @@ fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Read,
-    /// Write of the model's versions. If the outcome is unknown, the program repeats it.
+    /// Write of the versions that the model has chosen. If the outcome is unknown, the program
+    /// submits it again.
     Write,
     Zero,
     Discard,
@@ -64,7 +66,7 @@ pub(crate) struct Program {
     /// The controller's disk.
     disk: CachedDisk,
     first: u64,
-    /// Version of the last write to each block, completed or not.
+    /// Version of the last write to each block, whether it has completed or not.
     versions: Vec<u64>,
     /// Version of the next write; never 0, which means zeroes.
     next_version: u64,
@@ -123,7 +125,8 @@ impl Program {
         start..start + blocks as usize
     }
 
-    /// Chooses an operation that conflicts with none in flight, and records its effect.
+    /// Chooses an operation that uses no block of an operation in flight, and records its effect in
+    /// the model.
     fn choose(&mut self) -> Option<Op> {
         let random = self.draw();
         let blocks = [1, 8, 8, 8, MAX_BLOCKS][(random >> 8) as usize % 5];
@@ -169,7 +172,8 @@ impl Program {
                     assert!(buffer.copy_from(i * BLOCK, &data));
                 }
                 let command = self.namespace.write(lba, blocks).unwrap();
-                // The driver must not repeat some of the writes. The program repeats those itself.
+                // Some writes are marked so that the driver does not repeat them. The program
+                // itself repeats these.
                 if self.draw().is_multiple_of(8) { command.once() } else { command }
             }
             Kind::Zero => self.namespace.write_zeroes(lba, blocks, true).unwrap(),
@@ -236,7 +240,7 @@ impl Program {
         if let Kind::Flush(submitted) = op.kind {
             for block in 0..self.changed.len() {
                 let (when, version) = self.changed[block];
-                // The flush covers the changes that had completed before its submission.
+                // The flush makes those changes durable that had completed before its submission.
                 if when <= submitted && self.durable[block] < version {
                     self.durable[block] = version;
                     self.check_stable(block);

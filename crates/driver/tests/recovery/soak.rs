@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// All recoverable faults, each many times. Faults during a reset are rare, so that one of the
-/// attempts succeeds.
+/// All recoverable faults, each of which is injected many times. Faults during a reset are rare, so
+/// that one of the driver's few attempts succeeds.
 const FAULTS: &str = "seed=2604,\
     fatal:every=20000,subsystem-reset:every=51000,wrong-phase:every=3000,\
     drop-before:rate=1/150,drop-after:rate=1/150,hang:rate=1/150,wrong-cid:rate=1/300,\
@@ -27,7 +27,8 @@ const BLOCKS: u64 = 8192;
 /// Number of commands in flight of each program.
 const DEPTH: u32 = 128;
 
-/// Minimum number of recreated queues, and of controller resets.
+/// Minimum number of queues that the driver must create again, and minimum number of its controller
+/// resets.
 const TAKEN: u64 = 12;
 
 /// Runs until `faults` faults were injected.
