@@ -590,6 +590,7 @@ mod tests {
         for holds_requests in [false, true] {
             let cancelled = Rc::default();
             let queue = Mute { holds_requests, cancelled: Rc::clone(&cancelled) };
+            // The start of the request is moved into the past below.
             let (info, timeout) = (DiskInfo::new(512, 8), Duration::from_secs(1));
             let engine = Engine::new(Box::new(queue), &info, timeout, Arc::default());
             let request = Request { op: Op::Discard, offset: 0, len: 512 };

@@ -544,7 +544,8 @@ impl Check<'_> {
         let mut writers: HashMap<String, (String, bool)> = HashMap::new();
         for served in controllers.iter().filter(|served| !served.controller.read_only) {
             let disks = &served.controller.disks;
-            for (nsid, disk) in nsids(disks).zip(disks) {
+            let writable = nsids(disks).zip(disks);
+            for (nsid, disk) in writable.filter(|(_, disk)| !disk_spec::is_read_only(&disk.disk)) {
                 let id = disk.id.clone().unwrap_or_else(|| format!("{}/{nsid}", served.id()));
                 let writer = format!("namespace {nsid} of {}", served.id());
                 writers.entry(id).or_insert((writer, disk.share));
@@ -553,11 +554,7 @@ impl Check<'_> {
         for table in &tables {
             let ExportConfig { id, disk, read_only, share, .. } = table.get_ref();
             let spec = self.disks.iter().find(|known| known.id == *disk).map(|known| &known.spec);
-            let is_read_only = spec.is_some_and(|spec| {
-                let (_, value) = disk_spec::take_option(spec, "read-only");
-                value.is_some_and(|value| ["on", "true"].contains(&&value[..]))
-            });
-            if !*read_only && !is_read_only {
+            if !*read_only && !spec.is_some_and(|spec| disk_spec::is_read_only(spec)) {
                 let own = (format!("the export {id}"), *share);
                 match writers.get(disk).filter(|(_, shared)| !(*shared && *share)) {
                     Some((writer, _)) => {

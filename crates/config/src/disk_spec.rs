@@ -67,6 +67,13 @@ pub fn with_option(spec: &str, name: &str, value: &str) -> String {
     format!("{disk}?{}", all.join("&"))
 }
 
+/// True if the specification has `read-only=on`, or another word for it.
+#[must_use]
+pub fn is_read_only(spec: &str) -> bool {
+    let (_, value) = take_option(spec, "read-only");
+    value.is_some_and(|value| ["on", "true", "yes"].contains(&&value[..]))
+}
+
 /// Returns `spec` without the option `name`, and the value of that option.
 #[must_use]
 pub fn take_option(spec: &str, name: &str) -> (String, Option<String>) {

@@ -92,11 +92,13 @@ impl Store {
         if let Some(uuid) = self.find(&name)? {
             return Ok(uuid);
         }
-        let uuid = random_uuid();
-        (&self.file).write_all(format!("{} {name}\n", uuid_text(&uuid)).as_bytes())?;
+        // The line break comes first, because the last line may be incomplete: a write may have
+        // failed for lack of space.
+        let line = format!("\n{} {name}\n", uuid_text(&random_uuid()));
+        (&self.file).write_all(line.as_bytes())?;
         self.file.sync_data()?;
         // Another server may have written a line for the disk before.
-        Ok(self.find(&name)?.unwrap_or(uuid))
+        self.find(&name)?.ok_or_else(|| io::Error::other("a line that was written is missing"))
     }
 
     fn find(&self, name: &str) -> io::Result<Option<[u8; 16]>> {
@@ -142,6 +144,10 @@ mod tests {
         assert_eq!(store.uuid_of("/srv/a.img\n").unwrap(), other);
         let elsewhere = Store::open(directory.path()).unwrap();
         assert_ne!(elsewhere.uuid_of("/srv/a.img").unwrap(), first);
+        // An incomplete line costs no other disk its UUID.
+        (&store.file).write_all(b"0123 \"/srv/b").unwrap();
+        let third = store.uuid_of("/srv/c.img").unwrap();
+        assert_eq!(Store::open(&state).unwrap().uuid_of("/srv/c.img").unwrap(), third);
         // Of two lines for a disk, the first one counts.
         let line = format!("{} \"/srv/a.img\"\n", uuid_text(&other));
         (&store.file).write_all(line.as_bytes()).unwrap();

@@ -131,7 +131,8 @@ impl DmaTable {
     }
 
     /// True if writes are logged.
-    pub(crate) fn is_logged(&self) -> bool {
+    #[must_use]
+    pub fn is_logged(&self) -> bool {
         self.log.is_some()
     }
 

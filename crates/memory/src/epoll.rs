@@ -57,9 +57,10 @@ mod tests {
         let mut room = [const { MaybeUninit::uninit() }; 2];
         assert!(epoll_wait(&epoll, &mut room, Some(Duration::ZERO)).unwrap().is_empty());
         let began = Instant::now();
-        // The timeout is rounded up to milliseconds, so the wait must not end early.
-        let wait = Duration::from_micros(1500); // The test waits until this time has passed.
+        // The test waits until this time has passed.
+        let wait = Duration::from_micros(1500);
         assert!(epoll_wait(&epoll, &mut room, Some(wait)).unwrap().is_empty());
+        // The timeout is rounded up to milliseconds, so the wait must not end early.
         assert!(began.elapsed() >= wait);
         events[1].signal();
         let found = epoll_wait(&epoll, &mut room, None).unwrap();

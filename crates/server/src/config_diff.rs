@@ -124,6 +124,11 @@ impl Plan {
 
     /// Records what clients lose by the changes of namespaces.
     pub(super) fn add_losses(&mut self, changes: &Changes) {
+        let replaced = self.replace.iter().map(SocketConfig::id);
+        let ended = self.remove.iter().cloned().chain(replaced);
+        let ended = ended.filter_map(|id| changes.registry().find(&id));
+        let lost: Vec<_> = ended.flat_map(|served| changes.export_losses(&served)).collect();
+        self.lost.extend(lost);
         let disks = changes.disks();
         for (id, steps) in self.change.clone() {
             for step in steps {
@@ -242,8 +247,8 @@ struct Parts {
 impl Parts {
     fn of(spec: &str) -> Option<Self> {
         let (rest, limits) = DiskLimits::split(spec).ok()?;
-        let (bare, read_only) = disk_spec::take_option(&rest, "read-only");
-        let read_only = read_only.is_some_and(|value| ["on", "true"].contains(&&value[..]));
+        let read_only = disk_spec::is_read_only(&rest);
+        let (bare, _) = disk_spec::take_option(&rest, "read-only");
         Some(Self { bare: disk_spec::with_absolute_paths(&bare), limits, read_only })
     }
 }

@@ -144,11 +144,15 @@ impl DiskPlan {
     }
 
     /// Starts the new exports that need no other step of the plan, so that an address in use or
-    /// another writer is found before anything is changed. If one fails, the others are removed.
+    /// another writer is found before anything is changed. `started` gets their ids.
     ///
     /// # Errors
     /// An export cannot be started.
-    pub(super) fn start_early(&self, changes: &Changes) -> anyhow::Result<()> {
+    pub(super) fn start_early(
+        &self,
+        changes: &Changes,
+        started: &mut Vec<String>,
+    ) -> anyhow::Result<()> {
         let stopped = |export: &ExportConfig| {
             let all = changes.exports().wanted();
             let mut stopped = all.iter().filter(|now| self.stop.contains(&now.id));
@@ -166,13 +170,10 @@ impl DiskPlan {
             let is_free = disk.is_ok_and(|disk| disk.namespaces.is_empty() || export.read_only);
             is_free && !changed && !stopped(export)
         };
-        let mut started: Vec<&String> = Vec::new();
         for export in self.start.iter().filter(is_ready) {
-            if let Err(error) = changes.put_export(export.clone(), None) {
-                started.iter().for_each(|id| drop(changes.drop_export(id)));
-                return Err(error);
+            if changes.put_export(export.clone(), None)? {
+                started.push(export.id.clone());
             }
-            started.push(&export.id);
         }
         Ok(())
     }

@@ -231,22 +231,24 @@ impl Changes {
         if let Some((served, nsid)) = disk.namespaces.first() {
             return self.change_namespace(served, *nsid, change, &guard);
         }
-        if *change == NamespaceChange::ReadOnly(false) {
-            self.check_made_writable(&disk)?;
-        }
         let id = disk.id.clone();
         let open = |spec: &str| self.open(spec).map_err(DiskSpecError::into_error);
         let before = self.unattached().lock().get(&id).cloned().ok_or_else(|| missing(&id))?;
-        let (spec, disk, effect) =
+        let (spec, new, effect) =
             match apply_change(&before.spec, &before.disk, change, &guard, open)? {
                 ChangeResult::Same => return Ok(false),
                 ChangeResult::InPlace(spec) => (spec, before.disk, None),
-                ChangeResult::Disk(spec, disk, effect) => (spec, disk, Some(effect)),
+                ChangeResult::Disk(spec, new, effect) => {
+                    if before.disk.info().read_only && !new.info().read_only {
+                        self.check_made_writable(&disk)?;
+                    }
+                    (spec, new, Some(effect))
+                }
             };
         info!("disk {id}: {spec}");
-        self.add_unattached(&id, OpenDisk { spec, disk: Arc::clone(&disk) });
+        self.add_unattached(&id, OpenDisk { spec, disk: Arc::clone(&new) });
         if let Some(effect) = effect {
-            self.update_exports(&id, &disk, &effect);
+            self.update_exports(&id, &new, &effect);
         }
         Ok(true)
     }
@@ -292,6 +294,14 @@ impl Changes {
                 )));
             }
             self.check_exports(&found.id, wanted.share)?;
+            // The configuration names the disk with its source; a request gives the id only.
+            if wanted.id.is_some() && wanted.disk != *id && !found.is_same(&wanted.disk) {
+                return Err(exit::conflict(anyhow!(
+                    "the disk {id} is open with another source: {}; replace it first: `shadowbell \
+                     ctl disk replace {id} SOURCE`",
+                    found.open.spec
+                )));
+            }
             wanted.id = Some(found.id.clone());
             wanted.disk.clone_from(&found.open.spec);
         }

@@ -154,6 +154,23 @@ impl Changes {
                 "there is no export `{id}`; `shadowbell ctl export ls` lists them"
             )));
         }
+        self.check_unused(id)?;
+        self.record_exports(all);
+        let export = self.exports().running.lock().remove(id);
+        let failures = export.map(|export| export.device.stop());
+        self.drop_fuse_device(id);
+        match failures {
+            Some(failures) => info!("export {id}: removed; failed requests: {failures}"),
+            None => info!("export {id}: removed; it was not served"),
+        }
+        Ok(())
+    }
+
+    /// Refuses the removal of an export whose FUSE file is in use.
+    ///
+    /// # Errors
+    /// The file is mounted, or programs use it.
+    pub(super) fn check_unused(&self, id: &str) -> anyhow::Result<()> {
         // A FUSE file in use is not removed, because the end of its session would abort requests of
         // programs.
         if let Some(path) = self.exports().file_in_use(id) {
@@ -162,14 +179,6 @@ impl Changes {
                 "{file}, the file of the export {id}, is mounted or in use: `umount {file}`, end the \
                  programs that use it, and remove the export again"
             )));
-        }
-        self.record_exports(all);
-        let export = self.exports().running.lock().remove(id);
-        let failures = export.map(|export| export.device.stop());
-        self.drop_fuse_device(id);
-        match failures {
-            Some(failures) => info!("export {id}: removed; failed requests: {failures}"),
-            None => info!("export {id}: removed; it was not served"),
         }
         Ok(())
     }

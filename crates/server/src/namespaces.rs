@@ -285,9 +285,6 @@ impl Changes {
             let why = anyhow!("{} is configured as read-only", served.name);
             return Err(exit::conflict(why));
         }
-        if *change == NamespaceChange::ReadOnly(false) {
-            self.check_made_writable(&self.disk(&id_of(&served.id, nsid, &found.disk))?)?;
-        }
         let open = |spec: &str| self.open_spec_for(served, spec);
         let (spec, disk, effect) =
             match apply_change(&found.disk.disk, &found.namespace.disk, change, guard, open)? {
@@ -298,6 +295,9 @@ impl Changes {
                 }
                 ChangeResult::Disk(spec, disk, effect) => (spec, disk, effect),
             };
+        if found.namespace.disk.info().read_only && !disk.info().read_only {
+            self.check_made_writable(&self.disk(&id_of(&served.id, nsid, &found.disk))?)?;
+        }
         let own = DiskConfig { disk: spec, ..found.disk.clone() };
         let mut after = requested.clone();
         if let Some(disk) = after.controller.disks.get_mut(found.at) {
@@ -524,6 +524,14 @@ pub(super) fn apply_change(
                 return Ok(ChangeResult::Same);
             }
             check_group(new)?;
+            if let Some(stopped) = old.stopped() {
+                return Err(exit::conflict(anyhow!(
+                    "{} is stopped and holds {} requests, which the new source would not get: resume \
+                     it first (`shadowbell ctl disk resume`), or reset its guests",
+                    old.name(),
+                    stopped.held
+                )));
+            }
             let old = old.name();
             let effect = Effect::Content(format!("the content of {name} instead of {old}"));
             // The guard is checked before the disk is opened, because the open may take long.
@@ -542,11 +550,9 @@ fn with_kept_options(old: &str, new: &str) -> String {
     let (_, before) = DiskLimits::split(old).unwrap_or_default();
     let limits = LimitSpec::of(&named).changed(&before).unwrap_or(named);
     let is_named = disk_spec::take_option(&bare, READ_ONLY).1.is_some();
-    match disk_spec::take_option(old, READ_ONLY).1 {
-        Some(on) if !is_named && on == "on" => {
-            limits.joined(&disk_spec::with_option(&bare, READ_ONLY, &on))
-        }
-        _ => limits.joined(&bare),
+    match disk_spec::is_read_only(old) && !is_named {
+        true => limits.joined(&disk_spec::with_option(&bare, READ_ONLY, "on")),
+        false => limits.joined(&bare),
     }
 }
 

@@ -151,8 +151,23 @@ impl Changes {
         let _guard = self.change_lock.lock();
         let served = self.find(id)?;
         let loss = Loss::of_controller(&served, "would lose the controller".to_owned());
-        guard::check(loss.as_slice(), forced)?;
+        let losses: Vec<_> = loss.into_iter().chain(self.export_losses(&served)).collect();
+        guard::check(&losses, forced)?;
         self.take_away(served)
+    }
+
+    /// Ids of the exports that end with a controller: those of its disks without a configured id.
+    fn exports_with(&self, served: &ServedController) -> Vec<String> {
+        let requested = served.requested();
+        let disks = nsids(&requested.controller.disks).zip(&requested.controller.disks);
+        let own = disks.filter(|(_, disk)| disk.id.is_none());
+        own.flat_map(|(nsid, disk)| self.exports.of(&id_of(&served.id, nsid, disk))).collect()
+    }
+
+    /// Losses of the clients of exports that end with a controller.
+    pub(super) fn export_losses(&self, served: &ServedController) -> Vec<Loss> {
+        let exports = self.exports_with(served);
+        exports.iter().filter_map(|export| self.exports.loss(export)).collect()
     }
 
     /// Takes the lock of changes, for a change that consists of several.
@@ -275,15 +290,12 @@ impl Changes {
     pub(super) fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
         // A disk without a configured id is closed with its controller, so its exports are removed.
-        for (nsid, disk) in
-            nsids(&served.requested().controller.disks).zip(&served.requested().controller.disks)
-        {
-            let id = id_of(&served.id, nsid, disk);
-            let exports = if disk.id.is_none() { self.exports.of(&id) } else { Vec::new() };
-            for export in exports {
-                warn!("export {export}: removed with its disk {id}");
-                self.drop_export(&export)?;
-            }
+        // A FUSE file in use is an error before the first one is removed.
+        let exports = self.exports_with(&served);
+        exports.iter().try_for_each(|export| self.check_unused(export))?;
+        for export in exports {
+            warn!("export {export}: removed with its disk of {}", served.name);
+            self.drop_export(&export)?;
         }
         let index = served.index;
         let requested = served.requested();

@@ -3,6 +3,7 @@
 use super::args::Args;
 use super::config_diff::{Plan, Step};
 use super::disk_plan::DiskPlan;
+use super::disks::ListedDisk;
 use super::guard::{self, DiskGuard};
 use super::reconfigure::{Changes, Prepared};
 use super::registry::ServedController;
@@ -39,13 +40,19 @@ pub(super) fn apply(
         return Ok(plan);
     }
     guard::check(&plan.lost, forced)?;
-    let early = disks.check(changes).and_then(|()| add_early(changes, &named, &plan));
-    let early = early.and_then(|()| disks.start_early(changes));
-    let prepared = early.and_then(|()| PreparedPlan::of(changes, &plan));
-    let prepared = prepared.map_err(|error| error.context("nothing was changed"))?;
     let before = changes.exports().wanted();
+    let mut early = Early::default();
+    let begun = disks.check(changes).and_then(|()| early.add_disks(changes, &named, &plan));
+    let begun = begun.and_then(|()| disks.start_early(changes, &mut early.exports));
+    let prepared = match begun.and_then(|()| PreparedPlan::of(changes, &plan)) {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            early.undo(changes);
+            return Err(error.context("nothing was changed"));
+        }
+    };
     let mut failed = disks.stop_exports(changes);
-    failed.extend(prepared.execute(changes, &plan, forced));
+    failed.extend(prepared.execute(changes, &plan, &named, forced));
     failed.extend(disks.change_disks(changes, &named));
     failed.extend(disks.start_exports(changes, &exports, &before));
     for group in config.groups {
@@ -59,16 +66,47 @@ pub(super) fn apply(
     Err(anyhow!("only a part was applied: {}", failed.join("; ")))
 }
 
-/// Opens the new disks with ids that no controller of the configuration uses. Leaves out disks
-/// whose file is still in use by an open disk.
-fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Result<()> {
-    let exclusive_resources = |spec: &str| DiskConfig::of(spec).exclusive_resources();
-    let all = changes.disks();
-    let in_use: HashSet<_> = all.iter().map(|disk| exclusive_resources(&disk.open.spec)).collect();
-    let is_new = |disk: &&NamedDisk| all.iter().all(|other| other.id != disk.id);
-    let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
-    let mut early = early.filter(|disk| !in_use.contains(&exclusive_resources(&disk.spec)));
-    early.try_for_each(|disk| changes.put_disk(disk).map(drop))
+/// Disks and exports that were added before the first step of a plan.
+#[derive(Default)]
+struct Early {
+    disks: Vec<String>,
+    exports: Vec<String>,
+}
+
+impl Early {
+    /// Opens the new disks with ids that no controller of the configuration uses. Leaves out disks
+    /// whose file is still in use by an open disk.
+    ///
+    /// # Errors
+    /// A disk cannot be opened.
+    fn add_disks(
+        &mut self,
+        changes: &Changes,
+        named: &[NamedDisk],
+        plan: &Plan,
+    ) -> anyhow::Result<()> {
+        let exclusive_resources = |spec: &str| DiskConfig::of(spec).exclusive_resources();
+        let all = changes.disks();
+        let in_use: HashSet<_> =
+            all.iter().map(|disk| exclusive_resources(&disk.open.spec)).collect();
+        let is_new = |disk: &&NamedDisk| all.iter().all(|other| other.id != disk.id);
+        let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
+        for disk in early.filter(|disk| !in_use.contains(&exclusive_resources(&disk.spec))) {
+            changes.put_disk(disk)?;
+            self.disks.push(disk.id.clone());
+        }
+        Ok(())
+    }
+
+    /// Removes the exports and disks again, because the plan cannot be executed.
+    fn undo(&self, changes: &Changes) {
+        let exports = self.exports.iter().map(|id| changes.drop_export(id));
+        for undone in exports.chain(self.disks.iter().map(|id| changes.drop_disk(id))) {
+            if let Err(error) = undone {
+                warn!("{}", exit::line(&error));
+            }
+        }
+    }
 }
 
 /// A namespace to add: its controller, its NSID, and its disk.
@@ -106,12 +144,20 @@ impl<'a> PreparedPlan<'a> {
                 }
             }
         }
+        // A named disk whose source changes is opened again after the removals.
+        let open = changes.disks();
+        let is_other = |disk: &DiskConfig| {
+            let named = open.iter().find(|open| Some(&open.id) == disk.id.as_ref());
+            named.is_some_and(|open| !open.is_same(&disk.disk))
+        };
         let (late_controllers, early): (Vec<_>, Vec<_>) = plan.add.iter().partition(|requested| {
             requested.exclusive_resources().iter().any(|what| in_use.contains(what))
+                || requested.controller.disks.iter().any(is_other)
         });
-        let (late_namespaces, namespaces): (Vec<_>, Vec<_>) = to_add
-            .into_iter()
-            .partition(|(_, _, disk)| in_use.contains(&disk.exclusive_resources()));
+        let (late_namespaces, namespaces): (Vec<_>, Vec<_>) =
+            to_add.into_iter().partition(|(_, _, disk)| {
+                in_use.contains(&disk.exclusive_resources()) || is_other(disk)
+            });
         let controllers = early.into_iter().map(|requested| changes.prepare(requested.clone()));
         let controllers = controllers.collect::<Result<_, _>>()?;
         let namespaces = namespaces.into_iter().map(|to_add| {
@@ -123,8 +169,14 @@ impl<'a> PreparedPlan<'a> {
         Ok(Self { to_remove, controllers, namespaces, late_controllers, late_namespaces })
     }
 
-    /// Carries out the plan and returns the errors.
-    fn execute(self, changes: &Changes, plan: &Plan, forced: bool) -> Vec<anyhow::Error> {
+    /// Carries out the plan and returns the errors. `named`: the disks of the configuration.
+    fn execute(
+        self,
+        changes: &Changes,
+        plan: &Plan,
+        named: &[NamedDisk],
+        forced: bool,
+    ) -> Vec<anyhow::Error> {
         let mut failed = Vec::new();
         let mut before = Vec::new();
         for ((served, nsid, wanted), disk) in self.namespaces {
@@ -152,6 +204,15 @@ impl<'a> PreparedPlan<'a> {
         for served in self.to_remove {
             before.push(served.requested());
             failed.extend(changes.take_away(served).err());
+        }
+        // Named disks that a controller has released, and that have another source now.
+        for disk in named.iter().filter(|disk| plan.names(&disk.id)) {
+            let is_other =
+                |open: &ListedDisk| open.namespaces.is_empty() && !open.is_same(&disk.spec);
+            if changes.disk(&disk.id).is_ok_and(|open| is_other(&open)) {
+                let closed = changes.drop_disk(&disk.id);
+                failed.extend(closed.and_then(|()| changes.put_disk(disk).map(drop)).err());
+            }
         }
         for prepared in self.controllers {
             failed.extend(changes.commit(prepared).err());

@@ -338,6 +338,7 @@ mod tests {
     fn requests_that_wait_for_a_limit_or_take_long_do_not_make_a_disk_stalled() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
+        // The limit is compared with the simulated times of `at`.
         let mut scanner = Scanner { limit: Duration::from_secs(5), ..Scanner::default() };
         let requests = |since_short| Requests { count: 4, since: start, since_short };
         let short = requests(Some(start));

@@ -414,6 +414,7 @@ impl Supervisor {
     /// Records that the server process serves, and reports readiness to the service manager.
     fn serves(&mut self, status: &str) {
         self.restart = None;
+        self.deaths.serves();
         let died = self.died.take();
         if let Some(worker) = &mut self.worker {
             worker.serves_since = Some(Instant::now());

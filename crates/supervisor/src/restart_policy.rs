@@ -87,6 +87,15 @@ impl RestartPolicy {
     }
 }
 
+impl RestartPolicy {
+    /// Records that a process serves: the deaths before it were no deaths in a row without service.
+    pub(super) fn serves(&mut self) {
+        if self.failed <= MAX_RECOVERIES {
+            self.failed = 0;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -285,6 +285,21 @@ fn unset_settings_contradict_nothing() {
 }
 
 #[test]
+fn users_of_a_read_only_disk_are_no_writers() {
+    for word in ["on", "true", "yes"] {
+        let text = format!(
+            "[[disk]]\nid = \"d\"\nsource = \"/b.img\"\noptions = {{ read-only = \"{word}\" }}\n\
+             [[controller]]\nid = \"a\"\nsocket = \"/run/a\"\n\
+             disks = [\"/a.img?read-only={word}\"]\n\
+             [[export]]\nid = \"e\"\ndisk = \"a/1\"\nnbd = \"unix:/e\"\n\
+             [[export]]\nid = \"f\"\ndisk = \"d\"\nnbd = \"unix:/f\"\n\
+             [[export]]\nid = \"g\"\ndisk = \"d\"\nnbd = \"unix:/g\"\n"
+        );
+        assert_eq!(parse(&text, "vms.toml").map(|config| config.exports.len()), Ok(3));
+    }
+}
+
+#[test]
 fn controllers_of_a_subsystem_get_cntlids_in_order() {
     let text = r#"
         [[subsystem]]

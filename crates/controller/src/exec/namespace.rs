@@ -395,7 +395,7 @@ pub(super) fn status_of(error: DiskError, reading: bool) -> Status {
         DiskError::TooManyOpenZones => Status::TOO_MANY_OPEN_ZONES.with_dnr(),
         DiskError::ZoneTransition => Status::INVALID_ZONE_STATE_TRANSITION.with_dnr(),
         DiskError::InvalidZone => Status::INVALID_FIELD.with_dnr(),
-        DiskError::BadBuffer => Status::INTERNAL,
+        DiskError::BadBuffer => Status::DATA_XFER_ERROR,
         DiskError::Unsupported => Status::INVALID_OPCODE.with_dnr(),
         DiskError::Cancelled => Status::ABORT_REQUESTED,
         DiskError::Device(bits) => Status::from_bits(bits),

@@ -53,7 +53,6 @@ impl HoldingQueue {
         state: Arc<StopState>,
     ) -> io::Result<Self> {
         let bell = Arc::new(Bell::new()?);
-        state.add(&bell);
         let merged = inner.timer_fd().map(|of_disk| merge([of_disk, bell.as_fd()])).transpose()?;
         Ok(Self {
             merged,
@@ -85,7 +84,10 @@ impl HoldingQueue {
     /// True if the memory of `data` stays valid at least until the next change of the DMA table.
     fn is_current(&self, data: &Segments) -> bool {
         match (self.table, data.table()) {
-            (Some(present), Some(table)) => Arc::as_ptr(table).addr() == present,
+            // A log of written pages needs the views of all requests to end.
+            (Some(present), Some(table)) => {
+                Arc::as_ptr(table).addr() == present && !table.is_logged()
+            }
             _ => true,
         }
     }
@@ -140,7 +142,7 @@ impl HoldingQueue {
         (task.data, task.error, task.is_held) = (data, error, true);
         self.tasks.wait(key);
         self.held += 1;
-        self.state.hold(error);
+        self.state.hold(error, &self.bell);
     }
 
     /// Removes a request from the held ones.
@@ -149,7 +151,12 @@ impl HoldingQueue {
         task.is_held = false;
         self.tasks.stop_waiting(key);
         self.held -= 1;
-        self.state.release(1);
+        let is_last = self.held == 0;
+        self.state.release(1, is_last.then_some(&self.bell));
+        if is_last {
+            // A resume may have signalled just before. Nothing would handle that wake-up later.
+            self.bell.take(&mut self.notices);
+        }
         self.tasks.get_mut(key)
     }
 
@@ -302,6 +309,6 @@ impl Queue for HoldingQueue {
 
 impl Drop for HoldingQueue {
     fn drop(&mut self) {
-        self.state.release(self.held);
+        self.state.release(self.held, Some(&self.bell));
     }
 }

@@ -2,8 +2,8 @@
 
 use parking_lot::Mutex;
 use shadowbell_disk::{CompletionQueue, DiskError, Stopped, notify_resize};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 
 /// Wake-up of one queue.
 pub(super) type Bell = CompletionQueue<()>;
@@ -16,8 +16,8 @@ struct State {
     /// True from a resume until the next request is held.
     is_resumed: bool,
     times: u64,
-    /// Wake-ups of all queues.
-    bells: Vec<Weak<Bell>>,
+    /// Wake-ups of the queues that hold requests. Another queue would not handle its wake-up.
+    bells: Vec<Arc<Bell>>,
 }
 
 /// Stopped state of a disk: the held requests of all queues.
@@ -29,16 +29,12 @@ pub(super) struct StopState {
 }
 
 impl StopState {
-    /// Registers the wake-up of a queue.
-    pub(super) fn add(&self, bell: &Arc<Bell>) {
+    /// Records a request that the queue with the wake-up `bell` holds. The first one stops the disk.
+    pub(super) fn hold(&self, error: DiskError, bell: &Arc<Bell>) {
         let mut state = self.state.lock();
-        state.bells.retain(|bell| bell.strong_count() != 0);
-        state.bells.push(Arc::downgrade(bell));
-    }
-
-    /// Records a request that is held. The first one stops the disk.
-    pub(super) fn hold(&self, error: DiskError) {
-        let mut state = self.state.lock();
+        if !state.bells.iter().any(|other| Arc::ptr_eq(other, bell)) {
+            state.bells.push(Arc::clone(bell));
+        }
         let is_new = state.held == 0 || state.is_resumed;
         state.held += 1;
         if is_new {
@@ -49,9 +45,13 @@ impl StopState {
         }
     }
 
-    /// Records the end of `count` held requests: each was submitted again, or cancelled.
-    pub(super) fn release(&self, count: u64) {
+    /// Records the end of `count` held requests: each was submitted again, or cancelled. `last` is
+    /// the wake-up of a queue that holds no request any more.
+    pub(super) fn release(&self, count: u64, last: Option<&Arc<Bell>>) {
         let mut state = self.state.lock();
+        if let Some(last) = last {
+            state.bells.retain(|bell| !Arc::ptr_eq(bell, last));
+        }
         state.held = state.held.saturating_sub(count);
         if state.held == 0 && count != 0 {
             (state.reason, state.is_resumed) = (None, false);
@@ -77,9 +77,7 @@ impl StopState {
         }
         state.is_resumed = true;
         self.resumes.fetch_add(1, Ordering::AcqRel);
-        let bells = std::mem::take(&mut state.bells);
-        bells.iter().filter_map(Weak::upgrade).for_each(|bell| bell.signal());
-        state.bells = bells;
+        state.bells.iter().for_each(|bell| bell.signal());
         drop(state);
         notify_resize();
         true

@@ -321,6 +321,61 @@ fn applying_a_file_changes_disks_and_exports() {
     assert_eq!(plan["differences"].as_array().unwrap().len(), 1, "{plan} {at}");
 }
 
+/// A new source of a named disk reaches the guest, and a file that cannot be applied leaves nothing
+/// behind.
+#[test]
+fn applying_a_file_opens_the_new_source_of_a_controllers_disk() {
+    let file = |disk: &str, rest: &str| {
+        format!(
+            "[[disk]]\nid = \"data\"\nsource = \"{disk}\"\n\
+             [[controller]]\nid = \"a\"\nsocket = \"vm0.sock\"\ndisks = [\"data\"]\n{rest}"
+        )
+    };
+    let server = start(&file("disk.img", ""), &["vm0.sock"]);
+    image(server.directory(), "other.img", 4 * BLOCK * BLOCKS);
+    let apply = |text: &str, options: &[&str]| {
+        std::fs::write(server.directory().join("new.toml"), text).unwrap();
+        ctl(&server, &[&["apply", "new.toml"], options].concat())
+    };
+    let socket = server.directory().join("vm0.sock");
+    let mut guest = Client::attach(&socket);
+    guest.write(1, 0, 5);
+    assert_eq!(apply(&file("other.img", ""), &[]).0, Some(4));
+    let (code, _, errors) = apply(&file("other.img", ""), &["--force"]);
+    assert_eq!((code, &errors[..]), (Some(0), ""));
+    drop(guest);
+    assert_eq!(Client::attach(&socket).read(1, 0), 0, "the guest has the old image");
+    let disks = ctl_json(&server, &["disk", "ls"]);
+    assert!(disks[0]["source"].as_str().unwrap().ends_with("other.img"), "{disks}");
+
+    // The export would start, but the new controller has no image.
+    let rest = "[[export]]\nid = \"e\"\ndisk = \"data\"\nnbd = \"unix:e.sock\"\nread-only = true\n\
+                [[disk]]\nid = \"more\"\nsource = \"disk.img\"\n\
+                [[controller]]\nsocket = \"vm1.sock\"\ndisks = [\"missing.img\"]\n";
+    let (code, _, errors) = apply(&file("other.img", rest), &[]);
+    assert!(code != Some(0) && errors.contains("nothing was changed"), "{code:?} {errors}");
+    assert!(ctl_json(&server, &["export", "ls"]).as_array().unwrap().is_empty());
+    assert_eq!(ctl_json(&server, &["disk", "ls"]).as_array().unwrap().len(), 1);
+    assert!(!server.directory().join("e.sock").exists());
+}
+
+/// A controller without a guest is not removed while programs use an export of its disk.
+#[test]
+fn the_removal_of_a_controller_asks_for_clients_of_its_disks() {
+    let file = "[[controller]]\nid = \"a\"\nsocket = \"vm0.sock\"\ndisks = [\"disk.img\"]\n\
+                [[export]]\nid = \"e\"\ndisk = \"a/1\"\nnbd = \"unix:e.sock\"\nread-only = true\n";
+    let server = start(file, &["vm0.sock", "e.sock"]);
+    let mut client = Nbd::connect(&server.directory().join("e.sock"));
+    let (code, _, errors) = ctl(&server, &["controller", "remove", "a"]);
+    assert!(code == Some(4) && errors.contains("the export e would lose"), "{code:?} {errors}");
+    assert_eq!(client.read(), 0);
+    std::fs::write(server.directory().join("none.toml"), "controller = []\n").unwrap();
+    let (code, plan, _) = ctl(&server, &["apply", "none.toml", "--dry-run"]);
+    assert!(code == Some(0) && plan.contains("the export e would lose"), "{plan}");
+    assert_eq!(ctl(&server, &["controller", "remove", "a", "--force"]).0, Some(0));
+    assert!(client.is_disconnected());
+}
+
 #[test]
 fn two_writers_of_a_disk_need_share_on_both() {
     let file = "[[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\

@@ -410,7 +410,7 @@ impl Session {
             // With checkpoints, messages are handled one at a time, each after the previous reply
             // was sent.
             let is_recorded = self.is_recorded();
-            let outcome = if is_recorded && !self.link.out.is_empty() {
+            let outcome = if is_recorded && (!self.link.out.is_empty() || self.has_uncommitted()) {
                 Ok(false)
             } else if is_recorded {
                 let mut one = 1;
@@ -425,6 +425,9 @@ impl Session {
             // An error reply is sent even if the error ends the connection.
             self.flush()?;
             let emptied = outcome?;
+            if is_recorded {
+                self.reply_to_unmaps(device, record)?;
+            }
             let most = if is_recorded { 0 } else { HIGH_WATER };
             if self.link.out.len() > most {
                 return Ok(Turn::Wait);
@@ -490,7 +493,10 @@ impl Session {
         record: Record<'_>,
     ) -> Result<(), EndReason> {
         let is_recorded = self.is_recorded();
-        if is_recorded && !self.link.is_between_requests() || !self.link.reply_to_unmaps() {
+        // The reply of a message that is not committed yet must not be sent with these.
+        let is_committed =
+            self.link.is_between_requests() && !self.has_uncommitted() && self.link.out.is_empty();
+        if is_recorded && !is_committed || !self.link.reply_to_unmaps() {
             return Ok(());
         }
         self.flush()?;
@@ -499,6 +505,14 @@ impl Session {
             record(self.describe(device, &mut fds), fds);
         }
         Ok(())
+    }
+
+    /// True if a message was executed that [`commit`](Self::commit) has not removed from the socket
+    /// yet. The next message is executed after that, so that the checkpoint has one message.
+    fn has_uncommitted(&self) -> bool {
+        let consumed = self.intake.as_ref().map(|intake| intake.consumed);
+        self.link.is_between_requests()
+            && consumed.is_some_and(|consumed| consumed != self.decoder.position())
     }
 
     /// True if no data are partly received or partly sent, and no request is outstanding.
@@ -604,7 +618,7 @@ impl Session {
         while *left > 0 && self.link.awaits().is_none() && self.link.out.len() <= HIGH_WATER {
             if self.link.is_unfinished() {
                 self.link.resume(device, context);
-                if self.link.is_unfinished() {
+                if self.link.is_unfinished() || self.is_recorded() {
                     return Ok(false);
                 }
                 continue;
