@@ -570,23 +570,6 @@ fn a_controller_does_not_quiesce_while_its_disk_has_orphans() {
     done.recv_timeout(LIMIT).unwrap();
 }
 
-/// A doorbell write to a disabled controller is ignored: it submits no command to the admin queue
-/// that is created by the next enable.
-#[test]
-fn admin_doorbells_of_a_disabled_controller_are_ignored() {
-    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
-    host.disable();
-    host.write32(0x1000, 5);
-    host.enable();
-    wait::short_pause();
-    let completions = host.peek(common::BASE + 4096, 16);
-    assert!(completions.iter().all(|byte| *byte == 0), "a command was executed: {completions:?}");
-    // If the controller had kept the old tail, it would now execute entries of zeroes before this
-    // command.
-    let (status, _) = host.admin(Sqe::keep_alive(0));
-    assert!(status.is_success(), "{status:?}");
-}
-
 /// A reset of a disabled controller does not wait for the flush of its shutdown.
 #[test]
 fn a_reset_of_a_disabled_controller_abandons_its_shutdown() {

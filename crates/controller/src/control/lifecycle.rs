@@ -40,11 +40,6 @@ impl Control {
         if let Err(why) = self.registers.check_enable() {
             return self.fail(cx, why, deferred);
         }
-        // Admin doorbell writes to a disabled controller have no effect, so both registers start at
-        // 0.
-        for kind in [DoorbellKind::Sq, DoorbellKind::Cq] {
-            shadowbell_doorbell::Cell::store_release(&cx.shared.register(0, kind), 0);
-        }
         cx.select_command_sets(self.registers.cc.css());
         let Registers { aqa, asq, acq, .. } = self.registers;
         let (table, generation) = (Arc::clone(self.memory.table()), self.lifecycle.generation);
