@@ -71,7 +71,7 @@ pub struct Message<'a> {
     pub fds: Vec<Descriptor>,
 }
 
-/// Descriptors from one call of `recvmsg`, and the stream position after the bytes from that call.
+/// Descriptors from one receive call, and the stream position after the bytes from that call.
 #[derive(Debug)]
 struct Batch {
     end: u64,
@@ -82,7 +82,7 @@ struct Batch {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct SavedDecoder {
     bytes: Bytes,
-    /// Descriptors from each call of `recvmsg`, and the length that `bytes` had after that call.
+    /// Descriptors from each receive call, and the length that `bytes` had after that call.
     #[serde(default)]
     fds: Vec<(u64, Vec<SavedDescriptor>)>,
 }
@@ -125,7 +125,7 @@ impl Decoder {
         }
     }
 
-    /// Buffer for the next call of `recvmsg`, whose result must be passed to
+    /// Buffer for the next receive call, whose result must be passed to
     /// [`advance`](Self::advance). The buffer is not empty if the caller has called
     /// [`decode`](Self::decode) until it returned `None`.
     pub fn space(&mut self) -> &mut [u8] {
@@ -153,9 +153,9 @@ impl Decoder {
         self.buffer.get_mut(self.end..).unwrap_or_default()
     }
 
-    /// Adds the result of one call of `recvmsg`: `len` bytes in [`space`](Self::space), and `fds`.
+    /// Adds the result of one receive call: `len` bytes in [`space`](Self::space), and `fds`.
     ///
-    /// Must be called once per call of `recvmsg`. The kernel ends a receive after data that have
+    /// Must be called once per receive call. The kernel ends a receive after data that have
     /// descriptors. So the descriptors belong to the message that contains the last received byte.
     pub fn advance(&mut self, len: usize, fds: Vec<Descriptor>) {
         self.end = self.end.saturating_add(len).min(self.buffer.len());
