@@ -613,8 +613,10 @@ fn register_files<S: Shape>(uring: &IoUring<S, S::Completion>) -> io::Result<()>
     }
 }
 
-/// Creates all rings of a sandboxed process, before it closes its filter of system calls: `workers
-/// + more` for files, and `workers` for NVMe namespaces. One thread uses at most one of each type.
+/// Creates all rings of a sandboxed process, before it closes its filter of system calls:
+/// `workers + more` for files, and `workers` for NVMe namespaces. One thread uses at most one of
+/// each type.
+///
 /// If none is left, the queues of further threads use threads for their calls. Returns the number
 /// of rings for files. It is 0 if the system does not permit restricted rings (Linux 5.10).
 pub fn prepare(workers: usize, more: usize) -> usize {

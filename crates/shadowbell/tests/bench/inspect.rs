@@ -186,7 +186,7 @@ fn a_missing_path_is_answered_with_the_forms_of_a_target() {
         assert!(text.contains(words), "{words}: {text}");
     }
     // `serve` expects a DISK, so its advice is how to create one.
-    let mut serve = shadowbell(&["serve", "nosuch.img", "--socket", "vm.sock"]);
+    let mut serve = shadowbell(["serve", "nosuch.img", "--socket", "vm.sock"]);
     let text = self::stderr_of_failure(serve.current_dir(directory.path()), 1);
     assert!(text.contains("truncate") && !text.contains("TARGET"), "{text}");
 }
