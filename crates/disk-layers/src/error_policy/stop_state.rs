@@ -29,7 +29,8 @@ pub(super) struct StopState {
 }
 
 impl StopState {
-    /// Records a request that the queue with the wake-up `bell` holds. The first one stops the disk.
+    /// Records a request that the queue with the wake-up `bell` holds. The first one stops the
+    /// disk.
     pub(super) fn hold(&self, error: DiskError, bell: &Arc<Bell>) {
         let mut state = self.state.lock();
         if !state.bells.iter().any(|other| Arc::ptr_eq(other, bell)) {

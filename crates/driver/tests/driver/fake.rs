@@ -1,6 +1,7 @@
 //! Fake controller whose behaviour the test configures. By default it behaves correctly.
 //!
-//! Its code runs on the thread that rings a doorbell, so its behaviour does not depend on time.
+//! The code of the fake controller runs on the thread that rings a doorbell, so its behaviour does
+//! not depend on time.
 
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_driver::{Transport, TransportError};

@@ -122,7 +122,7 @@ fn a_running_queue_survives_new_memory_and_eventfds() {
     }
 }
 
-/// When a frontend replaces the call eventfd, the device signals the new one. The reason: the last
+/// A new call eventfd is signalled by the device when the frontend sets it. The reason: the last
 /// completion may have been signalled to the previous eventfd after the frontend has last read it.
 #[test]
 fn a_new_call_eventfd_is_signalled() {

@@ -65,8 +65,8 @@ impl Server {
     /// Like `spawn`, but the command's standard output and standard error are not redirected.
     pub(crate) fn spawn_to(mut command: Command, directory: TempDir, sockets: &[&str]) -> Self {
         command.stdin(Stdio::null()).current_dir(directory.path()).env_remove("RUST_LOG");
-        // Without a state directory, UUIDs are derived from the disks' paths, and nothing is written
-        // outside of this directory.
+        // Without a state directory, UUIDs are derived from the disks' paths, and nothing is
+        // written outside of this directory.
         command.env("STATE_DIRECTORY", "");
         // The control socket is in this directory, too.
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
