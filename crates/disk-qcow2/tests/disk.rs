@@ -589,8 +589,8 @@ fn a_killed_writer_leaves_a_consistent_image() {
     }
 }
 
-/// Tables that refer to the data of a completed write are in the file. So a kill of the process does
-/// not lose the write.
+/// Tables that refer to the data of a completed write are in the file. So a kill of the process
+/// does not lose the write.
 #[test]
 fn tables_are_written_with_the_data() {
     let directory = directory();
