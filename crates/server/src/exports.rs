@@ -176,8 +176,8 @@ impl Changes {
         if let Some(path) = self.exports().file_in_use(id) {
             let file = path.display();
             return Err(exit::conflict(anyhow!(
-                "{file}, the file of the export {id}, is mounted or in use: `umount {file}`, end the \
-                 programs that use it, and remove the export again"
+                "{file}, the file of the export {id}, is mounted, perhaps in another mount namespace, or \
+                 in use: `umount {file}`, end the programs that use it, and remove the export again"
             )));
         }
         Ok(())
