@@ -305,6 +305,10 @@ impl Controller {
             return None;
         };
         if doorbell.qid == 0 {
+            // A host that writes a doorbell of the disabled controller has submitted no command.
+            if !self.0.control().is_enabled() {
+                return None;
+            }
             shadowbell_doorbell::Cell::store_release(&register, value);
             self.0.schedule();
             return None;

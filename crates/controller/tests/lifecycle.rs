@@ -570,6 +570,21 @@ fn a_controller_does_not_quiesce_while_its_disk_has_orphans() {
     done.recv_timeout(LIMIT).unwrap();
 }
 
+/// A doorbell write to a disabled controller submits no command of the queue that is created later.
+#[test]
+fn admin_doorbells_of_a_disabled_controller_are_ignored() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    host.disable();
+    host.write32(0x1000, 5);
+    host.enable();
+    // With the stale tail, the first 31 commands of this queue would be entries of zeroes.
+    let (status, _) = host.admin(Sqe::keep_alive(0));
+    assert!(status.is_success(), "{status:?}");
+    // The command is the first one of the queue, so its completion is the first entry.
+    let second = host.peek(common::BASE + 4096 + 16, 16);
+    assert!(second.iter().all(|byte| *byte == 0), "a second command was executed: {second:?}");
+}
+
 /// A reset of a disabled controller does not wait for the flush of its shutdown.
 #[test]
 fn a_reset_of_a_disabled_controller_abandons_its_shutdown() {

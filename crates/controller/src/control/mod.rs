@@ -131,6 +131,11 @@ impl Control {
         overriding.downcast_mut()
     }
 
+    /// Value of CC.EN.
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.registers.cc.en()
+    }
+
     /// Reads registers below the doorbells into `data`. The caller passes a buffer of zeroes.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         let mut image = self.registers.image();
