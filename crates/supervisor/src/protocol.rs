@@ -15,6 +15,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 /// Size of the sockets' send buffers, in bytes. Messages that the receiver has not read yet must
 /// fit.
@@ -225,6 +227,11 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(pair)
 }
 
+/// Longest time for which a blocking send waits until other processes have received the descriptors
+/// that are in flight, and the pause between its attempts.
+const IN_FLIGHT: Duration = Duration::from_secs(5);
+const RETRY: Duration = Duration::from_millis(1);
+
 /// Sends a packet with text. Text beyond [`MAX_PACKET`] is cut.
 pub fn send(
     socket: impl AsFd,
@@ -257,8 +264,17 @@ pub fn send_bytes(
     }
     let mut flags = SendFlags::NOSIGNAL;
     flags.set(SendFlags::DONTWAIT, now);
-    rustix::io::retry_on_intr(|| sendmsg(&socket, &bytes, &mut control, flags))?;
-    Ok(())
+    let until = Instant::now() + IN_FLIGHT;
+    loop {
+        match sendmsg(&socket, &bytes, &mut control, flags) {
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            // Other processes of this user have sent as many descriptors as the process's limit of
+            // open files, and their receivers have not received them yet.
+            Err(Errno::TOOMANYREFS) if !now && Instant::now() < until => sleep(RETRY),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
 }
 
 /// Receives a packet; `None` after the end of the connection. Blocks unless `now`.
@@ -344,6 +360,10 @@ pub fn is_ours(socket: impl AsFd) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+
     use super::*;
 
     #[test]
@@ -366,5 +386,66 @@ mod tests {
         drop(ours);
         assert_eq!(receive(&theirs, false).unwrap().unwrap().text(), "why");
         assert!(receive(&theirs, false).unwrap().is_none());
+    }
+
+    /// A process without CAP_SYS_RESOURCE cannot send descriptors while its user has more of them in
+    /// flight than its limit of open files. The send waits until they are received.
+    #[test]
+    fn a_blocking_send_waits_for_descriptors_in_flight() {
+        // The thread drops its capabilities.
+        std::thread::spawn(send_during_flood).join().unwrap();
+    }
+
+    fn send_during_flood() {
+        let Some((flood, ends)) = flood() else {
+            eprintln!("skipped: descriptors in flight are not limited here");
+            return;
+        };
+        let (ours, theirs) = pair().unwrap();
+        let late = send_bytes(&ours, 0, b"", &[ours.as_fd()], true).unwrap_err();
+        assert_eq!(Errno::from_io_error(&late), Some(Errno::TOOMANYREFS));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // The send below has begun, most likely.
+                std::thread::sleep(Duration::from_millis(50));
+                drop((flood, ends));
+            });
+            send_bytes(&ours, 0, b"", &[ours.as_fd()], false).unwrap();
+        });
+        assert_eq!(receive(&theirs, false).unwrap().unwrap().fds.len(), 1);
+    }
+
+    /// Drops the capabilities of the calling thread, and sends descriptors until the kernel refuses
+    /// further ones. Returns the sockets that hold them.
+    fn flood() -> Option<(Vec<UnixStream>, Vec<UnixStream>)> {
+        let none = CapabilitySets {
+            effective: CapabilitySet::empty(),
+            permitted: CapabilitySet::empty(),
+            inheritable: CapabilitySet::empty(),
+        };
+        set_capabilities(None, none).ok()?;
+        let (mut all, mut ends) = (Vec::new(), Vec::new());
+        for _ in 0..64 {
+            let (from, to) = UnixStream::pair().ok()?;
+            from.set_nonblocking(true).ok()?;
+            let fds = [from.as_fd(); 128];
+            loop {
+                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(128))];
+                let mut control = SendAncillaryBuffer::new(&mut space);
+                assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+                match sendmsg(&from, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()) {
+                    Ok(_) => {}
+                    Err(Errno::TOOMANYREFS) => {
+                        all.push(from);
+                        ends.push(to);
+                        return Some((all, ends));
+                    }
+                    Err(_) => break,
+                }
+            }
+            all.push(from);
+            ends.push(to);
+        }
+        None
     }
 }
