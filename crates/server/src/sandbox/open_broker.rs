@@ -15,8 +15,8 @@ use std::sync::OnceLock;
 /// Connections to the open broker. Each request in flight has a connection of its own, so that an
 /// image on hung storage does not delay other requests.
 struct Opening {
-    /// Connection on which further connections are requested. It also sends a request if there are
-    /// too many connections.
+    /// Connection on which further connections are requested. It opens no image, because an open on
+    /// hung storage would block all further requests.
     first: Mutex<OwnedFd>,
     /// Connection without a request, if there is one. Further idle connections are closed, because
     /// each costs descriptors of this process and of the supervisor.
@@ -57,18 +57,25 @@ impl Opening {
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<Packet> {
         let idle = self.idle.lock().take();
-        let Some(socket) = idle.or_else(|| self.connect()) else {
-            return exchange(&self.first.lock(), code, body, fd);
-        };
+        let socket = idle.map_or_else(|| self.connect(), Ok)?;
         let answer = exchange(&socket, code, body, fd)?;
         *self.idle.lock() = Some(socket);
         Ok(answer)
     }
 
-    /// Requests another connection. `None` if there are too many.
-    fn connect(&self) -> Option<OwnedFd> {
-        let answer = exchange(&self.first.lock(), requests::CONNECT, "", None);
-        answer.and_then(parse_answer).ok()?.fd()
+    /// Requests another connection.
+    ///
+    /// # Errors
+    /// As many images as possible are being opened, because their storage hangs.
+    fn connect(&self) -> io::Result<OwnedFd> {
+        let packet = exchange(&self.first.lock(), requests::CONNECT, "", None)?;
+        if packet.code == requests::REFUSED {
+            return Err(io::Error::other(
+                "the supervisor opens as many images as it can, and their storage does not answer: \
+                 see `ctl disk ls`, repair that storage, and try again",
+            ));
+        }
+        parse_answer(packet)?.fd().ok_or_else(|| Errno::MFILE.into())
     }
 
     fn identify(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<NamespaceFacts> {
