@@ -156,4 +156,23 @@ mod tests {
         }
         assert_eq!(requests::parse_access(b""), None);
     }
+
+    /// An image on hung storage would block all opens if it were opened over the first connection.
+    #[test]
+    fn an_open_beyond_the_maximum_fails_and_is_not_sent_over_the_first_connection() {
+        let (ours, theirs) = protocol::pair().unwrap();
+        let opening = Opening::over(ours);
+        std::thread::scope(|scope| {
+            let supervisor = scope.spawn(|| {
+                let request = protocol::receive(&theirs, false).unwrap().unwrap();
+                assert_eq!(request.code, requests::CONNECT);
+                protocol::send(&theirs, requests::REFUSED, "too many", None).unwrap();
+            });
+            let error = opening.name(Path::new("/image")).unwrap_err();
+            assert!(error.to_string().contains("does not answer"), "{error}");
+            supervisor.join().unwrap();
+            let next = protocol::receive(&theirs, true);
+            assert_eq!(next.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        });
+    }
 }
