@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 const BYTES: u64 = 16 << 20;
@@ -17,8 +17,9 @@ const PAGE: usize = 4096;
 const KILLS: &str = "SHADOWBELL_EXPORT_KILLS";
 
 /// Writes pages of the mounted file until `is_over`, each filled with a number, and reads some of
-/// them back. Returns the last number of each written page.
-fn write_pages(mounted: &Path, is_over: &AtomicBool) -> HashMap<u64, u64> {
+/// them back. Stores the number of writes in `written`. Returns the last number of each written
+/// page.
+fn write_pages(mounted: &Path, is_over: &AtomicBool, written: &AtomicU64) -> HashMap<u64, u64> {
     let file = OpenOptions::new().read(true).write(true).open(mounted).unwrap();
     let mut pages = HashMap::new();
     let mut number = 0_u64;
@@ -29,6 +30,7 @@ fn write_pages(mounted: &Path, is_over: &AtomicBool) -> HashMap<u64, u64> {
         let content: Vec<u8> = number.to_le_bytes().repeat(PAGE / 8);
         file.write_all_at(&content, page * PAGE as u64).unwrap();
         pages.insert(page, number);
+        written.store(number, Ordering::Relaxed);
         if number.is_multiple_of(16) {
             let mut read = vec![0; PAGE];
             file.read_exact_at(&mut read, page * PAGE as u64).unwrap();
@@ -65,15 +67,20 @@ fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
             children.split_whitespace().next().map(|pid| pid.parse::<i32>().unwrap())
         };
         let (is_over, mounted) = (AtomicBool::new(false), export.path("mounted"));
+        let written = AtomicU64::new(0);
         let pages = std::thread::scope(|scope| {
-            let load = scope.spawn(|| write_pages(&mounted, &is_over));
+            let load = scope.spawn(|| write_pages(&mounted, &is_over, &written));
             for nth in 0..kills.div_ceil(images.len()) as u64 {
-                // The kill comes at an arbitrary moment. But each process runs for at least 70 ms,
-                // so that the supervisor does not detect a crash loop.
-                std::thread::sleep(Duration::from_millis(70 + nth * 37 % 90));
+                // Each process serves, so that the supervisor detects no crash loop. The kill comes
+                // at an arbitrary moment afterwards.
+                let count = written.load(Ordering::Relaxed);
+                until("a further write", || {
+                    load.is_finished() || written.load(Ordering::Relaxed) > count
+                });
                 if load.is_finished() {
                     break;
                 }
+                std::thread::sleep(Duration::from_millis(60 + nth * 37 % 90));
                 let before = server().unwrap();
                 kill_process(Pid::from_raw(before).unwrap(), Signal::KILL).unwrap();
                 until("another server process", || server().is_some_and(|now| now != before));

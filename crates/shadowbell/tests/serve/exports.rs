@@ -456,7 +456,7 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     }
     let file = "[[disk]]\nid = \"data\"\nsource = \"disk.img\"\n\
                 [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n";
-    let mut server = start_with(file, &["vm0.sock"], &["--stop-timeout", "1"]);
+    let mut server = start_with(file, &["vm0.sock"], &["--stop-timeout", "4"]);
     let path = server.directory().join("file");
     let _unmount = Unmount(path.clone());
     let image = server.directory().join("disk.img");
@@ -535,9 +535,9 @@ fn a_fuse_file_stays_mounted_over_crashes_and_upgrades_of_the_server() {
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     server.signal(Signal::TERM);
     server.wait_for_log("is mounted, waiting for its users");
-    // This sleep is longer than the stop timeout of 1 s, which does not limit the wait for users of
+    // This sleep is longer than the stop timeout of 4 s, which does not limit the wait for users of
     // a mounted file.
-    std::thread::sleep(Duration::from_millis(1500));
+    std::thread::sleep(Duration::from_millis(4500));
     file.write_all_at(b"at the end", 0).unwrap();
     drop(file);
     rustix::mount::unmount(&path, rustix::mount::UnmountFlags::empty()).unwrap();

@@ -178,7 +178,7 @@ fn abort_reset_and_disconnection_end_held_requests() {
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let options = AttachOptions { recovery, ..AttachOptions::default() };
     // The driver aborts a command that exceeds this limit.
-    let timeouts = Timeouts { io: Duration::from_secs(2), ..Timeouts::default() };
+    let timeouts = Timeouts { io: Duration::from_secs(8), ..Timeouts::default() };
     let mut guest = Guest::attach(&server, &AttachOptions { timeouts, ..options.clone() });
     guest.hold(&server);
     assert_ne!(complete(&mut guest.queue).status, Status::SUCCESS);
