@@ -34,7 +34,7 @@ pub fn cargo() -> Command {
 /// Builds the program in the release profile. Returns its path.
 pub fn build_shadowbell() -> Result<PathBuf> {
     eprintln!("building shadowbell ...");
-    build(&["--release", "--package", "shadowbell", "--bins"])
+    build("shadowbell", &["--release", "--package", "shadowbell", "--bins"])
 }
 
 /// Builds the program with the flags of `cargo test`, so that cargo builds nothing twice: in the
@@ -43,7 +43,12 @@ pub fn build_for_tests() -> Result<PathBuf> {
     eprintln!("building shadowbell for tests ...");
     // The example makes cargo enable the features of dev-dependencies, as for tests. Without it,
     // half of the crates would be built a second time, with other features.
-    build(&["--workspace", "--bin", "shadowbell*", "--example", "step"])
+    build("shadowbell", &["--workspace", "--bin", "shadowbell*", "--example", "step"])
+}
+
+/// Builds an example with the flags of `cargo test`, as [`build_for_tests`] does.
+pub fn build_example_for_tests(example: &str) -> Result<PathBuf> {
+    build(example, &["--workspace", "--example", example])
 }
 
 /// Restarts the process in the release profile, unless it already runs in it, because an
@@ -60,7 +65,8 @@ pub fn run_optimised() -> Result<()> {
     Err(command.exec()).context("cargo run")
 }
 
-fn build(arguments: &[&str]) -> Result<PathBuf> {
+/// Runs `cargo build`. Returns the path of `program`.
+fn build(program: &str, arguments: &[&str]) -> Result<PathBuf> {
     let output = cargo()
         .arg("build")
         .args(arguments)
@@ -69,9 +75,9 @@ fn build(arguments: &[&str]) -> Result<PathBuf> {
         .output()
         .context("cargo build")?;
     if !output.status.success() {
-        bail!("shadowbell does not build");
+        bail!("{program} does not build");
     }
-    executable(&String::from_utf8_lossy(&output.stdout), "shadowbell")
+    executable(&String::from_utf8_lossy(&output.stdout), program)
         .context("cargo build named no program")
 }
 

@@ -118,7 +118,8 @@ const DOUBLE: f64 = 2.3;
 /// and registering (`crates/controller/examples/doubling.rs`).
 pub(crate) fn check_doubling() -> Result<()> {
     machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
-    let program = build("shadowbell-controller", "doubling")?;
+    // A ratio of two counts does not depend on the profile.
+    let program = workspace::build_example_for_tests("doubling")?;
     let mut wrong = Vec::new();
     for (operation, count) in DOUBLED {
         let work = |count: u32| {

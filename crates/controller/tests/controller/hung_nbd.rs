@@ -1,10 +1,10 @@
 //! Commands in flight on an NBD server that does not answer. Whatever the host does to end them
 //! must not wait for the server.
 
-mod common;
-#[path = "../../disk-nbd/tests/common/mod.rs"]
+#[path = "../../../disk-nbd/tests/common/mod.rs"]
 mod server;
 
+use crate::common;
 use common::{Host, LIMIT};
 use server::{ALL, Fake};
 use shadowbell_controller::{Config, NamespaceConfig, Polling};

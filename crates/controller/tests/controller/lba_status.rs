@@ -1,7 +1,6 @@
 //! Get LBA Status: reported allocated blocks, and limits of the command.
 
-mod common;
-
+use crate::common;
 use common::{BASE, Host, MEMORY, Queue, config};
 use proptest::prelude::*;
 use shadowbell_controller::config::uuid_from;

@@ -1,9 +1,6 @@
 //! Controllers that move between I/O threads under load.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-
+use crate::{common, held};
 use common::{BASE, Host, MEMORY, Queue, config};
 use held::Held;
 use shadowbell_controller::trace::{Kind, TraceFile, read_trace};

@@ -1,8 +1,7 @@
 //! Prefetch hints: a disk that requests them gets two hints for each later command of a burst,
 //! before the command is submitted.
 
-mod common;
-
+use crate::common;
 use common::Host;
 use shadowbell_controller::{Config, NamespaceConfig, Polling};
 use shadowbell_disk::{Disk, DiskInfo, Op, Queue, Request, Submitted};

@@ -1,7 +1,6 @@
 //! Device self-tests, telemetry and the persistent event log.
 
-mod common;
-
+use crate::common;
 use common::{Host, LIMIT, slow_host};
 use shadowbell_controller::Polling;
 use shadowbell_disk::DiskError;

@@ -1,7 +1,6 @@
 //! Tests of the client with the server of this crate.
 
-mod common;
-
+use crate::common;
 use shadowbell_testing::wait;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;

@@ -1,7 +1,6 @@
 //! Shadow doorbells with all kinds of hosts, and with an I/O thread that sleeps.
 
-mod common;
-
+use crate::common;
 use common::{Host, LIMIT, Queue};
 use shadowbell_controller::{Carrier, Config, Controller, Polling};
 use shadowbell_spec::admin::{DeleteIoQueue, DoorbellBufferConfig, GetLogPage};

@@ -1,7 +1,6 @@
 //! Driven pool: the test thread acts as its I/O thread.
 
-mod common;
-
+use crate::common;
 use common::{Host, Queue, config};
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Turns,

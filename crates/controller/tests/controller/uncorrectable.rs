@@ -1,7 +1,6 @@
 //! Write Uncorrectable: marked blocks.
 
-mod common;
-
+use crate::common;
 use common::{Host, Queue};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions};
 use shadowbell_spec::admin::{GetLbaStatus, GetLogPage, Identify};

@@ -1,9 +1,6 @@
 //! The Copy command: results, refused commands, and interruptions.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-
+use crate::{common, held};
 use common::{Host, Queue, run_beside, slow_host};
 use held::Held;
 use proptest::prelude::*;

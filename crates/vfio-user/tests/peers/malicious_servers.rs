@@ -1,7 +1,6 @@
 //! Tests of the client with malicious servers.
 
-mod common;
-
+use crate::common;
 use shadowbell_testing::wait::{LIMIT, pause};
 use std::io::{Read, Write};
 use std::os::fd::AsFd;

@@ -1,8 +1,7 @@
 //! Test of the server with the client of the published `vfio_user` crate, which Cloud Hypervisor
 //! uses.
 
-mod common;
-
+use crate::common;
 use std::os::fd::AsRawFd;
 
 use common::*;

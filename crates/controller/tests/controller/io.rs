@@ -1,7 +1,6 @@
 //! I/O commands: their effect on the disk, and the status of each invalid command.
 
-mod common;
-
+use crate::common;
 use common::{Host, Queue, slow_host};
 use shadowbell_controller::{NamespaceConfig, Polling};
 use shadowbell_spec::nvm::{DatasetManagement, RwFields};

@@ -1,9 +1,6 @@
 //! Fused Compare and Write.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-
+use crate::{common, held};
 use common::{Host, Queue};
 use held::Held;
 use shadowbell_controller::{

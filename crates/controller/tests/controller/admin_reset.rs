@@ -1,8 +1,7 @@
 //! Resets at random moments of a flood of admin commands. Each command completes at most once, and
 //! the controller does not access the host's memory after CSTS.RDY is 0.
 
-mod common;
-
+use crate::common;
 use common::{BASE, Host, LIMIT, create_cq, create_sq};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};

@@ -1,11 +1,6 @@
 //! Reservations: two controllers share a namespace, and commands that conflict with a reservation.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-#[path = "common/shared.rs"]
-mod shared;
-
+use crate::{common, held, shared};
 use common::{Host, Queue};
 use held::Held;
 use shadowbell_controller::{Carrier, Controller, Subsystem};

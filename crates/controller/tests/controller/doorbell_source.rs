@@ -1,7 +1,6 @@
 //! Doorbell sources: an I/O thread polls them, and they wake the thread while it sleeps.
 
-mod common;
-
+use crate::common;
 use common::wire::DoorbellChannel;
 use common::{Host, Queue, config, pool, run_beside};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};

@@ -1,7 +1,6 @@
 //! Zoned namespaces: commands, and comparison with a simple model.
 
-mod common;
-
+use crate::common;
 use common::{Host, Queue};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;

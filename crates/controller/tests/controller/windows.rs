@@ -1,8 +1,7 @@
 //! Known requirements of the Windows driver (stornvme): see "Windows" in `docs/internals/nvme.md`.
 //! These tests do not run Windows.
 
-mod common;
-
+use crate::common;
 use common::{Host, Queue};
 use shadowbell_controller::Polling;
 use shadowbell_spec::admin::{GetFeatures, GetLogPage, Identify};

@@ -1,8 +1,7 @@
 //! Tests of clients that send garbage, truncate messages, flood the server or stall, and of the
 //! clients that connect after them.
 
-mod common;
-
+use crate::common;
 use shadowbell_testing::wait;
 use std::io::Write;
 use std::path::Path;

@@ -1,7 +1,6 @@
 //! Metadata and protection information: layout, checks, and comparison with a simple model.
 
-mod common;
-
+use crate::common;
 use common::{Host, Queue, config};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;

@@ -1,9 +1,6 @@
 //! Namespaces that a host creates, formats and sanitizes.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-
+use crate::{common, held};
 use common::{Host, Queue};
 use held::Held;
 use shadowbell_controller::config::uuid_from;

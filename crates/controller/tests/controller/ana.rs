@@ -1,11 +1,6 @@
 //! Asymmetric Namespace Access: two controllers share a namespace, which one of them cannot access.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-#[path = "common/shared.rs"]
-mod shared;
-
+use crate::{common, held, shared};
 use common::{Host, Queue};
 use held::Held;
 use shadowbell_controller::{Carrier, Controller, NamespaceConfig, Subsystem};

@@ -1,9 +1,6 @@
 //! Floods of admin commands: messages and work of the I/O thread, and memory use of the controller.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-
+use crate::{common, held};
 use common::{Host, Queue, config, create_cq, create_sq, run_beside};
 use held::Held;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};

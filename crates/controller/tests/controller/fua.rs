@@ -1,9 +1,6 @@
 //! Read, Compare and Verify with Force Unit Access, on a disk with a volatile cache.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-
+use crate::{common, held};
 use common::{Host, Queue};
 use held::Held;
 use shadowbell_controller::{Config, NamespaceConfig, Polling};

@@ -1,7 +1,6 @@
 //! Latency statistics of commands.
 
-mod common;
-
+use crate::common;
 use common::{Host, LIMIT, Queue, config, run_beside};
 use shadowbell_controller::latency_stats::NamespaceLatency;
 use shadowbell_controller::trace::{Kind, TraceFile, read_trace};

@@ -1,9 +1,6 @@
 //! Controllers that quiesce, and new controllers (successors) that continue to serve their hosts.
 
-mod common;
-#[path = "common/held.rs"]
-mod held;
-
+use crate::{common, held};
 use common::slow::{Gate, Slow};
 use common::{BASE, Host, MEMORY, Queue, config};
 use held::Held;

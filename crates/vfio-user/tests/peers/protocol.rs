@@ -1,7 +1,6 @@
 //! Tests of every command and its reply, in the forms that various clients send.
 
-mod common;
-
+use crate::common;
 use common::*;
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::server::Limits;

@@ -1,7 +1,6 @@
 //! Keep Alive: the host sets a timer and then sends no command for a longer time.
 
-mod common;
-
+use crate::common;
 use common::Host;
 use shadowbell_controller::Polling;
 use shadowbell_spec::{Sqe, Status};
