@@ -29,6 +29,7 @@ use shadowbell_memory::Segments;
 use shadowbell_spec::nvm::{PRINFO_GUARD, PRINFO_PRACT, PRINFO_REFTAG};
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,17 @@ struct InFlight {
     guard: Option<Arc<RangeGuard>>,
     /// Time of the submission, in seconds since the start of the engine.
     since: u32,
+}
+
+impl InFlight {
+    /// State of the request after its client got an error or was disconnected. The disk may still
+    /// execute a write later, so later writes of its range wait for its end.
+    fn abandoned(self) -> State {
+        if let Some(guard) = &self.guard {
+            guard.make_exclusive();
+        }
+        State::Abandoned(self)
+    }
 }
 
 #[derive(Default)]
@@ -249,7 +261,7 @@ impl Engine {
                 Some(Ended { outcome, data: Some(data), guard })
             }
             State::Late(in_flight) => {
-                slot.state = State::Abandoned(in_flight);
+                slot.state = in_flight.abandoned();
                 Some(Ended { outcome: Err(DiskError::Cancelled), data: None, guard: None })
             }
             state => {
@@ -270,7 +282,7 @@ impl Engine {
         slot.waker = None;
         let ended = match std::mem::take(&mut slot.state) {
             State::Pending(in_flight) | State::Late(in_flight) => {
-                slot.state = State::Abandoned(in_flight);
+                slot.state = in_flight.abandoned();
                 return;
             }
             State::Done(_, in_flight) => in_flight,
@@ -505,6 +517,16 @@ impl Core {
     }
 }
 
+/// Number of queues of this process that were dropped before their disk completed all requests.
+static UNFINISHED: AtomicUsize = AtomicUsize::new(0);
+
+/// Number of queues of this process that were dropped before their disk completed all requests. The
+/// disk may still execute these requests as long as the process exists.
+#[must_use]
+pub fn unfinished_queues() -> usize {
+    UNFINISHED.load(Ordering::SeqCst)
+}
+
 impl Drop for Engine {
     /// Waits for the requests in flight, for a limited time. If the disk does not complete them in
     /// this time, the queue, the buffers and the locks of the ranges are leaked, because the disk
@@ -522,7 +544,12 @@ impl Drop for Engine {
             }
             let waited = began.elapsed();
             if waited > CANCELLED {
-                tracing::warn!("requests of a queue that is closed do not end");
+                tracing::warn!(
+                    requests = core.pending,
+                    "the storage has not answered requests of a client that is disconnected; later \
+                     writes of the same blocks wait until `shadowbell upgrade` replaces the process"
+                );
+                UNFINISHED.fetch_add(1, Ordering::SeqCst);
                 std::mem::forget(core);
                 return;
             }
@@ -538,7 +565,12 @@ impl Drop for Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::buffers::BufferPool;
+    use crate::locks::RangeLocks;
+    use std::future::Future;
+    use std::pin::pin;
     use std::rc::Rc;
+    use std::task::{Context, Poll};
 
     /// A queue that never completes a request.
     #[derive(Default)]
@@ -582,6 +614,37 @@ mod tests {
         let limit = engine.sleep_limit().unwrap();
         assert!(limit <= 2 * timeout, "{limit:?}");
         // The drop of the engine would wait for the requests.
+        std::mem::forget(engine);
+    }
+
+    /// A write whose client got an error is not overtaken by a later write of the same block.
+    #[test]
+    fn a_write_that_timed_out_delays_later_writes_of_its_range() {
+        let (info, timeout) = (DiskInfo::new(512, 8), Duration::from_secs(1));
+        let engine = Engine::new(Box::new(Mute::default()), &info, timeout, Arc::default());
+        let locks = Arc::new(RangeLocks::default());
+        let acquire = |locks: &Arc<RangeLocks>| {
+            let mut context = Context::from_waker(Waker::noop());
+            match pin!(locks.acquire(0, 512, false)).poll(&mut context) {
+                Poll::Ready(guard) => Some(Arc::new(guard)),
+                Poll::Pending => None,
+            }
+        };
+        let request = Request { op: Op::Write { fua: false }, offset: 0, len: 512 };
+        let data = Data::Buffer(BufferPool::new(1, 512).unwrap().take().unwrap());
+        let Begun::Slot(tag) = engine.submit(&request, data, acquire(&locks), Waker::noop()) else {
+            panic!("the request has ended");
+        };
+        assert!(acquire(&locks).is_some(), "concurrent writes share the range");
+        // The request was submitted long ago.
+        if let Some(core) = engine.core.borrow_mut().as_mut() {
+            core.started -= Duration::from_secs(100);
+        }
+        engine.after_sleep();
+        let ended = engine.poll(tag, Waker::noop()).expect("a timeout");
+        assert_eq!(ended.outcome, Err(DiskError::Cancelled));
+        assert!(acquire(&locks).is_none(), "the disk still has the first write");
+        // The drop of the engine would wait for the request.
         std::mem::forget(engine);
     }
 

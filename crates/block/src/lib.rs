@@ -85,6 +85,7 @@ mod waiting;
 
 pub use buffers::{Buffer, BufferPool};
 pub use device::BlockDevice;
+pub use engine::unfinished_queues;
 pub use error::{BlockError, OpenError};
 pub use extents::Extent;
 pub use geometry::Geometry;

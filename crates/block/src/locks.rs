@@ -10,8 +10,9 @@ use std::task::{Context, Poll, Waker};
 /// Locked ranges, and waiting lock requests.
 ///
 /// Writers of whole blocks share their range, because a disk guarantees no order of overlapping
-/// writes. A change of a partial block locks its range exclusively. A request never overtakes an
-/// earlier request that it conflicts with, so no request starves.
+/// writes. A change of a partial block locks its range exclusively, and so does a write that the
+/// disk has not completed although its client has an error or is disconnected. A request never
+/// overtakes an earlier request that it conflicts with, so no request starves.
 #[derive(Default)]
 pub(crate) struct RangeLocks(Mutex<Table>);
 
@@ -97,6 +98,17 @@ impl RangeLocks {
 pub(crate) struct RangeGuard {
     locks: Arc<RangeLocks>,
     index: usize,
+}
+
+impl RangeGuard {
+    /// Makes the lock exclusive: later requests for the range wait until the lock is released.
+    pub(crate) fn make_exclusive(&self) {
+        let mut table = self.locks.0.lock();
+        if let Some(entry) = table.entries.get_mut(self.index).and_then(Option::as_mut) {
+            let was_exclusive = std::mem::replace(&mut entry.exclusive, true);
+            table.exclusive += usize::from(!was_exclusive);
+        }
+    }
 }
 
 impl Drop for RangeGuard {
@@ -209,6 +221,21 @@ mod tests {
         assert!(poll(&mut third).is_none());
         drop(second);
         assert!(poll(&mut third).is_some());
+    }
+
+    #[test]
+    fn a_lock_that_becomes_exclusive_delays_later_requests_only() {
+        let locks = Arc::new(RangeLocks::default());
+        let earlier = poll(&mut locks.acquire(0, 10, false)).unwrap();
+        let late = poll(&mut locks.acquire(0, 10, false)).unwrap();
+        late.make_exclusive();
+        late.make_exclusive();
+        let mut later = locks.acquire(5, 6, false);
+        assert!(poll(&mut later).is_none());
+        drop(late);
+        assert!(poll(&mut later).is_some());
+        drop(earlier);
+        assert_eq!(locks.0.lock().exclusive, 0);
     }
 
     #[test]

@@ -103,6 +103,9 @@ fn quiesce_all(
     if ended == Err(RecvTimeoutError::Timeout) {
         unfinished.push("requests of an export's clients did not end in time".to_owned());
     }
+    if shadowbell_block::unfinished_queues() > 0 {
+        unfinished.push("requests of disconnected clients of an export did not end".to_owned());
+    }
     let stalled = server.disks().into_iter().find(|disk| !await_orphans(&**disk, until));
     if let Some(disk) = stalled.filter(|_| unfinished.is_empty()) {
         unfinished.push(format!("{} has not answered", disk.name()));
