@@ -98,8 +98,8 @@ const MESSAGES: usize = 64;
 const TURN: Duration = Duration::from_millis(10);
 /// Maximum number of sockets that a server process reports.
 const MAX_SOCKETS: usize = 4096;
-/// Delay from a change of a checkpoint until images that no checkpoint contains any more are
-/// released.
+/// Delay from a change of a checkpoint, or from the end of an image's use, until images that no
+/// checkpoint contains any more are released.
 const RELEASE: Duration = Duration::from_millis(200);
 
 /// Supervises a server process until it ends or a signal ends the service.
@@ -365,7 +365,7 @@ impl Supervisor {
                 match packet.code {
                     to_supervisor::PREPARED if is_new => self.check_checkpoint(),
                     to_supervisor::CHECKED if is_new => self.checked(&packet.text()),
-                    _ if is_new => {}
+                    _ if is_new => deferred_close::close(packet.fds),
                     to_supervisor::SOCKET if self.sockets.len() < MAX_SOCKETS => {
                         self.sockets.push(packet.path());
                     }
@@ -395,6 +395,11 @@ impl Supervisor {
                         if let Some(worker) = &mut self.worker {
                             worker.warned = true;
                         }
+                    }
+                    to_supervisor::FORGET => {
+                        packet.fds.iter().for_each(|fd| GRANTS.lock().end_use(fd.as_fd()));
+                        deferred_close::close(packet.fds);
+                        self.release = Some(Instant::now() + RELEASE);
                     }
                     to_supervisor::USED => self.end_limit = None,
                     to_supervisor::UNUSED if self.ended > 0 => self.set_end_limit(),
@@ -455,8 +460,7 @@ impl Supervisor {
         self.release_images(now);
     }
 
-    /// Releases the images of disks that no checkpoint contains any more, a moment after the last
-    /// change of a checkpoint.
+    /// Releases unused images that no checkpoint contains any more, a moment after the last change.
     fn release_images(&mut self, now: Instant) {
         let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
         for worker in self.worker.iter_mut().chain(new) {

@@ -1,5 +1,7 @@
 //! Exit of a server process: restart, recovery or end of the service.
 
+use super::RELEASE;
+use super::grants::GRANTS;
 use super::log::log_line;
 use super::restart_policy::Next;
 use super::state::Supervisor;
@@ -119,6 +121,8 @@ impl Supervisor {
     /// recovers from the previous one's checkpoint, if there is one.
     pub(super) fn start_again(&mut self, program: &Path) {
         let how = if self.left.is_some() { RECOVER } else { START };
+        GRANTS.lock().end_uses();
+        self.release = Some(Instant::now() + RELEASE);
         match Worker::start(program, &self.arguments, how, None) {
             Ok(mut worker) => {
                 if let Some(left) = &self.left {

@@ -135,6 +135,10 @@ pub mod to_supervisor {
     pub const RECOVERED: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: socket that receives the result.
     pub const UPGRADE: u8 = b'U';
+    /// The process does not use the image of the descriptor any more, for which it has sent one
+    /// [`NAME`](super::open_broker::NAME) request: the disk was refused or removed. The supervisor
+    /// releases an image without further uses once no checkpoint contains it.
+    pub const FORGET: u8 = b'F';
     /// The process is to end, and waits until programs no longer use its mounted files and block
     /// devices. The stop limit does not count this wait.
     pub const USED: u8 = b'M';

@@ -293,8 +293,8 @@ impl Worker {
                     if code == to_supervisor::FAILED {
                         self.why = Some(packet.text());
                     }
-                    // Only the message `UPGRADE` has a descriptor that is used.
-                    let used = usize::from(code == to_supervisor::UPGRADE);
+                    let has_fd = matches!(code, to_supervisor::UPGRADE | to_supervisor::FORGET);
+                    let used = usize::from(has_fd);
                     let unused = packet.fds.drain(used.min(packet.fds.len())..);
                     deferred_close::close(unused);
                     return Some(packet);
