@@ -202,8 +202,8 @@ impl Supervisor {
             self.receive_from_workers(MESSAGES);
             self.reap_children();
             self.check_deadlines(Instant::now());
-            self.request_reload();
             self.take_configs(Instant::now());
+            self.request_reload();
             self.run_watchdog(Instant::now());
             self.advance_exec(Instant::now());
             self.update_fd_store(Instant::now());
