@@ -209,7 +209,7 @@ impl Supervisor {
         let parcel = record.read().map_err(io::Error::other)?;
         let held = supervisor.restore(parcel, true).map_err(io::Error::other)?;
         let held = held.unwrap_or_default();
-        held.brokers.into_iter().for_each(|(kind, socket)| broker::restore(kind, socket));
+        broker::restore_all(held.brokers);
         let program = supervisor.program.display().to_string();
         log_line(&format!("the supervisor now runs {program}"));
         send_outcome(
