@@ -155,7 +155,8 @@ pub(super) fn recover(
         let RecoveredController { served, port, entry, saved, changing, lost, .. } = one;
         checkpointer.recovered(served.index, entry);
         let port = reactor.serve_restored(port).with_context(|| served.name.clone())?;
-        reactor.record_with(port, checkpointer.port_recorder(served.index));
+        let recorder = checkpointer.recovered_port_recorder(served.index, &attempts);
+        reactor.record_with(port, recorder);
         served.set_port(port);
         server.registry().recovered(Arc::clone(&served));
         lost.iter().for_each(|why| link.send(to_supervisor::WARNING, why));
