@@ -104,11 +104,8 @@ fn restore(kind: Kind, socket: OwnedFd, spawn: Spawn) -> io::Result<()> {
 /// Answers a server process's request for another image broker.
 fn connect(spawn: Spawn) -> (u8, Vec<u8>, Vec<OwnedFd>) {
     let has_room = ALL.lock().len() < MAX_BROKERS;
-    let started = match has_room {
-        true => start_by(Kind::Images, spawn),
-        false => Err(io::Error::other("too many connections")),
-    };
-    match started {
+    let room = has_room.then_some(()).ok_or_else(|| io::Error::other("too many connections"));
+    match room.and_then(|()| start_by(Kind::Images, spawn)) {
         Ok(socket) => (requests::OPENED, Vec::new(), vec![socket]),
         Err(error) => (requests::REFUSED, error.to_string().into(), Vec::new()),
     }

@@ -46,7 +46,7 @@ pub(super) struct Grants {
     pub(super) facts: Facts,
     images: Vec<Image>,
     /// Number of changes of the grants since the start of the supervisor.
-    changes: u64,
+    pub(super) changes: u64,
 }
 
 /// Grants without descriptors.
@@ -67,24 +67,34 @@ pub(super) struct Permitted {
     pub(super) config: Option<String>,
 }
 
-/// Image that a server process may open.
-#[derive(Clone)]
-pub(super) struct Image {
+/// Image that a server process may open. `F`: its file, or a reference to it in a snapshot.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Image<F = Arc<OwnedFd>> {
     /// Path by which the image was opened.
-    path: PathBuf,
+    path: Bytes,
     /// True if `path` still stands for this file. False after a configuration with this path was
     /// read: the next use of the path resolves it again.
     is_current: bool,
     /// Descriptor that identifies the file but gives no access to its content.
-    file: Arc<OwnedFd>,
+    file: F,
+    #[serde(skip)]
     id: Id,
     is_writable: bool,
     /// Number of requests of the server process for the image that it has not
     /// [ended](Grants::end_use).
+    #[serde(default)]
     uses: u32,
     /// True if the image is released once no checkpoint contains it: after the server process's
     /// last request for it, a checkpoint has contained it, or its last use has ended.
+    #[serde(rename = "was_stored")]
     is_releasable: bool,
+}
+
+impl<F> Image<F> {
+    fn with_file<G>(self, file: G) -> Image<G> {
+        let Self { path, is_current, id, is_writable, uses, is_releasable, .. } = self;
+        Image { path, is_current, file, id, is_writable, uses, is_releasable }
+    }
 }
 
 impl Image {
@@ -101,30 +111,7 @@ impl Image {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SavedGrants {
     facts: Facts,
-    images: Vec<SavedImage>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct SavedImage {
-    path: Bytes,
-    is_current: bool,
-    file: FdRef,
-    is_writable: bool,
-    #[serde(default)]
-    uses: u32,
-    #[serde(rename = "was_stored")]
-    is_releasable: bool,
-}
-
-/// Images that the supervisor holds open, whose descriptors belong to its saved state. The saved
-/// state refers to them by position.
-pub(super) struct HeldImages(Vec<Image>);
-
-impl HeldImages {
-    /// Descriptors of the images, in the order of [`Grants::save`].
-    pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.0.iter().map(|image| image.file.as_fd())
-    }
+    images: Vec<Image<FdRef>>,
 }
 
 impl Grants {
@@ -132,7 +119,7 @@ impl Grants {
     pub(super) fn permit(&mut self, permitted: Permitted) {
         let Permitted { permissions, config } = permitted;
         for image in &mut self.images {
-            image.is_current &= permissions.access(&bytes_of(&image.path)).is_none();
+            image.is_current &= permissions.access(&image.path).is_none();
         }
         match &mut self.facts.permissions {
             Some(ours) => ours.extend(permissions),
@@ -142,14 +129,9 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Number of changes of the grants since the start.
-    pub(super) fn changes(&self) -> u64 {
-        self.changes
-    }
-
     /// Returns the held image at a path, if the path was resolved before.
     pub(super) fn known(&mut self, path: &Path) -> Option<&mut Image> {
-        let path = absolute(path);
+        let path = bytes_of(&absolute(path));
         self.changes += 1;
         self.images.iter_mut().find(|image| image.is_current && image.path == path)
     }
@@ -187,8 +169,8 @@ impl Grants {
     ) -> io::Result<&mut Image> {
         let id = id_of(file.as_fd())?;
         let (path, is_current) = match location {
-            Location::Configured(path) => (path.clone(), true),
-            Location::Below(directory, path) => (directory.join(path), false),
+            Location::Configured(path) => (bytes_of(path), true),
+            Location::Below(directory, path) => (bytes_of(&directory.join(path)), false),
         };
         if is_current {
             let others = self.images.iter_mut().filter(|image| image.path == path);
@@ -323,25 +305,18 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Images for a snapshot.
-    pub(super) fn images(&self) -> HeldImages {
-        HeldImages(self.images.clone())
+    /// Images, whose descriptors belong to a snapshot.
+    pub(super) fn images(&self) -> Vec<Image> {
+        self.images.clone()
     }
 
-    /// Serializes the grants. `add` adds a descriptor of `images` to the snapshot.
+    /// Serializes the grants with these images. `add` adds a descriptor to the snapshot.
     pub(super) fn save<'a>(
         &self,
-        images: &'a HeldImages,
+        images: &'a [Image],
         mut add: impl FnMut(BorrowedFd<'a>) -> FdRef,
     ) -> SavedGrants {
-        let images = images.0.iter().zip(images.fds()).map(|(image, fd)| SavedImage {
-            path: bytes_of(&image.path),
-            is_current: image.is_current,
-            file: add(fd),
-            is_writable: image.is_writable,
-            uses: image.uses,
-            is_releasable: image.is_releasable,
-        });
+        let images = images.iter().map(|image| image.clone().with_file(add(image.file.as_fd())));
         SavedGrants { facts: self.facts.clone(), images: images.collect() }
     }
 
@@ -356,15 +331,8 @@ impl Grants {
     ) -> Result<(), StateError> {
         let images = saved.images.into_iter().map(|saved| {
             let file = fds.take(saved.file)?;
-            Ok(Image {
-                path: path_of(&saved.path.0),
-                is_current: saved.is_current,
-                id: id_of(file.as_fd()).map_err(|_| StateError::NotAState("no image"))?,
-                file: Arc::new(file),
-                is_writable: saved.is_writable,
-                uses: saved.uses,
-                is_releasable: saved.is_releasable,
-            })
+            let id = id_of(file.as_fd()).map_err(|_| StateError::NotAState("no image"))?;
+            Ok(Image { id, ..saved.with_file(Arc::new(file)) })
         });
         self.images = images.collect::<Result<_, StateError>>()?;
         self.facts = saved.facts;

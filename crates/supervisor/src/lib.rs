@@ -67,7 +67,6 @@ use checkpoint::Checkpoint;
 use command_line::config_file;
 use config_read::{ConfigRead, Purpose};
 use control::Control;
-use fd_store::FdStore;
 use grants::{GRANTS, id_of};
 use log::log_line;
 use pending_exec::PendingExec;
@@ -85,7 +84,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use trim_memory::TrimTimer;
-use upgrade_progress::{Step, answer_to};
+use upgrade_progress::{Step, add_warnings, answer_to};
 use watchdog::Watchdog;
 use worker::{QUEUED, Worker};
 
@@ -234,10 +233,10 @@ impl Supervisor {
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
         let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
         let deadlines = deadlines.chain(self.pending_exec.as_ref().map(PendingExec::deadline));
-        let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(FdStore::deadline));
+        let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(|store| store.due));
         let replacement = self.replacement.as_ref().map(|replacement| replacement.until);
         let reads = self.config_reads.iter().filter_map(ConfigRead::deadline);
-        let deadlines = deadlines.chain(reads).chain(self.trim_timer.deadline()).chain(replacement);
+        let deadlines = deadlines.chain(reads).chain(self.trim_timer.at).chain(replacement);
         let deadlines = deadlines.chain(self.release).chain(behind).chain(self.end_limit);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
@@ -391,7 +390,9 @@ impl Supervisor {
                     // to the current one.
                     to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
                     to_supervisor::WARNING => {
-                        self.record_warnings(&packet.text());
+                        if let Some(replacement) = &mut self.replacement {
+                            add_warnings(&mut replacement.warnings, &packet.text());
+                        }
                         if let Some(worker) = &mut self.worker {
                             worker.warned = true;
                         }
@@ -480,11 +481,9 @@ impl Supervisor {
     fn answer(&mut self, packet: protocol::Packet, client: OwnedFd) {
         let is_yes = match packet.code {
             question::IS_YOURS => {
-                let ours = rustix::process::getpid().as_raw_pid().cast_unsigned();
-                let pid = packet.text().parse::<u32>().ok();
-                pid.is_some_and(|pid| {
-                    pid == ours || self.worker.as_ref().is_some_and(|w| w.pid() == pid)
-                })
+                let pid = packet.text().parse().ok();
+                let ours = [Some(std::process::id()), self.worker.as_ref().map(Worker::pid)];
+                pid.is_some() && ours.contains(&pid)
             }
             question::GRANT => {
                 let path = permissions::path_of(&packet.body);
@@ -513,7 +512,7 @@ impl Supervisor {
         if protocol::send(&client, code, "", None).is_ok()
             && let Some(control) = &mut self.control
         {
-            control.keep(client);
+            control.clients.push(client);
         }
     }
 }

@@ -6,8 +6,7 @@ use super::log::log_line;
 use super::restart_policy::Next;
 use super::state::Supervisor;
 use super::upgrade_progress::Step;
-use super::worker::QUEUED;
-use super::worker::{Worker, how, is_fault, is_killed};
+use super::worker::{QUEUED, Worker, how, is_fault, is_killed};
 use crate::protocol::{RECOVER, START};
 use shadowbell_process::{exit, notify};
 use std::path::Path;
@@ -15,9 +14,10 @@ use std::time::{Duration, Instant};
 
 impl Supervisor {
     pub(super) fn reap_children(&mut self) {
-        self.leaving.retain_mut(|worker| worker.ended().is_none());
-        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
-        let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
+        self.leaving.retain_mut(|worker| worker.process.ended().is_none());
+        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.process.ended());
+        let old =
+            self.worker.as_mut().and_then(|worker| Some((worker.process.ended()?, worker.pid())));
         // Messages that the process has sent between the last read and its exit are handled first.
         if new.is_some() || old.is_some() {
             self.receive_from_workers(QUEUED);
@@ -51,7 +51,8 @@ impl Supervisor {
                 if worker.has_recovered() {
                     self.left = worker.take_checkpoint(Some(status));
                 }
-                self.worker_has_died(&what, worker.has_served(), is_killed(status));
+                let served = worker.serves_since.map(|since| since.elapsed());
+                self.worker_has_died(&what, served, is_killed(status));
             }
             // The service ends with the server process if the process had served, if no earlier
             // process has died (`died`), or if the service was ending anyway (`ended`). The process

@@ -285,17 +285,9 @@ pub fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
 
 /// Removes the next packet. Does not block, not even to close the packet's descriptors.
 pub fn drop_one(socket: impl AsFd) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
-    let mut byte = [0];
-    let received = rustix::io::retry_on_intr(|| {
-        recvmsg(&socket, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
-    });
-    if received.is_err() {
-        return;
+    if let Ok(Some(packet)) = receive(socket, true) {
+        deferred_close::close(packet.fds);
     }
-    deferred_close::close(rights(&mut control));
 }
 
 /// Returns the sequence number of the next packet without removing it, if it has one.
