@@ -106,7 +106,12 @@ pub(super) fn recover(
     let mut attempts = Attempts::take(&mut items)?;
     let controllers = complete.controllers.iter().map(|entry| Slot::of_controller(entry.index));
     let unattached = complete.unattached.values().map(|entry| Slot::of_disk(&entry.key));
-    attempts.count(controllers.chain(unattached), by_fault, deaths);
+    let is_counted = attempts.count(controllers.chain(unattached), by_fault, deaths);
+    let death = match death {
+        // The fault is attributed to a recovery or a message, and not to a command in flight.
+        CauseOfDeath::Fault if is_counted => CauseOfDeath::Killed,
+        death => death,
+    };
     let attempts = Arc::new(attempts);
     let plan = Plan::of(config, &complete, items, death, &attempts);
     checkpointer.begin_recovery(&fence, &attempts, plan.pending(), plan.disks, is_changed);

@@ -128,10 +128,17 @@ impl Attempts {
 
     /// Removes the marks of a dead process, and counts its death for each marked item if it died by
     /// a fault. `slots`: the items of its checkpoint. The bytes of all other items become zero.
-    /// `all`: the supervisor's count of recent deaths.
-    pub(super) fn count(&mut self, slots: impl Iterator<Item = Slot>, by_fault: bool, all: u8) {
+    /// `all`: the supervisor's count of recent deaths. Returns true if a death was counted. Then an
+    /// item is suspected, and not a command in flight.
+    pub(super) fn count(
+        &mut self,
+        slots: impl Iterator<Item = Slot>,
+        by_fault: bool,
+        all: u8,
+    ) -> bool {
         self.all = all;
         let before: Vec<_> = slots.map(|slot| (slot, self.get(slot))).collect();
+        let is_counted = by_fault && before.iter().any(|(_, byte)| byte & MARK != 0);
         if let Err(error) = ftruncate(&self.table, 0) {
             warn!("{NOT_COUNTED}: {error}");
         }
@@ -139,6 +146,7 @@ impl Attempts {
             let more = u8::from(by_fault && byte & MARK != 0);
             self.set(slot, (byte & !MARK).saturating_add(more).min(LIMIT + 1));
         }
+        is_counted
     }
 
     /// Excludes an item from all further recoveries, because each of them would have to wait for
@@ -320,7 +328,9 @@ mod tests {
     fn next_after(attempts: &Attempts, slots: &[Slot], by_fault: bool, all: u8) -> Attempts {
         let table = attempts.table.try_clone().unwrap();
         let mut next = Attempts::of(table);
-        next.count(slots.iter().copied(), by_fault, all);
+        let is_marked = slots.iter().any(|slot| attempts.get(*slot) & MARK != 0);
+        let is_counted = next.count(slots.iter().copied(), by_fault, all);
+        assert_eq!(is_counted, is_marked && by_fault);
         next
     }
 

@@ -783,6 +783,9 @@ impl Reactor {
         port.queued = false;
         let State::Attached(attachment) = &mut port.state else { return };
         let Some(session) = attachment.take_session() else { return };
+        if port.replay == Replay::Pending && !session.has_input() {
+            port.replay.end(&mut port.recorder, true);
+        }
         // A reactor that quiesces handles no further message.
         if !self.freezing && !port.replay.begin(&mut port.recorder) {
             port.retry = Some(Instant::now() + RETRY_REPLAY);

@@ -515,6 +515,11 @@ impl Session {
             && consumed.is_some_and(|consumed| consumed != self.decoder.position())
     }
 
+    /// True if the socket has data.
+    pub(super) fn has_input(&self) -> bool {
+        !matches!(rustix::io::ioctl_fionread(self.socket.as_fd()), Ok(0))
+    }
+
     /// True if the last message waits for the device. An unmap, which waits only for storage, does
     /// not count.
     pub(super) fn is_waiting(&self) -> bool {
