@@ -196,7 +196,7 @@ fn the_image_of_a_refused_disk_is_released() {
     until("the release", || held().is_empty());
     let (code, body) = put("raw.img");
     assert!(code < 400, "{code} {body}");
-    assert_eq!(held(), [elsewhere.join("raw.img")]);
+    assert!(held().contains(&elsewhere.join("raw.img")));
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
