@@ -18,7 +18,7 @@ use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Served};
 use super::checkpoint_store::CheckpointStore;
 use super::fence_wait::FenceWait;
 use super::open_disk::{UnattachedDisks, id_of};
-use super::recovery_attempts::{ATTEMPTS, Attempts};
+use super::recovery_attempts::{ATTEMPTS, Attempts, Replay};
 use super::registry::ServedController;
 use super::worker_link::WorkerLink;
 use parking_lot::Mutex;
@@ -370,7 +370,17 @@ impl Checkpointer {
     /// Returns the recorder for a controller's socket. Its first record adds the controller to the
     /// list.
     pub(super) fn port_recorder(self: &Arc<Self>, index: usize) -> Box<dyn PortRecorder> {
-        Box::new(PortRecord { checkpointer: Arc::clone(self), index })
+        Box::new(PortRecord { checkpointer: Arc::clone(self), index, replay: None })
+    }
+
+    /// Returns the recorder for the socket of a recovered controller.
+    pub(super) fn recovered_port_recorder(
+        self: &Arc<Self>,
+        index: usize,
+        attempts: &Arc<Attempts>,
+    ) -> Box<dyn PortRecorder> {
+        let replay = Some(Replay::of(attempts, index));
+        Box::new(PortRecord { checkpointer: Arc::clone(self), index, replay })
     }
 
     /// Removes a controller from the list, before the server removes the controller.
@@ -695,6 +705,8 @@ impl Recorder for Record {
 struct PortRecord {
     checkpointer: Arc<Checkpointer>,
     index: usize,
+    /// Replay of the client, if the controller was recovered.
+    replay: Option<Replay>,
 }
 
 impl PortRecord {
@@ -745,5 +757,13 @@ impl PortRecorder for PortRecord {
             drop(state);
             self.checkpointer.publish();
         }
+    }
+
+    fn begin_replay(&mut self) -> bool {
+        self.replay.as_mut().is_none_or(Replay::begin)
+    }
+
+    fn end_replay(&mut self, is_done: bool) {
+        self.replay.iter().for_each(|replay| replay.end(is_done));
     }
 }

@@ -1,7 +1,6 @@
 //! Threads that open the disks of a dead process, and the recovery of controllers whose disks are
 //! not ready when the first ones are served.
 
-use super::checkpointer::Checkpointer;
 use super::namespace_requests;
 use super::reconfigure::Changes;
 use super::recovery_job::{Job, JobContext, Recovered, RecoveredController};
@@ -126,7 +125,7 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
         let _guard = changes.change_lock();
         let checkpoint = &openers.context.checkpoint;
         match recovered {
-            Recovered::Controller(ready) => serve(*ready, registry, changes, checkpoint),
+            Recovered::Controller(ready) => serve(*ready, registry, changes, &openers.context),
             Recovered::Disk(id, open) => {
                 checkpoint.put_unattached(&id, &open.spec, &open.disk);
                 checkpoint.watch_unattached(&id, &open.disk);
@@ -147,7 +146,7 @@ fn serve(
     ready: RecoveredController,
     registry: &Registry,
     changes: &Arc<Changes>,
-    checkpoint: &Arc<Checkpointer>,
+    JobContext { checkpoint, attempts, .. }: &JobContext,
 ) {
     let RecoveredController { served, port, entry, saved, changing, death, replays, old, .. } =
         ready;
@@ -157,7 +156,8 @@ fn serve(
     let controller = served.controller.clone();
     // The reactor sends the first checkpoint of the socket. This also sends the list, which then
     // names the new items. Before that, the controller must not execute commands.
-    let port = handle.restore(port, checkpoint.port_recorder(served.index), move || {
+    let recorder = checkpoint.recovered_port_recorder(served.index, attempts);
+    let port = handle.restore(port, recorder, move || {
         controller.resume();
         changing.iter().for_each(|nsid| controller.announce_namespace(*nsid));
         let _ = begun.send(());

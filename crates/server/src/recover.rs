@@ -106,7 +106,12 @@ pub(super) fn recover(
     let mut attempts = Attempts::take(&mut items)?;
     let controllers = complete.controllers.iter().map(|entry| Slot::of_controller(entry.index));
     let unattached = complete.unattached.values().map(|entry| Slot::of_disk(&entry.key));
-    attempts.count(controllers.chain(unattached), by_fault, deaths);
+    let is_counted = attempts.count(controllers.chain(unattached), by_fault, deaths);
+    let death = match death {
+        // The fault is attributed to a recovery or a message, and not to a command in flight.
+        CauseOfDeath::Fault if is_counted => CauseOfDeath::Killed,
+        death => death,
+    };
     let attempts = Arc::new(attempts);
     let plan = Plan::of(config, &complete, items, death, &attempts);
     checkpointer.begin_recovery(&fence, &attempts, plan.pending(), plan.disks, is_changed);
@@ -155,7 +160,8 @@ pub(super) fn recover(
         let RecoveredController { served, port, entry, saved, changing, lost, .. } = one;
         checkpointer.recovered(served.index, entry);
         let port = reactor.serve_restored(port).with_context(|| served.name.clone())?;
-        reactor.record_with(port, checkpointer.port_recorder(served.index));
+        let recorder = checkpointer.recovered_port_recorder(served.index, &attempts);
+        reactor.record_with(port, recorder);
         served.set_port(port);
         server.registry().recovered(Arc::clone(&served));
         lost.iter().for_each(|why| link.send(to_supervisor::WARNING, why));

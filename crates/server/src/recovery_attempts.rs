@@ -1,11 +1,14 @@
-//! Number of server processes that died by a fault while they recovered a controller or a disk.
+//! Number of server processes that died by a fault while they recovered a controller or a disk, or
+//! handled the first message of a recovered client.
 //!
 //! A recovery that crashes the process would crash each next process too, and so all clients would
 //! lose their controllers. So the checkpoint has a table in a memfd, which outlives each process: a
 //! byte for each item that is recovered. A thread marks the byte while it recovers the item, but
 //! not while it waits for storage. Once the process serves, the byte is also not marked while
 //! storage is opened, because an open may hang, and the process may die meanwhile for another
-//! reason. The next process counts a death for each marked byte, if the process died by a fault.
+//! reason. The reactor marks the byte while it handles the first message in a recovered client's
+//! socket, because that is the message with which the dead process may have crashed. The next
+//! process counts a death for each marked byte, if the process died by a fault.
 //! After one death the item is a suspect: no two suspects are recovered at once, so the next death
 //! shows which of them is the cause. After [`LIMIT`] deaths the item's client is dropped, and after
 //! one more death the item is not accessed any more. Several items may cause deaths in turn, and
@@ -14,16 +17,17 @@
 //! before the seventh death.
 
 use super::checkpoint_items;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::{ReadWriteFlags, pwritev2};
 use shadowbell_supervisor::checkpoint::Checkpoint;
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 use tracing::warn;
 
 /// Key of the item with the table.
@@ -36,8 +40,7 @@ pub(super) const LIMIT: u8 = 3;
 const OTHERS: u8 = 2;
 /// Flag bit of an item's byte: its recovery is in progress.
 const MARK: u8 = 0x80;
-/// Time for which the recovery of a suspect waits for those of other suspects, one of which may
-/// hang.
+/// Time for which a suspect waits for other suspects, one of which may hang.
 const ALONE: Duration = Duration::from_secs(10);
 /// Log text after a failed access to the table: the consequence of the failure.
 const NOT_COUNTED: &str = "a crash during a recovery will not be attributed to its controller";
@@ -63,8 +66,9 @@ pub(super) struct Attempts {
     table: File,
     /// Number of recent deaths for any reason, by the supervisor's count.
     all: u8,
-    /// Locked while a suspect is recovered.
-    suspect: Mutex<()>,
+    /// Suspect that is being recovered, or whose first message is being handled.
+    suspect: Mutex<Option<Slot>>,
+    suspect_ended: Condvar,
     /// Items whose storage is being opened, as long as this process does not serve. `None` once it
     /// serves.
     opening: Mutex<Option<Vec<Slot>>>,
@@ -81,7 +85,13 @@ impl Attempts {
     }
 
     fn of(table: File) -> Self {
-        Self { table, all: 0, suspect: Mutex::default(), opening: Mutex::new(Some(Vec::new())) }
+        Self {
+            table,
+            all: 0,
+            suspect: Mutex::default(),
+            suspect_ended: Condvar::new(),
+            opening: Mutex::new(Some(Vec::new())),
+        }
     }
 
     /// Takes the table out of a dead process's checkpoint, or creates one if it has none.
@@ -110,17 +120,25 @@ impl Attempts {
         }
     }
 
-    /// Number of server processes that crashed while they recovered this item.
+    /// Number of server processes that crashed while they recovered this item, or handled its
+    /// client's first message.
     fn counted(&self, slot: Slot) -> u8 {
         self.get(slot) & !MARK
     }
 
     /// Removes the marks of a dead process, and counts its death for each marked item if it died by
     /// a fault. `slots`: the items of its checkpoint. The bytes of all other items become zero.
-    /// `all`: the supervisor's count of recent deaths.
-    pub(super) fn count(&mut self, slots: impl Iterator<Item = Slot>, by_fault: bool, all: u8) {
+    /// `all`: the supervisor's count of recent deaths. Returns true if a death was counted. Then an
+    /// item is suspected, and not a command in flight.
+    pub(super) fn count(
+        &mut self,
+        slots: impl Iterator<Item = Slot>,
+        by_fault: bool,
+        all: u8,
+    ) -> bool {
         self.all = all;
         let before: Vec<_> = slots.map(|slot| (slot, self.get(slot))).collect();
+        let is_counted = by_fault && before.iter().any(|(_, byte)| byte & MARK != 0);
         if let Err(error) = ftruncate(&self.table, 0) {
             warn!("{NOT_COUNTED}: {error}");
         }
@@ -128,6 +146,7 @@ impl Attempts {
             let more = u8::from(by_fault && byte & MARK != 0);
             self.set(slot, (byte & !MARK).saturating_add(more).min(LIMIT + 1));
         }
+        is_counted
     }
 
     /// Excludes an item from all further recoveries, because each of them would have to wait for
@@ -146,10 +165,43 @@ impl Attempts {
 
     /// Marks an item until the guard is dropped. A suspect waits for other suspects.
     pub(super) fn begin(&self, slot: Slot) -> Attempt<'_> {
-        let attempt =
-            Attempt { attempts: self, slot, opens: Cell::new(false), alone: RefCell::default() };
+        let attempt = Attempt { attempts: self, slot, opens: Cell::new(false) };
         attempt.mark();
         attempt
+    }
+
+    /// Sets the count of a recovered controller, which has the new slot `to`. The count stays if
+    /// the controller has a client (`has_client`), until the client's first message is handled.
+    pub(super) fn recovered(&self, from: Slot, to: Slot, has_client: bool) {
+        self.set(to, if has_client { self.counted(from) } else { 0 });
+    }
+
+    /// Marks the controller of a recovered client, whose first message is handled. Returns false if
+    /// the client is a suspect, and another suspect is being recovered or handled. The client has
+    /// waited for `waited` so far.
+    fn begin_replay(&self, slot: Slot, waited: Duration) -> bool {
+        let deaths = self.counted(slot);
+        if deaths != 0 && !self.begin_suspect(slot, Duration::ZERO) && waited < ALONE {
+            return false;
+        }
+        self.set(slot, deaths | MARK);
+        true
+    }
+
+    /// Removes the mark of an item, and sets its count.
+    fn unmark(&self, slot: Slot, deaths: u8) {
+        self.set(slot, deaths);
+        if self.suspect.lock().take_if(|suspect| *suspect == slot).is_some() {
+            self.suspect_ended.notify_one();
+        }
+    }
+
+    /// Waits until no other suspect is being recovered or handled. Returns false after `limit`.
+    fn begin_suspect(&self, slot: Slot, limit: Duration) -> bool {
+        let mut suspect = self.suspect.lock();
+        let is_other = |suspect: &mut Option<Slot>| suspect.is_some_and(|other| other != slot);
+        self.suspect_ended.wait_while_for(&mut suspect, is_other, limit);
+        *suspect.get_or_insert(slot) == slot
     }
 
     fn get(&self, slot: Slot) -> u8 {
@@ -174,7 +226,6 @@ pub(super) struct Attempt<'a> {
     slot: Slot,
     /// True while storage of the item is opened.
     opens: Cell<bool>,
-    alone: RefCell<Option<MutexGuard<'a, ()>>>,
 }
 
 impl Attempt<'_> {
@@ -183,20 +234,19 @@ impl Attempt<'_> {
             return;
         }
         let deaths = self.attempts.counted(self.slot);
-        if deaths != 0 && self.alone.borrow().is_none() {
-            *self.alone.borrow_mut() = self.attempts.suspect.try_lock_for(ALONE);
+        if deaths != 0 {
+            self.attempts.begin_suspect(self.slot, ALONE);
         }
         let opening = self.attempts.opening.lock();
         if !self.opens.get() || opening.is_some() {
             self.attempts.set(self.slot, deaths | MARK);
         } else {
-            *self.alone.borrow_mut() = None;
+            self.attempts.unmark(self.slot, deaths);
         }
     }
 
     fn unmark(&self) {
-        self.attempts.set(self.slot, self.attempts.counted(self.slot));
-        *self.alone.borrow_mut() = None;
+        self.attempts.unmark(self.slot, self.attempts.counted(self.slot));
     }
 
     /// Calls `open`, which opens storage of the item. Once this process serves, the item is not
@@ -237,6 +287,33 @@ impl Drop for Attempt<'_> {
     }
 }
 
+/// Replay of a recovered client: the handling of its first message.
+pub(super) struct Replay {
+    attempts: Arc<Attempts>,
+    slot: Slot,
+    /// Time of the first attempt to begin the replay.
+    since: Option<Instant>,
+}
+
+impl Replay {
+    /// Replay of the client of the controller with this index.
+    pub(super) fn of(attempts: &Arc<Attempts>, index: usize) -> Self {
+        Self { attempts: Arc::clone(attempts), slot: Slot::of_controller(index), since: None }
+    }
+
+    /// Begins the replay. Returns false if it has to wait for another suspect.
+    pub(super) fn begin(&mut self) -> bool {
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
+        self.attempts.begin_replay(self.slot, waited)
+    }
+
+    /// Ends the replay, which resets the count, or interrupts it before the message was handled.
+    pub(super) fn end(&self, is_done: bool) {
+        let deaths = if is_done { 0 } else { self.attempts.counted(self.slot) };
+        self.attempts.unmark(self.slot, deaths);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -251,7 +328,9 @@ mod tests {
     fn next_after(attempts: &Attempts, slots: &[Slot], by_fault: bool, all: u8) -> Attempts {
         let table = attempts.table.try_clone().unwrap();
         let mut next = Attempts::of(table);
-        next.count(slots.iter().copied(), by_fault, all);
+        let is_marked = slots.iter().any(|slot| attempts.get(*slot) & MARK != 0);
+        let is_counted = next.count(slots.iter().copied(), by_fault, all);
+        assert_eq!(is_counted, is_marked && by_fault);
         next
     }
 
@@ -342,11 +421,59 @@ mod tests {
         slots.into_iter().for_each(|slot| std::mem::forget(attempts.begin(slot)));
         let attempts = next(&attempts, &slots, true);
         let first = attempts.begin(slots[0]);
-        assert!(attempts.suspect.try_lock().is_none());
+        assert_eq!(*attempts.suspect.lock(), Some(slots[0]));
         // While a suspect waits for its storage, the other suspect can be recovered.
         first.pause(|| drop(attempts.begin(slots[1])));
-        assert!(attempts.suspect.try_lock().is_none());
+        assert_eq!(*attempts.suspect.lock(), Some(slots[0]));
         drop(first);
-        assert!(attempts.suspect.try_lock().is_some());
+        assert_eq!(*attempts.suspect.lock(), None);
+    }
+
+    /// The first message of a recovered client crashes each process. The controller has another
+    /// slot in each process.
+    #[test]
+    fn deaths_are_counted_for_the_first_message_of_a_client() {
+        let slots = [0, 1, 2, 3].map(Slot::of_controller);
+        let (bystander, other) = (Slot::of_controller(8), Slot::of_controller(9));
+        let mut attempts = Arc::new(Attempts::new().unwrap());
+        for (deaths, pair) in (0..).zip(slots.windows(2)) {
+            attempts.recovered(pair[0], pair[1], true);
+            assert_eq!(attempts.deaths(pair[1]), deaths);
+            for slot in [bystander, other] {
+                attempts.recovered(slot, slot, true);
+                assert!(attempts.begin_replay(slot, Duration::ZERO));
+                attempts.unmark(slot, 0);
+            }
+            assert!(attempts.begin_replay(pair[1], Duration::ZERO));
+            attempts = Arc::new(next(&attempts, &[pair[1], bystander, other], true));
+        }
+        assert_eq!([slots[3], bystander, other].map(|slot| attempts.deaths(slot)), [LIMIT, 0, 0]);
+        // The client was dropped.
+        attempts.recovered(slots[3], Slot::of_controller(4), false);
+        assert_eq!(attempts.deaths(Slot::of_controller(4)), 0);
+        // A message that is handled resets the count.
+        attempts.recovered(slots[3], other, true);
+        let mut replay = Replay::of(&attempts, 9);
+        assert!(replay.begin());
+        replay.end(true);
+        assert_eq!(attempts.deaths(other), 0);
+    }
+
+    #[test]
+    fn the_first_messages_of_suspects_are_handled_one_after_the_other() {
+        let slots = [0, 1, 2].map(Slot::of_controller);
+        let attempts = Attempts::new().unwrap();
+        slots[..2].iter().for_each(|slot| assert!(attempts.begin_replay(*slot, Duration::ZERO)));
+        let attempts = next(&attempts, &slots, true);
+        assert!(attempts.begin_replay(slots[0], Duration::ZERO));
+        assert!(!attempts.begin_replay(slots[1], Duration::ZERO));
+        assert!(attempts.begin_replay(slots[2], Duration::ZERO), "it is no suspect");
+        attempts.unmark(slots[0], 0);
+        assert!(attempts.begin_replay(slots[1], Duration::ZERO));
+        let attempts = next(&attempts, &slots, true);
+        assert_eq!(slots.map(|slot| attempts.deaths(slot)), [0, 2, 1]);
+        // A suspect does not wait for ever.
+        assert!(attempts.begin_replay(slots[1], Duration::ZERO));
+        assert!(attempts.begin_replay(slots[2], ALONE));
     }
 }

@@ -310,6 +310,7 @@ impl ControllerJob {
             None => RestoredPort::without_client(self.listener(requested)?, device, &limits),
         };
         let served = ServedController::new(self.index, requested.clone(), controller, client);
+        context.attempts.recovered(self.slot(), Slot::of_controller(self.index), has_client);
         let entry = context.checkpoint.put_recovered(&served);
         let replays = match &mut state {
             None => 0,
@@ -362,12 +363,12 @@ struct DiskWait<'a> {
     attempt: Attempt<'a>,
 }
 
-/// Returns an error if so many processes have died while they recovered an item (`deaths`) that the
-/// next one has to drop its client.
+/// Returns an error if so many processes have died while they recovered an item or handled its
+/// client's first message (`deaths`) that the next one has to drop its client.
 pub(super) fn check_deaths(deaths: u8) -> anyhow::Result<()> {
     match deaths {
         0..LIMIT => Ok(()),
-        _ => bail!("server processes have crashed during its recovery"),
+        _ => bail!("server processes have crashed during its recovery or its first message"),
     }
 }
 

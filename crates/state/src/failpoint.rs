@@ -80,23 +80,6 @@ points! {
     Checked = "checked",
     /// Everything that this process serves is quiesced for an upgrade.
     Quiesced = "quiesced",
-    /// A vhost-user device has taken a request from the available ring.
-    RequestTaken = "request-taken",
-    /// The number of a vhost-user request is stored.
-    RequestNumbered = "request-numbered",
-    /// A vhost-user request is marked as in flight.
-    RequestMarked = "request-marked",
-    /// The disk has completed a vhost-user request, and the guest's memory has its data and
-    /// status.
-    RequestEnded = "request-ended",
-    /// A vhost-user request is first in the list of answered requests.
-    RequestListed = "request-listed",
-    /// A vhost-user request is in the used ring.
-    RequestUsed = "request-used",
-    /// The in-flight mark of a vhost-user request is cleared.
-    RequestFreed = "request-freed",
-    /// The index of the used ring is stored.
-    RequestAnswered = "request-answered",
 }
 
 /// Deliberately wrong order of steps. A test uses it to prove that it detects such an error.
@@ -137,26 +120,29 @@ pub fn abort_directory() -> Option<std::path::PathBuf> {
     None
 }
 
-/// Step of a command at which a process can be killed.
+/// Step of a command or message at which a process can be killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommandStep {
     /// The command will be executed next.
     Start,
     /// The disk has executed the command. The journal still has it as a command in flight.
     End,
+    /// A vfio-user message will be handled next.
+    Message,
 }
 
-/// Failpoint: ends this process by SIGABRT, like a crash, if a command for a selected block
-/// reaches a selected step.
+/// Failpoint: ends this process by SIGABRT, like a crash, if a command for a selected block, or a
+/// selected vfio-user message, reaches a selected step.
 ///
-/// `SHADOWBELL_ABORT_COMMAND` is `start:LBA` or `end:LBA`, or a list of them separated by commas.
-/// The function has no effect without the feature `abort-points`, and in an optimised build.
+/// `SHADOWBELL_ABORT_COMMAND` is `start:LBA`, `end:LBA` or `message:TYPE`, or a list of them
+/// separated by commas. The function has no effect without the feature `abort-points`, and in an
+/// optimised build.
 #[inline]
-pub fn abort_command(step: CommandStep, lba: u64) {
+pub fn abort_command(step: CommandStep, number: u64) {
     #[cfg(all(feature = "abort-points", debug_assertions))]
-    armed::command(step, lba);
+    armed::command(step, number);
     #[cfg(not(all(feature = "abort-points", debug_assertions)))]
-    let _ = (step, lba);
+    let _ = (step, number);
 }
 
 /// True if `SHADOWBELL_WRONG_ORDER` selects `order`. Always false without the feature
@@ -262,23 +248,24 @@ mod armed {
         }
     }
 
-    pub(super) fn command(step: CommandStep, lba: u64) {
+    pub(super) fn command(step: CommandStep, number: u64) {
         static DEADLY: OnceLock<Vec<(CommandStep, u64)>> = OnceLock::new();
         let read = || {
             let selected = std::env::var("SHADOWBELL_ABORT_COMMAND").unwrap_or_default();
             let one = |text: &str| {
-                let (step, lba) = text.split_once(':')?;
+                let (step, number) = text.split_once(':')?;
                 let step = match step {
                     "start" => CommandStep::Start,
                     "end" => CommandStep::End,
+                    "message" => CommandStep::Message,
                     _ => return None,
                 };
-                Some((step, lba.parse().ok()?))
+                Some((step, number.parse().ok()?))
             };
             let each = selected.split(',').filter(|text| !text.is_empty());
             each.map(|text| one(text).unwrap_or_else(|| panic!("{text}: not a command"))).collect()
         };
-        if DEADLY.get_or_init(read).contains(&(step, lba)) {
+        if DEADLY.get_or_init(read).contains(&(step, number)) {
             kill_self(Signal::ABORT);
         }
     }

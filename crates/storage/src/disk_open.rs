@@ -5,6 +5,7 @@ use anyhow::anyhow;
 use shadowbell_config::disk_layers::Layers;
 use shadowbell_config::disk_spec::{DiskSpecError, check_name, spec_error, split};
 use shadowbell_disk::Disk;
+use shadowbell_disk_file::OpenAttempt;
 use shadowbell_process::exit;
 use std::path::Path;
 use std::sync::Arc;
@@ -81,7 +82,10 @@ fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErro
         let why = anyhow!("{spec} {why}: the server needs `--sandbox off` for that");
         return Err(DiskSpecError::Other(exit::bad_input(why)));
     }
-    let disk = (kind.open)(&spec, lifetime)?;
+    let disk = {
+        let _attempt = OpenAttempt::begin();
+        (kind.open)(&spec, lifetime)?
+    };
     if let Some(remark) = disk.remark() {
         tracing::warn!("{remark}");
     }

@@ -62,7 +62,7 @@ impl Supervisor {
     /// Writes a snapshot to the fd store, if there is one.
     pub(super) fn write_snapshot(&mut self) {
         let Some(mut fd_store) = self.fd_store.take() else { return };
-        let opened = GRANTS.lock().changes();
+        let opened = GRANTS.lock().changes;
         let images = GRANTS.lock().images();
         let record = self.snapshot(&images, None).map_err(std::io::Error::other);
         match record.and_then(|record| fd_store.append_snapshot(&record, opened)) {
@@ -92,7 +92,7 @@ impl Supervisor {
     /// Writes a snapshot if one is due.
     pub(super) fn update_fd_store(&mut self, now: Instant) {
         let Some(fd_store) = &self.fd_store else { return };
-        if fd_store.needs_snapshot() || fd_store.deadline().is_some_and(|due| due <= now) {
+        if fd_store.needs_snapshot() || fd_store.due.is_some_and(|due| due <= now) {
             self.write_snapshot();
         }
     }

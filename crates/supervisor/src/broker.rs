@@ -56,41 +56,58 @@ pub(super) fn all() -> io::Result<Vec<(Kind, OwnedFd)>> {
     ALL.lock().iter().map(|broker| Ok((broker.kind, broker.socket.try_clone()?))).collect()
 }
 
+/// Function that starts the thread of a broker.
+type Spawn = fn(Box<dyn FnOnce() + Send>) -> io::Result<()>;
+
+fn spawn(run: Box<dyn FnOnce() + Send>) -> io::Result<()> {
+    start_thread("sb-broker", 256 << 10, run)
+}
+
 /// Starts a broker, and returns the socket for the server process.
 ///
 /// # Errors
-/// The descriptor limit is reached.
+/// The descriptor limit or the limit of threads is reached.
 pub(super) fn start(kind: Kind) -> io::Result<OwnedFd> {
+    start_by(kind, spawn)
+}
+
+fn start_by(kind: Kind, spawn: Spawn) -> io::Result<OwnedFd> {
     let (ours, theirs) = protocol::pair()?;
-    restore(kind, ours);
+    restore(kind, ours, spawn)?;
     Ok(theirs)
 }
 
-/// Starts a broker on a socket of an earlier supervisor.
-pub(super) fn restore(kind: Kind, socket: OwnedFd) {
-    let broker = Arc::new(Broker { kind, socket });
-    ALL.lock().push(Arc::clone(&broker));
-    let its = Arc::clone(&broker);
-    let started = start_thread("sb-broker", 256 << 10, move || {
-        let is_ready = kind == Kind::Images || path_broker::become_user().is_ok();
-        while is_ready && its.answers() {}
-        its.ends();
-    });
-    if let Err(error) = started {
-        broker.ends();
-        log_line(&format!(
-            "error: the server process cannot open images or create sockets: no thread for the \
-             broker: {error}"
-        ));
+/// Starts brokers on the sockets of an earlier supervisor.
+pub(super) fn restore_all(brokers: Vec<(Kind, OwnedFd)>) {
+    for (kind, socket) in brokers {
+        if let Err(error) = restore(kind, socket, spawn) {
+            log_line(&format!(
+                "error: the server process cannot open images or create sockets: no thread for \
+                 the broker: {error}"
+            ));
+        }
     }
 }
 
+fn restore(kind: Kind, socket: OwnedFd, spawn: Spawn) -> io::Result<()> {
+    let broker = Arc::new(Broker { kind, socket });
+    ALL.lock().push(Arc::clone(&broker));
+    let its = Arc::clone(&broker);
+    let started = spawn(Box::new(move || {
+        let is_ready = kind == Kind::Images || path_broker::become_user().is_ok();
+        while is_ready && its.answers() {}
+        its.ends();
+    }));
+    started.inspect_err(|_| broker.ends())
+}
+
 /// Answers a server process's request for another image broker.
-fn connect() -> (u8, Vec<u8>, Vec<OwnedFd>) {
+fn connect(spawn: Spawn) -> (u8, Vec<u8>, Vec<OwnedFd>) {
     let has_room = ALL.lock().len() < MAX_BROKERS;
-    match has_room.then(|| start(Kind::Images)).and_then(Result::ok) {
-        Some(socket) => (requests::OPENED, Vec::new(), vec![socket]),
-        None => (requests::REFUSED, b"too many connections".to_vec(), Vec::new()),
+    let room = has_room.then_some(()).ok_or_else(|| io::Error::other("too many connections"));
+    match room.and_then(|()| start_by(Kind::Images, spawn)) {
+        Ok(socket) => (requests::OPENED, Vec::new(), vec![socket]),
+        Err(error) => (requests::REFUSED, error.to_string().into(), Vec::new()),
     }
 }
 
@@ -106,7 +123,7 @@ impl Broker {
             Ok(None) => return false,
         };
         let answer = match self.kind {
-            Kind::Images if packet.code == requests::CONNECT => Some(connect()),
+            Kind::Images if packet.code == requests::CONNECT => Some(connect(spawn)),
             Kind::Images => Some(open_broker::answer(&packet)),
             Kind::Paths => path_broker::answer(&packet),
         };
@@ -122,5 +139,23 @@ impl Broker {
 
     fn ends(&self) {
         ALL.lock().retain(|other| !std::ptr::eq(&raw const **other, self));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// If there is no thread for a broker, the request is refused, and the broker's socket is
+    /// closed.
+    #[test]
+    fn a_broker_without_a_thread_is_refused() {
+        let fails: Spawn = |_| Err(io::ErrorKind::OutOfMemory.into());
+        let (code, why, fds) = connect(fails);
+        assert_eq!((code, fds.len()), (requests::REFUSED, 0));
+        assert_eq!(why, io::Error::from(io::ErrorKind::OutOfMemory).to_string().as_bytes());
+        let (ours, theirs) = protocol::pair().unwrap();
+        assert!(restore(Kind::Images, ours, fails).is_err());
+        assert!(protocol::receive(&theirs, true).unwrap().is_none(), "the broker has ended");
     }
 }

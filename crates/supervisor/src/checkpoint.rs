@@ -373,11 +373,6 @@ impl Checkpoint {
         (flags & FIRST != 0, flags & LAST != 0)
     }
 
-    /// True if more packets of the last transaction are expected.
-    pub fn is_open(&self) -> bool {
-        self.is_open
-    }
-
     /// Descriptors of the disks' items.
     pub fn disk_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let disks = self.all.range(DISK.to_owned()..).take_while(|(key, _)| key.starts_with(DISK));

@@ -17,7 +17,7 @@ pub const DEFAULT_STOP_TIMEOUT: u64 = 5;
 /// Returns true if the verb of this command line is `serve` or `export`.
 #[must_use]
 pub fn is_service(arguments: &[OsString]) -> bool {
-    let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
+    let mut words = arguments.iter().skip(1).skip_while(|word| word.as_bytes().starts_with(b"-"));
     words.next().is_some_and(|word| is_verb(word))
 }
 
@@ -58,10 +58,6 @@ fn value_of<'a>(arguments: &'a [OsString], option: &str) -> Option<&'a OsStr> {
         }
     }
     None
-}
-
-fn is_option(word: &OsStr) -> bool {
-    word.as_encoded_bytes().starts_with(b"-")
 }
 
 /// Returns true if this word is a subcommand that has a supervisor.

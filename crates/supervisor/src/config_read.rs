@@ -25,8 +25,9 @@ pub(super) type Config = (Option<String>, anyhow::Result<Permitted>);
 
 /// Purpose of a read of the configuration file.
 pub(super) enum Purpose {
-    /// Reload of the configuration by the server process.
-    Reload,
+    /// Reload of the configuration by the server process. `is_outdated`: the reload was requested
+    /// again after the read had begun, and the file may have changed in between.
+    Reload { is_outdated: bool },
     /// Upgrade that a client of the supervisor requests, or only a check of an upgrade.
     Upgrade { program: Option<PathBuf>, asker: Option<OwnedFd>, is_check: bool },
 }

@@ -15,8 +15,10 @@ const ATTEMPTS: u8 = 16;
 const MAX_CLIENTS: usize = 8;
 
 pub(super) struct Control {
-    socket: OwnedFd,
-    clients: Vec<OwnedFd>,
+    /// Listening socket.
+    pub(super) socket: OwnedFd,
+    /// Connected clients, whose requests were all answered.
+    pub(super) clients: Vec<OwnedFd>,
 }
 
 impl Control {
@@ -39,21 +41,6 @@ impl Control {
         outcome?;
         listen(&socket, 16)?;
         Ok(Self { socket, clients: Vec::new() })
-    }
-
-    /// Restores the socket and its clients after exec.
-    pub(super) fn from_saved(socket: OwnedFd, clients: Vec<OwnedFd>) -> Self {
-        Self { socket, clients }
-    }
-
-    /// The listening socket.
-    pub(super) fn socket(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-
-    /// Connected clients.
-    pub(super) fn clients(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.clients.iter().map(AsFd::as_fd)
     }
 
     /// Descriptors to poll for input.
@@ -84,10 +71,5 @@ impl Control {
             }
         }
         None
-    }
-
-    /// Adds a client again after its request was answered, to receive further requests.
-    pub(super) fn keep(&mut self, client: OwnedFd) {
-        self.clients.push(client);
     }
 }

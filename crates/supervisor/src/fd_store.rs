@@ -42,7 +42,7 @@ use serde::{Deserialize, Serialize};
 use shadowbell_memory::process::take_inherited;
 use shadowbell_process::notify;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 /// Packet type of a checkpoint change: the process id, and the packet that the process sent.
@@ -65,17 +65,17 @@ const STALE: Duration = Duration::from_millis(10);
 
 /// Socket pair in the fd store, with this supervisor's state.
 pub(super) struct FdStore {
-    write: OwnedFd,
-    read: OwnedFd,
-    counters: SavedFdStore,
+    pub(super) write: OwnedFd,
+    pub(super) read: OwnedFd,
+    pub(super) counters: SavedFdStore,
     /// True if a snapshot must be written before the next change.
-    is_wanted: bool,
-    /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot, by which
+    pub(super) is_wanted: bool,
+    /// Value of [`Grants::changes`](super::grants::Grants) at the last snapshot, by which
     /// later changes of the grants are detected.
     opened: u64,
     /// Time of the next snapshot, if the store contains descriptors that a server process has
     /// released.
-    due: Option<Instant>,
+    pub(super) due: Option<Instant>,
     /// Duration of the last snapshot's write.
     took: Duration,
 }
@@ -176,35 +176,21 @@ impl FdStore {
             while let Ok(Some(packet)) = protocol::peek(read) {
                 if reader.is_new(&packet) {
                     let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
-                    self.put(packet.code, &packet.body, &fds)?;
+                    send_bytes(&self.write, packet.code, &packet.body, &fds, true)?;
                     reader.take(packet);
                 }
                 protocol::drop_one(read);
             }
         }
         self.counters.number = reader.number.saturating_add(1);
-        Ok(reader.found())
+        let Reader { record, changes, .. } = reader;
+        Ok(record.map(|record| Found { record, changes }))
     }
 
     /// Restores the store that this process had before exec.
     pub(super) fn from_saved(write: OwnedFd, read: OwnedFd, counters: SavedFdStore) -> Self {
         let (is_wanted, opened, due, took) = (true, 0, None, Duration::ZERO);
         Self { write, read, counters, is_wanted, opened, due, took }
-    }
-
-    /// Returns the counters for serialization.
-    pub(super) fn save(&self) -> SavedFdStore {
-        self.counters
-    }
-
-    /// Both ends of the socket pair: the one that is written and the one that is read.
-    pub(super) fn ends(&self) -> (BorrowedFd<'_>, BorrowedFd<'_>) {
-        (self.write.as_fd(), self.read.as_fd())
-    }
-
-    /// Time at which a snapshot is due, if one is.
-    pub(super) fn deadline(&self) -> Option<Instant> {
-        self.due
     }
 
     /// Schedules a snapshot, because a server process has released descriptors that the store still
@@ -223,27 +209,20 @@ impl FdStore {
         body.extend(worker.to_le_bytes());
         body.extend(&packet.body);
         let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
-        self.put(CHANGE, &body, &fds)?;
+        send_bytes(&self.write, CHANGE, &body, &fds, true)?;
         self.counters.number = self.counters.number.saturating_add(1);
         self.counters.unsaved += PACKET + body.len();
         self.is_stale();
         Ok(())
     }
 
-    /// Requests a snapshot before the next change.
-    pub(super) fn wants_snapshot(&mut self) {
-        self.is_wanted = true;
-    }
-
     /// Returns true if a snapshot must be written now.
     pub(super) fn needs_snapshot(&self) -> bool {
-        self.is_wanted
-            || self.counters.unsaved > MAX_BEHIND
-            || self.opened != GRANTS.lock().changes()
+        self.is_wanted || self.counters.unsaved > MAX_BEHIND || self.opened != GRANTS.lock().changes
     }
 
     /// Appends a snapshot and removes the packets before it. `opened`: value of
-    /// [`Grants::changes`](super::grants::Grants::changes) before the snapshot was made.
+    /// [`Grants::changes`](super::grants::Grants) before the snapshot was made.
     ///
     /// # Errors
     /// The socket buffer is full.
@@ -258,10 +237,6 @@ impl FdStore {
         self.counters.unsaved = 0;
         self.took = began.elapsed();
         Ok(())
-    }
-
-    fn put(&self, code: u8, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        send_bytes(&self.write, code, body, fds, true)
     }
 
     /// Removes this store from the service manager, when the service ends.
@@ -326,10 +301,6 @@ impl Reader {
             self.changes.push((worker, packet));
         }
     }
-
-    fn found(self) -> Option<Found> {
-        Some(Found { record: self.record?, changes: self.changes })
-    }
 }
 
 fn number_of(body: &[u8]) -> Option<u64> {
@@ -374,7 +345,7 @@ mod tests {
             // before it removes the packet from the old socket.
             if let Some(packet) = moved.filter(|_| count < 3) {
                 let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
-                next.put(packet.code, &packet.body, &fds).unwrap();
+                send_bytes(&next.write, packet.code, &packet.body, &fds, true).unwrap();
                 if count % 2 == 0 {
                     let holds =
                         |pair: &&(u64, OwnedFd, OwnedFd)| protocol::peek_number(&pair.2).is_some();
@@ -414,7 +385,7 @@ mod tests {
         let body =
             [one.counters.number.to_le_bytes().to_vec(), 300_u32.to_le_bytes().to_vec()].concat();
         let memory = memory_of(&record(2, &fds).bytes).unwrap();
-        one.put(b'D', &body, &[memory.as_fd()]).unwrap();
+        send_bytes(&one.write, b'D', &body, &[memory.as_fd()], true).unwrap();
         one.counters.number += 1;
         assert_eq!(found_with(&mut one), Some((1, vec!["a".into()])));
         // The store accepts further changes after it was read.
@@ -439,8 +410,8 @@ mod tests {
         }
         for packet in &packets {
             let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
-            copy.put(packet.code, &packet.body, &fds).unwrap();
-            fd_store.put(packet.code, &packet.body, &fds).unwrap();
+            send_bytes(&copy.write, packet.code, &packet.body, &fds, true).unwrap();
+            send_bytes(&fd_store.write, packet.code, &packet.body, &fds, true).unwrap();
         }
         found(copy)
     }
@@ -452,11 +423,11 @@ mod tests {
         let mut one = fd_store();
         one.append_snapshot(&record(1, &fds), 0).unwrap();
         drop(fds);
-        assert!(one.deadline().is_none());
+        assert!(one.due.is_none());
         one.change(7, &change("a")).unwrap();
-        assert!(one.deadline().is_some(), "a record is due");
+        assert!(one.due.is_some(), "a record is due");
         one.append_snapshot(&record(2, &[]), 0).unwrap();
-        assert!(one.deadline().is_none());
+        assert!(one.due.is_none());
         assert_eq!(io::Read::read(&mut pipe_read, &mut [0]).unwrap(), 0, "the last copy is closed");
         // A large amount of changes triggers a snapshot at once.
         let long = "x".repeat(16_000);

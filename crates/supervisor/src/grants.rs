@@ -5,9 +5,9 @@
 //! ctl` has opened and passed to the supervisor. No message of a server process adds one.
 //!
 //! An image is identified by a descriptor that the supervisor opened by a granted path, and holds
-//! as long as a checkpoint contains the disk. A configured path is resolved once. Other
-//! descriptors are compared with the held ones by mount, device and inode; their names are never
-//! used. Since the inode is held, its number is not reused.
+//! as long as a server process uses it or a checkpoint contains the disk. A configured path is
+//! resolved once. Other descriptors are compared with the held ones by mount, device and inode;
+//! their names are never used. Since the inode is held, its number is not reused.
 
 use crate::path_protocol::Made;
 use crate::permissions::{Permissions, bytes_of, path_of};
@@ -46,7 +46,7 @@ pub(super) struct Grants {
     pub(super) facts: Facts,
     images: Vec<Image>,
     /// Number of changes of the grants since the start of the supervisor.
-    changes: u64,
+    pub(super) changes: u64,
 }
 
 /// Grants without descriptors.
@@ -67,48 +67,51 @@ pub(super) struct Permitted {
     pub(super) config: Option<String>,
 }
 
-/// Image that a server process may open.
-#[derive(Clone)]
-struct Image {
+/// Image that a server process may open. `F`: its file, or a reference to it in a snapshot.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Image<F = Arc<OwnedFd>> {
     /// Path by which the image was opened.
-    path: PathBuf,
+    path: Bytes,
     /// True if `path` still stands for this file. False after a configuration with this path was
     /// read: the next use of the path resolves it again.
     is_current: bool,
     /// Descriptor that identifies the file but gives no access to its content.
-    file: Arc<OwnedFd>,
+    file: F,
+    #[serde(skip)]
     id: Id,
     is_writable: bool,
-    /// True if a checkpoint has contained the image since a server process last opened it by its
-    /// path. Only then is the image released when no checkpoint contains it any more.
-    was_stored: bool,
+    /// Number of requests of the server process for the image that it has not
+    /// [ended](Grants::end_use).
+    #[serde(default)]
+    uses: u32,
+    /// True if the image is released once no checkpoint contains it: after the server process's
+    /// last request for it, a checkpoint has contained it, or its last use has ended.
+    #[serde(rename = "was_stored")]
+    is_releasable: bool,
+}
+
+impl<F> Image<F> {
+    fn with_file<G>(self, file: G) -> Image<G> {
+        let Self { path, is_current, id, is_writable, uses, is_releasable, .. } = self;
+        Image { path, is_current, file, id, is_writable, uses, is_releasable }
+    }
+}
+
+impl Image {
+    /// Returns a descriptor that names the image for the server process, which then uses it.
+    pub(super) fn name(&mut self) -> io::Result<OwnedFd> {
+        let named = self.file.try_clone()?;
+        self.uses = self.uses.saturating_add(1);
+        self.is_releasable = false;
+        Ok(named)
+    }
 }
 
 /// Serialized [`Grants`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SavedGrants {
     facts: Facts,
-    images: Vec<SavedImage>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct SavedImage {
-    path: Bytes,
-    is_current: bool,
-    file: FdRef,
-    is_writable: bool,
-    was_stored: bool,
-}
-
-/// Images that the supervisor holds open, whose descriptors belong to its saved state. The saved
-/// state refers to them by position.
-pub(super) struct HeldImages(Vec<Image>);
-
-impl HeldImages {
-    /// Descriptors of the images, in the order of [`Grants::save`].
-    pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.0.iter().map(|image| image.file.as_fd())
-    }
+    images: Vec<Image<FdRef>>,
 }
 
 impl Grants {
@@ -116,7 +119,7 @@ impl Grants {
     pub(super) fn permit(&mut self, permitted: Permitted) {
         let Permitted { permissions, config } = permitted;
         for image in &mut self.images {
-            image.is_current &= permissions.access(&bytes_of(&image.path)).is_none();
+            image.is_current &= permissions.access(&image.path).is_none();
         }
         match &mut self.facts.permissions {
             Some(ours) => ours.extend(permissions),
@@ -126,16 +129,11 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Number of changes of the grants since the start.
-    pub(super) fn changes(&self) -> u64 {
-        self.changes
-    }
-
     /// Returns the held image at a path, if the path was resolved before.
-    pub(super) fn known(&self, path: &Path) -> Option<Arc<OwnedFd>> {
-        let path = absolute(path);
-        let image = self.images.iter().find(|image| image.is_current && image.path == path)?;
-        Some(Arc::clone(&image.file))
+    pub(super) fn known(&mut self, path: &Path) -> Option<&mut Image> {
+        let path = bytes_of(&absolute(path));
+        self.changes += 1;
+        self.images.iter_mut().find(|image| image.is_current && image.path == path)
     }
 
     /// Returns the location of the image at a permitted path, and whether the image may be written.
@@ -168,40 +166,49 @@ impl Grants {
         location: &Location,
         file: OwnedFd,
         is_writable: bool,
-    ) -> io::Result<Arc<OwnedFd>> {
+    ) -> io::Result<&mut Image> {
         let id = id_of(file.as_fd())?;
         let (path, is_current) = match location {
-            Location::Configured(path) => (path.clone(), true),
-            Location::Below(directory, path) => (directory.join(path), false),
+            Location::Configured(path) => (bytes_of(path), true),
+            Location::Below(directory, path) => (bytes_of(&directory.join(path)), false),
         };
         if is_current {
             let others = self.images.iter_mut().filter(|image| image.path == path);
             others.for_each(|image| image.is_current = false);
         }
         self.changes += 1;
-        if let Some(known) = self.images.iter_mut().find(|image| image.id == id) {
-            known.is_writable |= is_writable;
-            // A server process opens the image again. If an earlier disk with this image then
-            // disappears from the checkpoint, the image must not be released.
-            known.was_stored = false;
-            if is_current {
-                (known.path, known.is_current) = (path, true);
-            }
-            return Ok(Arc::clone(&known.file));
-        }
-        if self.images.len() >= MAX_GRANTS {
-            // The oldest image that is in no checkpoint is released: its disk was refused or
-            // removed.
-            let oldest = self.images.iter().position(|image| !image.was_stored);
+        let known = self.images.iter().position(|image| image.id == id);
+        if known.is_none() && self.images.len() >= MAX_GRANTS {
+            // The oldest image that is in no checkpoint is released.
+            let oldest = self.images.iter().position(|image| !image.is_releasable);
             let oldest = oldest.ok_or_else(|| {
                 io::Error::other(format!("the disks of a server have at most {MAX_GRANTS} images"))
             })?;
             deferred_close::close(Arc::into_inner(self.images.remove(oldest).file));
         }
-        let file = Arc::new(file);
-        let held = Arc::clone(&file);
-        self.images.push(Image { path, is_current, file, id, is_writable, was_stored: false });
-        Ok(held)
+        let at = known.unwrap_or(self.images.len());
+        if known.is_none() {
+            let (path, file) = (path.clone(), Arc::new(file));
+            let (uses, is_releasable) = (0, false);
+            self.images.push(Image {
+                path,
+                is_current,
+                file,
+                id,
+                is_writable,
+                uses,
+                is_releasable,
+            });
+        }
+        let image = &mut self.images[at];
+        image.is_writable |= is_writable;
+        // A new disk may use the image. If an earlier disk with this image then disappears from the
+        // checkpoint, the image must not be released.
+        image.is_releasable = false;
+        if is_current {
+            (image.path, image.is_current) = (path, true);
+        }
+        Ok(image)
     }
 
     /// Grants a file that a client of the supervisor has opened. The grant has the access rights of
@@ -236,15 +243,33 @@ impl Grants {
         Ok(Arc::clone(&image.file))
     }
 
-    /// Releases each image that was in a checkpoint and is no longer in any. `stored`: identities
-    /// of the images in all checkpoints.
+    /// Ends one use of an image by the server process.
+    pub(super) fn end_use(&mut self, file: BorrowedFd<'_>) {
+        let Ok(id) = id_of(file) else { return };
+        if let Some(image) = self.images.iter_mut().find(|image| image.id == id) {
+            image.uses = image.uses.saturating_sub(1);
+            image.is_releasable |= image.uses == 0;
+            self.changes += 1;
+        }
+    }
+
+    /// Ends all uses of images, because the server process has died.
+    pub(super) fn end_uses(&mut self) {
+        for image in &mut self.images {
+            image.is_releasable |= std::mem::take(&mut image.uses) != 0;
+        }
+        self.changes += 1;
+    }
+
+    /// Releases each image that is unused and in no checkpoint. `stored`: identities of the images
+    /// in all checkpoints.
     pub(super) fn release(&mut self, stored: &BTreeSet<Id>) {
         let (stay, gone): (Vec<_>, _) = std::mem::take(&mut self.images)
             .into_iter()
-            .partition(|image| !image.was_stored || stored.contains(&image.id));
+            .partition(|image| !image.is_releasable || stored.contains(&image.id));
         self.images = stay;
         for image in &mut self.images {
-            image.was_stored |= stored.contains(&image.id);
+            image.is_releasable |= stored.contains(&image.id);
         }
         self.changes += u64::from(!gone.is_empty());
         // Another thread closes the descriptors, because the close of the last one of a deleted
@@ -280,24 +305,18 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Images for a snapshot.
-    pub(super) fn images(&self) -> HeldImages {
-        HeldImages(self.images.clone())
+    /// Images, whose descriptors belong to a snapshot.
+    pub(super) fn images(&self) -> Vec<Image> {
+        self.images.clone()
     }
 
-    /// Serializes the grants. `add` adds a descriptor of `images` to the snapshot.
+    /// Serializes the grants with these images. `add` adds a descriptor to the snapshot.
     pub(super) fn save<'a>(
         &self,
-        images: &'a HeldImages,
+        images: &'a [Image],
         mut add: impl FnMut(BorrowedFd<'a>) -> FdRef,
     ) -> SavedGrants {
-        let images = images.0.iter().zip(images.fds()).map(|(image, fd)| SavedImage {
-            path: bytes_of(&image.path),
-            is_current: image.is_current,
-            file: add(fd),
-            is_writable: image.is_writable,
-            was_stored: image.was_stored,
-        });
+        let images = images.iter().map(|image| image.clone().with_file(add(image.file.as_fd())));
         SavedGrants { facts: self.facts.clone(), images: images.collect() }
     }
 
@@ -312,14 +331,8 @@ impl Grants {
     ) -> Result<(), StateError> {
         let images = saved.images.into_iter().map(|saved| {
             let file = fds.take(saved.file)?;
-            Ok(Image {
-                path: path_of(&saved.path.0),
-                is_current: saved.is_current,
-                id: id_of(file.as_fd()).map_err(|_| StateError::NotAState("no image"))?,
-                file: Arc::new(file),
-                is_writable: saved.is_writable,
-                was_stored: saved.was_stored,
-            })
+            let id = id_of(file.as_fd()).map_err(|_| StateError::NotAState("no image"))?;
+            Ok(Image { id, ..saved.with_file(Arc::new(file)) })
         });
         self.images = images.collect::<Result<_, StateError>>()?;
         self.facts = saved.facts;

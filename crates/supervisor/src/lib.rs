@@ -67,7 +67,6 @@ use checkpoint::Checkpoint;
 use command_line::config_file;
 use config_read::{ConfigRead, Purpose};
 use control::Control;
-use fd_store::FdStore;
 use grants::{GRANTS, id_of};
 use log::log_line;
 use pending_exec::PendingExec;
@@ -85,7 +84,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use trim_memory::TrimTimer;
-use upgrade_progress::{Step, answer_to};
+use upgrade_progress::{Step, add_warnings, answer_to};
 use watchdog::Watchdog;
 use worker::{QUEUED, Worker};
 
@@ -98,8 +97,8 @@ const MESSAGES: usize = 64;
 const TURN: Duration = Duration::from_millis(10);
 /// Maximum number of sockets that a server process reports.
 const MAX_SOCKETS: usize = 4096;
-/// Delay from a change of a checkpoint until images that no checkpoint contains any more are
-/// released.
+/// Delay from a change of a checkpoint, or from the end of an image's use, until images that no
+/// checkpoint contains any more are released.
 const RELEASE: Duration = Duration::from_millis(200);
 
 /// Supervises a server process until it ends or a signal ends the service.
@@ -202,8 +201,8 @@ impl Supervisor {
             self.receive_from_workers(MESSAGES);
             self.reap_children();
             self.check_deadlines(Instant::now());
-            self.request_reload();
             self.take_configs(Instant::now());
+            self.request_reload();
             self.run_watchdog(Instant::now());
             self.advance_exec(Instant::now());
             self.update_fd_store(Instant::now());
@@ -234,10 +233,10 @@ impl Supervisor {
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
         let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
         let deadlines = deadlines.chain(self.pending_exec.as_ref().map(PendingExec::deadline));
-        let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(FdStore::deadline));
+        let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(|store| store.due));
         let replacement = self.replacement.as_ref().map(|replacement| replacement.until);
         let reads = self.config_reads.iter().filter_map(ConfigRead::deadline);
-        let deadlines = deadlines.chain(reads).chain(self.trim_timer.deadline()).chain(replacement);
+        let deadlines = deadlines.chain(reads).chain(self.trim_timer.at).chain(replacement);
         let deadlines = deadlines.chain(self.release).chain(behind).chain(self.end_limit);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
@@ -365,7 +364,7 @@ impl Supervisor {
                 match packet.code {
                     to_supervisor::PREPARED if is_new => self.check_checkpoint(),
                     to_supervisor::CHECKED if is_new => self.checked(&packet.text()),
-                    _ if is_new => {}
+                    _ if is_new => deferred_close::close(packet.fds),
                     to_supervisor::SOCKET if self.sockets.len() < MAX_SOCKETS => {
                         self.sockets.push(packet.path());
                     }
@@ -391,10 +390,17 @@ impl Supervisor {
                     // to the current one.
                     to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
                     to_supervisor::WARNING => {
-                        self.record_warnings(&packet.text());
+                        if let Some(replacement) = &mut self.replacement {
+                            add_warnings(&mut replacement.warnings, &packet.text());
+                        }
                         if let Some(worker) = &mut self.worker {
                             worker.warned = true;
                         }
+                    }
+                    to_supervisor::FORGET => {
+                        packet.fds.iter().for_each(|fd| GRANTS.lock().end_use(fd.as_fd()));
+                        deferred_close::close(packet.fds);
+                        self.release = Some(Instant::now() + RELEASE);
                     }
                     to_supervisor::USED => self.end_limit = None,
                     to_supervisor::UNUSED if self.ended > 0 => self.set_end_limit(),
@@ -455,8 +461,7 @@ impl Supervisor {
         self.release_images(now);
     }
 
-    /// Releases the images of disks that no checkpoint contains any more, a moment after the last
-    /// change of a checkpoint.
+    /// Releases unused images that no checkpoint contains any more, a moment after the last change.
     fn release_images(&mut self, now: Instant) {
         let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
         for worker in self.worker.iter_mut().chain(new) {
@@ -476,11 +481,9 @@ impl Supervisor {
     fn answer(&mut self, packet: protocol::Packet, client: OwnedFd) {
         let is_yes = match packet.code {
             question::IS_YOURS => {
-                let ours = rustix::process::getpid().as_raw_pid().cast_unsigned();
-                let pid = packet.text().parse::<u32>().ok();
-                pid.is_some_and(|pid| {
-                    pid == ours || self.worker.as_ref().is_some_and(|w| w.pid() == pid)
-                })
+                let pid = packet.text().parse().ok();
+                let ours = [Some(std::process::id()), self.worker.as_ref().map(Worker::pid)];
+                pid.is_some() && ours.contains(&pid)
             }
             question::GRANT => {
                 let path = permissions::path_of(&packet.body);
@@ -509,7 +512,7 @@ impl Supervisor {
         if protocol::send(&client, code, "", None).is_ok()
             && let Some(control) = &mut self.control
         {
-            control.keep(client);
+            control.clients.push(client);
         }
     }
 }

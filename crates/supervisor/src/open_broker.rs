@@ -48,16 +48,16 @@ fn outcome(packet: &Packet) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
 
 /// Returns a descriptor that names the image at a permitted path.
 fn name(path: &Path) -> io::Result<OwnedFd> {
-    let grants = GRANTS.lock();
+    let mut grants = GRANTS.lock();
     if let Some(known) = grants.known(path) {
-        return known.try_clone();
+        return known.name();
     }
     let location = grants.location(path);
     let (location, is_writable) = location.ok_or_else(|| refusal(path.parent().unwrap_or(path)))?;
     // The lock is released first, because the file system may hang.
     drop(grants);
     let file = location.open()?;
-    GRANTS.lock().hold(&location, file, is_writable)?.try_clone()
+    GRANTS.lock().hold(&location, file, is_writable)?.name()
 }
 
 /// Returns the held image that is the same file as `file`, and the path in `/proc` by which to open
@@ -69,7 +69,7 @@ fn path_of(file: BorrowedFd<'_>, access: Access) -> io::Result<(PathBuf, Arc<Own
 
 #[cfg(test)]
 mod tests {
-    use super::super::grants::{MAX_GRANTS, Permitted, id_of};
+    use super::super::grants::{Grants, MAX_GRANTS, Permitted, id_of};
     use super::*;
     use crate::broker::{self, Kind};
     use crate::permissions::{Permissions, bytes_of};
@@ -314,7 +314,7 @@ mod tests {
     #[test]
     fn images_outside_of_checkpoints_make_room_for_others() {
         shadowbell_process::descriptor_limit::raise();
-        let mut grants = super::super::grants::Grants::default();
+        let mut grants = Grants::default();
         let (_directory, path) = directory(&[]);
         let mut grant = |number: usize, stored: &[BorrowedFd<'_>]| {
             let (path, ids) = (path(&number.to_string()), stored.iter().map(|fd| id_of(*fd)));
@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn an_image_is_held_as_long_as_a_checkpoint_has_its_disk() {
-        let mut grants = super::super::grants::Grants::default();
+        let mut grants = Grants::default();
         let (_directory, path) = directory(&["image", "new"]);
         let open = |name: &str| File::open(path(name)).unwrap();
         grants.grant(&path("image"), open("image").as_fd()).unwrap();
@@ -347,11 +347,41 @@ mod tests {
         assert!(grants.held(o_path(&path("new")).as_fd(), Access::Read).is_ok());
     }
 
+    /// Images of refused disks are released, those of disks in use are not, and a release permits
+    /// nothing.
+    #[test]
+    fn an_image_is_released_after_its_last_use() {
+        let mut grants = Grants::default();
+        let (_directory, path) = directory(&["image", "other"]);
+        grants.grant(&path("image"), File::open(path("image")).unwrap().as_fd()).unwrap();
+        let (image, nothing) = (o_path(&path("image")), BTreeSet::new());
+        let is_held = |grants: &Grants| grants.held(image.as_fd(), Access::Read).is_ok();
+        for _ in 0..2 {
+            drop(grants.known(&path("image")).unwrap().name().unwrap());
+        }
+        // One of two disks with this image is refused.
+        grants.end_use(image.as_fd());
+        grants.end_use(o_path(&path("other")).as_fd());
+        grants.release(&nothing);
+        assert!(is_held(&grants), "the other disk uses it");
+        grants.end_use(image.as_fd());
+        grants.release(&BTreeSet::from([id_of(image.as_fd()).unwrap()]));
+        assert!(is_held(&grants), "a checkpoint contains it");
+        // Another disk is opened when the earlier one is removed from the checkpoint.
+        drop(grants.known(&path("image")).unwrap().name().unwrap());
+        grants.release(&nothing);
+        assert!(is_held(&grants), "the new disk uses it");
+        grants.end_uses();
+        grants.release(&nothing);
+        assert!(!is_held(&grants) && grants.known(&path("image")).is_none());
+        assert!(grants.location(&path("image")).is_none(), "a release permits nothing");
+    }
+
     #[test]
     fn an_image_that_is_granted_again_before_its_release_stays() {
-        let mut grants = super::super::grants::Grants::default();
+        let mut grants = Grants::default();
         let (_directory, path) = directory(&["image"]);
-        let grant = |grants: &mut super::super::grants::Grants| {
+        let grant = |grants: &mut Grants| {
             grants.grant(&path("image"), File::open(path("image")).unwrap().as_fd()).unwrap();
         };
         let image = o_path(&path("image"));

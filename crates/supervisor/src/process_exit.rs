@@ -1,11 +1,12 @@
 //! Exit of a server process: restart, recovery or end of the service.
 
+use super::RELEASE;
+use super::grants::GRANTS;
 use super::log::log_line;
 use super::restart_policy::Next;
 use super::state::Supervisor;
 use super::upgrade_progress::Step;
-use super::worker::QUEUED;
-use super::worker::{Worker, how, is_fault, is_killed};
+use super::worker::{QUEUED, Worker, how, is_fault, is_killed};
 use crate::protocol::{RECOVER, START};
 use shadowbell_process::{exit, notify};
 use std::path::Path;
@@ -13,9 +14,10 @@ use std::time::{Duration, Instant};
 
 impl Supervisor {
     pub(super) fn reap_children(&mut self) {
-        self.leaving.retain_mut(|worker| worker.ended().is_none());
-        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
-        let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
+        self.leaving.retain_mut(|worker| worker.process.ended().is_none());
+        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.process.ended());
+        let old =
+            self.worker.as_mut().and_then(|worker| Some((worker.process.ended()?, worker.pid())));
         // Messages that the process has sent between the last read and its exit are handled first.
         if new.is_some() || old.is_some() {
             self.receive_from_workers(QUEUED);
@@ -49,7 +51,8 @@ impl Supervisor {
                 if worker.has_recovered() {
                     self.left = worker.take_checkpoint(Some(status));
                 }
-                self.worker_has_died(&what, worker.has_served(), is_killed(status));
+                let served = worker.serves_since.map(|since| since.elapsed());
+                self.worker_has_died(&what, served, is_killed(status));
             }
             // The service ends with the server process if the process had served, if no earlier
             // process has died (`died`), or if the service was ending anyway (`ended`). The process
@@ -119,6 +122,8 @@ impl Supervisor {
     /// recovers from the previous one's checkpoint, if there is one.
     pub(super) fn start_again(&mut self, program: &Path) {
         let how = if self.left.is_some() { RECOVER } else { START };
+        GRANTS.lock().end_uses();
+        self.release = Some(Instant::now() + RELEASE);
         match Worker::start(program, &self.arguments, how, None) {
             Ok(mut worker) => {
                 if let Some(left) = &self.left {

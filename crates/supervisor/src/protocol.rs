@@ -137,6 +137,10 @@ pub mod to_supervisor {
     pub const RECOVERED: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: socket that receives the result.
     pub const UPGRADE: u8 = b'U';
+    /// The process does not use the image of the descriptor any more, for which it has sent one
+    /// [`NAME`](super::open_broker::NAME) request: the disk was refused or removed. The supervisor
+    /// releases an image without further uses once no checkpoint contains it.
+    pub const FORGET: u8 = b'F';
     /// The process is to end, and waits until programs no longer use its mounted files and block
     /// devices. The stop limit does not count this wait.
     pub const USED: u8 = b'M';
@@ -297,17 +301,9 @@ pub fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
 
 /// Removes the next packet. Does not block, not even to close the packet's descriptors.
 pub fn drop_one(socket: impl AsFd) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
-    let mut byte = [0];
-    let received = rustix::io::retry_on_intr(|| {
-        recvmsg(&socket, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
-    });
-    if received.is_err() {
-        return;
+    if let Ok(Some(packet)) = receive(socket, true) {
+        deferred_close::close(packet.fds);
     }
-    deferred_close::close(rights(&mut control));
 }
 
 /// Returns the sequence number of the next packet without removing it, if it has one.

@@ -85,9 +85,7 @@ impl RestartPolicy {
             count => Next::Start(wait(count - 1)),
         }
     }
-}
 
-impl RestartPolicy {
     /// Records that a process serves: the deaths before it were no deaths in a row without service.
     pub(super) fn serves(&mut self) {
         if self.failed <= MAX_RECOVERIES {

@@ -37,13 +37,10 @@ const CAN: &str = "can go on";
 
 /// Prints whether this program could continue from the snapshot on its standard input.
 pub fn check() -> std::process::ExitCode {
-    let answer = match io::stdin().as_fd().try_clone_to_owned() {
-        Ok(memory) => match snapshot_codec::check(memory) {
-            Ok(()) => CAN.to_owned(),
-            Err(why) => why.to_string(),
-        },
-        Err(error) => error.to_string(),
-    };
+    let memory = io::stdin().as_fd().try_clone_to_owned().map_err(|error| error.to_string());
+    let checked =
+        memory.and_then(|memory| snapshot_codec::check(memory).map_err(|why| why.to_string()));
+    let answer = checked.map_or_else(|why| why, |()| CAN.to_owned());
     let is_said = io::stdout().write_all(answer.as_bytes()).is_ok();
     std::process::ExitCode::from(u8::from(!is_said))
 }
@@ -117,7 +114,7 @@ impl Supervisor {
     fn is_quiet(&self) -> bool {
         let worker = self.worker.as_ref();
         worker.is_some_and(|worker| {
-            worker.serves_since.is_some() && !worker.has_unsent() && !worker.items.is_open()
+            worker.serves_since.is_some() && !worker.has_unsent() && !worker.items.is_open
         }) && self.upgrade.is_none()
             && self.leaving.is_empty()
             && self.config_reads.iter().all(|read| read.deadline().is_none())
@@ -148,7 +145,6 @@ impl Supervisor {
         }
         // While a broker answers a request, the exec waits.
         let Some(_paused) = broker::pause() else { return Ok(()) };
-        let text = |error: &dyn std::fmt::Display| error.to_string();
         if !matches!(pending_exec.step, Step::Can(before) if identity(&pending_exec.program).is_ok_and(|now| now == before))
         {
             // The file was replaced after the check, so the new file is checked.
@@ -156,7 +152,7 @@ impl Supervisor {
             return Ok(());
         }
         let held = Held {
-            brokers: broker::all().map_err(|error| text(&error))?,
+            brokers: broker::all().map_err(|error| error.to_string())?,
             asker: pending_exec.asker.take(),
             outcome: pending_exec.outcome.clone(),
         };
@@ -209,7 +205,7 @@ impl Supervisor {
         let parcel = record.read().map_err(io::Error::other)?;
         let held = supervisor.restore(parcel, true).map_err(io::Error::other)?;
         let held = held.unwrap_or_default();
-        held.brokers.into_iter().for_each(|(kind, socket)| broker::restore(kind, socket));
+        broker::restore_all(held.brokers);
         let program = supervisor.program.display().to_string();
         log_line(&format!("the supervisor now runs {program}"));
         send_outcome(

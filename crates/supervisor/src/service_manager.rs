@@ -21,9 +21,10 @@ impl Supervisor {
         if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
             notify::send(&notify::reloading());
         }
-        // A read that has begun may have missed the change of the file, so its result is not used.
         for read in &mut self.config_reads {
-            read.purpose.take_if(|purpose| matches!(purpose, Purpose::Reload));
+            if let Some(Purpose::Reload { is_outdated }) = &mut read.purpose {
+                *is_outdated = true;
+            }
         }
     }
 
@@ -40,10 +41,10 @@ impl Supervisor {
     /// request.
     pub(super) fn request_reload(&mut self) {
         let told = self.reloads().map(|pid| Some(Reading::Told(pid)));
-        let is_read = |read: &ConfigRead| matches!(read.purpose, Some(Purpose::Reload));
+        let is_read = |read: &ConfigRead| matches!(read.purpose, Some(Purpose::Reload { .. }));
         let is_wanted = self.reading.is_some() && told.is_some_and(|told| told != self.reading);
         if is_wanted && !self.config_reads.iter().any(is_read) {
-            self.read_config_for(Purpose::Reload);
+            self.read_config_for(Purpose::Reload { is_outdated: false });
         }
     }
 
@@ -91,7 +92,9 @@ impl Supervisor {
 
     fn has_read_config(&mut self, purpose: Purpose, outcome: anyhow::Result<Config>) {
         match purpose {
-            Purpose::Reload => self.apply_config(outcome),
+            // The request is still pending, so `request_reload` begins another read.
+            Purpose::Reload { is_outdated: true } => {}
+            Purpose::Reload { is_outdated: false } => self.apply_config(outcome),
             Purpose::Upgrade { program, asker, is_check } => {
                 match outcome.and_then(|(_, permitted)| permitted) {
                     Ok(permitted) => self.begin_upgrade(program, asker, is_check, Some(permitted)),
@@ -164,5 +167,73 @@ impl Supervisor {
         {
             notify::send(&format!("{}\n{}", notify::WATCHDOG, notify::status(status)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::permissions::Permissions;
+    use crate::process::Process;
+    use crate::protocol;
+    use parking_lot::Mutex;
+    use std::ffi::OsString;
+    use std::io::Read;
+    use std::path::Path;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Lock that makes reads of the configuration slow.
+    static SLOW: Mutex<()> = Mutex::new(());
+    /// Number of reads that have begun.
+    static BEGUN: AtomicUsize = AtomicUsize::new(0);
+
+    fn permit(_: &[OsString], _: Option<&str>) -> anyhow::Result<Permissions> {
+        BEGUN.fetch_add(1, Ordering::Relaxed);
+        drop(SLOW.lock());
+        Ok(Permissions::default())
+    }
+
+    #[test]
+    fn requests_during_a_read_lead_to_one_further_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("vms.toml");
+        std::fs::write(&file, "old").unwrap();
+        let arguments =
+            ["shadowbell".into(), "serve".into(), "--config".into(), file.clone().into()];
+        let mut supervisor = Supervisor::new(arguments.to_vec(), permit).unwrap();
+        let (ours, theirs) = protocol::pair().unwrap();
+        let process = Process::from_saved(rustix::process::getpid(), None, false);
+        let mut worker = Worker::new(process, Some(ours), Path::new(""));
+        worker.serves_since = Some(Instant::now());
+        supervisor.worker = Some(worker);
+        let slow = SLOW.lock();
+        for request in 0..6 {
+            supervisor.reload_requested();
+            supervisor.take_configs(Instant::now());
+            supervisor.request_reload();
+            assert_eq!(supervisor.config_reads.len(), 1, "{request}");
+        }
+        while BEGUN.load(Ordering::Relaxed) == 0 {
+            std::thread::yield_now();
+        }
+        // The first read has read the file, so only a further read gets the new content.
+        std::fs::write(&file, "new").unwrap();
+        drop(slow);
+        let packet = loop {
+            let mut ready = &supervisor.config_reads[0].ready;
+            // The end of the pipe shows that the read has ended.
+            assert_eq!(ready.read(&mut [0]).unwrap(), 0);
+            supervisor.take_configs(Instant::now());
+            supervisor.request_reload();
+            if let Ok(Some(packet)) = protocol::receive(&theirs, true) {
+                break packet;
+            }
+        };
+        assert_eq!((packet.code, packet.text()), (to_worker::READ, String::new()));
+        let text = crate::checkpoint::content_of(packet.fd().unwrap()).unwrap();
+        assert_eq!((&text[..], BEGUN.load(Ordering::Relaxed)), (&b"new"[..], 2));
+        supervisor.reload_done("reloaded");
+        supervisor.request_reload();
+        assert!(supervisor.config_reads.is_empty() && supervisor.reading.is_none());
     }
 }

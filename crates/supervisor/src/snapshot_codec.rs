@@ -3,7 +3,7 @@
 use super::broker::Kind;
 use super::control::Control;
 use super::fd_store::{FdStore, SavedFdStore};
-use super::grants::{GRANTS, HeldImages, SavedGrants};
+use super::grants::{GRANTS, Image, SavedGrants};
 use super::monotonic::Monotonic;
 use super::process::Process;
 use super::snapshot::Snapshot;
@@ -154,7 +154,7 @@ impl Supervisor {
     /// Serialization fails.
     pub(super) fn snapshot<'a>(
         &'a self,
-        images: &'a HeldImages,
+        images: &'a [Image],
         held: Option<&'a Held>,
     ) -> Result<Snapshot<'a>, StateError> {
         let clock = Monotonic::read_clock();
@@ -185,20 +185,19 @@ impl Supervisor {
         if let Some(held) = held {
             let control = self.control.as_ref();
             let saved = SavedHeld {
-                control: control.map(|control| add(&mut fds, control.socket())),
+                control: control.map(|control| add(&mut fds, control.socket.as_fd())),
                 clients: control
                     .iter()
-                    .flat_map(|control| control.clients())
-                    .map(|client| add(&mut fds, client))
+                    .flat_map(|control| &control.clients)
+                    .map(|client| add(&mut fds, client.as_fd()))
                     .collect(),
                 brokers: held
                     .brokers
                     .iter()
                     .map(|(kind, socket)| (*kind, add(&mut fds, socket.as_fd())))
                     .collect(),
-                journal: self.fd_store.as_ref().map(|fd_store| {
-                    let (write, read) = fd_store.ends();
-                    (add(&mut fds, write), add(&mut fds, read), fd_store.save())
+                journal: self.fd_store.as_ref().map(|FdStore { write, read, counters, .. }| {
+                    (add(&mut fds, write.as_fd()), add(&mut fds, read.as_fd()), *counters)
                 }),
                 asker: held.asker.as_ref().map(|asker| add(&mut fds, asker.as_fd())),
                 outcome: held.outcome.clone(),
@@ -246,18 +245,14 @@ impl Supervisor {
             self.reading = saved.reading;
         }
         let Some(held) = held else { return Ok(None) };
-        let taken: Result<Vec<_>, _> = held.clients.into_iter().map(|fd| fds.take(fd)).collect();
-        let clients = taken?;
-        self.control = match held.control {
-            Some(socket) => Some(Control::from_saved(fds.take(socket)?, clients)),
-            None => None,
-        };
-        self.fd_store = match held.journal {
-            None => None,
-            Some((write, read, saved)) => {
-                Some(FdStore::from_saved(fds.take(write)?, fds.take(read)?, saved))
-            }
-        };
+        let clients: Result<Vec<_>, _> = held.clients.into_iter().map(|fd| fds.take(fd)).collect();
+        let clients = clients?;
+        if let Some(socket) = held.control {
+            self.control = Some(Control { socket: fds.take(socket)?, clients });
+        }
+        if let Some((write, read, saved)) = held.journal {
+            self.fd_store = Some(FdStore::from_saved(fds.take(write)?, fds.take(read)?, saved));
+        }
         let brokers = held.brokers.into_iter().map(|(kind, fd)| Ok((kind, fds.take(fd)?)));
         Ok(Some(Held {
             brokers: brokers.collect::<Result<_, StateError>>()?,

@@ -12,7 +12,7 @@ const MIN_RESIDENT: u64 = 1 << 20;
 #[derive(Debug, Default)]
 pub(super) struct TrimTimer {
     /// Time of the trim, if no event wakes the supervisor before.
-    at: Option<Instant>,
+    pub(super) at: Option<Instant>,
 }
 
 impl TrimTimer {
@@ -25,10 +25,6 @@ impl TrimTimer {
         } else if held().is_some_and(|bytes| bytes > MIN_RESIDENT) {
             self.at = Some(now + IDLE);
         }
-    }
-
-    pub(super) fn deadline(&self) -> Option<Instant> {
-        self.at
     }
 }
 

@@ -19,8 +19,7 @@ use super::state::Supervisor;
 use super::upgrade_progress::{
     Replacement, STEP, Step, Upgrade, add_warnings, answer_to, send_outcome,
 };
-use super::worker::QUEUED;
-use super::worker::{Left, Worker, how};
+use super::worker::{Left, QUEUED, Worker, how};
 use crate::protocol::{RECOVER, answer, to_worker};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -243,13 +242,6 @@ impl Supervisor {
         send_outcome(upgrade.asker, Err(reason.as_deref().unwrap_or(why)));
         if self.ended != 0 {
             self.send_to_worker(to_worker::END);
-        }
-    }
-
-    /// Records warnings of the next process, one per line, for the requester of the upgrade.
-    pub(super) fn record_warnings(&mut self, lines: &str) {
-        if let Some(replacement) = &mut self.replacement {
-            add_warnings(&mut replacement.warnings, lines);
         }
     }
 

@@ -20,7 +20,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Upper bound of the number of messages in the socket of a server process that has ended.
 pub(super) const QUEUED: usize = 4096;
@@ -223,11 +223,6 @@ impl Worker {
         items.contains(COMPLETE).then_some(Left { items, death })
     }
 
-    /// Returns the time of service so far.
-    pub(super) fn has_served(&self) -> Option<Duration> {
-        self.serves_since.map(|since| since.elapsed())
-    }
-
     pub(super) fn pid(&self) -> u32 {
         self.process.pid().as_raw_pid().cast_unsigned()
     }
@@ -293,8 +288,8 @@ impl Worker {
                     if code == to_supervisor::FAILED {
                         self.why = Some(packet.text());
                     }
-                    // Only the message `UPGRADE` has a descriptor that is used.
-                    let used = usize::from(code == to_supervisor::UPGRADE);
+                    let has_fd = matches!(code, to_supervisor::UPGRADE | to_supervisor::FORGET);
+                    let used = usize::from(has_fd);
                     let unused = packet.fds.drain(used.min(packet.fds.len())..);
                     deferred_close::close(unused);
                     return Some(packet);
@@ -302,14 +297,14 @@ impl Worker {
             }
             if let Some(fd_store) = &mut fd_store {
                 let (begins, ends) = Checkpoint::begins_and_ends(&packet.body);
-                if !self.items.is_open() {
+                if !self.items.is_open {
                     if !begins && !self.in_parts {
                         // This is the rest of a change whose first packets another supervisor has
                         // received. Its snapshot contains the whole change.
                         continue;
                     }
                     if !ends && !std::mem::replace(&mut self.in_parts, true) {
-                        fd_store.wants_snapshot();
+                        fd_store.is_wanted = true;
                     }
                     if fd_store.needs_snapshot() {
                         // The packet is read again after the snapshot.
@@ -321,13 +316,13 @@ impl Worker {
                 // A change of several packets is not stored by itself, because the next snapshot
                 // contains it.
                 if begins && ends && fd_store.change(self.pid(), &packet).is_err() {
-                    fd_store.wants_snapshot();
+                    fd_store.is_wanted = true;
                 }
             }
             self.keep(&packet.body, std::mem::take(&mut packet.fds));
-            if let Some(fd_store) = fd_store.as_mut().filter(|_| !self.items.is_open()) {
+            if let Some(fd_store) = fd_store.as_mut().filter(|_| !self.items.is_open) {
                 if std::mem::take(&mut self.in_parts) {
-                    fd_store.wants_snapshot();
+                    fd_store.is_wanted = true;
                 }
                 if fd_store.needs_snapshot() {
                     return Some(packet);
@@ -352,11 +347,6 @@ impl Worker {
                 self.pid()
             ));
         }
-    }
-
-    /// Returns the exit status if the process has ended.
-    pub(super) fn ended(&mut self) -> Option<ExitStatus> {
-        self.process.ended()
     }
 
     /// Ends the process with SIGABRT. The death then counts as a fault of the process, which a
@@ -420,7 +410,7 @@ mod tests {
     fn record(fd_store: &mut FdStore) {
         let bytes = Parcel::new().encode(0).unwrap();
         fd_store
-            .append_snapshot(&Snapshot { bytes, fds: Vec::new() }, GRANTS.lock().changes())
+            .append_snapshot(&Snapshot { bytes, fds: Vec::new() }, GRANTS.lock().changes)
             .unwrap();
     }
 
@@ -431,7 +421,7 @@ mod tests {
         worker.process = Command::new("sleep").arg("3600").spawn().unwrap().into();
         let status = loop {
             worker.send(to_worker::REPORT, "", None);
-            if let Some(status) = worker.ended() {
+            if let Some(status) = worker.process.ended() {
                 break status;
             }
         };
@@ -464,7 +454,7 @@ mod tests {
             }
             assert_eq!(packet.code, to_worker::CHECKPOINT);
         }
-        assert!(!worker.has_unsent() && worker.ended().is_none());
+        assert!(!worker.has_unsent() && worker.process.ended().is_none());
         worker.kill();
     }
 

@@ -51,7 +51,7 @@ const BEGINS: Duration = Duration::from_millis(100);
 
 /// Attacks on the main socket that repeat one message: name of the attack, and code of the message.
 /// `QUIESCED` is not in the list, because the supervisor kills a process that has sent it.
-const MESSAGES: [(&str, u8); 13] = [
+const MESSAGES: [(&str, u8); 14] = [
     ("SOCKET", to_supervisor::SOCKET),
     ("SERVING", to_supervisor::SERVING),
     ("READ", to_supervisor::READ),
@@ -62,6 +62,7 @@ const MESSAGES: [(&str, u8); 13] = [
     ("RESUMES", to_supervisor::RESUMES),
     ("FAILED", to_supervisor::FAILED),
     ("RECOVERED", to_supervisor::RECOVERED),
+    ("FORGET", to_supervisor::FORGET),
     ("UPGRADE", to_supervisor::UPGRADE),
     ("CHECKPOINT", to_supervisor::CHECKPOINT),
     ("unknown", b'?'),

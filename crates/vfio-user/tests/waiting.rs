@@ -129,6 +129,71 @@ fn the_next_process_replies_to_an_unmap_that_was_overtaken() {
     });
 }
 
+/// Recorder that also logs the replay of a client. The replay may begin at the second attempt.
+#[derive(Clone, Default)]
+struct Replays(Last, Arc<Mutex<Vec<&'static str>>>);
+
+impl PortRecorder for Replays {
+    fn record(&mut self, port: &SavedPort, fds: Descriptors) {
+        self.0.record(port, fds);
+    }
+
+    fn begin_replay(&mut self) -> bool {
+        self.1.lock().unwrap().push("begin");
+        self.1.lock().unwrap().len() > 1
+    }
+
+    fn end_replay(&mut self, is_done: bool) {
+        self.1.lock().unwrap().push(if is_done { "end" } else { "interruption" });
+    }
+}
+
+/// The first message that a restored client has in its socket may have crashed the previous
+/// process. Its replay is reported until it is handled, also while it waits for the device. A
+/// restored client without a message has no replay.
+#[test]
+fn the_first_message_of_a_restored_client_is_a_replay() {
+    for has_message in [true, false] {
+        let mut server = Server::start(Limits::default());
+        let path = server.directory.path().join("device");
+        let (device, shared) = TestDevice::new();
+        let last = Replays::default();
+        let listener = Listener::bind(&path).unwrap();
+        server.handle.add_recorded(listener, device, Box::new(last.clone()));
+        let mut raw = Raw::attach(&path);
+        raw.write(0, &[7]).ok();
+        let old = server.freeze();
+        assert!(last.1.lock().unwrap().is_empty());
+        let (saved, mut fds) = last.0.0.lock().unwrap().take().unwrap();
+        shared.hold.store(true, Ordering::SeqCst);
+        let reset = raw.message(command::DEVICE_RESET, 0, &[]);
+        if has_message {
+            raw.send(&reset);
+        }
+        let mut next = Server::start(Limits::default());
+        drop(next.freeze());
+        let mut reactor = Reactor::new(next.limits).unwrap();
+        let port = reactor.restore(saved, &mut fds, TestDevice::of(&shared)).unwrap();
+        reactor.record_with(port, Box::new(last.clone()));
+        old.release_to_successor();
+        next.run(reactor);
+        let log = || last.1.lock().unwrap().clone();
+        if has_message {
+            let done = shared.wait_held();
+            assert_eq!(log(), ["begin", "begin"]);
+            done.ok();
+        } else {
+            eventually("the end", || log() == ["end"]);
+            raw.send(&reset);
+            shared.wait_held().ok();
+        }
+        assert_eq!(raw.reply().header.command, command::DEVICE_RESET);
+        raw.read(0, 1).ok();
+        let all = if has_message { &["begin", "begin", "end"][..] } else { &["end"] };
+        eventually("the end", || log() == all);
+    }
+}
+
 /// The number of waiting unmaps is limited. A client that has reached the limit can still
 /// disconnect.
 #[test]

@@ -62,7 +62,7 @@ impl ImageBytes {
         );
         let shared = FileShared {
             // `true`: this handle must not release the lock of the file, which belongs to `image`.
-            handle: OpenHandle::new(&file, &flusher, true),
+            handle: OpenHandle::new(&file, None, &flusher, true),
             flusher,
             waits: waits(&file),
             file,

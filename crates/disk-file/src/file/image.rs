@@ -2,7 +2,7 @@
 
 use super::device::{attribute, is_remote};
 use super::namespace::{NamespaceFacts, is_namespace};
-use super::opener::{self, Access, At};
+use super::opener::{self, Access, At, ImageUse};
 use super::options::Direct;
 use super::shared::Alignment;
 use crate::sys;
@@ -32,6 +32,8 @@ pub struct ImageFile {
     path: PathBuf,
     /// True if this image still holds the lock, and must release it when it is dropped.
     is_locked: bool,
+    /// Use of the image, if another process has opened it by its path.
+    used: Option<ImageUse>,
     pub(super) metadata: Metadata,
     pub(super) is_block: bool,
     /// Identify data, if the file is an NVMe generic character device.
@@ -58,7 +60,18 @@ impl ImageFile {
             }
         })?;
         let at = named.as_ref().map_or(At::Path(path), |named| At::Named(named.as_fd()));
-        Self::open_at(path, at, (read_only, kinds), LockWait::Short)
+        let opened = Self::open_at(path, at, (read_only, kinds), LockWait::Short);
+        let Some(named) = named else { return opened };
+        match opened {
+            Ok(mut image) => {
+                image.used = Some(ImageUse(image.shared()));
+                Ok(image)
+            }
+            Err(error) => {
+                opener::end_use(named);
+                Err(error)
+            }
+        }
     }
 
     /// Opens the image of a dead process, by the descriptor `named` from
@@ -133,8 +146,17 @@ impl ImageFile {
         if size == 0 {
             return Err(OpenError::Empty { path: name() });
         }
-        let (file, path) = (Arc::new(file), path.to_owned());
-        Ok(Self { file, path, is_locked: true, metadata, is_block, namespace, read_only, size })
+        Ok(Self {
+            file: Arc::new(file),
+            path: path.to_owned(),
+            is_locked: true,
+            used: None,
+            metadata,
+            is_block,
+            namespace,
+            read_only,
+            size,
+        })
     }
 
     /// The open file. After [`set_direct`](Self::set_direct), it may bypass the page cache.
@@ -283,9 +305,9 @@ impl ImageFile {
 
     /// Returns the file without releasing its lock. From then on, the caller has to release the
     /// lock.
-    pub(super) fn into_locked(mut self) -> Arc<File> {
+    pub(super) fn into_locked(mut self) -> (Arc<File>, Option<ImageUse>) {
         self.is_locked = false;
-        Arc::clone(&self.file)
+        (Arc::clone(&self.file), self.used.take())
     }
 }
 

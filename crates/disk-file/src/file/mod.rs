@@ -81,7 +81,7 @@ pub use bytes::{BytesQueue, ImageBytes};
 pub use disk::FileDisk;
 pub use image::ImageFile;
 pub use namespace::{NamespaceFacts, identify_namespace, is_namespace};
-pub use opener::{Access, Opener, open as open_image, open_images_by};
+pub use opener::{Access, OpenAttempt, Opener, open as open_image, open_images_by};
 pub use options::{Aio, Direct, FileOptions, Format};
 pub use raw::{RawCall, RawFile, RawStep, RawTransfer};
 pub use shared::Alignment;

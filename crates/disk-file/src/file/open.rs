@@ -66,7 +66,7 @@ pub(super) fn take(
         engine(options.aio, uring).map_err(|source| OpenError::Ring { path: name(), source })?;
     let direct = image.set_direct(options.direct, block_size)?;
     let metadata = image.metadata.clone();
-    let file = image.into_locked();
+    let (file, used) = image.into_locked();
 
     let about = namespace.as_ref();
     let discard = !read_only
@@ -82,7 +82,7 @@ pub(super) fn take(
     let zeroes = zeroes()?;
     let flusher = Flusher::after(Arc::clone(&file), syncs(about, direct), 0);
     Ok(FileShared {
-        handle: OpenHandle::new(&file, &flusher, false),
+        handle: OpenHandle::new(&file, used, &flusher, false),
         flusher,
         file: Arc::clone(&file),
         info: DiskInfo {

@@ -2,12 +2,13 @@
 
 use super::namespace::{NamespaceFacts, identify_namespace};
 use rustix::fs::{CWD, Mode, OFlags};
+use std::cell::RefCell;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// Access mode of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +25,7 @@ pub enum Access {
 /// Connection to another process that opens images for this one, which has no permission to do so.
 pub trait Opener: Send + Sync {
     /// Returns an `O_PATH` descriptor of the file at `path`, which gives no access to its content.
+    /// The other process holds the file until [`end_use`](Self::end_use), once for each call.
     ///
     /// # Errors
     /// The system's error; [`io::ErrorKind::PermissionDenied`] with a reason if the other process
@@ -42,6 +44,10 @@ pub trait Opener: Send + Sync {
     /// # Errors
     /// Like [`identify_namespace`].
     fn identify(&self, named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts>;
+
+    /// Reports that this process does not need the file any more that [`name`](Self::name) has
+    /// returned. Must not block.
+    fn end_use(&self, named: BorrowedFd<'_>);
 }
 
 static OPENER: OnceLock<Box<dyn Opener>> = OnceLock::new();
@@ -55,6 +61,58 @@ pub fn open_images_by(opener: Box<dyn Opener>) {
 /// process opens images itself.
 pub(super) fn name(path: &Path) -> Option<io::Result<OwnedFd>> {
     OPENER.get().map(|opener| opener.name(path))
+}
+
+thread_local! {
+    /// Images whose use has ended since this thread's [`OpenAttempt`] began.
+    static ENDED: RefCell<Option<Vec<OwnedFd>>> = const { RefCell::new(None) };
+}
+
+/// Attempt of this thread to open a disk. Ends of uses are reported to the [`Opener`] only after
+/// it: an image whose format is detected is then opened again, as an image of that format.
+#[derive(Debug)]
+pub struct OpenAttempt(());
+
+impl OpenAttempt {
+    /// Begins an attempt, which ends when the result is dropped.
+    #[must_use]
+    pub fn begin() -> Self {
+        ENDED.with_borrow_mut(|ended| {
+            ended.get_or_insert_default();
+        });
+        Self(())
+    }
+}
+
+impl Drop for OpenAttempt {
+    fn drop(&mut self) {
+        ENDED.take().into_iter().flatten().for_each(end_use);
+    }
+}
+
+/// Reports the end of an image's use to the [`Opener`]. `named`: result of [`name`].
+pub(super) fn end_use(named: OwnedFd) {
+    let mut named = Some(named);
+    // The variable does not exist any more if a thread drops a disk at its end.
+    let _ = ENDED.try_with(|ended| {
+        if let Some(ended) = &mut *ended.borrow_mut() {
+            ended.extend(named.take());
+        }
+    });
+    if let Some((opener, named)) = OPENER.get().zip(named) {
+        opener.end_use(named.as_fd());
+    }
+}
+
+/// Use of an image that the [`Opener`] has named and opened. It ends when the value is dropped.
+#[derive(Debug)]
+pub(super) struct ImageUse(pub(super) Arc<File>);
+
+impl Drop for ImageUse {
+    fn drop(&mut self) {
+        // If the descriptor limit is reached, the image stays held until the end of this process.
+        let _ = name_of(&self.0).map(end_use);
+    }
 }
 
 /// Returns an `O_PATH` descriptor of `file`. The lock of `file` does not depend on it, because it

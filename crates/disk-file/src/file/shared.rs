@@ -2,7 +2,7 @@
 
 use super::flusher::Flusher;
 use super::namespace::NamespaceFacts;
-use super::opener;
+use super::opener::{self, ImageUse};
 use super::ranges::Ranges;
 use super::write_atomicity::WriteAtomicity;
 use crate::sys::{EngineKind, NVME_STATUS};
@@ -68,11 +68,12 @@ pub struct Alignment {
     pub offset: usize,
 }
 
-/// Image lock and sync thread. A disk and its resized versions share them; both end when the last
-/// of these disks is dropped.
+/// Image lock, sync thread, and use of the image. A disk and its resized versions share them; all
+/// end when the last of these disks is dropped.
 #[derive(Debug)]
 pub(super) struct OpenHandle {
     file: Arc<File>,
+    _used: Option<ImageUse>,
     flusher: Arc<Flusher>,
     /// True if the lock also belongs to another owner of the open file (another process, or an
     /// `ImageFile`). Dropping this handle must then not release it.
@@ -88,9 +89,14 @@ pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<R
 }
 
 impl OpenHandle {
-    pub(super) fn new(file: &Arc<File>, flusher: &Arc<Flusher>, lock_is_shared: bool) -> Arc<Self> {
+    pub(super) fn new(
+        file: &Arc<File>,
+        used: Option<ImageUse>,
+        flusher: &Arc<Flusher>,
+        lock_is_shared: bool,
+    ) -> Arc<Self> {
         let (file, flusher) = (Arc::clone(file), Arc::clone(flusher));
-        Arc::new(Self { file, flusher, lock_is_shared })
+        Arc::new(Self { file, _used: used, flusher, lock_is_shared })
     }
 }
 

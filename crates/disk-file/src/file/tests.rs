@@ -35,7 +35,7 @@ pub(super) fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
     FileShared {
         atom: WriteAtomicity::Storage,
         ranges: None,
-        handle: OpenHandle::new(&file, &flusher, false),
+        handle: OpenHandle::new(&file, None, &flusher, false),
         flusher,
         file,
         info: DiskInfo {

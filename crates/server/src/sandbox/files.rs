@@ -54,7 +54,7 @@ pub(super) fn prepare(config: &ServerConfig, link: Option<&WorkerLink>) -> Resul
     };
     let files = Files::new().map_err(|error| format!("Landlock: {error}"))?;
     let (images, paths) = link.brokers().ok_or("its supervisor has no brokers")?;
-    open_broker::begin(images);
+    open_broker::begin(images, link.clone());
     path_broker::begin(paths).map_err(|error| format!("the path broker: {error}"))?;
     // The directory of the control sockets is common to all servers. Each server creates its own
     // directory in it.

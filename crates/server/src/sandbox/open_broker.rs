@@ -1,9 +1,10 @@
 //! Opening of images by the open broker of the supervisor.
 
+use crate::worker_link::WorkerLink;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use shadowbell_disk_file::{Access, NamespaceFacts, Opener, open_images_by};
-use shadowbell_supervisor::protocol::{self, Packet, open_broker as requests};
+use shadowbell_supervisor::protocol::{self, Packet, open_broker as requests, to_supervisor};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
@@ -26,13 +27,13 @@ struct Opening {
 static OPENING: OnceLock<Opening> = OnceLock::new();
 
 /// Opener of images that uses the connection to the supervisor.
-struct BySupervisor(&'static Opening);
+struct BySupervisor(&'static Opening, WorkerLink);
 
 /// Sets the open broker, which is at the other end of `socket`. From now on the broker opens all
-/// images.
-pub(super) fn begin(socket: OwnedFd) {
+/// images. `link`: connection to its supervisor.
+pub(super) fn begin(socket: OwnedFd, link: WorkerLink) {
     let opening = OPENING.get_or_init(|| Opening::over(socket));
-    open_images_by(Box::new(BySupervisor(opening)));
+    open_images_by(Box::new(BySupervisor(opening, link)));
 }
 
 impl Opening {
@@ -133,6 +134,11 @@ impl Opener for BySupervisor {
 
     fn identify(&self, named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts> {
         self.0.identify(named, if written { Access::Write } else { Access::Read })
+    }
+
+    fn end_use(&self, named: BorrowedFd<'_>) {
+        // If the socket is full, the image stays held until the end of this process.
+        let _ = protocol::send_bytes(&self.1, to_supervisor::FORGET, &[], &[named], true);
     }
 }
 

@@ -1,10 +1,13 @@
-//! Commands that crash the server process.
+//! Commands and messages that crash the server process.
 
 use crate::harness::until;
 use crate::supervisor::{signal, worker};
 use crate::upgrade::{Client, Load, server_with, socket};
 use rustix::process::Signal;
 use shadowbell_spec::Status;
+use shadowbell_testing::wait::LIMIT;
+use shadowbell_vfio_user::client::{Client as Peer, Options};
+use shadowbell_vfio_user::wire::command;
 
 /// A command that has crashed three server processes is completed with an error. Other clients
 /// continue.
@@ -26,6 +29,36 @@ fn a_command_that_killed_three_processes_fails() {
     assert_eq!(log.matches("is completed with Internal Error").count(), 2, "{log}");
     assert!(!log.contains("have lost"), "{log}");
     assert_eq!(client.read(1, 0), 2);
+    load.assert_no_loss();
+}
+
+/// A message crashes each server process that handles it. After three crashes of processes that
+/// have recovered the client, the client is disconnected, and no other. Messages that other clients
+/// have sent meanwhile are handled.
+#[test]
+fn a_client_whose_message_crashes_is_dropped_alone() {
+    let message = format!("message:{}", command::DEVICE_FEATURE);
+    let server = server_with(3, &[], &[("SHADOWBELL_ABORT_COMMAND", &message)]);
+    let mut idle = Client::attach(&socket(&server, 0));
+    idle.write(1, 0, 1);
+    let load = Load::start(&server, 2, 1);
+    until("the load", || server.stderr().contains("vm2.sock: the guest has 1 I/O queue"));
+    let hostile = Peer::connect(socket(&server, 1), Options { timeout: Some(LIMIT) }).unwrap();
+    hostile.migration_state().unwrap_err();
+    server.wait_for_log(
+        "vm1.sock: its client cannot be recovered, and is disconnected: server processes have \
+         crashed during its recovery or its first message",
+    );
+    assert_eq!(idle.read(1, 0), 1);
+    let mut next = Client::attach(&socket(&server, 1));
+    next.write(1, 0, 2);
+    let log = server.stderr();
+    assert_eq!(log.matches("was ended by signal 6").count(), 4, "{log}");
+    assert_eq!(log.matches("is disconnected: ").count(), 1, "{log}");
+    assert!(!log.contains("have lost"), "{log}");
+    // A client that the next processes recover is not affected.
+    signal(worker(&server), Signal::KILL);
+    assert_eq!((next.read(1, 0), idle.read(1, 0)), (2, 1));
     load.assert_no_loss();
 }
 

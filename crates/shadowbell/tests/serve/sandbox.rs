@@ -165,6 +165,41 @@ fn backing_files_need_a_grant() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
+/// The supervisor releases the images of refused disks. Otherwise clients of the control socket
+/// could make it hold thousands of files, whose file systems could not be unmounted.
+#[test]
+fn the_image_of_a_refused_disk_is_released() {
+    let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let elsewhere = elsewhere.path().canonicalize().unwrap();
+    image(directory.path(), "disk.img", 1 << 20);
+    image(&elsewhere, "empty.img", 0);
+    image(&elsewhere, "raw.img", 1 << 20);
+    let allowed = elsewhere.to_str().unwrap();
+    let options = ["--supervisor", "--sandbox", "on", "--allow", allowed];
+    let mut server = Server::start_in(directory, &["disk.img"], &options);
+    let held = || {
+        let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
+        let files = fds.filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());
+        files.filter(|file| file.starts_with(&elsewhere)).collect::<Vec<_>>()
+    };
+    let id = server.socket().to_str().unwrap().replace('/', "%2F");
+    let put = |disk: &str| {
+        let wanted = json!({ "disk": format!("{allowed}/{disk}") }).to_string();
+        let path = format!("/v1/controllers/{id}/namespaces/2");
+        http_request(&server, &request("PUT", &path, &wanted))
+    };
+    // The first disk cannot be opened, and the second one is refused after it was opened.
+    for disk in ["empty.img", "raw.img?allow-backing=on"] {
+        let (code, body) = put(disk);
+        assert!(code >= 400 && !body.contains("--allow"), "{disk}: {code} {body}");
+    }
+    until("the release", || held().is_empty());
+    let (code, body) = put("raw.img");
+    assert!(code < 400, "{code} {body}");
+    assert!(held().contains(&elsewhere.join("raw.img")));
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
 /// The supervisor reads the allowed paths in the configuration file again only on request. All
 /// clients of the control socket may add disks in allowed directories.
 #[test]

@@ -38,6 +38,9 @@ const RETRY_ACCEPT: Duration = Duration::from_secs(1);
 /// never ends in the others.
 const RETRY_CLOSED: Duration = Duration::from_millis(50);
 
+/// Interval for checking whether the replay of a restored client can begin.
+const RETRY_REPLAY: Duration = Duration::from_millis(10);
+
 /// Rate limit of a device's clients. `CLIENTS_AT_ONCE` clients are accepted without a pause, and
 /// after that one more per interval `NEXT_CLIENT`. The limit exists because each client costs a
 /// reset of the device and a few log messages. A virtual machine that restarts in a loop stays
@@ -79,8 +82,9 @@ struct Port {
     /// Rate limit of warnings that clients cause.
     log: Arc<LogLimit>,
     admissions: Admissions,
-    /// Time of the next attempt to accept a client.
+    /// Time of the next attempt to accept a client, or to begin the replay of the client.
     retry: Option<Instant>,
+    replay: Replay,
     /// Deadline of this port in the reactor's timers.
     timer: Option<Instant>,
     /// Storage for checkpoints of the port, for crash recovery; `None` if checkpoints are off.
@@ -105,6 +109,7 @@ impl Port {
             log: Arc::default(),
             admissions: Admissions::new(),
             retry: None,
+            replay: Replay::Done,
             timer: None,
             recorder: None,
             leaving: false,
@@ -242,6 +247,39 @@ impl Handle {
         let (restored, begin) = (Box::new(restored), Box::new(begin));
         self.0.push(Request::Restore { port, restored, recorder, begin });
         port
+    }
+}
+
+/// Handling of the first message of a restored client. If that message has crashed the previous
+/// process, it crashes this one too, so the recorder counts such deaths for each client.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Replay {
+    /// The message is not handled yet.
+    Pending,
+    /// The message is being handled, or waits for the device.
+    Running,
+    /// The message is handled, or there was none.
+    Done,
+}
+
+impl Replay {
+    /// Begins the replay, if it is pending. Returns false if it has to wait.
+    fn begin(&mut self, recorder: &mut Option<Box<dyn PortRecorder>>) -> bool {
+        if *self == Self::Pending {
+            if !recorder.as_mut().is_none_or(|recorder| recorder.begin_replay()) {
+                return false;
+            }
+            *self = Self::Running;
+        }
+        true
+    }
+
+    /// Ends the replay, or interrupts it.
+    fn end(&mut self, recorder: &mut Option<Box<dyn PortRecorder>>, is_done: bool) {
+        if *self != Self::Done {
+            recorder.iter_mut().for_each(|recorder| recorder.end_replay(is_done));
+            *self = if is_done { Self::Done } else { Self::Pending };
+        }
     }
 }
 
@@ -449,6 +487,7 @@ impl Reactor {
             self.watch_listener(id, listener)?;
         }
         if let Some(session) = session {
+            port.replay = Replay::Pending;
             port.state = State::Attached(Box::new(Attachment::new(id, &self.epoll, session)?));
         }
         self.ports.insert(id, *port);
@@ -744,6 +783,14 @@ impl Reactor {
         port.queued = false;
         let State::Attached(attachment) = &mut port.state else { return };
         let Some(session) = attachment.take_session() else { return };
+        if port.replay == Replay::Pending && !session.has_input() {
+            port.replay.end(&mut port.recorder, true);
+        }
+        // A reactor that quiesces handles no further message.
+        if !self.freezing && !port.replay.begin(&mut port.recorder) {
+            port.retry = Some(Instant::now() + RETRY_REPLAY);
+            return self.set_timer(id);
+        }
         let limits = self.limits.of_recorded(port.recorder.is_some());
         if port.recorder.is_some() {
             // The ring is created here, on the reactor's thread, because closing a ring interrupts
@@ -770,6 +817,9 @@ impl Reactor {
             true => session.quiesce(&mut *port.device, &mut context, &mut record),
             false => session.turn(&mut *port.device, &mut context, &mut record),
         };
+        if port.replay == Replay::Running && !session.is_waiting() {
+            port.replay.end(&mut port.recorder, session.has_replayed());
+        }
         let turn = match turn {
             Turn::End(why) => Turn::End(why),
             turn => attachment.watch().map_or_else(|errno| Turn::End(errno.into()), |()| turn),
@@ -817,6 +867,7 @@ impl Reactor {
         let State::Attached(attachment) = std::mem::replace(&mut port.state, State::Free) else {
             return;
         };
+        port.replay.end(&mut port.recorder, true);
         let Some(session) = attachment.close() else { return };
         match why {
             EndReason::Closed | EndReason::Dropped => {
@@ -907,7 +958,10 @@ impl Reactor {
         }
         let Some(port) = self.ports.get_mut(&id) else { return };
         let timer = match &mut port.state {
-            State::Attached(attachment) => attachment.busy_session().and_then(|s| s.deadline()),
+            State::Attached(attachment) => {
+                let deadline = attachment.busy_session().and_then(|session| session.deadline());
+                deadline.into_iter().chain(port.retry).min()
+            }
             _ => port.retry,
         };
         if port.timer != timer {
@@ -933,6 +987,9 @@ impl Reactor {
             let Some(port) = self.ports.get_mut(&id) else { continue };
             port.timer = None;
             match &mut port.state {
+                State::Attached(_) if port.retry.take_if(|retry| *retry <= now).is_some() => {
+                    self.queue(id);
+                }
                 State::Attached(attachment) => {
                     if let Some(why) = attachment.busy_session().map(|session| session.overdue()) {
                         self.end(id, why);

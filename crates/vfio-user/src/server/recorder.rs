@@ -12,4 +12,17 @@ pub trait PortRecorder: Send {
     /// The method is called on the reactor's thread, only for infrequent changes: not for reads,
     /// and not for writes to BAR0.
     fn record(&mut self, state: &SavedPort, fds: Descriptors);
+
+    /// Reports that the reactor begins the replay of a restored client: it handles the first
+    /// message in the client's socket, which the previous process may have begun to handle when it
+    /// died. Returns false if the replay has to wait; the reactor then tries again shortly.
+    fn begin_replay(&mut self) -> bool {
+        true
+    }
+
+    /// Reports the end of the replay (`is_done`: the message is handled, there was none, or the
+    /// client has disconnected), or its interruption before the message was handled.
+    fn end_replay(&mut self, is_done: bool) {
+        let _ = is_done;
+    }
 }

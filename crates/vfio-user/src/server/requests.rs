@@ -2,7 +2,7 @@
 
 use std::io;
 
-use shadowbell_state::{Bytes, Descriptors, StateError};
+use shadowbell_state::{Bytes, CommandStep, Descriptors, StateError, abort_command};
 
 use tracing::debug;
 use zerocopy::{FromBytes, IntoBytes};
@@ -336,6 +336,7 @@ impl Link {
         device: &mut dyn Device,
         context: &mut Context<'_>,
     ) -> Result<(), Errno> {
+        abort_command(CommandStep::Message, u64::from(header.command));
         self.changed |= changes(header.command, payload);
         match header.command {
             // REGION_WRITE and REGION_READ come first, because a busy guest causes them most often.

@@ -515,6 +515,23 @@ impl Session {
             && consumed.is_some_and(|consumed| consumed != self.decoder.position())
     }
 
+    /// True if the socket has data.
+    pub(super) fn has_input(&self) -> bool {
+        !matches!(rustix::io::ioctl_fionread(self.socket.as_fd()), Ok(0))
+    }
+
+    /// True if the last message waits for the device. An unmap, which waits only for storage, does
+    /// not count.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.link.awaits().is_some() && !self.link.is_unmapping()
+    }
+
+    /// True if a restored session has handled a message, or has found none in its socket.
+    pub(super) fn has_replayed(&self) -> bool {
+        let has_handled = self.intake.as_ref().is_none_or(|intake| intake.consumed != 0);
+        self.link.is_between_requests() && (has_handled || !self.readable)
+    }
+
     /// True if no data are partly received or partly sent, and no request is outstanding.
     pub(super) fn is_idle(&self) -> bool {
         if self.intake.as_ref().is_some_and(|intake| {
