@@ -101,6 +101,15 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         self.inner().is_some_and(|inner| inner.resume())
     }
 
+    /// Suspends the error policy of a disk that another disk replaces, or restores it if the
+    /// replacement has failed. While `suspended`, no request is held, and the held ones end with
+    /// their errors. Must not block. Default: nothing is held.
+    fn suspend_error_policy(&self, suspended: bool) {
+        if let Some(inner) = self.inner() {
+            inner.suspend_error_policy(suspended);
+        }
+    }
+
     /// Reports the allocation state of `len` bytes from byte `offset` on: calls `report` with
     /// consecutive extents without gaps until `len` bytes are reported or `report` returns false.
     /// Neighbouring extents may have the same state.
