@@ -55,16 +55,16 @@ impl Disk for HoldingDisk {
         self.inner.name()
     }
 
+    fn suspend_error_policy(&self, suspended: bool) {
+        self.state.suspend(suspended);
+    }
+
     fn stopped(&self) -> Option<Stopped> {
         self.state.stopped()
     }
 
     fn resume(&self) -> bool {
         self.state.resume()
-    }
-
-    fn suspend_error_policy(&self, suspended: bool) {
-        self.state.suspend(suspended);
     }
 
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {

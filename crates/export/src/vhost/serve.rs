@@ -87,8 +87,8 @@ pub(super) struct Context<'a> {
     pub(super) device: &'a DeviceShared,
     pub(super) vring: &'a Ring,
     pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
-    /// Heads of the requests that are executed again: a dead process had them in flight, or the disk
-    /// held them when the queue was last served.
+    /// Heads of the requests that are executed again: a dead process had them in flight, or the
+    /// disk held them when the queue was last served.
     pub(super) replays: &'a mut VecDeque<u16>,
     /// Change counter of the queue when its configuration was read.
     pub(super) seen: u64,

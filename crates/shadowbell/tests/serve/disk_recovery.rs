@@ -41,8 +41,8 @@ impl Export {
         self.child.signal(signal);
     }
 
-    /// Limits the size of the server's files, which simulates full storage: writes beyond it fail for
-    /// lack of space.
+    /// Limits the size of the server's files, which simulates full storage: writes beyond it fail
+    /// for lack of space.
     pub(crate) fn limit_files(&self, bytes: u64) {
         let mut command = Command::new("prlimit");
         command.args([
