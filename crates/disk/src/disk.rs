@@ -89,6 +89,15 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         self.inner().map_or(0, |inner| inner.orphans())
     }
 
+    /// Suspends the error policy of a disk that another disk replaces, or restores it if the
+    /// replacement has failed. While `suspended`, no request is held, and the held ones end with
+    /// their errors. Must not block. Default: nothing is held.
+    fn suspend_error_policy(&self, suspended: bool) {
+        if let Some(inner) = self.inner() {
+            inner.suspend_error_policy(suspended);
+        }
+    }
+
     /// State of a disk that holds requests after an error of its storage; `None` if it holds none.
     /// Default: none.
     fn stopped(&self) -> Option<Stopped> {

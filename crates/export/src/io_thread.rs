@@ -115,6 +115,12 @@ impl<F: Future> IoThread<F> {
         Ok(queue)
     }
 
+    /// True if the disk holds requests of this thread after an error of its storage.
+    #[cfg(any(feature = "nbd", feature = "fuse"))]
+    pub(crate) fn holds_requests(&self) -> bool {
+        self.queue.as_ref().is_some_and(BlockQueue::holds_requests)
+    }
+
     /// Ends the requests that the disk holds after an error of its storage, if there are any.
     #[cfg(feature = "nbd")]
     pub(crate) fn cancel_held(&self) {

@@ -234,6 +234,7 @@ impl Changes {
         let id = disk.id.clone();
         let open = |spec: &str| self.open(spec).map_err(DiskSpecError::into_error);
         let before = self.unattached().lock().get(&id).cloned().ok_or_else(|| missing(&id))?;
+        let replaced = change.replaces(&before.disk);
         let (spec, new, effect) =
             match apply_change(&before.spec, &before.disk, change, &guard, open)? {
                 ChangeResult::Same => return Ok(false),
@@ -247,6 +248,9 @@ impl Changes {
             };
         info!("disk {id}: {spec}");
         self.add_unattached(&id, OpenDisk { spec, disk: Arc::clone(&new) });
+        if let Some(old) = replaced {
+            old.suspend_error_policy(true);
+        }
         if let Some(effect) = effect {
             self.update_exports(&id, &new, &effect);
         }

@@ -304,9 +304,10 @@ impl Changes {
             *disk = own.clone();
         }
         let config = NamespaceConfig { disk: Arc::clone(&disk), uuid: found.namespace.uuid };
+        let replaced = change.replaces(&found.namespace.disk);
         drop(found);
         self.change(served, &requested, after, nsid, Some((&own, &config)), |controller, done| {
-            controller.change_disk(nsid, disk, done)
+            change_disk(controller, nsid, disk, replaced, done)
         })?;
         let name = config.disk.name();
         info!("{}: namespace {nsid} is {name}{}", served.name, describe(&*config.disk, &own.disk));
@@ -433,6 +434,40 @@ impl Changes {
             ));
         }
         outcome
+    }
+}
+
+/// Changes the disk of a namespace. `replaced` is the old disk if the new one has another source.
+///
+/// The queues of a replaced disk drain, and a resume would not reach it any more. So its error
+/// policy holds no request from now on, unless the replacement fails.
+fn change_disk(
+    controller: &shadowbell_controller::Controller,
+    nsid: u32,
+    disk: Arc<dyn Disk>,
+    replaced: Option<Arc<dyn Disk>>,
+    done: Done,
+) -> Result<(), NamespaceError> {
+    let Some(old) = replaced else { return controller.change_disk(nsid, disk, done) };
+    old.suspend_error_policy(true);
+    let its = Arc::clone(&old);
+    let done = move |outcome: Result<(), NamespaceError>| {
+        if outcome.is_err() {
+            its.suspend_error_policy(false);
+        }
+        // The callback may open the storage of the old disk again.
+        drop(its);
+        done(outcome);
+    };
+    let began = controller.change_disk(nsid, disk, Box::new(done));
+    began.inspect_err(|_| old.suspend_error_policy(false))
+}
+
+impl NamespaceChange {
+    /// Returns the old disk if this change replaces it by a disk with another source. Other changes
+    /// keep its held requests.
+    pub(super) fn replaces(&self, old: &Arc<dyn Disk>) -> Option<Arc<dyn Disk>> {
+        matches!(self, Self::Disk(_)).then(|| Arc::clone(old))
     }
 }
 

@@ -57,13 +57,14 @@ impl ExportDevice {
         }
     }
 
-    /// Completes the requests in flight and disconnects the clients. Returns the number of requests
-    /// that failed with an error of the disk.
+    /// Completes the requests in flight and disconnects the clients. Requests that a stopped disk
+    /// holds are left to the next process. Returns the number of requests that failed with an error
+    /// of the disk.
     pub(super) fn stop(self) -> u64 {
         match self {
             Self::Nbd(server) => server.stop(),
             Self::VhostUserBlk(device) => device.stop(),
-            Self::Fuse(session, _) => session.stop(),
+            Self::Fuse(session, _) => session.leave(),
             Self::Ublk(device) => device.stop(),
         }
     }

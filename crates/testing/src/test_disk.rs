@@ -4,7 +4,7 @@ use crate::wait;
 use parking_lot::Mutex;
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, ReportExtent, Request, Submitted};
 use shadowbell_disk_file::MemDisk;
-use shadowbell_memory::{EventFd, Segments};
+use shadowbell_memory::{EventFd, Segments, SharedBytes};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -118,6 +118,10 @@ impl Disk for TestDisk {
             wait::pause();
         }
         self.mem.extents(offset, len, tell);
+    }
+
+    fn map(&self, len: u64) -> Option<SharedBytes> {
+        self.mem.map(len)
     }
 }
 

@@ -391,6 +391,36 @@ fn a_freeze_waits_for_the_request_in_flight_only() {
     neighbour.read(0, 1).ok();
 }
 
+/// Two unmaps wait for the same slow access, and a message has overtaken the first one. Both end
+/// while the freeze waits.
+#[test]
+fn a_freeze_ends_when_several_unmaps_end_together() {
+    let (mut server, path, shared) = Server::with_device(Limits::default());
+    let (other_path, other, _) = server.add("other");
+    let (mut raw, mut neighbour) = (Raw::attach(&path), Raw::attach(&other_path));
+    shared.hold.store(true, Ordering::SeqCst);
+    let unmap = wire::DmaUnmap { argsz: 24, flags: 0, address: 0x1000, size: 0x1000 };
+    let unmap = |id| message(id, command::DMA_UNMAP, 0, &[unmap.as_bytes()]);
+    raw.send(&unmap(1));
+    let first = shared.wait_held();
+    raw.read(0, 1).ok();
+    raw.send(&unmap(2));
+    let second = shared.wait_held();
+    // The reactor's thread calls the hook, so the reactor handles all three together.
+    let handle = server.handle.clone();
+    *other.hook.lock().unwrap() = Some(Box::new(move || {
+        handle.freeze();
+        first.ok();
+        second.ok();
+    }));
+    neighbour.write(HOOK, &[1]).ok();
+    eventually("the reactor is quiesced", || server.has_ended());
+    drop(server.frozen());
+    let mut ids = [raw.reply(), raw.reply()].map(|reply| reply.header.id);
+    ids.sort_unstable();
+    assert_eq!(ids, [1, 2]);
+}
+
 #[test]
 fn a_freeze_waits_for_a_disconnect_in_progress() {
     let (mut server, path, shared) = Server::with_device(Limits::default());

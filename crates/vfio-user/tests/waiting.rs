@@ -219,6 +219,35 @@ fn a_client_with_many_waiting_unmaps_waits_itself() {
     Raw::attach(&path).write(0, &[1]).ok();
 }
 
+/// A client that sends unmaps without waiting for the replies gets each reply when its unmap has
+/// ended, even if a later unmap still waits.
+#[test]
+fn an_unmap_is_answered_while_a_later_one_waits() {
+    let (_server, path, shared) = Server::with_device(Limits::default());
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    // The last unmap waits although the number of unmaps before it is at its limit.
+    for count in [2, 65] {
+        let mut stream = Vec::new();
+        for _ in 0..count {
+            stream.extend(raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]));
+        }
+        raw.send(&stream);
+        let mut held = shared.wait_all_held(count);
+        let last = held.pop().unwrap();
+        let ids: Vec<_> = held
+            .into_iter()
+            .map(|done| {
+                done.ok();
+                raw.reply().header.id
+            })
+            .collect();
+        assert!(ids.is_sorted() && ids.len() == count - 1);
+        last.ok();
+        assert_eq!(raw.reply().header.id, ids[count - 2] + 1);
+    }
+}
+
 #[test]
 fn a_dropped_completion_handle_is_an_error() {
     let (_server, path, shared) = Server::with_device(Limits::default());

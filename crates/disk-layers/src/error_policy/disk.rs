@@ -55,6 +55,10 @@ impl Disk for HoldingDisk {
         self.inner.name()
     }
 
+    fn suspend_error_policy(&self, suspended: bool) {
+        self.state.suspend(suspended);
+    }
+
     fn stopped(&self) -> Option<Stopped> {
         self.state.stopped()
     }

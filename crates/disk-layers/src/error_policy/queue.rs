@@ -77,6 +77,7 @@ impl HoldingQueue {
     /// be released.
     fn holds(&self, op: Op, error: DiskError, data: &Segments) -> bool {
         self.policy.holds(op, error)
+            && !self.state.is_suspended()
             && !(is_durable(op) && self.disk.has_lost_writes())
             && self.is_current(data)
     }
@@ -255,6 +256,11 @@ impl Queue for HoldingQueue {
             }
         }
         self.ended = ended;
+        if self.held != 0 && self.state.is_suspended() {
+            while let Some(key) = self.tasks.first_waiting() {
+                self.end_held(key, None);
+            }
+        }
         while let Some((tag, task)) = self.tasks.take_finished() {
             done(tag, Err(task.error), task.data);
         }

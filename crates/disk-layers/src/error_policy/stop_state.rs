@@ -3,7 +3,7 @@
 use parking_lot::Mutex;
 use shadowbell_disk::{CompletionQueue, DiskError, Stopped, notify_resize};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Wake-up of one queue.
 pub(super) type Bell = CompletionQueue<()>;
@@ -26,18 +26,23 @@ pub(super) struct StopState {
     state: Mutex<State>,
     /// Number of resumes so far.
     resumes: AtomicU64,
+    /// True if no request is to be held. It is changed under the lock of `state`.
+    is_suspended: AtomicBool,
 }
 
 impl StopState {
     /// Records a request that the queue with the wake-up `bell` holds. The first one stops the
-    /// disk.
+    /// disk. If the error policy was suspended meanwhile, the queue is woken, to end the request.
     pub(super) fn hold(&self, error: DiskError, bell: &Arc<Bell>) {
         let mut state = self.state.lock();
         if !state.bells.iter().any(|other| Arc::ptr_eq(other, bell)) {
             state.bells.push(Arc::clone(bell));
         }
-        let is_new = state.held == 0 || state.is_resumed;
         state.held += 1;
+        if self.is_suspended() {
+            return bell.signal();
+        }
+        let is_new = state.held == 1 || state.is_resumed;
         if is_new {
             (state.reason, state.is_resumed) = (Some(error), false);
             state.times += 1;
@@ -82,6 +87,26 @@ impl StopState {
         drop(state);
         notify_resize();
         true
+    }
+
+    /// Sets whether the error policy is suspended. While it is, the queues hold no request, and end
+    /// the held ones. A queue that has not ended them before the policy is restored submits them
+    /// again.
+    pub(super) fn suspend(&self, suspended: bool) {
+        let mut state = self.state.lock();
+        self.is_suspended.store(suspended, Ordering::Release);
+        if state.held != 0 {
+            state.is_resumed = true;
+            self.resumes.fetch_add(1, Ordering::AcqRel);
+            state.bells.iter().for_each(|bell| bell.signal());
+            drop(state);
+            notify_resize();
+        }
+    }
+
+    /// True if the error policy is suspended.
+    pub(super) fn is_suspended(&self) -> bool {
+        self.is_suspended.load(Ordering::Acquire)
     }
 
     /// Number of resumes so far. A queue compares it with the number that it saw last.

@@ -190,6 +190,43 @@ fn a_cancellation_ends_held_requests() {
     assert!(fixture.disk.stopped().is_none());
 }
 
+/// If the disk is replaced, its queues drain. Nobody could resume the requests that it holds.
+#[test]
+fn a_suspended_error_policy_ends_held_requests_with_their_errors() {
+    let mut fixture = Fixture::new();
+    fixture.fail(Some(DiskError::NoSpace));
+    assert_eq!(fixture.write(1), Submitted::Pending);
+    // The requests are at the storage after a resume, and one of them before its first failure.
+    fixture.storage.instruct(|instructions| instructions.hold = true);
+    assert!(fixture.disk.resume() && fixture.reap().is_empty());
+    assert_eq!(fixture.write(2), Submitted::Pending);
+    assert_eq!(fixture.disk.stopped(), None);
+    fixture.disk.suspend_error_policy(true);
+    fixture.storage.instruct(|instructions| instructions.hold = false);
+    assert_eq!(fixture.reap(), [1, 2].map(|tag| (tag, Err(DiskError::NoSpace))));
+    assert_eq!(fixture.write(3), Submitted::Done(Err(DiskError::NoSpace)));
+
+    // The replacement fails, so the disk holds requests again. The next one succeeds.
+    fixture.disk.suspend_error_policy(false);
+    assert_eq!([4, 5].map(|tag| fixture.write(tag)), [Submitted::Pending; 2]);
+    assert_eq!((fixture.held(), fixture.wakes()), (2, false));
+    fixture.disk.suspend_error_policy(true);
+    assert!(fixture.disk.stopped().is_none() && fixture.wakes());
+    assert!(!fixture.disk.resume(), "the held requests end");
+    assert_eq!(fixture.reap(), [4, 5].map(|tag| (tag, Err(DiskError::NoSpace))));
+    assert!(fixture.queue.pending() == 0 && !fixture.queue.holds_requests());
+
+    // This replacement fails before the queue has ended its request, which is then repeated.
+    fixture.disk.suspend_error_policy(false);
+    assert_eq!(fixture.write(6), Submitted::Pending);
+    fixture.disk.suspend_error_policy(true);
+    fixture.disk.suspend_error_policy(false);
+    assert!(fixture.reap().is_empty() && fixture.held() == 1);
+    fixture.fail(None);
+    assert!(fixture.disk.resume());
+    assert_eq!(fixture.reap(), [(6, Ok(()))]);
+}
+
 #[test]
 fn a_closed_queue_holds_nothing() {
     let mut fixture = Fixture::new();

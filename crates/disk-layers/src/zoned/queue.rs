@@ -501,7 +501,12 @@ impl Queue for ZonedQueue {
                     }
                 }
             }
-            Kind::Reset { .. } => {}
+            Kind::Reset { stage: Stage::Discarding { .. }, .. } => {
+                // The zones that follow are not reset either. The discard may be held by the error
+                // policy, so it is cancelled too.
+                task.outcome = Err(DiskError::Cancelled);
+                self.inner.cancel(key);
+            }
             _ => self.inner.cancel(key),
         }
     }

@@ -5,10 +5,14 @@ use super::manage::Reset;
 use super::table::{Layout, Record, Table};
 use super::zones::ZoneSet;
 use crate::metadata::Bell;
-use shadowbell_disk::{Disk, DiskError, Op, Request, Submitted, ZoneFormat, ZoneReport, Zones};
+use crate::{ErrorPolicy, HoldingDisk};
+use shadowbell_disk::{
+    Disk, DiskError, Op, Queue, Request, Submitted, ZoneFormat, ZoneReport, Zones,
+};
 use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::{Mapping, Segments};
 use shadowbell_spec::zns::{ZoneAction, ZoneState};
+use shadowbell_testing::test_disk::TestDisk;
 use std::sync::Arc;
 
 const SIZE: u64 = 64 << 10;
@@ -154,6 +158,62 @@ fn a_zone_reset_waits_for_writes_in_flight() {
     assert_eq!(zones.begin_reset(0, (&bell, 3)), Ok(Reset::Finished));
     assert_eq!(zones.begin_write(0, 512, false), Ok(0));
     zones.cancel_waits(&bell);
+}
+
+/// A reset discards the data of each zone. If the discard fails, the error policy holds it, until
+/// the disk is resumed or the host cancels the reset.
+#[test]
+fn a_held_zone_reset_can_be_cancelled() {
+    let storage = TestDisk::new(4096, 512);
+    let stopped = HoldingDisk::wrap(Arc::new(storage.clone()), ErrorPolicy::Stop);
+    let zoned = ZonedDisk::new(Arc::clone(&stopped), format("zoned=64KiB").unwrap(), false);
+    let mut queue = zoned.unwrap().queue().unwrap();
+    let memory = Mapping::anonymous(4096).unwrap().bytes();
+    let submit = |queue: &mut dyn Queue, op, zone: u64| {
+        let mut data = Segments::from_bytes(&memory.slice(0, 512).unwrap());
+        queue.submit(zone as u32, &Request { op, offset: zone * SIZE, len: 512 }, &mut data)
+    };
+    let reap = |queue: &mut dyn Queue| {
+        let mut ended = Vec::new();
+        queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+        ended
+    };
+    for zone in 0..3 {
+        let written = submit(&mut *queue, Op::Write { fua: false }, zone);
+        assert_eq!(written, Submitted::Done(Ok(())));
+    }
+    storage.instruct(|instructions| instructions.fail = Some(DiskError::Io(5)));
+    for all in [false, true] {
+        let reset = Op::Zone { action: ZoneAction::Reset, all };
+        assert_eq!(submit(&mut *queue, reset, 0), Submitted::Pending);
+        assert_eq!((reap(&mut *queue), stopped.stopped().unwrap().held), (vec![], 1));
+        queue.cancel(0);
+        assert_eq!(reap(&mut *queue), [(0, Err(DiskError::Cancelled))]);
+        assert_eq!((queue.pending(), stopped.stopped()), (0, None));
+    }
+    // A cancelled reset of all zones does not continue with the next zone, even if the discard
+    // succeeds meanwhile.
+    let reset = Op::Zone { action: ZoneAction::Reset, all: true };
+    assert_eq!(submit(&mut *queue, reset, 0), Submitted::Pending);
+    assert!(reap(&mut *queue).is_empty());
+    storage.instruct(|instructions| (instructions.hold, instructions.fail) = (true, None));
+    assert!(stopped.resume() && reap(&mut *queue).is_empty());
+    queue.cancel(0);
+    storage.instruct(|instructions| instructions.hold = false);
+    assert_eq!(reap(&mut *queue), [(0, Err(DiskError::Cancelled))]);
+    let states = |queue: &dyn Queue| {
+        let report = ZoneReport { from: 0, which: None, partial: true, extended: false, len: 256 };
+        let bytes = queue.zones().unwrap().report(&report).unwrap();
+        // A descriptor has 64 bytes. The upper half of its second byte is the state.
+        [1, 2, 3].map(|zone| bytes[64 * zone + 1] >> 4)
+    };
+    assert_eq!(states(&*queue), [ZoneState::ImplicitlyOpen as u8; 3]);
+    assert_eq!(submit(&mut *queue, reset, 0), Submitted::Pending);
+    let mut ended = Vec::new();
+    while ended.is_empty() {
+        ended = reap(&mut *queue);
+    }
+    assert_eq!((ended, states(&*queue)), (vec![(0, Ok(()))], [ZoneState::Empty as u8; 3]));
 }
 
 #[test]

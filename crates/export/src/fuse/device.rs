@@ -58,6 +58,8 @@ pub(super) struct HelperThreads {
     over: AtomicBool,
     /// True after [`stop`](Self::stop).
     is_stopped: AtomicBool,
+    /// True after [`leave_held`](Self::leave_held).
+    leaves_held: AtomicBool,
 }
 
 struct Helper {
@@ -73,6 +75,7 @@ impl HelperThreads {
             helpers: Vec::new(),
             over: AtomicBool::new(false),
             is_stopped: AtomicBool::new(false),
+            leaves_held: AtomicBool::new(false),
         }
     }
 
@@ -108,6 +111,11 @@ impl HelperThreads {
     pub(super) fn stop(&self) {
         self.is_stopped.store(true, Ordering::Release);
         self.end();
+    }
+
+    /// Lets the threads end without answers to requests that the disk holds.
+    pub(super) fn leave_held(&self) {
+        self.leaves_held.store(true, Ordering::Release);
     }
 
     /// Ends all threads.
@@ -271,6 +279,10 @@ impl<F: Future<Output = Completed>> Device<F> {
                 return Ok(());
             }
             if is_over {
+                let leaves_held = self.shared.helper_threads.leaves_held.load(Ordering::Acquire);
+                if leaves_held && self.io.holds_requests() {
+                    return Ok(());
+                }
                 self.io.limit_holds();
             }
             let busy = self.collect();

@@ -135,6 +135,15 @@ impl Session {
         failures.count()
     }
 
+    /// Ends the session like [`stop`](Self::stop), but does not wait for requests that the disk
+    /// holds after an error of its storage. The next process answers them after a
+    /// [`resend`](Self::resend).
+    #[must_use]
+    pub fn leave(self) -> u64 {
+        self.helper_threads.leave_held();
+        self.stop()
+    }
+
     /// Waits until the file system is unmounted, and no program uses the file any more. Until then,
     /// a program that has the file open, such as a loop device, may still write data.
     /// Returns the number of requests that failed because of the disk.

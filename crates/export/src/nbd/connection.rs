@@ -197,6 +197,10 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if self.hung_up {
                 self.io.cancel_held();
             }
+            // The client connects again and repeats its requests, because it got no replies.
+            if is_ending && is_sent && self.io.holds_requests() {
+                return Err(ConnectionError::Stopped);
+            }
             let in_flight = self.io.tasks().reserved();
             if self.last || self.hung_up {
                 // A partially received write has a slot but was never started. The end of the

@@ -40,6 +40,10 @@ pub(super) enum ConnectionError {
     TooMany,
     #[error("the client did not receive its replies within {} s", DRAIN_TIMEOUT.as_secs())]
     Stuck,
+    #[error(
+        "disconnected without replies to its requests, because the disk is stopped by an error"
+    )]
+    Stopped,
     #[error("the disk failed in the middle of a reply that must not be split")]
     Broken,
     #[error("the disk has no queue for another client: {0}")]

@@ -27,7 +27,8 @@ pub(super) enum Served {
 pub(super) struct BlkQueue {
     disk: BlockDevice,
     index: usize,
-    /// Heads of the requests that a dead process had in flight, and that are executed again.
+    /// Heads of the requests that are executed again: a dead process had them in flight, or the
+    /// disk held them when the queue was last served.
     replays: VecDeque<u16>,
     /// True if the queue was prepared after its last start by the frontend.
     has_begun: bool,

@@ -17,7 +17,7 @@ use ::shadowbell_memory::{DmaTable, EventFd, Segments, SharedBytes, View};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockError, BlockQueue, Zeroes};
-use shadowbell_disk::Op;
+use shadowbell_disk::{DiskError, Op};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
@@ -87,7 +87,8 @@ pub(super) struct Context<'a> {
     pub(super) device: &'a DeviceShared,
     pub(super) vring: &'a Ring,
     pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
-    /// Heads of the requests that a dead process had in flight, and that are executed again.
+    /// Heads of the requests that are executed again: a dead process had them in flight, or the
+    /// disk held them when the queue was last served.
     pub(super) replays: &'a mut VecDeque<u16>,
     /// Change counter of the queue when its configuration was read.
     pub(super) seen: u64,
@@ -120,6 +121,10 @@ pub(super) struct ServedQueue<'a, F> {
     spare: Vec<Segments>,
     /// Completed requests. The list is empty between uses, and keeps its capacity.
     done: Vec<(usize, Completed)>,
+    /// True if cancelled requests get no answer, because they are executed again later.
+    leaves_cancelled: bool,
+    /// Heads of the cancelled requests that got no answer.
+    unanswered: Vec<u16>,
 }
 
 impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
@@ -159,6 +164,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             chain: Chain::default(),
             spare: Vec::new(),
             done: Vec::with_capacity(SLOTS),
+            leaves_cancelled: false,
+            unanswered: Vec::new(),
             context,
         })
     }
@@ -421,18 +428,22 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     fn finish(&mut self, slot: usize, Completed { outcome, mut data }: Completed) {
         self.io.tasks().release(slot);
         let request = self.requests.get(slot).copied().unwrap_or_default();
-        let (len, status) = match outcome {
-            Ok(()) => (request.len, Status::Ok),
-            Err(error) if error.errno() == Errno::NOTSUP => (0, Status::Unsupported),
+        let answer = match outcome {
+            Ok(()) => Some((request.len, Status::Ok)),
+            Err(BlockError::Disk(DiskError::Cancelled)) if self.leaves_cancelled => None,
+            Err(error) if error.errno() == Errno::NOTSUP => Some((0, Status::Unsupported)),
             Err(error) => {
                 self.context.device.failures.record(&error);
-                (0, Status::IoError)
+                Some((0, Status::IoError))
             }
         };
         data.rewind();
         self.spare.push(data);
         self.pieces -= request.pieces;
-        self.end(request.head, request.status, len, status);
+        match answer {
+            Some((len, status)) => self.end(request.head, request.status, len, status),
+            None => self.unanswered.push(request.head),
+        }
         self.context.device.page_table_quota.add(request.pieces);
     }
 
@@ -478,9 +489,11 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                 break;
             }
             let now = Instant::now();
-            // If the server ends, the held requests are not cancelled: they are left to the next
-            // process.
-            if self.disk.holds_requests() && !device.is_ending() {
+            // Requests that the disk holds get no answer if they are executed again: by the next
+            // process if the server ends, otherwise by the next start of a queue with in-flight
+            // tracking.
+            if self.disk.holds_requests() {
+                self.leaves_cancelled = self.context.tracker.is_some() || device.is_ending();
                 self.disk.cancel_all();
             }
             if now >= deadline {
@@ -504,6 +517,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             }
         }
         self.context.replays.clear();
+        self.context.replays.extend(self.unanswered);
         self.context.vring.give_back(self.began, self.ring.places());
     }
 }

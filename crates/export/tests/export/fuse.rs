@@ -5,9 +5,11 @@ use rustix::fs::{FallocateFlags, SeekFrom, copy_file_range, fallocate, seek};
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_disk::{DiskError, Op};
+use shadowbell_disk_layers::{ErrorPolicy, HoldingDisk};
 use shadowbell_export::fuse::{Mount, MountError, Options, Session};
 use shadowbell_testing::programs::skipped;
 use shadowbell_testing::test_disk::TestDisk;
+use shadowbell_testing::wait;
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -539,6 +541,51 @@ fn a_mount_continues_with_the_session_of_another_process() {
     assert_eq!(second.stop(), 0);
     mount.remove_file();
     assert!(!mount.path().exists());
+}
+
+/// A stopped disk does not delay the end of a process. The next process executes the requests that
+/// the disk held.
+#[test]
+fn the_next_process_executes_requests_of_a_stopped_disk() {
+    if !is_possible() {
+        return;
+    }
+    let backing = TestDisk::new(8 << 11, 512);
+    let disk = HoldingDisk::wrap(Arc::new(backing.clone()), ErrorPolicy::Stop);
+    let block = BlockDevice::new(Arc::clone(&disk), &BlockOptions::default()).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let (mount, device) = Mount::new(&directory.path().join("disk"), false).unwrap();
+    let session = || {
+        let device = device.try_clone().unwrap();
+        Session::start(&block, device, &Options::default(), || ()).unwrap()
+    };
+    let first = session();
+    let file = OpenOptions::new().read(true).write(true).open(mount.path()).unwrap();
+    if !Session::resend(device.as_fd()) {
+        skipped("the kernel does not send requests again (Linux 6.9 does)");
+        drop(file);
+        mount.unmount();
+        return mount.remove_file();
+    }
+    let second = std::thread::scope(|scope| {
+        backing.instruct(|instructions| instructions.fail = Some(DiskError::NoSpace));
+        let writer = scope.spawn(|| file.write_all_at(&[7; 512], 512));
+        wait::until("a held write", || disk.stopped().is_some());
+        assert_eq!((first.leave(), disk.stopped()), (0, None));
+        assert!(!writer.is_finished());
+        backing.instruct(|instructions| instructions.fail = None);
+        assert!(Session::resend(device.as_fd()));
+        let second = session();
+        writer.join().unwrap().unwrap();
+        second
+    });
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, 512).unwrap();
+    assert_eq!(byte, [7]);
+    drop(file);
+    mount.unmount();
+    assert_eq!(second.stop(), 0);
+    mount.remove_file();
 }
 
 /// Reverts what a test has changed, in the reverse order, even if the test fails.

@@ -2,7 +2,8 @@
 
 use crate::client::{Client, serve};
 use proptest::prelude::*;
-use shadowbell_disk::{DiskError, Op};
+use shadowbell_disk::{Disk, DiskError, Op};
+use shadowbell_disk_layers::{ErrorPolicy, HoldingDisk};
 use shadowbell_export::nbd::wire::{
     NbdError, Request, command, flag, option, put_option, transmission,
 };
@@ -43,7 +44,18 @@ impl Rig {
         options: &shadowbell_block::BlockOptions,
         served: &Options,
     ) -> Self {
-        let disk = shadowbell_block::BlockDevice::new(Arc::new(backing.clone()), options).unwrap();
+        let disk = Arc::new(backing.clone());
+        Self::around(backing, disk, options, served)
+    }
+
+    /// Starts a server of `disk`, whose storage is `backing`.
+    fn around(
+        backing: TestDisk,
+        disk: Arc<dyn Disk>,
+        options: &shadowbell_block::BlockOptions,
+        served: &Options,
+    ) -> Self {
+        let disk = shadowbell_block::BlockDevice::new(disk, options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let server = Some(serve(disk, &directory.path().join("nbd"), served));
         Self { backing, server, directory }
@@ -464,6 +476,38 @@ fn a_stop_completes_received_requests() {
     let mut bytes = [0; 5120];
     rig.backing.mem.bytes().read_into(0, &mut bytes).unwrap();
     assert_eq!(bytes, [7; 5120]);
+}
+
+/// Held requests end only when the operator resumes the disk. The client connects again, and
+/// repeats its requests that have no reply.
+#[test]
+fn a_stop_does_not_wait_for_requests_of_a_stopped_disk() {
+    // A single stop may take long on a busy machine, so the test is repeated until one stop is
+    // quick.
+    wait::until("a stop that does not wait", || {
+        let backing = TestDisk::new(4096, 512);
+        let disk = HoldingDisk::wrap(Arc::new(backing.clone()), ErrorPolicy::Stop);
+        let (held, options) = (Arc::clone(&disk), shadowbell_block::BlockOptions::default());
+        let rig = Rig::around(backing, disk, &options, &Options::default());
+        let mut client = rig.client();
+        rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::NoSpace));
+        client.ask(command::WRITE, 0, 0, 512, &[1; 512]);
+        wait::until("a held write", || held.stopped().is_some());
+        // The write of another client fails only after the end has begun.
+        rig.backing.instruct(|instructions| instructions.hold_at = Some(8192));
+        let mut other = rig.client();
+        other.ask(command::WRITE, 0, 8192, 512, &[1; 512]);
+        rig.backing.expect(2);
+        let (backing, began) = (rig.backing.clone(), Instant::now());
+        let stopping = std::thread::spawn(move || rig.end());
+        assert!(client.is_over());
+        backing.instruct(|instructions| instructions.hold_at = None);
+        assert!(other.is_over());
+        stopping.join().unwrap();
+        assert_eq!(held.stopped(), None);
+        // The limit is that of the next test.
+        began.elapsed() < Duration::from_secs(4)
+    });
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! vhost-user-blk with the frontend of a VMM and a guest's virtio-blk driver.
 
 use shadowbell_block::{BlockDevice, BlockOptions};
-use shadowbell_disk::{DiskError, Op};
+use shadowbell_disk::{Disk, DiskError, Op};
+use shadowbell_disk_layers::{ErrorPolicy, HoldingDisk};
 use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;
@@ -74,23 +75,38 @@ pub(crate) struct Rig {
     directory: TempDir,
 }
 
-fn device(backing: &TestDisk, read_only: bool) -> BlockDevice {
+fn device(backing: Arc<dyn Disk>, read_only: bool) -> BlockDevice {
     let mut options = BlockOptions::default();
     (options.read_only, options.queues) = (read_only, 2);
     // The device's thread polls for a short time before it sleeps. The timeout of requests is too
     // long to expire in a test.
     (options.poll, options.timeout) = (Duration::from_micros(50), wait::LIMIT);
-    BlockDevice::new(Arc::new(backing.clone()), &options).unwrap()
+    BlockDevice::new(backing, &options).unwrap()
 }
 
 impl Rig {
     pub(crate) fn new(read_only: bool) -> Self {
+        Self::with_layers(read_only, |disk| disk)
+    }
+
+    /// Serves the disk that `wrap` returns for the test disk.
+    fn with_layers(read_only: bool, wrap: impl FnOnce(Arc<dyn Disk>) -> Arc<dyn Disk>) -> Self {
         let block = BLOCK.get();
         let backing = TestDisk::new((8 << 20) / u64::from(block), block);
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("vhost");
-        let device = serve(device(&backing, read_only), &path, "a test");
+        let disk = wrap(Arc::new(backing.clone()));
+        let device = serve(device(disk, read_only), &path, "a test");
         Self { backing, device: Some(device), directory }
+    }
+
+    /// Serves a disk with the error policy `stop`. Returns the disk too.
+    pub(crate) fn stopping() -> (Self, Arc<dyn Disk>) {
+        let mut disk = None;
+        let rig = Self::with_layers(false, |inner| {
+            Arc::clone(disk.insert(HoldingDisk::wrap(inner, ErrorPolicy::Stop)))
+        });
+        (rig, disk.unwrap())
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -386,6 +402,14 @@ impl Guest {
         Self { frontend, rings, features, config }
     }
 
+    /// Starts a queue that [`VhostUserFrontend`]'s `get_vring_base` has stopped.
+    pub(crate) fn start_again(&mut self, index: usize, base: u32) {
+        let ring = &self.rings[index];
+        self.frontend.set_vring_base(index, base as u16).unwrap();
+        self.frontend.set_vring_call(index, &ring.call).unwrap();
+        self.frontend.set_vring_kick(index, &ring.kick).unwrap();
+    }
+
     /// Sends the memory table again.
     pub(crate) fn share_again(&mut self) {
         let regions: Vec<_> = self.rings[0]
@@ -569,7 +593,7 @@ fn a_guest_that_does_not_flush_has_durable_writes() {
         let mut rig = Rig::new(false);
         drop(rig.device.take());
         rig.backing.cache = true;
-        let disk = device(&rig.backing, false);
+        let disk = device(Arc::new(rig.backing.clone()), false);
         assert!(disk.geometry().volatile_cache);
         rig.device = Some(serve(disk, &rig.socket(), "cached"));
         for (without, fua) in [(0, false), (FLUSH, true)] {

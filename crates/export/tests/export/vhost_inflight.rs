@@ -4,6 +4,7 @@ use crate::vhost::{Guest, MEMORY, QUEUE, READ, Rig, WRITE, each_block_size};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use shadowbell_disk::{DiskError, Stopped};
 use shadowbell_testing::wait;
 use std::fs::File;
 use std::io::{ErrorKind, IoSlice, Read};
@@ -11,6 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use vhost::VhostBackend;
 use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 
@@ -96,6 +98,47 @@ fn requests_in_flight_are_recorded_in_inflight_memory() {
             found[1] == header(last, 4) && in_flight(&found) == 0
         };
         wait::until("a region without requests in flight", settled);
+        drop(guest);
+        rig.end(0);
+    });
+}
+
+/// A VMM that pauses its VM or adds memory stops or disables the queues. The disk submits the held
+/// requests again when the queues are served again.
+#[test]
+fn requests_that_the_disk_holds_outlast_changes_of_the_queue_and_the_memory() {
+    each_block_size(|| {
+        let (rig, disk) = Rig::stopping();
+        let (shape, file) = (VhostUserInflight::new(2 * REGION, 0, 2, QUEUE), memory(2 * REGION));
+        let mut guest = guest_with(&rig, 1, &shape, &file);
+        let wait_for_stop = |times| {
+            let is_it = |stopped: Stopped| stopped.times == times && stopped.held == 2;
+            wait::until("held requests", || disk.stopped().is_some_and(is_it));
+        };
+        rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::NoSpace));
+        for slot in [1, 2] {
+            guest.rings[0].submit(slot, WRITE, 8 * u64::from(slot), &[7; 512], 0);
+        }
+        wait_for_stop(1);
+        guest.frontend.set_vring_enable(0, false).unwrap();
+        wait::until("no held requests", || disk.stopped().is_none());
+        guest.frontend.set_vring_enable(0, true).unwrap();
+        wait_for_stop(2);
+        guest.share_again();
+        wait_for_stop(3);
+        let base = guest.frontend.get_vring_base(0).unwrap();
+        assert_eq!((base, disk.stopped()), (2, None));
+        assert!(guest.rings[0].has_nothing());
+        guest.start_again(0, base);
+        wait_for_stop(4);
+        assert!(guest.rings[0].has_nothing());
+        rig.backing.instruct(|instructions| instructions.fail = None);
+        assert!(disk.resume());
+        let mut answers = [guest.rings[0].take(), guest.rings[0].take()];
+        answers.sort_unstable();
+        assert_eq!(answers, [(1, 1, 0), (2, 1, 0)]);
+        assert_eq!(guest.rings[0].run(READ, 16, b"", 512), 0);
+        assert_eq!(guest.rings[0].bytes(0, 512), [7; 512]);
         drop(guest);
         rig.end(0);
     });

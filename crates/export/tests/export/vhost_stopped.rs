@@ -1,9 +1,11 @@
 //! Queues that the frontend stops or disables while the guest submits requests.
 
-use crate::vhost::{Guest, LONG_QUEUE, MEMORY, READ, Rig, each_block_size};
+use crate::vhost::{Guest, LONG_QUEUE, MEMORY, READ, Rig, WRITE, each_block_size};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use shadowbell_disk::DiskError;
 use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, Ordering};
+use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 
 /// The guest submits requests faster than the device completes them, so the queue always has
@@ -88,5 +90,31 @@ fn requests_in_flight_complete_while_a_queue_is_disabled() {
         assert_eq!(guest.rings[0].take(), (2, 513, 0));
         drop(guest);
         rig.end(0);
+    });
+}
+
+/// Without in-flight tracking, nothing records the requests that the disk holds. So they end with
+/// an error if the queue is no longer served, and get no answer if the server ends: the frontend
+/// connects to the next server process, and continues at the last answer.
+#[test]
+fn requests_that_the_disk_holds_end_with_a_queue_without_tracking() {
+    each_block_size(|| {
+        let (rig, disk) = Rig::stopping();
+        let mut guest = Guest::connect(&rig, 1, 0);
+        rig.backing.instruct(|instructions| instructions.fail = Some(DiskError::NoSpace));
+        let hold = |guest: &mut Guest| {
+            guest.rings[0].submit(1, WRITE, 0, &[7; 512], 0);
+            wait::until("a held write", || disk.stopped().is_some());
+        };
+        hold(&mut guest);
+        guest.share_again();
+        assert_eq!(guest.rings[0].take(), (1, 1, 1));
+        hold(&mut guest);
+        assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 2);
+        assert_eq!(guest.rings[0].take(), (1, 1, 1));
+        guest.start_again(0, 2);
+        hold(&mut guest);
+        rig.end(2);
+        assert!(guest.rings[0].has_nothing());
     });
 }

@@ -1,6 +1,6 @@
 //! Disks other than raw files, of a server whose process is killed.
 
-use crate::harness::{Server, image, program, until};
+use crate::harness::{Server, finish, image, program, until};
 use crate::recover::{assert_no_loss, kill};
 use crate::supervisor::{children, has_ended, worker};
 use crate::upgrade::{Client, Load};
@@ -39,6 +39,19 @@ impl Export {
     /// Sends a signal to the server.
     pub(crate) fn signal(&self, signal: Signal) {
         self.child.signal(signal);
+    }
+
+    /// Limits the size of the server's files, which simulates full storage: writes beyond it fail
+    /// for lack of space.
+    pub(crate) fn limit_files(&self, bytes: u64) {
+        let mut command = Command::new("prlimit");
+        command.args([
+            "--pid",
+            &self.child.id().to_string(),
+            &format!("--fsize={bytes}:unlimited"),
+        ]);
+        let (status, _, errors) = finish(command);
+        assert_eq!(status, Some(0), "{errors}");
     }
 
     /// Stops the server by SIGSTOP, and waits until all of its threads have stopped.

@@ -2,6 +2,7 @@
 //! are submitted again when the disk is resumed.
 
 use crate::control::{ctl, ctl_json, http_request, request};
+use crate::disk_recovery::Export;
 use crate::exports::Nbd;
 use crate::harness::{Server, attach, complete, finish, image, program, run, until};
 use crate::recover::kill;
@@ -200,6 +201,37 @@ fn abort_reset_and_disconnection_end_held_requests() {
     drop(guest);
     is_over();
     drop(Guest::attach(&server, &options));
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// A write is at slow storage when its disk is replaced, so the disk is not stopped. After its
+/// failure, a resume would not reach the replaced disk.
+#[test]
+fn a_replaced_disk_holds_no_request() {
+    let directory = tempfile::tempdir().unwrap();
+    let export = Export::start(image(directory.path(), "far.img", SIZE).to_str().unwrap());
+    export.limit_files(SIZE / 2);
+    let mut server = Server::start(&[&export.uri("&on-error=stop")], &[]);
+    let recovery = Recovery { repeats: 0, ..Recovery::default() };
+    let options = AttachOptions { recovery, ..AttachOptions::default() };
+    let mut guest = Guest::attach(&server, &options);
+    export.stall();
+    guest.submit(FULL_FROM, 9);
+    until("a write in flight", || disk(&server)["in_flight"] == 1);
+    let (id, before) = (disk(&server)["id"].clone(), disk(&server)["source"].clone());
+    let replace =
+        |source| ctl(&server, &["disk", "replace", id.as_str().unwrap(), source, "--force"]);
+    std::thread::scope(|scope| {
+        let replaced = scope.spawn(|| replace("mem:1MiB"));
+        until("another disk", || disk(&server)["source"] != before);
+        export.signal(Signal::CONT);
+        let (status, _, errors) = replaced.join().unwrap();
+        assert_eq!(status, Some(0), "{errors}");
+    });
+    assert_eq!(complete(&mut guest.queue).status.code(), Status::CAPACITY_EXCEEDED);
+    let (status, _, errors) = replace("mem:2MiB");
+    assert_eq!(status, Some(0), "{errors}");
+    drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 

@@ -116,13 +116,26 @@ impl Link {
 
     /// True if later messages may overtake the waiting request.
     pub(super) fn can_postpone(&self) -> bool {
-        self.is_unmapping() && self.unmaps.len() < MAX_UNMAPS
+        self.is_unmapping() && self.has_room()
+    }
+
+    /// True if fewer postponed unmaps than the maximum wait for accesses in flight.
+    fn has_room(&self) -> bool {
+        self.unmaps.iter().filter(|unmap| unmap.outcome.is_none()).count() < MAX_UNMAPS
+    }
+
+    /// True if a postponed unmap has ended, and its reply is not queued yet.
+    pub(super) fn has_ended_unmaps(&self) -> bool {
+        self.unmaps.iter().any(|unmap| unmap.outcome.is_some())
     }
 
     /// Lets later messages overtake the waiting unmap, if
     /// [`can_postpone`](Self::can_postpone) returns true.
     pub(super) fn postpone(&mut self) {
-        if let Some(waiting) = self.waiting.take_if(|_| self.unmaps.len() < MAX_UNMAPS) {
+        if !self.has_room() {
+            return;
+        }
+        if let Some(waiting) = self.waiting.take() {
             let Waiting { sequence, header, next_step } = waiting;
             match next_step {
                 NextStep::Unmapped(unmap) => {

@@ -332,6 +332,8 @@ impl Session {
             Some(Received::Bytes { .. }) | None => {}
         }
         self.flush()?;
+        // An unmap that ended together with the current message gets its reply after that message.
+        self.reply_to_unmaps(device, record)?;
         Ok(if self.link.is_unfinished() { Turn::Requeue } else { Turn::Wait })
     }
 
@@ -439,7 +441,8 @@ impl Session {
             if left == 0 || self.link.is_unfinished() || context.slice.is_over() {
                 return Ok(Turn::Requeue);
             }
-            if waits && self.decoder.has_message() {
+            // The reply to a postponed unmap that has ended is sent between two requests.
+            if waits && (self.decoder.has_message() || self.link.has_ended_unmaps()) {
                 self.link.postpone();
                 self.commit(device, record, context.exchange.as_deref_mut())?;
                 continue;
