@@ -165,7 +165,7 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
 
 /// Starts a server with a sandbox, with this configuration and an image `disk.img` for the disk of
 /// [`Machine`].
-fn start(file: &str, sockets: &[&str]) -> Server {
+pub(crate) fn start(file: &str, sockets: &[&str]) -> Server {
     start_with(file, sockets, &[])
 }
 
