@@ -123,9 +123,9 @@ impl DiskPlan {
     /// Refuses a plan whose steps would fail, as far as this is known.
     ///
     /// # Errors
-    /// A FUSE file, which no configuration names, uses a disk that is removed or replaced, or
-    /// writes a disk that a new export would write as well.
-    pub(super) fn check(&self, changes: &Changes) -> anyhow::Result<()> {
+    /// A FUSE file, which no configuration names, uses a disk that is removed or replaced, or that
+    /// is closed with its controller, or writes a disk that a new export would write as well.
+    pub(super) fn check(&self, changes: &Changes, controllers: &Plan) -> anyhow::Result<()> {
         let all = changes.exports().wanted();
         for file in all.iter().filter(|export| export.fuse.is_some()) {
             let (id, disk) = (&file.id, &file.disk);
@@ -134,6 +134,10 @@ impl DiskPlan {
                     "the disk {disk} has the export {id}; remove it first: `shadowbell ctl export \
                      remove {id}`"
                 )));
+            }
+            let is_closed = |disk: &ListedDisk| !disk.has_own_id() && controllers.releases(disk);
+            if changes.disk(disk).is_ok_and(|disk| is_closed(&disk)) {
+                changes.check_unused(id)?;
             }
             let writes = |export: &&ExportConfig| {
                 !(export.disk != *disk
@@ -244,6 +248,31 @@ impl DiskPlan {
             if let Err(error) = changes.put_disk(after) {
                 failed.push(error);
                 failed.extend(changes.put_disk(before).err());
+            }
+        }
+        failed
+    }
+
+    /// Prepares the disks of a controller or a namespace that is restored, because the plan failed:
+    /// replaced disks get their previous source again. Changes stay and are recorded in `disks`.
+    /// Returns the errors.
+    pub(super) fn restore(
+        &self,
+        changes: &Changes,
+        disks: &mut [DiskConfig],
+    ) -> Vec<anyhow::Error> {
+        let mut failed = Vec::new();
+        for disk in disks {
+            let Some(open) = disk.id.as_ref().and_then(|id| changes.disk(id).ok()) else {
+                continue;
+            };
+            let replaced = self.replace.iter().find(|(before, _)| before.id == open.id);
+            match replaced.filter(|(_, after)| open.is_same(&after.spec)) {
+                Some((before, _)) => {
+                    let closed = changes.drop_disk(&open.id);
+                    failed.extend(closed.and_then(|()| changes.put_disk(before).map(drop)).err());
+                }
+                None => disk.disk.clone_from(&open.open.spec),
             }
         }
         failed

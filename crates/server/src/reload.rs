@@ -41,7 +41,7 @@ pub(super) fn apply(
     guard::check(&plan.lost, forced)?;
     let before = changes.exports().wanted();
     let mut early = Early::default();
-    let begun = disks.check(changes).and_then(|()| early.add_disks(changes, &named, &plan));
+    let begun = disks.check(changes, &plan).and_then(|()| early.add_disks(changes, &named, &plan));
     let begun = begun.and_then(|()| disks.start_early(changes, &mut early.exports));
     let prepared = match begun.and_then(|()| PreparedPlan::of(changes, &plan, &disks)) {
         Ok(prepared) => prepared,
@@ -220,7 +220,9 @@ impl<'a> PreparedPlan<'a> {
             // The controller could not be replaced, so the previous one is served again if
             // possible.
             if let Some(before) = before.iter().find(|before| before.id() == requested.id()) {
-                failed.extend(serve(before).err());
+                let mut before = (**before).clone();
+                failed.extend(disks.restore(changes, &mut before.controller.disks));
+                failed.extend(serve(&before).err());
             }
         }
         let attach = |served: &Arc<ServedController>, nsid, wanted: &DiskConfig| {
@@ -233,7 +235,9 @@ impl<'a> PreparedPlan<'a> {
             // The named disk could not be attached, so it is attached where it was before if
             // possible.
             let is_it = |disk: &DiskConfig| disk.id.is_some() && disk.id == wanted.id;
-            if let Some((served, nsid, before)) = detached.iter().find(|(_, _, disk)| is_it(disk)) {
+            let place = detached.iter_mut().find(|(_, _, disk)| is_it(disk));
+            if let Some((served, nsid, before)) = place {
+                failed.extend(disks.restore(changes, std::slice::from_mut(before)));
                 failed.extend(attach(served, *nsid, before).err());
             }
         }

@@ -1,12 +1,14 @@
 //! `ctl apply` of files that attach, detach and move named disks and change their sources.
 
 use crate::control::{ctl, ctl_json};
-use crate::exports::{Nbd, start};
+use crate::exports::{Nbd, Unmount, start};
 use crate::harness::{Server, image, until};
 use crate::machine::{BLOCK, BLOCKS};
 use crate::shared::serve_config;
 use crate::upgrade::Client;
 use serde_json::{Value, json};
+use shadowbell_testing::programs::skipped;
+use std::path::Path;
 
 /// Export of the disk `data`.
 const EXPORT: &str = "[[export]]\nid = \"e\"\ndisk = \"data\"\nnbd = \"unix:e.sock\"\n";
@@ -158,6 +160,47 @@ fn a_disk_with_an_export_gets_its_new_source_in_place() {
     forced(&server, &text("other.img"), &losses);
     drop(host);
     assert_eq!((guest(&server).read(2, 0), reader(&server).read()), (9, 9));
+
+    // Another disk cannot be opened, so the controller and the disk are as before.
+    let mut host = guest(&server);
+    host.write(2, 0, 7);
+    let disks = |missing| format!("{}{}", attached("data", 2), attached(missing, 3));
+    let (code, _, errors) =
+        apply(&server, &file("disk.img", &disks("missing.img"), &read_only()), &["--force"]);
+    assert!(code != Some(0) && errors.contains("missing.img"), "{code:?} {errors}");
+    drop(host);
+    assert_eq!((guest(&server).read(2, 0), reader(&server).read()), (7, 7));
+    assert_eq!(disk(&server, "data").0, "other.img");
+    // A change of limits stays, because it is no reason to lose the disk.
+    let (code, _, errors) = apply(
+        &server,
+        &file("other.img?iops=900", &attached("data", 4), &read_only())
+            .replace("\"vm0.sock\"", "\"missing/vm0.sock\""),
+        &["--force"],
+    );
+    assert!(code != Some(0) && errors.contains("missing/vm0.sock"), "{code:?} {errors}");
+    assert_eq!((guest(&server).read(2, 0), reader(&server).read()), (7, 7));
+    assert_eq!(disk(&server, "data").1["iops"], "900");
+}
+
+/// A controller is not removed if programs use a file of its disk, and then no other step of the
+/// plan is carried out.
+#[test]
+fn a_mounted_file_of_a_controllers_disk_refuses_the_whole_plan() {
+    let is_possible = rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists();
+    if !is_possible {
+        return skipped("this takes root and /dev/fuse");
+    }
+    let server = start(&file("disk.img", "", ""), &["vm0.sock"]);
+    let path = server.directory().join("file");
+    let _unmount = Unmount(path.clone());
+    let add = ["export", "add", "f", "a/1", "--fuse", path.to_str().unwrap(), "--read-only"];
+    assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
+    let text = file("disk.img", "", "").replace("\"vm0.sock\"", "\"vm1.sock\"");
+    let (code, _, errors) = apply(&server, &text.replace("\"data\"", "\"other\""), &["--force"]);
+    assert!(code == Some(4) && errors.contains("nothing was changed"), "{code:?} {errors}");
+    assert_eq!(disk(&server, "data").0, "disk.img");
+    assert!(!server.directory().join("vm1.sock").exists());
 }
 
 #[test]

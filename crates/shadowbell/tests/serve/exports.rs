@@ -438,7 +438,7 @@ fn an_export_waits_for_the_recovery_of_its_disk() {
 }
 
 /// Unmounts a file at the end of a test, even if the test fails.
-struct Unmount(PathBuf);
+pub(crate) struct Unmount(pub(crate) PathBuf);
 
 impl Drop for Unmount {
     fn drop(&mut self) {
