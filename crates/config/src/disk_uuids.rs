@@ -3,8 +3,12 @@
 //!
 //! The file has a line for each disk, with its UUID and its name. Servers that share the file only
 //! append lines. Of several lines for a disk, the first one counts, so no lock is needed.
+//!
+//! A server process in a sandbox does not have the file open, because it could change lines. It
+//! requests UUIDs from its supervisor.
 
 use crate::uuid_text::{parse_uuid, uuid_text};
+use parking_lot::Mutex;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
@@ -14,11 +18,27 @@ use std::sync::OnceLock;
 
 /// File in the state directory.
 const FILE: &str = "disk-uuids";
-/// Maximum size of the file in bytes. A larger file is refused.
-const MAX_BYTES: u64 = 64 << 20;
+/// Maximum size of the file in bytes. A full file gets no further lines.
+const MAX_BYTES: u64 = 16 << 20;
+/// Maximum length of a disk's name in bytes.
+const MAX_NAME: usize = 4096;
 
-/// Open file of this process. `None` if the UUIDs are derived from the disks' names.
-static STORE: OnceLock<Option<Store>> = OnceLock::new();
+/// Lock of the reads of the file, so that only one copy is in the memory of a supervisor, whatever
+/// the number of requests.
+static READS: Mutex<()> = Mutex::new(());
+
+/// Function that returns the UUID of the disk with this name.
+pub type Request = fn(&str) -> io::Result<[u8; 16]>;
+
+/// Source of the UUIDs of this process. Unset if the UUIDs are derived from the disks' names.
+static SOURCE: OnceLock<Source> = OnceLock::new();
+
+enum Source {
+    /// Open file.
+    Store(Store),
+    /// Path of the file, and the function that requests a UUID from the supervisor.
+    Supervisor(PathBuf, Request),
+}
 
 /// Default state directory: that of the systemd unit, `/var/lib/shadowbell` for root if it exists,
 /// and `$XDG_STATE_HOME/shadowbell` for other users.
@@ -40,23 +60,22 @@ fn default_for(is_root: bool, variable: impl Fn(&str) -> Option<PathBuf>) -> Opt
     Some(state.join("shadowbell"))
 }
 
-/// Opens the file in `directory`, before the process enters its sandbox. Later calls of
-/// [`uuid_of`] use it.
-///
-/// # Errors
-/// The directory or the file cannot be created.
-pub fn open(directory: &Path) -> io::Result<()> {
-    let store = Store::open(directory)?;
-    let _ = STORE.set(Some(store));
-    Ok(())
-}
-
-/// UUID of the disk with this name. `None` if the file was not [opened](open), or if the file
+/// UUID of the disk with this name. `None` if the process uses no [store](Store), or if the file
 /// cannot be written. The latter is logged.
 #[must_use]
 pub fn uuid_of(name: &str) -> Option<[u8; 16]> {
-    let store = STORE.get()?.as_ref()?;
-    store.uuid_of(name).map_err(|error| warn_of(&store.path, &error)).ok()
+    let (path, uuid) = match SOURCE.get()? {
+        Source::Store(store) => (&store.path, store.uuid_of(name)),
+        Source::Supervisor(path, request) => (path, check_name(name).and_then(|()| request(name))),
+    };
+    uuid.map_err(|error| warn_of(path, &error)).ok()
+}
+
+fn check_name(name: &str) -> io::Result<()> {
+    match name.len() {
+        0..=MAX_NAME => Ok(()),
+        _ => Err(io::ErrorKind::InvalidFilename.into()),
+    }
 }
 
 /// Logs that UUIDs are derived from the names of disks.
@@ -68,13 +87,18 @@ pub fn warn_of(path: &Path, error: &io::Error) {
     );
 }
 
-struct Store {
+/// Open file with the UUIDs of disks.
+pub struct Store {
     file: File,
     path: PathBuf,
 }
 
 impl Store {
-    fn open(directory: &Path) -> io::Result<Self> {
+    /// Opens the file in `directory`. Creates both if they do not exist.
+    ///
+    /// # Errors
+    /// The directory or the file cannot be created.
+    pub fn open(directory: &Path) -> io::Result<Self> {
         if !directory.is_dir() {
             DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
         }
@@ -86,7 +110,22 @@ impl Store {
         Ok(Self { file, path })
     }
 
-    fn uuid_of(&self, name: &str) -> io::Result<[u8; 16]> {
+    /// Makes this process use the file: [`uuid_of`] returns its UUIDs.
+    pub fn use_here(self) {
+        let _ = SOURCE.set(Source::Store(self));
+    }
+
+    /// Closes the file and makes this process request UUIDs from its supervisor.
+    pub fn use_by_supervisor(self, request: Request) {
+        let _ = SOURCE.set(Source::Supervisor(self.path, request));
+    }
+
+    /// UUID of the disk with this name. A new one is generated and stored if the file has none.
+    ///
+    /// # Errors
+    /// The file cannot be read or written, or is full; or the name is too long.
+    pub fn uuid_of(&self, name: &str) -> io::Result<[u8; 16]> {
+        check_name(name)?;
         // Quoted, so that a name has no line breaks.
         let name = format!("{name:?}");
         if let Some(uuid) = self.find(&name)? {
@@ -95,6 +134,9 @@ impl Store {
         // The line break comes first, because the last line may be incomplete: a write may have
         // failed for lack of space.
         let line = format!("\n{} {name}\n", uuid_text(&random_uuid()));
+        if self.file.metadata()?.len() + line.len() as u64 > MAX_BYTES {
+            return Err(io::Error::other("the file is full"));
+        }
         (&self.file).write_all(line.as_bytes())?;
         self.file.sync_data()?;
         // Another server may have written a line for the disk before.
@@ -102,10 +144,8 @@ impl Store {
     }
 
     fn find(&self, name: &str) -> io::Result<Option<[u8; 16]>> {
-        let length = self.file.metadata()?.len();
-        if length > MAX_BYTES {
-            return Err(io::Error::other("the file is too large"));
-        }
+        let _lock = READS.lock();
+        let length = self.file.metadata()?.len().min(MAX_BYTES);
         let mut text = vec![0; usize::try_from(length).unwrap_or(0)];
         self.file.read_exact_at(&mut text, 0)?;
         let text = String::from_utf8_lossy(&text);
@@ -152,6 +192,11 @@ mod tests {
         let line = format!("{} \"/srv/a.img\"\n", uuid_text(&other));
         (&store.file).write_all(line.as_bytes()).unwrap();
         assert_eq!(store.uuid_of("/srv/a.img").unwrap(), first);
+        // A full file keeps the UUIDs that it has.
+        store.file.set_len(MAX_BYTES + 1).unwrap();
+        assert_eq!(store.uuid_of("/srv/a.img").unwrap(), first);
+        assert!(store.uuid_of("/srv/d.img").is_err());
+        assert!(elsewhere.uuid_of(&"x".repeat(MAX_NAME + 1)).is_err());
     }
 
     #[test]

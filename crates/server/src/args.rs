@@ -359,7 +359,13 @@ impl Args {
         if self.has_file() && text.is_none() {
             return Err(anyhow!("the configuration file was not read"));
         }
-        sandbox::permissions(self.service.user.as_ref(), &self.clone().config(text)?)
+        let config = self.clone().config(text)?;
+        let mut permissions = sandbox::permissions(self.service.user.as_ref(), &config)?;
+        // UUIDs of the disks of `shadowbell export` are not stored.
+        if self.exported.is_some() {
+            permissions.state_directory = None;
+        }
+        Ok(permissions)
     }
 
     /// Options of the sandbox.

@@ -75,6 +75,18 @@ impl Plan {
         plan
     }
 
+    /// True if no controller has this disk after the removals of the plan, and before its
+    /// additions.
+    pub(super) fn releases(&self, disk: &ListedDisk) -> bool {
+        disk.namespaces.iter().all(|(served, nsid)| {
+            let mut changed = self.change.iter();
+            self.remove.contains(&served.id)
+                || self.replace.iter().any(|requested| requested.id() == served.id)
+                || changed
+                    .any(|(id, steps)| *id == served.id && steps.contains(&Step::Remove(*nsid)))
+        })
+    }
+
     /// True if a controller to be added, replaced or changed refers to the disk with this id.
     pub(super) fn names(&self, id: &str) -> bool {
         let controllers = self.add.iter().chain(&self.replace);
@@ -251,6 +263,13 @@ impl Parts {
         let (bare, _) = disk_spec::take_option(&rest, "read-only");
         Some(Self { bare: disk_spec::with_absolute_paths(&bare), limits, read_only })
     }
+}
+
+/// True if two specifications stand for the same disk with the same properties.
+pub(super) fn is_same_disk(one: &str, other: &str) -> bool {
+    disk_spec::with_absolute_paths(one) == disk_spec::with_absolute_paths(other)
+        || changes(&DiskConfig::of(one), &DiskConfig::of(other), || true)
+            .is_some_and(|all| all.is_empty())
 }
 
 /// Disks of a controller by NSID.

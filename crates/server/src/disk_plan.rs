@@ -1,9 +1,13 @@
-//! Comparison of the exports of a configuration, and of its disks that no controller has, with
-//! those of a running server: the steps that lead to the configuration.
+//! Comparison of the exports and named disks of a configuration with those of a running server: the
+//! steps that lead to the configuration.
+//!
+//! A named disk that stays attached to a controller changes with the controller's namespace. So this
+//! plan has only the disks without a controller, among them those that the plan of the controllers
+//! releases.
 //!
 //! Everything that can be refused is refused before the first step, as far as it is known then.
 
-use super::config_diff::changes;
+use super::config_diff::{Plan, changes};
 use super::disks::ListedDisk;
 use super::guard::{Effect, Loss};
 use super::namespaces::{NamespaceChange, effect_of};
@@ -17,7 +21,7 @@ use shadowbell_control_api::api::Difference;
 use shadowbell_process::exit;
 use std::collections::HashSet;
 
-/// Steps that change disks without a controller, and exports.
+/// Steps that change exports, and disks while no controller has them.
 #[derive(Debug, Default)]
 pub(super) struct DiskPlan {
     /// Ids of the disks to remove.
@@ -38,10 +42,17 @@ pub(super) struct DiskPlan {
 }
 
 impl DiskPlan {
-    /// Compares the disks and exports of a server with those of a configuration.
-    pub(super) fn of(changes: &Changes, disks: &[NamedDisk], exports: &[ExportConfig]) -> Self {
+    /// Compares the disks and exports of a server with those of a configuration. `controllers`: the
+    /// steps that change the controllers.
+    pub(super) fn of(
+        changes: &Changes,
+        controllers: &Plan,
+        disks: &[NamedDisk],
+        exports: &[ExportConfig],
+    ) -> Self {
         let mut plan = Self::default();
-        for disk in changes.disks().iter().filter(|disk| disk.namespaces.is_empty()) {
+        let open = changes.disks();
+        for disk in open.iter().filter(|disk| disk.has_own_id() && controllers.releases(disk)) {
             match disks.iter().find(|wanted| wanted.id == disk.id) {
                 Some(wanted) if disk.is_same(&wanted.spec) => {}
                 Some(wanted) => plan.compare_disk(changes, disk, wanted),
@@ -51,7 +62,7 @@ impl DiskPlan {
                 }
             }
         }
-        let known: HashSet<_> = changes.disks().into_iter().map(|disk| disk.id).collect();
+        let known: HashSet<_> = open.iter().map(|disk| &disk.id).collect();
         for disk in disks.iter().filter(|disk| !known.contains(&disk.id)) {
             plan.differs("disk", &disk.id, None, Some(disk.spec.clone()));
         }
@@ -75,7 +86,8 @@ impl DiskPlan {
         };
         for change in &steps {
             let effect = effect_of(&disk.open.spec, &disk.open.disk, change);
-            self.lost.extend(changes.losses(disk, &effect));
+            // A controller's client loses the whole namespace, which is in the other plan.
+            self.lost.extend(changes.exports().losses(&disk.id, &effect));
         }
         self.change.push((disk.id.clone(), steps));
     }
@@ -111,9 +123,9 @@ impl DiskPlan {
     /// Refuses a plan whose steps would fail, as far as this is known.
     ///
     /// # Errors
-    /// A FUSE file, which no configuration names, uses a disk that is removed or replaced, or
-    /// writes a disk that a new export would write as well.
-    pub(super) fn check(&self, changes: &Changes) -> anyhow::Result<()> {
+    /// A FUSE file, which no configuration names, uses a disk that is removed or replaced, or that
+    /// is closed with its controller, or writes a disk that a new export would write as well.
+    pub(super) fn check(&self, changes: &Changes, controllers: &Plan) -> anyhow::Result<()> {
         let all = changes.exports().wanted();
         for file in all.iter().filter(|export| export.fuse.is_some()) {
             let (id, disk) = (&file.id, &file.disk);
@@ -122,6 +134,10 @@ impl DiskPlan {
                     "the disk {disk} has the export {id}; remove it first: `shadowbell ctl export \
                      remove {id}`"
                 )));
+            }
+            let is_closed = |disk: &ListedDisk| !disk.has_own_id() && controllers.releases(disk);
+            if changes.disk(disk).is_ok_and(|disk| is_closed(&disk)) {
+                changes.check_unused(id)?;
             }
             let writes = |export: &&ExportConfig| {
                 !(export.disk != *disk
@@ -141,6 +157,24 @@ impl DiskPlan {
 
     fn replaces(&self, id: &str) -> bool {
         self.replace.iter().any(|(disk, _)| disk.id == id)
+    }
+
+    /// True if the disk with this id is changed or replaced.
+    fn is_changed(&self, id: &str) -> bool {
+        self.replaces(id) || self.change.iter().any(|(disk, _)| disk == id)
+    }
+
+    /// True if the disk with this id is closed.
+    pub(super) fn closes(&self, id: &str) -> bool {
+        self.replaces(id) || self.remove.iter().any(|other| other == id)
+    }
+
+    /// True if steps of this plan have to precede the attachment of the disk with this id to a
+    /// controller.
+    pub(super) fn precedes_attachment(&self, changes: &Changes, id: &str) -> bool {
+        let exports = changes.exports().wanted();
+        self.is_changed(id)
+            || exports.iter().any(|now| now.disk == id && self.stop.contains(&now.id))
     }
 
     /// Starts the new exports that need no other step of the plan, so that an address in use or
@@ -184,8 +218,9 @@ impl DiskPlan {
         self.stop.iter().filter_map(|id| changes.drop_export(id).err()).collect()
     }
 
-    /// Changes, replaces and removes disks. Returns the errors. A disk that cannot be opened with
-    /// its new specification is opened with the previous one again if possible.
+    /// Changes, replaces and removes disks, after controllers have released them and before
+    /// controllers get them. Returns the errors. A disk that cannot be opened with its new
+    /// specification is opened with the previous one again if possible.
     pub(super) fn change_disks(
         &self,
         changes: &Changes,
@@ -201,14 +236,54 @@ impl DiskPlan {
         let unattached: Vec<_> = changes.unattached().lock().keys().cloned().collect();
         let gone = unattached.iter().filter(|id| named.iter().all(|disk| disk.id != **id));
         failed.extend(gone.filter_map(|id| changes.drop_disk(id).err()));
-        for (before, after) in &self.replace {
-            let closed = changes.drop_disk(&before.id);
-            if let Err(error) = closed.and_then(|()| changes.put_disk(after).map(drop)) {
+        // All are closed before the first one is opened, because two disks may swap their images.
+        let mut closed = Vec::new();
+        for replaced in &self.replace {
+            match changes.drop_disk(&replaced.0.id) {
+                Ok(()) => closed.push(replaced),
+                Err(error) => failed.push(error),
+            }
+        }
+        for (before, after) in closed {
+            if let Err(error) = changes.put_disk(after) {
                 failed.push(error);
                 failed.extend(changes.put_disk(before).err());
             }
         }
-        for disk in named.iter().filter(|disk| !self.replaces(&disk.id)) {
+        failed
+    }
+
+    /// Prepares the disks of a controller or a namespace that is restored, because the plan failed:
+    /// replaced disks get their previous source again. Changes stay and are recorded in `disks`.
+    /// Returns the errors.
+    pub(super) fn restore(
+        &self,
+        changes: &Changes,
+        disks: &mut [DiskConfig],
+    ) -> Vec<anyhow::Error> {
+        let mut failed = Vec::new();
+        for disk in disks {
+            let Some(open) = disk.id.as_ref().and_then(|id| changes.disk(id).ok()) else {
+                continue;
+            };
+            let replaced = self.replace.iter().find(|(before, _)| before.id == open.id);
+            match replaced.filter(|(_, after)| open.is_same(&after.spec)) {
+                Some((before, _)) => {
+                    let closed = changes.drop_disk(&open.id);
+                    failed.extend(closed.and_then(|()| changes.put_disk(before).map(drop)).err());
+                }
+                None => disk.disk.clone_from(&open.open.spec),
+            }
+        }
+        failed
+    }
+
+    /// Opens the disks of the configuration that no controller has and that are not open yet.
+    /// Returns the errors.
+    pub(super) fn open_disks(&self, changes: &Changes, named: &[NamedDisk]) -> Vec<anyhow::Error> {
+        let mut failed = Vec::new();
+        // The errors of changed and replaced disks are known already.
+        for disk in named.iter().filter(|disk| !self.is_changed(&disk.id)) {
             let is_attached = changes.disk(&disk.id).is_ok_and(|open| !open.namespaces.is_empty());
             if !is_attached {
                 failed.extend(changes.put_disk(disk).err());

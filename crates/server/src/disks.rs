@@ -5,6 +5,7 @@
 //! open: while no controller has it,
 //! [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
+use super::config_diff::is_same_disk;
 use super::guard::{DiskGuard, Effect, Loss};
 use super::namespaces::{ChangeResult, NamespaceChange, apply_change};
 use super::open_disk::{OpenDisk, check_group, derived_id, id_of};
@@ -12,8 +13,9 @@ use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
 use shadowbell_config::controller_config::{DiskConfig, nsids};
-use shadowbell_config::disk_spec::{self, DiskSpecError};
+use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::server_config::NamedDisk;
+use shadowbell_config::subsystems::Membership;
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
 use shadowbell_storage::disk_files;
@@ -35,7 +37,13 @@ pub(super) struct ListedDisk {
 impl ListedDisk {
     /// True if the disk has this specification.
     pub(super) fn is_same(&self, spec: &str) -> bool {
-        disk_spec::with_absolute_paths(&self.open.spec) == disk_spec::with_absolute_paths(spec)
+        is_same_disk(&self.open.spec, spec)
+    }
+
+    /// True if the configuration or a request has named the disk.
+    pub(super) fn has_own_id(&self) -> bool {
+        let mut namespaces = self.namespaces.iter();
+        namespaces.all(|(served, nsid)| self.id != derived_id(&served.id, *nsid))
     }
 
     /// True if the id names this disk. The derived id may have the path of the controller's socket
@@ -98,11 +106,7 @@ impl Changes {
 
     /// Returns the disks with a configured id, as entries of a configuration.
     pub(super) fn named_disks(&self) -> Vec<NamedDisk> {
-        let has_own_id = |disk: &ListedDisk| {
-            let mut namespaces = disk.namespaces.iter();
-            namespaces.all(|(served, nsid)| disk.id != derived_id(&served.id, *nsid))
-        };
-        let named = self.disks().into_iter().filter(has_own_id);
+        let named = self.disks().into_iter().filter(ListedDisk::has_own_id);
         named
             .map(|ListedDisk { id, open, .. }| NamedDisk { id, spec: open.spec, origin: None })
             .collect()
@@ -282,16 +286,27 @@ impl Changes {
         namespaces.chain(self.exports().losses(&disk.id, effect)).collect()
     }
 
-    /// Replaces disk ids in a configuration by the specifications of these disks.
+    /// Replaces disk ids in a controller's configuration by the specifications of these disks.
+    /// `subsystem`: the subsystem of the controller.
     ///
     /// # Errors
-    /// Another controller has the disk.
-    pub(super) fn resolve(&self, disks: &mut [DiskConfig]) -> anyhow::Result<()> {
+    /// Another controller has the disk, and is not in the subsystem; an export writes the disk; or
+    /// the disk is open with another source.
+    pub(super) fn resolve(
+        &self,
+        disks: &mut [DiskConfig],
+        subsystem: Option<&Membership>,
+    ) -> anyhow::Result<()> {
         let all = self.disks();
+        let is_other = |(served, _): &&(Arc<ServedController>, u32)| {
+            let requested = served.requested();
+            let its = requested.controller.subsystem.as_ref();
+            its.zip(subsystem).is_none_or(|(its, subsystem)| its.name != subsystem.name)
+        };
         for wanted in disks {
             let id = wanted.id.as_ref().unwrap_or(&wanted.disk);
             let Some(found) = all.iter().find(|disk| disk.id == *id) else { continue };
-            if let Some((served, nsid)) = found.namespaces.first() {
+            if let Some((served, nsid)) = found.namespaces.iter().find(is_other) {
                 return Err(exit::conflict(anyhow!(
                     "the disk {id} is namespace {nsid} of {} already",
                     served.name

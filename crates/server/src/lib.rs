@@ -136,7 +136,7 @@ use stall_watch::StallWatch;
 use startup_timing::Phases;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -192,14 +192,17 @@ fn check_allowed(config: &ServerConfig) -> anyhow::Result<()> {
     }
 }
 
+/// Directory in which the UUIDs of disks are stored. `None` if they are not stored.
+fn state_directory(config: &ServerConfig) -> Option<PathBuf> {
+    config.state_dir.clone().or_else(disk_uuids::default_directory)
+}
+
 /// Opens the file in which the UUIDs of disks are stored. Without the file, the UUIDs are derived
 /// from the disks' names.
-fn open_disk_uuids(config: &ServerConfig) {
-    let directory = config.state_dir.clone().or_else(disk_uuids::default_directory);
-    let Some(directory) = directory else { return };
-    if let Err(error) = disk_uuids::open(&directory) {
-        disk_uuids::warn_of(&directory, &error);
-    }
+fn open_disk_uuids(config: &ServerConfig) -> Option<disk_uuids::Store> {
+    let directory = state_directory(config)?;
+    let store = disk_uuids::Store::open(&directory);
+    store.inspect_err(|error| disk_uuids::warn_of(&directory, error)).ok()
 }
 
 fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
@@ -257,13 +260,19 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let places =
         config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
     subsystems::open(places).map_err(exit::bad_input)?;
-    if !ends_unused {
-        open_disk_uuids(&config);
-    }
+    let uuids = (!ends_unused).then(|| open_disk_uuids(&config)).flatten();
     running_exports::read_certificates(&config.exports)?;
     // The sandbox is entered before other threads are started and before any untrusted data is
     // read.
     let contained = sandbox::enter(&sandbox_options, &config, link)?;
+    if let Some(uuids) = uuids {
+        // The file may have UUIDs of other servers' disks, so a process that cannot open files does
+        // not keep it open.
+        match contained {
+            Some(_) => uuids.use_by_supervisor(sandbox::uuid_of),
+            None => uuids.use_here(),
+        }
+    }
     logging::start_thread();
     phases.ended("sandbox");
     let mut mounts = OwnMounts::default();

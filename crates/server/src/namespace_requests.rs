@@ -187,7 +187,7 @@ impl PoolExecutor {
     fn attach_to_controller(&self, entry: &Entry) -> anyhow::Result<()> {
         let served = self.served()?;
         let wanted = pool_disks::disk(&self.pool, entry);
-        let disk = self.changes.open_for(&served, &wanted)?;
+        let disk = self.changes.open_spec_for(&served, &wanted.disk)?;
         self.changes.commit_namespace(&served, entry.nsid, &wanted, disk)
     }
 

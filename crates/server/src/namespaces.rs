@@ -57,6 +57,14 @@ struct Found {
     namespace: NamespaceConfig,
 }
 
+/// A namespace that is ready to be added to its controller.
+pub(super) struct PreparedNamespace {
+    served: Arc<ServedController>,
+    nsid: u32,
+    wanted: DiskConfig,
+    disk: Arc<dyn Disk>,
+}
+
 impl Changes {
     /// Adds a namespace to a controller. Returns false if it exists already.
     ///
@@ -68,7 +76,6 @@ impl Changes {
         nsid: u32,
         wanted: DiskConfig,
     ) -> anyhow::Result<bool> {
-        let mut wanted = wanted;
         let _guard = self.change_lock();
         let served = self.find(id)?;
         let requested = explicit(&served);
@@ -91,31 +98,50 @@ impl Changes {
             return Err(exit::bad_input(why));
         }
         check_group(&wanted.disk)?;
-        self.resolve(std::slice::from_mut(&mut wanted))?;
-        let disk = self.open_for(&served, &wanted)?;
-        self.check_files_of(&disk)?;
-        self.commit_namespace(&served, nsid, &wanted, disk)?;
+        let prepared = self.prepare_namespace(served, nsid, wanted)?;
+        self.commit_prepared_namespace(prepared)?;
         Ok(true)
     }
 
-    /// Returns the disk of a new namespace: the open disk that `wanted` names by its id, or else a
+    /// Prepares a new namespace: its disk is the open disk that `wanted` names by its id, or else a
     /// disk that is opened now.
     ///
     /// # Errors
-    /// The disk cannot be opened.
-    pub(super) fn open_for(
+    /// The disk cannot be opened, or is in use, or the disk with this id has another source.
+    pub(super) fn prepare_namespace(
         &self,
-        served: &ServedController,
-        wanted: &DiskConfig,
-    ) -> anyhow::Result<Arc<dyn Disk>> {
+        served: Arc<ServedController>,
+        nsid: u32,
+        mut wanted: DiskConfig,
+    ) -> anyhow::Result<PreparedNamespace> {
+        self.resolve(std::slice::from_mut(&mut wanted), None)?;
         let read_only = served.requested().controller.read_only;
-        match self.unattached_disk(wanted.id.as_deref(), read_only) {
-            Some(disk) => disk,
-            None => self.open_spec_for(served, &wanted.disk),
-        }
+        let disk = match self.unattached_disk(wanted.id.as_deref(), read_only) {
+            Some(disk) => disk?,
+            None => self.open_spec_for(&served, &wanted.disk)?,
+        };
+        self.check_files_of(&disk)?;
+        Ok(PreparedNamespace { served, nsid, wanted, disk })
     }
 
-    fn open_spec_for(
+    /// Adds a prepared namespace to its controller. The caller holds the
+    /// [lock](Self::change_lock).
+    ///
+    /// # Errors
+    /// The controller does not accept the namespace.
+    pub(super) fn commit_prepared_namespace(
+        &self,
+        prepared: PreparedNamespace,
+    ) -> anyhow::Result<()> {
+        let PreparedNamespace { served, nsid, wanted, disk } = prepared;
+        self.commit_namespace(&served, nsid, &wanted, disk)
+    }
+
+    /// Opens the disk of a new namespace.
+    ///
+    /// # Errors
+    /// The disk cannot be opened.
+    pub(super) fn open_spec_for(
         &self,
         served: &ServedController,
         spec: &str,

@@ -18,7 +18,7 @@ use super::running_exports::Exports;
 use super::sandbox;
 use anyhow::{Context, anyhow};
 use parking_lot::{Mutex, MutexGuard};
-use shadowbell_config::controller_config::nsids;
+use shadowbell_config::controller_config::{ControllerConfig, nsids};
 use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::server_config::{SocketConfig, duplicate_disk};
 use shadowbell_controller::{Controller, Pool};
@@ -235,7 +235,8 @@ impl Changes {
     /// # Errors
     /// The controller cannot be served.
     pub(super) fn prepare(&self, mut requested: SocketConfig) -> anyhow::Result<Prepared> {
-        self.resolve(&mut requested.controller.disks)?;
+        let ControllerConfig { disks, subsystem, .. } = &mut requested.controller;
+        self.resolve(disks, subsystem.as_ref())?;
         let index = self.next.fetch_add(1, Ordering::Relaxed);
         let events = self.events.of(index);
         if let Some(why) = duplicate_disk(std::slice::from_ref(&requested)) {
@@ -300,9 +301,14 @@ impl Changes {
         let index = served.index;
         let requested = served.requested();
         let namespaces = served.controller.namespaces();
-        // The disks of a subsystem stay open for its other controllers.
+        // The disks of a subsystem stay attached to its other controllers.
+        let is_shared = |disk: &Arc<dyn Disk>| {
+            let all = self.registry.all();
+            let mut others = all.iter().filter(|other| !Arc::ptr_eq(other, &served));
+            others.any(|other| other.disks().any(|its| Arc::ptr_eq(&its, disk)))
+        };
         let named = requested.controller.disks.iter().zip(&namespaces);
-        let named = named.filter(|_| requested.controller.subsystem.is_none());
+        let named = named.filter(|(_, (_, own))| !is_shared(&own.disk));
         let named = named.filter_map(|(config, (_, own))| self.begin_detach(config, &own.disk));
         let named: Vec<_> = named.collect();
         let checkpoint =

@@ -3,15 +3,14 @@
 use super::args::Args;
 use super::config_diff::{Plan, Step};
 use super::disk_plan::DiskPlan;
-use super::disks::ListedDisk;
 use super::guard::{self, DiskGuard};
+use super::namespaces::{PreparedNamespace, explicit};
 use super::reconfigure::{Changes, Prepared};
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
 use shadowbell_config::config_file::write::Settings;
 use shadowbell_config::controller_config::DiskConfig;
 use shadowbell_config::server_config::{NamedDisk, ServerConfig, SocketConfig};
-use shadowbell_disk::Disk;
 use shadowbell_process::exit;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -32,7 +31,7 @@ pub(super) fn apply(
     changes.registry().check_waiting(None)?;
     let (named, exports) = (config.disks, config.exports);
     let mut plan = Plan::of(changes.registry(), config.controllers, &config.groups);
-    let mut disks = DiskPlan::of(changes, &named, &exports);
+    let mut disks = DiskPlan::of(changes, &plan, &named, &exports);
     plan.add_losses(changes);
     plan.lost.append(&mut disks.lost);
     plan.differences.append(&mut disks.differences);
@@ -42,9 +41,9 @@ pub(super) fn apply(
     guard::check(&plan.lost, forced)?;
     let before = changes.exports().wanted();
     let mut early = Early::default();
-    let begun = disks.check(changes).and_then(|()| early.add_disks(changes, &named, &plan));
+    let begun = disks.check(changes, &plan).and_then(|()| early.add_disks(changes, &named, &plan));
     let begun = begun.and_then(|()| disks.start_early(changes, &mut early.exports));
-    let prepared = match begun.and_then(|()| PreparedPlan::of(changes, &plan)) {
+    let prepared = match begun.and_then(|()| PreparedPlan::of(changes, &plan, &disks)) {
         Ok(prepared) => prepared,
         Err(error) => {
             early.undo(changes);
@@ -52,8 +51,8 @@ pub(super) fn apply(
         }
     };
     let mut failed = disks.stop_exports(changes);
-    failed.extend(prepared.execute(changes, &plan, &named, forced));
-    failed.extend(disks.change_disks(changes, &named));
+    failed.extend(prepared.execute(changes, &plan, (&disks, &named), forced));
+    failed.extend(disks.open_disks(changes, &named));
     failed.extend(disks.start_exports(changes, &exports, &before));
     for group in config.groups {
         changes.put_limit_group(&group.name, group.limits);
@@ -116,7 +115,7 @@ type NewNamespace<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
 struct PreparedPlan<'a> {
     to_remove: Vec<Arc<ServedController>>,
     controllers: Vec<Prepared>,
-    namespaces: Vec<(NewNamespace<'a>, Arc<dyn Disk>)>,
+    namespaces: Vec<PreparedNamespace>,
     /// Controllers to add after the removals, because their socket or a disk is in use until then.
     /// `late_namespaces` are the namespaces of existing controllers to which this applies.
     late_controllers: Vec<&'a SocketConfig>,
@@ -124,7 +123,7 @@ struct PreparedPlan<'a> {
 }
 
 impl<'a> PreparedPlan<'a> {
-    fn of(changes: &Changes, plan: &'a Plan) -> anyhow::Result<Self> {
+    fn of(changes: &Changes, plan: &'a Plan, disks: &DiskPlan) -> anyhow::Result<Self> {
         let registry = changes.registry();
         let to_remove =
             plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
@@ -144,49 +143,52 @@ impl<'a> PreparedPlan<'a> {
                 }
             }
         }
-        // A named disk whose source changes is opened again after the removals.
-        let open = changes.disks();
-        let is_other = |disk: &DiskConfig| {
-            let named = open.iter().find(|open| Some(&open.id) == disk.id.as_ref());
-            named.is_some_and(|open| !open.is_same(&disk.disk))
+        let closed = changes.disks().into_iter().filter(|disk| disks.closes(&disk.id));
+        in_use.extend(closed.map(|disk| DiskConfig::of(&disk.open.spec).exclusive_resources()));
+        let is_late = |disk: &DiskConfig| {
+            in_use.contains(&disk.exclusive_resources())
+                || disk.id.as_ref().is_some_and(|id| disks.precedes_attachment(changes, id))
         };
         let (late_controllers, early): (Vec<_>, Vec<_>) = plan.add.iter().partition(|requested| {
             requested.exclusive_resources().iter().any(|what| in_use.contains(what))
-                || requested.controller.disks.iter().any(is_other)
+                || requested.controller.disks.iter().any(is_late)
         });
         let (late_namespaces, namespaces): (Vec<_>, Vec<_>) =
-            to_add.into_iter().partition(|(_, _, disk)| {
-                in_use.contains(&disk.exclusive_resources()) || is_other(disk)
-            });
+            to_add.into_iter().partition(|(_, _, disk)| is_late(disk));
         let controllers = early.into_iter().map(|requested| changes.prepare(requested.clone()));
         let controllers = controllers.collect::<Result<_, _>>()?;
-        let namespaces = namespaces.into_iter().map(|to_add| {
-            let (served, _, disk) = &to_add;
-            let open = changes.open_for(served, disk)?;
-            Ok((to_add, open))
-        });
+        let namespaces = namespaces
+            .into_iter()
+            .map(|(served, nsid, wanted)| changes.prepare_namespace(served, nsid, wanted.clone()));
         let namespaces = namespaces.collect::<anyhow::Result<_>>()?;
         Ok(Self { to_remove, controllers, namespaces, late_controllers, late_namespaces })
     }
 
-    /// Carries out the plan and returns the errors. `named`: the disks of the configuration.
+    /// Carries out the plan and returns the errors. `disks`: the steps for the disks while no
+    /// controller has them, and the disks of the configuration.
     fn execute(
         self,
         changes: &Changes,
         plan: &Plan,
-        named: &[NamedDisk],
+        (disks, named): (&DiskPlan, &[NamedDisk]),
         forced: bool,
     ) -> Vec<anyhow::Error> {
         let mut failed = Vec::new();
-        let mut before = Vec::new();
-        for ((served, nsid, wanted), disk) in self.namespaces {
-            failed.extend(changes.commit_namespace(&served, nsid, wanted, disk).err());
+        let (mut before, mut detached) = (Vec::new(), Vec::new());
+        for prepared in self.namespaces {
+            failed.extend(changes.commit_prepared_namespace(prepared).err());
         }
         for (id, steps) in &plan.change {
             for step in steps {
                 let outcome = changes.find(id).and_then(|served| match step {
                     Step::Add(..) => Ok(()),
-                    Step::Remove(nsid) => changes.take_namespace(&served, *nsid),
+                    Step::Remove(nsid) => {
+                        let config = explicit(&served).controller.disks;
+                        changes.take_namespace(&served, *nsid)?;
+                        let config = config.into_iter().find(|disk| disk.nsid == Some(*nsid));
+                        detached.extend(config.map(|config| (served, *nsid, config)));
+                        Ok(())
+                    }
                     Step::Change(nsid, change) => {
                         // No losses are checked here, because those of the whole plan were checked
                         // before.
@@ -205,15 +207,7 @@ impl<'a> PreparedPlan<'a> {
             before.push(served.requested());
             failed.extend(changes.take_away(served).err());
         }
-        // Named disks that a controller has released, and that have another source now.
-        for disk in named.iter().filter(|disk| plan.names(&disk.id)) {
-            let is_other =
-                |open: &ListedDisk| open.namespaces.is_empty() && !open.is_same(&disk.spec);
-            if changes.disk(&disk.id).is_ok_and(|open| is_other(&open)) {
-                let closed = changes.drop_disk(&disk.id);
-                failed.extend(closed.and_then(|()| changes.put_disk(disk).map(drop)).err());
-            }
-        }
+        failed.extend(disks.change_disks(changes, named));
         for prepared in self.controllers {
             failed.extend(changes.commit(prepared).err());
         }
@@ -226,14 +220,26 @@ impl<'a> PreparedPlan<'a> {
             // The controller could not be replaced, so the previous one is served again if
             // possible.
             if let Some(before) = before.iter().find(|before| before.id() == requested.id()) {
-                failed.extend(serve(before).err());
+                let mut before = (**before).clone();
+                failed.extend(disks.restore(changes, &mut before.controller.disks));
+                failed.extend(serve(&before).err());
             }
         }
+        let attach = |served: &Arc<ServedController>, nsid, wanted: &DiskConfig| {
+            let prepared = changes.prepare_namespace(Arc::clone(served), nsid, wanted.clone());
+            prepared.and_then(|prepared| changes.commit_prepared_namespace(prepared))
+        };
         for (served, nsid, wanted) in self.late_namespaces {
-            let disk = changes.open_for(&served, wanted);
-            let outcome =
-                disk.and_then(|disk| changes.commit_namespace(&served, nsid, wanted, disk));
-            failed.extend(outcome.err());
+            let Err(error) = attach(&served, nsid, wanted) else { continue };
+            failed.push(error);
+            // The named disk could not be attached, so it is attached where it was before if
+            // possible.
+            let is_it = |disk: &DiskConfig| disk.id.is_some() && disk.id == wanted.id;
+            let place = detached.iter_mut().find(|(_, _, disk)| is_it(disk));
+            if let Some((served, nsid, before)) = place {
+                failed.extend(disks.restore(changes, std::slice::from_mut(before)));
+                failed.extend(attach(served, *nsid, before).err());
+            }
         }
         failed
     }

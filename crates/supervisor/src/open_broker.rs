@@ -1,10 +1,15 @@
 //! Open broker: opens images for a server process whose sandbox forbids `open`. Only regular files,
 //! block devices and character devices of NVMe namespaces are opened, and only
 //! [granted](super::grants) ones.
+//!
+//! The broker also stores the UUIDs of disks. The server process gets UUIDs and no descriptor of
+//! their file, so it can neither change them nor choose one.
 
 use super::grants::{GRANTS, refusal};
+use crate::permissions;
 use crate::protocol::{Packet, open_broker as requests};
 use rustix::io::Errno;
+use shadowbell_config::disk_uuids::Store;
 use shadowbell_disk_file::{Access, identify_namespace, open_image};
 use std::ffi::OsStr;
 use std::io;
@@ -41,6 +46,12 @@ fn outcome(packet: &Packet) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
             let access = access()?;
             let facts = identify_namespace(&path_of(image()?, access)?.0, access != Access::Read)?;
             Ok((serde_json::to_vec(&facts)?, Vec::new()))
+        }
+        requests::UUID => {
+            let permissions = GRANTS.lock().facts.permissions.clone();
+            let directory = permissions.and_then(|permissions| permissions.state_directory);
+            let store = Store::open(&permissions::path_of(&directory.ok_or(Errno::ACCESS)?.0))?;
+            Ok((store.uuid_of(&packet.text())?.to_vec(), Vec::new()))
         }
         _ => Err(Errno::INVAL.into()),
     }
@@ -175,7 +186,7 @@ mod tests {
         let answer = process.ask(requests::IDENTIFY, "w", Some(image.as_fd()));
         assert_eq!((answer.code, answer.text()), (requests::ERRNO, libc::ENOTTY.to_string()));
         // No request adds a path to the grants.
-        for code in (0..=u8::MAX).filter(|code| !b"noic".contains(code)) {
+        for code in (0..=u8::MAX).filter(|code| !b"noicu".contains(code)) {
             let answer = process.ask(code, path("other"), Some(other.as_fd()));
             assert_eq!(answer.code, requests::ERRNO, "{code}");
         }
@@ -184,6 +195,41 @@ mod tests {
         // also by another server process.
         std::fs::rename(path("image"), path("renamed")).unwrap();
         assert_eq!(Asks::new().read(o_path(&path("renamed")).as_fd(), "w"), Ok(b'i'));
+    }
+
+    /// The UUIDs are in the state directory of the first configuration, and a server process gets no
+    /// descriptor of their file.
+    #[test]
+    fn a_server_process_gets_the_uuids_of_its_disks() {
+        let (_directory, path) = directory(&[]);
+        permit(&[], &[]);
+        let process = Asks::new();
+        // Other tests share the permissions.
+        let set = |directory: Option<&Path>| {
+            if let Some(permissions) = &mut GRANTS.lock().facts.permissions {
+                permissions.state_directory = directory.map(bytes_of);
+            }
+        };
+        assert_eq!(process.ask(requests::UUID, "/a.img", None).code, requests::ERRNO);
+        set(Some(&path("state")));
+        let uuid = |name: &str| {
+            let answer = process.ask(requests::UUID, name, None);
+            assert!(answer.code == requests::OPENED && answer.fds.is_empty(), "{}", answer.text());
+            <[u8; 16]>::try_from(answer.body).unwrap()
+        };
+        let (one, other) = (uuid("/a.img"), uuid("/b.img\n/a.img"));
+        assert!(one != other && one == uuid("/a.img"));
+        let stored = || std::fs::read_to_string(path("state/disk-uuids")).unwrap();
+        assert_eq!(stored().matches("/a.img\"").count(), 2, "{}", stored());
+        let before = stored();
+        let refused = process.ask(requests::UUID, "x".repeat(5000), None);
+        assert_eq!((refused.code, stored()), (requests::REFUSED, before));
+        // A configuration that is read again does not change the directory.
+        let state_directory = Some(bytes_of(&path("below")));
+        let permissions = Permissions { state_directory, ..Permissions::default() };
+        GRANTS.lock().permit(Permitted { permissions, config: None });
+        assert_eq!(uuid("/a.img"), one);
+        set(None);
     }
 
     #[test]

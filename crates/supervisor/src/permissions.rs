@@ -41,6 +41,8 @@ pub struct Permissions {
     pub group: Option<u32>,
     /// Path of the trace file.
     pub trace: Option<Bytes>,
+    /// State directory, in which the UUIDs of disks are stored.
+    pub state_directory: Option<Bytes>,
     /// TCP addresses of the metrics and of exports.
     pub tcp: Vec<SocketAddr>,
 }
@@ -53,7 +55,7 @@ impl Permissions {
     }
 
     /// Adds the paths and addresses of a configuration file that was read again. User, mode, group,
-    /// control directories and trace file stay.
+    /// control directories, trace file and state directory stay.
     pub(super) fn extend(&mut self, other: Self) {
         for (ours, theirs) in [
             (&mut self.images, other.images),

@@ -30,6 +30,7 @@ mod user;
 mod tests;
 
 pub(super) use files::permissions;
+pub(super) use open_broker::uuid_of;
 pub(super) use options::{Mode, SandboxOptions};
 pub(super) use user::{User, parse_user};
 

@@ -1,4 +1,4 @@
-//! Opening of images by the open broker of the supervisor.
+//! Opening of images, and UUIDs of disks, by the open broker of the supervisor.
 
 use crate::worker_link::WorkerLink;
 use parking_lot::Mutex;
@@ -34,6 +34,16 @@ struct BySupervisor(&'static Opening, WorkerLink);
 pub(super) fn begin(socket: OwnedFd, link: WorkerLink) {
     let opening = OPENING.get_or_init(|| Opening::over(socket));
     open_images_by(Box::new(BySupervisor(opening, link)));
+}
+
+/// Requests the UUID of the disk with this name.
+///
+/// # Errors
+/// The supervisor cannot store the UUID.
+pub(crate) fn uuid_of(name: &str) -> io::Result<[u8; 16]> {
+    let opening = OPENING.get().ok_or(Errno::NOTCONN)?;
+    let answer = parse_answer(opening.request(requests::UUID, name, None)?)?;
+    answer.body.try_into().map_err(|_| unexpected_answer())
 }
 
 impl Opening {
@@ -109,9 +119,12 @@ fn exchange(
     packet.ok_or_else(|| io::Error::other("the supervisor has ended"))
 }
 
+fn unexpected_answer() -> io::Error {
+    io::Error::other("unexpected answer of the supervisor")
+}
+
 /// Converts a refusal to an error.
 fn parse_answer(packet: Packet) -> io::Result<Packet> {
-    let unexpected_answer = || io::Error::other("unexpected answer of the supervisor");
     match packet.code {
         requests::OPENED => Ok(packet),
         requests::ERRNO => Err(packet

@@ -143,9 +143,18 @@ fn a_disk_keeps_its_uuid_in_the_state_directory() {
     assert!(before.iter().all(|uuid| stored.contains(&uuid[..])), "{stored}");
     assert!(server.stderr().contains(&format!("UUID {}", before[0])), "{}", server.stderr());
     let process = worker(&server);
+    // The file may have UUIDs of disks of other servers, so the process in the sandbox does not have
+    // it open.
+    let has_file = || {
+        let all = std::fs::read_dir(format!("/proc/{}/fd", worker(&server))).unwrap();
+        let mut paths = all.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
+        paths.any(|path| path.ends_with("state/disk-uuids"))
+    };
+    assert!(!has_file(), "{}", server.stderr());
     kill(&server, Signal::KILL);
     until("another process", || worker(&server) != process);
     assert_eq!(uuids(), before);
+    assert!(!has_file(), "{}", server.stderr());
     assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "2", "--force"]).0, Some(0));
     // The UUID is kept by another server with the same state directory, but not by a server that
     // cannot write to its state directory.

@@ -165,7 +165,7 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
 
 /// Starts a server with a sandbox, with this configuration and an image `disk.img` for the disk of
 /// [`Machine`].
-fn start(file: &str, sockets: &[&str]) -> Server {
+pub(crate) fn start(file: &str, sockets: &[&str]) -> Server {
     start_with(file, sockets, &[])
 }
 
@@ -438,7 +438,7 @@ fn an_export_waits_for_the_recovery_of_its_disk() {
 }
 
 /// Unmounts a file at the end of a test, even if the test fails.
-struct Unmount(PathBuf);
+pub(crate) struct Unmount(pub(crate) PathBuf);
 
 impl Drop for Unmount {
     fn drop(&mut self) {

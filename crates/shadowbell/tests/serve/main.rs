@@ -1,6 +1,7 @@
 //! Integration tests of `serve`: its processes, its sockets, and clients of every kind.
 
 mod ana;
+mod apply_disks;
 mod bad_input;
 mod ceph;
 mod changes;
