@@ -140,6 +140,7 @@ struct Core {
     /// True if the timeout also applies to requests that the disk holds after an error of its
     /// storage.
     is_ending: bool,
+    traffic: Arc<QueueTraffic>,
 }
 
 /// One queue of the disk, with its requests.
@@ -151,7 +152,6 @@ pub(crate) struct Engine {
     must_look: Cell<bool>,
     /// True if requests were submitted since the last call of [`turn`](Self::turn).
     uncommitted: Cell<bool>,
-    traffic: Arc<QueueTraffic>,
 }
 
 impl Engine {
@@ -178,13 +178,13 @@ impl Engine {
             timeout: u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX),
             due: u32::MAX,
             is_ending: false,
+            traffic,
         };
         Self {
             core: RefCell::new(Some(core)),
             pending: Cell::new(0),
             must_look: Cell::new(false),
             uncommitted: Cell::new(false),
-            traffic,
         }
     }
 
@@ -225,9 +225,10 @@ impl Engine {
             core.free.push(tag);
             return ended(Err(DiskError::BadBuffer), data, guard);
         };
-        self.traffic.count(request);
+        core.traffic.count(request);
         match submit(&mut *core.queue, core.protection.as_ref(), tag, request, segments) {
             Submitted::Done(outcome) => {
+                core.traffic.count_end(outcome);
                 core.free.push(tag);
                 ended(outcome, data, guard)
             }
@@ -334,6 +335,20 @@ impl Engine {
             && core.pending > 0
         {
             core.check_deadlines();
+        }
+    }
+
+    /// Counts a request that the caller executes on the disk's file.
+    pub(crate) fn count(&self, request: &Request) {
+        if let Some(core) = self.core.borrow().as_ref() {
+            core.traffic.count(request);
+        }
+    }
+
+    /// Counts the end of a request that the caller has executed on the disk's file.
+    pub(crate) fn count_end(&self, outcome: Result<(), DiskError>) {
+        if let Some(core) = self.core.borrow().as_ref() {
+            core.traffic.count_end(outcome);
         }
     }
 
@@ -446,6 +461,7 @@ impl Core {
                 return;
             }
         }
+        self.traffic.count_end(outcome);
         self.pending = self.pending.saturating_sub(1);
     }
 
@@ -550,6 +566,7 @@ impl Drop for Engine {
                      writes of the same blocks wait until `shadowbell upgrade` replaces the process"
                 );
                 UNFINISHED.fetch_add(1, Ordering::SeqCst);
+                core.traffic = Arc::default();
                 std::mem::forget(core);
                 return;
             }

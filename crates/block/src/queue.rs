@@ -9,7 +9,7 @@ use crate::in_flight::InFlight;
 use crate::locks::RangeGuard;
 use crate::range::BlockRange;
 use crate::shared::DeviceShared;
-use shadowbell_disk::{Op, Request};
+use shadowbell_disk::{DiskError, Op, Request};
 use shadowbell_memory::{MapError, View};
 use std::fmt;
 use std::io;
@@ -97,6 +97,16 @@ impl BlockQueue {
     /// completions.
     pub fn turn(&self) -> bool {
         self.engine().turn()
+    }
+
+    /// Counts a request that the caller executes on the disk's file, without this queue.
+    pub fn count(&self, request: &Request) {
+        self.engine().count(request);
+    }
+
+    /// Counts the end of a request that the caller has executed on the disk's file.
+    pub fn count_end(&self, outcome: Result<(), DiskError>) {
+        self.engine().count_end(outcome);
     }
 
     /// Calls `each` with each descriptor that becomes readable when [`turn`](Self::turn) has work.

@@ -1,7 +1,7 @@
 //! Counters of the requests that a block device passes to its disk.
 
 use parking_lot::Mutex;
-use shadowbell_disk::{Op, Request};
+use shadowbell_disk::{DiskError, Op, Request};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,6 +11,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Traffic {
     /// Requests submitted to the disk. An operation may consist of several.
     pub requests: u64,
+    /// Requests that the disk has answered.
+    pub answered: u64,
+    /// Requests that ended without an answer of the storage, because they were cancelled.
+    pub cancelled: u64,
     /// Bytes of the reads.
     pub bytes_read: u64,
     /// Bytes of the writes.
@@ -19,21 +23,32 @@ pub struct Traffic {
     pub queues: usize,
 }
 
+impl Traffic {
+    /// Number of requests in flight.
+    #[must_use]
+    pub fn in_flight(&self) -> u64 {
+        self.requests.saturating_sub(self.answered).saturating_sub(self.cancelled)
+    }
+}
+
 /// Counters of one queue, which its thread alone changes.
 #[derive(Debug, Default)]
 pub(crate) struct QueueTraffic {
     requests: AtomicU64,
+    answered: AtomicU64,
+    cancelled: AtomicU64,
     bytes_read: AtomicU64,
     bytes_written: AtomicU64,
+}
+
+/// Adds to a counter. One thread writes the counters, so no atomic addition is needed.
+fn add(counter: &AtomicU64, more: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
 }
 
 impl QueueTraffic {
     /// Counts a request.
     pub(crate) fn count(&self, request: &Request) {
-        // One thread writes the counters, so no atomic addition is needed.
-        let add = |counter: &AtomicU64, more: u64| {
-            counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
-        };
         add(&self.requests, 1);
         match request.op {
             Op::Read => add(&self.bytes_read, request.len),
@@ -42,7 +57,18 @@ impl QueueTraffic {
         }
     }
 
+    /// Counts the end of a request.
+    pub(crate) fn count_end(&self, outcome: Result<(), DiskError>) {
+        match outcome {
+            Err(DiskError::Cancelled) => add(&self.cancelled, 1),
+            _ => add(&self.answered, 1),
+        }
+    }
+
     fn add_to(&self, sum: &mut Traffic) {
+        // The ends are read first, so that a request never ends before it is counted.
+        sum.answered += self.answered.load(Ordering::Relaxed);
+        sum.cancelled += self.cancelled.load(Ordering::Relaxed);
         sum.requests += self.requests.load(Ordering::Relaxed);
         sum.bytes_read += self.bytes_read.load(Ordering::Relaxed);
         sum.bytes_written += self.bytes_written.load(Ordering::Relaxed);
@@ -107,8 +133,20 @@ mod tests {
         one.count(&request(Op::Read, 4096));
         one.count(&request(Op::Flush, 0));
         other.count(&request(Op::Write { fua: true }, 512));
-        let sum = Traffic { requests: 3, bytes_read: 4096, bytes_written: 512, queues: 2 };
-        assert_eq!(counters.sum(), sum);
+        other.count_end(Err(DiskError::Io(5)));
+        let sum = Traffic {
+            requests: 3,
+            answered: 1,
+            cancelled: 0,
+            bytes_read: 4096,
+            bytes_written: 512,
+            queues: 2,
+        };
+        assert_eq!((counters.sum(), sum.in_flight()), (sum, 2));
+        one.count_end(Ok(()));
+        one.count_end(Err(DiskError::Cancelled));
+        let sum = Traffic { answered: 2, cancelled: 1, ..sum };
+        assert_eq!((counters.sum(), sum.in_flight()), (sum, 0));
         drop(one);
         assert_eq!(counters.sum(), Traffic { queues: 1, ..sum });
         drop(other);

@@ -350,6 +350,10 @@ pub struct Disk {
     /// Number of held requests of a stopped disk.
     #[serde(default)]
     pub held: u64,
+    /// Policy for requests that fail because of the storage: `stop` or `stop-on-full`; absent if they
+    /// are reported to the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_error: Option<String>,
     /// `id` of each export of the disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exports: Vec<String>,

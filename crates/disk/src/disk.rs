@@ -110,6 +110,12 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         self.inner().is_some_and(|inner| inner.resume())
     }
 
+    /// Number of calls of [`resume`](Self::resume) so far, in this process, that have submitted
+    /// held requests again. A stop without a resume has ended because its requests were cancelled.
+    fn resumes(&self) -> u64 {
+        self.inner().map_or(0, |inner| inner.resumes())
+    }
+
     /// Reports the allocation state of `len` bytes from byte `offset` on: calls `report` with
     /// consecutive extents without gaps until `len` bytes are reported or `report` returns false.
     /// Neighbouring extents may have the same state.
@@ -361,10 +367,16 @@ pub trait Queue {
         self.inner().map_or(0, |inner| inner.pending())
     }
 
-    /// True if requests of this queue are held because the disk is [stopped](Disk::stopped). Their
-    /// age is then no sign of hung storage. Default: false.
+    /// Number of pending requests that are held because the disk is [stopped](Disk::stopped). They
+    /// are not at the storage, and end without an effect if the queue is dropped. Default: 0.
+    fn held(&self) -> usize {
+        self.inner().map_or(0, |inner| inner.held())
+    }
+
+    /// True if requests of this queue are [held](Self::held). Their age is then no sign of hung
+    /// storage.
     fn holds_requests(&self) -> bool {
-        self.inner().is_some_and(|inner| inner.holds_requests())
+        self.held() != 0
     }
 
     /// File descriptor that is readable while [`reap`](Self::reap) has completions to report;

@@ -158,6 +158,13 @@ impl DmaTable {
         Ranges::new(entries.map(Entry::host_range).collect())
     }
 
+    /// Memory of all writable maps: I/O virtual address, and addresses of this process.
+    pub(crate) fn writable_maps(&self) -> impl Iterator<Item = (u64, (usize, usize))> {
+        let entries = self.chunks.iter().flat_map(|chunk| chunk.iter());
+        let entries = entries.filter(|entry| entry.bytes.is_writable());
+        entries.map(|entry| (entry.start, entry.host_range()))
+    }
+
     fn find(&self, iova: u64) -> Option<&Entry> {
         let chunk = self.chunks.get(self.chunk_of(iova))?;
         let after = chunk.partition_point(|e| e.start <= iova);
@@ -435,6 +442,13 @@ impl View {
     /// through the view may be in flight.
     pub fn flush_log(&self) {
         self.0.add_to_log();
+    }
+
+    /// Records a range that a request may write later, if writes are logged.
+    pub(crate) fn record_write(&self, iova: u64, len: u64) {
+        if let Some(view_pages) = &self.0.view_pages {
+            view_pages.add(iova, len);
+        }
     }
 
     /// Creates a watch on this view and its clones. The caller drops the view and then polls the

@@ -123,7 +123,7 @@ impl Segments {
             return AfterChange::Moved;
         }
         let pieces = self.list.iter().map(|piece| (piece.address(), piece.len));
-        let state = change.state(old, pieces);
+        let state = change.state(old, pieces, self.writable);
         match state {
             AfterChange::Moved => self.owner = Owner::View(change.view().clone()),
             AfterChange::Unmapped => self.clear(),

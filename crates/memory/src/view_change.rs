@@ -30,13 +30,51 @@ pub struct ViewChange {
     old: Option<(View, Ranges)>,
     /// Memory of the new map.
     mapped: Option<Ranges>,
+    /// Writable memory of the new map.
+    writable: Option<WritableMaps>,
+}
+
+/// Writable maps, sorted by their addresses in this process. Several maps may contain the same
+/// memory.
+#[derive(Debug)]
+struct WritableMaps {
+    /// I/O virtual address, first address, and address after the last.
+    maps: Vec<(u64, usize, usize)>,
+    /// Highest end address of each map and those before it.
+    ends: Vec<usize>,
+}
+
+impl WritableMaps {
+    fn of(view: &View) -> Self {
+        let maps = view.table().writable_maps();
+        let mut maps: Vec<_> = maps.map(|(iova, (start, end))| (iova, start, end)).collect();
+        maps.sort_unstable_by_key(|(_, start, _)| *start);
+        let ends = maps.iter().scan(0, |highest: &mut usize, (.., end)| {
+            *highest = (*highest).max(*end);
+            Some(*highest)
+        });
+        let ends = ends.collect();
+        Self { maps, ends }
+    }
+
+    /// Calls `each` with the I/O virtual addresses of `[from, to)`: the first one, and the length.
+    fn find(&self, from: usize, to: usize, mut each: impl FnMut(u64, u64)) {
+        let below = self.maps.partition_point(|(_, start, _)| *start < to);
+        let maps = self.maps.iter().zip(&self.ends).take(below).rev();
+        for ((iova, start, end), _) in maps.take_while(|(_, highest)| **highest > from) {
+            let (first, last) = (from.max(*start), to.min(*end));
+            if first < last {
+                each(iova + (first - start) as u64, (last - first) as u64);
+            }
+        }
+    }
 }
 
 impl ViewChange {
     /// Creates the change to `view`.
     #[must_use]
     pub fn new(view: &View) -> Self {
-        Self { view: view.clone(), old: None, mapped: None }
+        Self { view: view.clone(), old: None, mapped: None, writable: None }
     }
 
     /// View after the change.
@@ -44,22 +82,28 @@ impl ViewChange {
         &self.view
     }
 
-    /// State of the memory `pieces` (address and length), which is resolved through `old`.
+    /// State of the memory `pieces` (address and length), which is resolved through `old`. If the
+    /// request `writes` to the memory, and writes are logged, the new view records its pages.
     pub(crate) fn state(
         &mut self,
         old: &View,
-        mut pieces: impl Iterator<Item = (usize, usize)>,
+        pieces: impl Iterator<Item = (usize, usize)> + Clone,
+        writes: bool,
     ) -> AfterChange {
-        // A log needs the I/O virtual addresses of later writes, which only the old view has.
-        if self.view.table().is_logged() {
-            return AfterChange::Unknown;
-        }
-        let Self { view, old: known, mapped } = self;
+        let all = pieces.clone();
+        let mut pieces = pieces;
+        let Self { view, old: known, mapped, writable } = self;
         let (_, removed) = match known {
             Some(known) if known.0.is(old) => known,
             known => known.insert((old.clone(), old.table().removed_by(view.table()))),
         };
         let Some((start, len)) = pieces.find(|(at, len)| removed.overlap(*at, at + len)) else {
+            if writes && view.table().is_logged() {
+                let writable = writable.get_or_insert_with(|| WritableMaps::of(view));
+                all.for_each(|(at, len)| {
+                    writable.find(at, at + len, |iova, len| view.record_write(iova, len));
+                });
+            }
             return AfterChange::Moved;
         };
         // Memory that was mapped twice may still be mapped once. It is not known by which of the
@@ -138,15 +182,43 @@ mod tests {
         assert_eq!(data.move_to(&mut change(&space)), AfterChange::Unmapped);
     }
 
+    /// Data that a request writes later are in the log of the view to which they have moved: of
+    /// each map that contains the memory.
     #[test]
-    fn data_do_not_move_to_a_logged_map() {
+    fn data_in_a_logged_map_are_logged_by_the_new_view() {
         let mut space = DmaSpace::default();
-        space.map(0, 4096, &Mapping::anonymous(4096).unwrap().bytes()).unwrap();
+        let pages = Mapping::anonymous(4 * 4096).unwrap().bytes();
+        space.map(1 << 20, 4 * 4096, &pages).unwrap();
+        space.map(8 << 20, 4096, &pages.slice(4096, 4096).unwrap()).unwrap();
         let old = View::new(Arc::clone(space.table()));
-        let mut data = Segments::new();
-        data.resolve_ranges(&old, &[(0, 512)], true).unwrap();
+        let resolve = |iova: u64, write| {
+            let mut data = Segments::new();
+            data.resolve_ranges(&old, &[(iova, 4096)], write).unwrap();
+            data
+        };
+        let (mut read, mut write) =
+            (resolve((1 << 20) + 4096 + 512, true), resolve(1 << 20, false));
+        let watch = old.watch();
+        drop(old);
         space.start_log();
-        let view = View::new(Arc::clone(space.table()));
-        assert_eq!(data.move_to(&mut ViewChange::new(&view)), AfterChange::Unknown);
+        let written = |view: View, space: &DmaSpace| {
+            view.flush_log();
+            let mut bitmap = [0; 64];
+            space.log().unwrap().take(0, 16 << 20, 4096, &mut bitmap);
+            let pages = bitmap.iter().enumerate().flat_map(|(nth, word)| {
+                (0..64).filter(move |bit| word >> bit & 1 != 0).map(move |bit| nth * 64 + bit)
+            });
+            pages.collect::<Vec<_>>()
+        };
+        // Each view that the read has, one after the other, logs the pages.
+        for _ in 0..3 {
+            let view = View::new(Arc::clone(space.table()));
+            let mut change = ViewChange::new(&view);
+            assert_eq!(read.move_to(&mut change), AfterChange::Moved);
+            assert_eq!(write.move_to(&mut change), AfterChange::Moved);
+            drop(change);
+            assert!(watch.is_idle(), "a request still uses the old map");
+            assert_eq!(written(view, &space), [257, 258, 2048]);
+        }
     }
 }

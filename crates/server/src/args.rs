@@ -136,7 +136,7 @@ pub(super) struct ServiceArgs {
 
     /// End within this time after SIGTERM, even if the storage has not answered all requests. The
     /// log then lists them, and the exit status is 5. Not counted: the wait until mounted files
-    /// (FUSE) and block devices (ublk) are unused
+    /// (FUSE) and block devices (ublk) are unused, as long as their storage answers
     #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_STOP_TIMEOUT)]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub(super) stop_timeout: u64,

@@ -5,6 +5,7 @@
 //! open: while no controller has it,
 //! [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
+use super::checkpointer::Checkpointer;
 use super::config_diff::is_same_disk;
 use super::guard::{DiskGuard, Effect, Loss};
 use super::namespaces::{ChangeResult, NamespaceChange, apply_change};
@@ -104,20 +105,26 @@ impl Changes {
             || all.iter().flat_map(|served| served.disks()).any(|disk| disk.orphans() != 0)
     }
 
-    /// Returns the disks with a configured id, as entries of a configuration.
+    /// Returns the disks with a configured id, as entries of a configuration. Disks that are not
+    /// recovered yet are included.
     pub(super) fn named_disks(&self) -> Vec<NamedDisk> {
         let named = self.disks().into_iter().filter(ListedDisk::has_own_id);
         named
             .map(|ListedDisk { id, open, .. }| NamedDisk { id, spec: open.spec, origin: None })
+            .chain(self.registry().waiting_disks())
             .collect()
     }
 
     /// Finds a disk by its id.
     ///
     /// # Errors
-    /// The disk does not exist.
+    /// The disk does not exist, or is not recovered yet.
     pub(super) fn disk(&self, id: &str) -> anyhow::Result<ListedDisk> {
-        self.disks().into_iter().find(|disk| disk.is_called(id)).ok_or_else(|| missing(id))
+        if let Some(found) = self.disks().into_iter().find(|disk| disk.is_called(id)) {
+            return Ok(found);
+        }
+        self.registry().check_waiting_disk(id)?;
+        Err(missing(id))
     }
 
     /// Opens and adds a disk that no controller has. Returns false if the disk exists already.
@@ -144,11 +151,21 @@ impl Changes {
                 ))),
             };
         }
+        self.registry().check_waiting_disk(id)?;
         let disk = self.open(spec).map_err(DiskSpecError::into_error)?;
         self.check_files(0)?;
         self.add_unattached(id, OpenDisk { spec: spec.clone(), disk });
         info!("disk {id}: {spec}");
         Ok(true)
+    }
+
+    /// Adds a disk without a controller that was recovered. The caller holds the lock of changes,
+    /// or the server does not serve yet.
+    pub(super) fn add_recovered(&self, id: &str, open: OpenDisk, checkpoint: &Checkpointer) {
+        checkpoint.put_unattached(id, &open.spec, &open.disk);
+        checkpoint.watch_unattached(id, &open.disk);
+        self.unattached().lock().insert(id.to_owned(), open);
+        self.registry().recovered_disk(id);
     }
 
     /// Adds an open disk that no controller has.
@@ -290,8 +307,8 @@ impl Changes {
     /// `subsystem`: the subsystem of the controller.
     ///
     /// # Errors
-    /// Another controller has the disk, and is not in the subsystem; an export writes the disk; or
-    /// the disk is open with another source.
+    /// Another controller has the disk, and is not in the subsystem; an export writes the disk; the
+    /// disk is open with another source; or it is not recovered yet.
     pub(super) fn resolve(
         &self,
         disks: &mut [DiskConfig],
@@ -305,7 +322,11 @@ impl Changes {
         };
         for wanted in disks {
             let id = wanted.id.as_ref().unwrap_or(&wanted.disk);
-            let Some(found) = all.iter().find(|disk| disk.id == *id) else { continue };
+            let Some(found) = all.iter().find(|disk| disk.id == *id) else {
+                self.registry().check_waiting_disk(id)?;
+                self.registry().check_waiting_source(&wanted.disk)?;
+                continue;
+            };
             if let Some((served, nsid)) = found.namespaces.iter().find(is_other) {
                 return Err(exit::conflict(anyhow!(
                     "the disk {id} is namespace {nsid} of {} already",

@@ -127,9 +127,7 @@ fn run(mut openers: Openers, registry: &Registry, changes: &Arc<Changes>) {
         match recovered {
             Recovered::Controller(ready) => serve(*ready, registry, changes, &openers.context),
             Recovered::Disk(id, open) => {
-                checkpoint.put_unattached(&id, &open.spec, &open.disk);
-                checkpoint.watch_unattached(&id, &open.disk);
-                changes.unattached().lock().insert(id.clone(), open);
+                changes.add_recovered(&id, open, checkpoint);
                 info!("recovered from the checkpoint of the previous process: disk {id}");
                 changes.start_missing_exports();
             }

@@ -391,16 +391,19 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     // The endpoints and exports remove their socket files.
     drop(running_endpoints.map(RunningEndpoints::stop));
     drop(limit);
-    // The stop limit does not count this wait, because programs that use a mounted file or a block
-    // device may still have data to write to healthy storage.
+    // The stop limit does not count this wait while storage answers, because programs that use a
+    // mounted file or a block device may still have data to write.
     let exports = server.changes().exports();
-    let wait_for_users = exports.have_local_users();
+    let users = exports.local_blocks();
+    let wait_for_users = !users.is_empty();
     if let Some(link) = link.filter(|_| wait_for_users) {
         link.send(to_supervisor::USED, "");
     }
+    let limit = StopLimit::start_for_users(&server, users, stop_timeout, link)?;
     mounts.end(exports);
     exports.finish_files(contained.is_none());
     exports.stop_block_devices();
+    drop(limit);
     if let Some(link) = link.filter(|_| wait_for_users) {
         link.send(to_supervisor::UNUSED, "");
     }

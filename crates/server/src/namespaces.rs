@@ -20,7 +20,7 @@ use shadowbell_control_api::api::{LimitSpec, Size};
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
 use shadowbell_disk::{Disk, ResizeError};
-use shadowbell_disk_layers::{LimitedDisk, Limits};
+use shadowbell_disk_layers::{ErrorPolicy, LimitedDisk, Limits};
 use shadowbell_process::exit;
 use shadowbell_storage::disk_kinds;
 use std::sync::Arc;
@@ -604,17 +604,22 @@ pub(super) fn apply_change(
     Ok(ChangeResult::Disk(spec, disk, effect))
 }
 
-/// Returns the source `new` of a disk with the rate limits and `read-only=on` of its old source
-/// `old`, unless `new` names them.
+/// Returns the source `new` of a disk with the rate limits, `read-only=on` and `on-error` of its
+/// old source `old`, unless `new` names them.
 fn with_kept_options(old: &str, new: &str) -> String {
-    let Ok((bare, named)) = DiskLimits::split(new) else { return new.to_owned() };
+    let Ok((mut bare, named)) = DiskLimits::split(new) else { return new.to_owned() };
     let (_, before) = DiskLimits::split(old).unwrap_or_default();
     let limits = LimitSpec::of(&named).changed(&before).unwrap_or(named);
-    let is_named = disk_spec::take_option(&bare, READ_ONLY).1.is_some();
-    match disk_spec::is_read_only(old) && !is_named {
-        true => limits.joined(&disk_spec::with_option(&bare, READ_ONLY, "on")),
-        false => limits.joined(&bare),
+    let read_only = disk_spec::is_read_only(old).then(|| "on".to_owned());
+    let on_error = disk_spec::take_option(old, ErrorPolicy::OPTION).1;
+    for (option, value) in [(READ_ONLY, read_only), (ErrorPolicy::OPTION, on_error)] {
+        if let Some(value) = value
+            && disk_spec::take_option(&bare, option).1.is_none()
+        {
+            bare = disk_spec::with_option(&bare, option, &value);
+        }
     }
+    limits.joined(&bare)
 }
 
 /// Effect of a change that a configuration file can ask for: limits, or read-only.
@@ -733,6 +738,12 @@ mod tests {
             ),
         ] {
             assert_eq!(with_kept_options(old, new), expected);
+        }
+        for (new, expected) in [
+            ("/b.img", "/b.img?on-error=stop-on-full"),
+            ("/b.img?on-error=report", "/b.img?on-error=report"),
+        ] {
+            assert_eq!(with_kept_options("/a.img?on-error=stop-on-full", new), expected);
         }
         for old in ["/a.img", "/a.img?read-only=off&direct=on"] {
             assert_eq!(

@@ -221,8 +221,9 @@ impl Changes {
     /// Opens a disk. If the server has a supervisor, the disk can be recovered by the next process.
     ///
     /// # Errors
-    /// The disk cannot be opened.
+    /// The disk cannot be opened, or is not recovered yet.
     pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+        self.registry.check_waiting_source(spec).map_err(DiskSpecError::Other)?;
         let open = if self.recoverable { disk_open::open_recoverable } else { disk_open::open };
         open(spec).map_err(|error| match error {
             DiskSpecError::Disk(OpenError::Busy { .. }) => self.own_disk(spec).unwrap_or(error),

@@ -125,11 +125,7 @@ pub(super) fn recover(
     }
     server.changes().exports().devices().extend(fuse_devices);
     server.changes().number_from(plan.next);
-    let waiting = plan.jobs.iter().flatten().filter_map(|job| match job {
-        Job::Controller(job) => Some((job.index, &job.entry.requested)),
-        Job::Disk(_) => None,
-    });
-    server.registry().begin_waiting(waiting);
+    plan.jobs.iter().flatten().for_each(|job| job.begin_waiting(server.registry()));
     let context = JobContext {
         pool,
         events: event_sender,
@@ -150,9 +146,7 @@ pub(super) fn recover(
         let one = match one {
             Recovered::Controller(one) => *one,
             Recovered::Disk(id, open) => {
-                checkpointer.put_unattached(&id, &open.spec, &open.disk);
-                checkpointer.watch_unattached(&id, &open.disk);
-                server.changes().unattached().lock().insert(id, open);
+                server.changes().add_recovered(&id, open, checkpointer);
                 continue;
             }
             Recovered::Nothing => continue,

@@ -12,7 +12,7 @@ use super::event::EventSender;
 use super::fence_wait::FenceWait;
 use super::open_disk::OpenDisk;
 use super::recovery_attempts::{Attempt, Attempts, LIMIT, Slot};
-use super::registry::{Registry, ServedController};
+use super::registry::{RecoveringItem, Registry, ServedController};
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt;
 use serde::de::DeserializeOwned;
@@ -120,12 +120,25 @@ enum RecoveryMode {
 }
 
 impl Job {
+    /// Registers the item of the job. Until it is recovered, only the job opens its disks.
+    pub(super) fn begin_waiting(&self, registry: &Registry) {
+        match self {
+            Self::Controller(job) => {
+                registry.begin_waiting(job.index, job.entry.config_with(&job.entry.newest_disks()));
+            }
+            Self::Disk(job) => registry.begin_waiting_disk(&job.id, &job.entry.spec),
+        }
+    }
+
     /// Runs the job. `None` if the service ends.
     pub(super) fn run(self, context: &JobContext) -> Option<Recovered> {
-        let (index, name, slot) = match &self {
-            Self::Controller(job) => (job.index, job.name(), job.slot()),
+        let (item, name, slot) = match &self {
+            Self::Controller(job) => {
+                (RecoveringItem::Controller(job.index), job.name(), job.slot())
+            }
             Self::Disk(job) => {
-                (usize::MAX, format!("disk {}", job.id), Slot::of_disk(&job.entry.key))
+                let item = RecoveringItem::Disk(job.id.clone());
+                (item, format!("disk {}", job.id), Slot::of_disk(&job.entry.key))
             }
         };
         let deaths = context.attempts.deaths(slot);
@@ -135,10 +148,10 @@ impl Job {
                         the service";
             warn!("{name}: {what}");
             context.attempts.give_up(slot);
-            context.registry.waits_for(index, what);
+            context.registry.waits_for(&item, what);
             return Some(Recovered::Nothing);
         }
-        let wait = DiskWait::new(context, index, name, slot);
+        let wait = DiskWait::new(context, item, name, slot);
         match self {
             Self::Controller(job) => {
                 job.run(&wait, deaths).map(|ready| Recovered::Controller(Box::new(ready)))
@@ -356,7 +369,7 @@ impl DiskJob {
 /// Wait of a job until its disks can be opened. `reported` is the reason that was logged last.
 struct DiskWait<'a> {
     context: &'a JobContext,
-    index: usize,
+    item: RecoveringItem,
     name: String,
     since: Instant,
     reported: RefCell<String>,
@@ -373,10 +386,10 @@ pub(super) fn check_deaths(deaths: u8) -> anyhow::Result<()> {
 }
 
 impl<'a> DiskWait<'a> {
-    fn new(context: &'a JobContext, index: usize, name: String, slot: Slot) -> Self {
+    fn new(context: &'a JobContext, item: RecoveringItem, name: String, slot: Slot) -> Self {
         let attempt = context.attempts.begin(slot);
         let (since, reported) = (Instant::now(), RefCell::default());
-        Self { context, index, name, since, reported, attempt }
+        Self { context, item, name, since, reported, attempt }
     }
 
     fn is_over(&self) -> bool {
@@ -389,7 +402,7 @@ impl<'a> DiskWait<'a> {
         if *reported != why {
             why.clone_into(&mut reported);
             warn!("{}: waiting for its disks: {why}", self.name);
-            self.context.registry.waits_for(self.index, why);
+            self.context.registry.waits_for(&self.item, why);
         }
     }
 

@@ -1,8 +1,11 @@
 //! Registry of the served controllers.
 
+use super::open_disk::id_of;
 use anyhow::anyhow;
 use parking_lot::RwLock;
-use shadowbell_config::server_config::SocketConfig;
+use shadowbell_config::controller_config::{DiskConfig, nsids};
+use shadowbell_config::disk_spec;
+use shadowbell_config::server_config::{NamedDisk, SocketConfig};
 use shadowbell_config::uuid_text::uuid_text;
 use shadowbell_controller::{Controller, NamespaceConfig};
 use shadowbell_disk::Disk;
@@ -57,10 +60,7 @@ impl ServedController {
 
     /// Disables the rate limits of the controller's disks, so that waiting requests proceed.
     pub(super) fn disable_limits(&self) {
-        for disk in self.disks() {
-            let limiters = LimitedDisk::of(&*disk).map_or(&[][..], LimitedDisk::limiters);
-            limiters.iter().for_each(|limiter| limiter.open(true));
-        }
+        self.disks().for_each(|disk| disable_limits(&*disk));
     }
 
     /// Current configuration of the controller.
@@ -88,6 +88,12 @@ impl ServedController {
     }
 }
 
+/// Disables the rate limits of a disk, so that waiting requests proceed.
+pub(super) fn disable_limits(disk: &dyn Disk) {
+    let limiters = LimitedDisk::of(disk).map_or(&[][..], LimitedDisk::limiters);
+    limiters.iter().for_each(|limiter| limiter.open(true));
+}
+
 fn plural(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
@@ -99,6 +105,37 @@ pub(super) struct WaitingController {
     pub(super) requested: SocketConfig,
     /// Reason for the wait.
     pub(super) why: String,
+}
+
+impl WaitingController {
+    /// Disks of the controller, with their ids.
+    fn disks(&self) -> impl Iterator<Item = (String, &DiskConfig)> {
+        let (id, disks) = (self.requested.id(), &self.requested.controller.disks);
+        nsids(disks).zip(disks).map(move |(nsid, disk)| (id_of(&id, nsid, disk), disk))
+    }
+}
+
+/// A disk of a dead process that no controller has, and that is not recovered yet.
+#[derive(Clone)]
+pub(super) struct WaitingDisk {
+    pub(super) id: String,
+    pub(super) spec: String,
+    /// Reason for the wait.
+    pub(super) why: String,
+}
+
+/// An item of a dead process that is being recovered.
+#[derive(Clone, Debug)]
+pub(super) enum RecoveringItem {
+    /// The controller with this index in this process.
+    Controller(usize),
+    /// The disk with this id, which no controller has.
+    Disk(String),
+}
+
+/// Error for an item that waits for its disks.
+fn waits(what: &str, why: &str) -> anyhow::Error {
+    exit::conflict(anyhow!("{what} waits ({why}); try again when it is recovered"))
 }
 
 /// Namespace of a controller, for the comparison of UUIDs with other namespaces.
@@ -154,6 +191,8 @@ pub(super) struct Registry {
     controllers: RwLock<Vec<Arc<ServedController>>>,
     /// Controllers of a dead process that are not recovered yet.
     waiting: RwLock<Vec<WaitingController>>,
+    /// Disks of a dead process that no controller has, and that are not recovered yet.
+    waiting_disks: RwLock<Vec<WaitingDisk>>,
 }
 
 impl Registry {
@@ -199,24 +238,36 @@ impl Registry {
         text
     }
 
-    /// Registers the controllers that wait for their disks, each with its new index.
-    pub(super) fn begin_waiting<'a>(&self, all: impl Iterator<Item = (usize, &'a SocketConfig)>) {
-        let mut waiting: Vec<_> = all
-            .map(|(index, requested)| WaitingController {
-                index,
-                requested: requested.clone(),
-                why: "they are being opened".to_owned(),
-            })
-            .collect();
-        waiting.sort_by_key(|one| one.index);
-        *self.waiting.write() = waiting;
+    /// Registers a controller that waits for its disks, with its new index.
+    pub(super) fn begin_waiting(&self, index: usize, requested: SocketConfig) {
+        let mut waiting = self.waiting.write();
+        let at = waiting.partition_point(|other| other.index < index);
+        waiting.insert(
+            at,
+            WaitingController { index, requested, why: "they are being opened".to_owned() },
+        );
     }
 
-    /// Sets the reason why a controller waits.
-    pub(super) fn waits_for(&self, index: usize, why: &str) {
-        let mut waiting = self.waiting.write();
-        if let Some(one) = waiting.iter_mut().find(|one| one.index == index) {
-            why.clone_into(&mut one.why);
+    /// Registers a disk without a controller whose recovery begins.
+    pub(super) fn begin_waiting_disk(&self, id: &str, spec: &str) {
+        let (id, spec, why) = (id.to_owned(), spec.to_owned(), "it is being opened".to_owned());
+        let disk = WaitingDisk { id, spec, why };
+        self.waiting_disks.write().push(disk);
+    }
+
+    /// Sets the reason why a controller or disk waits.
+    pub(super) fn waits_for(&self, item: &RecoveringItem, why: &str) {
+        let (mut waiting, mut disks) = (self.waiting.write(), self.waiting_disks.write());
+        let reason = match item {
+            RecoveringItem::Controller(index) => {
+                waiting.iter_mut().find(|one| one.index == *index).map(|one| &mut one.why)
+            }
+            RecoveringItem::Disk(id) => {
+                disks.iter_mut().find(|one| one.id == *id).map(|one| &mut one.why)
+            }
+        };
+        if let Some(reason) = reason {
+            why.clone_into(reason);
         }
     }
 
@@ -225,24 +276,96 @@ impl Registry {
         self.waiting.read().clone()
     }
 
+    /// Disks without a controller that are not recovered yet, as entries of a configuration.
+    pub(super) fn waiting_disks(&self) -> Vec<NamedDisk> {
+        let waiting = self.waiting_disks.read();
+        let entry = |one: &WaitingDisk| NamedDisk {
+            id: one.id.clone(),
+            spec: one.spec.clone(),
+            origin: None,
+        };
+        waiting.iter().map(entry).collect()
+    }
+
     /// Returns an error if the controller with this id or socket path waits for its disks; for
-    /// `None`, if any controller waits.
+    /// `None`, if any controller or disk waits.
     ///
     /// # Errors
-    /// The controller waits.
+    /// The controller or a disk waits.
     pub(super) fn check_waiting(&self, id: Option<&str>) -> anyhow::Result<()> {
         let waiting = self.waiting.read();
         let is_it = |one: &&WaitingController| {
             id.is_none_or(|id| one.requested.id() == id || one.requested.canonical_socket() == id)
         };
-        match waiting.iter().find(is_it) {
-            None => Ok(()),
-            Some(one) => Err(exit::conflict(anyhow!(
+        if let Some(one) = waiting.iter().find(is_it) {
+            return Err(exit::conflict(anyhow!(
                 "the controller {} waits for its disks ({}); try again when it is served",
                 one.requested.id(),
                 one.why
-            ))),
+            )));
         }
+        match self.waiting_disks.read().first().filter(|_| id.is_none()) {
+            Some(disk) => Err(waits(&format!("the disk {}", disk.id), &disk.why)),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns an error if the recovery is to open the disk with this id: a second opening would
+    /// not wait for the I/O of the dead process.
+    ///
+    /// # Errors
+    /// The disk waits for its recovery.
+    pub(super) fn check_waiting_disk(&self, id: &str) -> anyhow::Result<()> {
+        if let Some(disk) = self.waiting_disks.read().iter().find(|disk| disk.id == id) {
+            return Err(waits(&format!("the disk {id}"), &disk.why));
+        }
+        let waiting = self.waiting.read();
+        let has = |one: &&WaitingController| one.disks().any(|(other, _)| other == id);
+        match waiting.iter().find(has) {
+            Some(one) => Err(waits(
+                &format!("the disk {id} of the controller {}", one.requested.id()),
+                &one.why,
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns an error if the recovery is to open the source of this disk, unless both only read.
+    /// Each disk in memory has a source of its own.
+    ///
+    /// # Errors
+    /// A disk with the same source waits for its recovery.
+    pub(super) fn check_waiting_source(&self, spec: &str) -> anyhow::Result<()> {
+        if matches!(disk_spec::scheme(spec), Some("mem" | "null")) {
+            return Ok(());
+        }
+        let source = |spec: &str| {
+            // The address of some NBD servers is an option.
+            let (_, socket) = disk_spec::take_option(spec, "socket");
+            (DiskConfig::of(spec).exclusive_resources(), socket)
+        };
+        let (wanted, reads) = (source(spec), disk_spec::is_read_only(spec));
+        let is_it =
+            |other: &str| source(other) == wanted && !(reads && disk_spec::is_read_only(other));
+        let (waiting, disks) = (self.waiting.read(), self.waiting_disks.read());
+        let of_controllers = waiting.iter().flat_map(|one| {
+            one.disks().map(move |(id, disk)| (id, disk.disk.as_str(), one.why.as_str()))
+        });
+        let mut all = disks
+            .iter()
+            .map(|one| (one.id.clone(), one.spec.as_str(), one.why.as_str()))
+            .chain(of_controllers);
+        match all.find(|(_, other, _)| is_it(other)) {
+            Some((id, _, why)) => {
+                Err(waits(&format!("{} is the source of the disk {id}, which", wanted.0), why))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Records that a disk without a controller was recovered.
+    pub(super) fn recovered_disk(&self, id: &str) {
+        self.waiting_disks.write().retain(|one| one.id != id);
     }
 
     /// Adds a controller that was recovered.
@@ -287,12 +410,53 @@ impl Registry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shadowbell_config::controller_config::ControllerConfig;
     use shadowbell_disk_file::{MemDisk, NullDisk};
 
     /// Returns a namespace whose UUID has the byte `uuid` 16 times.
     fn namespace(controller: &str, uuid: u8, disk: &Arc<dyn Disk>) -> Identified {
         let config = NamespaceConfig { disk: Arc::clone(disk), uuid: [uuid; 16] };
         Identified { controller: controller.to_owned(), nsid: 1, config }
+    }
+
+    /// The disks of a dead process belong to the recovery until they are recovered.
+    #[test]
+    fn a_waiting_disk_is_known_by_its_id_and_source() {
+        let registry = Registry::default();
+        let disks = ["nbd://host/one", "mem:1MiB"].map(DiskConfig::of).to_vec();
+        let requested = SocketConfig {
+            id: Some("vm".to_owned()),
+            socket: "/run/vm.sock".into(),
+            controller: ControllerConfig { disks, ..ControllerConfig::default() },
+            worker: None,
+            origin: None,
+        };
+        registry.begin_waiting(3, requested);
+        let at = |name: &str| format!("nbd+unix:///x?socket=/run/{name}");
+        registry.begin_waiting_disk("far", &at("a"));
+        registry.begin_waiting_disk("shared", "/base.img?read-only=on");
+        for id in ["far", "shared", "vm/1", "vm/2"] {
+            assert!(registry.check_waiting_disk(id).is_err(), "{id}");
+        }
+        assert!(registry.check_waiting_disk("other").is_ok());
+        for (spec, waits) in [
+            ("nbd://host/one?settle=1s", true),
+            ("nbd://host/two", false),
+            (&*at("a"), true),
+            (&*at("b"), false),
+            ("mem:1MiB", false),
+            ("/base.img", true),
+            ("/base.img?read-only=on", false),
+        ] {
+            assert_eq!(registry.check_waiting_source(spec).is_err(), waits, "{spec}");
+        }
+        registry.waits_for(&RecoveringItem::Disk("far".to_owned()), "it is mute");
+        let error = registry.check_waiting_disk("far").unwrap_err().to_string();
+        assert!(error.contains("the disk far waits (it is mute)"), "{error}");
+        assert!(registry.check_waiting(None).is_err());
+        registry.recovered_disk("far");
+        assert!(registry.check_waiting_disk("far").is_ok());
+        assert!(registry.check_waiting_source(&at("a")).is_ok());
     }
 
     #[test]

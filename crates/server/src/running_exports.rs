@@ -27,6 +27,13 @@ pub(super) struct RunningExport {
     pub(super) device: ExportDevice,
 }
 
+/// Block device of an export.
+pub(super) struct ExportedBlock {
+    /// Id of the export.
+    pub(super) id: String,
+    pub(super) block: BlockDevice,
+}
+
 /// Threads and sockets of an export.
 pub(super) enum ExportDevice {
     Nbd(Server),
@@ -71,6 +78,10 @@ impl ExportDevice {
 }
 
 impl RunningExport {
+    fn block_of(&self) -> ExportedBlock {
+        ExportedBlock { id: self.config.id.clone(), block: self.block.clone() }
+    }
+
     /// True if a client uses the export. A mounted FUSE file and a ublk device are in use.
     pub(super) fn has_client(&self) -> bool {
         match &self.device {
@@ -357,12 +368,18 @@ impl Exports {
         }
     }
 
-    /// True if a file is mounted or a ublk device exists, so that programs of this machine may use
-    /// a disk.
-    pub(super) fn have_local_users(&self) -> bool {
+    /// Block devices of the exports.
+    pub(super) fn blocks(&self) -> Vec<ExportedBlock> {
+        self.map(RunningExport::block_of)
+    }
+
+    /// Block devices of the mounted files and ublk devices. Programs of this machine may use them.
+    pub(super) fn local_blocks(&self) -> Vec<ExportedBlock> {
         let running = self.running.lock();
-        let mut devices = running.values().map(|export| &export.device);
-        devices.any(|device| matches!(device, ExportDevice::Fuse(..) | ExportDevice::Ublk(_)))
+        let is_local = |export: &&RunningExport| {
+            matches!(export.device, ExportDevice::Fuse(..) | ExportDevice::Ublk(_))
+        };
+        running.values().filter(is_local).map(RunningExport::block_of).collect()
     }
 
     /// Waits until no program uses the ublk devices, and removes them.

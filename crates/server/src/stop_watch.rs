@@ -9,6 +9,8 @@ use tracing::{info, warn};
 struct Reported {
     /// Number of times that the disk was stopped, as of the last log line about it.
     times: u64,
+    /// Number of resumes of the disk when it was stopped.
+    resumes: u64,
     since: Instant,
 }
 
@@ -17,7 +19,7 @@ struct Reported {
 pub(super) struct StopWatch(BTreeMap<String, Reported>);
 
 impl StopWatch {
-    /// Logs each disk that was stopped or resumed since the last call.
+    /// Logs each disk that was stopped since the last call, or whose stop has ended.
     pub(super) fn report(&mut self, disks: &[ListedDisk]) {
         for ListedDisk { id, open, .. } in disks {
             let source = open.disk.name();
@@ -34,12 +36,20 @@ impl StopWatch {
                          or make room, then run `shadowbell ctl disk resume {id}`",
                         stopped.reason
                     );
-                    let (times, since) = (stopped.times, Instant::now());
-                    self.0.insert(id.clone(), Reported { times, since });
+                    let (times, resumes) = (stopped.times, open.disk.resumes());
+                    let since = Instant::now();
+                    self.0.insert(id.clone(), Reported { times, resumes, since });
                 }
                 (None, Some(reported)) => {
                     let seconds = reported.since.elapsed().as_secs();
-                    info!("the disk {id} ({source}) is resumed, after {seconds} s");
+                    if open.disk.resumes() != reported.resumes {
+                        info!("the disk {id} ({source}) is resumed, after {seconds} s");
+                    } else {
+                        info!(
+                            "the disk {id} ({source}) holds no request any more, after {seconds} \
+                             s; it was not resumed"
+                        );
+                    }
                     self.0.remove(id);
                 }
                 _ => {}

@@ -16,6 +16,9 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
+/// Option of a disk with the policy for errors of its storage.
+const ON_ERROR: &str = "on-error";
+
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum DiskVerb {
     /// List the disks and their users
@@ -195,6 +198,9 @@ fn kept(before: &Disk, now: &Disk, new: &str) -> Vec<String> {
     if before.read_only && now.read_only && disk_spec::take_option(&bare, "read-only").1.is_none() {
         all.push("read-only".to_owned());
     }
+    let on_error = now.on_error.iter().filter(|_| before.on_error == now.on_error);
+    let on_error = on_error.filter(|_| disk_spec::take_option(&bare, ON_ERROR).1.is_none());
+    all.extend(on_error.map(|policy| format!("{ON_ERROR}={policy}")));
     all
 }
 

@@ -72,7 +72,8 @@ pub(crate) trait Arrivals: Send + Sync {
     fn deliver(&self, queues: Box<Relocated>);
 }
 
-/// Queues of one controller that move between I/O threads. None of their commands is in flight.
+/// Queues of one controller that move between I/O threads. None of their commands is in flight:
+/// those that a stopped disk holds are executed again after the arrival.
 pub(crate) struct Relocated {
     pub(super) shared: Arc<ControllerShared>,
     pub(super) control: ControlHandle,
@@ -86,7 +87,7 @@ pub(crate) struct Relocated {
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     pub(super) losses: u64,
     pub(super) lost_memory_reported: bool,
-    /// Recovered commands that are executed again after the arrival.
+    /// Recovered and held commands that are executed again after the arrival.
     pub(super) inheritance: Inheritance,
     /// Latch to release when the queues have arrived. `None` if the queues were restored.
     pub(super) latch: Option<Latch>,
@@ -323,7 +324,8 @@ impl Relocated {
             shared.set_exclusive(true);
         }
         let new = Self::without_commands(with, worker, sqs, cqs, doorbell_eventfds);
-        Ok(Some(Self { inheritance: Inheritance { replays, suspects }, ..new }))
+        let inheritance = Inheritance { replays, suspects, records: None };
+        Ok(Some(Self { inheritance, ..new }))
     }
 
     /// Number of commands to execute again.

@@ -67,6 +67,10 @@ impl Disk for HoldingDisk {
         self.state.resume()
     }
 
+    fn resumes(&self) -> u64 {
+        self.state.resumes()
+    }
+
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
         self.inner.resized(bytes).map(|inner| self.around(inner))
     }

@@ -11,8 +11,14 @@
 //! the next server process submits it again. While a disk is stopped, new requests are submitted
 //! normally, and are held only if they fail too.
 //!
+//! A held request is not at the storage. So a controller whose requests are all held can quiesce, and
+//! its queues can move to another thread or process, which executes the commands again. A migration
+//! to another machine is refused.
+//!
 //! A held request keeps the guest's memory mapped, so a change of the guest's memory map moves its
-//! data to the new map. If its data are not in the new map, the request ends with an error.
+//! data to the new map. If its data are not in the new map, the request ends with an error. A
+//! request that fails after a change of the map is treated in the same way, so changes of other
+//! memory do not matter.
 //!
 //! | module | content |
 //! |---|---|

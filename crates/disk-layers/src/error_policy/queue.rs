@@ -38,8 +38,8 @@ pub(super) struct HoldingQueue {
     held: u64,
     /// Number of resumes of the disk when this queue last submitted its held requests again.
     resumes: u64,
-    /// Address of the current DMA table. `None` before its first change.
-    table: Option<usize>,
+    /// Current view of guest memory. `None` before its first change.
+    view: Option<View>,
     notices: Vec<()>,
     /// Scratch buffer for completions of the disk below.
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
@@ -64,7 +64,7 @@ impl HoldingQueue {
             bell,
             tasks: Tasks::default(),
             held: 0,
-            table: None,
+            view: None,
             notices: Vec::new(),
             ended: Vec::new(),
         })
@@ -73,24 +73,19 @@ impl HoldingQueue {
     /// True if a request that fails with `error` is held.
     ///
     /// Not held are durable writes (FUA) after a loss of data, because they fail until the disk is
-    /// opened again, and requests whose data are in an earlier DMA table, because its memory must
-    /// be released.
-    fn holds(&self, op: Op, error: DiskError, data: &Segments) -> bool {
+    /// opened again, and requests whose data are not in the current DMA table.
+    fn holds(&self, op: Op, error: DiskError, data: &mut Segments) -> bool {
         self.policy.holds(op, error)
             && !self.state.is_suspended()
             && !(is_durable(op) && self.disk.has_lost_writes())
-            && self.is_current(data)
+            && self.is_mapped(data)
     }
 
-    /// True if the memory of `data` stays valid at least until the next change of the DMA table.
-    fn is_current(&self, data: &Segments) -> bool {
-        match (self.table, data.table()) {
-            // A log of written pages needs the views of all requests to end.
-            (Some(present), Some(table)) => {
-                Arc::as_ptr(table).addr() == present && !table.is_logged()
-            }
-            _ => true,
-        }
+    /// Moves `data` to the current DMA table, so that an earlier one is released. Returns false if
+    /// the current table does not contain the data.
+    fn is_mapped(&self, data: &mut Segments) -> bool {
+        let change = self.view.as_ref().map(ViewChange::new);
+        change.is_none_or(|mut change| data.move_to(&mut change) == AfterChange::Moved)
     }
 
     fn forward(
@@ -175,7 +170,7 @@ impl HoldingQueue {
         &mut self,
         tag: u32,
         outcome: Result<(), DiskError>,
-        data: Segments,
+        mut data: Segments,
     ) -> Option<(u32, Result<(), DiskError>, Segments)> {
         let Some(key) = self.tasks.find(tag) else { return Some((tag, outcome, data)) };
         let task = self.tasks.get_mut(key)?;
@@ -185,7 +180,7 @@ impl HoldingQueue {
         let op = task.request.op;
         if let Err(error) = outcome
             && can_repeat
-            && self.holds(op, error, &data)
+            && self.holds(op, error, &mut data)
         {
             self.hold(key, error, data);
             return None;
@@ -287,7 +282,7 @@ impl Queue for HoldingQueue {
 
     fn memory_changed(&mut self, view: &View) {
         self.inner.memory_changed(view);
-        self.table = Some(Arc::as_ptr(view.table()).addr());
+        self.view = Some(view.clone());
         let mut change = ViewChange::new(view);
         let keys: Vec<_> = self.tasks.keys().collect();
         for key in keys {
@@ -304,8 +299,8 @@ impl Queue for HoldingQueue {
         self.tasks.len()
     }
 
-    fn holds_requests(&self) -> bool {
-        self.held != 0
+    fn held(&self) -> usize {
+        self.held as usize
     }
 
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {

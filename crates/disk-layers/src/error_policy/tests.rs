@@ -278,8 +278,8 @@ fn an_unmap_ends_requests_with_data_there() {
     assert!(fixture.wakes());
     assert_eq!(fixture.reap(), [(1, Err(DiskError::BadBuffer))]);
     assert_eq!(fixture.held(), 2);
-    // A request that was in flight before the change of the DMA table fails: its buffer uses the
-    // old table, so it cannot be held.
+    // A request that was in flight before the change of the DMA table fails: its buffer is not in
+    // the current table, so it cannot be held.
     fixture.storage.instruct(|instructions| instructions.hold_at = None);
     assert_eq!(fixture.reap(), [(4, Err(EIO))]);
     assert!(watch.is_idle(), "no request uses the old table");
@@ -290,6 +290,50 @@ fn an_unmap_ends_requests_with_data_there() {
     fixture.fail(None);
     assert!(fixture.disk.resume());
     assert_eq!(fixture.reap(), [(2, Ok(())), (3, Ok(())), (5, Ok(()))]);
+}
+
+/// A request that was in flight during changes of other memory is held when it fails. So is one
+/// whose memory gets a log of written pages, as a migration requests it.
+#[test]
+fn changes_of_other_memory_do_not_matter() {
+    let mut fixture = Fixture::new();
+    let mut space = DmaSpace::default();
+    for page in 0..2 {
+        let memory = fixture.memory.slice(page as usize * 512, BLOCK as usize).unwrap();
+        space.map(page * BLOCK, BLOCK, &memory).unwrap();
+    }
+    fixture.storage.instruct(|instructions| instructions.hold = true);
+    let view = View::new(Arc::clone(space.table()));
+    fixture.queue.memory_changed(&view);
+    for (tag, op) in [(1, WRITE), (2, Op::Read)] {
+        let mut data = Segments::new();
+        data.resolve_ranges(&view, &[(0, BLOCK as usize)], op == Op::Read).unwrap();
+        assert_eq!(fixture.submit(tag, op, data), Submitted::Pending);
+    }
+    let watch = view.watch();
+    drop(view);
+    space.unmap(BLOCK, BLOCK).unwrap();
+    fixture.queue.memory_changed(&View::new(Arc::clone(space.table())));
+    fixture.storage.instruct(|instructions| {
+        (instructions.hold, instructions.fail, instructions.fail_beyond) =
+            (false, Some(EIO), Some(0));
+    });
+    assert!(fixture.reap().is_empty());
+    assert_eq!(fixture.held(), 2);
+    assert!(watch.is_idle(), "a held request uses the old table");
+    space.start_log();
+    fixture.queue.memory_changed(&View::new(Arc::clone(space.table())));
+    assert!(fixture.reap().is_empty() && fixture.held() == 2);
+    // The held read is in the log, because it writes to guest memory when it is repeated.
+    fixture.queue.memory_changed(&View::new(Arc::clone(space.table())));
+    let mut written = [0];
+    space.log().unwrap().take(0, BLOCK, 512, &mut written);
+    assert_eq!(written, [1]);
+    fixture.storage.instruct(|instructions| {
+        (instructions.fail, instructions.fail_beyond) = (None, None);
+    });
+    assert!(fixture.disk.resume());
+    assert_eq!(fixture.reap(), [(1, Ok(())), (2, Ok(()))]);
 }
 
 #[test]

@@ -8,7 +8,7 @@
 use super::request::{Action, Completed, Job, execute, parse};
 use super::sys::{Device, Event, Queue};
 use super::wire::{Descriptor, operation};
-use super::zero_copy::{Next, ZeroCopy, errno};
+use super::zero_copy::{Next, ZeroCopy, errno, request};
 use crate::failures::FailureCount;
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
@@ -181,6 +181,11 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                     if let Some(next) =
                         self.zero_copy.as_mut().and_then(|zero_copy| zero_copy.ended(tag, result))
                     {
+                        match &next {
+                            Next::Call(_) => {}
+                            Next::Reply(outcome) => self.disk.count_end(outcome.map(drop)),
+                            Next::Disk(..) => self.disk.count_end(Ok(())),
+                        }
                         self.perform(tag, next, Vec::new(), make)?;
                     }
                 }
@@ -218,6 +223,9 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             Some(zero_copy) if is_registered => zero_copy.begin(tag, action, offset),
             _ => Next::Disk(action, offset),
         };
+        if let (Next::Call(_), Some(request)) = (&next, request(action, offset)) {
+            self.disk.count(&request);
+        }
         self.perform(tag, next, buffer, make)
     }
 

@@ -40,6 +40,16 @@ pub(super) enum Next {
     Disk(Action, u64),
 }
 
+/// Request to the disk for an action that transfers data. `None` for other actions.
+pub(super) fn request(action: Action, offset: u64) -> Option<Request> {
+    let (op, len) = match action {
+        Action::Read { len } => (Op::Read, len),
+        Action::Write { len, fua } => (Op::Write { fua }, len),
+        _ => return None,
+    };
+    Some(Request { op, offset, len: len as u64 })
+}
+
 impl ZeroCopy {
     /// Creates the state for `depth` requests to a disk that consists of `file`. A request that
     /// takes longer than `timeout` is cancelled.
@@ -60,17 +70,15 @@ impl ZeroCopy {
 
     /// Starts a request.
     pub(super) fn begin(&mut self, tag: u16, action: Action, offset: u64) -> Next {
-        let (op, len) = match action {
-            Action::Read { len } => (Op::Read, len),
-            Action::Write { len, fua } if !self.read_only => (Op::Write { fua }, len),
-            _ => return Next::Disk(action, offset),
-        };
+        let request = request(action, offset);
+        let request = request.filter(|request| request.op == Op::Read || !self.read_only);
+        let Some(request) = request else { return Next::Disk(action, offset) };
         let Some(place @ None) = self.moving.get_mut(usize::from(tag)) else {
             return Next::Disk(action, offset);
         };
-        let transfer = match self.file.begin(&Request { op, offset, len: len as u64 }) {
+        let transfer = match self.file.begin(&request) {
             Ok(transfer) => transfer,
-            Err(outcome) => return Next::Reply(outcome.map(|()| len)),
+            Err(outcome) => return Next::Reply(outcome.map(|()| action.moves())),
         };
         let Some(call) = transfer.call() else { return Next::Disk(action, offset) };
         *place = Some(Moving { transfer, action, offset, since: Instant::now() });

@@ -5,11 +5,13 @@ use super::state::ServerState;
 use crate::disks::ListedDisk;
 use crate::namespaces::NamespaceChange as Change;
 use shadowbell_config::config_file;
+use shadowbell_config::disk_spec;
 use shadowbell_config::limits::DiskLimits;
 use shadowbell_config::server_config::NamedDisk;
 use shadowbell_control_api::api::{
     Code, Disk, DiskChange, DiskSource, DiskUser, LimitSpec, Problem,
 };
+use shadowbell_disk_layers::ErrorPolicy;
 
 fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
     let info = disk.open.disk.info();
@@ -34,6 +36,9 @@ fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
         stalled: in_flight.as_ref().is_some_and(|now| now.stalled),
         stopped: stopped.map(|stopped| stopped.reason.to_string()),
         held: stopped.map_or(0, |stopped| stopped.held),
+        on_error: disk_spec::take_option(&disk.open.spec, ErrorPolicy::OPTION)
+            .1
+            .filter(|policy| policy != ErrorPolicy::Report.name()),
         exports: state.changes.exports().of(&disk.id),
         counters: counters.map(|(name, count)| (name.to_owned(), count)).collect(),
     }

@@ -36,9 +36,13 @@ impl Export {
         let place = directory.path().to_str().unwrap();
         let arguments = arguments.iter().map(|argument| argument.replace("DIR", place));
         let file = |name: &str| File::create(directory.path().join(name)).unwrap();
+        let arguments: Vec<_> = arguments.collect();
         let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+        command.arg("export");
+        if !arguments.iter().any(|argument| argument.starts_with("--stop-timeout")) {
+            command.arg("--stop-timeout=600");
+        }
         command
-            .args(["export", "--stop-timeout", "600"])
             .args(arguments)
             .current_dir(directory.path())
             .env_remove("RUST_LOG")
@@ -409,6 +413,32 @@ fn a_file_is_mounted_and_unmounted() {
     let directory = tempfile::tempdir().unwrap();
     File::create(directory.path().join("image")).unwrap().set_len(8 << 20).unwrap();
     Export::refused(directory, &["DIR/image", "--fuse", "DIR/image"], "is the file of the disk");
+}
+
+/// A program cannot close a mounted file while its storage hangs, so the export does not wait for
+/// the program.
+#[test]
+fn an_export_with_users_ends_although_its_storage_hangs() {
+    let fuse = OpenOptions::new().read(true).write(true).open("/dev/fuse");
+    if !rustix::process::geteuid().is_root() || fuse.is_err() {
+        skipped("this takes root and /dev/fuse");
+        return;
+    }
+    let storage = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd", "--no-supervisor"]);
+    let disk = format!("nbd+unix:///?socket={}&settle=50ms", storage.path("nbd").display());
+    let mut export = Export::start(&[&disk, "--fuse", "DIR/disk", "--stop-timeout=5"]);
+    let file = OpenOptions::new().read(true).write(true).open(export.path("disk")).unwrap();
+    file.write_all_at(b"any bytes", 777).unwrap();
+    storage.signal(Signal::STOP);
+    // The first writes may still be answered. The order of the other ones and of the next signal
+    // does not matter, because the open file is in use.
+    let writes = std::thread::spawn(move || while file.write_all_at(b"other", 777).is_ok() {});
+    export.signal(Signal::TERM);
+    let status = export.wait();
+    let log = export.stderr();
+    assert_eq!(status.code(), Some(5), "{log}");
+    assert!(log.contains(" requests of the export "), "{log}");
+    writes.join().unwrap();
 }
 
 #[test]

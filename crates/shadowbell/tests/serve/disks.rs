@@ -2,6 +2,7 @@
 //! upgrades.
 
 use crate::control::{ctl, ctl_json};
+use crate::disk_recovery::Export;
 use crate::harness::{Server, image, program, until};
 use crate::recover::kill;
 use crate::supervisor::worker;
@@ -181,5 +182,49 @@ fn a_disk_keeps_its_uuid_in_the_state_directory() {
         assert_eq!(now[0]["uuid"] == before[1], is_kept, "{now}");
         drop(other);
     }
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// A disk that waits for its recovery has one owner, the recovery. A second connection to an NBD
+/// server would not wait for the writes of the dead process.
+#[test]
+fn a_disk_that_is_being_recovered_is_not_opened_again() {
+    let storage = Export::start("mem:4MiB");
+    let uri = storage.uri("&settle=50ms");
+    let directory = tempfile::tempdir().unwrap();
+    let file = format!(
+        "[[disk]]\nid = \"far\"\nsource = \"{uri}\"\n\
+         [[controller]]\nid = \"a\"\nsocket = \"vm.sock\"\ndisks = [\"mem:1MiB\"]\n"
+    );
+    std::fs::write(directory.path().join("vm.toml"), file).unwrap();
+    let mut command = program();
+    command.args(["serve", "--supervisor", "--sandbox", "off", "--config", "vm.toml"]);
+    let mut server = Server::spawn(command, directory, &["vm.sock"]);
+    assert_eq!(disk(&server, "far")["bytes"], 4 << 20);
+    let process = worker(&server);
+    storage.stall();
+    kill(&server, Signal::KILL);
+    until("another process", || worker(&server) != process);
+    until("the controller", || disk(&server, "a/1")["bytes"] == 1 << 20);
+    assert_eq!(disk(&server, "far"), Value::Null);
+    for words in [
+        &["disk", "add", "far", &uri][..],
+        &["disk", "add", "other", &uri],
+        &["disk", "remove", "far"],
+        &["namespace", "attach", "a", "2", "far"],
+        &["namespace", "attach", "a", "2", &uri],
+        &["export", "add", "e", "far", "--nbd", "unix:far.sock"],
+        &["apply", "vm.toml"],
+    ] {
+        let (code, _, errors) = ctl(&server, words);
+        assert!(code == Some(4) && errors.contains(" waits ("), "{words:?}: {errors}");
+    }
+    let (_, saved, _) = ctl(&server, &["save-config", "-"]);
+    assert!(saved.contains("id = \"far\""), "{saved}");
+    storage.signal(Signal::CONT);
+    until("the recovered disk", || disk(&server, "far")["bytes"] == 4 << 20);
+    assert_eq!(ctl(&server, &["disk", "add", "far", &uri]).0, Some(0));
+    let (code, _, errors) = ctl(&server, &["apply", "vm.toml"]);
+    assert_eq!(code, Some(0), "{errors}");
     assert!(server.stop().success(), "{}", server.stderr());
 }
