@@ -115,6 +115,8 @@ struct Intake {
     /// Message whose request waits for a [`Completer`](crate::Completer). Its hash is computed
     /// before more data are received, because these overwrite the message in the decoder.
     waiting: Option<Handled>,
+    /// Number of unsent bytes in the last checkpoint that the next process has to send in any case.
+    unsent: usize,
 }
 
 /// Callback that stores a checkpoint of the session and the device. The descriptors belong to that
@@ -140,7 +142,7 @@ impl Session {
         let max_data_xfer_size = link.max_xfer().unwrap_or(limits.max_data_xfer_size);
         let mut session = Self::new(socket, inspector, &Limits { max_data_xfer_size, ..*limits });
         session.link = link;
-        session.intake = Some(Intake { consumed: 0, pending: handled, waiting: None });
+        session.intake = Some(Intake { consumed: 0, pending: handled, waiting: None, unsent: 0 });
         Ok(session)
     }
 
@@ -152,7 +154,7 @@ impl Session {
             && !self.decoder.is_partial()
             && peek_from(self.socket.as_fd(), 0).is_ok()
         {
-            self.intake = Some(Intake { consumed, pending: None, waiting: None });
+            self.intake = Some(Intake { consumed, pending: None, waiting: None, unsent: 0 });
         }
         self.intake.is_some()
     }
@@ -226,7 +228,7 @@ impl Session {
 
     /// State of session and device for a checkpoint.
     pub(super) fn describe(
-        &self,
+        &mut self,
         device: &mut dyn Device,
         fds: &mut Descriptors,
     ) -> Result<(SavedSession, serde_json::Value), SaveError> {
@@ -235,7 +237,27 @@ impl Session {
             link: self.link.save(fds)?,
             handled: self.intake.as_ref().and_then(|intake| intake.pending),
         };
+        if let Some(intake) = &mut self.intake {
+            intake.unsent = if intake.pending.is_some() { 0 } else { self.link.out.len() };
+        }
         Ok((session, device.record(fds)?))
+    }
+
+    /// Sends replies. If the last checkpoint contains bytes that have been sent since, stores another
+    /// one, because the next process would send these bytes again.
+    fn flush_and_record(
+        &mut self,
+        device: &mut dyn Device,
+        record: Record<'_>,
+    ) -> Result<(), EndReason> {
+        self.flush()?;
+        let unsent = self.link.out.len();
+        let recorded = self.intake.as_ref().map_or(0, |intake| intake.unsent);
+        if recorded != 0 && recorded != unsent {
+            let mut fds = Descriptors::default();
+            record(self.describe(device, &mut fds), fds);
+        }
+        Ok(())
     }
 
     /// Finishes the last executed message of a dead process. If the message is still in the socket,
@@ -316,7 +338,7 @@ impl Session {
             Some(Received::FdsLost) => return Err(EndReason::FdsLost),
             Some(Received::Bytes { .. }) | None => {}
         }
-        self.flush()?;
+        self.flush_and_record(device, record)?;
         Ok(if self.link.is_unfinished() { Turn::Requeue } else { Turn::Wait })
     }
 
@@ -408,7 +430,7 @@ impl Session {
             device.publish();
             self.commit(device, record, context.exchange.as_deref_mut())?;
             // An error reply is sent even if the error ends the connection.
-            self.flush()?;
+            self.flush_and_record(device, record)?;
             let emptied = outcome?;
             if is_recorded {
                 self.reply_to_unmaps(device, record)?;
