@@ -2,10 +2,11 @@
 
 use crate::error::BlockError;
 use crate::locks::RangeGuard;
-use crate::operations::{Write, modify};
+use crate::operations::{copy_of, modify};
 use crate::queue::BlockQueue;
 use crate::range::Edge;
 use crate::stream::transfer;
+use shadowbell_disk::Op;
 use std::sync::Arc;
 
 /// Ranges of a copy, and its direction. If the ranges overlap, only one direction reads each source
@@ -99,8 +100,8 @@ async fn copy_blocks(
         let (from, to) = order.at(done, len);
         let data = memory.get_mut(..len as usize).ok_or(BlockError::Buffer)?;
         queue.read(from, data).await?;
-        let mut parts = Write { offset: to, from: data, fua: false };
-        transfer(queue, to, to + len, Some(guard), &mut parts).await?;
+        let (write, mut copy) = (Op::Write { fua: false }, copy_of(data, to));
+        transfer(queue, write, (to, to + len), Some(guard), &mut copy).await?;
         done += len;
     }
     Ok(())

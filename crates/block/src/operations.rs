@@ -6,7 +6,7 @@ use crate::error::BlockError;
 use crate::locks::RangeGuard;
 use crate::queue::BlockQueue;
 use crate::range::Edge;
-use crate::stream::{Parts, buffer_of, run_without_data, transfer};
+use crate::stream::{buffer_of, run_without_data, transfer};
 use shadowbell_disk::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 use std::sync::Arc;
@@ -37,7 +37,12 @@ impl BlockQueue {
     /// [`BlockError`].
     pub async fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
         let range = self.range(offset, into.len() as u64)?;
-        transfer(self, range.start, range.end, None, &mut Read { offset, into }).await
+        let mut copy = |at: u64, len: usize, buffer: &mut Buffer| {
+            let (here, there, count) = overlap(at, len, offset, into.len());
+            let into = into.get_mut(there..there + count).ok_or(BlockError::Buffer)?;
+            fits(buffer.copy_to(here, into))
+        };
+        transfer(self, Op::Read, (range.start, range.end), None, &mut copy).await
     }
 
     /// Writes all of `from` to the bytes from `offset` on. With `fua`, the bytes are durable when
@@ -52,8 +57,9 @@ impl BlockQueue {
         for edge in range.edges() {
             modify(self, edge, data(edge.at), fua, &guard).await?;
         }
-        let mut parts = Write { offset, from, fua };
-        transfer(self, range.first_whole, range.end_whole, Some(&guard), &mut parts).await
+        let blocks = (range.first_whole, range.end_whole);
+        let mut copy = copy_of(from, offset);
+        transfer(self, Op::Write { fua }, blocks, Some(&guard), &mut copy).await
     }
 
     /// Reads from `offset` on into all of `data`, which describes memory of the caller. Returns the
@@ -62,14 +68,18 @@ impl BlockQueue {
     /// # Errors
     ///
     /// [`BlockError`]; some of the bytes may have been read.
-    pub async fn read_to(&self, offset: u64, mut data: Segments) -> Result<Segments, BlockError> {
+    pub async fn read_to(&self, offset: u64, data: Segments) -> Result<Segments, BlockError> {
         let len = data.len();
         let range = self.range(offset, len as u64)?;
         if self.is_whole(offset, len as u64) {
             return run_with_segments(self, Op::Read, offset, data, None).await;
         }
-        let mut parts = ReadTo { offset, into: &mut data };
-        transfer(self, range.start, range.end, None, &mut parts).await?;
+        let mut copy = |at: u64, part: usize, buffer: &mut Buffer| {
+            let (here, there, count) = overlap(at, part, offset, len);
+            let bytes = buffer.bytes().ok_or(BlockError::Buffer)?;
+            data.copy_from(there, bytes, here, count).ok_or(BlockError::Buffer)
+        };
+        transfer(self, Op::Read, (range.start, range.end), None, &mut copy).await?;
         Ok(data)
     }
 
@@ -96,8 +106,12 @@ impl BlockQueue {
             data.read_into((edge.at - offset) as usize, &mut bytes).ok_or(BlockError::Buffer)?;
             modify(self, edge, &bytes, fua, &guard).await?;
         }
-        let mut parts = WriteFrom { offset, from: &data, fua };
-        transfer(self, range.first_whole, range.end_whole, Some(&guard), &mut parts).await?;
+        let blocks = (range.first_whole, range.end_whole);
+        let mut copy = |at: u64, len: usize, buffer: &mut Buffer| {
+            let bytes = buffer.bytes().ok_or(BlockError::Buffer)?;
+            data.copy_to((at - offset) as usize, bytes, 0, len).ok_or(BlockError::Buffer)
+        };
+        transfer(self, Op::Write { fua }, blocks, Some(&guard), &mut copy).await?;
         Ok(data)
     }
 
@@ -134,7 +148,11 @@ impl BlockQueue {
                 outcome => return outcome,
             }
         }
-        transfer(self, start, end, Some(&guard), &mut Fill { fua: how.fua }).await
+        let mut zero = |_: u64, _: usize, buffer: &mut Buffer| {
+            buffer.fill(0);
+            Ok(())
+        };
+        transfer(self, Op::Write { fua: how.fua }, (start, end), Some(&guard), &mut zero).await
     }
 
     /// Discards the whole blocks within `len` bytes from `offset` on. Partial blocks at the ends
@@ -236,111 +254,14 @@ fn fits(fits: bool) -> Result<(), BlockError> {
     if fits { Ok(()) } else { Err(BlockError::Buffer) }
 }
 
-struct Read<'a> {
+/// Copy of the bytes `from`, which start at `offset`, into the buffers of writes.
+pub(crate) fn copy_of(
+    from: &[u8],
     offset: u64,
-    into: &'a mut [u8],
-}
-
-impl Parts for Read<'_> {
-    fn op(&self) -> Op {
-        Op::Read
-    }
-
-    fn fill(&mut self, _: u64, _: usize, _: &mut Buffer) -> Result<(), BlockError> {
-        Ok(())
-    }
-
-    fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError> {
-        let (here, there, count) = overlap(at, len, self.offset, self.into.len());
-        let into = self.into.get_mut(there..there + count).ok_or(BlockError::Buffer)?;
-        fits(buffer.copy_to(here, into))
-    }
-}
-
-/// Read of partial blocks to memory that the caller describes by segments.
-struct ReadTo<'a> {
-    offset: u64,
-    into: &'a mut Segments,
-}
-
-impl Parts for ReadTo<'_> {
-    fn op(&self) -> Op {
-        Op::Read
-    }
-
-    fn fill(&mut self, _: u64, _: usize, _: &mut Buffer) -> Result<(), BlockError> {
-        Ok(())
-    }
-
-    fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError> {
-        let (here, there, count) = overlap(at, len, self.offset, self.into.len());
-        let bytes = buffer.bytes().ok_or(BlockError::Buffer)?;
-        self.into.copy_from(there, bytes, here, count).ok_or(BlockError::Buffer)
-    }
-}
-
-/// Write of whole blocks.
-pub(crate) struct Write<'a> {
-    pub(crate) offset: u64,
-    pub(crate) from: &'a [u8],
-    pub(crate) fua: bool,
-}
-
-impl Parts for Write<'_> {
-    fn op(&self) -> Op {
-        Op::Write { fua: self.fua }
-    }
-
-    fn fill(&mut self, at: u64, len: usize, buffer: &mut Buffer) -> Result<(), BlockError> {
-        let from = (at - self.offset) as usize;
-        let data = self.from.get(from..from + len).ok_or(BlockError::Buffer)?;
+) -> impl FnMut(u64, usize, &mut Buffer) -> Result<(), BlockError> {
+    move |at, len, buffer| {
+        let start = (at - offset) as usize;
+        let data = from.get(start..start + len).ok_or(BlockError::Buffer)?;
         fits(buffer.copy_from(0, data))
-    }
-
-    fn drain(&mut self, _: u64, _: usize, _: &Buffer) -> Result<(), BlockError> {
-        Ok(())
-    }
-}
-
-/// Write of whole blocks from memory that the caller describes by segments.
-struct WriteFrom<'a> {
-    offset: u64,
-    from: &'a Segments,
-    fua: bool,
-}
-
-impl Parts for WriteFrom<'_> {
-    fn op(&self) -> Op {
-        Op::Write { fua: self.fua }
-    }
-
-    fn fill(&mut self, at: u64, len: usize, buffer: &mut Buffer) -> Result<(), BlockError> {
-        let from = (at - self.offset) as usize;
-        let bytes = buffer.bytes().ok_or(BlockError::Buffer)?;
-        self.from.copy_to(from, bytes, 0, len).ok_or(BlockError::Buffer)
-    }
-
-    fn drain(&mut self, _: u64, _: usize, _: &Buffer) -> Result<(), BlockError> {
-        Ok(())
-    }
-}
-
-/// Write of zeroes to whole blocks.
-struct Fill {
-    fua: bool,
-}
-
-impl Parts for Fill {
-    fn op(&self) -> Op {
-        Op::Write { fua: self.fua }
-    }
-
-    fn fill(&mut self, _: u64, _: usize, buffer: &mut Buffer) -> Result<(), BlockError> {
-        buffer.fill(0);
-        Ok(())
-    }
-
-    fn drain(&mut self, _: u64, _: usize, _: &Buffer) -> Result<(), BlockError> {
-        Ok(())
     }
 }

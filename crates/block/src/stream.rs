@@ -12,17 +12,6 @@ use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;
 
-/// Requests into which [`transfer`] splits a range: their operation, and the copying of their data.
-pub(crate) trait Parts {
-    fn op(&self) -> Op;
-
-    /// Copies the `len` bytes at `at` into the buffer, before the request is submitted.
-    fn fill(&mut self, at: u64, len: usize, buffer: &mut Buffer) -> Result<(), BlockError>;
-
-    /// Copies the `len` bytes at `at` from the buffer, after the request has completed.
-    fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError>;
-}
-
 /// Requests in flight of one long operation, oldest first. After a failure no further request is
 /// started, but the operation waits for the requests in flight.
 struct Window<'a> {
@@ -84,15 +73,17 @@ pub(crate) fn buffer_of(data: Data) -> Result<Buffer, BlockError> {
     }
 }
 
-/// Executes requests with data for the bytes from `start` to `end`, which are whole blocks.
+/// Executes requests `op` (read or write) for the bytes from `start` to `end`, which are whole
+/// blocks. `copy` copies the given number of bytes at the given offset: into the buffer before a
+/// write, and from the buffer after a read.
 ///
 /// Returns when no request is in flight, also after a failure.
 pub(crate) async fn transfer(
     queue: &BlockQueue,
-    start: u64,
-    end: u64,
+    op: Op,
+    (start, end): (u64, u64),
     guard: Option<&Arc<RangeGuard>>,
-    parts: &mut impl Parts,
+    copy: &mut impl FnMut(u64, usize, &mut Buffer) -> Result<(), BlockError>,
 ) -> Result<(), BlockError> {
     let total = end.saturating_sub(start);
     let pool =
@@ -104,8 +95,8 @@ pub(crate) async fn transfer(
             return Ok(());
         }
         let buffer = pool.wait().await?;
-        let data = prepare(queue, start, end, buffer, guard, parts)?.await?;
-        return parts.drain(start, total as usize, &buffer_of(data)?);
+        let mut buffer = buffer_of(prepare(queue, op, (start, end), buffer, guard, copy)?.await?)?;
+        return if op == Op::Read { copy(start, total as usize, &mut buffer) } else { Ok(()) };
     }
     let mut window = Window::new(queue.device().options.window.max(1));
     let mut next = start;
@@ -115,28 +106,30 @@ pub(crate) async fn transfer(
             let Some(buffer) = take_buffer(pool, first).await? else { break };
             let at = next;
             next = end.min(at + step);
-            window.begin(at, prepare(queue, at, next, buffer, guard, parts)).await;
+            window.begin(at, prepare(queue, op, (at, next), buffer, guard, copy)).await;
         }
         let Some((at, outcome)) = window.oldest().await else { break };
-        window.record(outcome.and_then(buffer_of).and_then(|buffer| {
+        window.record(outcome.and_then(buffer_of).and_then(|mut buffer| {
             let len = (end.min(at + step) - at) as usize;
-            parts.drain(at, len, &buffer)
+            if op == Op::Read { copy(at, len, &mut buffer) } else { Ok(()) }
         }));
     }
     window.outcome
 }
 
-/// Creates the request for the bytes from `at` to `end`, and fills its buffer.
+/// Creates the request for the bytes from `at` to `end`, and fills its buffer for a write.
 fn prepare<'a>(
     queue: &'a BlockQueue,
-    at: u64,
-    end: u64,
+    op: Op,
+    (at, end): (u64, u64),
     mut buffer: Buffer,
     guard: Option<&Arc<RangeGuard>>,
-    parts: &mut impl Parts,
+    copy: &mut impl FnMut(u64, usize, &mut Buffer) -> Result<(), BlockError>,
 ) -> Result<InFlight<'a>, BlockError> {
-    parts.fill(at, (end - at) as usize, &mut buffer)?;
-    let request = Request { op: parts.op(), offset: at, len: end - at };
+    if op != Op::Read {
+        copy(at, (end - at) as usize, &mut buffer)?;
+    }
+    let request = Request { op, offset: at, len: end - at };
     Ok(queue.request(request, Data::Buffer(buffer), guard.cloned()))
 }
 

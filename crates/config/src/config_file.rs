@@ -230,6 +230,15 @@ impl Check<'_> {
         self.errors.push((line, why.into()));
     }
 
+    /// Refuses `what` of a controller in `line` if another controller has the same, in line `first`.
+    fn refuse_second(&mut self, line: usize, first: Option<usize>, what: fmt::Arguments<'_>) {
+        if let Some(first) = first {
+            let why = "is that of another controller too";
+            let why = format!("{what} {why} (line {first}): give each its own");
+            self.errors.push((line, why));
+        }
+    }
+
     /// Returns the number if it is in the range. Otherwise reports an error.
     fn number<T: Copy + PartialOrd + fmt::Display>(
         &mut self,
@@ -310,16 +319,9 @@ impl Check<'_> {
                 self.refuse(&table.socket, "the path of the socket is empty");
             }
             let serial = table.serial.as_ref().map(|serial| (self.line(serial), serial.get_ref()));
-            if let Some((line, serial)) = serial
-                && let Some(first) = serials.insert(serial.clone(), line)
-            {
-                self.errors.push((
-                    line,
-                    format!(
-                        "the serial number {serial:?} is that of another controller too (line \
-                         {first}): give each its own"
-                    ),
-                ));
+            if let Some((line, serial)) = serial {
+                let first = serials.insert(serial.clone(), line);
+                self.refuse_second(line, first, format_args!("the serial number {serial:?}"));
             }
             let worker = table.worker.as_ref().map(|worker| *worker.get_ref());
             if let (Some(value), Some(WorkerChoice::Shared(number))) = (&table.worker, worker)
@@ -361,27 +363,13 @@ impl Check<'_> {
             let served = SocketConfig { id, socket, controller, worker, origin };
             // Ids must be unique. Controllers without an id are identified by their sockets, which
             // are compared below.
-            if let Some(id) = &served.id
-                && let Some(first) = ids.insert(id.clone(), line)
-            {
-                self.errors.push((
-                    line,
-                    format!(
-                        "the id `{id}` is that of another controller too (line {first}): give each \
-                         its own"
-                    ),
-                ));
+            if let Some(id) = &served.id {
+                let first = ids.insert(id.clone(), line);
+                self.refuse_second(line, first, format_args!("the id `{id}`"));
             }
-            if let Some(first) = sockets.insert(served.absolute_socket(), line) {
-                self.errors.push((
-                    line,
-                    format!(
-                        "the socket {} is that of another controller too (line {first}): give each \
-                         its own",
-                        served.socket.display()
-                    ),
-                ));
-            }
+            let first = sockets.insert(served.absolute_socket(), line);
+            let socket = served.socket.display();
+            self.refuse_second(line, first, format_args!("the socket {socket}"));
             controllers.push(served);
         }
         self.check_references(&controllers, |served| {

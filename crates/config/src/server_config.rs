@@ -278,13 +278,12 @@ pub fn duplicate_disk(controllers: &[SocketConfig]) -> Option<String> {
     let mut seen: HashMap<PathBuf, (&str, String, bool, Option<&str>)> = HashMap::new();
     for served in controllers {
         for disk in &served.controller.disks {
-            let (name, options) = disk.disk.split_once('?').unwrap_or((&disk.disk, ""));
-            let Some(path) = disk_spec::file(&disk.disk) else { continue };
+            let name = disk.disk.split('?').next().unwrap_or_default();
+            let Some((path, is_read_only)) = disk_spec::image(&disk.disk) else { continue };
             // A missing image, which has no canonical path, may be created later.
             let path = process_env::absolute(&path);
             let path = path.canonicalize().unwrap_or(path);
-            let is_asked = |option| ["read-only=on", "read-only=true"].contains(&option);
-            let reads = served.controller.read_only || options.split('&').any(is_asked);
+            let reads = served.controller.read_only || is_read_only;
             let socket = || served.socket.display().to_string();
             let place = served.origin.clone().unwrap_or_else(socket);
             let shared = served.controller.subsystem.as_ref().map(|place| &place.name[..]);

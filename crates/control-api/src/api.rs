@@ -516,6 +516,13 @@ pub struct LimitSpec {
 }
 
 impl LimitSpec {
+    /// Texts of the limits in the order of [`Limits::NAMES`], and the limit group at the end.
+    fn texts(&mut self) -> [&mut Option<String>; Limits::NAMES.len() + 1] {
+        let Self { iops, read_iops, write_iops, bandwidth, read_bandwidth, write_bandwidth, group } =
+            self;
+        [iops, read_iops, write_iops, bandwidth, read_bandwidth, write_bandwidth, group]
+    }
+
     /// Converts to the limits of a disk.
     ///
     /// # Errors
@@ -526,15 +533,7 @@ impl LimitSpec {
             limits::check_name(group)?;
             limits.group = Some(group.clone());
         }
-        let texts = [
-            &self.iops,
-            &self.read_iops,
-            &self.write_iops,
-            &self.bandwidth,
-            &self.read_bandwidth,
-            &self.write_bandwidth,
-        ];
-        for (name, text) in Limits::NAMES.iter().zip(texts) {
+        for (name, text) in Limits::NAMES.iter().zip(self.clone().texts()) {
             if let Some(text) = text {
                 limits.own.set(name, text)?;
             }
@@ -542,18 +541,13 @@ impl LimitSpec {
         Ok(limits)
     }
 
-    /// Change that removes all limits.
-    pub fn none() -> Self {
-        let none = || Some(NONE.to_owned());
-        Self {
-            iops: none(),
-            read_iops: none(),
-            write_iops: none(),
-            bandwidth: none(),
-            read_bandwidth: none(),
-            write_bandwidth: none(),
-            group: none(),
+    /// Change like this one, which also removes all limits that are not given.
+    #[must_use]
+    pub fn or_none(mut self) -> Self {
+        for text in self.texts() {
+            text.get_or_insert_with(|| NONE.to_owned());
         }
+        self
     }
 
     /// Applies this change to the limits of a disk: limits that are not given stay, and `none`
@@ -562,21 +556,10 @@ impl LimitSpec {
     /// # Errors
     /// A sentence about the first invalid limit.
     pub fn changed(&self, before: &DiskLimits) -> Result<DiskLimits, String> {
-        let mut after = Self::of(before);
-        let pairs = [
-            (&mut after.iops, &self.iops),
-            (&mut after.read_iops, &self.read_iops),
-            (&mut after.write_iops, &self.write_iops),
-            (&mut after.bandwidth, &self.bandwidth),
-            (&mut after.read_bandwidth, &self.read_bandwidth),
-            (&mut after.write_bandwidth, &self.write_bandwidth),
-            (&mut after.group, &self.group),
-        ];
-        for (now, wanted) in pairs {
-            match wanted.as_deref() {
-                None => {}
-                Some(NONE) => *now = None,
-                Some(text) => *now = Some(text.to_owned()),
+        let (mut after, mut wanted) = (Self::of(before), self.clone());
+        for (now, wanted) in after.texts().into_iter().zip(wanted.texts()) {
+            if let Some(text) = wanted.take() {
+                *now = Some(text).filter(|text| text != NONE);
             }
         }
         after.parse()

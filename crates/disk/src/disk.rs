@@ -407,3 +407,18 @@ pub trait Queue {
         self.inner().is_some_and(|inner| inner.shares_wake_fd())
     }
 }
+
+/// Submits a request to a disk, with metadata parameters if there are any.
+#[inline]
+pub fn submit_any(
+    queue: &mut dyn Queue,
+    tag: u32,
+    request: &Request,
+    metadata: Option<&Metadata>,
+    data: &mut Segments,
+) -> Submitted {
+    match metadata {
+        None => queue.submit(tag, request, data),
+        Some(metadata) => queue.submit_with_metadata(tag, request, metadata, data),
+    }
+}

@@ -39,7 +39,7 @@ pub use bounds::Bounds;
 pub use checkpoint_error::CheckpointError;
 pub use compare::compare;
 pub use completion_queue::CompletionQueue;
-pub use disk::{Disk, Queue, Wait, WaitReason};
+pub use disk::{Disk, Queue, Wait, WaitReason, submit_any};
 pub use error::{MAX_MEMORY, OpenError};
 pub use extent::{Extent, ReportExtent};
 pub use format::ImageFormat;

@@ -8,15 +8,15 @@ use shadowbell_frontend::ControllerDevice;
 use shadowbell_frontend::vfio_user::MSIX_BAR;
 use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::{Status, regs};
-use shadowbell_state::{Descriptors, Parcel};
+use shadowbell_state::{Descriptors, LastingChange};
 use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::client::{DmaRange, Options};
 use shadowbell_vfio_user::device::{DmaUnmap, irq, region};
-use shadowbell_vfio_user::server::{RunEnd, SavedPort};
+use shadowbell_vfio_user::server::{Limits, PortRecorder, RestoredPort, RunEnd, SavedPort};
 use shadowbell_vfio_user::{Client, Listener, Reactor};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -43,9 +43,48 @@ fn run(mut reactor: Reactor) -> Running {
     })
 }
 
-/// Controller behind a socket, and its saved state while it is quiesced.
+/// Recorder that stores the last checkpoint of a controller's socket, with the files of the lasting
+/// descriptors.
+#[derive(Clone, Default)]
+struct Last(Arc<Mutex<Checkpoint>>);
+
+#[derive(Default)]
+struct Checkpoint {
+    port: Option<SavedPort>,
+    fds: Vec<OwnedFd>,
+    lasting: BTreeMap<u64, OwnedFd>,
+}
+
+impl PortRecorder for Last {
+    fn record(&mut self, port: &SavedPort, mut fds: Descriptors) {
+        let mut checkpoint = self.0.lock().unwrap();
+        for change in fds.take_changes() {
+            match change {
+                LastingChange::Put(number, fd) => drop(checkpoint.lasting.insert(number, fd)),
+                LastingChange::Remove(number) => drop(checkpoint.lasting.remove(&number)),
+            }
+        }
+        (checkpoint.port, checkpoint.fds) = (Some(port.clone()), fds.into_fds());
+    }
+}
+
+impl Last {
+    /// Copy of the checkpoint, as the next process receives it, and the number of its descriptors.
+    fn copy(&self) -> (SavedPort, Descriptors, usize) {
+        let checkpoint = self.0.lock().unwrap();
+        let port = serde_json::to_string(checkpoint.port.as_ref().unwrap()).unwrap();
+        let copy = |fd: &OwnedFd| fd.try_clone().unwrap();
+        let mut fds = Descriptors::from(checkpoint.fds.iter().map(copy).collect::<Vec<_>>());
+        checkpoint.lasting.iter().for_each(|(number, fd)| fds.add_lasting(*number, copy(fd)));
+        let count = checkpoint.fds.len() + checkpoint.lasting.len();
+        (serde_json::from_str(&port).unwrap(), fds, count)
+    }
+}
+
+/// Controller behind a socket.
 struct Server {
     directory: tempfile::TempDir,
+    last: Last,
     controller: Controller,
     handle: shadowbell_vfio_user::server::Handle,
     running: Option<Running>,
@@ -55,11 +94,11 @@ impl Server {
     fn start() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let controller = self::controller();
-        let mut reactor = Reactor::new(Default::default()).unwrap();
+        let reactor = Reactor::new(Default::default()).unwrap();
         let listener = Listener::bind(directory.path().join("cntrl")).unwrap();
-        reactor.add(listener, device(&controller)).unwrap();
-        let handle = reactor.handle();
-        Self { directory, controller, handle, running: Some(run(reactor)) }
+        let (handle, last) = (reactor.handle(), Last::default());
+        handle.add_recorded(listener, device(&controller), Box::new(last.clone()));
+        Self { directory, last, controller, handle, running: Some(run(reactor)) }
     }
 
     fn freeze(&mut self) -> Reactor {
@@ -76,13 +115,14 @@ impl Server {
 
     /// Replaces the server. Returns the number of transferred descriptors.
     fn replace(&mut self) -> usize {
-        let mut old = self.freeze();
-        let (saved, mut parcel) = save_and_receive(&mut old);
-        let count = parcel.descriptors().len();
+        let old = self.freeze();
+        let (saved, mut fds, count) = self.last.copy();
         let controller = self::controller();
-        let mut new = Reactor::new(Default::default()).unwrap();
-        new.restore(saved, parcel.descriptors(), device(&controller)).unwrap();
-        parcel.finish().unwrap();
+        let limits = Limits::default();
+        let restored = RestoredPort::new(saved, &mut fds, device(&controller), &limits).unwrap();
+        assert_eq!(fds.iter().count(), 0, "descriptors that the port has not taken");
+        let new = Reactor::new(limits).unwrap();
+        new.handle().restore(restored, Box::new(self.last.clone()), || {});
         old.release_to_successor();
         self.controller = controller;
         self.resume(new);
@@ -95,18 +135,6 @@ impl Drop for Server {
         self.handle.stop();
         let _ = self.running.take().map(JoinHandle::join);
     }
-}
-
-fn save_and_receive(old: &mut Reactor) -> (SavedPort, Parcel) {
-    let mut parcel = Parcel::new();
-    let saved = old.save(parcel.descriptors()).unwrap();
-    parcel.add("sockets", true, &saved).unwrap();
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    let sender = std::thread::spawn(move || parcel.send(&ours).unwrap());
-    let mut parcel = Parcel::receive(&theirs).unwrap();
-    sender.join().unwrap();
-    let mut saved: Vec<SavedPort> = parcel.take("sockets").unwrap().unwrap();
-    (saved.remove(0), parcel)
 }
 
 fn share<'a>(iova: u64, len: u64, fd: Option<BorrowedFd<'a>>, fd_offset: u64) -> DmaRange<'a> {
@@ -242,19 +270,20 @@ fn a_failed_successor_reports_why_and_the_old_server_continues() {
     let client = Client::connect(server.directory.path(), Options::default()).unwrap();
     let memory = Mapping::shared("guest", PAGE).unwrap();
     client.dma_map(&share(0, PAGE, memory.fd(), 0)).unwrap();
-    let mut old = server.freeze();
-    let (saved, mut parcel) = save_and_receive(&mut old);
-    let mut new = Reactor::new(Default::default()).unwrap();
-    let without = &mut Descriptors::default();
-    let error = new.restore(saved.clone(), without, device(&controller())).unwrap_err();
-    assert!(error.to_string().contains("refers to descriptor"), "{error}");
+    let old = server.freeze();
+    let (saved, mut fds, _) = server.last.copy();
+    let restore = |saved, fds: &mut Descriptors| {
+        let device = device(&controller());
+        RestoredPort::new(saved, fds, device, &Limits::default()).err().unwrap().to_string()
+    };
+    let error = restore(saved.clone(), &mut Descriptors::default());
+    assert!(error.contains("refers to descriptor"), "{error}");
     // The saved memory range cannot be mapped.
     let mut text = serde_json::to_value(&saved).unwrap();
     text["device"]["memory"]["ranges"][0][3] = 1.into();
-    let saved = serde_json::from_value(text).unwrap();
-    let error = new.restore(saved, parcel.descriptors(), device(&controller())).unwrap_err();
-    assert!(error.to_string().contains("memory at IOVA 0x0"), "{error}");
-    drop((new, parcel));
+    let error = restore(serde_json::from_value(text).unwrap(), &mut fds);
+    assert!(error.contains("memory at IOVA 0x0"), "{error}");
+    drop(fds);
     server.resume(old);
     client.dma_unmap(DmaUnmap::Range { iova: 0, len: PAGE }).unwrap();
 }

@@ -259,12 +259,9 @@ impl SharedBytes {
     #[must_use]
     pub fn load_u64_acquire(&self, offset: usize) -> Option<u64> {
         let ptr = self.at(offset, 8)?.cast::<AtomicU64>();
-        if !ptr.is_aligned() {
-            return None;
-        }
         // SAFETY: the word is mapped and aligned. All accesses to shared memory are atomics or
         // copies.
-        Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
+        ptr.is_aligned().then(|| unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
     /// Loads the aligned 32-bit word at `offset` with acquire ordering. Returns `None` if it is not
@@ -273,12 +270,9 @@ impl SharedBytes {
     #[must_use]
     pub fn load_u32_acquire(&self, offset: usize) -> Option<u32> {
         let ptr = self.at(offset, 4)?.cast::<AtomicU32>();
-        if !ptr.is_aligned() {
-            return None;
-        }
         // SAFETY: the word is mapped and aligned. All accesses to shared memory are atomics or
         // copies.
-        Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
+        ptr.is_aligned().then(|| unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
     /// Loads the aligned 16-bit word at `offset` with acquire ordering. Returns `None` if it is not
@@ -287,12 +281,9 @@ impl SharedBytes {
     #[must_use]
     pub fn load_u16_acquire(&self, offset: usize) -> Option<u16> {
         let ptr = self.at(offset, 2)?.cast::<AtomicU16>();
-        if !ptr.is_aligned() {
-            return None;
-        }
         // SAFETY: the word is mapped and aligned. All accesses to shared memory are atomics or
         // copies.
-        Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
+        ptr.is_aligned().then(|| unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
     /// Stores the aligned 16-bit word at `offset` with release ordering. Returns `None` if it is

@@ -248,16 +248,16 @@ struct RateArgs {
 impl RateArgs {
     /// Limits to change: with `--none`, also those that are not given.
     fn spec(&self) -> LimitSpec {
-        let rest = if self.none { LimitSpec::none() } else { LimitSpec::default() };
-        LimitSpec {
-            iops: self.iops.clone().or(rest.iops),
-            read_iops: self.read_iops.clone().or(rest.read_iops),
-            write_iops: self.write_iops.clone().or(rest.write_iops),
-            bandwidth: self.bandwidth.clone().or(rest.bandwidth),
-            read_bandwidth: self.read_bandwidth.clone().or(rest.read_bandwidth),
-            write_bandwidth: self.write_bandwidth.clone().or(rest.write_bandwidth),
+        let spec = LimitSpec {
+            iops: self.iops.clone(),
+            read_iops: self.read_iops.clone(),
+            write_iops: self.write_iops.clone(),
+            bandwidth: self.bandwidth.clone(),
+            read_bandwidth: self.read_bandwidth.clone(),
+            write_bandwidth: self.write_bandwidth.clone(),
             group: None,
-        }
+        };
+        if self.none { spec.or_none() } else { spec }
     }
 }
 
@@ -627,8 +627,7 @@ fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow
 
 fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
     let limits = args.rates.spec();
-    let group = args.group.clone().or_else(|| args.rates.none.then(|| "none".to_owned()));
-    let limits = LimitSpec { group, ..limits };
+    let limits = LimitSpec { group: args.group.clone().or(limits.group), ..limits };
     let is_change = limits != LimitSpec::default();
     let Some(id) = &args.disk else {
         if is_change {

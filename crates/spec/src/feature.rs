@@ -272,17 +272,6 @@ pub struct IoCommandSetProfile {
     __: u32,
 }
 
-/// Namespace Write Protection Config, 84h, per namespace.
-#[bitfield(u32)]
-#[derive(PartialEq, Eq)]
-pub struct NamespaceWriteProtection {
-    /// Write Protection State: 0 none, 1 write protected, 2 until power cycle, 3 permanent.
-    #[bits(3)]
-    pub wps: u8,
-    #[bits(29)]
-    __: u32,
-}
-
 /// Timestamp, 0Eh: 8 bytes of data. Base 2.1, 5.1.25.1, "Timestamp".
 #[bitfield(u64)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -376,7 +365,6 @@ mod tests {
         assert_eq!(value.into_bits(), 0x1_0002);
         assert_eq!(WriteAtomicity::new().with_dn(true).into_bits(), 1);
         assert_eq!(IoCommandSetProfile::new().with_iocsci(0x1ff).into_bits(), 0x1ff);
-        assert_eq!(NamespaceWriteProtection::new().with_wps(7).into_bits(), 7);
         let value = Timestamp::new().with_millis((1 << 48) - 1).with_synch(true).with_origin(1);
         assert_eq!(value.into_bits(), 0x0003_ffff_ffff_ffff);
     }

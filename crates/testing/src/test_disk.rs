@@ -4,7 +4,7 @@ use crate::wait;
 use parking_lot::Mutex;
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, ReportExtent, Request, Submitted};
 use shadowbell_disk_file::MemDisk;
-use shadowbell_memory::{EventFd, Segments, SharedBytes};
+use shadowbell_memory::{EventFd, Segments, SharedBytes, View, ViewChange};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -24,6 +24,8 @@ pub struct Instructions {
     pub failures: Option<u32>,
     /// Reads fail if they start at or after this byte.
     pub fail_beyond: Option<u64>,
+    /// If true, held requests move to a new view of guest memory, as on a disk that copies data.
+    pub follow_memory: bool,
     /// If true, calls of `extents` block.
     pub hold_extents: bool,
     /// All requests that arrived, in order.
@@ -113,6 +115,10 @@ impl Disk for TestDisk {
         "test".into()
     }
 
+    fn map(&self, len: u64) -> Option<SharedBytes> {
+        self.mem.map(len)
+    }
+
     fn extents(&self, offset: u64, len: u64, tell: &mut ReportExtent<'_>) {
         while self.instructions.lock().hold_extents {
             wait::pause();
@@ -184,6 +190,15 @@ impl Queue for TestQueue {
         for (tag, request, mut data) in released {
             let outcome = self.run(tag, &request, &mut data);
             done(tag, outcome, data);
+        }
+    }
+
+    fn memory_changed(&mut self, view: &View) {
+        if self.disk.instructions.lock().follow_memory {
+            let mut change = ViewChange::new(view);
+            for (_, _, data) in &mut self.held {
+                data.move_to(&mut change);
+            }
         }
     }
 

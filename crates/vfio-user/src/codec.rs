@@ -7,14 +7,13 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Bytes, Descriptors, FdRef, StateError};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::Errno;
-use crate::descriptor::{Closer, Descriptor, SavedDescriptor};
+use crate::descriptor::Descriptor;
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
 /// Maximum number of descriptors in one message. A message with more descriptors ends the
@@ -76,15 +75,6 @@ pub struct Message<'a> {
 struct Batch {
     end: u64,
     fds: Vec<Descriptor>,
-}
-
-/// Serialized [`Decoder`]: received data that are not decoded.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(crate) struct SavedDecoder {
-    bytes: Bytes,
-    /// Descriptors from each receive call, and the length that `bytes` had after that call.
-    #[serde(default)]
-    fds: Vec<(u64, Vec<SavedDescriptor>)>,
 }
 
 /// Serialized [`SendQueue`].
@@ -264,41 +254,6 @@ impl Decoder {
     /// Number of bytes that were received and not decoded yet.
     pub(crate) fn buffered(&self) -> usize {
         self.end - self.start
-    }
-
-    /// Serializes the received data that are not decoded yet. The stream must not have failed.
-    pub(crate) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedDecoder> {
-        let bytes = self.buffer.get(self.start..self.end).unwrap_or_default().to_vec();
-        let mut batches = Vec::new();
-        for batch in &self.batches {
-            let saved = batch.fds.iter().map(|fd| fd.save(fds)).collect::<io::Result<_>>()?;
-            batches.push((batch.end - self.position, saved));
-        }
-        Ok(SavedDecoder { bytes: Bytes(bytes), fds: batches })
-    }
-
-    /// Restores a decoder of [`save`](Self::save).
-    pub(crate) fn restore(
-        saved: SavedDecoder,
-        max_data_xfer_size: usize,
-        fds: &mut Descriptors,
-        closer: &Arc<Closer>,
-    ) -> Result<Self, StateError> {
-        let mut decoder = Self::new(max_data_xfer_size);
-        let SavedDecoder { bytes: Bytes(bytes), fds: batches } = saved;
-        decoder.end = bytes.len();
-        if bytes.len() > BUFFER_LEN {
-            decoder.buffer = bytes;
-        } else if let Some(buffer) = decoder.buffer.get_mut(..bytes.len()) {
-            buffer.copy_from_slice(&bytes);
-        }
-        for (end, batch) in batches {
-            let restored = batch.into_iter().map(|fd| Descriptor::restore(fd, fds, closer));
-            let restored = restored.collect::<Result<Vec<_>, _>>()?;
-            decoder.pending_fds += restored.len();
-            decoder.batches.push_back(Batch { end, fds: restored });
-        }
-        Ok(decoder)
     }
 
     fn header(&self) -> Option<Header> {

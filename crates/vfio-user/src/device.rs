@@ -336,38 +336,27 @@ pub trait Device: Send {
         None
     }
 
-    /// Serializes the state of the device and of its client for the next server process. `fds` gets
-    /// duplicates of the client's descriptors. No [`Completer`] is outstanding. The device may be
-    /// used afterwards.
+    /// Serializes the state of the device and of its client for a checkpoint, which replaces the
+    /// previous one. `fds` gets duplicates of the client's descriptors. Of the
+    /// [lasting](Descriptors::add_lasting) descriptors, it gets only those that were added or
+    /// removed since the previous checkpoint, so that the cost of a checkpoint does not depend on
+    /// the number of earlier messages.
     ///
     /// # Errors
     ///
     /// The default: this device type does not support the transfer.
-    fn save(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
+    fn record(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
         let _ = fds;
         Err(SaveError::Device)
-    }
-
-    /// Serializes the state like [`save`](Self::save), for a checkpoint, which replaces the
-    /// previous one. Of the [lasting](Descriptors::add_lasting) descriptors, `fds` gets only those
-    /// that were added or removed since the previous checkpoint, so that the cost of a checkpoint
-    /// does not depend on the number of earlier messages.
-    ///
-    /// # Errors
-    ///
-    /// As [`save`](Self::save).
-    fn record(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
-        self.save(fds)
     }
 
     /// Prepares the device for a new sequence of checkpoints. The next [`record`](Self::record)
     /// must include all lasting descriptors, because the receiver does not have any yet.
     fn reset_checkpoint(&mut self) {}
 
-    /// Restores the state of [`save`](Self::save) or [`record`](Self::record). Called once, before
-    /// any other method. The previous server process may still resume, so restoring must have no
-    /// effect on the client. The device wraps the client's descriptors in
-    /// [`PeerFd::of_predecessor`] with this `closer`.
+    /// Restores the state of [`record`](Self::record). Called once, before any other method. The
+    /// previous server process may still resume, so restoring must have no effect on the client.
+    /// The device wraps the client's descriptors in [`PeerFd::of_predecessor`] with this `closer`.
     ///
     /// # Errors
     ///

@@ -10,9 +10,6 @@ use shadowbell_state::StateError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
-    /// The reactor is not frozen.
-    #[error("the server has to be frozen before its clients move to another process")]
-    NotFrozen,
     /// This client cannot be transferred, for the given reason.
     #[error("this client cannot move to another process: {0}")]
     Client(String),

@@ -10,11 +10,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use common::*;
-use shadowbell_state::Descriptors;
+use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::codec::SendQueue;
 use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
-use shadowbell_vfio_user::{Listener, SaveError};
 use zerocopy::IntoBytes;
 
 struct Dice(u64);
@@ -174,7 +173,7 @@ fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
 fn every_request_is_answered_once_across_replacements() {
     for seed in 0..4 {
         let mut dice = Dice(1000 + seed);
-        let (mut server, path, shared) = Server::with_device(Limits::default());
+        let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
         let raw = Raw::attach(&path);
         let listener = Raw::new(raw.stream.try_clone().unwrap());
         shared.hold.store(true, Ordering::SeqCst);
@@ -219,25 +218,18 @@ fn every_request_is_answered_once_across_replacements() {
         for _ in 0..100 {
             // The duration is random, so that the test covers many moments.
             std::thread::sleep(Duration::from_micros(dice.roll(1500)));
-            let mut old = server.freeze();
-            match dice.roll(6) {
+            let old = server.freeze();
+            match dice.roll(5) {
                 // Cancels the replacement: the old server continues.
                 0 => server.run(old),
                 // The replacement fails: the next server is dropped before it runs, and the old one
                 // continues.
                 1 => {
-                    drop(server.successor(&mut old, &[&shared]));
-                    server.run(old);
-                }
-                2 => {
-                    shared.refuses.store(true, Ordering::SeqCst);
-                    let error = old.save(&mut Descriptors::default()).unwrap_err();
-                    assert!(matches!(error, SaveError::Client(_)), "{error}");
-                    shared.refuses.store(false, Ordering::SeqCst);
+                    drop(server.successor(&[&shared]));
                     server.run(old);
                 }
                 _ => {
-                    let new = server.successor(&mut old, &[&shared]);
+                    let new = server.successor(&[&shared]);
                     old.release_to_successor();
                     server.run(new);
                 }
@@ -271,7 +263,7 @@ fn every_request_is_answered_once_across_replacements() {
 /// them.
 #[test]
 fn unread_replies_survive_a_replacement() {
-    let (mut server, path, shared) = Server::with_device(Limits::default());
+    let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
     let mut raw = Raw::attach(&path);
     raw.write(0, b"first").ok();
     // The replies exceed the buffers of socket and server.
@@ -311,7 +303,7 @@ fn unread_replies_survive_a_replacement() {
 /// After a replacement, each descriptor arrives with the reply to which it belongs.
 #[test]
 fn descriptors_of_unread_replies_survive_a_replacement() {
-    let (mut server, path, shared) = Server::with_device(Limits::default());
+    let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x4000).as_bytes()]);
     let ask =
@@ -358,7 +350,7 @@ fn receive(stream: &UnixStream) -> (usize, Vec<std::os::fd::OwnedFd>) {
 
 #[test]
 fn a_freeze_waits_for_the_request_in_flight_only() {
-    let (mut server, path, shared) = Server::with_device(Limits::default());
+    let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
     let (other_path, other, _) = server.add("other");
     let mut neighbour = Raw::attach(&other_path);
     let mut raw = Raw::attach(&path);
@@ -378,11 +370,11 @@ fn a_freeze_waits_for_the_request_in_flight_only() {
     server.handle.freeze();
     assert!(!server.has_ended());
     done.ok();
-    let mut old = server.frozen();
+    let old = server.frozen();
     assert_eq!(raw.reply().header.id, 1);
     raw.assert_silent();
     assert_eq!(shared.log().last().unwrap(), "slow write", "the reset waits");
-    let new = server.successor(&mut old, &[&shared, &other]);
+    let new = server.successor(&[&shared, &other]);
     old.release_to_successor();
     server.run(new);
     shared.wait_held().ok();
@@ -423,7 +415,7 @@ fn a_freeze_ends_when_several_unmaps_end_together() {
 
 #[test]
 fn a_freeze_waits_for_a_disconnect_in_progress() {
-    let (mut server, path, shared) = Server::with_device(Limits::default());
+    let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
     shared.hold.store(true, Ordering::SeqCst);
     drop(Raw::attach(&path));
     let done = shared.wait_held();
@@ -432,9 +424,9 @@ fn a_freeze_waits_for_a_disconnect_in_progress() {
     eventually("the reactor waits", || sleeps(server.tid));
     assert!(!server.has_ended());
     done.ok();
-    let mut old = server.frozen();
+    let old = server.frozen();
     assert_eq!(shared.log(), ["connected, 8 fds", "disconnected"]);
-    let new = server.successor(&mut old, &[&shared]);
+    let new = server.successor(&[&shared]);
     old.release_to_successor();
     server.run(new);
     next.negotiate();
@@ -443,10 +435,10 @@ fn a_freeze_waits_for_a_disconnect_in_progress() {
 
 #[test]
 fn the_successor_notices_a_client_that_left_meanwhile() {
-    let (mut server, path, shared) = Server::with_device(Limits::default());
+    let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
     let raw = Raw::attach(&path);
-    let mut old = server.freeze();
-    let new = server.successor(&mut old, &[&shared]);
+    let old = server.freeze();
+    let new = server.successor(&[&shared]);
     drop(raw);
     old.release_to_successor();
     assert_eq!(shared.log(), ["connected, 8 fds"]);
@@ -457,12 +449,12 @@ fn the_successor_notices_a_client_that_left_meanwhile() {
 
 #[test]
 fn the_socket_file_exists_until_the_last_server_ends() {
-    let (mut server, path, shared) = Server::with_device(Limits::default());
-    let mut old = server.freeze();
+    let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
+    let old = server.freeze();
     // If the next server is dropped before it runs, the socket file stays.
-    drop(server.successor(&mut old, &[&shared]));
+    drop(server.successor(&[&shared]));
     let mut waiting = Raw::connect(&path);
-    let new = server.successor(&mut old, &[&shared]);
+    let new = server.successor(&[&shared]);
     new.handle().freeze();
     old.release_to_successor();
     server.run(new);
@@ -480,11 +472,11 @@ fn the_socket_file_exists_until_the_last_server_ends() {
 /// Negotiated limits stay valid in the next server, even if its own limits differ.
 #[test]
 fn a_successor_keeps_the_negotiated_limits() {
-    let (mut server, path, shared) = Server::with_device(Limits::default());
+    let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
     let mut raw = Raw::attach(&path);
-    let mut old = server.freeze();
+    let old = server.freeze();
     server.limits.max_data_xfer_size = 64;
-    let new = server.successor(&mut old, &[&shared]);
+    let new = server.successor(&[&shared]);
     old.release_to_successor();
     server.run(new);
     raw.write(0, &[7; 0x4000]).ok();
@@ -498,7 +490,7 @@ fn a_freeze_suspends_the_message_timeout() {
     // The limit is long enough for a busy machine before and after the pause, and shorter than the
     // pause.
     let limits = Limits { message: Duration::from_secs(5), ..Limits::default() };
-    let (mut server, path, shared) = Server::with_device(limits);
+    let (mut server, path, shared) = Server::with_recorded_device(limits);
     let mut raw = Raw::attach(&path);
     let bytes = message(5, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
     raw.send(&bytes[..20]);
@@ -512,24 +504,4 @@ fn a_freeze_suspends_the_message_timeout() {
     raw.send(&bytes[20..]);
     assert_eq!(raw.reply().header.id, 5);
     assert_eq!(shared.log(), ["connected, 8 fds"]);
-}
-
-#[test]
-fn a_running_server_cannot_be_saved() {
-    let mut reactor = shadowbell_vfio_user::Reactor::new(Limits::default()).unwrap();
-    let error = reactor.save(&mut Descriptors::default()).unwrap_err();
-    assert!(error.to_string().contains("has to be frozen"), "{error}");
-}
-
-/// Runs all tests of this file again, with servers that store checkpoints.
-#[test]
-fn all_tests_pass_with_recorded_servers() {
-    if is_recorded() {
-        return;
-    }
-    let status = std::process::Command::new(std::env::current_exe().unwrap())
-        .env("SHADOWBELL_TEST_RECORDED", "1")
-        .status()
-        .unwrap();
-    assert!(status.success());
 }

@@ -59,7 +59,7 @@ fn a_client_of_every_kind(path: &std::path::Path) {
 
 #[test]
 fn no_descriptor_is_left_open() {
-    let (mut server, path, shared) = Server::with_device(Limits::default());
+    let (mut server, path, shared) = Server::with_recorded_device(Limits::default());
     let settle = || {
         Raw::attach(&path);
         eventually("all have left", || {
@@ -84,8 +84,8 @@ fn no_descriptor_is_left_open() {
     raw.send_with_fds(&bytes[..20], &fds);
     for _ in 0..20 {
         server.replace(&[&shared]);
-        let mut old = server.freeze();
-        drop(server.successor(&mut old, &[&shared]));
+        let old = server.freeze();
+        drop(server.successor(&[&shared]));
         server.run(old);
     }
     raw.send(&bytes[20..]);

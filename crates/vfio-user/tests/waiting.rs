@@ -5,14 +5,12 @@ mod common;
 
 use shadowbell_testing::wait;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::*;
-use shadowbell_state::Descriptors;
-use shadowbell_vfio_user::server::{Limits, PortRecorder, SavedPort};
+use shadowbell_vfio_user::Errno;
+use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
-use shadowbell_vfio_user::{Errno, Listener, Reactor};
 use zerocopy::IntoBytes;
 
 fn unmap() -> wire::DmaUnmap {
@@ -84,26 +82,11 @@ fn messages_do_not_wait_behind_an_unmap_of_the_same_client() {
     assert_eq!(raw.read(0, 1).ok()[16..], [7]);
 }
 
-/// Recorder that stores the last checkpoint.
-#[derive(Clone, Default)]
-struct Last(Arc<Mutex<Option<(SavedPort, Descriptors)>>>);
-
-impl PortRecorder for Last {
-    fn record(&mut self, port: &SavedPort, fds: Descriptors) {
-        *self.0.lock().unwrap() = Some((port.clone(), fds));
-    }
-}
-
 /// The checkpoint contains an unmap that waits while later messages are handled. It waits for
 /// accesses of the device, which end with the process. So the next process can reply to it at once.
 #[test]
 fn the_next_process_replies_to_an_unmap_that_was_overtaken() {
-    let server = Server::start(Limits::default());
-    let path = server.directory.path().join("device");
-    let (device, shared) = TestDevice::new();
-    let last = Last::default();
-    let listener = Listener::bind(&path).unwrap();
-    server.handle.add_recorded(listener, device, Box::new(last.clone()));
+    let (server, path, shared) = Server::with_recorded_device(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
     let message = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
@@ -112,21 +95,14 @@ fn the_next_process_replies_to_an_unmap_that_was_overtaken() {
     let _held = shared.wait_held();
     raw.write(0, &[7]).ok();
 
-    let (saved, mut fds) = last.0.lock().unwrap().take().unwrap();
     let mut next = Server::start(Limits::default());
     next.handle.freeze();
     let _ = next.frozen();
-    let mut reactor = Reactor::new(next.limits).unwrap();
-    let port = reactor.restore(saved, &mut fds, TestDevice::of(&shared)).unwrap();
-    reactor.record_with(port, Box::new(last.clone()));
-    next.run(reactor);
+    next.run(server.successor(&[&shared]));
     assert_eq!(raw.reply().ok(), unmap().as_bytes());
     raw.assert_silent();
-    eventually("a checkpoint without the unmap", || {
-        let last = last.0.lock().unwrap();
-        let saved = last.as_ref().map(|(saved, _)| serde_json::to_string(saved).unwrap());
-        saved.is_some_and(|saved| !saved.contains("unmaps"))
-    });
+    let last = server.checkpoints.lock().unwrap()[0].clone();
+    eventually("a checkpoint without the unmap", || !last.text().contains("unmaps"));
 }
 
 /// Recorder that also logs the replay of a client. The replay may begin at the second attempt.

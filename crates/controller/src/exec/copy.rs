@@ -13,13 +13,13 @@
 //! commands are executed between the ranges. On an asynchronous disk, several requests of a phase
 //! are in flight at a time.
 
-use super::data_pointer::{Protection, read_list, submit_any};
+use super::data_pointer::{Protection, read_list};
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::multi_step::MAX_IN_FLIGHT;
 use super::namespace::{NamespaceQueue, index_of, status_of};
 use super::quota::cost;
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
-use shadowbell_disk::{Metadata, Op, Request, Submitted};
+use shadowbell_disk::{Metadata, Op, Request, Submitted, submit_any};
 use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
 use shadowbell_spec::nvm::{CopyFields, CopyRange, LongCopyRange};
 use shadowbell_spec::sqe::Sqe;

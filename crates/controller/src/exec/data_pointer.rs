@@ -4,7 +4,7 @@
 use super::namespace::NamespaceQueue;
 use super::quota::{TouchedSpans, cost};
 use crate::admin::features::EXTENDED_FORMATS;
-use shadowbell_disk::{Metadata, MetadataBuffer, MetadataFormat, Queue, Request, Submitted};
+use shadowbell_disk::{Metadata, MetadataBuffer, MetadataFormat};
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{CopyFields, CopyRange, LongCopyRange, PRINFO_PRACT, RwFields};
@@ -49,20 +49,6 @@ pub(super) fn read_list(
     let copied = scratch.read_into(0, list);
     scratch.clear();
     copied.ok_or(Status::INTERNAL)
-}
-
-/// Submits a request to a disk, with metadata parameters if there are any.
-pub(super) fn submit_any(
-    queue: &mut dyn Queue,
-    tag: u32,
-    request: &Request,
-    metadata: Option<&Metadata>,
-    data: &mut Segments,
-) -> Submitted {
-    match metadata {
-        None => queue.submit(tag, request, data),
-        Some(metadata) => queue.submit_with_metadata(tag, request, metadata, data),
-    }
 }
 
 /// True if the host must enable extended LBA formats (LBAFEE) before it uses this format.

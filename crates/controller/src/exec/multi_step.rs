@@ -15,11 +15,10 @@
 //! 1.1, "Read command"; likewise Compare and Verify). So the command consists of two requests in
 //! sequence: a flush of the whole disk, and the read itself.
 
-use super::data_pointer::submit_any;
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::namespace::{NamespaceQueue, status_of};
 use super::quota::cost;
-use shadowbell_disk::{Metadata, Op, Request, Submitted};
+use shadowbell_disk::{Metadata, Op, Request, Submitted, submit_any};
 use shadowbell_memory::{AfterChange, Segments, View, ViewChange};
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;

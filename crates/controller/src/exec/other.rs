@@ -20,7 +20,7 @@
 //! [subsystem](crate::subsystem), which reports their end.
 
 use super::copy::{ALWAYS_ENABLED, ParsedCopy, parse_copy};
-use super::data_pointer::{read_list, resolve_flagged, submit_any};
+use super::data_pointer::{read_list, resolve_flagged};
 use super::engine::{Engine, MAX_LOCATIONS, Started};
 use super::exclusive_state::Marked;
 use super::in_flight::{Appending, InFlight, Kind, Owner};
@@ -33,7 +33,7 @@ use crate::notice::{Latch, Notice};
 use crate::queue::Permit;
 use crate::reservations::{Access, Action};
 use crate::subsystem::{Command, Job};
-use shadowbell_disk::{DiskError, Metadata, Op, Request, Submitted, ZoneReport, Zones};
+use shadowbell_disk::{DiskError, Metadata, Op, Request, Submitted, ZoneReport, Zones, submit_any};
 use shadowbell_memory::Segments;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};

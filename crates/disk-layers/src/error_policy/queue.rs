@@ -2,7 +2,9 @@
 
 use super::policy::ErrorPolicy;
 use super::stop_state::{Bell, StopState};
-use shadowbell_disk::{Disk, DiskError, Metadata, Op, Queue, Request, Submitted, Tasks, merge};
+use shadowbell_disk::{
+    Disk, DiskError, Metadata, Op, Queue, Request, Submitted, Tasks, merge, submit_any,
+};
 use shadowbell_memory::{AfterChange, Segments, View, ViewChange};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -88,19 +90,6 @@ impl HoldingQueue {
         change.is_none_or(|mut change| data.move_to(&mut change) == AfterChange::Moved)
     }
 
-    fn forward(
-        &mut self,
-        tag: u32,
-        request: &Request,
-        metadata: Option<&Metadata>,
-        data: &mut Segments,
-    ) -> Submitted {
-        match metadata {
-            None => self.inner.submit(tag, request, data),
-            Some(metadata) => self.inner.submit_with_metadata(tag, request, metadata, data),
-        }
-    }
-
     fn take_in(
         &mut self,
         tag: u32,
@@ -109,7 +98,7 @@ impl HoldingQueue {
         data: &mut Segments,
     ) -> Submitted {
         let len = data.len();
-        let submitted = self.forward(tag, request, metadata, data);
+        let submitted = submit_any(&mut *self.inner, tag, request, metadata, data);
         let error = match submitted {
             Submitted::Pending => None,
             Submitted::Done(Err(error)) if self.holds(request.op, error, data) => Some(error),
@@ -197,7 +186,7 @@ impl HoldingQueue {
             let Some(task) = self.release(key) else { return };
             let (request, metadata, mut data) = (task.request, task.metadata, task.data.take());
             if let Submitted::Done(outcome) =
-                self.forward(tag, &request, metadata.as_ref(), &mut data)
+                submit_any(&mut *self.inner, tag, &request, metadata.as_ref(), &mut data)
                 && let Some((tag, outcome, data)) = self.complete(tag, outcome, data)
             {
                 done(tag, outcome, data);

@@ -7,7 +7,9 @@
 use super::counts::Counts;
 use super::limiter::Limiter;
 use super::timer::Timer;
-use shadowbell_disk::{DiskError, Lists, Metadata, Op, Queue, Request, Submitted, Tasks, merge};
+use shadowbell_disk::{
+    DiskError, Lists, Metadata, Op, Queue, Request, Submitted, Tasks, merge, submit_any,
+};
 use shadowbell_memory::{AfterChange, Segments, View, ViewChange};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -182,23 +184,10 @@ impl LimitedQueue {
                 done(tag, Err(DiskError::BadBuffer), data);
                 continue;
             }
-            match self.forward(tag, &request, metadata.as_ref(), &mut data) {
+            match submit_any(&mut *self.inner, tag, &request, metadata.as_ref(), &mut data) {
                 Submitted::Done(outcome) => done(tag, outcome, data),
                 Submitted::Pending => {}
             }
-        }
-    }
-
-    fn forward(
-        &mut self,
-        tag: u32,
-        request: &Request,
-        metadata: Option<&Metadata>,
-        data: &mut Segments,
-    ) -> Submitted {
-        match metadata {
-            None => self.inner.submit(tag, request, data),
-            Some(metadata) => self.inner.submit_with_metadata(tag, request, metadata, data),
         }
     }
 
@@ -213,7 +202,7 @@ impl LimitedQueue {
             let now = self.now();
             let slot = self.take_time(request, now);
             if slot.at <= now || self.is_open() {
-                return self.forward(tag, request, metadata, data);
+                return submit_any(&mut *self.inner, tag, request, metadata, data);
             }
             self.timer.arm(slot.at, now);
             self.slot = Some(slot);

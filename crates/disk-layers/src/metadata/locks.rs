@@ -1,52 +1,18 @@
 //! Block locks, which keep the data and metadata of a block consistent.
 
 use parking_lot::Mutex;
-use shadowbell_memory::EventFd;
-use std::io;
+use shadowbell_disk::CompletionQueue;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Event by which a queue learns which of its waiting requests may continue.
-#[derive(Debug)]
-pub(crate) struct Bell {
-    event: EventFd,
-    rings: AtomicBool,
-    granted: Mutex<Vec<u64>>,
-}
+/// Wake-up of a queue, with the serial numbers of its waiting requests that may continue.
+pub(crate) type Bell = CompletionQueue<u64>;
 
-impl Bell {
-    pub(crate) fn new() -> io::Result<Self> {
-        Ok(Self {
-            event: EventFd::new()?,
-            rings: AtomicBool::new(false),
-            granted: Mutex::default(),
-        })
-    }
-
-    pub(crate) fn event(&self) -> &EventFd {
-        &self.event
-    }
-
-    /// Notifies the queue that the request with this serial number may continue.
-    pub(crate) fn ring(&self, serial: u64) {
-        let mut granted = self.granted.lock();
-        granted.push(serial);
-        self.rings.store(true, Ordering::Release);
-        drop(granted);
-        self.event.signal();
-    }
-
-    /// Returns and removes the serial numbers of requests that may continue.
-    pub(crate) fn take(&self) -> Vec<u64> {
-        if !self.rings.load(Ordering::Acquire) {
-            return Vec::new();
-        }
-        self.event.drain();
-        let mut granted = self.granted.lock();
-        self.rings.store(false, Ordering::Relaxed);
-        std::mem::take(&mut granted)
-    }
+/// Returns and removes the serial numbers of requests that may continue.
+pub(crate) fn granted(bell: &Bell) -> Vec<u64> {
+    let mut granted = Vec::new();
+    bell.take(&mut granted);
+    granted
 }
 
 /// Logical blocks that a request reads or writes, for the block locks.
@@ -112,7 +78,7 @@ impl Locks {
             {
                 later.predecessors -= 1;
                 if later.predecessors == 0 {
-                    later.of.ring(later.serial);
+                    later.of.push(later.serial);
                 }
             }
         }
@@ -154,14 +120,14 @@ mod tests {
         assert!(!locks.enter(claim(3..5, false), 1, &two));
         assert!(!locks.enter(claim(4..8, true), 2, &two), "as are those that it writes");
         assert!(locks.enter(claim(8..9, true), 3, &two));
-        assert!(two.take().is_empty());
+        assert!(granted(&two).is_empty());
         locks.leave(1, &one);
-        assert_eq!(two.take(), [1]);
+        assert_eq!(granted(&two), [1]);
         locks.leave(2, &one);
-        assert!(two.take().is_empty(), "it waits for a reader, too");
+        assert!(granted(&two).is_empty(), "it waits for a reader, too");
         locks.leave(1, &two);
-        assert_eq!(two.take(), [2]);
+        assert_eq!(granted(&two), [2]);
         locks.leave_all(&two);
-        assert!(locks.list.lock().is_empty() && one.take().is_empty());
+        assert!(locks.list.lock().is_empty() && granted(&one).is_empty());
     }
 }

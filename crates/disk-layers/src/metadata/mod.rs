@@ -30,4 +30,4 @@ mod task;
 mod tests;
 
 pub use disk::MetadataDisk;
-pub(crate) use locks::Bell;
+pub(crate) use locks::{Bell, granted};

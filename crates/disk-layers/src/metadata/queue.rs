@@ -3,13 +3,13 @@
 use super::cache::Cache;
 use super::checks::Scratch;
 use super::layout::{Layout, Location};
-use super::locks::{Bell, Locks};
+use super::locks::{Bell, Locks, granted};
 use super::task::{Stage, Task, Transfer};
 use shadowbell_disk::{
     Bounds, DiskError, DiskInfo, Metadata, MetadataBuffer, Op, Queue, Request, Submitted, Tasks,
     merge,
 };
-use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
+use shadowbell_memory::{AfterChange, Mapping, Segments, SharedBytes, View, ViewChange};
 use shadowbell_spec::nvm::PRINFO_PRACT;
 use std::io;
 use std::ops::Range;
@@ -76,7 +76,7 @@ impl MetadataQueue {
         (locks, cache): (Arc<Locks>, Arc<Cache>),
     ) -> io::Result<Self> {
         let bell = Arc::new(Bell::new()?);
-        let both = |timer| merge([timer, bell.event().as_fd()]);
+        let both = |timer| merge([timer, bell.as_fd()]);
         Ok(Self {
             timer: inner.timer_fd().map(both).transpose()?,
             inner,
@@ -433,7 +433,7 @@ impl Queue for MetadataQueue {
             }
         }
         self.ended = ended;
-        for serial in self.of_all.bell.take() {
+        for serial in granted(&self.of_all.bell) {
             let waits = |task: &Task| task.serial == serial && task.stage == Stage::Waiting;
             let found = self.tasks.keys().collect::<Vec<_>>().into_iter();
             let mut found = found.filter(|key| self.tasks.get_mut(*key).is_some_and(|t| waits(t)));
@@ -460,7 +460,7 @@ impl Queue for MetadataQueue {
             // The queue's next poll takes this notification, and ends the request with that
             // outcome.
             task.outcome = Err(DiskError::Cancelled);
-            return self.of_all.bell.ring(task.serial);
+            return self.of_all.bell.push(task.serial);
         }
         for is_metadata in [false, true] {
             self.inner.cancel(tag_of(key, is_metadata));
@@ -470,6 +470,19 @@ impl Queue for MetadataQueue {
     fn memory_changed(&mut self, view: &View) {
         self.lists.clear();
         self.inner.memory_changed(view);
+        let mut change = ViewChange::new(view);
+        let keys: Vec<_> = self.tasks.keys().collect();
+        for key in keys {
+            let Some(task) = self.tasks.get_mut(key) else { continue };
+            let state = task.data.move_to(&mut change);
+            // A write that has started does not read its buffer again.
+            if state == AfterChange::Unmapped && !task.has_written {
+                task.outcome = task.outcome.and(Err(DiskError::BadBuffer));
+                if task.stage == Stage::Waiting {
+                    self.of_all.bell.push(task.serial);
+                }
+            }
+        }
     }
 
     fn pending(&self) -> usize {
@@ -477,7 +490,7 @@ impl Queue for MetadataQueue {
     }
 
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
-        let bell = self.of_all.bell.event().as_fd();
+        let bell = self.of_all.bell.as_fd();
         Some(self.timer.as_ref().map_or(bell, |timer| timer.as_fd()))
     }
 }

@@ -1,13 +1,13 @@
-//! Tests of the metadata cache: concurrent writers never leave older metadata in it than on the
-//! disk.
+//! Tests of the metadata cache and of changes of guest memory.
 
 use super::MetadataDisk;
 use shadowbell_disk::{
-    Disk, Metadata, MetadataBuffer, MetadataFormat, Op, Queue, Request, Submitted,
+    Disk, DiskError, Metadata, MetadataBuffer, MetadataFormat, Op, Queue, Request, Submitted,
 };
-use shadowbell_memory::{Mapping, Segments};
+use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
 use shadowbell_spec::nvm::{PRINFO_GUARD, PRINFO_PRACT, PRINFO_REFTAG};
 use shadowbell_spec::protection::ProtectionFields;
+use shadowbell_testing::test_disk::TestDisk;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
@@ -98,6 +98,7 @@ fn race(below: &Arc<dyn Disk>) {
     (0..64).for_each(|lba| read(&mut *queue, lba, 1));
 }
 
+/// Concurrent writers never leave older metadata in the cache than on the disk.
 #[test]
 fn queues_that_race_find_whole_blocks_on_memory() {
     race(&shadowbell_disk_file::open("mem:1MiB").unwrap());
@@ -108,4 +109,46 @@ fn queues_that_race_find_whole_blocks_in_a_file() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1 << 20).unwrap();
     race(&shadowbell_disk_file::open(&file.path().display().to_string()).unwrap());
+}
+
+/// An unmap of guest memory does not wait for a hung disk below. Requests that wait for their
+/// blocks and whose buffers are in the unmapped memory fail at once.
+#[test]
+fn an_unmap_does_not_wait_for_requests_in_the_metadata_layer() {
+    let storage = TestDisk::new(64, BLOCK as u32);
+    let below: Arc<dyn Disk> = Arc::new(storage.clone());
+    let disk = MetadataDisk::new(below, MetadataFormat::new(8).unwrap()).unwrap();
+    let mut queue = disk.queue().unwrap();
+    let mut space = DmaSpace::default();
+    for iova in [0, 8192] {
+        space.map(iova, 4096, &Mapping::anonymous(4096).unwrap().bytes()).unwrap();
+    }
+    let view = View::new(Arc::clone(space.table()));
+    let metadata_at = disk.info().blocks * BLOCK;
+    storage.instruct(|instructions| instructions.hold_at = Some(metadata_at));
+    let write = Op::Write { fua: false };
+    // The data of both reads are read, their metadata are in flight. The writes wait for block 0.
+    for (tag, op, block, iova) in
+        [(1, Op::Read, 0, 0), (2, write, 0, 0), (3, write, 0, 8192), (4, Op::Read, 1, 8192)]
+    {
+        let mut data = Segments::new();
+        data.resolve_ranges(&view, &[(iova, BLOCK as usize)], op == Op::Read).unwrap();
+        let request = Request { op, offset: block * BLOCK, len: BLOCK };
+        assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
+    }
+    let watch = view.watch();
+    drop(view);
+    space.unmap(8192, 4096).unwrap();
+    queue.memory_changed(&View::new(Arc::clone(space.table())));
+    assert!(watch.is_idle(), "a request holds the memory");
+    let mut ended = Vec::new();
+    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    assert_eq!(ended, [(3, Err(DiskError::BadBuffer))]);
+    storage.instruct(|instructions| instructions.hold_at = None);
+    for _ in 0..4 {
+        queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    }
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    let failed = Err(DiskError::BadBuffer);
+    assert_eq!(ended, [(1, Ok(())), (2, Ok(())), (3, failed), (4, failed)]);
 }

@@ -105,7 +105,7 @@ impl State {
     /// Notifies the requests that wait for this zone.
     pub(super) fn wake(&mut self, index: usize) {
         for (bell, serial) in self.waiting.remove(&(index as u32)).unwrap_or_default() {
-            bell.ring(serial);
+            bell.push(serial);
         }
     }
 

@@ -3,11 +3,11 @@
 use super::manage::Reset;
 use super::task::{Kind, Stage, Task};
 use super::zones::{Piece, ZoneSet};
-use crate::metadata::Bell;
+use crate::metadata::{Bell, granted};
 use shadowbell_disk::{
     Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks, Zones, merge,
 };
-use shadowbell_memory::{Segments, View};
+use shadowbell_memory::{AfterChange, Segments, View, ViewChange};
 use shadowbell_spec::zns::ZoneAction;
 use std::collections::HashMap;
 use std::io;
@@ -50,7 +50,7 @@ impl ZonedQueue {
         info: &DiskInfo,
     ) -> io::Result<Self> {
         let bell = Arc::new(Bell::new()?);
-        let both = |timer| merge([timer, bell.event().as_fd()]);
+        let both = |timer| merge([timer, bell.as_fd()]);
         let timer = inner.timer_fd().map(both).transpose()?;
         zones.enter();
         Ok(Self {
@@ -305,7 +305,7 @@ impl ZonedQueue {
                     }
                     // The next part is discarded in a later pass, so that other requests are not
                     // delayed.
-                    self.bell.ring(serial);
+                    self.bell.push(serial);
                     return false;
                 }
                 Stage::Discarding { .. } => {
@@ -315,7 +315,7 @@ impl ZonedQueue {
             }
         }
         if let Some(task) = self.tasks.get_mut(key) {
-            self.bell.ring(task.serial);
+            self.bell.push(task.serial);
         }
         false
     }
@@ -468,7 +468,7 @@ impl Queue for ZonedQueue {
             }
         }
         self.ended = ended;
-        for serial in self.bell.take() {
+        for serial in granted(&self.bell) {
             let keys: Vec<_> = self.tasks.keys().collect();
             let is_it =
                 |task: &mut Task| task.serial == serial && matches!(task.kind, Kind::Reset { .. });
@@ -490,7 +490,7 @@ impl Queue for ZonedQueue {
                 // The queue's next `reap` takes this notification, and ends the request with that
                 // outcome.
                 task.outcome = Err(DiskError::Cancelled);
-                self.bell.ring(task.serial);
+                self.bell.push(task.serial);
             }
             Kind::Parts => {
                 let parts: Vec<_> = self.tasks.keys().collect();
@@ -514,6 +514,14 @@ impl Queue for ZonedQueue {
     fn memory_changed(&mut self, view: &View) {
         self.pooled.clear();
         self.inner.memory_changed(view);
+        let mut change = ViewChange::new(view);
+        let keys: Vec<_> = self.tasks.keys().collect();
+        for key in keys {
+            let Some(task) = self.tasks.get_mut(key) else { continue };
+            if task.data.move_to(&mut change) == AfterChange::Unmapped {
+                task.outcome = task.outcome.and(Err(DiskError::BadBuffer));
+            }
+        }
     }
 
     fn pending(&self) -> usize {
@@ -521,7 +529,7 @@ impl Queue for ZonedQueue {
     }
 
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.timer.as_ref().map_or(self.bell.event().as_fd(), |timer| timer.as_fd()))
+        Some(self.timer.as_ref().map_or(self.bell.as_fd(), |timer| timer.as_fd()))
     }
 }
 

@@ -4,13 +4,13 @@ use super::ZonedDisk;
 use super::manage::Reset;
 use super::table::{Layout, Record, Table};
 use super::zones::ZoneSet;
-use crate::metadata::Bell;
+use crate::metadata::{Bell, granted};
 use crate::{ErrorPolicy, HoldingDisk};
 use shadowbell_disk::{
     Disk, DiskError, Op, Queue, Request, Submitted, ZoneFormat, ZoneReport, Zones,
 };
 use shadowbell_disk_file::MemDisk;
-use shadowbell_memory::{Mapping, Segments};
+use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
 use shadowbell_spec::zns::{ZoneAction, ZoneState};
 use shadowbell_testing::test_disk::TestDisk;
 use std::sync::Arc;
@@ -144,9 +144,9 @@ fn a_zone_reset_waits_for_writes_in_flight() {
     assert_eq!(zones.begin_append(0, 512), Ok((0, 1024)));
     assert_eq!(zones.begin_reset(0, (&bell, 2)), Ok(Reset::Wait));
     zones.end_write(0);
-    assert!(bell.take().is_empty());
+    assert!(granted(&bell).is_empty());
     zones.end_write(0);
-    assert_eq!(bell.take(), [2]);
+    assert_eq!(granted(&bell), [2]);
     assert_eq!(zones.begin_reset(0, (&bell, 2)), Ok(Reset::Discard(1536)));
     // During a reset, writes are refused and another reset waits.
     assert_eq!(zones.begin_write(1536, 512, false), Err(DiskError::ZoneInvalidWrite));
@@ -154,7 +154,7 @@ fn a_zone_reset_waits_for_writes_in_flight() {
     assert_eq!(zones.manage(ZoneAction::Finish, 0), Err(DiskError::ZoneTransition));
     assert_eq!(zones.begin_reset(0, (&bell, 3)), Ok(Reset::Wait));
     zones.end_reset(0, true);
-    assert_eq!((state(&zones, 0), bell.take()), ((ZoneState::Empty, 0), vec![3]));
+    assert_eq!((state(&zones, 0), granted(&bell)), ((ZoneState::Empty, 0), vec![3]));
     assert_eq!(zones.begin_reset(0, (&bell, 3)), Ok(Reset::Finished));
     assert_eq!(zones.begin_write(0, 512, false), Ok(0));
     zones.cancel_waits(&bell);
@@ -257,4 +257,55 @@ fn open_zones_are_counted_and_restored() {
     assert_eq!(report(63, false), Err(DiskError::InvalidZone));
     assert_eq!(zones.manage_all(ZoneAction::Finish), Ok(()));
     assert_eq!(zones.state.lock().counts(), (0, 0, 0));
+}
+
+/// An unmap of guest memory does not wait for a hung disk below: neither for the flush after a
+/// durable write, nor for a read in parts.
+#[test]
+fn an_unmap_does_not_wait_for_requests_in_the_zone_layer() {
+    let mut storage = TestDisk::new(4096, 512);
+    storage.cache = true;
+    let all = format("zoned=64KiB&read-across=on").unwrap();
+    let disk = ZonedDisk::new(Arc::new(storage.clone()), all, false).unwrap();
+    let mut queue = disk.queue().unwrap();
+    let mut space = DmaSpace::default();
+    let iovas = [0, 1 << 20, 2 << 20];
+    for iova in iovas {
+        space.map(iova, 2 * SIZE, &Mapping::anonymous(2 * SIZE).unwrap().bytes()).unwrap();
+    }
+    let view = View::new(Arc::clone(space.table()));
+    let mut submit = |tag, op, offset, len, iova| {
+        let mut data = Segments::new();
+        data.resolve_ranges(&view, &[(iova, len as usize)], op == Op::Read).unwrap();
+        queue.submit(tag, &Request { op, offset, len }, &mut data)
+    };
+    for zone in 0..2 {
+        let write = Op::Write { fua: false };
+        assert_eq!(submit(0, write, zone * SIZE, 512, 0), Submitted::Done(Ok(())));
+    }
+    storage.instruct(|instructions| {
+        instructions.hold = true;
+        instructions.follow_memory = true;
+    });
+    assert_eq!(submit(1, Op::Read, 0, SIZE + 512, iovas[0]), Submitted::Pending);
+    assert_eq!(submit(2, Op::Read, 0, SIZE + 512, iovas[1]), Submitted::Pending);
+    storage.instruct(|instructions| {
+        instructions.hold = false;
+        // A flush has the offset 0.
+        instructions.hold_at = Some(0);
+    });
+    let write = Op::Write { fua: true };
+    assert_eq!(submit(3, write, 512, 512, iovas[2]), Submitted::Pending);
+    let watch = view.watch();
+    drop(view);
+    for iova in &iovas[1..] {
+        space.unmap(*iova, 2 * SIZE).unwrap();
+    }
+    queue.memory_changed(&View::new(Arc::clone(space.table())));
+    assert!(watch.is_idle(), "a request holds the memory");
+    storage.instruct(|instructions| instructions.hold_at = None);
+    let mut ended = Vec::new();
+    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    assert_eq!(ended, [(1, Ok(())), (2, Err(DiskError::BadBuffer)), (3, Ok(()))]);
 }

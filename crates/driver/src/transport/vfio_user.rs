@@ -137,12 +137,26 @@ impl VfioUser {
         })
     }
 
+    /// Reads from a region of the device.
+    fn read<const LEN: usize>(
+        &self,
+        region: u32,
+        offset: u64,
+        operation: &'static str,
+    ) -> Result<[u8; LEN], TransportError> {
+        let mut bytes = [0; LEN];
+        let read = self.client.region_read(region, offset, &mut bytes);
+        read.map(|()| bytes).map_err(|e| self.failed(operation, e))
+    }
+
+    /// Writes a register.
+    fn write(&self, offset: u64, value: &[u8]) -> Result<(), TransportError> {
+        let written = self.client.region_write(region::BAR0, offset, value);
+        written.map_err(|e| self.failed("writing a register", e))
+    }
+
     fn config16(&self, offset: u64) -> Result<u16, TransportError> {
-        let mut bytes = [0; 2];
-        self.client
-            .region_read(region::CONFIG, offset, &mut bytes)
-            .map_err(|e| self.failed("reading configuration space", e))?;
-        Ok(u16::from_le_bytes(bytes))
+        Ok(u16::from_le_bytes(self.read(region::CONFIG, offset, "reading configuration space")?))
     }
 
     fn set_config16(&self, offset: u64, value: u16) -> Result<(), TransportError> {
@@ -189,31 +203,19 @@ impl Transport for VfioUser {
 
     fn read32(&self, offset: u64) -> Result<u32, TransportError> {
         self.check_memory()?;
-        let mut bytes = [0; 4];
-        self.client
-            .region_read(region::BAR0, offset, &mut bytes)
-            .map_err(|e| self.failed("reading a register", e))?;
-        Ok(u32::from_le_bytes(bytes))
+        Ok(u32::from_le_bytes(self.read(region::BAR0, offset, "reading a register")?))
     }
 
     fn read64(&self, offset: u64) -> Result<u64, TransportError> {
-        let mut bytes = [0; 8];
-        self.client
-            .region_read(region::BAR0, offset, &mut bytes)
-            .map_err(|e| self.failed("reading a register", e))?;
-        Ok(u64::from_le_bytes(bytes))
+        Ok(u64::from_le_bytes(self.read(region::BAR0, offset, "reading a register")?))
     }
 
     fn write32(&self, offset: u64, value: u32) -> Result<(), TransportError> {
-        self.client
-            .region_write(region::BAR0, offset, &value.to_le_bytes())
-            .map_err(|e| self.failed("writing a register", e))
+        self.write(offset, &value.to_le_bytes())
     }
 
     fn write64(&self, offset: u64, value: u64) -> Result<(), TransportError> {
-        self.client
-            .region_write(region::BAR0, offset, &value.to_le_bytes())
-            .map_err(|e| self.failed("writing a register", e))
+        self.write(offset, &value.to_le_bytes())
     }
 
     fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError> {

@@ -292,8 +292,8 @@ impl Memory {
         self.removed = (Vec::new(), 0);
     }
 
-    /// Serializes the memory for the next server process (upgrade).
-    pub(super) fn save(&self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
+    /// Serializes the memory with all ranges and their files.
+    fn save(&self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
         let mut saved = SavedMemory { is_granted: self.is_granted, ..SavedMemory::default() };
         let mut known = HashMap::new();
         for (iova, range) in &self.ranges {
@@ -316,7 +316,7 @@ impl Memory {
         Ok(saved)
     }
 
-    /// Restores memory from the state of [`save`](Self::save) or [`record`](Self::record).
+    /// Restores memory from the state of [`record`](Self::record).
     pub(super) fn restore(
         &mut self,
         saved: SavedMemory,

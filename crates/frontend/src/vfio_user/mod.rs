@@ -24,7 +24,7 @@
 //!
 //! # Restart for upgrade, and recovery
 //!
-//! [`Device::save`] serializes the state of the function and of its client. [`Device::restore`]
+//! [`Device::record`] serializes the state of the function and of its client. [`Device::restore`]
 //! restores that state in a device with a new controller: the configuration space, the MSI-X table,
 //! the eventfds of the vectors, and the ranges of memory with their files, which are mapped again.
 //! The controller's own state (registers, queues, the doorbell page) is saved separately. It is
@@ -431,12 +431,28 @@ impl Device for ControllerDevice {
         Some(self)
     }
 
-    fn save(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
-        self.describe(fds, |memory, fds| memory.save(fds))
-    }
-
     fn record(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
-        self.describe(fds, Memory::record)
+        // A device that is being migrated may already run on another machine. The next server
+        // process would run it here too.
+        if !self.halt.is_running() {
+            return Err(SaveError::Client("it is being migrated".to_owned()));
+        }
+        let mut interrupts = Vec::new();
+        for vector in 0..self.controller.vectors() {
+            if let Some(event) = self.controller.interrupt(vector) {
+                interrupts.push((vector, fds.add(event.as_fd().try_clone_to_owned()?)));
+            }
+        }
+        let (table, pending) = self.msix.bytes();
+        Ok(serde_json::to_value(SavedDevice {
+            config: Bytes(self.config.bytes().to_vec()),
+            msix_table: Bytes(table.to_vec()),
+            msix_pending: Bytes(pending.to_vec()),
+            memory: self.memory.record(fds)?,
+            interrupts,
+            has_reported: self.has_reported,
+            has_checked: self.has_checked,
+        })?)
     }
 
     fn reset_checkpoint(&mut self) {
@@ -484,35 +500,6 @@ fn other(what: &str) -> RestoreError {
 }
 
 impl ControllerDevice {
-    /// Serializes the device for the next server process. `memory` serializes the client's memory.
-    fn describe(
-        &mut self,
-        fds: &mut Descriptors,
-        memory: impl FnOnce(&mut Memory, &mut Descriptors) -> Result<SavedMemory, SaveError>,
-    ) -> Result<serde_json::Value, SaveError> {
-        // A device that is being migrated may already run on another machine. The next server
-        // process would run it here too.
-        if !self.halt.is_running() {
-            return Err(SaveError::Client("it is being migrated".to_owned()));
-        }
-        let mut interrupts = Vec::new();
-        for vector in 0..self.controller.vectors() {
-            if let Some(event) = self.controller.interrupt(vector) {
-                interrupts.push((vector, fds.add(event.as_fd().try_clone_to_owned()?)));
-            }
-        }
-        let (table, pending) = self.msix.bytes();
-        Ok(serde_json::to_value(SavedDevice {
-            config: Bytes(self.config.bytes().to_vec()),
-            msix_table: Bytes(table.to_vec()),
-            msix_pending: Bytes(pending.to_vec()),
-            memory: memory(&mut self.memory, fds)?,
-            interrupts,
-            has_reported: self.has_reported,
-            has_checked: self.has_checked,
-        })?)
-    }
-
     fn doorbells(&self) -> Result<Option<Mapping>, Errno> {
         if !self.controller.has_mapped_doorbells() {
             return Ok(None);

@@ -11,7 +11,7 @@
 
 use super::state::{ServerState, namespaces_of};
 use crate::registry::ServedController;
-use shadowbell_control_api::api::{Export, Namespace};
+use shadowbell_control_api::api::{Disk, Export, Namespace};
 use shadowbell_controller::Stats;
 use shadowbell_controller::latency_stats::{BUCKETS, Distribution, NamespaceLatency, bucket_end};
 use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
@@ -90,6 +90,20 @@ impl Text {
         }
         let _ = writeln!(self.0, "# HELP {name} {help}");
         Family { text: &mut self.0, kind, name }
+    }
+
+    /// Writes a metric family with one sample for each of `all`, which are labels and subjects.
+    fn samples<'a, S: 'a>(
+        &mut self,
+        kind: Kind,
+        (name, help): (&'static str, &str),
+        all: impl IntoIterator<Item = (&'a String, S)>,
+        value: fn(S) -> u64,
+    ) {
+        let mut family = self.family(kind, name, help);
+        for (labels, subject) in all {
+            family.sample(labels, value(subject));
+        }
     }
 }
 
@@ -238,22 +252,16 @@ fn controllers(text: &mut Text, all: &[Counted]) {
         ]);
         info.sample(&labels, 1);
     }
-    let mut gauge = |name, help, of: fn(&Counted) -> bool| {
-        let mut family = text.family(Kind::Gauge, name, help);
-        for counted in all {
-            family.sample(&counted.labels, of(counted).into());
-        }
-    };
-    gauge("shadowbell_client_connected", "1 if a client is connected.", |counted| {
-        counted.served.has_client()
-    });
-    gauge(
+    let labelled = || all.iter().map(|counted| (&counted.labels, counted));
+    let client = ("shadowbell_client_connected", "1 if a client is connected.");
+    text.samples(Kind::Gauge, client, labelled(), |counted| counted.served.has_client().into());
+    let parked = (
         "shadowbell_parked",
         "1 if the I/O threads do not poll the idle controller until a doorbell rings.",
-        |Counted { stats, .. }| {
-            !stats.workers.is_empty() && stats.workers.iter().all(|worker| worker.parked)
-        },
     );
+    text.samples(Kind::Gauge, parked, labelled(), |Counted { stats, .. }| {
+        u64::from(!stats.workers.is_empty() && stats.workers.iter().all(|worker| worker.parked))
+    });
     let mut commands = text.family(
         Kind::Counter,
         "shadowbell_io_commands",
@@ -282,11 +290,9 @@ fn controllers(text: &mut Text, all: &[Counted]) {
             bytes.sample_of(labels, kind, count);
         }
     }
-    let mut counter = |name, help, of: fn(&Stats) -> u64| {
-        let mut family = text.family(Kind::Counter, name, help);
-        for counted in all {
-            family.sample(&counted.labels, of(&counted.stats));
-        }
+    let labelled = || all.iter().map(|counted| (&counted.labels, &counted.stats));
+    let mut counter = |name, help, value: fn(&Stats) -> u64| {
+        text.samples(Kind::Counter, (name, help), labelled(), value);
     };
     counter("shadowbell_io_errors", "I/O commands that ended in an error.", |s| s.io.errors);
     counter("shadowbell_media_errors", "I/O commands that ended in a media error.", |s| {
@@ -322,13 +328,10 @@ fn waiting(text: &mut Text, state: &ServerState, all: &[Counted]) {
 }
 
 fn submission_queues(text: &mut Text, all: &[Counted]) {
-    let mut counter = |name, help, of: fn(&SqStats) -> u64| {
-        let mut family = text.family(Kind::Counter, name, help);
-        for counted in all {
-            for queue in &counted.sqs {
-                family.sample(&queue.labels, of(&queue.stats));
-            }
-        }
+    let queues = || all.iter().flat_map(|counted| &counted.sqs);
+    let mut counter = |name, help, value: fn(&SqStats) -> u64| {
+        let queues = queues().map(|queue| (&queue.labels, &queue.stats));
+        text.samples(Kind::Counter, (name, help), queues, value);
     };
     counter(
         "shadowbell_queue_commands",
@@ -344,13 +347,10 @@ fn submission_queues(text: &mut Text, all: &[Counted]) {
 }
 
 fn completion_queues(text: &mut Text, all: &[Counted]) {
-    let mut counter = |name, help, of: fn(&CqStats) -> u64| {
-        let mut family = text.family(Kind::Counter, name, help);
-        for counted in all {
-            for queue in &counted.cqs {
-                family.sample(&queue.labels, of(&queue.stats));
-            }
-        }
+    let queues = || all.iter().flat_map(|counted| &counted.cqs);
+    let mut counter = |name, help, value: fn(&CqStats) -> u64| {
+        let queues = queues().map(|queue| (&queue.labels, &queue.stats));
+        text.samples(Kind::Counter, (name, help), queues, value);
     };
     counter("shadowbell_queue_completions", "Completions posted to a completion queue.", |cq| {
         cq.completions
@@ -417,19 +417,13 @@ fn namespaces(text: &mut Text, all: &[Counted]) {
         ]);
         info.sample(&labels, 1);
     }
-    let mut bytes =
-        text.family(Kind::Gauge, "shadowbell_namespace_size_bytes", "Namespace capacity in bytes.");
-    for (labels, ns) in &all {
-        bytes.sample(labels, ns.bytes);
-    }
-    let mut read_only = text.family(
-        Kind::Gauge,
-        "shadowbell_namespace_read_only",
-        "1 if the namespace is read-only.",
-    );
-    for (labels, ns) in &all {
-        read_only.sample(labels, ns.read_only.into());
-    }
+    let mut gauge = |name, help, value: fn(&Namespace) -> u64| {
+        text.samples(Kind::Gauge, (name, help), all.iter().map(|(labels, ns)| (labels, ns)), value);
+    };
+    gauge("shadowbell_namespace_size_bytes", "Namespace capacity in bytes.", |ns| ns.bytes);
+    gauge("shadowbell_namespace_read_only", "1 if the namespace is read-only.", |ns| {
+        ns.read_only.into()
+    });
 }
 
 fn disks(text: &mut Text, state: &ServerState) {
@@ -439,59 +433,45 @@ fn disks(text: &mut Text, state: &ServerState) {
     for (_, disk) in &all {
         info.sample(&labels(&[("disk", &disk.id), ("source", &disk.source)]), 1);
     }
-    let mut bytes =
-        text.family(Kind::Gauge, "shadowbell_disk_size_bytes", "Disk capacity in bytes.");
-    for (labels, disk) in &all {
-        bytes.sample(labels, disk.bytes);
-    }
-    let mut stalled = text.family(
-        Kind::Gauge,
+    let mut gauge = |name, help, value: fn(&Disk) -> u64| {
+        text.samples(
+            Kind::Gauge,
+            (name, help),
+            all.iter().map(|(labels, disk)| (labels, *disk)),
+            value,
+        );
+    };
+    gauge("shadowbell_disk_size_bytes", "Disk capacity in bytes.", |disk| disk.bytes);
+    gauge(
         "shadowbell_disk_stalled_writes",
         "Cancelled writes that the storage has not answered.",
+        |disk| disk.stalled_writes,
     );
-    for (labels, disk) in &all {
-        stalled.sample(labels, disk.stalled_writes);
-    }
-    let mut in_flight = text.family(
-        Kind::Gauge,
+    gauge(
         "shadowbell_disk_requests_in_flight",
         "Requests of controllers that the storage of a disk has not answered.",
+        |disk| disk.in_flight,
     );
-    for (labels, disk) in &all {
-        in_flight.sample(labels, disk.in_flight);
-    }
-    let mut oldest = text.family(
-        Kind::Gauge,
+    gauge(
         "shadowbell_disk_oldest_request_seconds",
         "Age of the oldest request that the storage of a disk has not answered.",
+        |disk| disk.oldest_ms / 1000,
     );
-    for (labels, disk) in &all {
-        oldest.sample(labels, disk.oldest_ms / 1000);
-    }
-    let mut stalled = text.family(
-        Kind::Gauge,
+    gauge(
         "shadowbell_disk_stalled",
         "1 if the storage of a disk has not answered a request for a long time.",
+        |disk| disk.stalled.into(),
     );
-    for (labels, disk) in &all {
-        stalled.sample(labels, disk.stalled.into());
-    }
-    let mut stopped = text.family(
-        Kind::Gauge,
+    gauge(
         "shadowbell_disk_stopped",
         "1 if a disk is stopped by an error of its storage.",
+        |disk| disk.stopped.is_some().into(),
     );
-    for (labels, disk) in &all {
-        stopped.sample(labels, disk.stopped.is_some().into());
-    }
-    let mut held = text.family(
-        Kind::Gauge,
+    gauge(
         "shadowbell_disk_requests_held",
         "Requests that a stopped disk holds until it is resumed.",
+        |disk| disk.held,
     );
-    for (labels, disk) in &all {
-        held.sample(labels, disk.held);
-    }
     let mut events = text.family(
         Kind::Counter,
         "shadowbell_disk_events",
@@ -522,26 +502,28 @@ fn exports(text: &mut Text, state: &ServerState) {
         ]);
         info.sample(&labels, 1);
     }
-    let mut queues = text.family(
+    let mut samples = |kind, name, help, value: fn(&Export) -> u64| {
+        let all = all.iter().map(|(labels, export)| (labels, *export));
+        text.samples(kind, (name, help), all, value);
+    };
+    samples(
         Kind::Gauge,
         "shadowbell_export_queues",
         "Open queues of the disk: one for each NBD client or virtio queue.",
+        |export| export.queues as u64,
     );
-    for (labels, export) in &all {
-        queues.sample(labels, export.queues as u64);
-    }
-    let mut counter = |name, help, of: fn(&Export) -> u64| {
-        let mut family = text.family(Kind::Counter, name, help);
-        for (labels, export) in &all {
-            family.sample(labels, of(export));
-        }
-    };
-    counter("shadowbell_export_requests", "Requests of an export to its disk.", |export| {
-        export.requests
-    });
-    counter("shadowbell_export_errors", "Requests that failed because of the disk.", |export| {
-        export.failures
-    });
+    samples(
+        Kind::Counter,
+        "shadowbell_export_requests",
+        "Requests of an export to its disk.",
+        |export| export.requests,
+    );
+    samples(
+        Kind::Counter,
+        "shadowbell_export_errors",
+        "Requests that failed because of the disk.",
+        |export| export.failures,
+    );
     let mut bytes = text.family(
         Kind::Counter,
         "shadowbell_export_bytes",
@@ -617,11 +599,9 @@ fn workers(text: &mut Text, all: &[Counted]) {
     for (worker, stats) in &workers {
         awake.real(worker, stats.awake_ns as f64 / 1e9);
     }
-    let mut counter = |name, help, of: fn(&SleepStats) -> u64| {
-        let mut family = text.family(Kind::Counter, name, help);
-        for (worker, stats) in &workers {
-            family.sample(worker, of(stats));
-        }
+    let mut counter = |name, help, value: fn(&SleepStats) -> u64| {
+        let workers = workers.iter().map(|(labels, stats)| (labels, *stats));
+        text.samples(Kind::Counter, (name, help), workers, value);
     };
     counter("shadowbell_worker_sleeps", "Sleeps of the I/O thread.", |w| w.sleeps);
     counter(

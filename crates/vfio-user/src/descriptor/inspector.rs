@@ -1,11 +1,7 @@
 //! Classification of received descriptors.
 
-use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-
-use serde::{Deserialize, Serialize};
-use shadowbell_state::{Descriptors, FdRef, StateError};
 
 use super::closer::Closer;
 use super::kind::{Kind, kind};
@@ -21,38 +17,6 @@ pub enum Descriptor {
     Memory(PeerFd),
     /// Any other descriptor. The closer has already received it.
     Foreign,
-}
-
-/// Serialized [`Descriptor`].
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(crate) enum SavedDescriptor {
-    Event(FdRef),
-    Memory(FdRef),
-    Foreign,
-}
-
-impl Descriptor {
-    pub(crate) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedDescriptor> {
-        let mut add = |fd: &PeerFd| fd.as_fd().try_clone_to_owned().map(|fd| fds.add(fd));
-        Ok(match self {
-            Self::Event(fd) => SavedDescriptor::Event(add(fd)?),
-            Self::Memory(fd) => SavedDescriptor::Memory(add(fd)?),
-            Self::Foreign => SavedDescriptor::Foreign,
-        })
-    }
-
-    pub(crate) fn restore(
-        saved: SavedDescriptor,
-        fds: &mut Descriptors,
-        closer: &Arc<Closer>,
-    ) -> Result<Self, StateError> {
-        let mut take = |fd| fds.take(fd).map(|fd| PeerFd::of_predecessor(fd, closer));
-        Ok(match saved {
-            SavedDescriptor::Event(fd) => Self::Event(take(fd)?),
-            SavedDescriptor::Memory(fd) => Self::Memory(take(fd)?),
-            SavedDescriptor::Foreign => Self::Foreign,
-        })
-    }
 }
 
 /// Maximum number of descriptors that are inspected per receive. A message with more ends the

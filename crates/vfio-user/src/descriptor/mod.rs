@@ -37,5 +37,5 @@ pub use channel::Channel;
 pub use closer::Closer;
 pub(crate) use closer::Stream;
 pub use inspector::Descriptor;
-pub(crate) use inspector::{Inspector, SavedDescriptor};
+pub(crate) use inspector::Inspector;
 pub use peer_fd::PeerFd;

@@ -135,8 +135,9 @@ impl Handle {
         port
     }
 
-    /// Starts to serve a device like [`add`](Self::add), with checkpoints, which `recorder` stores
-    /// ([`Reactor::record_with`](super::Reactor::record_with)).
+    /// Starts to serve a device like [`add`](Self::add), with checkpoints, which `recorder` stores.
+    /// Messages of a client then stay in its socket until their effects are stored, and a second
+    /// thread handles only posted writes.
     pub fn add_recorded(
         &self,
         listener: Listener,

@@ -34,22 +34,23 @@
 //! Clients cannot connect again: QEMU gives a device up when the socket closes. So the connected
 //! socket is passed to the next server process.
 //!
-//! 1. [`Handle::freeze`] quiesces the reactor. It takes back sockets that are shared with other
-//!    threads, finishes messages that have started, waits for an outstanding
+//! 1. [`Handle::add_recorded`] serves a device with checkpoints, which a [`PortRecorder`] stores:
+//!    the listening socket with its file; the client's socket, negotiated limits and unsent
+//!    replies; and the state of [`Device::record`](crate::Device::record). Descriptors are
+//!    duplicated. A message stays in the socket until a checkpoint contains its effects.
+//! 2. The process ends: by a crash at any moment, or planned. [`Handle::freeze`] quiesces the
+//!    reactor before a planned end. It takes back sockets that are shared with other threads,
+//!    finishes messages that have started, waits for an outstanding
 //!    [`Completer`](crate::Completer), and waits until devices have released clients that have
 //!    disconnected. It starts no message and accepts no client. Data that arrive meanwhile stay in
 //!    the sockets, and no deadline runs.
-//! 2. [`Reactor::save`] serializes each device: the listening socket with its file; the client's
-//!    socket, negotiated limits, undecoded bytes and descriptors, and unsent replies; and the state
-//!    of [`Device::save`](crate::Device::save). Descriptors are duplicated.
-//! 3. [`Reactor::restore`] in the next process restores all of this, with a new device. It does not
-//!    read, send or accept anything. If that reactor is dropped, sockets and their files stay.
-//! 4. The next process calls [`run`](Reactor::run), and the previous one ends with
-//!    [`Reactor::release_to_successor`]. If a step has failed, the previous process calls `run`
-//!    again and continues.
+//! 3. [`RestoredPort::new`] in the next process restores the last checkpoint, with a new device. It
+//!    does not read, send or accept anything. If it is dropped, sockets and their files stay.
+//! 4. [`Reactor::serve_restored`] or [`Handle::restore`] serves it. If a step before has failed, a
+//!    quiesced process calls [`run`](Reactor::run) again and continues. Otherwise it ends; a
+//!    process that lives on drops the reactor by [`Reactor::release_to_successor`].
 //!
-//! So exactly one of the two processes serves a client. After a process has called `run`, the
-//! [`SavedPort`]s from which it was restored are out of date.
+//! So exactly one of the two processes serves a client.
 
 mod attachment;
 #[cfg(test)]

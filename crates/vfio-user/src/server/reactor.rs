@@ -169,19 +169,6 @@ impl Port {
             session.set_lent(is_lent);
         }
     }
-
-    fn save(&mut self, fds: &mut Descriptors) -> Result<SavedPort, SaveError> {
-        let session = match &mut self.state {
-            State::Attached(attachment) => attachment.busy_session(),
-            _ => None,
-        };
-        Ok(SavedPort {
-            listener: self.listener.as_ref().map(|it| it.save(fds)).transpose()?,
-            session: session.map(|it| it.save(fds)).transpose()?,
-            device: self.device.save(fds)?,
-            leaving: false,
-        })
-    }
 }
 
 /// Port of a previous server process with its new device, before a reactor serves it. If it is
@@ -439,37 +426,8 @@ impl Reactor {
         Ok(if self.frozen { RunEnd::Frozen } else { RunEnd::Stopped })
     }
 
-    /// Serializes all devices for the next server process, in the order in which they were added.
-    /// The reactor must be [frozen](RunEnd::Frozen), and may resume afterwards.
-    ///
-    /// # Errors
-    ///
-    /// [`SaveError`]: the reactor is not frozen, or a device or client cannot be transferred.
-    pub fn save(&mut self, fds: &mut Descriptors) -> Result<Vec<SavedPort>, SaveError> {
-        if !self.frozen {
-            return Err(SaveError::NotFrozen);
-        }
-        self.ports.values_mut().map(|port| port.save(fds)).collect()
-    }
-
-    /// Restores a port that the previous server process has [saved](Self::save), with a new device.
-    /// The sockets are not used before this reactor [runs](Self::run). If the reactor is dropped
-    /// before that, clients do not notice.
-    ///
-    /// # Errors
-    ///
-    /// [`RestoreError`].
-    pub fn restore(
-        &mut self,
-        saved: SavedPort,
-        fds: &mut Descriptors,
-        device: Box<dyn Device>,
-    ) -> Result<PortId, RestoreError> {
-        let restored = RestoredPort::new(saved, fds, device, &self.limits)?;
-        Ok(self.serve_restored(restored)?)
-    }
-
-    /// Serves a port that was restored on another thread, like [`restore`](Self::restore).
+    /// Serves a port of the previous server process. The sockets are not used before this reactor
+    /// [runs](Self::run). If the reactor is dropped before that, clients do not notice.
     ///
     /// # Errors
     ///
@@ -494,9 +452,8 @@ impl Reactor {
         Ok(())
     }
 
-    /// Sets the recorder that stores checkpoints of a port, for crash recovery. It must be called
-    /// before the reactor [runs](Self::run). With checkpoints, messages of a client stay in its
-    /// socket until their effects are stored, and a second thread handles only posted writes.
+    /// Sets the recorder that stores checkpoints of a port, for the next server process. It must be
+    /// called before the reactor [runs](Self::run).
     pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
         if let Some(port) = self.ports.get_mut(&port) {
             port.recorder = Some(recorder);

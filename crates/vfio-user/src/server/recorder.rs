@@ -5,7 +5,7 @@ use shadowbell_state::Descriptors;
 use super::saved::SavedPort;
 
 /// Storage for the checkpoints of a device and its client. After a crash of this process, the next
-/// one continues from the last checkpoint ([`Reactor::restore`](super::Reactor::restore)).
+/// one continues from the last checkpoint ([`RestoredPort`](super::RestoredPort)).
 pub trait PortRecorder: Send {
     /// Stores a checkpoint, which replaces the previous one. `fds` are the descriptors to which
     /// `state` refers. Replies that depend on the stored state are sent after this method returns.

@@ -5,12 +5,13 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::listener::SavedListener;
-use crate::codec::{SavedDecoder, SavedQueue};
+use crate::codec::SavedQueue;
 use crate::device::DeviceInfo;
 use shadowbell_state::{Bytes, FdRef};
 
-/// Serialized device with its sockets and its client, from [`Reactor::save`](super::Reactor::save)
-/// to [`Reactor::restore`](super::Reactor::restore). Descriptors are passed separately.
+/// Checkpoint of a device with its sockets and its client. A
+/// [`PortRecorder`](super::PortRecorder) stores it, and [`RestoredPort`](super::RestoredPort)
+/// restores it. Descriptors are passed separately.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SavedPort {
     /// Listening socket; `None` if the port has a single client and accepts no other.
@@ -43,16 +44,12 @@ impl SavedPort {
     }
 }
 
-/// Serialized state of a quiesced session.
+/// Serialized state of a session between two requests.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct SavedSession {
     pub(super) socket: FdRef,
-    pub(super) received: SavedDecoder,
     pub(super) link: SavedLink,
-    /// True if checkpoints are on. Received messages that are not executed are then still in the
-    /// socket.
-    #[serde(default)]
-    pub(super) recorded: bool,
+    /// Last executed message. Messages that are not executed are still in the socket.
     #[serde(default)]
     pub(super) handled: Option<Handled>,
 }
@@ -73,7 +70,7 @@ impl Handled {
     }
 }
 
-/// Serialized state of a quiesced link.
+/// Serialized state of a link between two requests.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct SavedLink {
     pub(super) out: SavedQueue,

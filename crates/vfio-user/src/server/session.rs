@@ -1,7 +1,6 @@
 //! Session of a connected client: receives and handles messages, sends replies, and sets deadlines
 //! for the client.
 
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,7 +13,7 @@ use super::requests::{Link, Violation};
 use super::saved::{Handled, SavedSession};
 use super::turn::Context;
 use crate::Errno;
-use crate::codec::{DecodeError, Decoder, SavedDecoder, SendQueue};
+use crate::codec::{DecodeError, Decoder, SendQueue};
 use crate::descriptor::{Inspector, Stream};
 use crate::device::Device;
 use crate::exchange::{Exchange, Exchanged};
@@ -116,6 +115,8 @@ struct Intake {
     /// Message whose request waits for a [`Completer`](crate::Completer). Its hash is computed
     /// before more data are received, because these overwrite the message in the decoder.
     waiting: Option<Handled>,
+    /// Number of unsent bytes in the last checkpoint that the next process has to send in any case.
+    unsent: usize,
 }
 
 /// Callback that stores a checkpoint of the session and the device. The descriptors belong to that
@@ -124,44 +125,25 @@ pub(super) type Record<'a> =
     &'a mut dyn FnMut(Result<(SavedSession, serde_json::Value), SaveError>, Descriptors);
 
 impl Session {
-    /// Restores a session from the state of [`save`](Self::save). The previous process still has
-    /// the socket, so the session starts as after [`set_lent(true)`](Self::set_lent). `make` wraps
-    /// the socket in a [`Stream`].
+    /// Restores a session from the state of [`describe`](Self::describe). The previous process may
+    /// still have the socket, so the session starts as after [`set_lent(true)`](Self::set_lent).
+    /// `make` wraps the socket in a [`Stream`].
     pub(super) fn restore(
         saved: SavedSession,
         fds: &mut Descriptors,
         make: impl FnOnce(OwnedFd) -> (Stream, Inspector),
         limits: &Limits,
     ) -> Result<Self, RestoreError> {
-        let SavedSession { socket, received, link, recorded, handled } = saved;
+        let SavedSession { socket, link, handled } = saved;
         let link = Link::restore(link, fds)?;
         let (mut socket, inspector) = make(fds.take(socket)?);
         socket.set_lent(true);
         // Negotiated limits stay valid, even if the limits of this process are different.
         let max_data_xfer_size = link.max_xfer().unwrap_or(limits.max_data_xfer_size);
         let mut session = Self::new(socket, inspector, &Limits { max_data_xfer_size, ..*limits });
-        let max = usize::try_from(max_data_xfer_size).unwrap_or(usize::MAX);
-        let closer = session.inspector.closer();
-        session.decoder = Decoder::restore(received, max, fds, closer)?;
         session.link = link;
-        session.intake =
-            recorded.then_some(Intake { consumed: 0, pending: handled, waiting: None });
+        session.intake = Some(Intake { consumed: 0, pending: handled, waiting: None, unsent: 0 });
         Ok(session)
-    }
-
-    /// Serializes a quiesced session for the next server process.
-    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedSession> {
-        Ok(SavedSession {
-            socket: fds.add(self.socket.as_fd().try_clone_to_owned()?),
-            received: match &self.intake {
-                // With checkpoints, the received data are still in the socket.
-                Some(_) => SavedDecoder::default(),
-                None => self.decoder.save(fds)?,
-            },
-            link: self.link.save(fds)?,
-            recorded: self.intake.is_some(),
-            handled: self.intake.as_ref().and_then(|intake| intake.pending),
-        })
     }
 
     /// Turns on checkpoints. Returns false if they are impossible, because a part of a message has
@@ -172,7 +154,7 @@ impl Session {
             && !self.decoder.is_partial()
             && peek_from(self.socket.as_fd(), 0).is_ok()
         {
-            self.intake = Some(Intake { consumed, pending: None, waiting: None });
+            self.intake = Some(Intake { consumed, pending: None, waiting: None, unsent: 0 });
         }
         self.intake.is_some()
     }
@@ -246,11 +228,36 @@ impl Session {
 
     /// State of session and device for a checkpoint.
     pub(super) fn describe(
-        &self,
+        &mut self,
         device: &mut dyn Device,
         fds: &mut Descriptors,
     ) -> Result<(SavedSession, serde_json::Value), SaveError> {
-        Ok((self.save(fds)?, device.record(fds)?))
+        let session = SavedSession {
+            socket: fds.add(self.socket.as_fd().try_clone_to_owned()?),
+            link: self.link.save(fds)?,
+            handled: self.intake.as_ref().and_then(|intake| intake.pending),
+        };
+        if let Some(intake) = &mut self.intake {
+            intake.unsent = if intake.pending.is_some() { 0 } else { self.link.out.len() };
+        }
+        Ok((session, device.record(fds)?))
+    }
+
+    /// Sends replies. If the last checkpoint contains bytes that have been sent since, stores another
+    /// one, because the next process would send these bytes again.
+    fn flush_and_record(
+        &mut self,
+        device: &mut dyn Device,
+        record: Record<'_>,
+    ) -> Result<(), EndReason> {
+        self.flush()?;
+        let unsent = self.link.out.len();
+        let recorded = self.intake.as_ref().map_or(0, |intake| intake.unsent);
+        if recorded != 0 && recorded != unsent {
+            let mut fds = Descriptors::default();
+            record(self.describe(device, &mut fds), fds);
+        }
+        Ok(())
     }
 
     /// Finishes the last executed message of a dead process. If the message is still in the socket,
@@ -331,7 +338,7 @@ impl Session {
             Some(Received::FdsLost) => return Err(EndReason::FdsLost),
             Some(Received::Bytes { .. }) | None => {}
         }
-        self.flush()?;
+        self.flush_and_record(device, record)?;
         // An unmap that ended together with the current message gets its reply after that message.
         self.reply_to_unmaps(device, record)?;
         Ok(if self.link.is_unfinished() { Turn::Requeue } else { Turn::Wait })
@@ -425,7 +432,7 @@ impl Session {
             device.publish();
             self.commit(device, record, context.exchange.as_deref_mut())?;
             // An error reply is sent even if the error ends the connection.
-            self.flush()?;
+            self.flush_and_record(device, record)?;
             let emptied = outcome?;
             if is_recorded {
                 self.reply_to_unmaps(device, record)?;

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use shadowbell_state::{Bytes, Descriptors, Parcel};
+use shadowbell_state::{Bytes, Descriptors};
 use shadowbell_vfio_user::codec::{Decoder, SendQueue};
 use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use shadowbell_vfio_user::device::{
@@ -20,7 +20,9 @@ use shadowbell_vfio_user::device::{
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{Bar, ConfigSpace, Function, Msix};
-use shadowbell_vfio_user::server::{Handle, Limits, PortId, RunEnd, SavedPort};
+use shadowbell_vfio_user::server::{
+    Handle, Limits, PortId, PortRecorder, RestoredPort, RunEnd, SavedPort,
+};
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
 use shadowbell_vfio_user::{Errno, Listener, Reactor, RestoreError, SaveError, SharedSocket};
 use zerocopy::IntoBytes;
@@ -60,8 +62,8 @@ pub(crate) struct TestDeviceState {
     pub(crate) shared_sockets: Mutex<Vec<SharedSocket>>,
     pub(crate) eventfds: Mutex<Vec<PeerFd>>,
     pub(crate) maps: Mutex<Vec<PeerFd>>,
-    /// True if saving the device fails, so that it cannot be transferred.
-    pub(crate) refuses: AtomicBool,
+    /// Content of BAR0, which survives a replacement of the device, as a controller's registers do.
+    bar0: Mutex<Vec<u8>>,
 }
 
 impl TestDeviceState {
@@ -109,7 +111,6 @@ impl TestDeviceState {
 /// Device with plain memory as BAR0.
 pub(crate) struct TestDevice {
     shared: Arc<TestDeviceState>,
-    bar0: Vec<u8>,
     bar2: OwnedFd,
     config: ConfigSpace,
 }
@@ -138,13 +139,16 @@ impl TestDevice {
             ..Function::default()
         })
         .unwrap();
-        let bar0 = vec![0; BAR0_SIZE as usize];
-        Box::new(Self { shared, bar0, bar2, config })
+        shared.bar0.lock().unwrap().resize(BAR0_SIZE as usize, 0);
+        Box::new(Self { shared, bar2, config })
     }
 
-    fn bar0(&mut self, offset: u64, len: usize) -> Result<&mut [u8], Errno> {
+    /// Calls `access` with these bytes of BAR0.
+    fn bar0(&self, offset: u64, len: usize, access: impl FnOnce(&mut [u8])) -> Result<(), Errno> {
         let start = usize::try_from(offset).map_err(|_| Errno::INVAL)?;
-        self.bar0.get_mut(start..start + len).ok_or(Errno::INVAL)
+        let mut bar0 = self.shared.bar0.lock().unwrap();
+        access(bar0.get_mut(start..start + len).ok_or(Errno::INVAL)?);
+        Ok(())
     }
 }
 
@@ -210,7 +214,7 @@ impl Device for TestDevice {
 
     fn region_read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
         match region {
-            region::BAR0 => data.copy_from_slice(self.bar0(offset, data.len())?),
+            region::BAR0 => self.bar0(offset, data.len(), |bar0| data.copy_from_slice(bar0))?,
             region::CONFIG => self.config.read(offset, data)?,
             _ => return Err(Errno::NXIO),
         }
@@ -225,7 +229,7 @@ impl Device for TestDevice {
         deferral: &mut Deferral<'_>,
     ) -> Result<(), Errno> {
         match region {
-            region::BAR0 => self.bar0(offset, data.len())?.copy_from_slice(data),
+            region::BAR0 => self.bar0(offset, data.len(), |bar0| bar0.copy_from_slice(data))?,
             region::CONFIG => drop(self.config.write(offset, data)?),
             _ => return Err(Errno::NXIO),
         }
@@ -293,12 +297,8 @@ impl Device for TestDevice {
         self.shared.done(done);
     }
 
-    fn save(&mut self, _fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
-        if self.shared.refuses.load(Ordering::SeqCst) {
-            return Err(SaveError::Client("it is a test".into()));
-        }
-        let config = Bytes(self.config.bytes().to_vec());
-        Ok(serde_json::to_value((Bytes(self.bar0.clone()), config))?)
+    fn record(&mut self, _fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
+        Ok(serde_json::to_value(Bytes(self.config.bytes().to_vec()))?)
     }
 
     fn restore(
@@ -307,8 +307,7 @@ impl Device for TestDevice {
         _fds: &mut Descriptors,
         _closer: &Arc<Closer>,
     ) -> Result<(), RestoreError> {
-        let (bar0, config): (Bytes, Bytes) = serde_json::from_value(saved)?;
-        self.bar0 = bar0.0;
+        let config: Bytes = serde_json::from_value(saved)?;
         self.config.restore(config.0.as_slice().try_into().unwrap());
         Ok(())
     }
@@ -319,14 +318,28 @@ pub(crate) fn is_recorded() -> bool {
     std::env::var_os("SHADOWBELL_TEST_RECORDED").is_some()
 }
 
-struct Nowhere;
+/// Recorder that stores the last checkpoint of a port.
+#[derive(Clone, Default)]
+pub(crate) struct Last(Arc<Mutex<Option<(SavedPort, Vec<OwnedFd>)>>>);
 
-impl shadowbell_vfio_user::server::PortRecorder for Nowhere {
-    fn record(
-        &mut self,
-        _: &shadowbell_vfio_user::server::SavedPort,
-        _: shadowbell_state::Descriptors,
-    ) {
+impl PortRecorder for Last {
+    fn record(&mut self, port: &SavedPort, fds: Descriptors) {
+        *self.0.lock().unwrap() = Some((port.clone(), fds.into_fds()));
+    }
+}
+
+impl Last {
+    /// Text of the checkpoint.
+    pub(crate) fn text(&self) -> String {
+        serde_json::to_string(&self.0.lock().unwrap().as_ref().unwrap().0).unwrap()
+    }
+
+    /// Copy of the checkpoint, as the next process receives it.
+    fn copy(&self) -> (SavedPort, Descriptors) {
+        let saved = serde_json::from_str(&self.text()).unwrap();
+        let last = self.0.lock().unwrap();
+        let fds = last.as_ref().unwrap().1.iter().map(|fd| fd.try_clone().unwrap());
+        (saved, fds.collect::<Vec<_>>().into())
     }
 }
 
@@ -338,6 +351,9 @@ pub(crate) struct Server {
     pub(crate) tid: u32,
     thread: Option<JoinHandle<(Reactor, RunEnd)>>,
     pub(crate) limits: Limits,
+    is_recorded: bool,
+    /// Checkpoints of the devices, in the order in which they were added.
+    pub(crate) checkpoints: Mutex<Vec<Last>>,
 }
 
 impl Server {
@@ -348,7 +364,15 @@ impl Server {
         let limits = Limits { stop, ..limits };
         let reactor = Reactor::new(limits).unwrap();
         let directory = tempfile::tempdir().unwrap();
-        let mut server = Self { handle: reactor.handle(), directory, tid: 0, thread: None, limits };
+        let mut server = Self {
+            handle: reactor.handle(),
+            directory,
+            tid: 0,
+            thread: None,
+            limits,
+            is_recorded: is_recorded(),
+            checkpoints: Mutex::default(),
+        };
         server.run(reactor);
         server
     }
@@ -384,37 +408,26 @@ impl Server {
         self.frozen()
     }
 
-    /// Creates the next reactor from the state of `old`. The state is sent over a socket, as
-    /// between two processes.
-    pub(crate) fn successor(
-        &self,
-        old: &mut Reactor,
-        devices: &[&Arc<TestDeviceState>],
-    ) -> Reactor {
-        let mut parcel = Parcel::new();
-        let saved = old.save(parcel.descriptors()).unwrap();
-        parcel.add("sockets", true, &saved).unwrap();
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let sender = std::thread::spawn(move || parcel.send(&ours).unwrap());
-        let mut parcel = Parcel::receive(&theirs).unwrap();
-        sender.join().unwrap();
-        let saved: Vec<SavedPort> = parcel.take("sockets").unwrap().unwrap();
-        assert_eq!(saved.len(), devices.len());
+    /// Creates the next reactor from the last checkpoints.
+    pub(crate) fn successor(&self, devices: &[&Arc<TestDeviceState>]) -> Reactor {
+        let checkpoints = self.checkpoints.lock().unwrap();
+        assert_eq!(checkpoints.len(), devices.len());
         let mut new = Reactor::new(self.limits).unwrap();
-        for (saved, shared) in saved.into_iter().zip(devices) {
-            let port = new.restore(saved, parcel.descriptors(), TestDevice::of(shared)).unwrap();
-            if is_recorded() {
-                new.record_with(port, Box::new(Nowhere));
-            }
+        for (last, shared) in checkpoints.iter().zip(devices) {
+            let (saved, mut fds) = last.copy();
+            let device = TestDevice::of(shared);
+            let restored = RestoredPort::new(saved, &mut fds, device, &self.limits).unwrap();
+            assert_eq!(fds.iter().count(), 0, "descriptors that the port has not taken");
+            let port = new.serve_restored(restored).unwrap();
+            new.record_with(port, Box::new(last.clone()));
         }
-        parcel.finish().unwrap();
         new
     }
 
     /// Replaces the reactor while clients are connected.
     pub(crate) fn replace(&mut self, devices: &[&Arc<TestDeviceState>]) {
-        let mut old = self.freeze();
-        let new = self.successor(&mut old, devices);
+        let old = self.freeze();
+        let new = self.successor(devices);
         old.release_to_successor();
         self.run(new);
     }
@@ -426,12 +439,24 @@ impl Server {
         (server, path, shared)
     }
 
+    /// Starts a server with one memory device, which stores checkpoints and can be replaced.
+    pub(crate) fn with_recorded_device(limits: Limits) -> (Self, PathBuf, Arc<TestDeviceState>) {
+        let mut server = Self::start(limits);
+        server.is_recorded = true;
+        let (path, shared, _) = server.add("device");
+        (server, path, shared)
+    }
+
     pub(crate) fn add(&self, name: &str) -> (PathBuf, Arc<TestDeviceState>, PortId) {
         let path = self.directory.path().join(name);
         let (device, shared) = TestDevice::new();
         let listener = Listener::bind(&path).unwrap();
-        let port = match is_recorded() {
-            true => self.handle.add_recorded(listener, device, Box::new(Nowhere)),
+        let port = match self.is_recorded {
+            true => {
+                let last = Last::default();
+                self.checkpoints.lock().unwrap().push(last.clone());
+                self.handle.add_recorded(listener, device, Box::new(last))
+            }
             false => self.handle.add(listener, device),
         };
         (path, shared, port)
