@@ -42,7 +42,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "controller", "pool"])]
     config: Option<PathBuf>,
 
-    /// Check a configuration file without opening disks and sockets, and serve nothing
+    /// Check a configuration file without opening disks and sockets, and serve nothing, as
+    /// `shadowbell config check` does
     #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "config", "controller", "pool"])]
     pub(super) check: Option<PathBuf>,
 
@@ -418,8 +419,7 @@ impl Args {
         config.control =
             SocketPath { name: self.name.or(name), path: service.control_socket.or(path) };
         if let Some((path, _)) = &config.trace {
-            let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
-            checked.context("--trace").map_err(bad_input)?;
+            check_trace(path)?;
         }
         Ok(config)
     }
@@ -458,6 +458,12 @@ impl PoolArgs {
 
 fn existing_group(text: &str) -> Result<String, String> {
     socket_access::parse_group(text).map(|_| text.to_owned())
+}
+
+/// Checks the path of the doorbell trace.
+pub(super) fn check_trace(path: &Path) -> anyhow::Result<()> {
+    let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
+    checked.context("--trace").map_err(bad_input)
 }
 
 /// Checks that a file can be created at `path`, as far as possible without creating it.

@@ -1,6 +1,6 @@
 //! Command line: verbs and global options.
 
-use crate::{ctl, ls, manual, top, upgrade};
+use crate::{config, ctl, ls, manual, top, upgrade};
 use clap::error::ErrorKind;
 use clap::{FromArgMatches, Parser, Subcommand};
 use shadowbell_nvme_tools::{
@@ -45,7 +45,9 @@ enum Verb {
     Ls(ls::Args),
     Status(ctl::StatusArgs),
     Stop(ctl::StopArgs),
+    Explain(ctl::ExplainArgs),
     Ctl(ctl::Args),
+    Config(config::Args),
     Upgrade(upgrade::Args),
     Top(top::Args),
     Trace(trace::Args),
@@ -152,7 +154,9 @@ impl Verb {
             Self::Ls(args) => ls::run(&args),
             Self::Status(args) => ctl::status(&args),
             Self::Stop(args) => ctl::stop(&args),
+            Self::Explain(args) => ctl::explain_controller(&args),
             Self::Ctl(args) => ctl::run(&args),
+            Self::Config(args) => config::run(&args),
             Self::Upgrade(args) => upgrade::run(&args),
             Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),

@@ -58,8 +58,8 @@ impl NamedDiskTable {
     /// Specification of the disk: source, options, layers, error policy and limits.
     ///
     /// # Errors
-    /// A sentence about an unknown limit or layer, or an option with `&`.
-    pub(super) fn spec(&self) -> Result<String, String> {
+    /// Key of the table, and a sentence about an unknown limit or layer, or an option with `&`.
+    pub(super) fn spec(&self) -> Result<String, (&'static str, String)> {
         let mut options = Vec::new();
         for (name, value) in &self.options {
             options.push(format!("{name}={}", value.text()));
@@ -67,10 +67,11 @@ impl NamedDiskTable {
         let of_layers = [&MetadataFormat::OPTIONS[..], &ZoneFormat::OPTIONS[..]].concat();
         for (name, value) in &self.layers {
             if !of_layers.contains(&&name[..]) {
-                return Err(format!(
-                    "no layer of a disk has the option `{name}`; the options of `layers` are {}",
-                    of_layers.join(", ")
-                ));
+                let all = of_layers.join(", ");
+                let why = format!(
+                    "no layer of a disk has the option `{name}`; the options of `layers` are {all}"
+                );
+                return Err(("layers", why));
             }
             options.push(format!("{name}={}", value.text()));
         }
@@ -81,16 +82,16 @@ impl NamedDiskTable {
                 "group" => GROUP,
                 name if Limits::NAMES.contains(&name) => name,
                 name => {
-                    return Err(format!(
-                        "a disk has no limit `{name}`; its limits are {}, group",
-                        Limits::NAMES.join(", ")
-                    ));
+                    let all = Limits::NAMES.join(", ");
+                    let why = format!("a disk has no limit `{name}`; its limits are {all}, group");
+                    return Err(("limits", why));
                 }
             };
             options.push(format!("{name}={}", value.text()));
         }
         if let Some(option) = options.iter().find(|option| option.contains(['&', '?'])) {
-            return Err(format!("the option `{option}` has a `&` or `?`, which separates options"));
+            let why = format!("the option `{option}` has a `&` or `?`, which separates options");
+            return Err(("options", why));
         }
         Ok(match (options.is_empty(), self.source.contains('?')) {
             (true, _) => self.source.clone(),
@@ -131,13 +132,13 @@ mod tests {
         let head = "[[disk]]\nid = \"d\"\nsource = \"/d\"\n";
         let tail = "[[controller]]\nsocket = \"/s\"\ndisks = [\"d\"]\n";
         for (more, line, words) in [
-            ("limits = { speed = 1 }\n", 1, "no limit `speed`; its limits are iops"),
-            ("layers = { direct = true }\n", 1, "are metadata, "),
-            ("options = { x = \"a&b\" }\n", 1, "has a `&`"),
-            ("limits = { group = \"no\" }\n", 1, "no `[[limit-group]]` `no`"),
+            ("limits = { speed = 1 }\n", 4, "no limit `speed`; its limits are iops"),
+            ("layers = { direct = true }\n", 4, "are metadata, "),
+            ("options = { x = \"a&b\" }\n", 4, "has a `&`"),
+            ("limits = { group = \"no\" }\n", 4, "no `[[limit-group]]` `no`"),
             ("on-error = \"halt\"\n", 4, "unknown variant `halt`"),
-            ("[[disk]]\nid = \"d\"\nsource = \"/e\"\n", 4, "the id `d` is that of another disk"),
-            ("[[disk]]\nid = \"a/b\"\nsource = \"/e\"\n", 4, "`a/b` is no id"),
+            ("[[disk]]\nid = \"d\"\nsource = \"/e\"\n", 5, "the id `d` is that of another disk"),
+            ("[[disk]]\nid = \"a/b\"\nsource = \"/e\"\n", 5, "`a/b` is no id"),
             (
                 "[[controller]]\nsocket = \"/t\"\ndisks = [\"d\"]\n",
                 8,

@@ -414,6 +414,9 @@ impl Worker {
                 self.poll_group.begin_trace();
             }
             Message::LivenessCheck(visit) => drop(visit),
+            Message::Sample(request) => {
+                request.answer(self.index, self.poll_group.outstanding().collect());
+            }
             Message::Stop => {}
         }
     }
