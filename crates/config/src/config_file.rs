@@ -32,79 +32,157 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
+use utoipa::ToSchema;
 
 /// Maximum size of the file. It has room for more controllers than a process can serve, with one
 /// line each.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Configuration file, as read and as written.
-#[derive(Debug, Serialize, Deserialize)]
+/// Configuration file, as read and as written. The comments of the fields are the text of
+/// shadowbell.toml(5).
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
+    /// Name of the server, for `shadowbell ctl --server`. Default: the name of the file.
+    #[schema(value_type = Option<String>)]
     name: Option<Spanned<String>>,
+    /// Path of the control socket. Default: `/run/shadowbell/NAME/control.sock`, or below
+    /// `$XDG_RUNTIME_DIR` for a user other than root.
+    #[schema(value_type = Option<String>)]
     control_socket: Option<PathBuf>,
+    /// Directory of the UUIDs that are generated for disks. Default: `/var/lib/shadowbell`, or
+    /// `$XDG_STATE_HOME/shadowbell` for a user other than root.
+    #[schema(value_type = Option<String>)]
     state_dir: Option<PathBuf>,
+    /// Mode of the controllers' sockets, as in `"0660"`. Default: set by the umask.
+    #[schema(value_type = Option<String>)]
     socket_mode: Option<Spanned<String>>,
+    /// Group of the controllers' sockets, a name or a number. Default: that of the process.
+    #[schema(value_type = Option<String>)]
     socket_group: Option<Spanned<String>>,
+    /// Address and port of the metrics, which have no access control: `"127.0.0.1:9477"`. Default:
+    /// none.
+    #[schema(value_type = Option<String>)]
     metrics: Option<SocketAddr>,
+    /// Host names by which clients may address the metrics, besides IP addresses and localhost.
+    /// Default: none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     metrics_hosts: Vec<String>,
+    /// File in which every decision about a doorbell is recorded, for `shadowbell trace`. Default:
+    /// none.
+    #[schema(value_type = Option<String>)]
     trace: Option<Spanned<PathBuf>>,
+    /// Number of trace records per I/O thread, 1024 to 16777216. Default: 262144.
+    #[schema(value_type = Option<u32>)]
     trace_records: Option<Spanned<u32>>,
+    /// True to measure latency by namespace, for metrics and `shadowbell top`. Default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     measure: bool,
+    /// Number of I/O threads. Default: one for every two CPUs, or the number of CPUs in `pin`.
+    #[schema(value_type = Option<u16>)]
     workers: Option<Spanned<u16>>,
+    /// CPUs to which the I/O threads are pinned, in order. Default: none.
+    #[schema(value_type = Option<Vec<u32>>)]
     pin: Option<Spanned<Vec<usize>>>,
+    /// Polling of an idle I/O thread: `"adaptive"` before it sleeps, `"always"`, or `"never"`.
+    /// Default: `"adaptive"`, or `"always"` if a controller has mapped doorbells.
+    #[schema(value_type = Option<String>)]
     poll: Option<Spanned<Poll>>,
+    /// Maximum polling time of an idle I/O thread in microseconds. Default: 100.
+    #[schema(value_type = Option<u32>)]
     poll_max_us: Option<Spanned<u32>>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(ignore)]
     limit_group: Vec<Spanned<GroupTable>>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(ignore)]
     subsystem: Vec<Spanned<SubsystemTable>>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(ignore)]
     disk: Vec<Spanned<NamedDiskTable>>,
+    #[schema(ignore)]
     controller: Option<Vec<Spanned<ControllerTable>>>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(ignore)]
     export: Vec<Spanned<ExportConfig>>,
+    #[schema(ignore)]
     paths: Option<PathsTable>,
 }
 
 /// Table `[paths]`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct PathsTable {
-    /// Directories in which management requests may open images and create sockets.
+    /// Directories in which management requests may open images and create sockets, if the server
+    /// has a sandbox.
+    #[schema(value_type = Vec<String>)]
     allow: Vec<Spanned<PathBuf>>,
 }
 
 /// Table `[[limit-group]]`: name and limits of a limit group. The keys of the limits are those of
 /// disk options.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 struct GroupTable {
+    /// Name of the group, for the option `limit-group` of disks.
     name: String,
     #[serde(flatten)]
+    #[schema(ignore)]
     limits: BTreeMap<String, String>,
 }
 
 /// Table `[[controller]]`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ControllerTable {
+    /// Id of the controller, for `shadowbell ctl` and metrics. Default: the path of the socket.
+    #[schema(value_type = Option<String>)]
     id: Option<Spanned<String>>,
+    /// Path of the vfio-user socket; for SPDK a directory.
+    #[schema(value_type = String)]
     socket: Spanned<PathBuf>,
+    /// Serial number, 1 to 20 characters. Default: derived from the path of the socket.
+    #[schema(value_type = Option<String>)]
     serial: Option<Spanned<String>>,
+    /// Model number, 1 to 40 characters. Default: `"Shadowbell NVMe Controller"`.
+    #[schema(value_type = Option<String>)]
     model: Option<Spanned<String>>,
+    /// Doorbell mechanism that the controller offers: `"shadow"`, `"mmio"` or `"mapped"`. Default:
+    /// `"shadow"`.
     #[serde(default)]
+    #[schema(value_type = String)]
     doorbells: OfferedDoorbells,
+    /// Maximum number of I/O queue pairs, 1 to 64. Default: 64.
+    #[schema(value_type = Option<u16>)]
     queues: Option<Spanned<u16>>,
+    /// Maximum queue size in entries, 2 to 4096. Default: 4096.
+    #[schema(value_type = Option<u32>)]
     queue_entries: Option<Spanned<u32>>,
+    /// Maximum transfer size of a command, a power of two from `"1MiB"` to `"16MiB"`. Default:
+    /// `"1MiB"`.
+    #[schema(value_type = Option<String>)]
     max_transfer: Option<Spanned<String>>,
+    /// True to refuse writes, whatever the disks allow. Default: false.
     #[serde(default)]
     read_only: bool,
+    /// I/O thread: `"own"` for a thread that serves no other controller, or the number of a thread,
+    /// from 0. Default: a shared thread.
+    #[schema(value_type = Option<String>)]
     worker: Option<Spanned<WorkerChoice>>,
+    /// Pool in which the guest creates namespaces, instead of `disks`: `"DIR?capacity=SIZE"`.
+    /// Default: none.
+    #[schema(value_type = Option<String>)]
     pool: Option<Spanned<String>>,
+    /// Name of the `[[subsystem]]` of the controller. Default: none.
+    #[schema(value_type = Option<String>)]
     subsystem: Option<Spanned<String>>,
+    /// ANA state of the subsystem's ANA groups for this controller, or a list with a state for each:
+    /// `"optimized"`, `"non-optimized"`, `"inaccessible"`, `"persistent-loss"`, `"change"`. Default:
+    /// `"optimized"`.
+    #[schema(value_type = Option<String>)]
     ana: Option<Spanned<AnaStates>>,
+    /// Disks, one per namespace. Each is a string, a disk with options as in shadowbell-disks(7) or
+    /// the `id` of a `[[disk]]`, or a table.
+    #[schema(value_type = Option<Vec<String>>)]
     disks: Option<Spanned<Vec<Spanned<DiskEntry>>>>,
 }
 
@@ -119,14 +197,19 @@ enum DiskEntry {
     Table(DiskTable),
 }
 
-#[derive(Clone, Debug, Serialize, Deserialize)]
+/// Element of `disks`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct DiskTable {
+    /// Disk with options, or the `id` of a `[[disk]]`.
     disk: String,
+    /// Namespace identifier, larger than that of the disk before. Default: the next one, from 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     nsid: Option<u32>,
+    /// UUID that guests see. Default: generated once, see `state-dir`.
     #[serde(skip_serializing_if = "Option::is_none")]
     uuid: Option<String>,
+    /// True to permit an export to write to the disk, too. Default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     share: bool,
 }
@@ -718,6 +801,7 @@ pub fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
 }
 
 mod disks;
+pub mod reference;
 mod shared;
 pub mod write;
 use disks::NamedDiskTable;

@@ -1,5 +1,6 @@
 //! Command line: verbs and global options.
 
+use crate::examples::with_examples;
 use crate::{config, ctl, ls, manual, top, upgrade};
 use clap::error::ErrorKind;
 use clap::{FromArgMatches, Parser, Subcommand};
@@ -124,13 +125,14 @@ impl NvmeVerb {
 }
 
 /// Command line. The verbs of the group `nvme` are hidden outside of it, except `list`.
-fn command() -> clap::Command {
+pub(crate) fn command() -> clap::Command {
     let grouped = NvmeVerb::augment_subcommands(clap::Command::new("nvme"));
     let names = grouped.get_subcommands().map(|verb| verb.get_name().to_owned());
     let hidden = names.filter(|name| name != "list");
-    hidden.fold(<Cli as clap::CommandFactory>::command(), |command, name| {
+    let all = hidden.fold(<Cli as clap::CommandFactory>::command(), |command, name| {
         command.mut_subcommand(name, |verb| verb.hide(true))
-    })
+    });
+    with_examples(all)
 }
 
 impl Verb {
@@ -179,6 +181,11 @@ struct ServeCli {
     verb: ServeVerb,
 }
 
+/// Command line of the program `shadowbell-serve`, with examples.
+fn serve_command() -> clap::Command {
+    with_examples(<ServeCli as clap::CommandFactory>::command())
+}
+
 /// Verbs of the program `shadowbell-serve`.
 #[derive(Debug, Subcommand)]
 enum ServeVerb {
@@ -224,7 +231,8 @@ pub fn serve_main() -> ExitCode {
     if let Some(status) = supervise(&arguments) {
         return status;
     }
-    let cli = match ServeCli::try_parse_from(arguments) {
+    let matches = serve_command().try_get_matches_from(arguments);
+    let cli = match matches.and_then(|matches| ServeCli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
@@ -298,6 +306,6 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         command().debug_assert();
-        <ServeCli as clap::CommandFactory>::command().debug_assert();
+        serve_command().debug_assert();
     }
 }

@@ -15,6 +15,7 @@
 //! | `upgrade` | restart a running `serve` for an upgrade |
 //! | `ctl`, `ctl_*` | query and change a running `serve` |
 //! | `config` | check a configuration file |
+//! | `examples` | examples of each command, for its help |
 //! | `grant` | access to images for a sandboxed server, for `ctl` |
 //! | `ls` | list running servers and their objects |
 //! | `top` | show live statistics of running servers |
@@ -30,6 +31,7 @@ mod ctl_explain;
 mod ctl_export;
 mod ctl_plan;
 mod ctl_trace;
+mod examples;
 mod grant;
 mod ls;
 mod manual;

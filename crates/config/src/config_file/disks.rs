@@ -6,25 +6,32 @@ use serde::{Deserialize, Serialize};
 use shadowbell_disk::{MetadataFormat, ZoneFormat};
 use shadowbell_disk_layers::{ErrorPolicy, Limits};
 use std::collections::BTreeMap;
+use utoipa::ToSchema;
 
 /// Table `[[disk]]`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct NamedDiskTable {
+    /// Id of the disk, for controllers, exports and `shadowbell ctl`.
     pub(super) id: String,
-    /// Path or URI, with or without options.
+    /// File, device or URI, with or without options, as in shadowbell-disks(7).
     pub(super) source: String,
-    /// Options of the disk's kind.
+    /// Options of the disk's kind by name: `{ direct = true }`. Default: none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schema(value_type = Object)]
     options: BTreeMap<String, OptionValue>,
-    /// Options of the layers around the disk: metadata or zones.
+    /// Options of metadata or zones by name: `{ metadata = 8, pi = 1 }`. Default: none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schema(value_type = Object)]
     layers: BTreeMap<String, OptionValue>,
-    /// Policy for requests that fail because of the storage.
+    /// Policy for requests that fail because the storage is full or fails: `"report"`, `"stop"` or
+    /// `"stop-on-full"`. Default: `"report"`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
     on_error: Option<ErrorPolicy>,
-    /// Rate limits by name; the key `group` has the limit group.
+    /// Rate limits by name, and the limit group: `{ iops = 5000, group = "db" }`. Default: none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schema(value_type = Object)]
     limits: BTreeMap<String, OptionValue>,
 }
 

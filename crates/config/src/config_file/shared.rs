@@ -8,14 +8,20 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use toml::Spanned;
+use utoipa::ToSchema;
 
 /// Table `[[subsystem]]`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct SubsystemTable {
+    /// Name of the subsystem, for the key `subsystem` of controllers.
     pub(super) name: String,
+    /// File that stores the reservations and ANA states.
+    #[schema(value_type = String)]
     pub(super) state: PathBuf,
+    /// Serial number of the subsystem. Default: derived from the path of `state`.
     pub(super) serial: Option<String>,
+    /// Namespace identifiers of each ANA group, from group 1 on: `[[1, 2], [3]]`. Default: one group.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) ana_groups: Vec<Vec<u32>>,
 }

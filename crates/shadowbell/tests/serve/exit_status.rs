@@ -90,6 +90,8 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         (&["attach-many", "no.img"], bad),
         (&["trace", "no.trace"], bad),
         (&["demo", "--runtime", "never"], bad),
+        // A time without a unit counts seconds in every command.
+        (&["demo", "--runtime", "100"], bad),
         (&["bind", "0000:zz:00.0"], bad),
         (&["unbind", "0000:zz:00.0"], bad),
         (&["nvme", "id-ctrl", "no.img"], bad),
