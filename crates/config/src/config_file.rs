@@ -175,9 +175,9 @@ struct ControllerTable {
     /// Name of the `[[subsystem]]` of the controller. Default: none.
     #[schema(value_type = Option<String>)]
     subsystem: Option<Spanned<String>>,
-    /// ANA state of the subsystem's ANA groups for this controller, or a list with a state for each:
-    /// `"optimized"`, `"non-optimized"`, `"inaccessible"`, `"persistent-loss"`, `"change"`. Default:
-    /// `"optimized"`.
+    /// ANA state of the subsystem's ANA groups for this controller, or a list with a state for
+    /// each: `"optimized"`, `"non-optimized"`, `"inaccessible"`, `"persistent-loss"`, `"change"`.
+    /// Default: `"optimized"`.
     #[schema(value_type = Option<String>)]
     ana: Option<Spanned<AnaStates>>,
     /// Disks, one per namespace. Each is a string, a disk with options as in shadowbell-disks(7) or
@@ -266,8 +266,8 @@ pub enum Item<'a> {
 /// Function that checks an item. The error is a sentence.
 pub type ItemCheck<'a> = &'a dyn Fn(Item<'_>) -> Result<(), String>;
 
-/// Validates the configuration file at `path` without opening disks and sockets. `check_item` checks
-/// what the types of this crate do not.
+/// Validates the configuration file at `path` without opening disks and sockets. `check_item`
+/// checks what the types of this crate do not.
 ///
 /// # Errors
 /// All errors of the file, one per line, with line numbers.
@@ -324,8 +324,8 @@ impl Check<'_> {
         self.errors.push((line, why.into()));
     }
 
-    /// Line of a key in the table of an array (`[[disk]]`). Line of the table if it does not contain
-    /// the key.
+    /// Line of a key in the table of an array (`[[disk]]`). Line of the table if it does not
+    /// contain the key.
     fn line_in<T>(&self, table: &Spanned<T>, key: &str) -> usize {
         let first = self.line(table);
         let mut lines = (1..).zip(self.text.lines()).skip(first - 1);

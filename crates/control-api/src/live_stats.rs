@@ -67,9 +67,9 @@ pub struct Row {
     pub namespaces: Vec<NamespaceRow>,
 }
 
-/// Sampled time by the cause for which a controller's commands waited, in nanoseconds. Several times
-/// per second, the time since the last sample is divided among the causes in proportion to the
-/// commands that wait for them.
+/// Sampled time by the cause for which a controller's commands waited, in nanoseconds. Several
+/// times per second, the time since the last sample is divided among the causes in proportion to
+/// the commands that wait for them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Waits {
     /// The storage of a disk.

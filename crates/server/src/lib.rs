@@ -51,9 +51,9 @@
 //! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines for
 //! events; one that writes the log, so that a blocked terminal cannot block a guest (see
 //! `shadowbell_process::logging`); one for the control socket; one that resizes disks whose storage
-//! reports a new size; one that searches for stalled disks; one that samples what commands wait for,
-//! while a reader is there; and the main thread, which waits for signals. Without clients no thread wakes up by a timer, except the search for stalled disks,
-//! once a minute.
+//! reports a new size; one that searches for stalled disks; one that samples what commands wait
+//! for, while a reader is there; and the main thread, which waits for signals. Without clients no
+//! thread wakes up by a timer, except the search for stalled disks, once a minute.
 #![forbid(unsafe_code)]
 
 mod ana;

@@ -21,7 +21,8 @@ pub(super) struct SubsystemTable {
     pub(super) state: PathBuf,
     /// Serial number of the subsystem. Default: derived from the path of `state`.
     pub(super) serial: Option<String>,
-    /// Namespace identifiers of each ANA group, from group 1 on: `[[1, 2], [3]]`. Default: one group.
+    /// Namespace identifiers of each ANA group, from group 1 on: `[[1, 2], [3]]`. Default: one
+    /// group.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) ana_groups: Vec<Vec<u32>>,
 }

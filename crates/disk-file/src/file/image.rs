@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 /// lock of the killed process is held until the kernel has closed its io_uring.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// True if a file has no name any more. The attributes are those that the kernel has cached, so that
-/// hung storage does not block the call.
+/// True if a file has no name any more. The attributes are those that the kernel has cached, so
+/// that hung storage does not block the call.
 pub(super) fn is_deleted(file: BorrowedFd<'_>) -> bool {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     rustix::fs::statx(file, "", flags, StatxFlags::NLINK).is_ok_and(|about| about.stx_nlink == 0)
