@@ -70,7 +70,7 @@ fn a_sample_shows_where_commands_are() {
     let (mut host, mut queue) = attached(controller, &mut turns, 8);
     let buffer = host.alloc(4096);
     let (answer, answers) = std::sync::mpsc::channel();
-    let mut sample = |turns: &mut Turns| {
+    let sample = |turns: &mut Turns| {
         assert_eq!(pool.sample(|worker| worker == 0, &answer), [0]);
         assert!(answers.try_recv().is_err(), "no turn was taken");
         assert!(turns.turn());

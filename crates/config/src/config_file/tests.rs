@@ -347,18 +347,18 @@ fn controllers_of_a_subsystem_get_cntlids_in_order() {
         ("subsystem = \"pair\"", "subsystem = \"par\"", "x:10: there is no `[[subsystem]]` `par`"),
         (last, "socket = \"/run/b\"\n        disks = [\"/srv/b.img\"]", "the same `disks`"),
         (last, &format!("{last}\n        serial = \"B\""), "the serial number of the subsystem"),
-        ("name = \"pair\"", "name = \"a pair\"", "x:2: `a pair` is no name"),
-        ("state = \"/srv/pair\"", "state = \"\"", "x:2: the path of `state` is empty"),
+        ("name = \"pair\"", "name = \"a pair\"", "x:3: `a pair` is no name"),
+        ("state = \"/srv/pair\"", "state = \"\"", "x:4: the path of `state` is empty"),
         ("state = \"/srv/pair\"", "stat = \"/srv/pair\"", "unknown field `stat`"),
         (
             "[[controller]]",
             "[[subsystem]]\nname = \"pair\"\nstate = \"/srv/other\"\n[[controller]]",
-            "x:7: the subsystem `pair` is defined twice",
+            "x:8: the subsystem `pair` is defined twice",
         ),
         (
             "[[controller]]",
             "[[subsystem]]\nname = \"other\"\nstate = \"/srv/pair\"\n[[controller]]",
-            "x:7: the file /srv/pair is that of another subsystem, too",
+            "x:9: the file /srv/pair is that of another subsystem, too",
         ),
     ] {
         let why = refused(from, to);
